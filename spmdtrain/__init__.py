@@ -16,19 +16,24 @@ _HOMES = {
     "FitResult": "trainer",
     "FunctionModel": "adapters",
     "LinenModel": "adapters",
+    "Manifest": "manifest",
     "Mapped": "data",
     "MeshSpec": "config",
     "Moment": "callbacks",
     "NonFiniteError": "errors",
     "Preempted": "errors",
     "RunConfig": "config",
+    "StorageError": "errors",
     "Subset": "data",
     "TrainState": "step",
     "Trainer": "trainer",
     "UserError": "errors",
     "Weighted": "metrics",
+    "export_params": "export",
     "find_idx": "idx",
+    "load_params": "restore",
     "read_idx": "idx",
+    "read_manifest": "restore",
     "resolve_on_devices": "mesh",
 }
 
@@ -40,19 +45,24 @@ __all__ = [
     "FitResult",
     "FunctionModel",
     "LinenModel",
+    "Manifest",
     "Mapped",
     "MeshSpec",
     "Moment",
     "NonFiniteError",
     "Preempted",
     "RunConfig",
+    "StorageError",
     "Subset",
     "TrainState",
     "Trainer",
     "UserError",
     "Weighted",
+    "export_params",
     "find_idx",
+    "load_params",
     "read_idx",
+    "read_manifest",
     "resolve_on_devices",
 ]
 
@@ -61,11 +71,14 @@ if TYPE_CHECKING:
     from spmdtrain.callbacks import Event, Moment
     from spmdtrain.config import MeshSpec, RunConfig
     from spmdtrain.data import ArrayDataset, Dataset, Mapped, Subset
-    from spmdtrain.errors import NonFiniteError, Preempted, UserError
+    from spmdtrain.errors import NonFiniteError, Preempted, StorageError, UserError
     from spmdtrain.experiment import Experiment
+    from spmdtrain.export import export_params
     from spmdtrain.idx import find_idx, read_idx
+    from spmdtrain.manifest import Manifest
     from spmdtrain.mesh import resolve_on_devices
     from spmdtrain.metrics import Weighted
+    from spmdtrain.restore import load_params, read_manifest
     from spmdtrain.step import TrainState
     from spmdtrain.trainer import FitResult, Trainer
 

@@ -1,253 +1,237 @@
-"""Checkpoints: a thin layer over Orbax that says what is in one and what may go on from it."""
+"""Saving checkpoints: a thin layer over Orbax that seals what was saved and says what was not."""
 
 import contextlib
+import datetime
 import logging
 import math
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
-from spmdtrain.adapters import Variables
-from spmdtrain.errors import UserError
-from spmdtrain.sharding import named_leaves
+from spmdtrain import manifest
+from spmdtrain.errors import StorageError, UserError
+from spmdtrain.identity import Identity
+from spmdtrain.manifest import Damaged, Manifest
+from spmdtrain.retention import Record, Retention
 from spmdtrain.step import TrainState
-from spmdtrain.writers import folder_of
+from spmdtrain.storage import storage_reason
+from spmdtrain.sums import read_sums, start_sums
 
 PyTree = Any
 
+# The items of a checkpoint, each of which is read by itself, and the fields of the state in them.
+ITEMS: Mapping[str, tuple[str, ...]] = {
+    "model": ("params", "model_state"),  # enough for inference
+    "averaged": ("averaged",),  # only where an average is kept
+    "training": ("step", "opt_state", "key"),  # what else a run needs to go on
+}
+
 # Orbax tells through absl of every step it takes; what goes wrong it raises.
-logging.getLogger("absl").addFilter(
-    lambda record: record.levelno >= logging.ERROR or "orbax" not in record.pathname
-)
+logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+
+
+def items_of(state: TrainState) -> dict[str, dict[str, PyTree]]:
+    """The state by item and field; without items that hold nothing."""
+    items = {
+        item: {field: getattr(state, field) for field in fields} for item, fields in ITEMS.items()
+    }
+    return {item: content for item, content in items.items() if jax.tree.leaves(content)}
 
 
 class Checkpoints:
-    """The checkpoints in one folder: `STEP/` holds the state after that many updates.
+    """The checkpoints that one run writes: `STEP/` holds the state after that many updates.
 
-    Each has three items: `model` (parameters and model state, enough for inference), `training`
-    (what else a run needs to go on), and `meta` (JSON: what the run was).
+    Each is published by one rename, when all its arrays and its manifest are written. Only then is
+    an older one removed.
     """
 
-    def __init__(
-        self,
-        folder: epath.Path,
-        *,
-        keep_latest: int = 1,
-        keep_best: int = 0,
-        best_metric: str = "loss",
-        best_direction: Literal["min", "max"] = "min",
-        read_only: bool = False,
-    ) -> None:
+    def __init__(self, folder: epath.Path, retention: Retention) -> None:
         self.folder = folder = folder.resolve()  # Orbax takes absolute paths alone
-        self._metric = best_metric
-
-        def merit(metrics: Mapping[str, float]) -> float:  # Orbax keeps the highest
-            sign = -1 if best_direction == "min" else 1
-            return sign * metrics[best_metric] if best_metric in metrics else -math.inf
-
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder} is a file: it must be the folder of the checkpoints")
-        self._manager = ocp.CheckpointManager(
-            folder,
-            options=ocp.CheckpointManagerOptions(
-                create=not read_only,
-                read_only=read_only,
-                # Without best_fn Orbax writes no metrics, and after a restart no best is known.
-                best_fn=merit,
-                preservation_policy=policies.AnyPreservationPolicy(
-                    [
-                        policies.LatestN(keep_latest),
-                        policies.BestN(
-                            get_metric_fn=merit, n=keep_best, keep_checkpoints_without_metrics=False
-                        ),
-                    ]
+        self._retention = retention
+        self._saving: _Save | None = None
+        self._failed = False
+        with self._named_failures("the folder of the checkpoints cannot be used"):
+            self._manager = ocp.CheckpointManager(
+                folder,
+                options=ocp.CheckpointManagerOptions(
+                    # What a killed run left half-written goes before the first save.
+                    cleanup_tmp_directories=True,
+                    lightweight_initialize=True,  # our manifests hold times and metrics
+                    preservation_policy=_Policy(self._keep),
+                    async_options=ocp.AsyncOptions(
+                        post_finalization_callback=self._seal,
+                        # Else a folder that cannot be written shows after minutes of waiting.
+                        create_directories_asynchronously=False,
+                    ),
                 ),
-            ),
-            item_handlers={
-                "model": ocp.StandardCheckpointHandler(),
-                "training": ocp.StandardCheckpointHandler(),
-                "meta": ocp.JsonCheckpointHandler(),
-            },
-        )
-
-    @property
-    def latest(self) -> int | None:
-        """The newest step, if there is any."""
-        step: int | None = self._manager.latest_step()
-        return step
+                item_handlers={item: ocp.StandardCheckpointHandler() for item in ITEMS},
+            )
+            self._records = {s: r for s in self._manager.all_steps() if (r := self._record(s))}
 
     def save(
-        self, state: TrainState, step: int, meta: PyTree, metrics: Mapping[str, float] | None
+        self,
+        state: TrainState,
+        step: int,
+        identity: Identity,
+        metrics: Mapping[str, float] | None,
+        *,
+        stopped: bool = False,
     ) -> None:
         """Save asynchronously: returns when the state is copied to the host.
 
         `metrics` are those of an evaluation of this very state; without them, or where the one
-        that ranks checkpoints is not finite, the checkpoint is never the best. Raises what went
-        wrong with the save before.
+        that ranks checkpoints is not finite, the checkpoint is never the best. Raises
+        `StorageError` with what went wrong, also with the save before.
         """
-        if metrics is not None and self._metric not in metrics:
+        ranked_by = self._retention.metric
+        if metrics is not None and ranked_by not in metrics:
             raise UserError(
-                f"best_metric is {self._metric!r}, which no evaluation gives; there are: "
+                f"best_metric is {ranked_by!r}, which no evaluation gives; there are: "
                 f"{', '.join(metrics)}"
             )
-        if metrics is not None and not math.isfinite(metrics[self._metric]):
+        if metrics is not None and not math.isfinite(metrics[ranked_by]):
             metrics = None
-        self._manager.check_for_errors()
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                model=ocp.args.StandardSave(_model_item(state)),
-                training=ocp.args.StandardSave(_training_item(state)),
-                meta=ocp.args.JsonSave(meta),
-            ),
-            metrics=dict(metrics) if metrics is not None else None,
-            force=True,
-        )
+        self.wait()
+        now = datetime.datetime.now(datetime.UTC)
+        # The sums are begun before the copy: what the next step writes into donated memory, or
+        # anything on the way to the disk, cannot be in them.
+        self._saving = _Save(step, now, identity, metrics, stopped, start_sums(state_fields(state)))
+        self._records[step] = Record(step, now, metrics)
+        with self._named_failures(f"step {step} could not be saved"):
+            if not self.folder.is_dir():
+                raise FileNotFoundError(f"{self.folder} is gone: removed, or no longer mounted")
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    **{item: ocp.args.StandardSave(x) for item, x in items_of(state).items()}
+                ),
+                force=True,
+            )
 
     def wait(self) -> None:
-        """Return when nothing is being saved any more; raises what went wrong."""
-        self._manager.wait_until_finished()
+        """Return when nothing is being saved any more; raises `StorageError`, but only once."""
+        if self._saving is None or self._failed:
+            return
+        with self._named_failures(f"step {self._saving.step} could not be saved"):
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
 
     def close(self) -> None:
         """Finish what is being saved and let go of the folder."""
-        self._manager.close()
+        try:
+            self.wait()
+        finally:
+            # A failure that was raised already is raised again by Orbax.
+            with contextlib.suppress(Exception) if self._failed else contextlib.nullcontext():
+                self._manager.close()
 
-    def meta(self, step: int) -> dict[str, Any]:
-        """What was written beside the state."""
-        meta: dict[str, Any] = self._manager.restore(
-            step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
-        )["meta"]
-        return meta
+    def set_aside(self, steps: Sequence[int]) -> list[str]:
+        """Rename damaged checkpoints, so that they count no more; the new names."""
+        names = []
+        with self._named_failures("a damaged checkpoint cannot be set aside"):
+            for step in steps:
+                taken = {path.name for path in self.folder.iterdir()}
+                candidates = (f"{step}.damaged{n}" for n in ("", *range(2, len(taken) + 3)))
+                name = next(name for name in candidates if name not in taken)
+                (self.folder / str(step)).rename(self.folder / name)
+                self._records.pop(step, None)
+                names.append(name)
+            self._manager.reload()
+        return names
 
-    def restore(self, step: int, abstract: TrainState, shardings: TrainState) -> TrainState:
-        """The state, each leaf placed as `shardings` says, on whatever devices there are now."""
-        target = _placed(abstract, shardings)
-        items = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                model=ocp.args.StandardRestore(_model_item(target)),
-                training=ocp.args.StandardRestore(_training_item(target)),
-            ),
+    # -- sealing -------------------------------------------------------------------------------
+
+    def _seal(self) -> None:
+        """Write the manifest: all arrays are on the disk, and the folder has not its name yet."""
+        save = self._saving
+        assert save is not None
+        if jax.process_index() != 0:
+            return
+        unpublished = (f"{save.step}", f"{save.step}.orbax-checkpoint-tmp")  # URLs, local paths
+        folder = next(
+            path
+            for path in self.folder.iterdir()
+            if path.name.startswith(unpublished[1]) or path.name == unpublished[0]
         )
-        return TrainState(**items["model"], **items["training"])
+        Manifest(
+            step=save.step,
+            saved_at=save.saved_at.isoformat(timespec="seconds"),
+            identity=save.identity,
+            metrics=None if save.metrics is None else dict(save.metrics),
+            stopped=save.stopped,
+            sums=read_sums(save.sums),
+            files=manifest.sizes(folder),
+        ).write(folder)
 
-    def restore_variables(
-        self, step: int, abstract: TrainState, shardings: TrainState
-    ) -> Variables:
-        """Parameters and model state alone."""
-        target = _placed(abstract, shardings)
-        items = self._manager.restore(
-            step, args=ocp.args.Composite(model=ocp.args.StandardRestore(_model_item(target)))
-        )
-        return Variables(**items["model"])
+    # -- retention -----------------------------------------------------------------------------
 
+    def _keep(self, steps: Sequence[int]) -> list[bool]:
+        kept = self._retention.keep(self._records.values())
+        # One without a manifest is none that we saved: it neither counts nor goes.
+        return [step in kept or step not in self._records for step in steps]
 
-def _model_item(state: TrainState) -> dict[str, PyTree]:
-    return {"params": state.params, "model_state": state.model_state}
+    def _record(self, step: int) -> Record | None:
+        try:
+            found = Manifest.read(self.folder / str(step))
+        except Damaged:
+            return None
+        return Record(step, datetime.datetime.fromisoformat(found.saved_at), found.metrics)
 
+    # -- failures ------------------------------------------------------------------------------
 
-def _training_item(state: TrainState) -> dict[str, PyTree]:
-    return {"step": state.step, "opt_state": state.opt_state, "key": state.key}
+    @contextlib.contextmanager
+    def _named_failures(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if (reason := storage_reason(error)) is None:
+                raise
+            self._failed = True
+            self._remove_unfinished()
+            raise StorageError(f"{what} in {self.folder}: {reason}") from error
 
-
-def _placed(abstract: TrainState, shardings: TrainState) -> TrainState:
-    placed: TrainState = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        abstract,
-        shardings,
-    )
-    return placed
-
-
-def newest(workdir: str) -> int | None:
-    """The newest step saved in a workdir, if any."""
-    folder = folder_of(workdir) / "checkpoints"
-    if not folder.is_dir():
-        return None
-    with contextlib.closing(Checkpoints(folder, read_only=True)) as checkpoints:
-        return checkpoints.latest
-
-
-def locate(path: str) -> tuple[epath.Path, int]:
-    """The folder and step of the checkpoint that a path means: a workdir, or a checkpoints/STEP."""
-    given = folder_of(path)
-    if (given / "model").is_dir() and given.name.isdecimal():
-        return given.parent, int(given.name)
-    step = newest(path)
-    if step is None:
-        raise UserError(f"{path}: holds no checkpoint (neither a workdir nor a checkpoints/STEP)")
-    return given / "checkpoints", step
+    def _remove_unfinished(self) -> None:
+        """Give back the room that a failed save still takes."""
+        with contextlib.suppress(OSError):  # where that fails too, the next start does it
+            for path in self.folder.iterdir():
+                if ".orbax-checkpoint-tmp" in path.name:
+                    path.rmtree()
 
 
-def load_model(
-    folder: epath.Path, step: int, abstract: TrainState, shardings: TrainState
-) -> Variables:
-    """Parameters and model state of a checkpoint of the same model, whatever its run was."""
-    with contextlib.closing(Checkpoints(folder, read_only=True)) as checkpoints:
-        saved, here = checkpoints.meta(step)["state"], describe_state(abstract)
-        check_same_state(_only_model(saved), _only_model(here), str(folder / str(step)))
-        return checkpoints.restore_variables(step, abstract, shardings)
+@dataclass(frozen=True)
+class _Save:
+    """What is being saved."""
+
+    step: int
+    saved_at: datetime.datetime
+    identity: Identity
+    metrics: Mapping[str, float] | None
+    stopped: bool
+    sums: Mapping[str, Any]  # being computed
 
 
-def _only_model(leaves: Mapping[str, str]) -> dict[str, str]:
-    return {n: v for n, v in leaves.items() if n.split("/")[0] in ("params", "model_state")}
+@dataclass(frozen=True)
+class _Policy:
+    """Our retention in the form in which Orbax asks for it."""
+
+    keep: Callable[[Sequence[int]], list[bool]]
+
+    def should_preserve(
+        self,
+        checkpoints: Sequence[policies.PolicyCheckpointInfo],
+        *,
+        context: policies.PreservationContext,
+    ) -> list[bool]:
+        return self.keep([info.step for info in checkpoints])
 
 
-# -- may this run go on from that checkpoint? ------------------------------------------------------
-
-
-def describe_state(state: TrainState) -> dict[str, str]:
-    """Shape and dtype of every leaf by its path: what tells one model or optimizer from another."""
-    leaves = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in named_leaves(state).items()}
-    return leaves | {"opt_state": _kinds(state.opt_state)}
-
-
-def _kinds(node: Any) -> str:
-    """The optimizer's transformations by the names of their states, those without leaves too."""
-    if not isinstance(node, tuple):
-        return "_"
-    return f"{type(node).__name__}({', '.join(map(_kinds, node))})"
-
-
-def check_same_state(saved: Mapping[str, str], now: Mapping[str, str], source: str) -> None:
-    """Raise `UserError` naming the first leaf in which a saved state differs from this run's."""
-    for name in [*now, *saved]:
-        if saved.get(name) != now.get(name):
-            raise UserError(
-                f"{source} is of another model or optimizer: {name} is "
-                f"{saved.get(name, 'absent')} there and {now.get(name, 'absent')} here"
-            )
-
-
-def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], source: str) -> None:
-    """Raise `UserError` where going on from a checkpoint would change what is being computed.
-
-    Both are what `save` was given as `meta`. Names the field and both values.
-    """
-    for field in ("seed", "global_batch_size", "shuffle"):
-        if saved["config"][field] != now["config"][field]:
-            raise UserError(
-                f"{source} was trained with {field}={saved['config'][field]}, this run has "
-                f"{now['config'][field]}; use the same, or another workdir"
-            )
-    for field, value in now["dataset"].items():
-        if saved["dataset"].get(field) != value:
-            raise UserError(
-                f"{source} was trained on other data: {field} was "
-                f"{saved['dataset'].get(field)}, and is {value} now; use the same, or another "
-                "workdir"
-            )
-    check_same_state(saved["state"], now["state"], source)
-
-
-def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two configurations, as `name: before -> after`."""
-    return [
-        f"{name}: {saved.get(name)} -> {value}"
-        for name, value in now.items()
-        if name not in ("workdir", "resume", "init_from", "data_dir") and saved.get(name) != value
-    ]
+def state_fields(state: TrainState) -> dict[str, PyTree]:
+    """Everything in the state by field: named as its leaves are."""
+    return {field: x for content in items_of(state).values() for field, x in content.items()}

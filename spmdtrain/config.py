@@ -85,6 +85,8 @@ class RunConfig:
     """How the state is laid over the mesh. mirrored: parameters replicated, batch split."""
     cpu_devices: int | None = None
     """Virtual devices to make of the CPU where there is no accelerator."""
+    ema_decay: float | None = None
+    """Keep a moving average of the parameters with this decay, and evaluate and predict with it."""
     jit: bool = True
     """Compile the steps; --no-jit runs them operation by operation, for debugging."""
     resume: Literal["auto", "never", "must"] = "auto"
@@ -99,10 +101,16 @@ class RunConfig:
     """Steps between checkpoints; where nothing is said, each epoch, or 500 steps without epochs."""
     checkpoint_every_seconds: float | None = None
     """Seconds between checkpoints."""
+    checkpoint_at_start: bool = False
+    """Also save the state before the first step, as checkpoints/0."""
     keep_latest: int = 3
     """Newest checkpoints to keep."""
     keep_best: int = 1
     """Best checkpoints to keep besides."""
+    keep_every_steps: int | None = None
+    """Keep for good the first checkpoint of every so many steps."""
+    keep_every_hours: float | None = None
+    """Keep for good the first checkpoint of every so many hours."""
     best_metric: str = "loss"
     """The evaluation metric that says which checkpoint is best."""
     best_direction: Literal["min", "max"] = "min"
@@ -177,6 +185,8 @@ _POSITIVE = (
     "checkpoint_every_steps",
     "checkpoint_every_seconds",
     "keep_latest",
+    "keep_every_steps",
+    "keep_every_hours",
 )
 
 
@@ -210,6 +220,8 @@ def check(config: RunConfig) -> None:
                 f"{one} is {getattr(config, one)} and {other} is {getattr(config, other)}: "
                 "give one of the two"
             )
+    if config.ema_decay is not None and not 0 <= config.ema_decay < 1:
+        raise UserError(f"ema_decay is {config.ema_decay}: it must be 0 or more, and below 1")
     for axis, size in config.mesh.sizes().items():
         if size < 1 and size != -1:
             raise UserError(f"mesh.{axis} is {size}: it must be 1 or more, or -1 for the rest")

@@ -9,6 +9,7 @@ class ExitCode(enum.IntEnum):
     """What the commands exit with; anything else is an unforeseen failure."""
 
     DONE = 0
+    FAILED = 1
     BAD_INPUT = 2
     NON_FINITE = 3
     PREEMPTED = 75
@@ -21,6 +22,10 @@ class UserError(ValueError):
 
 class NonFiniteError(ArithmeticError):
     """The loss or the state became NaN or infinite. The commands exit 3."""
+
+
+class StorageError(OSError):
+    """A run's files or checkpoints can no longer be written."""
 
 
 class Preempted(SystemExit):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import Mesh
 
+from spmdtrain.terminal import byte_size
+
 # One instruction a line: `%name = SHAPE opcode(operands), attributes`. A `-start` stands for its
 # `-done` too. Before the opcode, no `=` but that of a bounded dim (`<=`) is let through, so that
 # a name within the attributes is never taken for an opcode.
@@ -103,19 +105,8 @@ def describe(found: Sequence[Collective], mesh: Mesh) -> str:
     for (kind, axes), sizes in sorted(together.items(), key=lambda item: -sum(item[1])):
         over = " ".join(f"{axis}={mesh.shape[axis]}" for axis in axes) or "unknown axes"
         plural = "s" if len(sizes) > 1 else ""
-        parts.append(f"{len(sizes)} {kind}{plural}, {_format_bytes(sum(sizes))}, over {over}")
+        parts.append(f"{len(sizes)} {kind}{plural}, {byte_size(sum(sizes))}, over {over}")
     return "; ".join(parts) or "no collectives"
-
-
-def _format_bytes(count: int) -> str:
-    if count < 1000:
-        return f"{count} B"
-    value = float(count)
-    for unit in ("kB", "MB", "GB"):
-        value /= 1000
-        if value < 999.5:  # from here on, three digits would make it 1000
-            return f"{value:#.3g}".rstrip(".") + f" {unit}"
-    return f"{value:.0f} GB"
 
 
 def _array_bytes(shape: str, kind: str, started: bool) -> list[int]:

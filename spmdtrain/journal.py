@@ -7,6 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 from spmdtrain.config import RunConfig, as_json
+from spmdtrain.errors import StorageError
 from spmdtrain.mesh import batch_shards, describe
 from spmdtrain.terminal import Rate, Terminal, duration, number
 from spmdtrain.writers import RunFiles, Split, Status
@@ -85,7 +86,12 @@ class Journal:
     def end(self, status: Status, step: int, reason: str | None = None) -> None:
         """What has become of the run; `step` is the last one that was saved."""
         if self.files:
-            self.files.write_status(status, step, reason)
+            try:
+                self.files.write_status(status, step, reason)
+            except StorageError as error:
+                if status is Status.FINISHED:
+                    raise
+                self.terminal.line(str(error))  # and on with what ended the run
         if status is Status.PREEMPTED:
             self.terminal.line(f"{reason}: saved step {step:,}; start again to go on from there")
         if status is Status.FINISHED:

@@ -18,10 +18,12 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
+from spmdtrain.checkpoints import verify
 from spmdtrain.config import RunConfig, check
-from spmdtrain.errors import ExitCode, NonFiniteError, UserError
+from spmdtrain.errors import ExitCode, NonFiniteError, StorageError, UserError
 from spmdtrain.experiment import ExperimentFile, load_experiment
 from spmdtrain.mesh import cpu_devices_in_environment, resolve_on_devices
+from spmdtrain.terminal import Terminal
 from spmdtrain.trainer import Trainer
 from spmdtrain.writers import write_predictions
 
@@ -37,8 +39,8 @@ class Options:
     """The experiment: a Python file with a Config and a build(config)."""
     preset: str | None = None
     """One of the experiment's PRESETS, whose values the other options then change."""
-    mode: Literal["train", "evaluate", "predict"] = "train"
-    """What to do; evaluate and predict take the model from a checkpoint."""
+    mode: Literal["train", "evaluate", "predict", "verify"] = "train"
+    """What to do; evaluate and predict take the model from a checkpoint, verify checks them all."""
 
 
 RESERVED = frozenset({f.name for f in dataclasses.fields(Options)} | {"topology", "json", "help"})
@@ -58,17 +60,19 @@ class Command:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     try:
-        execute(parse(sys.argv[1:] if arguments is None else arguments))
+        return execute(parse(sys.argv[1:] if arguments is None else arguments))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.BAD_INPUT
+    except StorageError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return ExitCode.FAILED
     except NonFiniteError as error:
         print(f"stopped: {error}", file=sys.stderr)
         return ExitCode.NON_FINITE
     except KeyboardInterrupt:
         print("interrupted before there was anything to save", file=sys.stderr)
         return ExitCode.INTERRUPTED
-    return ExitCode.DONE
 
 
 def parse(arguments: Sequence[str]) -> Command:
@@ -125,16 +129,19 @@ def _without_replaced(default: RunConfig, given: set[str]) -> RunConfig:
     return default
 
 
-def execute(command: Command) -> None:
-    """Build the experiment and call the one method that `mode` names."""
+def execute(command: Command) -> int:
+    """Build the experiment and call the one method that `mode` names; returns the exit code."""
     options, experiment_file, config = command.options, command.experiment, command.config
+    if options.mode == "verify":
+        assert config.workdir is not None
+        return verify(command.source or config.workdir, Terminal())
     # Resolved before build: it is to see the batch size and the learning rate that will be used.
     config = resolve_on_devices(config)
     experiment = experiment_file.build(config)
     trainer = Trainer.of(experiment, config)
     if options.mode == "train":
         trainer.fit(experiment.train, validation=experiment.validation, test=experiment.test)
-        return
+        return ExitCode.DONE
     splits = {"test": experiment.test, "validation": experiment.validation}
     name = next((name for name, data in splits.items() if data is not None), None)
     if name is None:
@@ -144,11 +151,12 @@ def execute(command: Command) -> None:
         found = trainer.evaluate(splits[name])
         trainer.terminal.line(json.dumps({"step": step, "split": name, **found}))
         trainer.terminal.results({f"{name} at step {step}": found})
-        return
+        return ExitCode.DONE
     predictions = trainer.predict(splits[name])
     path = write_predictions(config.workdir, predictions)
     rows = jax.tree.leaves(predictions)[0].shape[0]
     trainer.terminal.line(f"predictions for the {rows:,} examples of {name}: {path}")
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":

@@ -5,11 +5,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spmdtrain.checkpoint import Checkpoints, changes, check_same_run, describe_state
+from etils import epath
+
+from spmdtrain.checkpoint import Checkpoints
 from spmdtrain.config import RunConfig, as_json
 from spmdtrain.data import Dataset, as_dataset, fingerprint
 from spmdtrain.errors import UserError
+from spmdtrain.identity import (
+    Identity,
+    changes,
+    check_same_run,
+    describe_leaves,
+    describe_optimizer,
+)
 from spmdtrain.journal import Journal, Metrics
+from spmdtrain.manifest import Damaged, Manifest
+from spmdtrain.restore import load_state, newest_good, saved_in
+from spmdtrain.retention import Retention
 from spmdtrain.signals import StopSignals
 from spmdtrain.step import Steps, TrainState
 from spmdtrain.terminal import Terminal
@@ -25,11 +37,12 @@ class Session:
     validation: Dataset | None
     test: Dataset | None
     total: int  # steps of the whole run; less, once a callback has asked to stop
-    meta: dict[str, Any]
+    identity: Identity
     journal: Journal
     checkpoints: Checkpoints | None
     signals: StopSignals
     clock: Callable[[], float]
+    resumed: bool = False
     saved_step: int = 0  # the newest checkpoint that is whole
     saving_step: int | None = None  # the one on its way
     saved_at: float = 0.0
@@ -69,10 +82,14 @@ class Session:
                 contextlib.closing(
                     Checkpoints(
                         files.checkpoints,
-                        keep_latest=config.keep_latest,
-                        keep_best=config.keep_best,
-                        best_metric=config.best_metric,
-                        best_direction=config.best_direction,
+                        Retention(
+                            latest=config.keep_latest,
+                            best=config.keep_best,
+                            metric=config.best_metric,
+                            direction=config.best_direction,
+                            every_steps=config.keep_every_steps,
+                            every_hours=config.keep_every_hours,
+                        ),
                     )
                 )
             )
@@ -82,45 +99,63 @@ class Session:
             validation=data.get("validation"),
             test=data.get("test"),
             total=total,
-            meta={
-                "config": as_json(config),
-                "dataset": fingerprint(train),
-                "state": describe_state(steps.abstract_state),
-            },
+            identity=Identity(
+                config=as_json(config),
+                dataset=fingerprint(train),
+                leaves=describe_leaves(steps.abstract_state),
+                optimizer=describe_optimizer(steps.abstract_state.opt_state),
+            ),
             journal=Journal(terminal, files, config),
             checkpoints=checkpoints,
             signals=signals,
             clock=clock,
-            saved_step=(checkpoints.latest if checkpoints else None) or 0,
             saved_at=clock(),
         )
 
     # -- going on from a checkpoint ------------------------------------------------------------
 
     def resume(self, steps: Steps) -> TrainState | None:
-        """The state of the newest checkpoint, as `resume` says; None where there is none."""
-        policy, where = self.config.resume, f"workdir {self.config.workdir}"
-        step = self.checkpoints.latest if self.checkpoints else None
-        if step is None:
-            if policy == "must":
+        """The state of the newest good checkpoint, as `resume` says; None where there is none.
+
+        Damaged ones are set aside once a good one is found. Where none is good, `UserError`:
+        a run never begins anew over checkpoints.
+        """
+        config, where = self.config, f"workdir {self.config.workdir}"
+        if config.workdir is None or not (source := saved_in(config.workdir)).steps:
+            if config.resume == "must":
                 raise UserError(f"resume is 'must', and {where} holds no checkpoint")
             return None
-        if policy == "never":
+        if config.resume == "never":
             raise UserError(
-                f"resume is 'never', and {where} holds checkpoints up to step {step}: use another "
-                "workdir, or remove them"
+                f"resume is 'never', and {where} holds checkpoints up to step {source.steps[-1]}: "
+                "use another workdir, or remove them"
             )
+
+        def load(folder: epath.Path, manifest: Manifest) -> TrainState:
+            check_same_run(manifest.identity, self.identity, str(folder))
+            return load_state(folder, manifest, steps.abstract_state, steps.shardings)
+
+        tell = self.journal.terminal.line
+        try:
+            found = newest_good(source, load, tell)
+        except Damaged as error:
+            raise UserError(
+                f"{error}; nothing was changed: begin anew in another workdir"
+            ) from None
         assert self.checkpoints is not None
-        saved = self.checkpoints.meta(step)
-        check_same_run(saved, self.meta, str(self.checkpoints.folder / str(step)))
-        state = self.checkpoints.restore(step, steps.abstract_state, steps.shardings)
-        lengths = [(c["epochs"], c["steps"]) for c in (saved["config"], self.meta["config"])]
-        if saved.get("stopped") and lengths[0] == lengths[1]:
-            self.total = step  # a callback ended it here, and nobody has asked for more since
-        self.journal.terminal.line(f"resumed from step {step} of {self.config.workdir}")
-        for change in changes(saved["config"], self.meta["config"]):
-            self.journal.terminal.line(f"changed since: {change}")
-        return state
+        for step, name in zip(
+            found.damaged, self.checkpoints.set_aside(found.damaged), strict=True
+        ):
+            tell(f"checkpoint {step} is set aside as {name}")
+        saved = found.manifest
+        self.resumed, self.saved_step = True, saved.step
+        before, now = saved.identity.config, self.identity.config
+        if saved.stopped and all(before[name] == now[name] for name in ("epochs", "steps")):
+            self.total = saved.step  # a callback ended it here, and nobody asked for more since
+        tell(f"resumed from step {saved.step} of {config.workdir}")
+        for change in changes(saved.identity, self.identity):
+            tell(f"changed since: {change}")
+        return found.value
 
     # -- what is due ---------------------------------------------------------------------------
 
@@ -144,7 +179,7 @@ class Session:
         """Begin to save the state after `step`; `stopped` says that a callback ended the run."""
         if self.checkpoints is None:
             return
-        self.checkpoints.save(state, step, self.meta | {"stopped": stopped}, metrics)
+        self.checkpoints.save(state, step, self.identity, metrics, stopped=stopped)
         # Saving waited for the save before: that one is known to be whole now, this one not yet.
         self.saved_step, self.saving_step = self.saving_step or self.saved_step, step
         self.saved_at = self.clock()

@@ -27,13 +27,15 @@ class TrainState:
     step: jax.Array  # int32: updates made so far
     params: PyTree
     opt_state: PyTree
+    averaged: PyTree  # moving average of params; an empty dictionary where none is kept
     model_state: PyTree  # batch statistics and the like
     key: jax.Array  # step k draws from fold_in(key, k)
 
     @property
     def variables(self) -> Variables:
-        """What the model is made of."""
-        return Variables(self.params, self.model_state)
+        """What the model is evaluated with: the averaged parameters where an average is kept."""
+        averaged = jax.tree.leaves(self.averaged)
+        return Variables(self.averaged if averaged else self.params, self.model_state)
 
 
 HEALTH = ("loss", "params", "opt_state", "model_state")
@@ -64,9 +66,11 @@ class Steps:
         optimizer: optax.GradientTransformation,
         mesh: Mesh,
         rules: Sequence[Rule],
+        ema_decay: float | None = None,
         jit: bool = True,
     ) -> None:
         self._adapter, self._objective, self._predict = adapter, objective, predict
+        self._ema_decay = ema_decay
         self._optimizer = optax.with_extra_args_support(optimizer)
         self.abstract_state: TrainState = jax.eval_shape(
             self._init, adapter.given, *map(jax.random.key, (0, 0))
@@ -120,6 +124,7 @@ class Steps:
             step=jnp.zeros((), jnp.int32),
             params=params,
             opt_state=self._optimizer.init(params),
+            averaged={} if self._ema_decay is None else jax.tree.map(jnp.copy, params),
             model_state=model_state,
             key=step_key,
         )
@@ -140,13 +145,29 @@ class Steps:
             gradients, state.opt_state, state.params, value=means["loss"]
         )
         params = optax.apply_updates(state.params, updates)
-        after = TrainState(state.step + 1, params, opt_state, model_state, state.key)
+        averaged = self._average(state.averaged, params, state.step)
+        after = TrainState(state.step + 1, params, opt_state, averaged, model_state, state.key)
         finite = [jnp.isfinite(means["loss"])]
         # To look at the old parameters too would keep them from being overwritten in place: a
         # third of a small step's time. So only what may be infinite on purpose is compared.
         finite += [_stays_finite(state.params, params), _stays_finite(state.opt_state, opt_state)]
         finite += [_stays_finite(state.model_state, model_state, arrays_too=True)]
         return after, StepOutput(means, jnp.stack(finite))
+
+    def _average(self, averaged: PyTree, params: PyTree, step: jax.Array) -> PyTree:
+        """The exponential moving average of the parameters, in f32 and stored in their dtype.
+
+        It decays faster at first, by (1 + k) / (10 + k) in update k, so that it soon forgets the
+        initial values: as TensorFlow's `ExponentialMovingAverage` does with `num_updates`.
+        """
+        if self._ema_decay is None:
+            return averaged
+        decay = jnp.minimum(self._ema_decay, (2.0 + step) / (11.0 + step))
+
+        def average(old: jax.Array, new: jax.Array) -> jax.Array:
+            return (new + decay * (old.astype(jnp.float32) - new)).astype(old.dtype)
+
+        return jax.tree.map(average, averaged, params)
 
     def _evaluate(
         self, variables: Variables, batch: PyTree, mask: jax.Array

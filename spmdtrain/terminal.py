@@ -30,6 +30,18 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
+def byte_size(count: int) -> str:
+    """Three significant digits: `1.08 MB`."""
+    if count < 1000:
+        return f"{count} B"
+    value = float(count)
+    for unit in ("kB", "MB", "GB"):
+        value /= 1000
+        if value < 999.5:  # from here on, three digits would make it 1000
+            return f"{value:#.3g}".rstrip(".") + f" {unit}"
+    return f"{value:.0f} GB"
+
+
 class Rate:
     """Steps a second since the last reading, leaving out what is not training."""
 

@@ -13,19 +13,22 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from etils import epath
 
 from spmdtrain import evaluate, hlo
 from spmdtrain.adapters import Function, Variables, adapt
 from spmdtrain.callbacks import Callbacks, Event, Moment, by_moment
-from spmdtrain.checkpoint import check_same_run, load_model, locate, newest
-from spmdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig, check, resolve
+from spmdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig, as_json, check, resolve
 from spmdtrain.data import Augment, Dataset, as_dataset, ordered_batches, train_batches
 from spmdtrain.errors import NonFiniteError, Preempted, UserError, did_you_mean
 from spmdtrain.experiment import Experiment
+from spmdtrain.identity import Identity, check_same_run
 from spmdtrain.journal import Metrics
+from spmdtrain.manifest import Manifest
 from spmdtrain.mesh import batch_sharding, batch_shards, build_mesh, is_virtual, make_cpu_devices
 from spmdtrain.metrics import loss_first
 from spmdtrain.profiling import ProfiledSteps
+from spmdtrain.restore import find, load_model, newest_good, saved_in
 from spmdtrain.session import Session
 from spmdtrain.sharding import strategy
 from spmdtrain.step import HEALTH, StepOutput, Steps, TrainState, first_non_finite, model_output
@@ -91,7 +94,7 @@ class Trainer:
         self._callbacks = by_moment(callbacks or {})
         self._clock = clock
         self._stop_asked = False
-        self._meta: dict[str, Any] | None = None  # what `state` was trained with
+        self._identity: Identity | None = None  # what `state` was trained with
         self._train_step: Any = None
         self._compiled_for: PyTree = None  # the shapes of the batch it was compiled for
         self._restored: Variables | None = None  # what to evaluate with where nothing was trained
@@ -105,6 +108,7 @@ class Trainer:
             optimizer=optimizer,
             mesh=self.mesh,
             rules=strategy(self.config.strategy).rules,
+            ema_decay=self.config.ema_decay,
             jit=self.config.jit,
         )
 
@@ -179,15 +183,17 @@ class Trainer:
         self._restored = None  # from here on there is a state of its own
         if self.state is None:
             self.state = run.resume(self._steps) or self._initial()
-        elif self._meta is not None:
-            check_same_run(self._meta, run.meta, f"this trainer at step {self.step}")
-        self._meta = run.meta
+        elif self._identity is not None:
+            check_same_run(self._identity, run.identity, f"this trainer at step {self.step}")
+        self._identity = run.identity
         run.journal.begin(self.step, self.mesh)
 
     def _loop(self, run: Session) -> None:
         config, first = run.config, self.step
         assert self.state is not None and config.global_batch_size is not None
         self._call(Moment.FIT_START, first)
+        if config.checkpoint_at_start and first == 0 and not run.resumed:
+            self._save(run, 0, None)
         self._make_up(run, first)
         if self._stop_asked:
             run.total = first
@@ -366,7 +372,7 @@ class Trainer:
         """
         workdir, init_from = self.config.workdir, self.config.init_from
         if path is None:
-            path = init_from if workdir is None or newest(workdir) is None else workdir
+            path = init_from if workdir is None or not saved_in(workdir).steps else workdir
         if path is None:
             raise UserError(f"workdir {workdir} holds no checkpoint, and init_from is not given")
         self._restored, step = self._load(path)
@@ -411,8 +417,8 @@ class Trainer:
         if batch is not None and batch < 1:
             raise UserError(f"global_batch_size is {batch}: it must be above 0")
         shards = batch_shards(self.mesh)
-        if batch is None and self._meta is not None:
-            batch = int(self._meta["config"]["global_batch_size"])  # what `fit` went by
+        if batch is None and self._identity is not None:
+            batch = int(self._identity.config["global_batch_size"])  # what `fit` went by
         if batch is None and self.config.batch_size_per_device is not None:
             batch = self.config.batch_size_per_device * shards
         return (
@@ -426,7 +432,7 @@ class Trainer:
             return self.state.variables
         if self._restored is None:
             workdir = self.config.workdir
-            if self.config.init_from or (workdir and newest(workdir) is not None):
+            if self.config.init_from or (workdir and saved_in(workdir).steps):
                 self.restore()
             else:
                 self._restored = self._steps.init(self.config.seed).variables
@@ -435,18 +441,24 @@ class Trainer:
 
     def _initial(self) -> TrainState:
         """The state before step 1, with the parameters of `init_from` where that is given."""
-        state = self._steps.init(self.config.seed)
-        if not self.config.init_from:
+        config, state = self.config, self._steps.init(self.config.seed)
+        if not config.init_from:
             return state
-        (params, model_state), _ = self._load(self.config.init_from)
-        return dataclasses.replace(state, params=params, model_state=model_state)
+        (params, model_state), _ = self._load(config.init_from)
+        averaged = jax.tree.map(jax.numpy.copy, params) if config.ema_decay is not None else {}
+        return dataclasses.replace(state, params=params, averaged=averaged, model_state=model_state)
 
     def _load(self, path: str) -> tuple[Variables, int]:
         """The model's values in a checkpoint, of this or of another run, and its step."""
-        folder, step = locate(path)
-        variables = load_model(folder, step, self._steps.abstract_state, self._steps.shardings)
-        self.terminal.line(f"parameters of step {step} from {folder / str(step)}")
-        return variables, step
+        steps, config = self._steps, as_json(self.config)
+
+        def load(folder: epath.Path, manifest: Manifest) -> Variables:
+            return load_model(folder, manifest, steps.abstract_state, steps.shardings, config)
+
+        found = newest_good(source := find(path), load, self.terminal.line)
+        step = found.manifest.step
+        self.terminal.line(f"parameters of step {step} from {source.path(step)}")
+        return found.value, step
 
 
 def _nothing() -> None:

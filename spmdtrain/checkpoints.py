@@ -1,0 +1,166 @@
+"""`python -m spmdtrain.checkpoints`: check, show and export what a run has saved."""
+
+import datetime
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import tyro
+from etils import epath
+from rich.table import Table
+
+from spmdtrain.errors import ExitCode, StorageError, UserError
+from spmdtrain.export import export_params
+from spmdtrain.manifest import Damaged, Manifest
+from spmdtrain.restore import examine, find, read_manifest
+from spmdtrain.terminal import Terminal, byte_size, number
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Read every array of every checkpoint and say which checkpoints are good."""
+
+    path: tyro.conf.Positional[str]
+    """A workdir, or one of its checkpoints/STEP."""
+
+
+@dataclass(frozen=True)
+class Show:
+    """What a checkpoint holds, without loading it: arrays, shapes, dtypes, sizes, metadata."""
+
+    path: tyro.conf.Positional[str]
+    """A workdir, whose newest checkpoint is shown, or one of its checkpoints/STEP."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write the parameters of a checkpoint into one file for other programs."""
+
+    path: tyro.conf.Positional[str]
+    """A workdir, whose newest good checkpoint is taken, or one of its checkpoints/STEP."""
+    to: tyro.conf.Positional[str]
+    """The file to write: NAME.npz or NAME.safetensors."""
+    trained: bool = False
+    """The trained parameters themselves where the run kept an average of them."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    command: Any = tyro.cli(
+        Annotated[Verify | Show | Export, tyro.conf.arg(name="")],
+        args=arguments,
+        prog="python -m spmdtrain.checkpoints",
+        description=__doc__,
+    )
+    terminal = Terminal()
+    try:
+        if isinstance(command, Verify):
+            return verify(command.path, terminal)
+        if isinstance(command, Show):
+            show(command.path, terminal)
+        else:
+            averaged = False if command.trained else None
+            arrays = export_params(command.path, command.to, averaged=averaged, tell=terminal.line)
+            size = byte_size(sum(x.nbytes for x in arrays.values()))
+            terminal.line(f"{len(arrays)} arrays, {size}, in {command.to}")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    except StorageError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return ExitCode.FAILED
+    return ExitCode.DONE
+
+
+def verify(path: str, terminal: Terminal) -> int:
+    """Print a table of checkpoints, the newest first; exit code 1 where one is not good."""
+    source = find(path)
+    table = Table("step", "saved", "size", "metric", "", title=str(source.folder))
+    for column in table.columns[:4]:
+        column.justify = "right"
+    faults = 0
+    for step in reversed(source.steps):
+        cells, fault = _verified(source.path(step), terminal)
+        faults += fault is not None
+        table.add_row(str(step), *cells, fault or "good")
+    if source.whole_workdir:
+        for name in sorted(path.name for path in source.folder.iterdir()):
+            if not name.isdecimal():
+                unfinished = "unfinished: the next start removes it"
+                table.add_row(name, "", "", "", unfinished if "tmp" in name else "set aside")
+    terminal.console.print(table)
+    return ExitCode.FAILED if faults else ExitCode.DONE
+
+
+def _verified(folder: epath.Path, terminal: Terminal) -> tuple[Sequence[str], str | None]:
+    """Age, size and metric of a checkpoint, and what is wrong with it, if anything."""
+    try:
+        manifest = Manifest.read(folder)
+    except Damaged as error:
+        return ("", "", ""), str(error)
+    name = manifest.identity.config["best_metric"]
+    value = (manifest.metrics or {}).get(name)
+    metric = "" if value is None else f"{name} {number(value)}"
+    fault = None
+    with terminal.progress(f"verify {manifest.step}", done=0, total=len(manifest.sums)):
+        for done, (_, found) in enumerate(examine(folder, manifest), start=1):
+            fault = fault or found
+            terminal.advance(done)
+    return (_age(manifest), byte_size(manifest.size), metric), fault
+
+
+def show(path: str, terminal: Terminal) -> None:
+    """Print what the manifest of the newest checkpoint says of it."""
+    manifest = read_manifest(path, tell=terminal.line)
+    table = Table("array", "shape and dtype", "bytes", title=f"step {manifest.step} of {path}")
+    table.columns[2].justify = "right"
+    for name, text in manifest.identity.leaves.items():
+        table.add_row(name, text, byte_size(_bytes(text)))
+    terminal.console.print(table)
+    parameters = sum(
+        _elements(text)
+        for name, text in manifest.identity.leaves.items()
+        if name.split("/")[0] == "params"
+    )
+    facts = {
+        "step": manifest.step,
+        "saved": f"{manifest.saved_at}, {_age(manifest)}",
+        "size": byte_size(manifest.size),
+        "parameters": f"{parameters:,}",
+        "metrics": dict(manifest.metrics or {}),
+        "optimizer": manifest.identity.optimizer,
+        "dataset": dict(manifest.identity.dataset),
+        "config": dict(manifest.identity.config),
+    }
+    for name, fact in facts.items():
+        terminal.line(f"{name}: {fact}")
+
+
+def _elements(text: str) -> int:
+    """How many elements `float32[784,128]` has."""
+    dims = text[text.index("[") + 1 : -1]
+    return math.prod(int(dim) for dim in dims.split(",") if dim)
+
+
+def _bytes(text: str) -> int:
+    dtype = text[: text.index("[")]
+    if dtype.startswith("key"):
+        return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).size * 4
+    return _elements(text) * jax.dtypes.itemsize_bits(jnp.dtype(dtype)) // 8
+
+
+def _age(manifest: Manifest) -> str:
+    saved = datetime.datetime.fromisoformat(manifest.saved_at)
+    minutes = (datetime.datetime.now(datetime.UTC) - saved) // datetime.timedelta(minutes=1)
+    for unit, length in (("days", 2 * 1440), ("hours", 2 * 60)):
+        if minutes >= length:
+            return f"{minutes // (length // 2)} {unit} ago"
+    return f"{minutes} min ago"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

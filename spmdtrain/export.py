@@ -1,0 +1,77 @@
+"""Parameters as a file that other programs read: `.npz` or `.safetensors`."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from spmdtrain.errors import StorageError, UserError
+from spmdtrain.restore import load_variables, warn
+from spmdtrain.sharding import named_leaves
+from spmdtrain.storage import storage_reason
+
+_SUFFIXES = (".npz", ".safetensors")
+
+
+def export_params(
+    path: str, to: str, *, averaged: bool | None = None, tell: Callable[[str], None] = warn
+) -> dict[str, np.ndarray]:
+    """Write the model of a checkpoint into one file; the arrays by the names it has there.
+
+    `path` and `averaged` are those of `load_params`; `tell` hears of damaged checkpoints that are
+    passed over. Names are paths in the model with dots, `layers.0.kernel`; model state, such as
+    batch statistics, is among them. A `.npz` holds float32 where NumPy has not the dtype
+    (bfloat16), a `.safetensors` every dtype as it is. Raises `UserError` and `StorageError`.
+    """
+    target = epath.Path(to)
+    if target.suffix not in _SUFFIXES:
+        raise UserError(f"{to}: export writes {' and '.join(_SUFFIXES)} files")
+    save = _save_npz if target.suffix == ".npz" else _safetensors()
+    variables, manifest = load_variables(path, averaged=averaged, tell=tell)
+    arrays: dict[str, np.ndarray] = {}
+    for tree in variables:
+        for name, leaf in named_leaves(tree).items():
+            name = name.replace("/", ".") or "params"
+            if name in arrays:
+                raise UserError(f"{path}: two arrays of the model are both called {name}")
+            arrays[name] = np.asarray(leaf)
+    unfinished = target.with_name(f".{target.name}.new")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as file:
+            save(file, arrays, {"step": str(manifest.step), "saved_at": manifest.saved_at})
+        unfinished.replace(target)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise StorageError(f"{to} cannot be written: {storage_reason(error)}") from error
+    return arrays
+
+
+def _save_npz(file: Any, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
+    plain: dict[str, Any] = {name: as_numpy(x) for name, x in arrays.items()}
+    np.savez(file, **plain)
+
+
+def as_numpy(x: np.ndarray) -> np.ndarray:
+    """The array in a dtype that NumPy's files know: float32 for those JAX adds."""
+    return x.astype(np.float32) if x.dtype.kind == "V" else x
+
+
+def _safetensors() -> Any:
+    try:
+        library = importlib.import_module("safetensors.flax")
+    except ImportError as error:
+        raise UserError(
+            "to write .safetensors needs one more library: pip install 'spmdtrain[safetensors]'"
+        ) from error
+
+    def save(file: Any, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            tensors = {name: jnp.asarray(x) for name, x in arrays.items()}
+            file.write(library.save(tensors, metadata))
+
+    return save

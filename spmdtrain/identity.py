@@ -1,0 +1,130 @@
+"""What a run computes, and whether it may go on from what another has computed."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spmdtrain.config import RunConfig
+from spmdtrain.errors import UserError
+from spmdtrain.sharding import named_leaves
+from spmdtrain.step import TrainState
+
+# Whatever else changes, these would change what is being computed.
+_FIXED = ("seed", "global_batch_size", "shuffle")
+_COMMON = frozenset(field.name for field in dataclasses.fields(RunConfig))
+_NO_CHANGE = ("workdir", "resume", "init_from", "data_dir")  # where things are, not what they are
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What tells one run from another. Kept in its checkpoints; plain JSON."""
+
+    config: Mapping[str, Any]
+    """The resolved configuration."""
+    dataset: Mapping[str, Any]
+    """Length, shapes, dtypes and a check sum of the training data."""
+    leaves: Mapping[str, str]
+    """Every array of the state by its path, as `float32[784,128]`."""
+    optimizer: str
+    """The optimizer's transformations by the names of their states, those without arrays too."""
+
+
+def describe_leaves(state: TrainState) -> dict[str, str]:
+    """Shape and dtype of every leaf by its path: what tells one model from another."""
+    return {name: describe(leaf) for name, leaf in named_leaves(state).items()}
+
+
+def describe(leaf: Any) -> str:
+    """An array as `float32[784,128]`."""
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def describe_optimizer(opt_state: Any) -> str:
+    """An optimizer's state as the names of its transformations' states."""
+    if not isinstance(opt_state, tuple):
+        return "_"
+    return f"{type(opt_state).__name__}({', '.join(map(describe_optimizer, opt_state))})"
+
+
+def check_same_run(saved: Identity, now: Identity, source: str) -> None:
+    """Raise `UserError` where going on from `source` would change what is being computed.
+
+    Names the field or parameter, both values, and the option that would make it right.
+    """
+    for name in _FIXED:
+        there, here = saved.config[name], now.config[name]
+        if there != here:
+            raise UserError(
+                f"{source} was trained with {name}={there}, this run has {here}: give "
+                f"{_option(name, there)}, or another workdir"
+            )
+    for name, here in now.dataset.items():
+        if saved.dataset.get(name) != here:
+            raise UserError(
+                f"{source} was trained on other data: {name} was {saved.dataset.get(name)}, and "
+                f"is {here} now; {_remedy(saved.config, now.config, 'data_dir')}"
+            )
+    remedy = _remedy(saved.config, now.config)
+    _check_same_leaves(saved.leaves, now.leaves, source, remedy)
+    if saved.optimizer != now.optimizer:
+        raise UserError(
+            f"{source} is of another optimizer: opt_state is {saved.optimizer} there and "
+            f"{now.optimizer} here; {remedy}{_start_from(source)}"
+        )
+
+
+def check_same_model(
+    saved: Identity, config: Mapping[str, Any], leaves: Mapping[str, str], source: str
+) -> None:
+    """Raise `UserError` where the parameters or the model state are not those of this model.
+
+    `config` and `leaves` are this run's, as in its `Identity`.
+    """
+    there, here = (
+        {n: x for n, x in of.items() if n.split("/")[0] in ("params", "model_state")}
+        for of in (saved.leaves, leaves)
+    )
+    _check_same_leaves(there, here, source, _remedy(saved.config, config))
+
+
+def _check_same_leaves(
+    saved: Mapping[str, str], now: Mapping[str, str], source: str, remedy: str
+) -> None:
+    for name in [*now, *saved]:
+        if saved.get(name) != now.get(name):
+            of_optimizer = name.split("/")[0] == "opt_state"
+            raise UserError(
+                f"{source} is of another {'optimizer' if of_optimizer else 'model'}: {name} is "
+                f"{saved.get(name, 'absent')} there and {now.get(name, 'absent')} here; "
+                f"{remedy}{_start_from(source) if of_optimizer else ''}"
+            )
+
+
+def changes(saved: Identity, now: Identity) -> list[str]:
+    """What differs between two configurations, as `name: before -> after`."""
+    return [
+        f"{name}: {saved.config.get(name)} -> {value}"
+        for name, value in now.config.items()
+        if name not in _NO_CHANGE and saved.config.get(name) != value
+    ]
+
+
+def _remedy(saved: Mapping[str, Any], now: Mapping[str, Any], *suspects: str) -> str:
+    """Which of the experiment's own options would have to be as they were."""
+    own = [name for name in saved if name not in _COMMON or name in (*suspects, "ema_decay")]
+    differing = [name for name in own if saved[name] != now.get(name)]
+    given = " ".join(_option(name, saved[name]) for name in differing)
+    return f"give {given or 'the same'}, or another workdir"
+
+
+def _start_from(source: str) -> str:
+    return f", or take its parameters alone: --init-from {source} and another workdir"
+
+
+def _option(name: str, value: Any) -> str:
+    """How the command line is told a value."""
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag[2:]}"
+    return f"{flag} {' '.join(map(str, value)) if isinstance(value, list) else value}"

@@ -1,0 +1,98 @@
+"""A check sum for each array: of its values and their places, whatever devices hold it.
+
+Taken where the array lives, before a checkpoint copies it and after a restore has placed it, a sum
+covers the whole way between: copying, encoding, storage, decoding. It is a sum of one hash for each
+element modulo 2**32, so that neither sharding nor order matters; to change any one element changes
+it for certain, to change several does but once in 2**32.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmdtrain.sharding import named_leaves
+
+_SMALL = 2**16  # bytes; up to here to fetch an array is quicker than to compile for its shape
+
+
+def start_sums(tree: Any) -> dict[str, Any]:
+    """The sum of every leaf by its path, perhaps still being computed where the leaf lives.
+
+    The leaves may be donated to another computation at once.
+    """
+    return {name: _start(leaf) for name, leaf in named_leaves(tree).items()}
+
+
+def read_sums(started: Mapping[str, Any]) -> dict[str, str]:
+    """The sums that `start_sums` began, as eight hexadecimal digits each."""
+    return {name: f"{int(value):08x}" for name, value in started.items()}
+
+
+def sums(tree: Any) -> dict[str, str]:
+    """The sum of every leaf by its path. Leaves are NumPy or JAX arrays."""
+    return read_sums(start_sums(tree))
+
+
+def _start(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array):
+        return _sum(np.asarray(leaf))
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if leaf.nbytes <= _SMALL and leaf.is_fully_replicated:
+        return _sum(np.asarray(leaf))
+    return _jit_sum(leaf)
+
+
+def _sum(x: np.ndarray) -> int:
+    """The sum on the host, the same as `_jit_sum` takes on devices."""
+    words = _words_on_host(np.ascontiguousarray(_whole_bytes(x))).reshape(-1)
+    with np.errstate(over="ignore"):
+        return int(_mixed(words, np.arange(words.size, dtype=np.uint32)).sum(dtype=np.uint32))
+
+
+@jax.jit
+def _jit_sum(x: jax.Array) -> jax.Array:
+    words = _words_on_device(_whole_bytes(x))
+    place = jnp.zeros(words.shape, jnp.uint32)
+    for dim, size in enumerate(words.shape):  # as in row-major order, but sharded as the words are
+        place = place * jnp.uint32(size % 2**32)
+        place += jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+    return _mixed(words, place).sum(dtype=jnp.uint32)
+
+
+def _mixed(words: Any, place: Any) -> Any:
+    """A hash of each word and its place; for a given place no two words share one.
+
+    The mixing is `lowbias32` of Chris Wellons' "Prospecting for Hash Functions" (2018).
+    """
+    integer = np.uint32
+    h = words + place * integer(0x9E3779B9)
+    h = (h ^ (h >> integer(16))) * integer(0x7FEB352D)
+    h = (h ^ (h >> integer(15))) * integer(0x846CA68B)
+    return h ^ (h >> integer(16))
+
+
+def _whole_bytes(x: Any) -> Any:
+    """Elements of less than a byte (int4, float4) as wider ones of the same value."""
+    return x.astype(np.float32) if jax.dtypes.itemsize_bits(x.dtype) < 8 else x
+
+
+def _words_on_host(x: np.ndarray) -> np.ndarray:
+    """The bits of an array as 32-bit words; elements of fewer bits get one each."""
+    width = x.dtype.itemsize
+    if width > 4:
+        return x.reshape(*x.shape, 1).view(np.uint32)
+    return x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[width]).astype(np.uint32)
+
+
+def _words_on_device(x: jax.Array) -> jax.Array:
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag], -1)
+    width = x.dtype.itemsize
+    kind = {1: jnp.uint8, 2: jnp.uint16}.get(width, jnp.uint32)
+    return jax.lax.bitcast_convert_type(x, kind).astype(jnp.uint32)
