@@ -4,11 +4,13 @@ import contextlib
 import datetime
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
@@ -18,8 +20,9 @@ from spmdtrain.errors import StorageError, UserError
 from spmdtrain.identity import Identity
 from spmdtrain.manifest import Damaged, Manifest
 from spmdtrain.retention import Record, Retention
+from spmdtrain.sharding import path_name
 from spmdtrain.step import TrainState
-from spmdtrain.storage import storage_reason
+from spmdtrain.storage import absolute, hush_late_answers, in_short, is_url, storage_reason
 from spmdtrain.sums import read_sums, start_sums
 
 PyTree = Any
@@ -43,6 +46,43 @@ def items_of(state: TrainState) -> dict[str, dict[str, PyTree]]:
     return {item: content for item, content in items.items() if jax.tree.leaves(content)}
 
 
+def raw_keys(tree: PyTree) -> PyTree:
+    """The tree with the numbers that random keys are made of, or their shapes, in their place."""
+
+    def raw(leaf: Any) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf
+        if isinstance(leaf, jax.Array):
+            return jax.random.key_data(leaf)
+        numbers = jax.eval_shape(jax.random.key_data, leaf)
+        return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=leaf.sharding)
+
+    return jax.tree.map(raw, tree)
+
+
+def _handler() -> ocp.PyTreeCheckpointHandler:
+    """Orbax' own, but for one thing: a process alone copies what is replicated from one device.
+
+    To slice it up among all of them is for those of several hosts; here it takes several times as
+    long as the copy, and to compile.
+    """
+    arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=jax.process_count() > 1)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
+def check_can_be_saved(state: PyTree) -> None:
+    """Raise `UserError` for what Orbax cannot hold: it writes a/b and a.b over one another."""
+    seen: dict[str, str] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        name = path_name(path)
+        if 0 in leaf.shape:
+            raise UserError(f"{name} has shape {leaf.shape}: an empty array cannot be saved")
+        if (called := name.replace("/", ".")) in seen:
+            raise UserError(f"{seen[called]} and {name} would both be saved as {called}")
+        seen[called] = name
+
+
 class Checkpoints:
     """The checkpoints that one run writes: `STEP/` holds the state after that many updates.
 
@@ -51,9 +91,10 @@ class Checkpoints:
     """
 
     def __init__(self, folder: epath.Path, retention: Retention) -> None:
-        self.folder = folder = folder.resolve()  # Orbax takes absolute paths alone
+        self.folder = folder = absolute(folder)  # as Orbax wants it
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder} is a file: it must be the folder of the checkpoints")
+        hush_late_answers()
         self._retention = retention
         self._saving: _Save | None = None
         self._failed = False
@@ -71,9 +112,11 @@ class Checkpoints:
                         create_directories_asynchronously=False,
                     ),
                 ),
-                item_handlers={item: ocp.StandardCheckpointHandler() for item in ITEMS},
+                item_handlers={item: _handler() for item in ITEMS},
             )
+            self._opened = self._folder_identity()
             self._records = {s: r for s in self._manager.all_steps() if (r := self._record(s))}
+        self.saved_step = max(self._records, default=0)  # the newest that is known to be whole
 
     def save(
         self,
@@ -105,12 +148,15 @@ class Checkpoints:
         self._saving = _Save(step, now, identity, metrics, stopped, start_sums(state_fields(state)))
         self._records[step] = Record(step, now, metrics)
         with self._named_failures(f"step {step} could not be saved"):
-            if not self.folder.is_dir():
-                raise FileNotFoundError(f"{self.folder} is gone: removed, or no longer mounted")
+            if self._folder_identity() != self._opened:
+                raise FileNotFoundError("the folder is gone: removed, or no longer mounted")
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    **{item: ocp.args.StandardSave(x) for item, x in items_of(state).items()}
+                    **{
+                        item: ocp.args.PyTreeSave(raw_keys(x))
+                        for item, x in items_of(state).items()
+                    }
                 ),
                 force=True,
             )
@@ -122,6 +168,7 @@ class Checkpoints:
         with self._named_failures(f"step {self._saving.step} could not be saved"):
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
+        self.saved_step, self._saving = self._saving.step, None
 
     def close(self) -> None:
         """Finish what is being saved and let go of the folder."""
@@ -191,11 +238,23 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            if (reason := storage_reason(error)) is None:
+            # The libraries of URLs have errors of their own.
+            reason = storage_reason(error) or (in_short(error) if is_url(self.folder) else None)
+            if reason is None:
                 raise
             self._failed = True
             self._remove_unfinished()
             raise StorageError(f"{what} in {self.folder}: {reason}") from error
+
+    def _folder_identity(self) -> tuple[int, int] | None:
+        """Which folder it is: another may have come into the place of one that was lost."""
+        if is_url(self.folder):
+            return None
+        try:
+            found = os.stat(self.folder)
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino
 
     def _remove_unfinished(self) -> None:
         """Give back the room that a failed save still takes."""

@@ -79,14 +79,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def verify(path: str, terminal: Terminal) -> int:
     """Print a table of checkpoints, the newest first; exit code 1 where one is not good."""
     source = find(path)
-    table = Table("step", "saved", "size", "metric", "", title=str(source.folder))
+    table = Table("step", "saved", "size", "metric", "verdict", title=str(source.folder))
     for column in table.columns[:4]:
         column.justify = "right"
     faults = 0
-    for step in reversed(source.steps):
-        cells, fault = _verified(source.path(step), terminal)
-        faults += fault is not None
-        table.add_row(str(step), *cells, fault or "good")
+    with terminal.progress("verify", done=0, total=len(source.steps)):
+        for done, step in enumerate(reversed(source.steps), start=1):
+            cells, fault = _verified(source.path(step), terminal)
+            faults += fault is not None
+            table.add_row(str(step), *cells, fault or "good")
+            terminal.advance(done)
     if source.whole_workdir:
         for name in sorted(path.name for path in source.folder.iterdir()):
             if not name.isdecimal():
@@ -106,11 +108,12 @@ def _verified(folder: epath.Path, terminal: Terminal) -> tuple[Sequence[str], st
     value = (manifest.metrics or {}).get(name)
     metric = "" if value is None else f"{name} {number(value)}"
     fault = None
-    with terminal.progress(f"verify {manifest.step}", done=0, total=len(manifest.sums)):
+    with terminal.progress(f"step {manifest.step}", done=0, total=len(manifest.sums)):
         for done, (_, found) in enumerate(examine(folder, manifest), start=1):
             fault = fault or found
             terminal.advance(done)
-    return (_age(manifest), byte_size(manifest.size), metric), fault
+    size = byte_size(manifest.size) if manifest.files else ""
+    return (_age(manifest), size, metric), fault
 
 
 def show(path: str, terminal: Terminal) -> None:
@@ -119,7 +122,7 @@ def show(path: str, terminal: Terminal) -> None:
     table = Table("array", "shape and dtype", "bytes", title=f"step {manifest.step} of {path}")
     table.columns[2].justify = "right"
     for name, text in manifest.identity.leaves.items():
-        table.add_row(name, text, byte_size(_bytes(text)))
+        table.add_row(name, text, _bytes(text))
     terminal.console.print(table)
     parameters = sum(
         _elements(text)
@@ -146,11 +149,12 @@ def _elements(text: str) -> int:
     return math.prod(int(dim) for dim in dims.split(",") if dim)
 
 
-def _bytes(text: str) -> int:
+def _bytes(text: str) -> str:
+    """How much room `float32[784,128]` takes."""
     dtype = text[: text.index("[")]
-    if dtype.startswith("key"):
-        return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).size * 4
-    return _elements(text) * jax.dtypes.itemsize_bits(jnp.dtype(dtype)) // 8
+    if dtype.startswith("key"):  # as many as its implementation wants
+        return ""
+    return byte_size(_elements(text) * jax.dtypes.itemsize_bits(jnp.dtype(dtype)) // 8)
 
 
 def _age(manifest: Manifest) -> str:

@@ -90,9 +90,10 @@ class RunConfig:
     jit: bool = True
     """Compile the steps; --no-jit runs them operation by operation, for debugging."""
     resume: Literal["auto", "never", "must"] = "auto"
-    """Go on from the workdir's newest checkpoint if there is one, never, or fail without one."""
+    """Go on from the workdir's newest good checkpoint, never, or fail where there is none."""
     init_from: str | None = None
-    """Another run's workdir, or one of its checkpoints/STEP, whose parameters to start from."""
+    """Another run's workdir, or one of its checkpoints/STEP, whose parameters to start from
+    (the averaged ones where it kept an average)."""
     log_every: int = 10
     """Steps between metrics lines."""
     eval_every_steps: int | None = None

@@ -1,5 +1,6 @@
 """Parameters as a file that other programs read: `.npz` or `.safetensors`."""
 
+import contextlib
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from spmdtrain.errors import StorageError, UserError
 from spmdtrain.restore import load_variables, warn
 from spmdtrain.sharding import named_leaves
 from spmdtrain.storage import storage_reason
+from spmdtrain.writers import as_numpy
 
 _SUFFIXES = (".npz", ".safetensors")
 
@@ -46,7 +48,8 @@ def export_params(
             save(file, arrays, {"step": str(manifest.step), "saved_at": manifest.saved_at})
         unfinished.replace(target)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where it could not even be begun
+            unfinished.unlink(missing_ok=True)
         raise StorageError(f"{to} cannot be written: {storage_reason(error)}") from error
     return arrays
 
@@ -54,11 +57,6 @@ def export_params(
 def _save_npz(file: Any, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
     plain: dict[str, Any] = {name: as_numpy(x) for name, x in arrays.items()}
     np.savez(file, **plain)
-
-
-def as_numpy(x: np.ndarray) -> np.ndarray:
-    """The array in a dtype that NumPy's files know: float32 for those JAX adds."""
-    return x.astype(np.float32) if x.dtype.kind == "V" else x
 
 
 def _safetensors() -> Any:

@@ -112,10 +112,20 @@ def changes(saved: Identity, now: Identity) -> list[str]:
 
 def _remedy(saved: Mapping[str, Any], now: Mapping[str, Any], *suspects: str) -> str:
     """Which of the experiment's own options would have to be as they were."""
-    own = [name for name in saved if name not in _COMMON or name in (*suspects, "ema_decay")]
-    differing = [name for name in own if saved[name] != now.get(name)]
-    given = " ".join(_option(name, saved[name]) for name in differing)
+    there, here = _fields(saved), _fields(now)
+    suspects = (*suspects, "ema_decay")
+    own = [n for n in there if n.split(".")[0] not in _COMMON or n in suspects]
+    given = " ".join(_option(name, there[name]) for name in own if there[name] != here.get(name))
     return f"give {given or 'the same'}, or another workdir"
+
+
+def _fields(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The configuration's values by the names of their options: nested ones with a dot."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        nested = isinstance(value, dict)
+        found |= _fields(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return found
 
 
 def _start_from(source: str) -> str:
@@ -124,7 +134,10 @@ def _start_from(source: str) -> str:
 
 def _option(name: str, value: Any) -> str:
     """How the command line is told a value."""
-    flag = f"--{name.replace('_', '-')}"
+    *group, own = name.replace("_", "-").split(".")
+    if value is False:
+        own = f"no-{own}"
+    flag = f"--{'.'.join([*group, own])}"
     if isinstance(value, bool):
-        return flag if value else f"--no-{flag[2:]}"
+        return flag
     return f"{flag} {' '.join(map(str, value)) if isinstance(value, list) else value}"

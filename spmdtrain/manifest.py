@@ -13,6 +13,7 @@ from etils import epath
 
 from spmdtrain.errors import UserError
 from spmdtrain.identity import Identity
+from spmdtrain.storage import is_url
 
 NAME = "manifest.json"
 _BOOKS = (NAME, "_CHECKPOINT_METADATA")  # Orbax writes the hour into its own when all is done
@@ -81,7 +82,7 @@ class Manifest:
 
 def sizes(folder: epath.Path) -> dict[str, int]:
     """The size of every file in a checkpoint's folder."""
-    if "://" in str(folder):
+    if is_url(folder):
         return {}
     files = (Path(root) / name for root, _, names in os.walk(folder) for name in names)
     return {

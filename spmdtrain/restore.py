@@ -1,26 +1,27 @@
 """Loading checkpoints: which one is good, what is in it, and parameters for inference."""
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import Sharding
 
 from spmdtrain.adapters import Variables
-from spmdtrain.checkpoint import ITEMS, items_of
+from spmdtrain.checkpoint import ITEMS, items_of, raw_keys
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.identity import check_same_model, describe_leaves
-from spmdtrain.manifest import Damaged, Manifest
+from spmdtrain.manifest import NAME, Damaged, Manifest
 from spmdtrain.sharding import named_leaves, path_name
 from spmdtrain.step import TrainState
-from spmdtrain.storage import out_of_reach
+from spmdtrain.storage import absolute, folder_of, hush_late_answers, in_short, out_of_reach
 from spmdtrain.sums import sums
-from spmdtrain.writers import folder_of
 
 PyTree = Any
 T = TypeVar("T")
@@ -53,14 +54,14 @@ class Found(Generic[T]):
 
 def saved_in(workdir: str) -> Source:
     """The checkpoints of a workdir, perhaps none."""
-    folder = (folder_of(workdir) / "checkpoints").resolve()
+    folder = absolute(folder_of(workdir) / "checkpoints")
     return Source(folder, sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else [])
 
 
 def find(path: str) -> Source:
     """What a path means: all checkpoints of a workdir, or the one that is `checkpoints/STEP`."""
-    given = folder_of(path).resolve()
-    if given.name.isdecimal() and (given / "model").is_dir():
+    given = absolute(folder_of(path))
+    if given.name.isdecimal() and any((given / name).exists() for name in (NAME, "model")):
         return Source(given.parent, [int(given.name)], whole_workdir=False)
     source = saved_in(path)
     if not source.steps:
@@ -210,27 +211,34 @@ def _read(
     """Arrays placed as `targets` say, by item and field; by field. All of them are checked."""
     manifest.check_files(folder)
     checkpointer = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
-    items = {item: ocp.args.StandardRestore(dict(fields)) for item, fields in targets.items()}
-    try:
+    items = {item: ocp.args.StandardRestore(raw_keys(dict(x))) for item, x in targets.items()}
+    with _named_faults(folder, manifest):
         restored = checkpointer.restore(folder, args=ocp.args.Composite(**items))
-    except Exception as error:
-        raise _named(error, folder, manifest) from error
-    fields = {field: x for item in restored.values() for field, x in item.items()}
-    _check(fields, manifest)
+    found = {field: x for item in restored.values() for field, x in item.items()}
+    _check(found, manifest)
+    wanted = {field: x for item in targets.values() for field, x in item.items()}
+    fields: dict[str, PyTree] = jax.tree.map(_as_wanted, wanted, found)
     return fields
+
+
+def _as_wanted(target: jax.ShapeDtypeStruct, leaf: jax.Array) -> jax.Array:
+    """A random key again where one was saved as its numbers."""
+    if not jnp.issubdtype(target.dtype, jax.dtypes.prng_key):
+        return leaf
+    implementation: list[Any] = []
+    jax.eval_shape(lambda key: implementation.append(jax.random.key_impl(key)), target)
+    return jax.random.wrap_key_data(leaf, impl=implementation[0])
 
 
 def _read_host(folder: epath.Path, manifest: Manifest, item: str) -> dict[str, PyTree]:
     """One item, whatever is in it, as NumPy arrays; checked."""
     manifest.check_files(folder)
-    try:
+    with _named_faults(folder, manifest):
         tree = _saved_tree(folder / item)
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
         fields: dict[str, PyTree] = ocp.PyTreeCheckpointHandler().restore(
             folder / item, args=ocp.args.PyTreeRestore(item=tree, restore_args=as_numpy)
         )
-    except Exception as error:
-        raise _named(error, folder, manifest) from error
     _check(fields, manifest)
     return fields
 
@@ -258,16 +266,19 @@ def _difference(name: str, found: str | None, saved: str | None) -> str | None:
     return f"{name} is not what was saved: its check sum is {found}, and was {saved}"
 
 
-def _named(error: Exception, folder: epath.Path, manifest: Manifest) -> Exception:
-    """Why a checkpoint could not be read: out of reach, damaged, or no fault of its own."""
-    if reason := out_of_reach(error):
-        return StorageError(f"{folder} cannot be read: {reason}")
-    if isinstance(error, (jax.errors.JaxRuntimeError, MemoryError)):
-        return error
-    for _, fault in examine(folder, manifest):
-        if fault:
-            return Damaged(fault)
-    return Damaged(f"it cannot be read: {_in_short(error)}")
+@contextlib.contextmanager
+def _named_faults(folder: epath.Path, manifest: Manifest) -> Iterator[None]:
+    """Says why a checkpoint cannot be read: out of reach, damaged, or no fault of its own."""
+    hush_late_answers()
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, MemoryError):
+        raise
+    except Exception as error:
+        if reason := out_of_reach(error):
+            raise StorageError(f"{folder} cannot be read: {reason}") from error
+        faults = (fault for _, fault in examine(folder, manifest) if fault)
+        raise Damaged(next(faults, f"it cannot be read: {in_short(error)}")) from error
 
 
 def examine(folder: epath.Path, manifest: Manifest) -> Iterator[tuple[str, str | None]]:
@@ -275,6 +286,7 @@ def examine(folder: epath.Path, manifest: Manifest) -> Iterator[tuple[str, str |
 
     Needs the memory of one array, on the host. Raises `StorageError`.
     """
+    hush_late_answers()
     seen = set()
     try:
         manifest.check_files(folder)
@@ -288,7 +300,7 @@ def examine(folder: epath.Path, manifest: Manifest) -> Iterator[tuple[str, str |
         except Exception as error:
             if reason := out_of_reach(error):
                 raise StorageError(f"{folder} cannot be read: {reason}") from error
-            yield item, f"{item}/_METADATA cannot be read"
+            yield item, f"{item} cannot be read: {in_short(error)}"
             continue
         for path, _ in jax.tree_util.tree_leaves_with_path(tree):
             seen.add(path_name(path))
@@ -310,10 +322,6 @@ def _fault(folder: epath.Path, tree: PyTree, path: Any, manifest: Manifest) -> s
     except Exception as error:
         if reason := out_of_reach(error):
             raise StorageError(f"{folder} cannot be read: {reason}") from error
-        return f"{name} cannot be read: {_in_short(error)}"
+        return f"{name} cannot be read: {in_short(error)}"
     (value,) = sums([named_leaves(found)[name]]).values()
     return _difference(name, value, manifest.sums.get(name))
-
-
-def _in_short(error: Exception) -> str:
-    return str(error).split("\n")[0].split(" [")[0][:200] or type(error).__name__

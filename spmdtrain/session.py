@@ -7,7 +7,7 @@ from typing import Any
 
 from etils import epath
 
-from spmdtrain.checkpoint import Checkpoints
+from spmdtrain.checkpoint import Checkpoints, check_can_be_saved
 from spmdtrain.config import RunConfig, as_json
 from spmdtrain.data import Dataset, as_dataset, fingerprint
 from spmdtrain.errors import UserError
@@ -24,6 +24,7 @@ from spmdtrain.restore import load_state, newest_good, saved_in
 from spmdtrain.retention import Retention
 from spmdtrain.signals import StopSignals
 from spmdtrain.step import Steps, TrainState
+from spmdtrain.storage import is_url
 from spmdtrain.terminal import Terminal
 from spmdtrain.writers import RunFiles
 
@@ -43,8 +44,6 @@ class Session:
     signals: StopSignals
     clock: Callable[[], float]
     resumed: bool = False
-    saved_step: int = 0  # the newest checkpoint that is whole
-    saving_step: int | None = None  # the one on its way
     saved_at: float = 0.0
 
     @classmethod
@@ -70,11 +69,14 @@ class Session:
                 f"profile_steps is {config.profile_steps}: it needs a workdir "
                 f"({config.workdir}), and no more than the run's {total} steps"
             )
+        if profiled and is_url(str(config.workdir)):
+            raise UserError(f"profile_steps: the profiler writes no trace to {config.workdir}")
         if config.best_metric != "loss" and "validation" not in data:
             raise UserError(f"best_metric is {config.best_metric!r}: it needs a validation split")
         files = checkpoints = None
         signals = StopSignals()
         if config.workdir is not None:
+            check_can_be_saved(steps.abstract_state)
             # Without a workdir there is nothing to save to, and Ctrl-C keeps its usual meaning.
             stack.enter_context(signals)
             files = stack.enter_context(contextlib.closing(RunFiles(config.workdir)))
@@ -148,7 +150,7 @@ class Session:
         ):
             tell(f"checkpoint {step} is set aside as {name}")
         saved = found.manifest
-        self.resumed, self.saved_step = True, saved.step
+        self.resumed, self.checkpoints.saved_step = True, saved.step
         before, now = saved.identity.config, self.identity.config
         if saved.stopped and all(before[name] == now[name] for name in ("epochs", "steps")):
             self.total = saved.step  # a callback ended it here, and nobody asked for more since
@@ -156,6 +158,14 @@ class Session:
         for change in changes(saved.identity, self.identity):
             tell(f"changed since: {change}")
         return found.value
+
+    def check_newest(self, step: int) -> None:
+        """Raise `UserError` where the workdir is ahead of a trainer that has made `step` steps."""
+        if self.saved_step > step:
+            raise UserError(
+                f"workdir {self.config.workdir} holds step {self.saved_step}, and this trainer has "
+                f"made {step}: another has gone on there; take a new Trainer, which resumes from it"
+            )
 
     # -- what is due ---------------------------------------------------------------------------
 
@@ -180,8 +190,6 @@ class Session:
         if self.checkpoints is None:
             return
         self.checkpoints.save(state, step, self.identity, metrics, stopped=stopped)
-        # Saving waited for the save before: that one is known to be whole now, this one not yet.
-        self.saved_step, self.saving_step = self.saving_step or self.saved_step, step
         self.saved_at = self.clock()
         self.journal.saved(self.saved_step)
 
@@ -189,4 +197,8 @@ class Session:
         """Return when what is being saved is whole; raises what went wrong."""
         if self.checkpoints is not None:
             self.checkpoints.wait()
-            self.saved_step = self.saving_step or self.saved_step
+
+    @property
+    def saved_step(self) -> int:
+        """The newest checkpoint that is known to be whole."""
+        return self.checkpoints.saved_step if self.checkpoints else 0

@@ -1,12 +1,76 @@
-"""What storage answers, in a few words: Python's own errors, and TensorStore's long ones."""
+"""Where things are stored, local paths and URLs, and what storage answers, in a few words."""
 
+import functools
+import logging
 import re
+import sys
+import warnings
 from collections.abc import Iterator
+from typing import Any
+
+from etils import epath
+
+from spmdtrain.errors import UserError
 
 # TensorStore raises ValueErrors that begin with a status code and end with bracketed details.
 _STATUS = re.compile(r"([A-Z][A-Z_]+): (.*)", re.DOTALL)
+_DETAILS = re.compile(r" \[[a-z_]+=")
+_LATE = (
+    "Event loop is closed",
+    "Encountered error while reading array index",
+    "coroutine 'Store._get_array_metadatas' was never awaited",
+)
 # Codes that say nothing about what is stored, only that it cannot be got at now.
 _OUT_OF_REACH = {"PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED"}
+
+
+# -- where --------------------------------------------------------------------------------------
+
+
+def is_url(path: str | epath.Path) -> bool:
+    """Whether a path is in an object store, which knows no folders, renames and appends."""
+    return "://" in str(path)
+
+
+def folder_of(path: str) -> epath.Path:
+    """A local path or `gs://` URL. Raises `UserError` for a URL that nothing can be read from."""
+    if not is_url(path):
+        return epath.Path(path).expanduser()
+    scheme = path.partition("://")[0]
+    if scheme != "gs":  # where Orbax can save
+        raise UserError(f"{path}: a run's folder is a local path or a gs:// URL, not {scheme}://")
+    folder = epath.Path(path)
+    try:
+        from fsspec.config import conf
+
+        # A listing that is kept would hide what TensorStore and other processes write.
+        conf.setdefault("gcs", {})["use_listings_cache"] = False
+        folder.exists()
+    except ImportError as error:
+        raise UserError(f"{path}: {error} (pip install 'spmdtrain[gcs]')") from error
+    except Exception as error:
+        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
+    return folder
+
+
+def absolute(path: epath.Path) -> epath.Path:
+    """A path as Orbax takes it; epath's `resolve` would look for a URL below the current folder."""
+    return path if is_url(path) else path.resolve()
+
+
+# -- what it answers ----------------------------------------------------------------------------
+
+
+def failures(path: str | epath.Path) -> type[Exception]:
+    """What reading and writing a path may raise: the libraries of URLs have errors of their own."""
+    return Exception if is_url(path) else OSError
+
+
+def one_line(error: Exception) -> str:
+    """An error in one line."""
+    if isinstance(error, FileNotFoundError) and error.errno is None:  # gcsfs gives an address alone
+        return "there is no such bucket"
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def storage_reason(error: BaseException) -> str | None:
@@ -45,6 +109,39 @@ def _status(error: BaseException) -> tuple[str, str] | None:
     return (found[1], found[2]) if found else None
 
 
+def in_short(error: BaseException) -> str:
+    """An error in one line: of TensorStore's, the file it is about and what is wrong with it."""
+    if not (found := _status(error)):
+        return f"{type(error).__name__}: {error}".split("\n")[0][:200]
+    text = _DETAILS.split(found[1])[0]
+    *_, file = ["", *re.findall(r'local file "[^"]*/([^"/]+)"', text)]
+    what = text.rpartition('": ')[2] or text
+    return (f"{file}: {what}" if file else what)[:200]
+
+
 def _last_words(text: str) -> str:
     """`Error writing "a" in "b": Failed: No space left [os_error_code='28']` -> `No space left`."""
-    return text.split(" [")[0].rpartition('": ')[2].rpartition(": ")[2].strip()
+    return _DETAILS.split(text)[0].rpartition(": ")[2].strip()
+
+
+@functools.cache
+def hush_late_answers() -> None:
+    """From now on, keep from the terminal what comes after the error that Orbax raises.
+
+    It closes its event loop at the first array that cannot be read or written. TensorStore's
+    threads still answer for the others, and the tasks that nobody waits for any more complain when
+    they are collected: dozens of tracebacks, at any later time, of what is one failure.
+    """
+    show = sys.unraisablehook
+
+    def show_others(late: Any) -> None:
+        if not str(late.exc_value).startswith(_LATE):
+            show(late)
+
+    def is_other(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return error is None or (_status(error) is None and not str(error).startswith(_LATE))
+
+    sys.unraisablehook = show_others
+    logging.getLogger("asyncio").addFilter(is_other)
+    warnings.filterwarnings("ignore", _LATE[-1], RuntimeWarning)

@@ -6,12 +6,15 @@ element modulo 2**32, so that neither sharding nor order matters; to change any 
 it for certain, to change several does but once in 2**32.
 """
 
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdtrain.sharding import named_leaves
 
@@ -28,7 +31,7 @@ def start_sums(tree: Any) -> dict[str, Any]:
 
 def read_sums(started: Mapping[str, Any]) -> dict[str, str]:
     """The sums that `start_sums` began, as eight hexadecimal digits each."""
-    return {name: f"{int(value):08x}" for name, value in started.items()}
+    return {name: f"{sum(map(int, parts)) % 2**32:08x}" for name, parts in started.items()}
 
 
 def sums(tree: Any) -> dict[str, str]:
@@ -36,14 +39,28 @@ def sums(tree: Any) -> dict[str, str]:
     return read_sums(start_sums(tree))
 
 
-def _start(leaf: Any) -> Any:
+def _start(leaf: Any) -> list[Any]:
+    """The sums of a leaf's parts."""
     if not isinstance(leaf, jax.Array):
-        return _sum(np.asarray(leaf))
+        return [_sum(np.asarray(leaf))]
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     if leaf.nbytes <= _SMALL and leaf.is_fully_replicated:
-        return _sum(np.asarray(leaf))
-    return _jit_sum(leaf)
+        return [_sum(np.asarray(leaf))]
+    return _on_devices(leaf)
+
+
+def _on_devices(leaf: jax.Array) -> list[jax.Array]:
+    """The sums of an array's parts, where they lie.
+
+    Nothing is gathered: programs with collectives, one for each leaf and all queued at once, can
+    bring virtual devices to a halt.
+    """
+    if leaf.is_fully_replicated or not isinstance(leaf.sharding, NamedSharding):
+        return [_jit_sum(shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0]
+    parts = _jit_part_sums(leaf.sharding.mesh, leaf.sharding.spec, leaf.shape)(leaf)
+    first = {shard.device for shard in leaf.addressable_shards if shard.replica_id == 0}
+    return [shard.data[0] for shard in parts.addressable_shards if shard.device in first]
 
 
 def _sum(x: np.ndarray) -> int:
@@ -53,14 +70,38 @@ def _sum(x: np.ndarray) -> int:
         return int(_mixed(words, np.arange(words.size, dtype=np.uint32)).sum(dtype=np.uint32))
 
 
+def _sum_of(x: jax.Array, starts: Sequence[Any], shape: Sequence[int]) -> jax.Array:
+    """The sum of a part, beginning at `starts`, of an array of `shape`."""
+    words = _words_on_device(_whole_bytes(x))
+    place = jnp.zeros(x.shape, jnp.uint32)  # in the whole array, row by row
+    for dim, (start, size) in enumerate(zip(starts, shape, strict=True)):
+        index = jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim) + jnp.uint32(start)
+        place = place * jnp.uint32(size % 2**32) + index
+    if words.ndim > x.ndim:
+        number = words.shape[-1]
+        place = place[..., None] * jnp.uint32(number) + jnp.arange(number, dtype=jnp.uint32)
+    return _mixed(words, place).sum(dtype=jnp.uint32)
+
+
 @jax.jit
 def _jit_sum(x: jax.Array) -> jax.Array:
-    words = _words_on_device(_whole_bytes(x))
-    place = jnp.zeros(words.shape, jnp.uint32)
-    for dim, size in enumerate(words.shape):  # as in row-major order, but sharded as the words are
-        place = place * jnp.uint32(size % 2**32)
-        place += jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
-    return _mixed(words, place).sum(dtype=jnp.uint32)
+    return _sum_of(x, (0,) * x.ndim, x.shape)
+
+
+@functools.cache
+def _jit_part_sums(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> Any:
+    """From an array of that sharding and shape to the sums of its parts, one for each device."""
+    axes = [*spec, *[None] * (len(shape) - len(spec))]
+
+    def part_sum(part: jax.Array) -> jax.Array:
+        starts = [
+            jax.lax.axis_index(names) * size if names else 0
+            for names, size in zip(axes, part.shape, strict=True)
+        ]
+        return _sum_of(part, starts, shape)[None]
+
+    everywhere = PartitionSpec(mesh.axis_names)
+    return jax.jit(jax.shard_map(part_sum, mesh=mesh, in_specs=spec, out_specs=everywhere))
 
 
 def _mixed(words: Any, place: Any) -> Any:
@@ -89,10 +130,13 @@ def _words_on_host(x: np.ndarray) -> np.ndarray:
 
 
 def _words_on_device(x: jax.Array) -> jax.Array:
+    shape = x.shape
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], -1)
     width = x.dtype.itemsize
     kind = {1: jnp.uint8, 2: jnp.uint16}.get(width, jnp.uint32)
-    return jax.lax.bitcast_convert_type(x, kind).astype(jnp.uint32)
+    words = jax.lax.bitcast_convert_type(x, kind).astype(jnp.uint32)
+    more = words.shape[len(shape) :]  # several words an element
+    return words.reshape(*shape, math.prod(more)) if more else words

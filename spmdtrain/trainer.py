@@ -20,7 +20,7 @@ from spmdtrain.adapters import Function, Variables, adapt
 from spmdtrain.callbacks import Callbacks, Event, Moment, by_moment
 from spmdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig, as_json, check, resolve
 from spmdtrain.data import Augment, Dataset, as_dataset, ordered_batches, train_batches
-from spmdtrain.errors import NonFiniteError, Preempted, UserError, did_you_mean
+from spmdtrain.errors import NonFiniteError, Preempted, StorageError, UserError, did_you_mean
 from spmdtrain.experiment import Experiment
 from spmdtrain.identity import Identity, check_same_run
 from spmdtrain.journal import Metrics
@@ -167,11 +167,15 @@ class Trainer:
             except BaseException as error:
                 if isinstance(error, NonFiniteError):
                     self.state = None  # nothing to go on from: a next fit restores or starts anew
+                why = error
                 try:
                     if isinstance(error, Exception):  # what was being saved is worth waiting for
                         run.await_save()
+                except StorageError as failed_save:
+                    why = failed_save
+                    raise
                 finally:
-                    reason = " ".join(f"{type(error).__name__}: {error}".split())
+                    reason = " ".join(f"{type(why).__name__}: {why}".split())
                     run.journal.end(Status.FAILED, run.saved_step, reason)
                 raise
         found = run.journal.latest
@@ -185,6 +189,7 @@ class Trainer:
             self.state = run.resume(self._steps) or self._initial()
         elif self._identity is not None:
             check_same_run(self._identity, run.identity, f"this trainer at step {self.step}")
+            run.check_newest(self.step)
         self._identity = run.identity
         run.journal.begin(self.step, self.mesh)
 

@@ -1,18 +1,24 @@
 """The files of a run, by the names other tools may rely on (see DESIGN's workdir)."""
 
+import contextlib
 import enum
 import importlib.metadata
 import json
+import logging
 import math
+import socket
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from etils import epath
 
-from spmdtrain.errors import UserError
+from spmdtrain.errors import StorageError, UserError
 from spmdtrain.sharding import named_leaves
+from spmdtrain.storage import failures, folder_of, is_url, one_line
 
 try:
     import fcntl
@@ -21,6 +27,9 @@ except ImportError:  # not on Windows
 
 _VERSIONS = ("spmdtrain", "jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
+# gcsfs logs with a traceback what it then raises.
+logging.getLogger("gcsfs").addFilter(lambda record: not record.exc_info)
+
 
 class Split(enum.StrEnum):
     """The part of the data a metrics line is about."""
@@ -28,6 +37,11 @@ class Split(enum.StrEnum):
     TRAIN = "train"
     EVAL = "eval"
     TEST = "test"
+
+
+# Seconds between two times that lines of a split make `sync` run. More often than once in a second
+# Google's storage takes no new version of an object.
+_SYNC_SECONDS = {Split.TRAIN: 30.0, Split.EVAL: 1.0, Split.TEST: 1.0}
 
 
 class Status(enum.StrEnum):
@@ -40,20 +54,49 @@ class Status(enum.StrEnum):
 
 
 class RunFiles:
-    """`config.json`, `metrics.jsonl`, `status.json` and `tensorboard/` under one workdir."""
+    """`config.json`, `metrics.jsonl`, `status.json` and `tensorboard/` under one workdir.
 
-    def __init__(self, workdir: str) -> None:
+    No object store can append: where the workdir is a URL, what grows does so in a temporary
+    folder, which `sync` copies. What can no longer be written raises `StorageError`.
+    """
+
+    def __init__(self, workdir: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder = folder_of(workdir)
         self.checkpoints = self.folder / "checkpoints"
-        self._metrics = self.folder / "metrics.jsonl"
-        self._curves: Any = None
+        self._curves: _Curves | None = None
         self._purge_from: int | None = None
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / ".lock").write_text("")
-            self._lock = _lock(self.folder / ".lock")
-        except OSError as error:
-            raise UserError(f"workdir {workdir} cannot be written: {error}") from error
+        self._synced: dict[Path, tuple[int, int]] = {}  # size and time of what has been copied
+        self._clock, self._synced_at = clock, clock()
+        with contextlib.ExitStack() as stack:
+            try:
+                if not is_url(workdir):
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                (self.folder / ".lock").write_text("")  # shows whether anything can be written
+                self._grown = self._growing(stack)
+                self._whole = self._whole_lines()
+            except failures(workdir) as error:
+                raise UserError(
+                    f"workdir {workdir} cannot be written: {one_line(error)}"
+                ) from error
+            self._closing = stack.pop_all()
+
+    def _growing(self, stack: contextlib.ExitStack) -> Path:
+        """The folder of the files that grow, this run's alone; `stack` lets go of it."""
+        if not is_url(self.folder):
+            stack.enter_context(_lock(self.folder / ".lock"))
+            return Path(self.folder)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spmdtrain-")))
+        if (metrics := self.folder / "metrics.jsonl").exists():
+            (folder / metrics.name).write_bytes(metrics.read_bytes())
+        return folder
+
+    def _whole_lines(self) -> int:
+        """How many bytes of `metrics.jsonl` are lines that were written to their end."""
+        return self._metrics.read_bytes().rfind(b"\n") + 1 if self._metrics.exists() else 0
+
+    @property
+    def _metrics(self) -> Path:
+        return self._grown / "metrics.jsonl"
 
     def write_config(self, config: Mapping[str, Any], *, mesh: str, devices: Sequence[Any]) -> None:
         """Write `config.json`: the configuration, and what it runs on."""
@@ -64,34 +107,55 @@ class RunFiles:
             "devices": len(devices),
             "device_kind": devices[0].device_kind,
         }
-        self._replace("config.json", json.dumps(content, indent=2) + "\n")
+        self._replace(self.folder / "config.json", json.dumps(content, indent=2) + "\n")
+        self.sync()
 
     def write_status(self, status: Status, step: int, reason: str | None = None) -> None:
-        """Write `status.json`."""
+        """Write `status.json`, after all that it speaks of."""
         content = {"status": status, "step": step} | ({"reason": reason} if reason else {})
-        self._replace("status.json", json.dumps(content) + "\n")
+        try:
+            self.sync()
+        finally:
+            self._replace(self.folder / "status.json", json.dumps(content) + "\n")
 
     def write_metrics(self, step: int, split: Split, metrics: Mapping[str, float]) -> None:
         """Add a line to `metrics.jsonl` and points to the curves. A non-finite value is null."""
         finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
-        with self._metrics.open("a") as file:  # closed each time, so that no line is ever lost
-            file.write(json.dumps({"step": step, "split": split} | finite) + "\n")
+        line = json.dumps({"step": step, "split": split} | finite) + "\n"
+        # Closed each time, so that no line is ever lost.
+        with _written(self.folder / "metrics.jsonl"), self._metrics.open("ab") as file:
+            # What a full disk left of a line is not to stand in the middle once there is room.
+            file.truncate(min(self._whole, file.tell()))
+            file.write(line.encode())
+            file.flush()
+            self._whole = file.tell()
         self.write_curves(step, {f"{split}/{name}": value for name, value in metrics.items()})
+        if self._clock() - self._synced_at >= _SYNC_SECONDS[split]:
+            self.sync()
 
     def write_curves(self, step: int, points: Mapping[str, float]) -> None:
         """Add points to the TensorBoard curves alone."""
-        if self._curves is None:
-            from tensorboardX import SummaryWriter
+        with _written(self.folder / "tensorboard"):
+            if self._curves is None:
+                curves = _Curves(self._grown / "tensorboard", self._purge_from)
+                self._curves = self._closing.enter_context(contextlib.closing(curves))
+            self._curves.add(step, points)
 
-            folder = str(self.folder / "tensorboard")
-            # Files are named by the second: without more, a run that follows at once would
-            # write over the one before.
-            suffix = f".{time.time_ns()}"
-            self._curves = SummaryWriter(
-                folder, purge_step=self._purge_from, filename_suffix=suffix
-            )
-        for name, value in points.items():
-            self._curves.add_scalar(name, value, step)
+    def sync(self) -> None:
+        """Bring the files that grow up to date, for those who read them."""
+        self._synced_at = self._clock()
+        if self._curves is not None:
+            with _written(self.folder / "tensorboard"):
+                self._curves.flush()
+        if not is_url(self.folder):
+            return
+        for path in sorted(path for path in self._grown.rglob("*") if path.is_file()):
+            target = self.folder / path.relative_to(self._grown)
+            with _written(target):
+                state = (path.stat().st_size, path.stat().st_mtime_ns)
+                if self._synced.get(path) != state:
+                    target.write_bytes(path.read_bytes())
+                    self._synced[path] = state
 
     def lines(self) -> list[dict[str, Any]]:
         """What `metrics.jsonl` holds; a last line cut short by a kill is left out."""
@@ -107,7 +171,8 @@ class RunFiles:
         except json.JSONDecodeError:
             content = None
         if not isinstance(content, dict) or not {"step", "split"} <= content.keys():
-            raise UserError(f"{self._metrics}:{number}: not a line of metrics: {line[:60]!r}")
+            path = self.folder / "metrics.jsonl"
+            raise UserError(f"{path}:{number}: not a line of metrics: {line[:60]!r}")
         return content
 
     def recorded(self, split: Split, step: int) -> dict[str, float]:
@@ -120,22 +185,67 @@ class RunFiles:
     def rewind(self, step: int) -> None:
         """Take back all that was written of later steps: the run goes on from `step`."""
         kept = [json.dumps(line) + "\n" for line in self.lines() if line["step"] <= step]
-        self._replace("metrics.jsonl", "".join(kept))
+        self._replace(epath.Path(self._metrics), "".join(kept))
+        self._whole = self._whole_lines()
         if (self.folder / "tensorboard").exists():
             self._purge_from = step + 1  # what TensorBoard is then told to forget
 
     def close(self) -> None:
         """Write out what is still waiting."""
-        if self._curves is not None:
-            self._curves.close()
-        if self._lock is not None:
-            self._lock.close()
+        with self._closing:
+            self.sync()
 
-    def _replace(self, name: str, content: str) -> None:
-        # Never half a file under the real name, whenever the process dies.
-        temporary = self.folder / f".{name}.new"
-        temporary.write_text(content)
-        temporary.replace(self.folder / name)
+    def _replace(self, path: epath.Path, content: str) -> None:
+        # Never half a file under the real name, whenever the process dies: an object appears whole.
+        with _written(path):
+            temporary = path if is_url(path) else path.parent / f".{path.name}.new"
+            temporary.write_text(content)
+            if temporary != path:
+                temporary.replace(path)
+
+
+class _Curves:
+    """One event file of TensorBoard.
+
+    Not tensorboardX's SummaryWriter, which waits for ever once its thread has met a full disk.
+    """
+
+    def __init__(self, folder: Path, purge_from: int | None) -> None:
+        from tensorboardX.proto.event_pb2 import SessionLog
+        from tensorboardX.record_writer import RecordWriter
+
+        folder.mkdir(exist_ok=True)
+        now = time.time_ns()  # runs that follow one another within a second have files of their own
+        name = f"events.out.tfevents.{now // 10**9}.{socket.gethostname()}.{now}"
+        self._file = RecordWriter(str(folder / name))
+        self._write(0, file_version="brain.Event:2")
+        if purge_from is not None:
+            self._write(purge_from, file_version="brain.Event:2")
+            self._write(purge_from, session_log=SessionLog(status=SessionLog.START))
+
+    def add(self, step: int, points: Mapping[str, float]) -> None:
+        from tensorboardX.summary import scalar
+
+        for name, value in points.items():
+            self._write(step, summary=scalar(name, value))
+
+    def _write(self, step: int, **content: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        event = Event(wall_time=time.time(), step=step, **content)
+        self._file.write(event.SerializeToString())
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # `flush` has said so
+            self._file.close()
+
+
+def as_numpy(x: np.ndarray) -> np.ndarray:
+    """The array in a dtype that NumPy's files know: float32 for those JAX adds."""
+    return x if x.dtype.isbuiltin == 1 else x.astype(np.float32)
 
 
 def write_predictions(workdir: str | None, predictions: Any) -> epath.Path:
@@ -143,21 +253,21 @@ def write_predictions(workdir: str | None, predictions: Any) -> epath.Path:
     assert workdir is not None
     path = folder_of(workdir) / "predictions.npz"
     arrays = {name or "predictions": x for name, x in named_leaves(predictions).items()}
-    # NumPy's files know none of the dtypes that JAX adds, such as bfloat16.
-    plain = {n: x.astype(np.float32) if x.dtype.kind == "V" else x for n, x in arrays.items()}
+    plain: dict[str, Any] = {name: as_numpy(x) for name, x in arrays.items()}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if not is_url(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             np.savez(file, **plain)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error}") from error
+    except failures(path) as error:
+        raise UserError(f"{path} cannot be written: {one_line(error)}") from error
     return path
 
 
-def _lock(path: epath.Path) -> IO[str] | None:
+def _lock(path: epath.Path) -> contextlib.AbstractContextManager[Any]:
     """Hold a workdir for this run alone; the system lets go of it however the process ends."""
-    if fcntl is None or "://" in str(path):
-        return None
+    if fcntl is None:
+        return contextlib.nullcontext()
     file = open(path, "w")  # noqa: SIM115 (open as long as the run)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -167,11 +277,10 @@ def _lock(path: epath.Path) -> IO[str] | None:
     return file
 
 
-def folder_of(path: str) -> epath.Path:
-    """A local path or URL. Raises `UserError` where the URL's library is not installed."""
+@contextlib.contextmanager
+def _written(path: epath.Path) -> Iterator[None]:
+    """Turns what a write fails with into a `StorageError`."""
     try:
-        folder = epath.Path(path).expanduser()
-        folder.exists()
-    except ImportError as error:
-        raise UserError(f"{path}: {error}") from error
-    return folder
+        yield
+    except failures(path) as error:
+        raise StorageError(f"{path} cannot be written: {one_line(error)}") from error

@@ -55,7 +55,7 @@ def together(*calls: Callable[[], T]) -> list[T]:
         return list(pool.map(lambda call: call(), calls))
 
 
-def start(config: Path, *options: object) -> subprocess.Popen[str]:
+def start(config: Path, *options: object, devices: int | None = None) -> subprocess.Popen[str]:
     """Start an experiment through the real command, to be interrupted.
 
     What it prints goes through a pipe that is soon full: a run of hundreds of lines cannot be at
@@ -63,7 +63,7 @@ def start(config: Path, *options: object) -> subprocess.Popen[str]:
     """
     return subprocess.Popen(
         command(config, *options),
-        env=environment(),
+        env=environment(devices),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,0 +1,300 @@
+"""A workdir that is a URL: a run in a bucket is what it is in a folder."""
+
+import json
+import os
+import resource
+import subprocess
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from fake_gcs import FakeGcs, Stored, fake_gcs
+from helpers import (
+    command,
+    environment,
+    events,
+    metrics,
+    run,
+    saved_steps,
+    small_experiment,
+    status,
+)
+
+from spmdtrain.errors import StorageError, UserError
+from spmdtrain.run import main
+from spmdtrain.storage import folder_of
+from spmdtrain.writers import RunFiles, Split, Status
+
+WORKDIR = "gs://bucket/deep/run"
+OFTEN = ("--checkpoint-every-steps", 2, "--keep-latest", 2, "--log-every", 1)
+
+
+class Bucket:
+    """Runs the command with its workdir in a bucket, and shows what is in it afterwards."""
+
+    def __init__(self, storage: FakeGcs, folder: Path) -> None:
+        self.storage, self.folder = storage, folder
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir()
+        self.config = small_experiment(folder)
+        self.printed = ""
+
+    def run(self, *options: object) -> "Bucket":
+        ended = subprocess.run(
+            command(self.config, "--workdir", WORKDIR, *options),
+            env=environment() | self.storage.environment() | {"TMPDIR": str(self.temporary)},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert ended.returncode == 0, (ended.stdout, ended.stderr, self.storage.unknown)
+        assert not list(self.temporary.glob("spmdtrain-*"))
+        self.printed = ended.stdout
+        return self
+
+    def copy(self, name: str) -> Path:
+        """What the bucket holds now, as a local folder."""
+        copied = self.folder / name
+        for path, content in self.storage.under(WORKDIR.removeprefix("gs://bucket/") + "/").items():
+            (copied / path).parent.mkdir(parents=True, exist_ok=True)
+            (copied / path).write_bytes(content)
+        return copied
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A run of four steps and the same gone on to eight, each as a folder; what was printed."""
+    with fake_gcs() as storage:
+        bucket = Bucket(storage, tmp_path_factory.mktemp("bucket"))
+        found: dict[str, Any] = {"config": bucket.config}
+        for name, options in {
+            "four": ("--steps", 4, *OFTEN),
+            "eight": ("--steps", 8, *OFTEN),
+            "evaluated": ("--mode", "evaluate"),
+            "predicted": ("--mode", "predict"),
+        }.items():
+            found[f"{name} printed"] = bucket.run(*options).printed
+            found[name] = bucket.copy(name)
+        in_it = "deep/run/checkpoints/8/model/d/"
+        damaged = next(name for name in storage.objects if name.startswith(in_it))
+        storage.objects[damaged] = Stored(b"", 10**9)
+        found["ten printed"] = bucket.run("--steps", 10, *OFTEN).printed
+        found["ten"] = bucket.copy("ten")
+        assert storage.unknown == []
+        yield found
+
+
+@pytest.fixture(scope="module")
+def local(copies: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same eight steps in a local folder, at one go."""
+    workdir = tmp_path_factory.mktemp("local") / "run"
+    ended = run(copies["config"], "--workdir", workdir, "--steps", 8, *OFTEN)
+    assert ended.returncode == 0, ended.stderr
+    return workdir
+
+
+def test_a_bucket_holds_the_files_of_a_run(copies: dict[str, Any]) -> None:
+    four = copies["four"]
+    assert status(four) == {"status": "finished", "step": 4}
+    assert json.loads((four / "config.json").read_text())["config"]["workdir"] == WORKDIR
+    assert [line["step"] for line in metrics(four, "train")] == [1, 2, 3, 4]
+    assert [line["step"] for line in metrics(four, "eval")] == [2, 4]
+    assert saved_steps(four) == [2, 4]
+    assert curve(four, "train/loss") == [1, 2, 3, 4]
+
+
+def test_a_second_process_goes_on_from_the_bucket(copies: dict[str, Any], local: Path) -> None:
+    eight = copies["eight"]
+    assert f"resumed from step 4 of {WORKDIR}" in copies["eight printed"]
+    assert status(eight) == status(local) == {"status": "finished", "step": 8}
+    assert metrics(eight) == metrics(local)
+    assert saved_steps(eight) == saved_steps(local)
+    assert curve(eight, "train/loss") == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert len(list((eight / "tensorboard").iterdir())) == 2
+
+
+def test_the_bits_are_those_of_a_local_run(copies: dict[str, Any], local: Path) -> None:
+    here, there = (arrays(folder, 8) for folder in (local, copies["eight"]))
+    assert here.keys() == there.keys() and here
+    assert all(np.array_equal(here[name], there[name]) for name in here)
+
+
+def test_a_model_in_a_bucket_is_evaluated(copies: dict[str, Any], local: Path) -> None:
+    ended = run(copies["config"], "--workdir", local, "--mode", "evaluate")
+    (line,) = (line for line in ended.stdout.splitlines() if line.startswith("{"))
+    assert line in copies["evaluated printed"].splitlines()
+
+
+def test_predictions_go_to_the_bucket(copies: dict[str, Any]) -> None:
+    assert f"{WORKDIR}/predictions.npz" in copies["predicted printed"]
+    with np.load(copies["predicted"] / "predictions.npz") as file:
+        assert file["predictions"].shape == (64, 1)
+
+
+def test_a_damaged_checkpoint_in_a_bucket_hides_no_older_one(copies: dict[str, Any]) -> None:
+    assert f"resumed from step 6 of {WORKDIR}" in copies["ten printed"]
+    assert saved_steps(copies["ten"]) == [8, 10]
+    assert (copies["ten"] / "checkpoints" / "8.damaged" / "model").is_dir()
+    assert [line["step"] for line in metrics(copies["ten"], "train")] == list(range(1, 11))
+
+
+def curve(workdir: Path, name: str) -> list[int]:
+    return [e.step for e in events(workdir) for value in e.summary.value if value.tag == name]
+
+
+def arrays(workdir: Path, step: int) -> dict[str, np.ndarray]:
+    with ocp.StandardCheckpointer() as checkpointer:
+        model = checkpointer.restore(workdir / "checkpoints" / str(step) / "model")
+    leaves = jax.tree_util.tree_flatten_with_path(model)[0]
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+# -- the files of a run, without a run -------------------------------------------------------------
+
+
+@pytest.fixture
+def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGcs]:
+    with fake_gcs() as storage:
+        for name, value in storage.environment().items():
+            monkeypatch.setenv(name, value)
+        yield storage
+
+
+def test_lines_reach_a_bucket_from_time_to_time(storage: FakeGcs) -> None:
+    def there() -> list[int]:
+        text = storage.under("run/").get("metrics.jsonl", b"").decode()
+        return [json.loads(line)["step"] for line in text.splitlines()]
+
+    now = 0.0
+    files = RunFiles("gs://bucket/run", clock=lambda: now)
+
+    def written(split: Split, step: int, at: float) -> list[int]:
+        nonlocal now
+        now = at
+        files.write_metrics(step, split, {"loss": 2.0})
+        return there()
+
+    assert written(Split.TRAIN, 1, at=29.9) == []
+    assert written(Split.TRAIN, 2, at=30.0) == [1, 2]
+    assert written(Split.EVAL, 2, at=30.9) == [1, 2]
+    assert written(Split.EVAL, 3, at=31.0) == [1, 2, 2, 3]
+    assert written(Split.TRAIN, 4, at=31.0) == [1, 2, 2, 3]
+    files.write_status(Status.RUNNING, 4)
+    assert there() == [1, 2, 2, 3, 4]
+    written(Split.TRAIN, 5, at=31.0)
+    files.close()
+    assert there() == [1, 2, 2, 3, 4, 5]
+
+
+def test_a_bucket_keeps_the_lines_of_a_run_before(storage: FakeGcs) -> None:
+    files = RunFiles("gs://bucket/run")
+    for step in (1, 2, 3):
+        files.write_metrics(step, Split.EVAL, {"loss": 2.0})
+    files.close()
+    files = RunFiles("gs://bucket/run")
+    assert files.recorded(Split.EVAL, 2) == {"loss": 2.0}
+    files.rewind(2)
+    files.write_status(Status.RUNNING, 2)
+    files.close()
+    lines = storage.under("run/")["metrics.jsonl"].decode().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_what_others_write_into_a_bucket_is_seen(storage: FakeGcs) -> None:
+    def there() -> list[str]:
+        return [path.name for path in folder_of("gs://bucket/run").iterdir()]
+
+    RunFiles("gs://bucket/run").close()
+    assert there() == [".lock"]
+    storage.objects["run/checkpoints/1/model/d"] = Stored(b"", 1000)
+    assert there() == [".lock", "checkpoints"]
+    assert (folder_of("gs://bucket/run") / "checkpoints" / "1").is_dir()
+
+
+def test_a_bucket_that_takes_no_more_ends_a_run(storage: FakeGcs) -> None:
+    files = RunFiles("gs://bucket/run")
+    files.write_metrics(1, Split.TRAIN, {"loss": 2.0})
+    storage.down = True
+    with pytest.raises(StorageError, match=r"/status\.json cannot be written: .*no more"):
+        files.write_status(Status.RUNNING, 1)
+    with pytest.raises(StorageError, match=r"gs://bucket/run/metrics\.jsonl cannot"):
+        files.sync()
+    storage.down = False
+    files.close()
+    assert b'"step": 1' in storage.under("run/")["metrics.jsonl"]
+
+
+def test_a_bucket_that_cannot_be_written_is_one_line(
+    storage: FakeGcs, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(UserError, match="gs://absent/run cannot be written: there is no such"):
+        RunFiles("gs://absent/run")
+    storage.down = True
+    with pytest.raises(UserError, match=r"workdir gs://bucket/run cannot be written: .*no more"):
+        RunFiles("gs://bucket/run")
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("workdir", ["s3://bucket/run", "foo://x", "memory://x"])
+def test_other_urls_are_refused(
+    workdir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(small_experiment(tmp_path)), "--workdir", workdir]) == 2
+    scheme = workdir.split("/")[0] + "//"
+    assert capsys.readouterr().err == (
+        f"error: {workdir}: a run's folder is a local path or a gs:// URL, not {scheme}\n"
+    )
+
+
+def test_without_its_library_a_url_names_the_extra(tmp_path: Path) -> None:
+    (tmp_path / "gcsfs.py").write_text("raise ImportError('it is not there')")
+    ended = subprocess.run(
+        command(small_experiment(tmp_path), "--workdir", WORKDIR),
+        env=environment() | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"error: {WORKDIR}: ")
+    assert ended.stderr.endswith("(pip install 'spmdtrain[gcs]')\n")
+    assert ended.stderr.count("\n") == 1
+
+
+# -- a disk that is full ---------------------------------------------------------------------------
+
+
+def test_a_full_disk_leaves_no_torn_line(tmp_path: Path) -> None:
+    files = RunFiles(str(tmp_path))
+    files.write_metrics(1, Split.TRAIN, {"loss": 3.0})
+    path = tmp_path / "metrics.jsonl"
+    whole, limits = path.read_text(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 9, limits[1]))
+    try:
+        with pytest.raises(StorageError, match=r"metrics\.jsonl cannot be written: .*too large"):
+            files.write_metrics(2, Split.TRAIN, {"loss": 2.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == whole + '{"step": '
+    files.write_metrics(3, Split.TRAIN, {"loss": 1.0})
+    files.close()
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 3]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_curves_that_cannot_be_written_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_full = partial(open, "/dev/full", "wb")
+    monkeypatch.setattr("tensorboardX.record_writer.open_file", lambda path: open_full())
+    files = RunFiles(str(tmp_path))
+    files.write_curves(1, {"speed": 1.0})
+    with pytest.raises(StorageError, match=r"tensorboard cannot be written: .*No space left"):
+        files.write_status(Status.RUNNING, 1)
+    with pytest.raises(StorageError, match=r"tensorboard cannot be written"):
+        files.close()

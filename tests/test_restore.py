@@ -1,0 +1,967 @@
+"""What was saved comes back: on other devices, without the run's code, as files, or not at all."""
+
+import contextlib
+import dataclasses
+import json
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import safetensors
+from etils import epath
+from flax import nnx
+from helpers import contents, environment, metrics, saved_steps, small_experiment
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from safetensors.flax import load_file
+
+from spmdtrain import (
+    FunctionModel,
+    MeshSpec,
+    RunConfig,
+    StorageError,
+    Trainer,
+    TrainState,
+    UserError,
+    checkpoints,
+    export_params,
+    load_params,
+    read_manifest,
+)
+from spmdtrain.adapters import adapt
+from spmdtrain.checkpoint import Checkpoints
+from spmdtrain.config import as_json
+from spmdtrain.identity import Identity, describe_leaves, describe_optimizer
+from spmdtrain.manifest import Manifest
+from spmdtrain.mesh import build_mesh
+from spmdtrain.models import MLP
+from spmdtrain.restore import load_state, load_variables
+from spmdtrain.retention import Retention
+from spmdtrain.run import main
+from spmdtrain.sharding import Rule, named_leaves
+from spmdtrain.step import Steps, model_output
+from spmdtrain.terminal import Terminal
+
+P = PartitionSpec
+PyTree = Any
+Options = dict[str, Any]
+
+X = np.random.default_rng(1).normal(size=(40, 4)).astype(np.float32)
+Y = (X @ np.array([[1.0], [-2.0], [0.5], [3.0]], np.float32)).astype(np.float32)
+LAYERS = ["layers.0.bias", "layers.0.kernel", "layers.1.bias", "layers.1.kernel"]
+
+
+def squared_error(model: Any, batch: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+    x, y = batch
+    return {"loss": (model(x) - y) ** 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    """Options of an experiment's own, besides those that all have."""
+
+    global_batch_size: int | None = 8
+    hidden: tuple[int, ...] = (8,)
+    method: str = "adam"
+    half: bool = False
+
+
+def trainer(workdir: Path, *, devices: int = 8, quiet: bool = True, **options: Any) -> Trainer:
+    """A small MLP's trainer, as its options say."""
+    objects = {n: options.pop(n) for n in ("model", "objective", "optimizer") if n in options}
+    config = Config(workdir=str(workdir), mesh=MeshSpec(devices=tuple(range(devices))), **options)
+    dtype = jnp.bfloat16 if config.half else jnp.float32
+    made: dict[str, Any] = {
+        "model": partial(half_mlp, config.hidden, dtype),
+        "objective": squared_error,
+        "optimizer": getattr(optax, config.method)(0.05),
+    }
+    return Trainer(**made | objects, config=config, terminal=Terminal(quiet=quiet))
+
+
+def half_mlp(hidden: tuple[int, ...], dtype: Any, rngs: nnx.Rngs) -> MLP:
+    """An MLP whose first layer's parameters have another dtype than the rest."""
+    model = MLP(4, hidden, 1, rngs=rngs)
+    model.layers[0] = nnx.Linear(4, hidden[0], param_dtype=dtype, rngs=rngs)
+    return model
+
+
+def arrays(tree: PyTree) -> dict[str, np.ndarray]:
+    """Every leaf by its path, keys as the numbers they are made of."""
+    return {
+        name: np.asarray(
+            jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        )
+        for name, leaf in named_leaves(tree).items()
+    }
+
+
+def assert_same_bits(found: PyTree, expected: PyTree) -> None:
+    left, right = arrays(found), arrays(expected)
+    assert left.keys() == right.keys() and right
+    for name, x in right.items():
+        y = left[name]
+        assert (y.dtype, y.shape, y.tobytes()) == (x.dtype, x.shape, x.tobytes()), name
+
+
+def structure_of(tree: PyTree) -> Any:
+    """How a tree is nested."""
+    return jax.tree.structure(tree)
+
+
+def remove_arrays(workdir: Path) -> int:
+    """Delete all files of all checkpoints but their manifests; how many they were."""
+    files = [p for p in (workdir / "checkpoints").rglob("*") if p.is_file()]
+    gone = [path for path in files if path.name != "manifest.json"]
+    for path in gone:
+        path.unlink()
+    return len(gone)
+
+
+class Run(NamedTuple):
+    """A run that has ended: its trainer, and its workdir, which no test may change."""
+
+    trainer: Trainer
+    workdir: Path
+
+    @property
+    def state(self) -> TrainState:
+        assert self.trainer.state is not None
+        return self.trainer.state
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Six steps on eight devices, a checkpoint every two; part of the parameters is bfloat16."""
+    workdir = tmp_path_factory.mktemp("plain")
+    fitted = trainer(workdir, half=True, checkpoint_every_steps=2, eval_every_steps=2)
+    fitted.fit((X, Y), validation=(X, Y), steps=6)
+    return Run(fitted, workdir)
+
+
+@pytest.fixture(scope="module")
+def averaging(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Eight steps with an average of the parameters, every one of them saved, and step 0."""
+    workdir = tmp_path_factory.mktemp("averaging")
+    options: Options = {"checkpoint_every_steps": 1, "keep_latest": 99, "checkpoint_at_start": True}
+    fitted = trainer(workdir, ema_decay=0.3, eval_every_steps=4, **options)
+    fitted.fit((X, Y), validation=(X, Y), steps=8)
+    return Run(fitted, workdir)
+
+
+@pytest.fixture
+def copy(plain: Run, tmp_path: Path) -> Path:
+    """A workdir to do with as one likes."""
+    return Path(shutil.copytree(plain.workdir, tmp_path / "copy"))
+
+
+# -- the whole state, on any devices ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_a_finished_run_is_restored_to_the_bit_on_any_number_of_devices(
+    devices: int, plain: Run, copy: Path
+) -> None:
+    again = trainer(copy, devices=devices, half=True)
+    assert again.fit((X, Y), steps=6).step == 6
+    assert_same_bits(again.state, plain.state)
+    for leaf in jax.tree.leaves(again.state):
+        assert len(leaf.sharding.device_set) == devices and leaf.sharding.is_fully_replicated
+
+
+KERNELS = {
+    "one device": (MeshSpec(devices=(0,)), P()),
+    "another device": (MeshSpec(devices=(5,)), P()),
+    "replicated on 4": (MeshSpec(devices=(1, 3, 5, 7)), P()),
+    "fsdp=8": (MeshSpec(data=1, fsdp=8), P("fsdp")),
+    "tensor=8": (MeshSpec(data=1, tensor=8), P(None, "tensor")),
+    "fsdp=2 tensor=4": (MeshSpec(data=1, fsdp=2, tensor=4), P("tensor", "fsdp")),
+    "both in one dim": (MeshSpec(data=2, fsdp=2, tensor=2), P(None, ("fsdp", "tensor"))),
+    "fsdp=2 of 2": (MeshSpec(data=1, fsdp=2, devices=(6, 2)), P("fsdp")),
+}
+
+
+def steps_for(layout: str) -> Steps:
+    """The programs of an MLP whose kernels, and their moments, lie as the layout says."""
+    mesh, kernel = KERNELS[layout]
+    rules = (Rule("kernel$", kernel), Rule(".*", P()))
+    return Steps(
+        adapter=adapt(partial(MLP, 8, (16, 24), 8)),
+        objective=squared_error,
+        predict=model_output,
+        optimizer=optax.adam(0.1),
+        mesh=build_mesh(mesh),
+        rules=rules,
+        ema_decay=0.9,
+    )
+
+
+def random_state(steps: Steps) -> TrainState:
+    """A state in which no two bits are what they are by default; NaN and -0.0 are among them."""
+    random = np.random.default_rng(3)
+
+    def values(leaf: Any, sharding: NamedSharding) -> jax.Array:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.device_put(jax.random.key(77), sharding)
+        x = random.normal(size=leaf.shape, scale=1e3).astype(leaf.dtype)
+        x.reshape(-1)[:1] = {2: -0.0, 3: np.nan}.get(leaf.size % 5, 12)
+        return jax.device_put(x, sharding)
+
+    state: TrainState = jax.tree.map(values, steps.abstract_state, steps.shardings)
+    return state
+
+
+@pytest.mark.parametrize("saved_as", ["one device", "fsdp=8", "fsdp=2 tensor=4", "both in one dim"])
+def test_every_layout_of_the_state_is_restored_from_every_other(
+    saved_as: str, tmp_path: Path
+) -> None:
+    steps = steps_for(saved_as)
+    state = random_state(steps)
+    identity = Identity(
+        as_json(RunConfig()), {}, describe_leaves(state), describe_optimizer(state.opt_state)
+    )
+    with contextlib.closing(Checkpoints(epath.Path(tmp_path), Retention())) as saving:
+        saving.save(state, 3, identity, None)
+    folder = epath.Path(tmp_path / "3")
+    manifest = Manifest.read(folder)
+    for layout in KERNELS:
+        other = steps_for(layout)
+        loaded = load_state(folder, manifest, other.abstract_state, other.shardings)
+        assert_same_bits(loaded, state)
+        placed = jax.tree.map(lambda leaf: leaf.sharding, loaded)
+        assert placed == other.shardings, layout
+    kernel = loaded.averaged["layers"]["1"]["kernel"]  # the last layout's, fsdp=2 of 2
+    assert [shard.data.shape for shard in kernel.addressable_shards] == [(8, 24)] * 2
+
+
+# -- the parameters alone --------------------------------------------------------------------------
+
+
+def test_parameters_come_as_they_are_without_devices(plain: Run) -> None:
+    for path in (plain.workdir, plain.workdir / "checkpoints" / "6"):
+        params = load_params(str(path))
+        assert {type(x) for x in jax.tree.leaves(params)} == {np.ndarray}
+        assert_same_bits(params, plain.state.params)
+    assert {str(x.dtype) for x in jax.tree.leaves(params)} == {"bfloat16", "float32"}
+    older = load_params(str(plain.workdir / "checkpoints" / "4"))
+    assert older["layers"]["0"]["kernel"].tobytes() != params["layers"]["0"]["kernel"].tobytes()
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_parameters_are_placed_as_asked(devices: int, plain: Run) -> None:
+    mesh = Mesh(np.array(jax.devices()[-devices:]), ("x",))
+    everywhere = NamedSharding(mesh, P())
+    params = load_params(str(plain.workdir), sharding=everywhere)
+    assert_same_bits(params, plain.state.params)
+    assert {x.sharding for x in jax.tree.leaves(params)} == {everywhere}
+    # A tree of shardings, one a leaf: kernels split along what the layers have eight of.
+    split = {
+        "layers": {
+            "0": {"kernel": NamedSharding(mesh, P(None, "x")), "bias": everywhere},
+            "1": {"kernel": NamedSharding(mesh, P("x")), "bias": everywhere},
+        }
+    }
+    params = load_params(str(plain.workdir), sharding=split)
+    assert_same_bits(params, plain.state.params)
+    assert jax.tree.map(lambda x: x.sharding, params) == split
+    shards = params["layers"]["1"]["kernel"].addressable_shards
+    assert [shard.data.shape for shard in shards] == [(8 // devices, 1)] * devices
+    one = SingleDeviceSharding(jax.devices()[devices - 1])
+    assert load_params(str(plain.workdir), sharding=one)["layers"]["1"]["bias"].sharding == one
+
+
+PROGRAM = """
+import json, sys
+import jax
+from spmdtrain import load_params
+from spmdtrain.sharding import named_leaves
+params = named_leaves(load_params(sys.argv[1]))
+print(json.dumps({n: [str(x.dtype), x.tobytes().hex()] for n, x in params.items()}))
+on_device = load_params(sys.argv[1], sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+print(len(jax.devices()), sum(int(x.size) for x in jax.tree.leaves(on_device)))
+"""
+
+
+def test_a_program_without_the_runs_code_loads_them_on_one_device(
+    plain: Run, tmp_path: Path
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM, str(plain.workdir)],
+        cwd=tmp_path,
+        env=environment(devices=1),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.returncode == 0 and not ended.stderr, ended.stderr
+    found, devices = ended.stdout.splitlines()
+    expected = {n: [str(x.dtype), x.tobytes().hex()] for n, x in arrays(plain.state.params).items()}
+    assert json.loads(found) == expected
+    assert devices == f"1 {4 * 8 + 8 + 8 + 1}"
+
+
+def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
+    for load in (load_params, read_manifest):
+        with pytest.raises(UserError, match="holds no checkpoint"):
+            load(str(tmp_path))
+        with pytest.raises(UserError, match="holds no checkpoint"):
+            load(str(tmp_path / "checkpoints" / "6"))
+
+
+# -- averaged parameters ---------------------------------------------------------------------------
+
+
+def test_averaged_parameters_are_what_is_loaded_unless_the_trained_ones_are_asked_for(
+    averaging: Run,
+) -> None:
+    path = str(averaging.workdir)
+    assert_same_bits(load_params(path), averaging.state.averaged)
+    assert_same_bits(load_params(path, averaged=True), averaging.state.averaged)
+    assert_same_bits(load_params(path, averaged=False), averaging.state.params)
+    moved = NamedSharding(averaging.trainer.mesh, P())
+    assert_same_bits(load_params(path, sharding=moved), averaging.state.averaged)
+    averaged, trained = both(averaging.state)
+    assert averaged["layers/0/kernel"].tobytes() != trained["layers/0/kernel"].tobytes()
+
+
+def both(state: TrainState) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    return arrays(state.averaged), arrays(state.params)
+
+
+def test_an_average_that_no_run_kept_is_not_given(plain: Run, tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"6 holds no averaged parameters: its run had no ema_decay"
+    ):
+        load_params(str(plain.workdir), averaged=True)
+    with pytest.raises(UserError, match="holds no averaged parameters"):
+        export_params(str(plain.workdir), str(tmp_path / "x.npz"), averaged=True)
+    assert_same_bits(load_params(str(plain.workdir), averaged=False), plain.state.params)
+
+
+def averages(workdir: Path, steps: int, decay: float) -> list[dict[str, np.ndarray]]:
+    """The moving average after each step, from the parameters that were saved at each."""
+    saved = [
+        arrays(load_params(str(workdir / "checkpoints" / str(k)), averaged=False))
+        for k in range(steps + 1)
+    ]
+    found = [saved[0]]
+    for k in range(1, steps + 1):
+        slow = min(decay, (1 + k) / (10 + k))
+        found.append({n: slow * old + (1 - slow) * saved[k][n] for n, old in found[-1].items()})
+    return found
+
+
+def mlp_loss(params: dict[str, np.ndarray]) -> float:
+    """The mean squared error of the MLP with these parameters, by NumPy."""
+    hidden = np.maximum(X @ params["layers/0/kernel"] + params["layers/0/bias"], 0)
+    answer = hidden @ params["layers/1/kernel"] + params["layers/1/bias"]
+    return float(((answer - Y).astype(np.float64) ** 2).mean())
+
+
+def test_the_average_is_that_of_every_step_and_what_is_evaluated(averaging: Run) -> None:
+    workdir = averaging.workdir
+    assert saved_steps(workdir) == list(range(9))
+    expected = averages(workdir, 8, 0.3)
+    for k in (0, 1, 2, 5, 8):
+        found = arrays(load_params(str(workdir / "checkpoints" / str(k))))
+        assert found.keys() == expected[k].keys()
+        for name, x in expected[k].items():
+            np.testing.assert_allclose(found[name], x, rtol=2e-6, atol=1e-7, err_msg=f"{k} {name}")
+    lines = metrics(workdir, "eval")
+    assert [line["step"] for line in lines] == [4, 8]
+    for line in lines:
+        path = str(workdir / "checkpoints" / str(line["step"]))
+        trained = mlp_loss(arrays(load_params(path, averaged=False)))
+        assert line["loss"] == pytest.approx(mlp_loss(expected[line["step"]]), rel=1e-5)
+        assert abs(line["loss"] - trained) > 1e-3 * trained
+        assert read_manifest(path).metrics == {"loss": line["loss"]}
+
+
+def test_evaluate_repeats_the_number_of_the_run(averaging: Run, tmp_path: Path) -> None:
+    lines = metrics(averaging.workdir, "eval")
+    assert averaging.trainer.evaluate((X, Y)) == {"loss": lines[-1]["loss"]}
+    again = trainer(averaging.workdir, ema_decay=0.3)
+    assert again.evaluate((X, Y)) == {"loss": lines[-1]["loss"]}
+    assert again.restore(str(averaging.workdir / "checkpoints" / "4")) == 4
+    assert again.evaluate((X, Y)) == {"loss": lines[0]["loss"]}
+    # Even a trainer that keeps no average takes the one that the run was judged by.
+    without = trainer(tmp_path, init_from=str(averaging.workdir))
+    assert without.evaluate((X, Y)) == {"loss": lines[-1]["loss"]}
+
+
+def test_the_command_evaluates_the_average_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workdir = tmp_path / "run"
+    options = ["--config", str(small_experiment(tmp_path)), "--workdir", str(workdir)]
+    options += ["--ema-decay", "0.9", "--steps", "4"]
+    assert main(options) == 0
+    capsys.readouterr()
+    assert main([*options, "--mode", "evaluate"]) == 0
+    printed = capsys.readouterr().out
+    (line,) = (json.loads(x) for x in printed.splitlines() if x.startswith("{"))
+    expected = metrics(workdir, "eval")[-1]
+    assert line == {"step": 4, "split": "validation", "loss": expected["loss"]}
+    x = np.linspace(-1, 1, 64, dtype=np.float32)[:, None]
+    averaged, trained = (load_params(str(workdir), averaged=choice) for choice in (True, False))
+    losses = [np.mean((x @ p["kernel"] + p["bias"] - 3 * x - 2) ** 2) for p in (averaged, trained)]
+    assert line["loss"] == pytest.approx(losses[0], rel=1e-5) != pytest.approx(losses[1], rel=1e-2)
+
+
+# -- models of other shapes ------------------------------------------------------------------------
+
+
+class Normed(nnx.Module):
+    """A model that carries batch statistics."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.linear = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(self.norm(x))
+
+
+def test_batch_statistics_come_with_the_parameters(tmp_path: Path) -> None:
+    fitted = trainer(tmp_path, model=Normed, ema_decay=0.5)
+    fitted.fit((X, Y), steps=3)
+    assert fitted.state is not None
+    variables, manifest = load_variables(str(tmp_path))
+    assert manifest.step == 3
+    assert_same_bits(variables.params, fitted.state.averaged)
+    assert_same_bits(variables.model_state, fitted.state.model_state)
+    assert not np.array_equal(variables.model_state["norm"]["mean"], np.zeros(4))
+    exported = export_params(str(tmp_path), str(tmp_path / "x.npz"))
+    names = ["linear.bias", "linear.kernel", "norm.bias", "norm.mean", "norm.scale", "norm.var"]
+    assert sorted(exported) == names
+    np.testing.assert_array_equal(exported["norm.var"], fitted.state.model_state["norm"]["var"])
+    again = trainer(tmp_path, model=Normed, ema_decay=0.5)
+    again.fit((X, Y), steps=3)
+    assert_same_bits(again.state, fitted.state)
+
+
+class Pair(NamedTuple):
+    """A node of parameters that is a tuple with names."""
+
+    kernel: Any
+    scale: Any
+
+
+def normal(key: jax.Array, number: int) -> jax.Array:
+    return jax.random.normal(jax.random.fold_in(key, number), (4, 1))
+
+
+TREES: dict[str, Any] = {
+    "list": lambda key: [normal(key, n) for n in range(12)],
+    "tuple": lambda key: (normal(key, 0), (normal(key, 1),)),
+    "array": lambda key: normal(key, 0),
+    "mixed": lambda key: {"l": [(normal(key, 0), normal(key, 1))], "n": {"x": normal(key, 2)}},
+    "named": lambda key: {"n": Pair(normal(key, 0), normal(key, 1))},
+    "numbered": lambda key: {0: normal(key, 0), 1: normal(key, 1), 10: normal(key, 2)},
+    "empty": lambda key: {"a": {}, "b": (), "c": [], "n": None, "x": normal(key, 0)},
+}
+LOADED: dict[str, tuple[Any, list[str]]] = {
+    "list": ([0] * 12, [str(n) for n in range(12)]),
+    "tuple": ([0, [0]], ["0", "1.0"]),
+    "array": (0, ["params"]),
+    "mixed": ({"l": [[0, 0]], "n": {"x": 0}}, ["l.0.0", "l.0.1", "n.x"]),
+    "named": ({"n": {"kernel": 0, "scale": 0}}, ["n.kernel", "n.scale"]),
+    "numbered": ({"0": 0, "1": 0, "10": 0}, ["0", "1", "10"]),
+    "empty": ({"a": {}, "b": (), "c": [], "n": None, "x": 0}, ["x"]),
+}
+
+
+def of_all_leaves(params: PyTree, batch: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+    x, y = batch
+    leaves = (leaf.astype(jnp.float32) for leaf in jax.tree.leaves(params) if leaf.size)
+    answers = (x @ leaf for leaf in leaves)
+    return {"loss": (sum(answers, start=jnp.zeros(())) - y) ** 2}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_parameters_of_any_structure_are_loaded_resumed_and_exported(
+    name: str, tmp_path: Path
+) -> None:
+    options: Options = {"model": FunctionModel(TREES[name]), "objective": of_all_leaves}
+    fitted = trainer(tmp_path / "run", devices=2, **options)
+    fitted.fit((X, Y), steps=2)
+    assert fitted.state is not None
+    params = load_params(str(tmp_path / "run"))
+    structure, names = LOADED[name]
+    assert structure_of(params) == structure_of(structure)
+    assert_same_bits(params, fitted.state.params)
+    exported = export_params(str(tmp_path / "run"), str(tmp_path / "x.npz"))
+    assert sorted(exported) == sorted(names)
+    again = trainer(tmp_path / "run", devices=2, **options)
+    again.fit((X, Y), steps=2)
+    assert structure_of(again.state) == structure_of(fitted.state)
+    assert_same_bits(again.state, fitted.state)
+    assert checkpoints.main(["verify", str(tmp_path / "run")]) == 0
+
+
+# -- export ----------------------------------------------------------------------------------------
+
+
+def test_export_to_npz(plain: Run, tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "model.npz"
+    export_params(str(plain.workdir), str(target))
+    assert [path.name for path in target.parent.iterdir()] == ["model.npz"]
+    with np.load(target) as found:
+        assert sorted(found) == LAYERS
+        for name, x in arrays(plain.state.params).items():
+            y = found[name.replace("/", ".")]
+            assert y.dtype == np.float32 and y.shape == x.shape
+            # What is float32 in the file is the very bfloat16 again.
+            assert y.astype(x.dtype).tobytes() == x.tobytes()
+
+
+def test_export_to_safetensors(plain: Run, tmp_path: Path) -> None:
+    target = tmp_path / "model.safetensors"
+    export_params(str(plain.workdir / "checkpoints" / "4"), str(target))
+    found = load_file(str(target))
+    expected = load_params(str(plain.workdir / "checkpoints" / "4"))
+    assert_same_bits(found, {n.replace("/", "."): x for n, x in arrays(expected).items()})
+    assert {str(x.dtype) for x in found.values()} == {"bfloat16", "float32"}
+    with safetensors.safe_open(str(target), framework="flax") as file:
+        saved_at = read_manifest(str(plain.workdir / "checkpoints" / "4")).saved_at
+        assert file.metadata() == {"step": "4", "saved_at": saved_at}
+
+
+def test_export_takes_the_average_unless_told(averaging: Run, tmp_path: Path) -> None:
+    target = str(tmp_path / "x.npz")
+    for choice, expected in zip((None, False), both(averaging.state), strict=True):
+        export_params(str(averaging.workdir), target, averaged=choice)
+        with np.load(target) as found:
+            assert_same_bits(dict(found), {n.replace("/", "."): x for n, x in expected.items()})
+
+
+def test_what_export_cannot_do_is_refused_before_anything_is_written(
+    plain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("x.bin", "x", "x.npz.gz"):
+        with pytest.raises(UserError, match=r"x.*: export writes \.npz and \.safetensors files"):
+            export_params(str(plain.workdir), str(tmp_path / name))
+    monkeypatch.setitem(sys.modules, "safetensors.flax", None)  # as where it is not installed
+    with pytest.raises(UserError, match=r"pip install 'spmdtrain\[safetensors\]'"):
+        export_params(str(plain.workdir), str(tmp_path / "x.safetensors"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_a_target_that_cannot_be_written_leaves_nothing_behind(
+    suffix: str, plain: Run, tmp_path: Path
+) -> None:
+    target = tmp_path / f"x.{suffix}"
+    target.mkdir()
+    with pytest.raises(StorageError, match=rf"x\.{suffix} cannot be written: .* is a directory"):
+        export_params(str(plain.workdir), str(target))
+    target.rmdir()
+    target.write_text("of old")
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:  # as a disk that is full after so many bytes
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, unlimited[1]))
+        with pytest.raises(StorageError, match=rf"x\.{suffix} cannot be written: File too large"):
+            export_params(str(plain.workdir), str(target))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert contents(tmp_path) == {target.name: b"of old"}
+
+
+# The clean-up fails as the writing did; its error is not to be the one that is raised.
+def test_a_target_below_a_file_is_refused_by_name(plain: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"file/deep/x\.npz cannot be written: Not a directory"):
+        export_params(str(plain.workdir), str(tmp_path / "file" / "deep" / "x.npz"))
+
+
+# float8_e5m2 is of kind "f" like float16, and yet no dtype of NumPy's files.
+def test_every_dtype_can_be_read_again(tmp_path: Path) -> None:
+    dtypes = ("float8_e5m2", "float8_e4m3fn", "bfloat16", "float16", "float32")
+
+    def start(key: jax.Array) -> dict[str, jax.Array]:
+        return {name: normal(key, 0).astype(name) for name in dtypes}
+
+    options: Options = {"model": FunctionModel(start), "objective": of_all_leaves, "method": "sgd"}
+    fitted = trainer(tmp_path / "run", devices=1, **options)
+    fitted.fit((X, Y), steps=1)
+    assert fitted.state is not None
+    assert_same_bits(load_params(str(tmp_path / "run")), fitted.state.params)
+    export_params(str(tmp_path / "run"), str(tmp_path / "x.safetensors"))
+    # Its own reader for JAX knows no float8: the file is a header in JSON, and the bytes.
+    content = (tmp_path / "x.safetensors").read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    assert [header[name]["dtype"] for name in dtypes] == [
+        "F8_E5M2",
+        "F8_E4M3",
+        "BF16",
+        "F16",
+        "F32",
+    ]
+    for name in dtypes:
+        first, last = header[name]["data_offsets"]
+        written = content[end + first : end + last]
+        assert written == arrays(fitted.state.params)[name].tobytes(), name
+    export_params(str(tmp_path / "run"), str(tmp_path / "x.npz"))
+    expected = arrays(fitted.state.params)
+    with np.load(tmp_path / "x.npz") as found:
+        kept = {name: str(found[name].dtype) for name in found}
+        assert kept == {n: "float16" if n == "float16" else "float32" for n in dtypes}
+        for name in dtypes:
+            assert found[name].astype(jnp.dtype(name)).tobytes() == expected[name].tobytes()
+
+
+BOTH = r"would both be saved as params\.a\.b"
+UNSAVEABLE: dict[str, tuple[Any, str]] = {
+    "dots": (lambda key: {"a": {"b": normal(key, 0)}, "a.b": normal(key, 1)}, BOTH),
+    "slashes": (lambda key: {"a": {"b": normal(key, 0)}, "a/b": normal(key, 1)}, BOTH),
+    "nothing": (lambda key: {"a": normal(key, 0), "b": jnp.zeros((0, 4))}, r"params/b .*\(0, 4\)"),
+}
+
+
+# Orbax writes arrays called a/b and a.b over one another, and none without elements: the first
+# is noticed at a restore, when it is too late, the second at the first save.
+@pytest.mark.parametrize("name", UNSAVEABLE)
+def test_what_cannot_be_saved_is_refused_before_the_run(name: str, tmp_path: Path) -> None:
+    start, message = UNSAVEABLE[name]
+    options: Options = {"model": FunctionModel(start), "objective": of_all_leaves}
+    with pytest.raises(UserError, match=message):
+        trainer(tmp_path / "run", devices=1, **options).fit((X, Y), steps=1)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+# -- looking without loading -----------------------------------------------------------------------
+
+
+def test_a_manifest_is_read_without_any_array(plain: Run, copy: Path) -> None:
+    whole = read_manifest(str(plain.workdir))
+    size = sum(
+        path.stat().st_size for path in (copy / "checkpoints" / "6").rglob("*") if path.is_file()
+    )
+    manifest_size = (copy / "checkpoints" / "6" / "manifest.json").stat().st_size
+    assert remove_arrays(copy) > 20
+    found = read_manifest(str(copy))
+    assert found == whole and (found.step, found.stopped) == (6, False)
+    assert 0.9 * size < found.size + manifest_size <= size
+    leaves = found.identity.leaves
+    assert leaves["params/layers/0/kernel"] == "bfloat16[4,8]"
+    assert leaves["opt_state/0/nu/layers/1/kernel"] == "float32[8,1]"
+    assert (leaves["step"], leaves["key"]) == ("int32[]", "key<fry>[]")
+    assert set(leaves) == set(found.sums) == set(named_leaves(plain.state))
+    loss = metrics(plain.workdir, "eval")[-1]["loss"]
+    assert found.metrics == {"loss": loss}
+    assert found.identity.dataset["examples"] == 40
+    assert "ScaleByAdamState" in found.identity.optimizer
+    assert found.identity.config["global_batch_size"] == 8
+    assert read_manifest(str(copy / "checkpoints" / "4")).step == 4
+
+
+def rows(printed: str) -> list[list[str]]:
+    """The cells of the tables that were printed."""
+    lines = [line for line in printed.splitlines() if line[:1] == "│"]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+def test_show_prints_the_arrays_and_the_facts(
+    plain: Run, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remove_arrays(copy)
+    assert checkpoints.main(["show", str(copy)]) == 0
+    printed = capsys.readouterr().out
+    table = {name: cells for name, *cells in rows(printed)}
+    assert list(table) == list(named_leaves(plain.state))
+    assert table["params/layers/0/kernel"] == ["bfloat16[4,8]", "64 B"]
+    assert table["opt_state/0/mu/layers/1/kernel"] == ["float32[8,1]", "32 B"]
+    assert table["step"] == ["int32[]", "4 B"] and table["key"] == ["key<fry>[]", ""]
+    facts = dict(line.split(": ", 1) for line in printed.splitlines() if ": " in line)
+    assert (facts["step"], facts["parameters"]) == ("6", "49")
+    assert facts["saved"].endswith(" min ago")
+    loss = metrics(plain.workdir, "eval")[-1]["loss"]
+    assert facts["metrics"] == str({"loss": loss})
+    assert "'hidden': [8]" in facts["config"] and "'examples': 40" in facts["dataset"]
+    assert checkpoints.main(["show", str(copy / "checkpoints" / "4")]) == 0
+    assert "\nstep: 4\n" in capsys.readouterr().out
+
+
+def test_verify_prints_a_row_a_checkpoint_and_what_is_wrong(
+    plain: Run, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy / "checkpoints"
+    assert checkpoints.main(["verify", str(copy)]) == 0
+    found = rows(capsys.readouterr().out)
+    assert [[row[0], row[4]] for row in found] == [["6", "good"], ["4", "good"], ["2", "good"]]
+    losses = {line["step"]: line["loss"] for line in metrics(plain.workdir, "eval")}
+    for step, age, size, metric, _ in found:
+        assert age == "0 min ago" or age.endswith("min ago")
+        assert size.endswith(" kB") and metric == f"loss {losses[int(step)]:.4g}"
+
+    (folder / "6" / "manifest.json").unlink()
+    (folder / "4" / "model" / "_METADATA").unlink()
+    (folder / "7.orbax-checkpoint-tmp").mkdir()
+    (folder / "8.damaged").mkdir()
+    before = contents(copy)
+    assert checkpoints.main(["verify", str(copy)]) == 1
+    found = rows(capsys.readouterr().out)
+    assert [[row[0], row[4]] for row in found] == [
+        ["6", "manifest.json is missing: the save did not end, or something else made it"],
+        ["4", "model/_METADATA is missing"],
+        ["2", "good"],
+        ["7.orbax-checkpoint-tmp", "unfinished: the next start removes it"],
+        ["8.damaged", "set aside"],
+    ]
+    assert contents(copy) == before  # to look changes nothing
+    assert checkpoints.main(["verify", str(folder / "2")]) == 0
+    assert [row[0] for row in rows(capsys.readouterr().out)] == ["2"]
+    assert checkpoints.main(["verify", str(folder / "4")]) == 1
+    assert checkpoints.main(["verify", str(copy / "nowhere")]) == 2
+    assert "nowhere: holds no checkpoint" in capsys.readouterr().err
+
+
+def test_the_export_command_says_what_it_wrote_or_why_not(
+    plain: Run, averaging: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "x.npz"
+    assert checkpoints.main(["export", str(plain.workdir), str(target)]) == 0
+    said = capsys.readouterr().out
+    assert said == f"4 arrays, {4 * 8 * 2 + 8 * 2 + 8 * 4 + 4} B, in {target}\n"
+    for options, expected in zip(([], ["--trained"]), both(averaging.state), strict=True):
+        assert checkpoints.main(["export", str(averaging.workdir), str(target), *options]) == 0
+        with np.load(target) as found:
+            np.testing.assert_array_equal(found["layers.0.bias"], expected["layers/0/bias"])
+    assert checkpoints.main(["export", str(plain.workdir), str(tmp_path / "x.bin")]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    (tmp_path / "folder.npz").mkdir()
+    assert checkpoints.main(["export", str(plain.workdir), str(tmp_path / "folder.npz")]) == 1
+    assert capsys.readouterr().err.startswith("failed: ")
+
+
+def test_run_verifies_its_workdir(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workdir = tmp_path / "run"
+    options = ["--config", str(small_experiment(tmp_path)), "--workdir", str(workdir)]
+    assert main([*options, "--checkpoint-every-steps", "2"]) == 0
+    verify = [*options, "--mode", "verify"]
+    assert main(verify) == 0
+    capsys.readouterr()
+    (workdir / "checkpoints" / "2" / "manifest.json").write_text("{}")
+    assert main(verify) == 1
+    found = [[row[0], row[4]] for row in rows(capsys.readouterr().out)]
+    assert found == [["4", "good"], ["2", "manifest.json is not as it was written"]]
+    assert main([*verify, "--init-from", str(workdir / "checkpoints" / "4")]) == 0
+    assert [row[0] for row in rows(capsys.readouterr().out)] == ["4"]
+    shutil.rmtree(workdir)
+    assert main(verify) == 2
+    assert "holds no checkpoint" in capsys.readouterr().err
+
+
+# -- step 0 ----------------------------------------------------------------------------------------
+
+
+def test_step_0_is_saved_on_request_and_a_run_begins_from_it(
+    averaging: Run, plain: Run, tmp_path: Path
+) -> None:
+    assert 0 not in saved_steps(plain.workdir)
+    zero = read_manifest(str(averaging.workdir / "checkpoints" / "0"))
+    assert (zero.step, zero.metrics) == (0, None)
+    params = load_params(str(averaging.workdir / "checkpoints" / "0"))
+    assert_same_bits(params, trainer(tmp_path / "new")._steps.init(0).params)
+    workdir = tmp_path / "run"
+    shutil.copytree(averaging.workdir / "checkpoints" / "0", workdir / "checkpoints" / "0")
+    again = trainer(workdir, ema_decay=0.3, resume="must", eval_every_steps=4)
+    again.fit((X, Y), validation=(X, Y), steps=8)
+    assert_same_bits(again.state, averaging.state)
+    assert saved_steps(workdir) == [0, 8]
+    assert metrics(workdir, "eval") == metrics(averaging.workdir, "eval")
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+REFUSALS: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "seed": ({"seed": 5}, (X, Y), "trained with seed=0, this run has 5: give --seed 0"),
+    "batch": (
+        {"global_batch_size": 16},
+        (X, Y),
+        "trained with global_batch_size=8, this run has 16: give --global-batch-size 8",
+    ),
+    "shuffle": (
+        {"shuffle": False},
+        (X, Y),
+        "trained with shuffle=True, this run has False: give --shuffle",
+    ),
+    "examples": ({}, (X[:32], Y[:32]), "other data: examples was 40, and is 32 now; give the same"),
+    "values": ({"data_dir": "b"}, (X + 1, Y), "other data: crc32 was "),
+    "arrays": ({}, {"x": X, "y": Y}, "other data: arrays was {'0': 'float32[4]', "),
+    "model": (
+        {"hidden": (16,)},
+        (X, Y),
+        "another model: params/layers/0/bias is float32[8] there and float32[16] here; "
+        "give --hidden 8, or",
+    ),
+    "deeper": (
+        {"hidden": (8, 8)},
+        (X, Y),
+        "another model: params/layers/1/bias is float32[1] there and float32[8] here; "
+        "give --hidden 8, or",
+    ),
+    "dtype": (
+        {"half": True},
+        (X, Y),
+        "another model: params/layers/0/bias is float32[8] there and bfloat16[8] here; "
+        "give --no-half, or",
+    ),
+    "optimizer": (
+        {"method": "sgd"},
+        (X, Y),
+        "another optimizer: opt_state/0/count is int32[] there and absent here; give --method "
+        "adam, or another workdir, or take its parameters alone: --init-from ",
+    ),
+    "transformation": (
+        {"method": "adamw"},
+        (X, Y),
+        "another optimizer: opt_state is tuple(ScaleByAdamState(_, _, _), EmptyState()) there and "
+        "tuple(ScaleByAdamState(_, _, _), EmptyState(), EmptyState()) here; give --method adam, or",
+    ),
+    "average": (
+        {"ema_decay": 0.9},
+        (X, Y),
+        "another model: averaged/layers/0/bias is absent there and float32[8] here; "
+        "give --ema-decay None, or another workdir",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose newest checkpoint, its arrays gone, is followed by none that would fit."""
+    workdir = tmp_path_factory.mktemp("refused")
+    trainer(workdir, checkpoint_every_steps=2).fit((X, Y), steps=4)
+    assert remove_arrays(workdir) > 20
+    return workdir
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_checkpoint_of_another_run_is_refused_before_anything_is_loaded(
+    name: str, refused: Path
+) -> None:
+    options, data, message = REFUSALS[name]
+    before = contents(refused)
+    with pytest.raises(UserError) as caught:
+        trainer(refused, **options).fit(data, steps=6)
+    assert f"{refused / 'checkpoints' / '4'} " in str(caught.value)
+    assert message in str(caught.value) and "another workdir" in str(caught.value)
+    found = contents(refused)
+    for path in (".lock", "status.json"):  # the run's own, which it may write
+        before.pop(path, None), found.pop(path, None)
+    assert found == before
+    # The same run, by the way, does see that the arrays are gone.
+    if name == "seed":
+        with pytest.raises(UserError, match=r"none of the 2 checkpoints .* is good"):
+            trainer(refused).fit((X, Y), steps=6)
+
+
+def test_the_message_of_other_data_names_what_may_have_led_to_it(refused: Path) -> None:
+    with pytest.raises(UserError, match=r"crc32 was \d+, and is \d+ now; give --data-dir None"):
+        trainer(refused, data_dir="elsewhere").fit((X + 1, Y), steps=6)
+
+
+def test_a_refusal_never_falls_back_to_an_older_checkpoint_that_would_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    trainer(mine).fit((X, Y), steps=2)
+    for name in ("seed", "deeper", "optimizer"):  # what was there is here, the other way round
+        options, data, message = REFUSALS[name]
+        trainer(other / name, devices=1, **options).fit(data, steps=3)
+        shutil.copytree(other / name / "checkpoints" / "3", mine / "checkpoints" / "3")
+        with pytest.raises(UserError) as caught:
+            trainer(mine, quiet=False).fit((X, Y), steps=6)
+        assert "was trained with" in str(caught.value) or "is of another" in str(caught.value)
+        assert f"{mine / 'checkpoints' / '3'} " in str(caught.value) and message not in str(
+            caught.value
+        )
+        assert saved_steps(mine) == [2, 3]
+        shutil.rmtree(mine / "checkpoints" / "3")
+    assert "damaged" not in capsys.readouterr().out
+    assert trainer(mine).fit((X, Y), steps=3).step == 3
+
+
+def test_a_trainer_that_goes_on_with_its_own_state_is_held_to_it_too(tmp_path: Path) -> None:
+    fitted = trainer(tmp_path)
+    fitted.fit((X, Y), steps=2)
+    with pytest.raises(UserError, match=r"this trainer at step 2 was trained on other data: examp"):
+        fitted.fit((X[:24], Y[:24]), steps=4)
+    assert fitted.fit((X, Y), steps=4).step == 4
+
+
+def test_the_command_refuses_with_the_option_that_would_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--config", str(small_experiment(tmp_path)), "--workdir", str(tmp_path / "run")]
+    assert main(options) == 0
+    assert main([*options, "--examples", "32", "--steps", "6"]) == 2
+    error = capsys.readouterr().err
+    assert "other data: examples was 64, and is 32 now; give --examples 64, or" in error
+    assert main([*options, "--ema-decay", "0.5", "--steps", "6"]) == 2
+    assert "give --ema-decay None, or" in capsys.readouterr().err
+    told = ["--examples", "64", "--ema-decay", "None"]
+    assert main([*options, "--steps", "6", *told]) == 0
+    assert saved_steps(tmp_path / "run")[-1] == 6
+
+
+# Fields that are told by more than one word.
+NESTED = (
+    "@dataclass(frozen=True, kw_only=True)\nclass Config",
+    "@dataclass(frozen=True, kw_only=True)\nclass Data:\n    examples: int = 64\n"
+    "    flat: bool = False\n\n\n@dataclass(frozen=True, kw_only=True)\nclass Config",
+)
+
+
+# Once the message said `--data {'examples': 64, 'flat': False}`.
+def test_the_option_of_a_nested_field_is_one_that_the_command_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = small_experiment(
+        tmp_path,
+        NESTED,
+        ('    examples: int = 64\n    """How many', '    data: Data = Data()\n    """How many'),
+        ("config.examples", "config.data.examples"),
+    )
+    options = ["--config", str(path), "--workdir", str(tmp_path / "run")]
+    assert main(options) == 0
+    assert main([*options, "--data.examples", "32", "--steps", "6"]) == 2
+    assert "; give --data.examples 64, or another" in capsys.readouterr().err
+    assert main([*options, "--data.examples", "32", "--data.flat", "--steps", "6"]) == 2
+    told = "; give --data.examples 64 --data.no-flat, or another"
+    assert told in capsys.readouterr().err
+    assert main([*options, "--steps", "6", *told[7:-12].split()]) == 0
+
+
+def test_parameters_of_another_run_may_start_this_one_but_not_another_model(
+    plain: Run, tmp_path: Path
+) -> None:
+    options: Options = {"half": True, "method": "sgd", "seed": 9, "global_batch_size": 16}
+    begun = trainer(tmp_path / "a", **options, devices=4, init_from=str(plain.workdir))
+    begun.fit((X, Y), steps=1)
+    assert begun.state is not None and begun.step == 1
+    with pytest.raises(UserError, match=r"params/layers/0/bias is bfloat16\[8\] there and float32"):
+        trainer(tmp_path / "b", init_from=str(plain.workdir)).fit((X, Y), steps=1)
+    assert saved_steps(tmp_path / "b") == []
+
+
+def test_orbax_alone_reads_what_was_saved(plain: Run) -> None:
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(plain.workdir / "checkpoints" / "6" / "model")
+    assert_same_bits(found["params"], plain.state.params)
+    assert dataclasses.asdict(read_manifest(str(plain.workdir)))["step"] == 6
