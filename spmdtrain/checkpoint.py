@@ -5,8 +5,11 @@ import datetime
 import logging
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,17 +25,27 @@ from spmdtrain.manifest import Damaged, Manifest
 from spmdtrain.retention import Record, Retention
 from spmdtrain.sharding import path_name
 from spmdtrain.step import TrainState
-from spmdtrain.storage import absolute, hush_late_answers, in_short, is_url, storage_reason
+from spmdtrain.storage import (
+    absolute,
+    failures,
+    hush_late_answers,
+    in_short,
+    is_url,
+    storage_reason,
+)
 from spmdtrain.sums import read_sums, start_sums
 
 PyTree = Any
 
 # The items of a checkpoint, each of which is read by itself, and the fields of the state in them.
 ITEMS: Mapping[str, tuple[str, ...]] = {
-    "model": ("params", "model_state"),  # enough for inference
+    "params": ("params",),
     "averaged": ("averaged",),  # only where an average is kept
+    "model_state": ("model_state",),  # only where the model has one
     "training": ("step", "opt_state", "key"),  # what else a run needs to go on
 }
+
+_REMOVED = ".removed"
 
 # Orbax tells through absl of every step it takes; what goes wrong it raises.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
@@ -96,6 +109,7 @@ class Checkpoints:
             raise UserError(f"{folder} is a file: it must be the folder of the checkpoints")
         hush_late_answers()
         self._retention = retention
+        self._remover = ThreadPoolExecutor(1, thread_name_prefix="remove-checkpoints")
         self._saving: _Save | None = None
         self._failed = False
         with self._named_failures("the folder of the checkpoints cannot be used"):
@@ -105,6 +119,8 @@ class Checkpoints:
                     # What a killed run left half-written goes before the first save.
                     cleanup_tmp_directories=True,
                     lightweight_initialize=True,  # our manifests hold times and metrics
+                    # One that is removed loses its name first: half of it is never counted.
+                    todelete_subdir=None if is_url(folder) else _REMOVED,
                     preservation_policy=_Policy(self._keep),
                     async_options=ocp.AsyncOptions(
                         post_finalization_callback=self._seal,
@@ -117,6 +133,7 @@ class Checkpoints:
             self._opened = self._folder_identity()
             self._records = {s: r for s in self._manager.all_steps() if (r := self._record(s))}
         self.saved_step = max(self._records, default=0)  # the newest that is known to be whole
+        self._remove()
 
     def save(
         self,
@@ -142,12 +159,15 @@ class Checkpoints:
         if metrics is not None and not math.isfinite(metrics[ranked_by]):
             metrics = None
         self.wait()
-        now = datetime.datetime.now(datetime.UTC)
+        now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
         # The sums are begun before the copy: what the next step writes into donated memory, or
         # anything on the way to the disk, cannot be in them.
-        self._saving = _Save(step, now, identity, metrics, stopped, start_sums(state_fields(state)))
+        sums = start_sums(
+            {field: x for item in items_of(state).values() for field, x in item.items()}
+        )
+        self._saving = _Save(step, now, identity, metrics, stopped, sums)
         self._records[step] = Record(step, now, metrics)
-        with self._named_failures(f"step {step} could not be saved"):
+        with self._failing():
             if self._folder_identity() != self._opened:
                 raise FileNotFoundError("the folder is gone: removed, or no longer mounted")
             self._manager.save(
@@ -163,12 +183,13 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Return when nothing is being saved any more; raises `StorageError`, but only once."""
-        if self._saving is None or self._failed:
+        if self._saving is None:
             return
-        with self._named_failures(f"step {self._saving.step} could not be saved"):
+        with self._failing():
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
         self.saved_step, self._saving = self._saving.step, None
+        self._remove()
 
     def close(self) -> None:
         """Finish what is being saved and let go of the folder."""
@@ -178,11 +199,19 @@ class Checkpoints:
             # A failure that was raised already is raised again by Orbax.
             with contextlib.suppress(Exception) if self._failed else contextlib.nullcontext():
                 self._manager.close()
+            self._remover.shutdown()
+            if not is_url(self.folder):
+                with contextlib.suppress(OSError):  # not there, or not empty: the next start looks
+                    os.rmdir(self.folder / _REMOVED)
+
+    def holds(self, step: int) -> bool:
+        """Whether there is a whole checkpoint of a step."""
+        return step in self._records
 
     def set_aside(self, steps: Sequence[int]) -> list[str]:
         """Rename damaged checkpoints, so that they count no more; the new names."""
         names = []
-        with self._named_failures("a damaged checkpoint cannot be set aside"):
+        with self._named_failures("a damaged checkpoint could not be set aside"):
             for step in steps:
                 taken = {path.name for path in self.folder.iterdir()}
                 candidates = (f"{step}.damaged{n}" for n in ("", *range(2, len(taken) + 3)))
@@ -191,6 +220,7 @@ class Checkpoints:
                 self._records.pop(step, None)
                 names.append(name)
             self._manager.reload()
+            self.saved_step = max(self._records, default=0)
         return names
 
     # -- sealing -------------------------------------------------------------------------------
@@ -199,14 +229,14 @@ class Checkpoints:
         """Write the manifest: all arrays are on the disk, and the folder has not its name yet."""
         save = self._saving
         assert save is not None
-        if jax.process_index() != 0:
-            return
         unpublished = (f"{save.step}", f"{save.step}.orbax-checkpoint-tmp")  # URLs, local paths
-        folder = next(
+        folders = (
             path
             for path in self.folder.iterdir()
             if path.name.startswith(unpublished[1]) or path.name == unpublished[0]
         )
+        if (folder := next(folders, None)) is None:
+            raise FileNotFoundError(f"what was written of step {save.step} is gone")
         Manifest(
             step=save.step,
             saved_at=save.saved_at.isoformat(timespec="seconds"),
@@ -222,7 +252,9 @@ class Checkpoints:
     def _keep(self, steps: Sequence[int]) -> list[bool]:
         kept = self._retention.keep(self._records.values())
         # One without a manifest is none that we saved: it neither counts nor goes.
-        return [step in kept or step not in self._records for step in steps]
+        keeps = [step in kept or step not in self._records for step in steps]
+        self._records = {step: record for step, record in self._records.items() if step in kept}
+        return keeps
 
     def _record(self, step: int) -> Record | None:
         try:
@@ -234,17 +266,42 @@ class Checkpoints:
     # -- failures ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What goes wrong with a save ends saving, and is named where storage is to blame."""
+        save = self._saving
+        assert save is not None
+        try:
+            yield
+        except BaseException as error:
+            self._failed, self._saving = True, None
+            reason = self._reason(error)
+            if self._folder_identity() == self._opened:
+                self._remove_unfinished()
+            if (self.folder / str(save.step) / manifest.NAME).exists():
+                self.saved_step = save.step
+                what = f"step {save.step} is saved, and an older one could not be removed,"
+            else:
+                self._records.pop(save.step, None)
+                what = f"step {save.step} could not be saved"
+            if reason is None:
+                raise
+            raise StorageError(f"{what} in {self.folder}: {reason}") from error
+
+    @contextlib.contextmanager
     def _named_failures(self, what: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            # The libraries of URLs have errors of their own.
-            reason = storage_reason(error) or (in_short(error) if is_url(self.folder) else None)
-            if reason is None:
+            if (reason := self._reason(error)) is None:
                 raise
-            self._failed = True
-            self._remove_unfinished()
             raise StorageError(f"{what} in {self.folder}: {reason}") from error
+
+    def _reason(self, error: BaseException) -> str | None:
+        """Why storage failed; None where something else did."""
+        if not isinstance(error, Exception):
+            return None
+        # The libraries of URLs have errors of their own.
+        return storage_reason(error) or (in_short(error) if is_url(self.folder) else None)
 
     def _folder_identity(self) -> tuple[int, int] | None:
         """Which folder it is: another may have come into the place of one that was lost."""
@@ -258,10 +315,15 @@ class Checkpoints:
 
     def _remove_unfinished(self) -> None:
         """Give back the room that a failed save still takes."""
-        with contextlib.suppress(OSError):  # where that fails too, the next start does it
+        with contextlib.suppress(failures(self.folder)):  # the next start tries again
             for path in self.folder.iterdir():
                 if ".orbax-checkpoint-tmp" in path.name:
                     path.rmtree()
+
+    def _remove(self) -> None:
+        """Remove, beside the training, what Orbax has put aside for that, in earlier runs too."""
+        for path in [] if is_url(self.folder) else Path(self.folder / _REMOVED).glob("*"):
+            self._remover.submit(shutil.rmtree, path, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -289,8 +351,3 @@ class _Policy:
         context: policies.PreservationContext,
     ) -> list[bool]:
         return self.keep([info.step for info in checkpoints])
-
-
-def state_fields(state: TrainState) -> dict[str, PyTree]:
-    """Everything in the state by field: named as its leaves are."""
-    return {field: x for content in items_of(state).values() for field, x in content.items()}

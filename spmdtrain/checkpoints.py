@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import tyro
 from etils import epath
+from rich.markup import escape
 from rich.table import Table
 
-from spmdtrain.errors import ExitCode, StorageError, UserError
+from spmdtrain.errors import ExitCode, exit_code_of
 from spmdtrain.export import export_params
 from spmdtrain.manifest import Damaged, Manifest
 from spmdtrain.restore import examine, find, read_manifest
@@ -56,42 +57,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m spmdtrain.checkpoints",
         description=__doc__,
     )
-    terminal = Terminal()
-    try:
-        if isinstance(command, Verify):
-            return verify(command.path, terminal)
-        if isinstance(command, Show):
-            show(command.path, terminal)
-        else:
-            averaged = False if command.trained else None
-            arrays = export_params(command.path, command.to, averaged=averaged, tell=terminal.line)
-            size = byte_size(sum(x.nbytes for x in arrays.values()))
-            terminal.line(f"{len(arrays)} arrays, {size}, in {command.to}")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return ExitCode.BAD_INPUT
-    except StorageError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return ExitCode.FAILED
+    return exit_code_of(lambda: execute(command, Terminal()))
+
+
+def execute(command: Verify | Show | Export, terminal: Terminal) -> int:
+    """Do what the command line says; returns the exit code."""
+    if isinstance(command, Verify):
+        return verify(command.path, terminal)
+    if isinstance(command, Show):
+        show(command.path, terminal)
+    else:
+        averaged = False if command.trained else None
+        arrays = export_params(command.path, command.to, averaged=averaged, tell=terminal.line)
+        size = byte_size(sum(x.nbytes for x in arrays.values()))
+        terminal.line(f"{len(arrays)} arrays, {size}, in {command.to}")
     return ExitCode.DONE
 
 
 def verify(path: str, terminal: Terminal) -> int:
     """Print a table of checkpoints, the newest first; exit code 1 where one is not good."""
     source = find(path)
-    table = Table("step", "saved", "size", "metric", "verdict", title=str(source.folder))
+    table = Table("step", "saved", "size", "metric", "verdict", title=escape(str(source.folder)))
     for column in table.columns[:4]:
         column.justify = "right"
     faults = 0
     with terminal.progress("verify", done=0, total=len(source.steps)):
         for done, step in enumerate(reversed(source.steps), start=1):
             cells, fault = _verified(source.path(step), terminal)
+            if fault and not source.path(step).exists():
+                continue  # a run that is going on has removed it meanwhile
             faults += fault is not None
-            table.add_row(str(step), *cells, fault or "good")
+            table.add_row(str(step), *cells, escape(fault or "good"))
             terminal.advance(done)
     if source.whole_workdir:
         for name in sorted(path.name for path in source.folder.iterdir()):
-            if not name.isdecimal():
+            if not name.isdecimal() and name[0] != ".":
                 unfinished = "unfinished: the next start removes it"
                 table.add_row(name, "", "", "", unfinished if "tmp" in name else "set aside")
     terminal.console.print(table)
@@ -119,10 +119,12 @@ def _verified(folder: epath.Path, terminal: Terminal) -> tuple[Sequence[str], st
 def show(path: str, terminal: Terminal) -> None:
     """Print what the manifest of the newest checkpoint says of it."""
     manifest = read_manifest(path, tell=terminal.line)
-    table = Table("array", "shape and dtype", "bytes", title=f"step {manifest.step} of {path}")
+    table = Table(
+        "array", "shape and dtype", "bytes", title=escape(f"step {manifest.step} of {path}")
+    )
     table.columns[2].justify = "right"
     for name, text in manifest.identity.leaves.items():
-        table.add_row(name, text, _bytes(text))
+        table.add_row(escape(name), escape(text), _bytes(text))
     terminal.console.print(table)
     parameters = sum(
         _elements(text)
@@ -132,7 +134,7 @@ def show(path: str, terminal: Terminal) -> None:
     facts = {
         "step": manifest.step,
         "saved": f"{manifest.saved_at}, {_age(manifest)}",
-        "size": byte_size(manifest.size),
+        "size": byte_size(manifest.size) if manifest.files else "not known in a bucket",
         "parameters": f"{parameters:,}",
         "metrics": dict(manifest.metrics or {}),
         "optimizer": manifest.identity.optimizer,

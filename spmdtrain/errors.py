@@ -2,7 +2,8 @@
 
 import difflib
 import enum
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 
 
 class ExitCode(enum.IntEnum):
@@ -38,6 +39,21 @@ class Preempted(SystemExit):
     def __init__(self, signal: str) -> None:
         super().__init__(int(ExitCode.PREEMPTED))
         self.signal = signal
+
+
+def exit_code_of(command: Callable[[], int]) -> int:
+    """What a command returns; an error that is meant for users is one line and its exit code."""
+    try:
+        return command()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ExitCode.BAD_INPUT
+    except StorageError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return ExitCode.FAILED
+    except NonFiniteError as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return ExitCode.NON_FINITE
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -5,15 +5,12 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from etils import epath
 
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.restore import load_variables, warn
 from spmdtrain.sharding import named_leaves
-from spmdtrain.storage import storage_reason
+from spmdtrain.storage import failures, folder_of, in_short, is_url, storage_reason
 from spmdtrain.writers import as_numpy
 
 _SUFFIXES = (".npz", ".safetensors")
@@ -29,7 +26,7 @@ def export_params(
     batch statistics, is among them. A `.npz` holds float32 where NumPy has not the dtype
     (bfloat16), a `.safetensors` every dtype as it is. Raises `UserError` and `StorageError`.
     """
-    target = epath.Path(to)
+    target = folder_of(to)
     if target.suffix not in _SUFFIXES:
         raise UserError(f"{to}: export writes {' and '.join(_SUFFIXES)} files")
     save = _save_npz if target.suffix == ".npz" else _safetensors()
@@ -43,14 +40,17 @@ def export_params(
             arrays[name] = np.asarray(leaf)
     unfinished = target.with_name(f".{target.name}.new")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        if not is_url(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("wb") as file:
             save(file, arrays, {"step": str(manifest.step), "saved_at": manifest.saved_at})
         unfinished.replace(target)
-    except OSError as error:
-        with contextlib.suppress(OSError):  # where it could not even be begun
+    except failures(target) as error:
+        with contextlib.suppress(failures(target)):  # where it could not even be begun
             unfinished.unlink(missing_ok=True)
-        raise StorageError(f"{to} cannot be written: {storage_reason(error)}") from error
+        raise StorageError(
+            f"{to} cannot be written: {storage_reason(error) or in_short(error)}"
+        ) from error
     return arrays
 
 
@@ -61,15 +61,14 @@ def _save_npz(file: Any, arrays: dict[str, np.ndarray], metadata: dict[str, str]
 
 def _safetensors() -> Any:
     try:
-        library = importlib.import_module("safetensors.flax")
+        library = importlib.import_module("safetensors.numpy")
     except ImportError as error:
         raise UserError(
             "to write .safetensors needs one more library: pip install 'spmdtrain[safetensors]'"
         ) from error
 
     def save(file: Any, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            tensors = {name: jnp.asarray(x) for name, x in arrays.items()}
-            file.write(library.save(tensors, metadata))
+        whole = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+        file.write(library.save(whole, metadata))
 
     return save

@@ -33,7 +33,7 @@ class Manifest:
     """UTC, as ISO 8601 has it."""
     identity: Identity
     metrics: Mapping[str, float] | None
-    """Of the evaluation of this very state, if there was one."""
+    """Of the evaluation of this very state, if there was one and its best_metric is a number."""
     stopped: bool
     """Whether a callback ended the run here."""
     sums: Mapping[str, str]
@@ -50,14 +50,18 @@ class Manifest:
         """Write it into a checkpoint's folder, sealed with a digest of its own."""
         content = {"format": _FORMAT} | dataclasses.asdict(self)
         sealed = content | {"sha256": _digest(content)}
-        (folder / NAME).write_text(json.dumps(sealed, indent=1) + "\n")
+        with (folder / NAME).open("w") as file:
+            file.write(json.dumps(sealed, indent=1) + "\n")
+            if not is_url(folder):  # before the folder gets its name, as TensorStore does its own
+                file.flush()
+                os.fsync(file.fileno())
 
     @classmethod
     def read(cls, folder: epath.Path) -> "Manifest":
         """A checkpoint's manifest. Raises `Damaged` where it is missing or not as written."""
         try:
             content = json.loads((folder / NAME).read_text())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise Damaged(
                 f"{NAME} is missing: the save did not end, or something else made it"
             ) from None
@@ -66,17 +70,20 @@ class Manifest:
         if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
             raise Damaged(f"{NAME} is not as it was written")
         if content.pop("format") != _FORMAT:
-            raise UserError(f"{folder} was saved by a newer spmdtrain")
+            raise UserError(
+                f"{folder} was saved by another version of spmdtrain, which this one cannot read"
+            )
         identity = Identity(**content.pop("identity"))
         return cls(identity=identity, **content)
 
     def check_files(self, folder: epath.Path) -> None:
         """Raise `Damaged` naming the first file that is missing or of another size."""
         for name, size in self.files.items():
-            path = folder / name
-            if not path.is_file():
-                raise Damaged(f"{name} is missing")
-            if (found := path.stat().length) != size:
+            try:
+                found = (folder / name).stat().length
+            except (FileNotFoundError, NotADirectoryError):
+                raise Damaged(f"{name} is missing") from None
+            if found != size:
                 raise Damaged(f"{name} has {found:,} bytes, and had {size:,}")
 
 

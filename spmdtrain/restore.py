@@ -1,6 +1,7 @@
 """Loading checkpoints: which one is good, what is in it, and parameters for inference."""
 
 import contextlib
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,16 @@ from spmdtrain.errors import StorageError, UserError
 from spmdtrain.identity import check_same_model, describe_leaves
 from spmdtrain.manifest import NAME, Damaged, Manifest
 from spmdtrain.sharding import named_leaves, path_name
-from spmdtrain.step import TrainState
-from spmdtrain.storage import absolute, folder_of, hush_late_answers, in_short, out_of_reach
+from spmdtrain.step import TrainState, average_of
+from spmdtrain.storage import (
+    absolute,
+    folder_of,
+    hush_late_answers,
+    in_short,
+    is_damage,
+    is_url,
+    storage_reason,
+)
 from spmdtrain.sums import sums
 
 PyTree = Any
@@ -55,13 +64,22 @@ class Found(Generic[T]):
 def saved_in(workdir: str) -> Source:
     """The checkpoints of a workdir, perhaps none."""
     folder = absolute(folder_of(workdir) / "checkpoints")
-    return Source(folder, sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else [])
+    with _reachable(folder):
+        paths = list(folder.iterdir()) if folder.exists() else []
+        return Source(folder, sorted(int(path.name) for path in paths if _is_step(path)))
 
 
-def find(path: str) -> Source:
+def _is_step(path: epath.Path) -> bool:
+    """Whether a folder is a checkpoint that was written to its end, going by its name."""
+    name = path.name
+    return name.isdecimal() and str(int(name)) == name and ocp.utils.is_checkpoint_finalized(path)
+
+
+def find(path: str | os.PathLike[str]) -> Source:
     """What a path means: all checkpoints of a workdir, or the one that is `checkpoints/STEP`."""
+    path = os.fspath(path)
     given = absolute(folder_of(path))
-    if given.name.isdecimal() and any((given / name).exists() for name in (NAME, "model")):
+    if given.name.isdecimal() and any((given / name).exists() for name in (NAME, "params")):
         return Source(given.parent, [int(given.name)], whole_workdir=False)
     source = saved_in(path)
     if not source.steps:
@@ -81,7 +99,8 @@ def newest_good(
     for step in reversed(source.steps):
         folder = source.path(step)
         try:
-            manifest = Manifest.read(folder)
+            with _reachable(folder):
+                manifest = Manifest.read(folder)
             return Found(load(folder, manifest), manifest, list(damaged))
         except Damaged as error:
             damaged[step] = error
@@ -133,19 +152,20 @@ def load_model(
     whatever else its run was.
     """
     check_same_model(manifest.identity, config, describe_leaves(abstract), str(folder))
-    averaged = has_average(manifest)
-    params = jax.tree.map(_placed, abstract.params, shardings.params)
+    averaged = holds(manifest, "averaged")
+    like = average_of(abstract.params) if averaged else abstract.params
+    params = jax.tree.map(_placed, like, shardings.params)
     state = jax.tree.map(_placed, abstract.model_state, shardings.model_state)
-    targets: dict[str, dict[str, PyTree]] = {"model": {"params": params, "model_state": state}}
-    if averaged:
-        targets["averaged"] = {"averaged": params}
+    targets = {"averaged": {"averaged": params}} if averaged else {"params": {"params": params}}
+    if jax.tree.leaves(state):
+        targets["model_state"] = {"model_state": state}
     fields = _read(folder, manifest, targets)
-    return Variables(fields["averaged" if averaged else "params"], fields["model_state"])
+    return Variables(fields["averaged" if averaged else "params"], fields.get("model_state", {}))
 
 
-def has_average(manifest: Manifest) -> bool:
-    """Whether the run kept an average of its parameters."""
-    return any(name.split("/")[0] == "averaged" for name in manifest.sums)
+def holds(manifest: Manifest, field: str) -> bool:
+    """Whether a field of the state has arrays in a checkpoint."""
+    return any(name.split("/")[0] == field for name in manifest.sums)
 
 
 def warn(text: str) -> None:
@@ -154,7 +174,7 @@ def warn(text: str) -> None:
 
 
 def load_variables(
-    path: str,
+    path: str | os.PathLike[str],
     *,
     sharding: Any = None,
     averaged: bool | None = None,
@@ -166,38 +186,39 @@ def load_variables(
     """
 
     def load(folder: epath.Path, manifest: Manifest) -> Variables:
-        average = has_average(manifest) if averaged is None else averaged
-        if average and not has_average(manifest):
+        average = holds(manifest, "averaged") if averaged is None else averaged
+        if average and not holds(manifest, "averaged"):
             raise UserError(f"{folder} holds no averaged parameters: its run had no ema_decay")
-        items = ["model", "averaged"] if average else ["model"]
-        fields: dict[str, PyTree] = {}
-        for item in items:
-            fields |= _read_host(folder, manifest, item)
-        params = fields["averaged" if average else "params"]
+        params = _read_host(folder, manifest, "averaged" if average else "params")
         if sharding is not None:
             params = jax.device_put(params, sharding)
-        return Variables(params, fields.get("model_state", {}))
+        has_state = holds(manifest, "model_state")
+        return Variables(params, _read_host(folder, manifest, "model_state") if has_state else {})
 
     found = newest_good(find(path), load, tell)
     return found.value, found.manifest
 
 
-def load_params(path: str, *, sharding: Any = None, averaged: bool | None = None) -> PyTree:
+def load_params(
+    path: str | os.PathLike[str], *, sharding: Any = None, averaged: bool | None = None
+) -> PyTree:
     """The parameters of a run for inference, without its code, optimizer or devices.
 
     `path` is a workdir, whose newest good checkpoint is taken, or one `checkpoints/STEP`. Nested
     dictionaries (lists where the model has sequences) of NumPy arrays in the dtypes they were
     saved in; with `sharding`, one for all or a tree of them, JAX arrays placed so. Where the run
     kept an average of its parameters, that is what is loaded: `averaged=False` takes the trained
-    ones themselves, `averaged=True` insists. Raises `UserError`.
+    ones themselves, `averaged=True` insists. Averages are float32 where parameters are narrower.
+    Raises `UserError`, also where nothing is good, and `StorageError` where it cannot be read.
     """
     return load_variables(path, sharding=sharding, averaged=averaged)[0].params
 
 
-def read_manifest(path: str, *, tell: Callable[[str], None] = warn) -> Manifest:
+def read_manifest(path: str | os.PathLike[str], *, tell: Callable[[str], None] = warn) -> Manifest:
     """What is known of a checkpoint without loading it: arrays, sizes, metrics, its run.
 
     `path` is as for `load_params`; of a workdir it is the newest checkpoint with a manifest.
+    Raises `UserError` and `StorageError`.
     """
     return newest_good(find(path), lambda _, manifest: manifest, tell).value
 
@@ -209,16 +230,18 @@ def _read(
     folder: epath.Path, manifest: Manifest, targets: Mapping[str, Mapping[str, PyTree]]
 ) -> dict[str, PyTree]:
     """Arrays placed as `targets` say, by item and field; by field. All of them are checked."""
-    manifest.check_files(folder)
-    checkpointer = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
     items = {item: ocp.args.StandardRestore(raw_keys(dict(x))) for item, x in targets.items()}
-    with _named_faults(folder, manifest):
+    with _named_faults(folder, manifest), _checkpointer() as checkpointer:
         restored = checkpointer.restore(folder, args=ocp.args.Composite(**items))
     found = {field: x for item in restored.values() for field, x in item.items()}
     _check(found, manifest)
     wanted = {field: x for item in targets.values() for field, x in item.items()}
     fields: dict[str, PyTree] = jax.tree.map(_as_wanted, wanted, found)
     return fields
+
+
+def _checkpointer() -> contextlib.AbstractContextManager[Any]:
+    return contextlib.closing(ocp.Checkpointer(ocp.CompositeCheckpointHandler()))
 
 
 def _as_wanted(target: jax.ShapeDtypeStruct, leaf: jax.Array) -> jax.Array:
@@ -230,17 +253,16 @@ def _as_wanted(target: jax.ShapeDtypeStruct, leaf: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(leaf, impl=implementation[0])
 
 
-def _read_host(folder: epath.Path, manifest: Manifest, item: str) -> dict[str, PyTree]:
-    """One item, whatever is in it, as NumPy arrays; checked."""
-    manifest.check_files(folder)
+def _read_host(folder: epath.Path, manifest: Manifest, field: str) -> PyTree:
+    """A field that is an item of its own, whatever is in it, as NumPy arrays; checked."""
     with _named_faults(folder, manifest):
-        tree = _saved_tree(folder / item)
+        tree = _saved_tree(folder / field)
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-        fields: dict[str, PyTree] = ocp.PyTreeCheckpointHandler().restore(
-            folder / item, args=ocp.args.PyTreeRestore(item=tree, restore_args=as_numpy)
+        found: dict[str, PyTree] = ocp.PyTreeCheckpointHandler().restore(
+            folder / field, args=ocp.args.PyTreeRestore(item=tree, restore_args=as_numpy)
         )
-    _check(fields, manifest)
-    return fields
+    _check(found, manifest)
+    return found[field]
 
 
 def _saved_tree(folder: epath.Path) -> PyTree:
@@ -267,18 +289,38 @@ def _difference(name: str, found: str | None, saved: str | None) -> str | None:
 
 
 @contextlib.contextmanager
-def _named_faults(folder: epath.Path, manifest: Manifest) -> Iterator[None]:
-    """Says why a checkpoint cannot be read: out of reach, damaged, or no fault of its own."""
-    hush_late_answers()
+def _reachable(folder: epath.Path) -> Iterator[None]:
+    """What keeps one from reading, whatever is stored there, is a `StorageError`."""
     try:
         yield
-    except (jax.errors.JaxRuntimeError, MemoryError):
+    except UserError:
         raise
     except Exception as error:
-        if reason := out_of_reach(error):
-            raise StorageError(f"{folder} cannot be read: {reason}") from error
-        faults = (fault for _, fault in examine(folder, manifest) if fault)
-        raise Damaged(next(faults, f"it cannot be read: {in_short(error)}")) from error
+        reason = None if is_damage(error) else storage_reason(error)
+        if reason is None and is_url(folder) and not is_damage(error):
+            reason = in_short(error)  # the libraries of URLs have errors of their own
+        if reason is None:
+            raise
+        raise StorageError(f"{folder} cannot be read: {reason}") from error
+
+
+@contextlib.contextmanager
+def _named_faults(folder: epath.Path, manifest: Manifest) -> Iterator[None]:
+    """Says what is wrong with a checkpoint that cannot be read, if it is the checkpoint."""
+    hush_late_answers()
+    try:
+        with _reachable(folder):
+            manifest.check_files(folder)
+            yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not is_damage(error):
+            raise
+        fault = next((fault for _, fault in examine(folder, manifest) if fault), None)
+        if fault is None:
+            raise  # each array can be read and is as it was: what failed is not the checkpoint
+        raise Damaged(fault) from error
 
 
 def examine(folder: epath.Path, manifest: Manifest) -> Iterator[tuple[str, str | None]]:
@@ -288,18 +330,20 @@ def examine(folder: epath.Path, manifest: Manifest) -> Iterator[tuple[str, str |
     """
     hush_late_answers()
     seen = set()
-    try:
-        manifest.check_files(folder)
-    except Damaged as error:
-        yield "files", str(error)
-    for item in ITEMS:
-        if not any(name.split("/")[0] in ITEMS[item] for name in manifest.sums):
+    with _reachable(folder):
+        try:
+            manifest.check_files(folder)
+        except Damaged as error:
+            yield "files", str(error)
+    for item, fields in ITEMS.items():
+        if not any(holds(manifest, field) for field in fields):
             continue
         try:
-            tree = _saved_tree(folder / item)
+            with _reachable(folder):
+                tree = _saved_tree(folder / item)
         except Exception as error:
-            if reason := out_of_reach(error):
-                raise StorageError(f"{folder} cannot be read: {reason}") from error
+            if not is_damage(error):
+                raise
             yield item, f"{item} cannot be read: {in_short(error)}"
             continue
         for path, _ in jax.tree_util.tree_leaves_with_path(tree):
@@ -316,12 +360,13 @@ def _fault(folder: epath.Path, tree: PyTree, path: Any, manifest: Manifest) -> s
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
     name = path_name(path)
     try:
-        found = ocp.PyTreeCheckpointHandler().restore(
-            folder, args=ocp.args.PyTreeRestore(item=one, restore_args=as_numpy)
-        )
+        with _reachable(folder):
+            found = ocp.PyTreeCheckpointHandler().restore(
+                folder, args=ocp.args.PyTreeRestore(item=one, restore_args=as_numpy)
+            )
     except Exception as error:
-        if reason := out_of_reach(error):
-            raise StorageError(f"{folder} cannot be read: {reason}") from error
+        if not is_damage(error):
+            raise
         return f"{name} cannot be read: {in_short(error)}"
     (value,) = sums([named_leaves(found)[name]]).values()
     return _difference(name, value, manifest.sums.get(name))

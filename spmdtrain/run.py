@@ -20,7 +20,7 @@ import tyro
 
 from spmdtrain.checkpoints import verify
 from spmdtrain.config import RunConfig, check
-from spmdtrain.errors import ExitCode, NonFiniteError, StorageError, UserError
+from spmdtrain.errors import ExitCode, UserError, exit_code_of
 from spmdtrain.experiment import ExperimentFile, load_experiment
 from spmdtrain.mesh import cpu_devices_in_environment, resolve_on_devices
 from spmdtrain.terminal import Terminal
@@ -60,16 +60,8 @@ class Command:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     try:
-        return execute(parse(sys.argv[1:] if arguments is None else arguments))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return ExitCode.BAD_INPUT
-    except StorageError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return ExitCode.FAILED
-    except NonFiniteError as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return ExitCode.NON_FINITE
+        given = sys.argv[1:] if arguments is None else arguments
+        return exit_code_of(lambda: execute(parse(given)))
     except KeyboardInterrupt:
         print("interrupted before there was anything to save", file=sys.stderr)
         return ExitCode.INTERRUPTED

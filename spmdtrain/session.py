@@ -43,7 +43,6 @@ class Session:
     checkpoints: Checkpoints | None
     signals: StopSignals
     clock: Callable[[], float]
-    resumed: bool = False
     saved_at: float = 0.0
 
     @classmethod
@@ -150,7 +149,6 @@ class Session:
         ):
             tell(f"checkpoint {step} is set aside as {name}")
         saved = found.manifest
-        self.resumed, self.checkpoints.saved_step = True, saved.step
         before, now = saved.identity.config, self.identity.config
         if saved.stopped and all(before[name] == now[name] for name in ("epochs", "steps")):
             self.total = saved.step  # a callback ended it here, and nobody asked for more since
@@ -202,3 +200,9 @@ class Session:
     def saved_step(self) -> int:
         """The newest checkpoint that is known to be whole."""
         return self.checkpoints.saved_step if self.checkpoints else 0
+
+    def start_due(self, step: int) -> bool:
+        """Whether to save the state before the first step."""
+        if self.checkpoints is None or step != 0:
+            return False
+        return self.config.checkpoint_at_start and not self.checkpoints.holds(0)

@@ -33,7 +33,10 @@ class TrainState:
 
     @property
     def variables(self) -> Variables:
-        """What the model is evaluated with: the averaged parameters where an average is kept."""
+        """What the model is evaluated with: the averaged parameters where an average is kept.
+
+        These are wider than the model's own where those are less than f32 (see `average_of`).
+        """
         averaged = jax.tree.leaves(self.averaged)
         return Variables(self.averaged if averaged else self.params, self.model_state)
 
@@ -124,7 +127,7 @@ class Steps:
             step=jnp.zeros((), jnp.int32),
             params=params,
             opt_state=self._optimizer.init(params),
-            averaged={} if self._ema_decay is None else jax.tree.map(jnp.copy, params),
+            averaged={} if self._ema_decay is None else jax.tree.map(_widened, params),
             model_state=model_state,
             key=step_key,
         )
@@ -155,7 +158,7 @@ class Steps:
         return after, StepOutput(means, jnp.stack(finite))
 
     def _average(self, averaged: PyTree, params: PyTree, step: jax.Array) -> PyTree:
-        """The exponential moving average of the parameters, in f32 and stored in their dtype.
+        """The exponential moving average of the parameters.
 
         It decays faster at first, by (1 + k) / (10 + k) in update k, so that it soon forgets the
         initial values: as TensorFlow's `ExponentialMovingAverage` does with `num_updates`.
@@ -165,15 +168,22 @@ class Steps:
         decay = jnp.minimum(self._ema_decay, (2.0 + step) / (11.0 + step))
 
         def average(old: jax.Array, new: jax.Array) -> jax.Array:
-            return (new + decay * (old.astype(jnp.float32) - new)).astype(old.dtype)
+            return (old + (1 - decay) * (new - old)).astype(old.dtype)
 
         return jax.tree.map(average, averaged, params)
+
+    def as_parameters(self, variables: Variables) -> Variables:
+        """Variables with parameters, averaged ones too, in the model's own dtypes."""
+        own = jax.tree.map(
+            lambda x, like: x.astype(like.dtype), variables.params, self.abstract_state.params
+        )
+        return Variables(own, variables.model_state)
 
     def _evaluate(
         self, variables: Variables, batch: PyTree, mask: jax.Array
     ) -> dict[str, metrics.Sums]:
         outputs, _ = self._adapter.run(
-            self._objective, variables, batch, jax.random.key(0), Mode.EVAL
+            self._objective, self.as_parameters(variables), batch, jax.random.key(0), Mode.EVAL
         )
         return self._sums(outputs, batch, mask)
 
@@ -186,7 +196,21 @@ class Steps:
         return sums
 
     def _predictions(self, variables: Variables, batch: PyTree) -> PyTree:
-        return self._adapter.run(self._predict, variables, batch, jax.random.key(0), Mode.EVAL)[0]
+        own = self.as_parameters(variables)
+        return self._adapter.run(self._predict, own, batch, jax.random.key(0), Mode.EVAL)[0]
+
+
+def average_of(params: PyTree) -> PyTree:
+    """The abstract average of abstract parameters.
+
+    In f32 at least: in bfloat16 an average of decay 0.999 would stand still, as each of its steps
+    is smaller than half the distance to the next number.
+    """
+    return jax.eval_shape(lambda params: jax.tree.map(_widened, params), params)
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    return jnp.array(x, jnp.promote_types(x.dtype, jnp.float32))
 
 
 def model_output(model: Any, batch: PyTree) -> PyTree:

@@ -20,8 +20,11 @@ _LATE = (
     "Encountered error while reading array index",
     "coroutine 'Store._get_array_metadatas' was never awaited",
 )
-# Codes that say nothing about what is stored, only that it cannot be got at now.
-_OUT_OF_REACH = {"PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED"}
+# Codes that speak of what is stored. All others say only that it cannot be got at now.
+_DAMAGE = {
+    *("DATA_LOSS", "NOT_FOUND", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "OUT_OF_RANGE"),
+    "UNIMPLEMENTED",  # a codec of another name
+}
 
 
 # -- where --------------------------------------------------------------------------------------
@@ -78,21 +81,21 @@ def storage_reason(error: BaseException) -> str | None:
     for cause in _causes(error):
         if isinstance(cause, OSError):
             where = f": {cause.filename}" if cause.filename else ""
-            return f"{cause.strerror}{where}" if cause.strerror else str(cause)
+            return f"{cause.strerror}{where}" if cause.strerror else in_short(cause)
         if found := _status(cause):
             return _last_words(found[1])
     return None
 
 
-def out_of_reach(error: BaseException) -> str | None:
-    """Why something cannot be read now, though it may well be whole; None where it is damaged."""
+def is_damage(error: BaseException) -> bool:
+    """Whether an error of reading speaks of what is stored, and not of how it is got at."""
     for cause in _causes(error):
-        missing = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-        if isinstance(cause, OSError) and not isinstance(cause, missing):
-            return storage_reason(cause)
-        if (found := _status(cause)) and found[0] in _OUT_OF_REACH:
-            return _last_words(found[1])
-    return None
+        if isinstance(cause, OSError):
+            return isinstance(cause, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
+        if found := _status(cause):
+            return found[0] in _DAMAGE
+    # What else decoders say of what they cannot decode.
+    return isinstance(error, (ValueError, KeyError, TypeError, AttributeError, IndexError))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -112,7 +115,8 @@ def _status(error: BaseException) -> tuple[str, str] | None:
 def in_short(error: BaseException) -> str:
     """An error in one line: of TensorStore's, the file it is about and what is wrong with it."""
     if not (found := _status(error)):
-        return f"{type(error).__name__}: {error}".split("\n")[0][:200]
+        kind = "" if isinstance(error, OSError) and str(error) else f"{type(error).__name__}: "
+        return f"{kind}{error}".split("\n")[0][:200]
     text = _DETAILS.split(found[1])[0]
     *_, file = ["", *re.findall(r'local file "[^"]*/([^"/]+)"', text)]
     what = text.rpartition('": ')[2] or text

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdtrain.sharding import named_leaves
 
+_CHUNK = 2**20  # elements that are summed at a time on the host
 _SMALL = 2**16  # bytes; up to here to fetch an array is quicker than to compile for its shape
 
 
@@ -50,28 +51,64 @@ def _start(leaf: Any) -> list[Any]:
     return _on_devices(leaf)
 
 
-def _on_devices(leaf: jax.Array) -> list[jax.Array]:
+def _on_devices(leaf: jax.Array) -> list[Any]:
     """The sums of an array's parts, where they lie.
 
     Nothing is gathered: programs with collectives, one for each leaf and all queued at once, can
     bring virtual devices to a halt.
     """
-    if leaf.is_fully_replicated or not isinstance(leaf.sharding, NamedSharding):
-        return [_jit_sum(shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0]
-    parts = _jit_part_sums(leaf.sharding.mesh, leaf.sharding.spec, leaf.shape)(leaf)
-    first = {shard.device for shard in leaf.addressable_shards if shard.replica_id == 0}
-    return [shard.data[0] for shard in parts.addressable_shards if shard.device in first]
+    parts = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+    device: Any = next(iter(leaf.sharding.device_set))
+    if leaf.sharding.memory_kind not in (None, device.default_memory().kind):  # in host memory
+        return [_sum(np.asarray(part.data), _starts(part.index), leaf.shape) for part in parts]
+    if leaf.is_fully_replicated:
+        return [_jit_sum(part.data) for part in parts]
+    if not isinstance(leaf.sharding, NamedSharding):
+        return [_sum(np.asarray(part.data), _starts(part.index), leaf.shape) for part in parts]
+    found = _jit_part_sums(leaf.sharding.mesh, leaf.sharding.spec, leaf.shape)(leaf)
+    first = {part.device for part in parts}
+    return [shard.data[0] for shard in found.addressable_shards if shard.device in first]
 
 
-def _sum(x: np.ndarray) -> int:
-    """The sum on the host, the same as `_jit_sum` takes on devices."""
-    words = _words_on_host(np.ascontiguousarray(_whole_bytes(x))).reshape(-1)
-    with np.errstate(over="ignore"):
-        return int(_mixed(words, np.arange(words.size, dtype=np.uint32)).sum(dtype=np.uint32))
+def _starts(index: tuple[slice, ...]) -> list[int]:
+    return [part.start or 0 for part in index]
+
+
+# -- on the host -----------------------------------------------------------------------------------
+
+
+def _sum(x: np.ndarray, starts: Sequence[int] = (), shape: Sequence[int] = ()) -> int:
+    """The sum of an array, or of the part at `starts` of an array of `shape`.
+
+    Row by row where it is large, so that it takes little room beside the array.
+    """
+    x = np.ascontiguousarray(_whole_bytes(x))
+    if not starts or x.shape == tuple(shape):
+        x, starts, shape = x.reshape(-1), (0,), (x.size,)
+    rows = max(1, _CHUNK * len(x) // max(1, x.size))
+    total = 0
+    for row in range(0, len(x), rows):
+        part = x[row : row + rows]
+        words = _words_on_host(part)
+        place: Any = np.zeros(part.shape, np.uint32)
+        begins = (starts[0] + row, *starts[1:])
+        with np.errstate(over="ignore"):
+            for dim, (start, size) in enumerate(zip(begins, shape, strict=True)):
+                index = np.arange(start, start + part.shape[dim], dtype=np.uint64).astype(np.uint32)
+                index = index.reshape([-1 if d == dim else 1 for d in range(part.ndim)])
+                place = place * np.uint32(size % 2**32) + index
+            if words.ndim > part.ndim:
+                number = words.shape[-1]
+                place = place[..., None] * np.uint32(number) + np.arange(number, dtype=np.uint32)
+            total += int(_mixed(words, place).sum(dtype=np.uint32))
+    return total % 2**32
+
+
+# -- on devices ------------------------------------------------------------------------------------
 
 
 def _sum_of(x: jax.Array, starts: Sequence[Any], shape: Sequence[int]) -> jax.Array:
-    """The sum of a part, beginning at `starts`, of an array of `shape`."""
+    """As `_sum`, traced."""
     words = _words_on_device(_whole_bytes(x))
     place = jnp.zeros(x.shape, jnp.uint32)  # in the whole array, row by row
     for dim, (start, size) in enumerate(zip(starts, shape, strict=True)):
@@ -104,6 +141,9 @@ def _jit_part_sums(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> A
     return jax.jit(jax.shard_map(part_sum, mesh=mesh, in_specs=spec, out_specs=everywhere))
 
 
+# -- of words --------------------------------------------------------------------------------------
+
+
 def _mixed(words: Any, place: Any) -> Any:
     """A hash of each word and its place; for a given place no two words share one.
 
@@ -122,7 +162,7 @@ def _whole_bytes(x: Any) -> Any:
 
 
 def _words_on_host(x: np.ndarray) -> np.ndarray:
-    """The bits of an array as 32-bit words; elements of fewer bits get one each."""
+    """The bits of an array as 32-bit words; wider elements have a last dim of several."""
     width = x.dtype.itemsize
     if width > 4:
         return x.reshape(*x.shape, 1).view(np.uint32)

@@ -129,7 +129,8 @@ class Trainer:
     def model(self) -> Any:
         """The model with the values trained so far, in eval mode: an nnx module again, say."""
         # Copies: the state's own arrays are donated to the next step.
-        return self._adapter.merge(jax.tree.map(jax.numpy.copy, self._variables()))
+        values = self._steps.as_parameters(self._variables())
+        return self._adapter.merge(jax.tree.map(jax.numpy.copy, values))
 
     def stop(self) -> None:
         """End the run after the step being made, as if it were the last."""
@@ -197,7 +198,7 @@ class Trainer:
         config, first = run.config, self.step
         assert self.state is not None and config.global_batch_size is not None
         self._call(Moment.FIT_START, first)
-        if config.checkpoint_at_start and first == 0 and not run.resumed:
+        if run.start_due(first):
             self._save(run, 0, None)
         self._make_up(run, first)
         if self._stop_asked:
@@ -449,8 +450,13 @@ class Trainer:
         config, state = self.config, self._steps.init(self.config.seed)
         if not config.init_from:
             return state
-        (params, model_state), _ = self._load(config.init_from)
-        averaged = jax.tree.map(jax.numpy.copy, params) if config.ema_decay is not None else {}
+        found, _ = self._load(config.init_from)
+        params, model_state = self._steps.as_parameters(found)
+        averaged: PyTree = {}
+        if config.ema_decay is not None:  # arrays of its own, as the state is donated
+            averaged = jax.tree.map(
+                lambda x, like: jax.numpy.array(x, like.dtype), found.params, state.averaged
+            )
         return dataclasses.replace(state, params=params, averaged=averaged, model_state=model_state)
 
     def _load(self, path: str) -> tuple[Variables, int]:

@@ -3,6 +3,7 @@
 The table of faults and outcomes in docs/checkpoints.md is what these tests assert.
 """
 
+import os
 import random
 import re
 import shutil
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 from helpers import (
@@ -34,12 +36,13 @@ from helpers import (
     together,
 )
 
-from spmdtrain import Event, Trainer, UserError, load_params
+from spmdtrain import Event, StorageError, Trainer, UserError, load_params
 from spmdtrain.checkpoints import main as checkpoints
 from spmdtrain.manifest import Damaged, Manifest
 from spmdtrain.models import MLP
 from spmdtrain.restore import load_state
 from spmdtrain.step import TrainState
+from spmdtrain.storage import is_damage
 
 FLIPS = 200
 KILLS = 20
@@ -241,6 +244,65 @@ def test_verify_says_of_each_checkpoint_what_is_wrong(
     assert two.split()[-2] == "good"
 
 
+@pytest.mark.parametrize(
+    ("error", "damaged"),
+    [
+        (ValueError("DATA_LOSS: Error decoding manifest: CRC-32C checksum"), True),
+        (FileNotFoundError(2, "No such file or directory"), True),
+        (KeyError("chunk_shape"), True),
+        (ValueError("RESOURCE_EXHAUSTED: Error opening: Too many open files"), False),
+        (ValueError("PERMISSION_DENIED: Error reading local file"), False),
+        (PermissionError(13, "Permission denied"), False),
+        (OSError(5, "Input/output error"), False),
+        (TimeoutError(), False),
+        (MemoryError(), False),
+        (RuntimeError("a fault of ours"), False),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_got_at_now_is_not_taken_for_damage(error: Exception, damaged: bool) -> None:
+    assert is_damage(error) is damaged
+    wrapped = Exception("Encountered error while reading array index")
+    wrapped.__cause__ = error
+    if not isinstance(error, KeyError):
+        assert is_damage(wrapped) is damaged
+
+
+def test_a_checkpoint_out_of_reach_ends_the_run_and_is_not_set_aside(
+    small_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workdir = tmp_path / "run"
+    shutil.copytree(small_runs / "four", workdir)
+    before, stat = contents(workdir), os.stat
+
+    def stale(path: Any, *args: Any, **keywords: Any) -> os.stat_result:
+        if "4/params" in str(path):
+            raise OSError(116, "Stale file handle", str(path))
+        return stat(path, *args, **keywords)
+
+    monkeypatch.setattr(os, "stat", stale)
+    with pytest.raises(StorageError, match="4 cannot be read: Stale file handle"):
+        trainer(workdir, steps=6).fit(examples())
+    monkeypatch.undo()
+    assert contents(workdir) == before
+
+
+def test_other_folders_beside_the_checkpoints_are_left_alone(
+    small_runs: Path, tmp_path: Path
+) -> None:
+    workdir = tmp_path / "run"
+    shutil.copytree(small_runs / "four", workdir)
+    others = ("best_7", "007", "12abc", "9.orbax-checkpoint-tmp")
+    for name in others:
+        shutil.copytree(workdir / "checkpoints" / "4", workdir / "checkpoints" / name)
+    # What a run was removing when it was killed.
+    shutil.copytree(workdir / "checkpoints" / "2", workdir / "checkpoints" / ".removed" / "1")
+    trainer(workdir, steps=6, checkpoint_every_steps=1).fit(examples())
+    assert bits(load_params(str(workdir))) == bits(load_params(str(small_runs / "six")))
+    names = {path.name for path in (workdir / "checkpoints").iterdir()}
+    assert names == {"best_7", "007", "12abc", "4", "5", "6"}
+
+
 # -- a save and the steps beside it ----------------------------------------------------------------
 
 
@@ -275,6 +337,42 @@ def test_steps_taken_while_a_save_is_written_never_leak_into_it(tmp_path: Path) 
         steps = made._steps
         found = load_state(folder, Manifest.read(folder), steps.abstract_state, steps.shardings)
         assert bits(found) == state, step
+
+
+def test_a_save_that_fails_for_another_reason_is_not_told_as_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = ocp.CheckpointManager.save
+
+    def fails_at_four(self: Any, step: int, *args: Any, **keywords: Any) -> bool:
+        if step == 4:
+            raise RuntimeError("a fault of ours")
+        return bool(save(self, step, *args, **keywords))
+
+    monkeypatch.setattr(ocp.CheckpointManager, "save", fails_at_four)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        trainer(tmp_path, steps=6, checkpoint_every_steps=2).fit(examples())
+    found = status(tmp_path)
+    assert found == {"status": "failed", "step": 2, "reason": "RuntimeError: a fault of ours"}
+    assert saved_steps(tmp_path) == [2]
+
+
+def test_an_older_checkpoint_that_cannot_be_removed_is_no_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def not_removed(source: Any, target: Any) -> None:
+        if ".removed" in str(target):
+            raise PermissionError(13, "Permission denied", str(source))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", not_removed)
+    options = {"checkpoint_every_steps": 1, "keep_latest": 1, "keep_best": 0}
+    message = "step 2 is saved, and an older one could not be removed, in .*: Permission denied"
+    with pytest.raises(StorageError, match=message):
+        trainer(tmp_path, steps=6, **options).fit(examples())
+    assert status(tmp_path)["step"] == 2 and saved_steps(tmp_path) == [1, 2]
 
 
 # -- kills -----------------------------------------------------------------------------------------

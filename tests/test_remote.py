@@ -139,7 +139,7 @@ def test_predictions_go_to_the_bucket(copies: dict[str, Any]) -> None:
 def test_a_damaged_checkpoint_in_a_bucket_hides_no_older_one(copies: dict[str, Any]) -> None:
     assert f"resumed from step 6 of {WORKDIR}" in copies["ten printed"]
     assert saved_steps(copies["ten"]) == [8, 10]
-    assert (copies["ten"] / "checkpoints" / "8.damaged" / "model").is_dir()
+    assert (copies["ten"] / "checkpoints" / "8.damaged" / "params").is_dir()
     assert [line["step"] for line in metrics(copies["ten"], "train")] == list(range(1, 11))
 
 
@@ -149,7 +149,7 @@ def curve(workdir: Path, name: str) -> list[int]:
 
 def arrays(workdir: Path, step: int) -> dict[str, np.ndarray]:
     with ocp.StandardCheckpointer() as checkpointer:
-        model = checkpointer.restore(workdir / "checkpoints" / str(step) / "model")
+        model = checkpointer.restore(workdir / "checkpoints" / str(step) / "params")
     leaves = jax.tree_util.tree_flatten_with_path(model)[0]
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 

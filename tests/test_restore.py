@@ -552,7 +552,7 @@ def test_what_export_cannot_do_is_refused_before_anything_is_written(
     for name in ("x.bin", "x", "x.npz.gz"):
         with pytest.raises(UserError, match=r"x.*: export writes \.npz and \.safetensors files"):
             export_params(str(plain.workdir), str(tmp_path / name))
-    monkeypatch.setitem(sys.modules, "safetensors.flax", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)  # as where it is not installed
     with pytest.raises(UserError, match=r"pip install 'spmdtrain\[safetensors\]'"):
         export_params(str(plain.workdir), str(tmp_path / "x.safetensors"))
     assert list(tmp_path.iterdir()) == []
@@ -709,7 +709,7 @@ def test_verify_prints_a_row_a_checkpoint_and_what_is_wrong(
         assert size.endswith(" kB") and metric == f"loss {losses[int(step)]:.4g}"
 
     (folder / "6" / "manifest.json").unlink()
-    (folder / "4" / "model" / "_METADATA").unlink()
+    (folder / "4" / "params" / "_METADATA").unlink()
     (folder / "7.orbax-checkpoint-tmp").mkdir()
     (folder / "8.damaged").mkdir()
     before = contents(copy)
@@ -717,7 +717,7 @@ def test_verify_prints_a_row_a_checkpoint_and_what_is_wrong(
     found = rows(capsys.readouterr().out)
     assert [[row[0], row[4]] for row in found] == [
         ["6", "manifest.json is missing: the save did not end, or something else made it"],
-        ["4", "model/_METADATA is missing"],
+        ["4", "params/_METADATA is missing"],
         ["2", "good"],
         ["7.orbax-checkpoint-tmp", "unfinished: the next start removes it"],
         ["8.damaged", "set aside"],
@@ -962,6 +962,29 @@ def test_parameters_of_another_run_may_start_this_one_but_not_another_model(
 
 def test_orbax_alone_reads_what_was_saved(plain: Run) -> None:
     with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.restore(plain.workdir / "checkpoints" / "6" / "model")
+        found = checkpointer.restore(plain.workdir / "checkpoints" / "6" / "params")
     assert_same_bits(found["params"], plain.state.params)
     assert dataclasses.asdict(read_manifest(str(plain.workdir)))["step"] == 6
+
+
+def test_an_average_of_bfloat16_parameters_moves() -> None:
+    # A thousandth of the way from 1.0 to 1.5 is less than bfloat16 can tell from nothing.
+    def constant_gradient(model: Any, batch: Any) -> dict[str, Any]:
+        return {"loss": jnp.sum(model["w"]) * batch[0]}
+
+    trainer = Trainer(
+        model=FunctionModel(lambda key: {"w": jnp.ones(3, jnp.bfloat16)}),
+        objective=constant_gradient,
+        optimizer=optax.sgd(0.0078125),  # an exact step of bfloat16 around 1
+        ema_decay=0.999,
+        terminal=Terminal(quiet=True),
+    )
+    trainer.fit((np.ones(64, np.float32),), steps=40, global_batch_size=8)
+    assert trainer.state is not None
+    average, expected = trainer.state.averaged["w"], np.float64(1)
+    for k in range(1, 41):
+        decay = min(0.999, (1 + k) / (10 + k))
+        expected = decay * expected + (1 - decay) * (1 - 0.0078125 * k)
+    assert average.dtype == jnp.float32 and trainer.state.params["w"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(average, expected, rtol=1e-5)
+    assert trainer.model["w"].dtype == jnp.bfloat16

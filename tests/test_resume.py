@@ -73,7 +73,7 @@ def saved(workdir: Path, step: int) -> dict[str, np.ndarray]:
     """Every array of a checkpoint: parameters, optimizer state, step and key."""
     folder = workdir / "checkpoints" / str(step)
     with ocp.StandardCheckpointer() as checkpointer:
-        items = {item: checkpointer.restore(folder / item) for item in ("model", "training")}
+        items = {item: checkpointer.restore(folder / item) for item in ("params", "training")}
     return {
         jax.tree_util.keystr(path): np.asarray(
             jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf

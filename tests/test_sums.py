@@ -220,3 +220,16 @@ def test_a_sum_begun_is_that_of_the_values_before_the_array_was_donated(
     np.testing.assert_array_equal(overwritten, np.full_like(values, -7))
     assert read_sums(started) == {"x": f"{_sum(values):08x}"}
     assert sums({"x": overwritten}) != read_sums(started)
+
+
+def test_arrays_in_host_memory_and_in_pieces_have_the_same_sum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = np.random.default_rng(7).normal(size=(64, 1024)).astype(np.float32)
+    expected = sums([x])
+    for spec in (P(), P("a"), P(None, "a")):
+        host = NamedSharding(MESHES["8"], spec, memory_kind="pinned_host")
+        assert sums([jax.device_put(x, host)]) == expected
+    monkeypatch.setattr("spmdtrain.sums._CHUNK", 1000)  # not a whole number of rows
+    assert sums([x]) == expected
+    assert sums([x.reshape(4, 16, 32, 32)]) == expected
