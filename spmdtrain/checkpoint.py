@@ -150,13 +150,7 @@ class Checkpoints:
         that ranks checkpoints is not finite, the checkpoint is never the best. Raises
         `StorageError` with what went wrong, also with the save before.
         """
-        ranked_by = self._retention.metric
-        if metrics is not None and ranked_by not in metrics:
-            raise UserError(
-                f"best_metric is {ranked_by!r}, which no evaluation gives; there are: "
-                f"{', '.join(metrics)}"
-            )
-        if metrics is not None and not math.isfinite(metrics[ranked_by]):
+        if metrics is not None and not math.isfinite(metrics[self._retention.metric]):
             metrics = None
         self.wait()
         now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
@@ -200,6 +194,8 @@ class Checkpoints:
             with contextlib.suppress(Exception) if self._failed else contextlib.nullcontext():
                 self._manager.close()
             self._remover.shutdown()
+            if self._failed and self._folder_identity() == self._opened:
+                self._remove_unfinished()  # what threads wrote that were not yet at their end
             if not is_url(self.folder):
                 with contextlib.suppress(OSError):  # not there, or not empty: the next start looks
                     os.rmdir(self.folder / _REMOVED)
@@ -315,10 +311,11 @@ class Checkpoints:
 
     def _remove_unfinished(self) -> None:
         """Give back the room that a failed save still takes."""
-        with contextlib.suppress(failures(self.folder)):  # the next start tries again
+        with contextlib.suppress(failures(self.folder)):
             for path in self.folder.iterdir():
                 if ".orbax-checkpoint-tmp" in path.name:
-                    path.rmtree()
+                    with contextlib.suppress(failures(self.folder)):  # the next start tries again
+                        path.rmtree()
 
     def _remove(self) -> None:
         """Remove, beside the training, what Orbax has put aside for that, in earlier runs too."""

@@ -2,6 +2,7 @@
 
 import datetime
 import math
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ from etils import epath
 from rich.markup import escape
 from rich.table import Table
 
-from spmdtrain.errors import ExitCode, exit_code_of
+from spmdtrain.errors import ExitCode, StorageError, UserError, exit_code_of
 from spmdtrain.export import export_params
-from spmdtrain.manifest import Damaged, Manifest
+from spmdtrain.manifest import Manifest
 from spmdtrain.restore import examine, find, read_manifest
 from spmdtrain.terminal import Terminal, byte_size, number
 
@@ -91,9 +92,11 @@ def verify(path: str, terminal: Terminal) -> int:
             terminal.advance(done)
     if source.whole_workdir:
         for name in sorted(path.name for path in source.folder.iterdir()):
-            if not name.isdecimal() and name[0] != ".":
-                unfinished = "unfinished: the next start removes it"
-                table.add_row(name, "", "", "", unfinished if "tmp" in name else "set aside")
+            if re.fullmatch(r"\d+\.damaged\d*", name):
+                table.add_row(name, "", "", "", "set aside")
+            elif ".orbax-checkpoint-tmp" in name:
+                what = "unfinished: being saved now, or to be removed by the next start"
+                table.add_row(name, "", "", "", what)
     terminal.console.print(table)
     return ExitCode.FAILED if faults else ExitCode.DONE
 
@@ -102,7 +105,7 @@ def _verified(folder: epath.Path, terminal: Terminal) -> tuple[Sequence[str], st
     """Age, size and metric of a checkpoint, and what is wrong with it, if anything."""
     try:
         manifest = Manifest.read(folder)
-    except Damaged as error:
+    except (UserError, StorageError) as error:
         return ("", "", ""), str(error)
     name = manifest.identity.config["best_metric"]
     value = (manifest.metrics or {}).get(name)
@@ -131,7 +134,7 @@ def show(path: str, terminal: Terminal) -> None:
         for name, text in manifest.identity.leaves.items()
         if name.split("/")[0] == "params"
     )
-    facts = {
+    facts: dict[str, Any] = {
         "step": manifest.step,
         "saved": f"{manifest.saved_at}, {_age(manifest)}",
         "size": byte_size(manifest.size) if manifest.files else "not known in a bucket",
@@ -139,8 +142,8 @@ def show(path: str, terminal: Terminal) -> None:
         "metrics": dict(manifest.metrics or {}),
         "optimizer": manifest.identity.optimizer,
         "dataset": dict(manifest.identity.dataset),
-        "config": dict(manifest.identity.config),
     }
+    facts |= {f"config.{name}": value for name, value in manifest.identity.config.items()}
     for name, fact in facts.items():
         terminal.line(f"{name}: {fact}")
 

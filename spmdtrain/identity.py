@@ -1,6 +1,7 @@
 """What a run computes, and whether it may go on from what another has computed."""
 
 import dataclasses
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from spmdtrain.step import TrainState
 
 # Whatever else changes, these would change what is being computed.
 _FIXED = ("seed", "global_batch_size", "shuffle")
+_INSTEAD = {"global_batch_size": " (and no --batch-size-per-device)"}
 _COMMON = frozenset(field.name for field in dataclasses.fields(RunConfig))
 _NO_CHANGE = ("workdir", "resume", "init_from", "data_dir")  # where things are, not what they are
 
@@ -57,7 +59,7 @@ def check_same_run(saved: Identity, now: Identity, source: str) -> None:
         if there != here:
             raise UserError(
                 f"{source} was trained with {name}={there}, this run has {here}: give "
-                f"{_option(name, there)}, or another workdir"
+                f"{_option(name, there)}{_INSTEAD.get(name, '')}, or another workdir"
             )
     for name, here in now.dataset.items():
         if saved.dataset.get(name) != here:
@@ -93,11 +95,12 @@ def _check_same_leaves(
 ) -> None:
     for name in [*now, *saved]:
         if saved.get(name) != now.get(name):
-            of_optimizer = name.split("/")[0] == "opt_state"
+            field = name.split("/")[0]
+            kind = {"opt_state": "optimizer", "averaged": "moving average"}.get(field, "model")
             raise UserError(
-                f"{source} is of another {'optimizer' if of_optimizer else 'model'}: {name} is "
-                f"{saved.get(name, 'absent')} there and {now.get(name, 'absent')} here; "
-                f"{remedy}{_start_from(source) if of_optimizer else ''}"
+                f"{source} is of another {kind}: {name} is {saved.get(name, 'absent')} there and "
+                f"{now.get(name, 'absent')} here; {remedy}"
+                + ("" if kind == "model" else _start_from(source))
             )
 
 
@@ -129,7 +132,7 @@ def _fields(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _start_from(source: str) -> str:
-    return f", or take its parameters alone: --init-from {source} and another workdir"
+    return f", or take its parameters alone: --init-from {shlex.quote(source)} and another workdir"
 
 
 def _option(name: str, value: Any) -> str:
@@ -140,4 +143,5 @@ def _option(name: str, value: Any) -> str:
     flag = f"--{'.'.join([*group, own])}"
     if isinstance(value, bool):
         return flag
-    return f"{flag} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+    values = value if isinstance(value, list) else [value]
+    return " ".join([flag, *(shlex.quote(str(item)) for item in values)])

@@ -69,12 +69,17 @@ class Manifest:
             content = None
         if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
             raise Damaged(f"{NAME} is not as it was written")
-        if content.pop("format") != _FORMAT:
+        try:
+            if content.pop("format") != _FORMAT:
+                raise TypeError
+            found = cls(identity=Identity(**content.pop("identity")), **content)
+        except (TypeError, KeyError):
             raise UserError(
                 f"{folder} was saved by another version of spmdtrain, which this one cannot read"
-            )
-        identity = Identity(**content.pop("identity"))
-        return cls(identity=identity, **content)
+            ) from None
+        if folder.name.isdecimal() and int(folder.name) != found.step:
+            raise Damaged(f"it is the checkpoint of step {found.step} under another name")
+        return found
 
     def check_files(self, folder: epath.Path) -> None:
         """Raise `Damaged` naming the first file that is missing or of another size."""

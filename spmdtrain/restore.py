@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,10 @@ class Found(Generic[T]):
 
 def saved_in(workdir: str) -> Source:
     """The checkpoints of a workdir, perhaps none."""
-    folder = absolute(folder_of(workdir) / "checkpoints")
+    return _listed(absolute(folder_of(workdir) / "checkpoints"))
+
+
+def _listed(folder: epath.Path) -> Source:
     with _reachable(folder):
         paths = list(folder.iterdir()) if folder.exists() else []
         return Source(folder, sorted(int(path.name) for path in paths if _is_step(path)))
@@ -71,17 +75,21 @@ def saved_in(workdir: str) -> Source:
 
 def _is_step(path: epath.Path) -> bool:
     """Whether a folder is a checkpoint that was written to its end, going by its name."""
-    name = path.name
-    return name.isdecimal() and str(int(name)) == name and ocp.utils.is_checkpoint_finalized(path)
+    named = re.fullmatch("0|[1-9][0-9]*", path.name) is not None
+    return named and path.is_dir() and ocp.utils.is_checkpoint_finalized(path)
 
 
 def find(path: str | os.PathLike[str]) -> Source:
-    """What a path means: all checkpoints of a workdir, or the one that is `checkpoints/STEP`."""
+    """What a path means: all checkpoints of a workdir, or the one that is `checkpoints/STEP`.
+
+    Raises `UserError` where there is none, and `StorageError` where one cannot look.
+    """
     path = os.fspath(path)
     given = absolute(folder_of(path))
-    if given.name.isdecimal() and any((given / name).exists() for name in (NAME, "params")):
+    inside = given.parent.name == "checkpoints" or (given / NAME).exists()
+    if given.name.isdecimal() and inside and given.is_dir():
         return Source(given.parent, [int(given.name)], whole_workdir=False)
-    source = saved_in(path)
+    source = _listed(given) if given.name == "checkpoints" else saved_in(path)
     if not source.steps:
         raise UserError(f"{path}: holds no checkpoint (neither a workdir nor a checkpoints/STEP)")
     return source
@@ -103,11 +111,16 @@ def newest_good(
                 manifest = Manifest.read(folder)
             return Found(load(folder, manifest), manifest, list(damaged))
         except Damaged as error:
+            if source.whole_workdir and not folder.exists():
+                # Removed while it was read, by a run that goes on: there is a newer one.
+                return newest_good(_listed(source.folder), load, tell)
             damaged[step] = error
-            if len(source.steps) > 1:
+            if step != source.steps[0]:
                 tell(f"checkpoint {folder} is damaged: {error}; trying the one before")
+    if not damaged:
+        raise UserError(f"{source.folder}: holds no checkpoint any more")
     newest = max(damaged)
-    if len(source.steps) == 1:
+    if len(damaged) == 1:
         raise Damaged(f"checkpoint {source.path(newest)} is damaged: {damaged[newest]}")
     raise Damaged(
         f"none of the {len(damaged)} checkpoints in {source.folder} is good; of the newest, "

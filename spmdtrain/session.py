@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from etils import epath
 
 from spmdtrain.checkpoint import Checkpoints, check_can_be_saved
 from spmdtrain.config import RunConfig, as_json
 from spmdtrain.data import Dataset, as_dataset, fingerprint
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.identity import (
     Identity,
     changes,
@@ -72,6 +73,13 @@ class Session:
             raise UserError(f"profile_steps: the profiler writes no trace to {config.workdir}")
         if config.best_metric != "loss" and "validation" not in data:
             raise UserError(f"best_metric is {config.best_metric!r}: it needs a validation split")
+        if config.best_metric != "loss":
+            names = steps.metric_names(data["validation"].rows(np.arange(1)))
+            if config.best_metric not in names:
+                raise UserError(
+                    f"best_metric is {config.best_metric!r}, which no evaluation gives."
+                    + did_you_mean(config.best_metric, names)
+                )
         files = checkpoints = None
         signals = StopSignals()
         if config.workdir is not None:

@@ -118,6 +118,12 @@ class Steps:
         state: TrainState = self._jit_init(self._adapter.given, *keys)
         return state
 
+    def metric_names(self, rows: PyTree) -> list[str]:
+        """What an evaluation of such rows (of leading dim N) gives; nothing is computed."""
+        mask = jnp.ones(jax.tree.leaves(rows)[0].shape[0], bool)
+        variables = self.abstract_state.variables
+        return list(jax.eval_shape(self._evaluate, variables, rows, mask))
+
     # -- the pure functions --------------------------------------------------------------------
 
     def _init(self, given: PyTree, init_key: jax.Array, step_key: jax.Array) -> TrainState:

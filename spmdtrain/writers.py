@@ -199,9 +199,14 @@ class RunFiles:
         # Never half a file under the real name, whenever the process dies: an object appears whole.
         with _written(path):
             temporary = path if is_url(path) else path.parent / f".{path.name}.new"
-            temporary.write_text(content)
-            if temporary != path:
-                temporary.replace(path)
+            try:
+                temporary.write_text(content)
+                if temporary != path:
+                    temporary.replace(path)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()  # half of it is of no use, and takes room
+                raise
 
 
 class _Curves:

@@ -294,7 +294,8 @@ def test_a_best_metric_that_no_evaluation_gives_is_named(
 ) -> None:
     path = small_experiment(tmp_path)
     message = refused(capsys, path, "--workdir", tmp_path / "run", "--best-metric", "loss2")
-    assert "best_metric is 'loss2', which no evaluation gives; there are: loss" in message
+    assert "best_metric is 'loss2', which no evaluation gives. Did you mean 'loss'?" in message
+    assert not (tmp_path / "run").exists()  # known before anything is made or trained
 
 
 def idx(shape: tuple[int, ...], length: int | None = None) -> bytes:

@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -285,6 +286,34 @@ def test_a_checkpoint_out_of_reach_ends_the_run_and_is_not_set_aside(
         trainer(workdir, steps=6).fit(examples())
     monkeypatch.undo()
     assert contents(workdir) == before
+
+
+def test_a_checkpoint_under_another_name_is_not_taken_for_it(
+    small_runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    shutil.copytree(small_runs / "four", folder.parent)
+    shutil.copytree(folder / "2", folder / "9")
+    trainer(folder.parent, steps=6).fit(examples())
+    told = capsys.readouterr().out
+    assert "9 is damaged: it is the checkpoint of step 2 under another name; trying" in told
+    assert "resumed from step 4 of" in told
+    assert bits(load_params(str(folder.parent))) == bits(load_params(str(small_runs / "six")))
+
+
+def test_reading_while_a_run_goes_on_always_finds_a_good_one(tmp_path: Path) -> None:
+    """With one checkpoint kept, what a reader has just listed is gone the next moment."""
+    options = ("--checkpoint-every-steps", 1, "--keep-latest", 1, "--keep-best", 0)
+    process = start(DIGITS, "--steps", 100_000, *options, "--workdir", tmp_path)
+    try:
+        read_until(process, "step 10/")
+        # The rest of what it prints is not to fill the pipe and stop it.
+        threading.Thread(target=process.communicate, daemon=True).start()
+        found = [len(bits(load_params(str(tmp_path)))) for _ in range(60)]
+    finally:
+        process.kill()
+        process.wait()
+    assert found == [6] * 60
 
 
 def test_other_folders_beside_the_checkpoints_are_left_alone(

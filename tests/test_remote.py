@@ -80,7 +80,7 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
         }.items():
             found[f"{name} printed"] = bucket.run(*options).printed
             found[name] = bucket.copy(name)
-        in_it = "deep/run/checkpoints/8/model/d/"
+        in_it = "deep/run/checkpoints/8/params/d/"
         damaged = next(name for name in storage.objects if name.startswith(in_it))
         storage.objects[damaged] = Stored(b"", 10**9)
         found["ten printed"] = bucket.run("--steps", 10, *OFTEN).printed

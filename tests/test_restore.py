@@ -691,7 +691,7 @@ def test_show_prints_the_arrays_and_the_facts(
     assert facts["saved"].endswith(" min ago")
     loss = metrics(plain.workdir, "eval")[-1]["loss"]
     assert facts["metrics"] == str({"loss": loss})
-    assert "'hidden': [8]" in facts["config"] and "'examples': 40" in facts["dataset"]
+    assert facts["config.keep_latest"] == "3" and "'examples': 40" in facts["dataset"]
     assert checkpoints.main(["show", str(copy / "checkpoints" / "4")]) == 0
     assert "\nstep: 4\n" in capsys.readouterr().out
 
@@ -719,7 +719,10 @@ def test_verify_prints_a_row_a_checkpoint_and_what_is_wrong(
         ["6", "manifest.json is missing: the save did not end, or something else made it"],
         ["4", "params/_METADATA is missing"],
         ["2", "good"],
-        ["7.orbax-checkpoint-tmp", "unfinished: the next start removes it"],
+        [
+            "7.orbax-checkpoint-tmp",
+            "unfinished: being saved now, or to be removed by the next start",
+        ],
         ["8.damaged", "set aside"],
     ]
     assert contents(copy) == before  # to look changes nothing
@@ -836,8 +839,8 @@ REFUSALS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "average": (
         {"ema_decay": 0.9},
         (X, Y),
-        "another model: averaged/layers/0/bias is absent there and float32[8] here; "
-        "give --ema-decay None, or another workdir",
+        "another moving average: averaged/layers/0/bias is absent there and float32[8] here; "
+        "give --ema-decay None, or another workdir, or take its parameters alone: --init-from",
     ),
 }
 

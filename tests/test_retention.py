@@ -248,8 +248,8 @@ def test_a_metric_of_ones_own_and_its_direction_say_which_is_best(tmp_path: Path
     assert saved_steps(tmp_path / "close") == [best_step, 30] and best_step < 30
 
 
-def test_a_metric_that_no_evaluation_gives_is_refused_with_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"best_metric is 'closer', .* there are: loss, close"):
+def test_a_metric_that_no_evaluation_gives_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"best_metric is 'closer', .* Did you mean 'close'"):
         worse_and_worse(tmp_path, 2, best_metric="closer", eval_every_steps=1)
 
 

@@ -195,7 +195,7 @@ def test_the_best_by_the_named_metric_is_kept_beside_the_newest(tmp_path: Path) 
 
 def test_a_best_metric_that_no_evaluation_gives_is_an_error(tmp_path: Path) -> None:
     fitted = trainer(workdir=str(tmp_path), best_metric="acuracy")
-    with pytest.raises(UserError, match=r"best_metric is 'acuracy'.*there are: loss"):
+    with pytest.raises(UserError, match=r"best_metric is 'acuracy', .* There are: loss"):
         fitted.fit((X, Y), validation=(X, Y), epochs=1)
 
 
