@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -150,7 +151,7 @@ class Checkpoints:
         that ranks checkpoints is not finite, the checkpoint is never the best. Raises
         `StorageError` with what went wrong, also with the save before.
         """
-        if metrics is not None and not math.isfinite(metrics[self._retention.metric]):
+        if metrics is not None and not math.isfinite(metrics.get(self._retention.metric, math.nan)):
             metrics = None
         self.wait()
         now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
@@ -195,7 +196,8 @@ class Checkpoints:
                 self._manager.close()
             self._remover.shutdown()
             if self._failed and self._folder_identity() == self._opened:
-                self._remove_unfinished()  # what threads wrote that were not yet at their end
+                time.sleep(0.5)  # Orbax waits no more for threads that are still writing
+                self._remove_unfinished()
             if not is_url(self.folder):
                 with contextlib.suppress(OSError):  # not there, or not empty: the next start looks
                     os.rmdir(self.folder / _REMOVED)

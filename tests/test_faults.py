@@ -512,12 +512,11 @@ def test_a_full_disk_ends_the_run_and_with_more_room_it_goes_on(tmp_path: Path) 
     ended_for(ended, copy, rf"step (20|30) could not be saved in {full}: No space left on device.*")
     failed = int(re.findall(r"step (\d+)", ended.stderr)[0])
     assert saved_steps(copy) == list(range(10, failed, 10)) and status(copy)["step"] == failed - 10
-    assert len(list((copy / "checkpoints").iterdir())) == len(
-        saved_steps(copy)
-    )  # nothing half-written
+    # Where a thread that was still writing has left something behind, the next start removes it.
+    names = {path.name for path in (tmp_path / "again" / "checkpoints").iterdir()}
+    assert names == {"10", "20", "30", "40"}
     assert checkpoints(["verify", str(copy)]) == 0
     assert f"resumed from step {failed - 10} of" in (tmp_path / "again.out").read_text()
-    assert saved_steps(tmp_path / "again") == [10, 20, 30, 40]
 
 
 def test_a_folder_that_becomes_read_only_ends_the_run(tmp_path: Path) -> None:
