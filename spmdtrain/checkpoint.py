@@ -30,9 +30,8 @@ from spmdtrain.storage import (
     absolute,
     failures,
     hush_late_answers,
-    in_short,
     is_url,
-    storage_reason,
+    why_failed,
 )
 from spmdtrain.sums import read_sums, start_sums
 
@@ -157,9 +156,8 @@ class Checkpoints:
         now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
         # The sums are begun before the copy: what the next step writes into donated memory, or
         # anything on the way to the disk, cannot be in them.
-        sums = start_sums(
-            {field: x for item in items_of(state).values() for field, x in item.items()}
-        )
+        items = items_of(state)
+        sums = start_sums({field: x for item in items.values() for field, x in item.items()})
         self._saving = _Save(step, now, identity, metrics, stopped, sums)
         self._records[step] = Record(step, now, metrics)
         with self._failing():
@@ -168,10 +166,7 @@ class Checkpoints:
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    **{
-                        item: ocp.args.PyTreeSave(raw_keys(x))
-                        for item, x in items_of(state).items()
-                    }
+                    **{item: ocp.args.PyTreeSave(raw_keys(x)) for item, x in items.items()}
                 ),
                 force=True,
             )
@@ -272,7 +267,7 @@ class Checkpoints:
             yield
         except BaseException as error:
             self._failed, self._saving = True, None
-            reason = self._reason(error)
+            reason = why_failed(error, self.folder) if isinstance(error, Exception) else None
             if self._folder_identity() == self._opened:
                 self._remove_unfinished()
             if (self.folder / str(save.step) / manifest.NAME).exists():
@@ -290,16 +285,9 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            if (reason := self._reason(error)) is None:
+            if (reason := why_failed(error, self.folder)) is None:
                 raise
             raise StorageError(f"{what} in {self.folder}: {reason}") from error
-
-    def _reason(self, error: BaseException) -> str | None:
-        """Why storage failed; None where something else did."""
-        if not isinstance(error, Exception):
-            return None
-        # The libraries of URLs have errors of their own.
-        return storage_reason(error) or (in_short(error) if is_url(self.folder) else None)
 
     def _folder_identity(self) -> tuple[int, int] | None:
         """Which folder it is: another may have come into the place of one that was lost."""

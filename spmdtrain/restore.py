@@ -28,8 +28,7 @@ from spmdtrain.storage import (
     hush_late_answers,
     in_short,
     is_damage,
-    is_url,
-    storage_reason,
+    why_failed,
 )
 from spmdtrain.sums import sums
 
@@ -309,10 +308,7 @@ def _reachable(folder: epath.Path) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        reason = None if is_damage(error) else storage_reason(error)
-        if reason is None and is_url(folder) and not is_damage(error):
-            reason = in_short(error)  # the libraries of URLs have errors of their own
-        if reason is None:
+        if is_damage(error) or (reason := why_failed(error, folder)) is None:
             raise
         raise StorageError(f"{folder} cannot be read: {reason}") from error
 

@@ -87,6 +87,11 @@ def storage_reason(error: BaseException) -> str | None:
     return None
 
 
+def why_failed(error: Exception, path: str | epath.Path) -> str | None:
+    """As `storage_reason`, at a path: the libraries of URLs have errors of their own."""
+    return storage_reason(error) or (in_short(error) if is_url(path) else None)
+
+
 def is_damage(error: BaseException) -> bool:
     """Whether an error of reading speaks of what is stored, and not of how it is got at."""
     for cause in _causes(error):
