@@ -1,0 +1,705 @@
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from spmdtrain.cluster import (
+    Address,
+    ClusterSpec,
+    Role,
+    from_environment,
+    from_tf_config,
+)
+from spmdtrain.errors import UserError
+
+settings = hypothesis.settings(max_examples=100, deadline=None, derandomize=True)
+
+Config = dict[str, Any]
+
+
+def config(
+    kind: str | None = None, index: object = None, /, **jobs: object
+) -> dict[str, dict[str, object]]:
+    """A TF_CONFIG before it is text."""
+    task = {} if kind is None else {"task": {"type": kind, "index": index}}
+    return {"cluster": jobs} | task
+
+
+def read(kind: str | None = None, index: object = None, /, **jobs: object) -> ClusterSpec:
+    return from_tf_config(json.dumps(config(kind, index, **jobs)))
+
+
+def refusal(value: object) -> str:
+    """What a TF_CONFIG is refused with; always one line."""
+    with pytest.raises(UserError) as caught:
+        from_tf_config(value if isinstance(value, str) else json.dumps(value))
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    assert len(message) < 500
+    assert message.startswith("TF_CONFIG: ")
+    return message.removeprefix("TF_CONFIG: ")
+
+
+# --- Addresses ---
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("localhost:1", "localhost", 1),
+        ("10.0.0.1:65535", "10.0.0.1", 65535),
+        ("worker-0.job_1.svc.cluster.local:2222", "worker-0.job_1.svc.cluster.local", 2222),
+        ("3com.example.:80", "3com.example.", 80),
+        ("[::1]:2222", "::1", 2222),
+        ("[2001:db8::a:1]:2222", "2001:db8::a:1", 2222),
+    ],
+)
+def test_an_address_is_a_host_and_a_port_and_prints_as_it_was_written(
+    text: str, host: str, port: int
+) -> None:
+    address = Address.parse(text, "here")
+    assert address == Address(host, port)
+    assert str(address) == text
+
+
+BROKEN_ADDRESSES = {
+    "": "it has no port",
+    "host": "it has no port",
+    "[::1]": "it has no port",
+    ":2222": "it has no host",
+    "host:": "its port must be",
+    "host:0": "its port must be",
+    "host:65536": "its port must be",
+    "host:70000": "its port must be",
+    "host:123456789": "its port must be",
+    "host:+5": "its port must be",
+    "host:-5": "its port must be",
+    "host:5.0": "its port must be",
+    "host:http": "its port must be",
+    "host:022": "its port must be",
+    "host:٢٢٢٢": "its port must be",  # digits to int(), not to a socket
+    "host: 5": "it must have no spaces",
+    " host:5": "it must have no spaces",
+    "ho st:5": "it must have no spaces",
+    "host:5\n": "it must have no spaces",
+    "host\u2028:5": "it must have no spaces",
+    "host\udc80:5": "it must have no spaces",  # a byte of the environment that is not UTF-8
+    "http://host:5": "leave out the scheme",
+    "grpc://host:5": "leave out the scheme",
+    "host:5/path": "its port must be",
+    "host/path:5": "its host is neither",
+    "höst:5": "its host is neither",
+    "-host:5": "its host is neither",
+    "10.0.0.256:5": "its host is neither",
+    "10.1:5": "its host is neither",
+    "010.0.0.1:5": "its host is neither",
+    "::1": "it has several colons",
+    "::1:2222": "it has several colons",
+    "2001:db8::1": "it has several colons",
+    "[::1:2222": "it has several colons",
+    "host:1:2": "it has several colons",
+    "[]:5": "its host is neither",
+    "[host]:5": "its host is neither",
+    "[10.0.0.1]:5": "its host is neither",
+    "[::g]:5": "its host is neither",
+}
+
+
+@pytest.mark.parametrize(("text", "fault"), BROKEN_ADDRESSES.items())
+def test_a_broken_address_is_refused_with_its_field_its_value_and_its_fault(
+    text: str, fault: str
+) -> None:
+    message = refusal(config("worker", 0, worker=["good:1", text]))
+    assert message.startswith(f"cluster.worker[1] is {text!r}: {fault}")
+
+
+@pytest.mark.parametrize("value", [None, True, 2222, 1.5, ["host:1"], {"host": "a:1"}])
+def test_an_address_that_is_no_string_is_refused(value: object) -> None:
+    message = refusal(config("ps", 0, worker=["a:1"], ps={"0": "b:1", "1": value}))
+    assert message == f"cluster.ps[1] is {json.dumps(value)}: it must be a string, host:port"
+
+
+def test_a_field_is_named_as_the_caller_names_it() -> None:
+    with pytest.raises(UserError, match=r"^--coordinator is 'host': it has no port"):
+        Address.parse("host", "--coordinator")
+
+
+# --- What TensorFlow takes, and what it means ---
+
+
+def facts(spec: ClusterSpec) -> tuple[str, int | None, int, bool, str | None]:
+    coordinator = None if spec.coordinator is None else str(spec.coordinator)
+    return spec.role.value, spec.rank, spec.num_processes, spec.is_chief, coordinator
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", '{"cluster": {}}', '{"cluster": {}, "task": {}}'])
+def test_without_a_cluster_a_run_is_local(text: str | None) -> None:
+    spec = from_tf_config(text)
+    assert facts(spec) == ("local", 0, 1, True, None)
+    assert (spec.task_type, spec.task_index, spec.name) == (None, None, "local")
+    assert spec.as_json() == {
+        "role": "local",
+        "task_type": None,
+        "task_index": None,
+        "rank": 0,
+        "num_processes": 1,
+        "is_chief": True,
+        "coordinator": None,
+        "jobs": {},
+    }
+
+
+@pytest.mark.parametrize("kind", ["worker", "chief", "master"])
+def test_a_single_task_which_is_this_one_is_local_and_knows_its_address(kind: str) -> None:
+    job = "chief" if kind == "master" else kind
+    spec = read(kind, 0, **{kind: ["a:1"]})
+    assert facts(spec) == ("local", 0, 1, True, "a:1")
+    assert (spec.task_type, spec.task_index, spec.name) == (job, 0, "local")
+    without_index = from_tf_config(json.dumps({"cluster": {kind: ["a:1"]}, "task": {"type": kind}}))
+    assert without_index == spec
+    without_task = read(**{kind: ["a:1"]})
+    assert facts(without_task) == facts(spec)
+    assert (without_task.task_type, without_task.task_index) == (None, None)
+    assert facts(read(kind, 0)) == ("local", 0, 1, True, None)
+
+
+TASKS: list[tuple[str, int, tuple[str, int | None, int, bool, str | None], str]] = [
+    ("chief", 0, ("train", 0, 3, True, "c:1"), "chief"),
+    ("worker", 0, ("train", 1, 3, False, "c:1"), "worker 0"),
+    ("worker", 1, ("train", 2, 3, False, "c:1"), "worker 1"),
+    ("ps", 1, ("ps", None, 3, False, "c:1"), "ps 1"),
+    ("evaluator", 0, ("evaluate", None, 3, False, "c:1"), "evaluator 0"),
+]
+
+
+@pytest.mark.parametrize(("kind", "index", "expected", "name"), TASKS)
+def test_the_chief_comes_first_then_the_workers_and_the_others_have_no_rank(
+    kind: str, index: int, expected: object, name: str
+) -> None:
+    spec = read(
+        kind, index, evaluator=["e:1"], ps=["p:1", "p:2"], worker=["w:1", "w:2"], chief=["c:1"]
+    )
+    assert facts(spec) == expected
+    assert spec.name == name
+    assert (spec.has_ps, spec.has_evaluator) == (True, True)
+    assert str(spec.task) == name
+    assert [str(task) for task in spec.processes] == ["chief", "worker 0", "worker 1"]
+    assert [str(task.address) for task in spec.processes] == ["c:1", "w:1", "w:2"]
+    assert spec.as_json() == {
+        "role": expected[0],
+        "task_type": kind,
+        "task_index": index,
+        "rank": spec.rank,
+        "num_processes": 3,
+        "is_chief": spec.is_chief,
+        "coordinator": "c:1",
+        "jobs": {
+            "chief": ["c:1"],
+            "worker": ["w:1", "w:2"],
+            "ps": ["p:1", "p:2"],
+            "evaluator": ["e:1"],
+        },
+    }
+    assert list(spec.jobs) == ["chief", "worker", "ps", "evaluator"]
+
+
+def test_without_a_chief_worker_0_is_it() -> None:
+    spec = read("worker", 0, worker=["a:1", "b:1"])
+    assert facts(spec) == ("train", 0, 2, True, "a:1")
+    assert facts(read("worker", 1, worker=["a:1", "b:1"])) == ("train", 1, 2, False, "a:1")
+    assert (spec.has_ps, spec.has_evaluator) == (False, False)
+
+
+def test_the_master_of_tensorflow_1_is_a_chief() -> None:
+    jobs = {"worker": ["a:1"], "ps": ["b:1"]}
+    for kind, index in (("master", 0), ("worker", 0), ("ps", 0)):
+        modern = "chief" if kind == "master" else kind
+        assert read(kind, index, master=["m:1"], **jobs) == read(
+            modern, index, chief=["m:1"], **jobs
+        )
+
+
+@pytest.mark.parametrize("other", ["ps", "evaluator"])
+def test_a_single_process_beside_other_tasks_trains(other: str) -> None:
+    spec = read("worker", 0, worker=["a:1"], **{other: ["b:1"]})
+    assert facts(spec) == ("train", 0, 1, True, "a:1")
+
+
+@pytest.mark.parametrize("jobs", [{}, {"chief": ["c:1"]}, {"worker": ["a:1", "b:1"]}])
+def test_an_evaluator_need_not_be_in_the_cluster(jobs: dict[str, list[str]]) -> None:
+    spec = read("evaluator", 7, **jobs)
+    count = max(1, sum(map(len, jobs.values())))
+    first = next(iter(jobs.values()), [None])[0]
+    assert facts(spec) == ("evaluate", None, count, False, first)
+    assert (spec.name, spec.task, spec.has_evaluator) == ("evaluator 7", None, False)
+
+
+def test_an_evaluator_or_a_ps_alone_does_not_train() -> None:
+    assert facts(read("evaluator", 0, evaluator=["e:1"])) == ("evaluate", None, 1, False, None)
+    assert facts(read("ps", 0, ps=["p:1"])) == ("ps", None, 1, False, None)
+
+
+def test_an_index_may_be_a_numeric_string() -> None:
+    assert read("worker", "1", worker=["a:1", "b:1"]) == read("worker", 1, worker=["a:1", "b:1"])
+
+
+def test_what_others_put_into_it_is_left_alone() -> None:
+    more: Config = {**config("worker", 1, worker=["a:1", "b:1"])}
+    more["task"] |= {"cloud": True, "trial": "3"}
+    more |= {"environment": "cloud", "job": {"x": [None]}, "rpc_layer": "grpc"}
+    assert from_tf_config(json.dumps(more)) == read("worker", 1, worker=["a:1", "b:1"])
+
+
+# --- Any cluster ---
+
+hosts = st.one_of(
+    st.from_regex(r"[a-z][a-z0-9-]{0,8}(\.[a-z]{1,5})?", fullmatch=True),
+    st.ip_addresses(v=4).map(str),
+    st.ip_addresses(v=6).map(lambda ip: f"[{ip}]"),
+)
+addresses = st.builds(lambda host, port: f"{host}:{port}", hosts, st.integers(1, 65535))
+
+
+@st.composite
+def clusters(draw: st.DrawFn, least: int = 1) -> dict[str, list[str]]:
+    """Jobs with at least so many training tasks, in any order."""
+    chief = draw(st.integers(0, 1))
+    sizes = {
+        "chief": chief,
+        "worker": draw(st.integers(max(0, least - chief), 5)),
+        "ps": draw(st.integers(0, 3)),
+        "evaluator": draw(st.integers(0, 1)),
+    }
+    total = sum(sizes.values())
+    left = draw(st.lists(addresses, min_size=total, max_size=total, unique=True))
+    jobs = {job: [left.pop() for _ in range(size)] for job, size in sizes.items() if size}
+    return {job: jobs[job] for job in draw(st.permutations(list(jobs)))}
+
+
+@settings
+@hypothesis.given(clusters())
+def test_the_training_tasks_are_numbered_without_gaps_and_one_is_the_chief(
+    jobs: dict[str, list[str]],
+) -> None:
+    training = [(job, i) for job in ("chief", "worker") for i in range(len(jobs.get(job, [])))]
+    specs = [read(job, i, **jobs) for job, i in training]
+    assert [spec.rank for spec in specs] == list(range(len(training)))
+    assert [spec.is_chief for spec in specs] == [True] + [False] * (len(training) - 1)
+    assert {spec.num_processes for spec in specs} == {len(training)}
+    assert {str(spec.coordinator) for spec in specs} == {jobs[training[0][0]][0]}
+    for spec, (job, i) in zip(specs, training, strict=True):
+        assert str(spec.processes[spec.rank or 0].address) == jobs[job][i]
+        assert spec.role is (Role.LOCAL if len(spec.tasks) == 1 else Role.TRAIN)
+        assert spec.as_json()["jobs"] == jobs
+        assert pickle.loads(pickle.dumps(spec)) == spec
+
+
+@settings
+@hypothesis.given(clusters(), st.data())
+def test_a_job_may_be_a_list_or_an_object_of_indices(
+    jobs: dict[str, list[str]], data: st.DataObject
+) -> None:
+    kind = data.draw(st.sampled_from(sorted(jobs)))
+    index = data.draw(st.integers(0, len(jobs[kind]) - 1))
+    objects = {
+        job: {str(i): texts[i] for i in data.draw(st.permutations(range(len(texts))))}
+        for job, texts in jobs.items()
+    }
+    assert read(kind, index, **objects) == read(kind, index, **jobs)
+
+
+@settings
+@hypothesis.given(clusters(), st.data())
+def test_what_is_printed_as_json_reads_back_as_the_same_cluster(
+    jobs: dict[str, list[str]], data: st.DataObject
+) -> None:
+    kind = data.draw(st.sampled_from(sorted(jobs)))
+    spec = read(kind, data.draw(st.integers(0, len(jobs[kind]) - 1)), **jobs)
+    printed = json.loads(json.dumps(spec.as_json()))
+    assert read(printed["task_type"], printed["task_index"], **printed["jobs"]) == spec
+
+
+# --- Any breakage ---
+
+Breakage = Callable[[Config, str, int], str]
+
+
+def break_address(text: Callable[[str], object]) -> Breakage:
+    def breakage(broken: Config, job: str, index: int) -> str:
+        broken["cluster"][job][index] = text(broken["cluster"][job][index])
+        return f"cluster.{job}[{index}] is "
+
+    return breakage
+
+
+def break_job(value: Callable[[list[str]], object], field: str = "cluster.{} ") -> Breakage:
+    def breakage(broken: Config, job: str, index: int) -> str:
+        broken["cluster"][job] = value(broken["cluster"][job])
+        return field.format(job)
+
+    return breakage
+
+
+def break_task(field: str, value: object) -> Breakage:
+    def breakage(broken: Config, job: str, index: int) -> str:
+        broken["task"][field] = value
+        return f"task.{field} is "
+
+    return breakage
+
+
+def misspell_job(broken: Config, job: str, index: int) -> str:
+    broken["cluster"][f"{job}s"] = broken["cluster"].pop(job)
+    return f"cluster has an unknown job '{job}s'. Did you mean '{job}'?"
+
+
+def index_too_large(broken: Config, job: str, index: int) -> str:
+    broken["task"] = {"type": job, "index": len(broken["cluster"][job])}
+    return f"task.index is {len(broken['cluster'][job])}: cluster.{job} has "
+
+
+def forget(*path: str) -> Breakage:
+    def breakage(broken: Config, job: str, index: int) -> str:
+        parent = broken
+        for key in path[:-1]:
+            parent = parent[key]
+        del parent[path[-1]]
+        return f"{'.'.join(path)} is missing"
+
+    return breakage
+
+
+BREAKAGES: dict[str, Breakage] = {
+    "no port": break_address(lambda text: text.rpartition(":")[0]),
+    "port 0": break_address(lambda text: text.rpartition(":")[0] + ":0"),
+    "port 70000": break_address(lambda text: text.rpartition(":")[0] + ":70000"),
+    "no host": break_address(lambda text: ":" + text.rpartition(":")[2]),
+    "a scheme": break_address(lambda text: f"grpc://{text}"),
+    "a space": break_address(lambda text: f"{text} "),
+    "null": break_address(lambda text: None),
+    "a list": break_address(lambda text: [text]),
+    "a string for a job": break_job(lambda texts: texts[0]),
+    "a number for a job": break_job(len),
+    "an empty job": break_job(lambda texts: []),
+    "an empty object for a job": break_job(lambda texts: {}),
+    "indices from 1": break_job(
+        lambda texts: {str(i): text for i, text in enumerate(texts, start=1)},
+        "cluster.{} has the index ",
+    ),
+    "an address twice": break_job(lambda texts: [*texts, texts[0]], "cluster.{}["),
+    "an unknown job": misspell_job,
+    "an unknown type": break_task("type", "wroker"),
+    "a number for a type": break_task("type", 1),
+    "null for a type": break_task("type", None),
+    "an index below 0": break_task("index", -1),
+    "a fractional index": break_task("index", 0.0),
+    "true for an index": break_task("index", True),
+    "null for an index": break_task("index", None),
+    "words for an index": break_task("index", "first"),
+    "an index too large": index_too_large,
+    "no task": forget("task"),
+    "no type": forget("task", "type"),
+    "no index": forget("task", "index"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKAGES)
+@hypothesis.settings(settings, max_examples=25)
+@hypothesis.given(clusters(least=2), st.data())
+def test_one_breakage_in_any_cluster_is_refused_by_its_field(
+    name: str, jobs: dict[str, list[str]], data: st.DataObject
+) -> None:
+    kind, job = (data.draw(st.sampled_from(sorted(jobs))) for _ in range(2))
+    broken = config(kind, data.draw(st.integers(0, len(jobs[kind]) - 1)), **jobs)
+    from_tf_config(json.dumps(broken))
+    field = BREAKAGES[name](broken, job, data.draw(st.integers(0, len(jobs[job]) - 1)))
+    assert refusal(broken).startswith(field)
+
+
+# --- Each breakage ---
+
+WORKERS = ["a:1", "b:1"]
+BROKEN: list[tuple[object, str]] = [
+    # The whole
+    ([1, 2], "the value is [1, 2]: it must be an object"),
+    ('"worker"', "the value is 'worker': it must be an object"),
+    ("null", "the value is null: it must be an object"),
+    ({"cluster": WORKERS}, 'cluster is ["a:1", "b:1"]: it must be an object'),
+    ({"cluster": None}, "cluster is null: it must be an object"),
+    ({"task": "worker 0"}, "task is 'worker 0': it must be an object"),
+    ({"task": None}, "task is null: it must be an object"),
+    # Jobs
+    (config(wroker=WORKERS), "cluster has an unknown job 'wroker'. Did you mean 'worker'?"),
+    (config(gpu=WORKERS), "cluster has an unknown job 'gpu'. There are: master, chief, worker, "),
+    (config("worker", 0, worker="a:1"), "cluster.worker is 'a:1': it must be a list"),
+    (config("worker", 0, worker=None), "cluster.worker is null: it must be a list"),
+    (config("worker", 0, worker=[]), "cluster.worker is empty, []: give addresses"),
+    (config("worker", 0, worker=["a:1"], ps=[]), "cluster.ps is empty, []: give addresses"),
+    (
+        config("worker", 0, chief=WORKERS, worker=["c:1"]),
+        'cluster.chief is ["a:1", "b:1"]: there can be one chief, not 2',
+    ),
+    (
+        config("master", 0, master=WORKERS),
+        'cluster.master is ["a:1", "b:1"]: there can be one master, not 2',
+    ),
+    (
+        config("chief", 0, master=["a:1"], chief=["b:1"]),
+        'cluster.chief is ["b:1"] and cluster.master is ["a:1"]: they are one job',
+    ),
+    (
+        config("evaluator", 0, evaluator=WORKERS),
+        'cluster.evaluator is ["a:1", "b:1"]: there can be one evaluator, not 2',
+    ),
+    # Indices for keys
+    (
+        config("worker", 0, worker={"0": "a:1", "2": "b:1"}),
+        "cluster.worker has the index '2': number its 2 addresses from '0' to '1'",
+    ),
+    (config("worker", 0, worker={"00": "a:1"}), "cluster.worker has the index '00': number its 1"),
+    (config("worker", 0, worker={"+0": "a:1"}), "cluster.worker has the index '+0': number its 1"),
+    (
+        config("worker", 0, worker={"\u0660": "a:1"}),
+        "cluster.worker has the index '\u0660': number its 1",
+    ),
+    (config("worker", 0, worker={"a:1": 0}), "cluster.worker has the index 'a:1': number its 1"),
+    (config("worker", 0, worker={}), "cluster.worker is empty, []: give addresses"),
+    # Addresses of two tasks
+    (
+        config("worker", 0, worker=["a:1", "b:1", "a:1"]),
+        "cluster.worker[2] is 'a:1', as is cluster.worker[0]: give each task its own address",
+    ),
+    (
+        config("worker", 0, worker=["a.B:1"], ps=["c:1", "A.b:1"]),
+        "cluster.ps[1] is 'A.b:1', as is cluster.worker[0]",
+    ),
+    (
+        config("worker", 0, chief=["[::1]:1"], worker=["[0:0::0:1]:1"]),
+        "cluster.worker[0] is '[0:0::0:1]:1', as is cluster.chief[0]",
+    ),
+    # The task
+    (config(worker=WORKERS), "task is missing, and the cluster has 2 tasks: say which"),
+    ({"cluster": {"worker": WORKERS}, "task": {"cloud": 1}}, "task is missing, and the cluster"),
+    ({"task": {"index": 0}}, 'task.type is missing, task is {"index": 0}: write "task": {'),
+    (
+        {"cluster": {"worker": WORKERS}, "task": {"type": "worker"}},
+        'task.index is missing, task is {"type": "worker"}: write "task": {',
+    ),
+    (config("Worker", 0, worker=WORKERS), "task.type is unknown, 'Worker'. Did you mean 'worker'?"),
+    (config("", 0, worker=WORKERS), "task.type is unknown, ''. There are: master, chief, "),
+    (config("worker", 2, worker=WORKERS), "task.index is 2: cluster.worker has 2 tasks, the last"),
+    (config("worker", "2", worker=WORKERS), "task.index is 2: cluster.worker has 2 tasks"),
+    (config("master", 1, master=["a:1"]), "task.index is 1: cluster.master has 1 tasks"),
+    (config("evaluator", 1, evaluator=["a:1"]), "task.index is 1: cluster.evaluator has 1 tasks"),
+    (
+        config("ps", 0, worker=WORKERS, chief=["c:1"]),
+        "task.type is 'ps' (task.index 0), and the cluster has no such task; it has: chief, worker",
+    ),
+    (config("chief", 0, worker=["a:1"]), "task.type is 'chief' (task.index 0), and the cluster"),
+    (config("worker", 0, chief=["a:1"]), "task.type is 'worker' (task.index 0), and the cluster"),
+    (config("worker", 1), "task.type is 'worker' (task.index 1), and the cluster has no such "),
+    (config("ps", 0), "task.type is 'ps' (task.index 0), and the cluster has no such task; it is"),
+    *(
+        (config("worker", index, worker=WORKERS), f"task.index is {shown}: it must be a whole")
+        for index, shown in [
+            (-1, "-1"),
+            (1.0, "1.0"),
+            (True, "true"),
+            (False, "false"),
+            (None, "null"),
+            ([0], "[0]"),
+            ("", "''"),
+            ("-1", "'-1'"),
+            ("+1", "'+1'"),
+            (" 1", "' 1'"),
+            ("1.0", "'1.0'"),
+            ("\u0661", "'\u0661'"),
+        ]
+    ),
+    (config("evaluator", -1, worker=WORKERS), "task.index is -1: it must be a whole number"),
+]
+
+
+@pytest.mark.parametrize(("value", "expected"), BROKEN, ids=[text[:60] for _, text in BROKEN])
+def test_what_is_broken_is_refused_with_its_field_and_its_value(
+    value: object, expected: str
+) -> None:
+    assert refusal(value).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{", "not JSON: Expecting property name enclosed in double quotes at line 1, column 2"),
+        (" ", "not JSON: Expecting value at line 1, column 2"),
+        ("{cluster: {}}", "not JSON: Expecting property name enclosed in double quotes at line 1"),
+        ('{"cluster": {}\n "task": 1}', "not JSON: Expecting ',' delimiter at line 2, column 2"),
+        ('{"cluster": {}} x', "not JSON: Extra data at line 1, column 17, near "),
+        ('\ufeff{"cluster": {}}', "not JSON: Unexpected UTF-8 BOM"),
+        ('{"task": NaN}', "NaN is in it, which is not JSON"),
+        ('{"more": [-Infinity]}', "-Infinity is in it, which is not JSON"),
+        (
+            '{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}}',
+            'the key \'worker\' is there twice, for ["a:1"] and ["b:1"]: keep one',
+        ),
+        ('{"task": {}, "task": {}}', "the key 'task' is there twice, for {} and {}: keep one"),
+        (
+            '{"cluster": {"worker": {"0": "a:1", "0": "b:1"}}}',
+            "the key '0' is there twice, for 'a:1' and 'b:1': keep one",
+        ),
+        ("[" * 100_000, "its objects or lists are nested too deeply"),
+        ('{"x":' * 100_000, "its objects or lists are nested too deeply"),
+        ('{"task": {"type": "worker", "index": ' + "9" * 5000 + "}}", "Exceeds the limit"),
+        ('{"task": {"type": "worker", "index": "' + "9" * 5000 + '"}}', "Exceeds the limit"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_what_is_not_json_is_refused_with_the_place(text: str, expected: str) -> None:
+    assert refusal(text).startswith(expected)
+
+
+def test_what_stands_at_the_fault_is_shown() -> None:
+    message = refusal('{"cluster": {"worker": [a:1]}}')
+    assert message.endswith('line 1, column 25, near \'": {"worker": [a:1]}}\'')
+
+
+def test_a_value_nested_nearly_too_deeply_is_refused_in_one_line() -> None:
+    for depth in range(100, 1500, 50):
+        refusal('{"cluster": ' + "[" * depth + "]" * depth + "}")
+
+
+def test_a_long_value_is_cut() -> None:
+    message = refusal(config("worker", 0, worker=["x" * 10_000]))
+    assert message.startswith("cluster.worker[0] is 'xxxx")
+    assert "xxx...: it has no port" in message
+
+
+@settings
+@hypothesis.given(st.text())
+def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
+    try:
+        from_tf_config(text)
+    except UserError as error:
+        assert len(str(error).splitlines()) == 1
+
+
+json_values = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-2, 3),
+        st.floats(allow_nan=False, allow_infinity=False),
+        st.sampled_from(["worker", "chief", "a:1", "b:1", "0", "1", "evaluator"]),
+        st.text(max_size=5),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from(["worker", "type", "index", "0", "1"]), inner, max_size=3),
+    ),
+    max_leaves=6,
+)
+
+
+@settings
+@hypothesis.given(json_values, json_values)
+def test_any_cluster_and_task_are_read_or_refused_in_one_line(cluster: Any, task: Any) -> None:
+    text = json.dumps({"cluster": cluster, "task": task})
+    try:
+        assert from_tf_config(text).num_processes >= 1
+    except UserError as error:
+        assert len(str(error).splitlines()) == 1
+
+
+# --- Slurm and Open MPI ---
+
+
+def environ(kind: str, index: int, /, **others: str) -> dict[str, str]:
+    jobs = {"chief": ["c:1"], "worker": ["a:1", "b:1"], "ps": ["p:1"], "evaluator": ["e:1"]}
+    return {"TF_CONFIG": json.dumps(config(kind, index, **jobs)), **others}
+
+
+AGREEING: list[dict[str, str]] = [
+    {},
+    {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "2"},
+    {"SLURM_NTASKS": "3", "SLURM_PROCID": "2"},
+    {"SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "8", "SLURM_PROCID": "2"},
+    {"SLURM_NTASKS": "8"},  # no task of the job: its login node
+    {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # a launcher inside one task
+    {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},
+    {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "2"},
+    {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+]
+
+
+@pytest.mark.parametrize("others", AGREEING)
+def test_a_scheduler_may_say_the_same_or_have_one_task(others: dict[str, str]) -> None:
+    assert from_environment(environ("worker", 1, **others)).rank == 2
+
+
+DISAGREEING: list[tuple[dict[str, str], str]] = [
+    ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, "SLURM_STEP_NUM_TASKS is '2', but TF_CON"),
+    ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS is '4', but TF_CONFIG has 3 training"),
+    ({"SLURM_NTASKS": "4", "SLURM_PROCID": "2"}, "SLURM_NTASKS is '4', but TF_CONFIG has 3 train"),
+    (
+        {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "1"},
+        "SLURM_PROCID is '1', but by TF_CONFIG this is worker 1, rank 2: number the tasks alike",
+    ),
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is '2', but TF_CONFIG has 3 training"),
+    (
+        {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "0"},
+        "OMPI_COMM_WORLD_RANK is '0', but by TF_CONFIG this is worker 1, rank 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("others", "expected"), DISAGREEING)
+def test_a_scheduler_that_started_something_else_is_an_error(
+    others: dict[str, str], expected: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        from_environment(environ("worker", 1, **others))
+    assert str(caught.value).startswith(expected)
+
+
+@pytest.mark.parametrize("others", [others for others, _ in DISAGREEING])
+def test_the_scheduler_is_asked_of_training_tasks_of_several_alone(others: dict[str, str]) -> None:
+    assert from_environment(environ("evaluator", 0, **others)).role is Role.EVALUATE
+    assert from_environment(environ("ps", 0, **others)).role is Role.PS
+    assert from_environment(others).role is Role.LOCAL
+    single = {"TF_CONFIG": json.dumps(config("chief", 0, chief=["c:1"], evaluator=["e:1"]))}
+    assert from_environment(single | others).role is Role.TRAIN
+
+
+def test_the_environment_is_read_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", environ("chief", 0)["TF_CONFIG"])
+    assert from_environment().name == "chief"
+    monkeypatch.delenv("TF_CONFIG")
+    assert from_environment().name == "local"
+
+
+# --- What it imports ---
+
+
+def test_reading_and_printing_import_neither_jax_nor_sockets() -> None:
+    code = """
+import sys
+from spmdtrain.cluster import main
+assert main(["--json", "--no-network"]) == 0
+print(sorted({"jax", "numpy", "socket", "rich.console"} & set(sys.modules)))
+assert main(["--json"]) == 0
+print(sorted({"jax", "numpy", "socket", "rich.console"} & set(sys.modules)))
+"""
+    env = os.environ | {"TF_CONFIG": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert (lines[1], lines[3]) == ("[]", "['socket']")
