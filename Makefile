@@ -8,7 +8,7 @@ RUN = $(VENV)/bin/python -m
 # Written last: where it is missing, a set-up was interrupted, and the next begins anew.
 READY = $(VENV)/.ready
 
-.PHONY: help train test lint format clean
+.PHONY: help train test drill lint format clean
 
 help: ## list the targets
 	@echo 'usage: make TARGET [PYTHON=python3.12] [ARGS="--steps 100"]'
@@ -17,8 +17,11 @@ help: ## list the targets
 train: $(READY) ## train the default experiment; ARGS are its options
 	$(RUN) spmdtrain.run --config experiments/digits_mlp.py $(ARGS)
 
-test: lint ## lint, types and tests: what CI runs
-	$(RUN) pytest --numprocesses 2 --dist loadfile
+test: lint ## lint, types and tests
+	$(RUN) pytest --numprocesses 2 --dist loadfile -m 'not drill'
+
+drill: $(READY) ## the slow tests: what happens when processes fail, and longer matrices
+	$(RUN) pytest -m drill
 
 lint: $(READY) ## check style, format and types
 	$(RUN) ruff check .

@@ -31,6 +31,7 @@ _HOMES = {
     "Weighted": "metrics",
     "export_params": "export",
     "find_idx": "idx",
+    "initialize": "distributed",
     "load_params": "restore",
     "read_idx": "idx",
     "read_manifest": "restore",
@@ -60,6 +61,7 @@ __all__ = [
     "Weighted",
     "export_params",
     "find_idx",
+    "initialize",
     "load_params",
     "read_idx",
     "read_manifest",
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from spmdtrain.callbacks import Event, Moment
     from spmdtrain.config import MeshSpec, RunConfig
     from spmdtrain.data import ArrayDataset, Dataset, Mapped, Subset
+    from spmdtrain.distributed import initialize
     from spmdtrain.errors import NonFiniteError, Preempted, StorageError, UserError
     from spmdtrain.experiment import Experiment
     from spmdtrain.export import export_params

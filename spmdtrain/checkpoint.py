@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import itertools
 import logging
 import math
 import os
@@ -19,7 +20,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
-from spmdtrain import manifest
+from spmdtrain import distributed, manifest
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.identity import Identity
 from spmdtrain.manifest import Damaged, Manifest
@@ -33,7 +34,7 @@ from spmdtrain.storage import (
     is_url,
     why_failed,
 )
-from spmdtrain.sums import read_sums, start_sums
+from spmdtrain.sums import as_text, read_parts, start_sums
 
 PyTree = Any
 
@@ -46,6 +47,8 @@ ITEMS: Mapping[str, tuple[str, ...]] = {
 }
 
 _REMOVED = ".removed"
+_MIN_SLICE = 2**20  # bytes
+_numbers = itertools.count()  # of saves: the same in all processes, as they save together
 
 # Orbax tells through absl of every step it takes; what goes wrong it raises.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
@@ -76,10 +79,13 @@ def raw_keys(tree: PyTree) -> PyTree:
 def _handler() -> ocp.PyTreeCheckpointHandler:
     """Orbax' own, but for one thing: a process alone copies what is replicated from one device.
 
-    To slice it up among all of them is for those of several hosts; here it takes several times as
-    long as the copy, and to compile.
+    To slice it up among all of them is for those of several hosts, and for what is large; else it
+    takes several times as long as the copy, and to compile.
     """
-    arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=jax.process_count() > 1)
+    arrays = ocp.type_handlers.ArrayHandler(
+        use_replica_parallel=distributed.process_count() > 1,
+        min_slice_bytes_for_replica_parallel=_MIN_SLICE,
+    )
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
@@ -96,26 +102,58 @@ def check_can_be_saved(state: PyTree) -> None:
         seen[called] = name
 
 
+class _Manager(ocp.CheckpointManager):  # type: ignore[misc]
+    """Orbax' own, which would put a step of ours among JAX's points to stop at."""
+
+    def reached_preemption(self, step: int) -> bool:
+        return False
+
+
 class Checkpoints:
     """The checkpoints that one run writes: `STEP/` holds the state after that many updates.
 
     Each is published by one rename, when all its arrays and its manifest are written. Only then is
-    an older one removed.
+    an older one removed. Where several processes train together, all of them write, and all call
+    the same methods in the same order; process 0 alone seals, renames and removes.
+
+    `evaluated` reads the metrics of an evaluator beside the run by step, where that is what says
+    which checkpoint is best.
     """
 
-    def __init__(self, folder: epath.Path, retention: Retention) -> None:
+    def __init__(
+        self,
+        folder: epath.Path,
+        retention: Retention,
+        evaluated: Callable[[], Mapping[int, Mapping[str, float]]] | None = None,
+    ) -> None:
         self.folder = folder = absolute(folder)  # as Orbax wants it
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder} is a file: it must be the folder of the checkpoints")
         hush_late_answers()
-        self._retention = retention
+        self._retention, self._evaluated = retention, evaluated
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="remove-checkpoints")
+        self._teller = ThreadPoolExecutor(1, thread_name_prefix="tell-check-sums")
         self._saving: _Save | None = None
-        self._failed = False
+        self._failed = self._abandoned = False
+        processes = distributed.process_count()
         with self._named_failures("the folder of the checkpoints cannot be used"):
-            self._manager = ocp.CheckpointManager(
+            if distributed.is_chief():
+                folder.mkdir(parents=True, exist_ok=True)
+            distributed.barrier()
+            if processes > 1 and not folder.exists():
+                raise FileNotFoundError(
+                    "it is there for the first process, and not for this one: a workdir is one "
+                    "that all can see"
+                )
+            self._manager = _Manager(
                 folder,
                 options=ocp.CheckpointManagerOptions(
+                    create=False,
+                    # With its processes named, Orbax waits for them without the devices.
+                    multiprocessing_options=ocp.options.MultiprocessingOptions(
+                        primary_host=0,
+                        active_processes=set(range(processes)) if processes > 1 else None,
+                    ),
                     # What a killed run left half-written goes before the first save.
                     cleanup_tmp_directories=True,
                     lightweight_initialize=True,  # our manifests hold times and metrics
@@ -131,8 +169,11 @@ class Checkpoints:
                 item_handlers={item: _handler() for item in ITEMS},
             )
             self._opened = self._folder_identity()
-            self._records = {s: r for s in self._manager.all_steps() if (r := self._record(s))}
-        self.saved_step = max(self._records, default=0)  # the newest that is known to be whole
+            self._records: dict[int, Record] = {}
+            if distributed.is_chief():
+                self._records = {s: r for s in self._manager.all_steps() if (r := self._record(s))}
+        # The newest that is known to be whole.
+        self.saved_step = distributed.broadcast(max(self._records, default=0))
         self._remove()
 
     def save(
@@ -158,8 +199,11 @@ class Checkpoints:
         # anything on the way to the disk, cannot be in them.
         items = items_of(state)
         sums = start_sums({field: x for item in items.values() for field, x in item.items()})
-        self._saving = _Save(step, now, identity, metrics, stopped, sums)
-        self._records[step] = Record(step, now, metrics)
+        self._saving = save = _Save(next(_numbers), step, now, identity, metrics, stopped, sums)
+        if distributed.is_chief():
+            self._records[step] = Record(step, now, metrics)
+        else:
+            self._teller.submit(lambda: distributed.publish(save.key_of(), read_parts(sums)))
         with self._failing():
             if self._folder_identity() != self._opened:
                 raise FileNotFoundError("the folder is gone: removed, or no longer mounted")
@@ -183,6 +227,8 @@ class Checkpoints:
 
     def close(self) -> None:
         """Finish what is being saved and let go of the folder."""
+        if self._abandoned:
+            return
         try:
             self.wait()
         finally:
@@ -190,6 +236,7 @@ class Checkpoints:
             with contextlib.suppress(Exception) if self._failed else contextlib.nullcontext():
                 self._manager.close()
             self._remover.shutdown()
+            self._teller.shutdown()
             if self._failed and self._folder_identity() == self._opened:
                 time.sleep(0.5)  # Orbax waits no more for threads that are still writing
                 self._remove_unfinished()
@@ -197,23 +244,31 @@ class Checkpoints:
                 with contextlib.suppress(OSError):  # not there, or not empty: the next start looks
                     os.rmdir(self.folder / _REMOVED)
 
+    def abandon(self) -> None:
+        """Let go of the folder as it is: other processes of the job may be gone."""
+        self._saving = None
+        self._remover.shutdown(wait=False)
+        self._teller.shutdown(wait=False)
+        self._abandoned = True
+
     def holds(self, step: int) -> bool:
         """Whether there is a whole checkpoint of a step."""
-        return step in self._records
+        return distributed.broadcast(step in self._records)
 
     def set_aside(self, steps: Sequence[int]) -> list[str]:
         """Rename damaged checkpoints, so that they count no more; the new names."""
         names = []
         with self._named_failures("a damaged checkpoint could not be set aside"):
-            for step in steps:
+            for step in steps if distributed.is_chief() else []:
                 taken = {path.name for path in self.folder.iterdir()}
                 candidates = (f"{step}.damaged{n}" for n in ("", *range(2, len(taken) + 3)))
                 name = next(name for name in candidates if name not in taken)
                 (self.folder / str(step)).rename(self.folder / name)
                 self._records.pop(step, None)
                 names.append(name)
+            names = distributed.broadcast(names)
+            self.saved_step = distributed.broadcast(max(self._records, default=0))
             self._manager.reload()
-            self.saved_step = max(self._records, default=0)
         return names
 
     # -- sealing -------------------------------------------------------------------------------
@@ -222,6 +277,10 @@ class Checkpoints:
         """Write the manifest: all arrays are on the disk, and the folder has not its name yet."""
         save = self._saving
         assert save is not None
+        totals = read_parts(save.sums)
+        for rank in range(1, distributed.process_count()):
+            for name, part in distributed.take(save.key_of(rank)).items():
+                totals[name] += part
         unpublished = (f"{save.step}", f"{save.step}.orbax-checkpoint-tmp")  # URLs, local paths
         folders = (
             path
@@ -236,14 +295,18 @@ class Checkpoints:
             identity=save.identity,
             metrics=None if save.metrics is None else dict(save.metrics),
             stopped=save.stopped,
-            sums=read_sums(save.sums),
+            sums=as_text(totals),
             files=manifest.sizes(folder),
         ).write(folder)
 
     # -- retention -----------------------------------------------------------------------------
 
     def _keep(self, steps: Sequence[int]) -> list[bool]:
-        kept = self._retention.keep(self._records.values())
+        records = list(self._records.values())
+        if self._evaluated is None:
+            kept = self._retention.keep(records)
+        else:
+            kept = self._retention.keep_evaluated(records, self._evaluated())
         # One without a manifest is none that we saved: it neither counts nor goes.
         keeps = [step in kept or step not in self._records for step in steps]
         self._records = {step: record for step, record in self._records.items() if step in kept}
@@ -301,6 +364,8 @@ class Checkpoints:
 
     def _remove_unfinished(self) -> None:
         """Give back the room that a failed save still takes."""
+        if not distributed.is_chief():
+            return
         with contextlib.suppress(failures(self.folder)):
             for path in self.folder.iterdir():
                 if ".orbax-checkpoint-tmp" in path.name:
@@ -309,7 +374,9 @@ class Checkpoints:
 
     def _remove(self) -> None:
         """Remove, beside the training, what Orbax has put aside for that, in earlier runs too."""
-        for path in [] if is_url(self.folder) else Path(self.folder / _REMOVED).glob("*"):
+        if is_url(self.folder) or not distributed.is_chief():
+            return
+        for path in Path(self.folder / _REMOVED).glob("*"):
             self._remover.submit(shutil.rmtree, path, ignore_errors=True)
 
 
@@ -317,12 +384,17 @@ class Checkpoints:
 class _Save:
     """What is being saved."""
 
+    number: int
     step: int
     saved_at: datetime.datetime
     identity: Identity
     metrics: Mapping[str, float] | None
     stopped: bool
     sums: Mapping[str, Any]  # being computed
+
+    def key_of(self, rank: int | None = None) -> str:
+        """Under which a process, this one by default, tells what it adds to the sums."""
+        return f"sums/{self.number}/{distributed.rank() if rank is None else rank}"
 
 
 @dataclass(frozen=True)

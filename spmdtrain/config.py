@@ -87,6 +87,9 @@ class RunConfig:
     """Virtual devices to make of the CPU where there is no accelerator."""
     ema_decay: float | None = None
     """Keep a moving average of the parameters with this decay, and evaluate and predict with it."""
+    evaluated_by: Literal["training", "evaluator"] = "training"
+    """Who evaluates the validation split, and so says which checkpoint is best: the training
+    itself, or an evaluator task beside it (--role evaluate)."""
     jit: bool = True
     """Compile the steps; --no-jit runs them operation by operation, for debugging."""
     resume: Literal["auto", "never", "must"] = "auto"

@@ -29,6 +29,10 @@ class StorageError(OSError):
     """A run's files or checkpoints can no longer be written."""
 
 
+class ClusterError(ConnectionError):
+    """The processes of a job could not come together, or have lost one another."""
+
+
 class Preempted(SystemExit):
     """The run was asked to stop, saved its state, and can be started again. Exits 75.
 
@@ -41,19 +45,33 @@ class Preempted(SystemExit):
         self.signal = signal
 
 
-def exit_code_of(command: Callable[[], int]) -> int:
+def for_users(error: BaseException) -> tuple[ExitCode, str] | None:
+    """The exit code and the line of an error that is meant for users; None for any other."""
+    if isinstance(error, UserError):
+        return ExitCode.BAD_INPUT, f"error: {error}"
+    if isinstance(error, (StorageError, ClusterError)):
+        return ExitCode.FAILED, f"failed: {error}"
+    if isinstance(error, NonFiniteError):
+        return ExitCode.NON_FINITE, f"stopped: {error}"
+    return None
+
+
+def tell(code: int, line: str, error: Exception) -> int:
+    """Print the line of an error that is meant for users; returns the exit code."""
+    print(line, file=sys.stderr)
+    return code
+
+
+def exit_code_of(
+    command: Callable[[], int], failed: Callable[[int, str, Exception], int] = tell
+) -> int:
     """What a command returns; an error that is meant for users is one line and its exit code."""
     try:
         return command()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return ExitCode.BAD_INPUT
-    except StorageError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return ExitCode.FAILED
-    except NonFiniteError as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return ExitCode.NON_FINITE
+    except Exception as error:
+        if (found := for_users(error)) is None:
+            raise
+        return failed(*found, error)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from spmdtrain import distributed
 from spmdtrain.config import RunConfig, as_json
 from spmdtrain.errors import StorageError
 from spmdtrain.mesh import batch_shards, describe
@@ -37,7 +38,8 @@ class Journal:
         batch, rate = self.config.global_batch_size, self.config.learning_rate
         assert batch is not None
         self.terminal.line(
-            f"{mesh.size} x {mesh.devices.flat[0].device_kind}, mesh {describe(mesh)}; "
+            f"{mesh.size} x {mesh.devices.flat[0].device_kind}{_processes()}, "
+            f"mesh {describe(mesh)}; "
             f"global batch {batch} ({batch // batch_shards(mesh)} per device); "
             + ("" if rate is None else f"learning rate {rate:g}; ")
             + f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters; {program}"
@@ -73,7 +75,8 @@ class Journal:
 
     def recall(self, split: Split, step: int) -> Metrics:
         """What has already been written of a split at a step, by this or an earlier start."""
-        found = self.files.recorded(split, step) if self.files else {}
+        found: Metrics = self.files.recorded(split, step) if self.files else {}
+        found = distributed.broadcast(found)  # process 0 alone has files
         if found:
             self.latest[split] = found
         return found
@@ -93,11 +96,18 @@ class Journal:
                     raise
                 self.terminal.line(str(error))  # and on with what ended the run
         if status is Status.PREEMPTED:
-            self.terminal.line(f"{reason}: saved step {step:,}; start again to go on from there")
+            saved = f"saved step {step:,}; start again to go on from there"
+            where = self.config.workdir
+            self.terminal.line(f"{reason}: {saved if where else 'nothing saved, as no workdir'}")
         if status is Status.FINISHED:
             where = f"; files in {self.config.workdir}" if self.files else ""
             self.terminal.line(f"finished at step {step:,}{where}")
             self.terminal.results({str(s): found for s, found in self.latest.items() if found})
+
+
+def _processes() -> str:
+    count = distributed.process_count()
+    return f" of {count} processes" if count > 1 else ""
 
 
 def _words(metrics: Mapping[str, float]) -> str:

@@ -1,13 +1,16 @@
 """Devices and the named axes they are arranged in."""
 
+import dataclasses
 import math
 import os
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from spmdtrain import distributed
 from spmdtrain.config import Config, MeshSpec, resolve
 from spmdtrain.errors import UserError
 
@@ -50,6 +53,12 @@ def choose_devices(names: tuple[str | int, ...]) -> list[jax.Device]:
     chosen = [_device(str(name)) for name in names]
     if len(set(chosen)) != len(chosen):
         raise UserError(f"mesh.devices names a device twice: {' '.join(map(str, names))}")
+    for process, name in enumerate(distributed.task_names()):
+        if process not in {device.process_index for device in chosen}:
+            raise UserError(
+                f"mesh.devices names none of the devices of {name}: {' '.join(map(str, names))}; "
+                "every process of a job takes part in its mesh"
+            )
     return chosen
 
 
@@ -81,13 +90,13 @@ def build_mesh(spec: MeshSpec) -> Mesh:
     if rest:
         if len(devices) % fixed:
             raise UserError(
-                f"mesh: {product} = {fixed} does not divide {len(devices)} devices, "
+                f"mesh: {product} = {fixed} does not divide {count_of(devices)}, "
                 f"so {rest[0]}=-1 has no whole size"
             )
         sizes[rest[0]] = len(devices) // fixed
     elif fixed != len(devices):
         raise UserError(
-            f"mesh: {product} = {fixed} != {len(devices)} devices; set one axis to -1, or name "
+            f"mesh: {product} = {fixed} != {count_of(devices)}; set one axis to -1, or name "
             "the devices to use in mesh.devices"
         )
     shape = tuple(sizes.values())
@@ -98,6 +107,16 @@ def build_mesh(spec: MeshSpec) -> Mesh:
         else mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     )
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def count_of(devices: Sequence[jax.Device]) -> str:
+    """`8 devices`; of several processes also how many each has: `5 devices (2 + 3)`."""
+    text = f"{len(devices)} device{'s' if len(devices) > 1 else ''}"
+    processes = sorted({device.process_index for device in devices})
+    if len(processes) == 1:
+        return text
+    counts = [sum(device.process_index == p for device in devices) for p in processes]
+    return f"{text} ({' + '.join(map(str, counts))} of {len(processes)} processes)"
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -125,8 +144,22 @@ def resolve_on_devices(config: Config) -> Config:
 
     A script calls it before an experiment's `build(config)`, as the run command does.
     """
+    distributed.initialize()
     make_cpu_devices(config.cpu_devices)
     return resolve(config, batch_shards=batch_shards(build_mesh(config.mesh)))
+
+
+def on_own_devices(config: Config) -> Config:
+    """The configuration of a training, for a process that has other devices than the training.
+
+    Its mesh is kept where it fits; else all devices are along the batch.
+    """
+    make_cpu_devices(config.cpu_devices)
+    try:
+        build_mesh(config.mesh)
+    except UserError:
+        config = dataclasses.replace(config, mesh=MeshSpec())
+    return dataclasses.replace(config, learning_rate_scaling="none", learning_rate_table={})
 
 
 def describe(mesh: Mesh) -> str:

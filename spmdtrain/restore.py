@@ -1,11 +1,12 @@
 """Loading checkpoints: which one is good, what is in it, and parameters for inference."""
 
 import contextlib
+import functools
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -15,6 +16,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import Sharding
 
+from spmdtrain import distributed
 from spmdtrain.adapters import Variables
 from spmdtrain.checkpoint import ITEMS, items_of, raw_keys
 from spmdtrain.errors import StorageError, UserError
@@ -30,7 +32,7 @@ from spmdtrain.storage import (
     is_damage,
     why_failed,
 )
-from spmdtrain.sums import sums
+from spmdtrain.sums import as_text, read_parts, start_sums, sums
 
 PyTree = Any
 T = TypeVar("T")
@@ -94,25 +96,41 @@ def find(path: str | os.PathLike[str]) -> Source:
     return source
 
 
+def agreed(source: Source) -> Source:
+    """As process 0 sees it: all processes of a job call it, to load the same checkpoint."""
+    return replace(source, steps=distributed.broadcast(list(source.steps)))
+
+
 def newest_good(
-    source: Source, load: Callable[[epath.Path, Manifest], T], tell: Callable[[str], None]
+    source: Source,
+    load: Callable[[epath.Path, Manifest], T],
+    tell: Callable[[str], None],
+    *,
+    by_all: bool = False,
 ) -> Found[T]:
     """What `load` makes of the newest checkpoint that is good.
 
     A damaged one is told of and passed over. A refusal by `load` is none of that and is raised.
-    Raises `Damaged` where none is good.
+    Raises `Damaged` where none is good. `by_all` says that all processes of a job load together.
     """
+
+    def read(folder: epath.Path) -> Manifest:
+        with _reachable(folder):
+            return Manifest.read(folder)
+
+    source = agreed(source) if by_all else source
     damaged: dict[int, Damaged] = {}
     for step in reversed(source.steps):
         folder = source.path(step)
         try:
-            with _reachable(folder):
-                manifest = Manifest.read(folder)
+            reading = functools.partial(read, folder)
+            manifest = distributed.jointly(reading, Damaged) if by_all else reading()
             return Found(load(folder, manifest), manifest, list(damaged))
         except Damaged as error:
-            if source.whole_workdir and not folder.exists():
+            gone = not folder.exists()
+            if source.whole_workdir and (distributed.broadcast(gone) if by_all else gone):
                 # Removed while it was read, by a run that goes on: there is a newer one.
-                return newest_good(_listed(source.folder), load, tell)
+                return newest_good(_listed(source.folder), load, tell, by_all=by_all)
             damaged[step] = error
             if step != source.steps[0]:
                 tell(f"checkpoint {folder} is damaged: {error}; trying the one before")
@@ -241,12 +259,20 @@ def read_manifest(path: str | os.PathLike[str], *, tell: Callable[[str], None] =
 def _read(
     folder: epath.Path, manifest: Manifest, targets: Mapping[str, Mapping[str, PyTree]]
 ) -> dict[str, PyTree]:
-    """Arrays placed as `targets` say, by item and field; by field. All of them are checked."""
+    """Arrays placed as `targets` say, by item and field; by field. All of them are checked.
+
+    All processes of a job read together, each its own shards.
+    """
     items = {item: ocp.args.StandardRestore(raw_keys(dict(x))) for item, x in targets.items()}
-    with _named_faults(folder, manifest), _checkpointer() as checkpointer:
-        restored = checkpointer.restore(folder, args=ocp.args.Composite(**items))
+
+    def read() -> Mapping[str, Mapping[str, PyTree]]:
+        with _named_faults(folder, manifest), _checkpointer() as checkpointer:
+            restored: Any = checkpointer.restore(folder, args=ocp.args.Composite(**items))
+        return {item: restored[item] for item in items}
+
+    restored = distributed.jointly(read, Damaged)
     found = {field: x for item in restored.values() for field, x in item.items()}
-    _check(found, manifest)
+    _check(as_text(distributed.summed(read_parts(start_sums(found)))), manifest, found)
     wanted = {field: x for item in targets.values() for field, x in item.items()}
     fields: dict[str, PyTree] = jax.tree.map(_as_wanted, wanted, found)
     return fields
@@ -273,7 +299,7 @@ def _read_host(folder: epath.Path, manifest: Manifest, field: str) -> PyTree:
         found: dict[str, PyTree] = ocp.PyTreeCheckpointHandler().restore(
             folder / field, args=ocp.args.PyTreeRestore(item=tree, restore_args=as_numpy)
         )
-    _check(found, manifest)
+    _check(sums(found), manifest, found)
     return found[field]
 
 
@@ -282,9 +308,8 @@ def _saved_tree(folder: epath.Path) -> PyTree:
     return ocp.PyTreeCheckpointHandler().metadata(folder).tree
 
 
-def _check(fields: Mapping[str, PyTree], manifest: Manifest) -> None:
-    """Raise `Damaged` naming the first array that is not what was saved."""
-    found = sums(dict(fields))
+def _check(found: Mapping[str, str], manifest: Manifest, fields: Collection[str]) -> None:
+    """Raise `Damaged` naming the first array of these fields whose sum is not what was saved."""
     expected = {n: x for n, x in manifest.sums.items() if n.split("/")[0] in fields}
     for name in [*expected, *found]:
         if fault := _difference(name, found.get(name), expected.get(name)):

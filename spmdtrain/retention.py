@@ -1,5 +1,6 @@
 """Which checkpoints stay."""
 
+import dataclasses
 import datetime
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,6 +39,18 @@ class Retention:
         by_step = sorted(records, key=lambda record: record.step)
         newest = [record.step for record in by_step[-self.latest :]]
         return {*newest, *self.best_first(by_step)[: self.best], *self._for_good(by_step)}
+
+    def keep_evaluated(
+        self, records: Iterable[Record], evaluated: Mapping[int, Mapping[str, float]]
+    ) -> set[int]:
+        """The steps to keep where an evaluator beside the run gives the metrics, by step.
+
+        Those that it has still to look at stay, too: any of them may turn out to be the best.
+        """
+        records = [dataclasses.replace(r, metrics=evaluated.get(r.step)) for r in records]
+        steps = {record.step for record in records}  # others are of a run that has gone back since
+        seen = max(steps & evaluated.keys(), default=-1)
+        return self.keep(records) | {r.step for r in records if r.step > seen}
 
     def best_first(self, records: Iterable[Record]) -> list[int]:
         """The steps that have the metric, the best first."""

@@ -9,6 +9,7 @@ if __name__ == "__main__" and _INTERRUPT is signal.default_int_handler:
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -18,11 +19,14 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
+from spmdtrain import cluster, distributed, evaluator, phases
 from spmdtrain.checkpoints import verify
-from spmdtrain.config import RunConfig, check
+from spmdtrain.cluster import Role
+from spmdtrain.config import RunConfig, check, resolve
+from spmdtrain.data import as_dataset
 from spmdtrain.errors import ExitCode, UserError, exit_code_of
 from spmdtrain.experiment import ExperimentFile, load_experiment
-from spmdtrain.mesh import cpu_devices_in_environment, resolve_on_devices
+from spmdtrain.mesh import cpu_devices_in_environment, on_own_devices, resolve_on_devices
 from spmdtrain.terminal import Terminal
 from spmdtrain.trainer import Trainer
 from spmdtrain.writers import write_predictions
@@ -41,6 +45,22 @@ class Options:
     """One of the experiment's PRESETS, whose values the other options then change."""
     mode: Literal["train", "evaluate", "predict", "verify"] = "train"
     """What to do; evaluate and predict take the model from a checkpoint, verify checks them all."""
+    role: Literal["train", "evaluate"] | None = None
+    """What this process is for, where TF_CONFIG does not say so: evaluate looks at the checkpoints
+    of a training that goes on elsewhere, outside its job."""
+    evaluate_which: evaluator.Which = evaluator.Which.EACH
+    """The checkpoints that such an evaluator looks at."""
+    cluster: Literal["tf_config", "auto"] = "tf_config"
+    """Where the other processes are described; auto also finds TPU pods, Slurm, Open MPI and
+    Kubernetes."""
+    coordinator: str | None = None
+    """HOST:PORT of process 0, where there is no TF_CONFIG; the same in all processes."""
+    processes: int | None = None
+    """How many processes there are, with coordinator."""
+    process_id: int | None = None
+    """Which of them this one is, from 0, with coordinator."""
+    init_timeout: float = 300.0
+    """Seconds in which all processes have to come."""
 
 
 RESERVED = frozenset({f.name for f in dataclasses.fields(Options)} | {"topology", "json", "help"})
@@ -55,13 +75,18 @@ class Command:
     config: RunConfig
     source: str | None
     """What to evaluate or predict from, where --init-from names it."""
+    own_workdir: bool
+    """Whether anybody has said where the run's files go."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     try:
         given = sys.argv[1:] if arguments is None else arguments
-        return exit_code_of(lambda: execute(parse(given)))
+        phases.begin()
+        code = exit_code_of(lambda: execute(parse(given)), distributed.fail_in_words)
+        distributed.leave()
+        return code
     except KeyboardInterrupt:
         print("interrupted before there was anything to save", file=sys.stderr)
         return ExitCode.INTERRUPTED
@@ -90,10 +115,11 @@ def parse(arguments: Sequence[str]) -> Command:
     check(config)
     if "cpu_devices" in given and (setting := cpu_devices_in_environment()):
         raise UserError(f"--cpu-devices and {setting} in the environment exclude each other")
-    if config.workdir is None:
+    own_workdir = config.workdir is not None
+    if not own_workdir:
         config = dataclasses.replace(config, workdir=f"runs/{experiment.name}")
     source = config.init_from if "init_from" in given else None
-    return Command(command, experiment, config, source)
+    return Command(command, experiment, config, source, own_workdir)
 
 
 def _command(default: RunConfig, description: str | None) -> Any:
@@ -127,10 +153,23 @@ def execute(command: Command) -> int:
     if options.mode == "verify":
         assert config.workdir is not None
         return verify(command.source or config.workdir, Terminal())
+    spec = cluster.from_environment()
+    if options.role == "evaluate" or (options.role is None and spec.role is Role.EVALUATE):
+        return evaluate_beside(command)
+    if spec.role is Role.PS:
+        raise UserError(
+            f"{spec.name} is a parameter server, which synchronous training has none of: start "
+            "only the chief, the workers and the evaluator"
+        )
+    join(options, spec, experiment_file)
+    if distributed.process_count() > 1 and not command.own_workdir:
+        raise UserError("--workdir must be given with several processes: a folder that all can see")
     # Resolved before build: it is to see the batch size and the learning rate that will be used.
     config = resolve_on_devices(config)
     experiment = experiment_file.build(config)
     trainer = Trainer.of(experiment, config)
+    if spec.has_ps:
+        trainer.terminal.line("TF_CONFIG lists ps tasks: not used, the training is synchronous")
     if options.mode == "train":
         trainer.fit(experiment.train, validation=experiment.validation, test=experiment.test)
         return ExitCode.DONE
@@ -145,10 +184,45 @@ def execute(command: Command) -> int:
         trainer.terminal.results({f"{name} at step {step}": found})
         return ExitCode.DONE
     predictions = trainer.predict(splits[name])
+    if not distributed.is_chief():  # who alone writes
+        return ExitCode.DONE
     path = write_predictions(config.workdir, predictions)
     rows = jax.tree.leaves(predictions)[0].shape[0]
     trainer.terminal.line(f"predictions for the {rows:,} examples of {name}: {path}")
     return ExitCode.DONE
+
+
+def join(options: Options, spec: cluster.ClusterSpec, experiment: ExperimentFile) -> None:
+    """Become part of the job that is described; all its processes run the same experiment."""
+    distributed.initialize(
+        spec,
+        detect=options.cluster == "auto",
+        explicit=distributed.Explicit(
+            coordinator=options.coordinator,
+            processes=options.processes,
+            process_id=options.process_id,
+        ),
+        timeout=options.init_timeout,
+    )
+    digest = hashlib.sha256(experiment.path.read_bytes()).hexdigest()[:12]
+    distributed.check_same({"the file": {experiment.path.name: digest}})
+
+
+def evaluate_beside(command: Command) -> int:
+    """Evaluate the checkpoints of a training that goes on elsewhere; returns the exit code."""
+    if command.options.mode != "train":
+        raise UserError(f"--role evaluate and --mode {command.options.mode}: give one")
+    distributed.stay_alone()
+    config = on_own_devices(command.config)
+    experiment = command.experiment.build(resolve(config, batch_shards=1))
+    known = config.batch_size_per_device is None  # else it takes the training's devices to say
+    total = resolve(config, batch_shards=1).total_steps(len(as_dataset(experiment.train)))
+    return evaluator.watch(
+        Trainer.of(experiment, config),
+        experiment.validation,
+        which=command.options.evaluate_which,
+        total_steps=total if known else None,
+    )
 
 
 if __name__ == "__main__":

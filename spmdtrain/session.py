@@ -1,6 +1,8 @@
 """One run: what it was given, whom it tells, and what it has saved."""
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from spmdtrain import distributed, phases
 from spmdtrain.checkpoint import Checkpoints, check_can_be_saved
 from spmdtrain.config import RunConfig, as_json
 from spmdtrain.data import Dataset, as_dataset, fingerprint
@@ -21,13 +24,15 @@ from spmdtrain.identity import (
 )
 from spmdtrain.journal import Journal, Metrics
 from spmdtrain.manifest import Damaged, Manifest
-from spmdtrain.restore import load_state, newest_good, saved_in
+from spmdtrain.restore import agreed, load_state, newest_good, saved_in
 from spmdtrain.retention import Retention
 from spmdtrain.signals import StopSignals
 from spmdtrain.step import Steps, TrainState
-from spmdtrain.storage import is_url
+from spmdtrain.storage import folder_of, is_url
 from spmdtrain.terminal import Terminal
-from spmdtrain.writers import RunFiles
+from spmdtrain.writers import RunFiles, Status, evaluator_metrics
+
+_LOOK_AHEAD = 1.0  # seconds between two looks of several processes at process 0's clock
 
 
 @dataclass
@@ -45,6 +50,8 @@ class Session:
     signals: StopSignals
     clock: Callable[[], float]
     saved_at: float = 0.0
+    _ask_clock_at: int = 0  # the step at which to ask process 0 for the time again
+    _asked_clock: tuple[float, int] = (0.0, 0)  # when it was asked last, and at which step
 
     @classmethod
     def open(
@@ -71,26 +78,44 @@ class Session:
             )
         if profiled and is_url(str(config.workdir)):
             raise UserError(f"profile_steps: the profiler writes no trace to {config.workdir}")
-        if config.best_metric != "loss" and "validation" not in data:
+        if config.evaluated_by == "evaluator":
+            if config.workdir is None:
+                raise UserError("evaluated_by is 'evaluator': it needs a workdir, where it looks")
+            data.pop("validation", None)
+        elif config.best_metric != "loss" and "validation" not in data:
             raise UserError(f"best_metric is {config.best_metric!r}: it needs a validation split")
-        if config.best_metric != "loss":
+        elif config.best_metric != "loss":
             names = steps.metric_names(data["validation"].rows(np.arange(1)))
             if config.best_metric not in names:
                 raise UserError(
                     f"best_metric is {config.best_metric!r}, which no evaluation gives."
                     + did_you_mean(config.best_metric, names)
                 )
+        identity = Identity(
+            config=as_json(config),
+            dataset=fingerprint(train),
+            leaves=describe_leaves(steps.abstract_state),
+            optimizer=describe_optimizer(steps.abstract_state.opt_state),
+        )
+        # Before anything is written: processes that differ would train nonsense, or wait for ever.
+        told = dataclasses.asdict(identity)
+        told["config"].pop("data_dir")  # where it is may differ, what is in it may not
+        distributed.check_same(told | {"data": {n: fingerprint(x) for n, x in data.items()}})
         files = checkpoints = None
         signals = StopSignals()
-        if config.workdir is not None:
-            check_can_be_saved(steps.abstract_state)
+        if config.workdir is not None or distributed.process_count() > 1:
             # Without a workdir there is nothing to save to, and Ctrl-C keeps its usual meaning.
             stack.enter_context(signals)
-            files = stack.enter_context(contextlib.closing(RunFiles(config.workdir)))
+        if config.workdir is not None:
+            check_can_be_saved(steps.abstract_state)
+            if distributed.is_chief():
+                files = stack.enter_context(contextlib.closing(RunFiles(config.workdir)))
+            distributed.barrier()  # the folder is there, and no other run has it
+            by_evaluator = config.evaluated_by == "evaluator"
             checkpoints = stack.enter_context(
                 contextlib.closing(
                     Checkpoints(
-                        files.checkpoints,
+                        folder_of(config.workdir) / "checkpoints",
                         Retention(
                             latest=config.keep_latest,
                             best=config.keep_best,
@@ -99,6 +124,9 @@ class Session:
                             every_steps=config.keep_every_steps,
                             every_hours=config.keep_every_hours,
                         ),
+                        functools.partial(evaluator_metrics, config.workdir)
+                        if by_evaluator
+                        else None,
                     )
                 )
             )
@@ -108,12 +136,7 @@ class Session:
             validation=data.get("validation"),
             test=data.get("test"),
             total=total,
-            identity=Identity(
-                config=as_json(config),
-                dataset=fingerprint(train),
-                leaves=describe_leaves(steps.abstract_state),
-                optimizer=describe_optimizer(steps.abstract_state.opt_state),
-            ),
+            identity=identity,
             journal=Journal(terminal, files, config),
             checkpoints=checkpoints,
             signals=signals,
@@ -130,7 +153,7 @@ class Session:
         a run never begins anew over checkpoints.
         """
         config, where = self.config, f"workdir {self.config.workdir}"
-        if config.workdir is None or not (source := saved_in(config.workdir)).steps:
+        if config.workdir is None or not (source := agreed(saved_in(config.workdir))).steps:
             if config.resume == "must":
                 raise UserError(f"resume is 'must', and {where} holds no checkpoint")
             return None
@@ -146,7 +169,7 @@ class Session:
 
         tell = self.journal.terminal.line
         try:
-            found = newest_good(source, load, tell)
+            found = newest_good(source, load, tell, by_all=True)
         except Damaged as error:
             raise UserError(
                 f"{error}; nothing was changed: begin anew in another workdir"
@@ -185,9 +208,27 @@ class Session:
         """Whether to save after `step`, by count or by time."""
         if self.checkpoints is None:
             return False
+        by_time = self._time_to_save(step)
+        return by_time or step == self.total or self.config.saves_at(step, len(self.train))
+
+    def _time_to_save(self, step: int) -> bool:
+        """Whether `checkpoint_every_seconds` have passed, by process 0's clock.
+
+        Several processes do not ask it at every step: each time it also says when to ask again.
+        """
         seconds = self.config.checkpoint_every_seconds
-        elapsed = seconds is not None and self.clock() - self.saved_at >= seconds
-        return elapsed or step == self.total or self.config.saves_at(step, len(self.train))
+        if seconds is None or step < self._ask_clock_at:
+            return False
+        now = self.clock()
+        if distributed.process_count() == 1:
+            return now - self.saved_at >= seconds
+        asked_at, asked = self._asked_clock
+        rate = (step - asked) / max(now - asked_at, 1e-3) if asked else 0.0
+        self._asked_clock = now, step
+        wait = min(_LOOK_AHEAD, max(0.0, seconds - (now - self.saved_at)))
+        due = distributed.broadcast(now - self.saved_at >= seconds)
+        self._ask_clock_at = step + distributed.broadcast(max(1, int(rate * wait)))
+        return due
 
     # -- saving --------------------------------------------------------------------------------
 
@@ -195,14 +236,27 @@ class Session:
         """Begin to save the state after `step`; `stopped` says that a callback ended the run."""
         if self.checkpoints is None:
             return
-        self.checkpoints.save(state, step, self.identity, metrics, stopped=stopped)
+        with phases.within(phases.Phase.SAVE, step):
+            self.checkpoints.save(state, step, self.identity, metrics, stopped=stopped)
+        phases.saved(self.saved_step)
         self.saved_at = self.clock()
         self.journal.saved(self.saved_step)
 
     def await_save(self) -> None:
         """Return when what is being saved is whole; raises what went wrong."""
         if self.checkpoints is not None:
-            self.checkpoints.wait()
+            with phases.within(phases.Phase.SAVE):
+                self.checkpoints.wait()
+            phases.saved(self.saved_step)
+
+    def abandon_save(self) -> None:
+        """Let go of what is being saved, as other processes of the job may be gone."""
+        if self.checkpoints is not None:
+            self.checkpoints.abandon()
+
+    def failed_elsewhere(self, reason: str) -> None:
+        """Say so, before this process is ended because another one has failed."""
+        self.journal.end(Status.FAILED, self.saved_step, reason)
 
     @property
     def saved_step(self) -> int:

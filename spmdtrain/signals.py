@@ -1,16 +1,19 @@
-"""Being asked to stop: SIGTERM and Ctrl-C become a flag that the training loop reads."""
+"""Being asked to stop: SIGTERM and Ctrl-C become a question that the training loop asks."""
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
 
+from spmdtrain import distributed
 from spmdtrain.errors import Preempted
 
 
 class StopSignals:
-    """While entered, the first SIGTERM or SIGINT only sets `received`; a second one ends at once.
+    """While entered, the first SIGTERM or SIGINT only makes `asked` true; a second ends at once.
 
-    Only the main thread can catch signals; in another one, they are left alone.
+    Only the main thread can catch signals; in another one, they are left alone. Where several
+    processes train together, SIGTERM to one of them is caught by JAX and concerns all.
     """
 
     def __init__(self) -> None:
@@ -19,17 +22,31 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._catch)
+            if distributed.process_count() > 1:
+                self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._pass_on)
+            else:
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    self._before[number] = signal.signal(number, self._catch)
         return self
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self._restore()
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
         self._restore()
 
+    def asked(self) -> bool:
+        """Whether a signal has come. All processes ask at the same points, and stop at the same."""
+        if self.received is None and distributed.preempted():
+            self.received = signal.SIGTERM
+        return self.received is not None
+
     def stop_if_received(self) -> None:
-        """Raise `Preempted` if a signal has come."""
-        if self.received is not None:
+        """Raise `Preempted` if a signal has come; as `asked`."""
+        if self.asked():
+            assert self.received is not None
             raise Preempted(self.received.name)
 
     def _restore(self) -> None:

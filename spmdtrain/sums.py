@@ -30,14 +30,22 @@ def start_sums(tree: Any) -> dict[str, Any]:
     return {name: _start(leaf) for name, leaf in named_leaves(tree).items()}
 
 
-def read_sums(started: Mapping[str, Any]) -> dict[str, str]:
-    """The sums that `start_sums` began, as eight hexadecimal digits each."""
-    return {name: f"{sum(map(int, parts)) % 2**32:08x}" for name, parts in started.items()}
+def read_parts(started: Mapping[str, Any]) -> dict[str, int]:
+    """What `start_sums` began. Of an array over several processes, what this one adds to its sum.
+
+    A copy of one and the same part counts in one process only.
+    """
+    return {name: sum(map(int, parts)) for name, parts in started.items()}
+
+
+def as_text(totals: Mapping[str, int]) -> dict[str, str]:
+    """Sums as eight hexadecimal digits each."""
+    return {name: f"{total % 2**32:08x}" for name, total in totals.items()}
 
 
 def sums(tree: Any) -> dict[str, str]:
-    """The sum of every leaf by its path. Leaves are NumPy or JAX arrays."""
-    return read_sums(start_sums(tree))
+    """The sum of every leaf by its path. Leaves are NumPy or JAX arrays, all of this process."""
+    return as_text(read_parts(start_sums(tree)))
 
 
 def _start(leaf: Any) -> list[Any]:
@@ -47,7 +55,8 @@ def _start(leaf: Any) -> list[Any]:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     if leaf.nbytes <= _SMALL and leaf.is_fully_replicated:
-        return [_sum(np.asarray(leaf))]
+        first = any(shard.replica_id == 0 for shard in leaf.addressable_shards)
+        return [_sum(np.asarray(leaf))] if first else []
     return _on_devices(leaf)
 
 

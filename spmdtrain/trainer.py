@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from etils import epath
 
-from spmdtrain import evaluate, hlo
+from spmdtrain import distributed, evaluate, hlo
 from spmdtrain.adapters import Function, Variables, adapt
 from spmdtrain.callbacks import Callbacks, Event, Moment, by_moment
 from spmdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig, as_json, check, resolve
@@ -27,6 +27,7 @@ from spmdtrain.journal import Metrics
 from spmdtrain.manifest import Manifest
 from spmdtrain.mesh import batch_sharding, batch_shards, build_mesh, is_virtual, make_cpu_devices
 from spmdtrain.metrics import loss_first
+from spmdtrain.phases import Phase, within
 from spmdtrain.profiling import ProfiledSteps
 from spmdtrain.restore import find, load_model, newest_good, saved_in
 from spmdtrain.session import Session
@@ -85,10 +86,11 @@ class Trainer:
                 "learning_rate_scaling and learning_rate_table come too late for a Trainer, whose "
                 "optimizer is built: call config = resolve_on_devices(config) before building it"
             )
+        distributed.initialize()
         make_cpu_devices(self.config.cpu_devices)
         self.mesh = build_mesh(self.config.mesh)
         self.state: TrainState | None = None  # once `fit` has begun
-        self.terminal = terminal or Terminal()
+        self.terminal = terminal or Terminal(quiet=not distributed.is_chief())
         self._adapter = adapt(model)
         self._augment = augment
         self._callbacks = by_moment(callbacks or {})
@@ -158,6 +160,7 @@ class Trainer:
         splits = {"train": train, "validation": validation, "test": test}
         with contextlib.ExitStack() as stack:
             run = Session.open(stack, config, splits, self._steps, self.terminal, self._clock)
+            stack.enter_context(distributed.on_failure(run.failed_elsewhere))
             self._start(run)
             try:
                 self._loop(run)
@@ -170,14 +173,17 @@ class Trainer:
                     self.state = None  # nothing to go on from: a next fit restores or starts anew
                 why = error
                 try:
-                    if isinstance(error, Exception):  # what was being saved is worth waiting for
-                        run.await_save()
+                    # What was being saved is worth waiting for, if all are still there to save it.
+                    if isinstance(error, NonFiniteError) or distributed.process_count() == 1:
+                        if isinstance(error, Exception):
+                            run.await_save()
+                    else:
+                        run.abandon_save()
                 except StorageError as failed_save:
                     why = failed_save
                     raise
                 finally:
-                    reason = " ".join(f"{type(why).__name__}: {why}".split())
-                    run.journal.end(Status.FAILED, run.saved_step, reason)
+                    run.journal.end(Status.FAILED, run.saved_step, distributed.reason(why))
                 raise
         found = run.journal.latest
         return FitResult(self.step, found[Split.TRAIN], found[Split.EVAL], found[Split.TEST])
@@ -187,7 +193,8 @@ class Trainer:
         self._stop_asked = False
         self._restored = None  # from here on there is a state of its own
         if self.state is None:
-            self.state = run.resume(self._steps) or self._initial()
+            with within(Phase.RESTORE, 0):
+                self.state = run.resume(self._steps) or self._initial()
         elif self._identity is not None:
             check_same_run(self._identity, run.identity, f"this trainer at step {self.step}")
             run.check_newest(self.step)
@@ -227,9 +234,12 @@ class Trainer:
 
         with self.terminal.progress("train", done=first, total=run.total), profile:
             for step in range(first + 1, run.total + 1):
-                # The update is only dispatched: the devices work while the host goes on.
                 profile.before(step)
-                self.state, output = train_step(self.state, next(batches))
+                with within(Phase.LOAD, step):
+                    batch = next(batches)
+                # The update is only dispatched: the devices work while the host goes on.
+                with within(Phase.STEP):
+                    self.state, output = train_step(self.state, batch)
                 profile.after(step, output)
 
                 # Outputs are read some steps late, so that the host never waits for the devices.
@@ -240,9 +250,10 @@ class Trainer:
 
                 if self._stop_asked:
                     run.total = step
-                look = run.evaluation_due(step)
-                preempted = run.signals.received is not None
-                if not (look or preempted or run.save_due(step) or step == run.total):
+                # From here on, what one process decides all have to: see `distributed`.
+                look, save = run.evaluation_due(step), run.save_due(step)
+                preempted = run.signals.asked()
+                if not (look or preempted or save or step == run.total):
                     continue
 
                 # No state is judged or saved before its own finite flag is known.
@@ -253,8 +264,8 @@ class Trainer:
                 # While it was looked at, a callback or a signal may have asked to stop.
                 if self._stop_asked:
                     run.total = step
-                preempted = run.signals.received is not None
-                if preempted or run.save_due(step):
+                preempted = run.signals.asked()
+                if preempted or save or run.save_due(step):
                     self._save(run, step, seen)
                 if preempted:
                     run.await_save()  # what is told to be saved is saved
@@ -282,24 +293,27 @@ class Trainer:
     ) -> tuple[Callable[..., Any], Iterator[PyTree]]:
         """The train step, compiled for the first batch, and the batches; says what they are."""
         assert self.state is not None
-        first, train_step = next(batches), self._steps.train
+        with within(Phase.LOAD):
+            first, train_step = next(batches), self._steps.train
         program = "steps are not compiled"
         if run.config.jit:
             began = time.perf_counter()
             shapes = jax.tree.map(jax.typeof, first)
             if self._compiled_for != shapes:  # not again for a second fit
-                with self.terminal.waiting("compiling the train step"):
+                with self.terminal.waiting("compiling the train step"), within(Phase.COMPILE):
                     self._train_step = self._steps.train.lower(self.state, first).compile()
                 self._compiled_for = shapes
             train_step, seconds = self._train_step, time.perf_counter() - began
-            found = hlo.describe(hlo.collectives(train_step.as_text(), self.mesh), self.mesh)
-            program = f"step compiled in {seconds:.1f} s: {found}"
+            if distributed.is_chief():  # who alone tells it
+                found = hlo.describe(hlo.collectives(train_step.as_text(), self.mesh), self.mesh)
+                program = f"step compiled in {seconds:.1f} s: {found}"
         run.journal.introduce(self.mesh, self.state.params, program)
         return train_step, itertools.chain([first], batches)
 
     def _read(self, run: Session, step: int, output: StepOutput) -> None:
         """Take a step's numbers from the device: stop if they are none, log them if it is time."""
-        finite = np.asarray(output.finite)
+        with within(Phase.STEP):  # here a process waits for the others
+            finite = np.asarray(output.finite)
         if not finite.all():
             wrong = " and ".join(np.array(HEALTH)[~finite])
             where = first_non_finite(self.state)
@@ -355,6 +369,8 @@ class Trainer:
     def _call(self, moment: Moment, step: int, metrics: Mapping[str, float] | None = None) -> None:
         for callback in self._callbacks[moment]:
             callback(Event(self, moment, step, metrics or {}))
+        if self._callbacks[moment]:  # which all processes call, and process 0 decides
+            self._stop_asked = distributed.broadcast(self._stop_asked)
 
     # -- evaluate and predict ------------------------------------------------------------------
 
@@ -387,9 +403,10 @@ class Trainer:
     def _evaluate(self, dataset: Dataset, batch_size: int, may_stop: Callable[[], None]) -> Metrics:
         variables = self._variables()
         batches = self._ordered("evaluate", dataset, batch_size, may_stop)
-        return evaluate.evaluate(
-            self._steps.evaluate, variables, batches, in_flight=self._in_flight
-        )
+        with within(Phase.EVALUATE):
+            return evaluate.evaluate(
+                self._steps.evaluate, variables, batches, in_flight=self._in_flight
+            )
 
     def _ordered(
         self, what: str, dataset: Dataset, batch_size: int, may_stop: Callable[[], None]
@@ -400,8 +417,10 @@ class Trainer:
             dataset, batch_size, self._batch_sharding, threads=threads
         )
         with self.terminal.progress(what, done=0, total=number):
-            for done, batch in enumerate(batches, start=1):
+            for done in range(1, number + 1):
                 may_stop()
+                with within(Phase.LOAD):
+                    batch = next(batches)
                 yield batch
                 self.terminal.advance(done)
 
@@ -466,7 +485,8 @@ class Trainer:
         def load(folder: epath.Path, manifest: Manifest) -> Variables:
             return load_model(folder, manifest, steps.abstract_state, steps.shardings, config)
 
-        found = newest_good(source := find(path), load, self.terminal.line)
+        source = distributed.jointly(lambda: find(path), UserError)
+        found = newest_good(source, load, self.terminal.line, by_all=True)
         step = found.manifest.step
         self.terminal.line(f"parameters of step {step} from {source.path(step)}")
         return found.value, step

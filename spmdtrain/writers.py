@@ -9,7 +9,7 @@ import math
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +53,34 @@ class Status(enum.StrEnum):
     PREEMPTED = "preempted"
 
 
+class Writer(enum.StrEnum):
+    """Who writes into a workdir. Two writers never share a file."""
+
+    TRAINING = "run"
+    EVALUATOR = "evaluator"
+
+    def file(self, stem: str, extension: str = "") -> str:
+        """The writer's own file: `metrics.jsonl`, and `metrics.evaluator.jsonl`."""
+        return f"{stem}{extension}" if self is Writer.TRAINING else f"{stem}.{self}{extension}"
+
+
 class RunFiles:
     """`config.json`, `metrics.jsonl`, `status.json` and `tensorboard/` under one workdir.
 
+    The first and the third are the training's alone; of the others each `writer` has its own.
     No object store can append: where the workdir is a URL, what grows does so in a temporary
     folder, which `sync` copies. What can no longer be written raises `StorageError`.
     """
 
-    def __init__(self, workdir: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        workdir: str,
+        writer: Writer = Writer.TRAINING,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lines_name = writer.file("metrics", ".jsonl")
+        # A sibling: TensorBoard shows each folder as a run, and follows but one file in it.
+        self._curves_name = writer.file("tensorboard")
         self.folder = folder_of(workdir)
         self.checkpoints = self.folder / "checkpoints"
         self._curves: _Curves | None = None
@@ -71,7 +91,10 @@ class RunFiles:
             try:
                 if not is_url(workdir):
                     self.folder.mkdir(parents=True, exist_ok=True)
-                (self.folder / ".lock").write_text("")  # shows whether anything can be written
+                lock = self.folder / writer.file(".lock")
+                lock.write_text("")  # shows whether anything can be written
+                if not is_url(workdir):
+                    stack.enter_context(_lock(lock, writer))
                 self._grown = self._growing(stack)
                 self._whole = self._whole_lines()
             except failures(workdir) as error:
@@ -81,22 +104,21 @@ class RunFiles:
             self._closing = stack.pop_all()
 
     def _growing(self, stack: contextlib.ExitStack) -> Path:
-        """The folder of the files that grow, this run's alone; `stack` lets go of it."""
+        """The folder of the files that grow, this writer's alone; `stack` lets go of it."""
         if not is_url(self.folder):
-            stack.enter_context(_lock(self.folder / ".lock"))
             return Path(self.folder)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spmdtrain-")))
-        if (metrics := self.folder / "metrics.jsonl").exists():
+        if (metrics := self.folder / self._lines_name).exists():
             (folder / metrics.name).write_bytes(metrics.read_bytes())
         return folder
 
     def _whole_lines(self) -> int:
-        """How many bytes of `metrics.jsonl` are lines that were written to their end."""
+        """How many bytes of the metrics are lines that were written to their end."""
         return self._metrics.read_bytes().rfind(b"\n") + 1 if self._metrics.exists() else 0
 
     @property
     def _metrics(self) -> Path:
-        return self._grown / "metrics.jsonl"
+        return self._grown / self._lines_name
 
     def write_config(self, config: Mapping[str, Any], *, mesh: str, devices: Sequence[Any]) -> None:
         """Write `config.json`: the configuration, and what it runs on."""
@@ -119,11 +141,11 @@ class RunFiles:
             self._replace(self.folder / "status.json", json.dumps(content) + "\n")
 
     def write_metrics(self, step: int, split: Split, metrics: Mapping[str, float]) -> None:
-        """Add a line to `metrics.jsonl` and points to the curves. A non-finite value is null."""
+        """Add a line to the metrics and points to the curves. A non-finite value is null."""
         finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
         line = json.dumps({"step": step, "split": split} | finite) + "\n"
         # Closed each time, so that no line is ever lost.
-        with _written(self.folder / "metrics.jsonl"), self._metrics.open("ab") as file:
+        with _written(self.folder / self._lines_name), self._metrics.open("ab") as file:
             # What a full disk left of a line is not to stand in the middle once there is room.
             file.truncate(min(self._whole, file.tell()))
             file.write(line.encode())
@@ -135,9 +157,9 @@ class RunFiles:
 
     def write_curves(self, step: int, points: Mapping[str, float]) -> None:
         """Add points to the TensorBoard curves alone."""
-        with _written(self.folder / "tensorboard"):
+        with _written(self.folder / self._curves_name):
             if self._curves is None:
-                curves = _Curves(self._grown / "tensorboard", self._purge_from)
+                curves = _Curves(self._grown / self._curves_name, self._purge_from)
                 self._curves = self._closing.enter_context(contextlib.closing(curves))
             self._curves.add(step, points)
 
@@ -145,7 +167,7 @@ class RunFiles:
         """Bring the files that grow up to date, for those who read them."""
         self._synced_at = self._clock()
         if self._curves is not None:
-            with _written(self.folder / "tensorboard"):
+            with _written(self.folder / self._curves_name):
                 self._curves.flush()
         if not is_url(self.folder):
             return
@@ -158,36 +180,33 @@ class RunFiles:
                     self._synced[path] = state
 
     def lines(self) -> list[dict[str, Any]]:
-        """What `metrics.jsonl` holds; a last line cut short by a kill is left out."""
-        if not self._metrics.exists():
-            return []
-        lines = self._metrics.read_text().split("\n")
-        complete, _cut = lines[:-1], lines[-1]
-        return [self._parsed(number, line) for number, line in enumerate(complete, start=1)]
+        """What the metrics hold; a last line cut short by a kill is left out."""
+        lines = _whole(self._metrics.read_text()) if self._metrics.exists() else []
+        return [self._parsed(number, line) for number, line in enumerate(lines, start=1)]
 
     def _parsed(self, number: int, line: str) -> dict[str, Any]:
-        try:
-            content = json.loads(line)
-        except json.JSONDecodeError:
-            content = None
-        if not isinstance(content, dict) or not {"step", "split"} <= content.keys():
-            path = self.folder / "metrics.jsonl"
+        if (content := _metrics_line(line)) is None:
+            path = self.folder / self._lines_name
             raise UserError(f"{path}:{number}: not a line of metrics: {line[:60]!r}")
         return content
 
     def recorded(self, split: Split, step: int) -> dict[str, float]:
         """The metrics that are already written of a split at a step, or nothing."""
-        for line in reversed(self.lines()):
-            if line.pop("split") == split and line.pop("step") == step:
-                return {k: math.nan if v is None else v for k, v in line.items()}
-        return {}
+        return self.history(split).get(step, {})
+
+    def history(self, split: Split) -> dict[int, dict[str, float]]:
+        """All metrics that are already written of a split, by step."""
+        return _by_step(self.lines(), split)
 
     def rewind(self, step: int) -> None:
         """Take back all that was written of later steps: the run goes on from `step`."""
         kept = [json.dumps(line) + "\n" for line in self.lines() if line["step"] <= step]
         self._replace(epath.Path(self._metrics), "".join(kept))
         self._whole = self._whole_lines()
-        if (self.folder / "tensorboard").exists():
+        if self._curves is not None:
+            with _written(self.folder / self._curves_name):
+                self._curves.purge(step + 1)
+        elif (self.folder / self._curves_name).exists():
             self._purge_from = step + 1  # what TensorBoard is then told to forget
 
     def close(self) -> None:
@@ -216,7 +235,6 @@ class _Curves:
     """
 
     def __init__(self, folder: Path, purge_from: int | None) -> None:
-        from tensorboardX.proto.event_pb2 import SessionLog
         from tensorboardX.record_writer import RecordWriter
 
         folder.mkdir(exist_ok=True)
@@ -226,7 +244,13 @@ class _Curves:
         self._write(0, file_version="brain.Event:2")
         if purge_from is not None:
             self._write(purge_from, file_version="brain.Event:2")
-            self._write(purge_from, session_log=SessionLog(status=SessionLog.START))
+            self.purge(purge_from)
+
+    def purge(self, step: int) -> None:
+        """Have TensorBoard forget what it was told of `step` and later ones."""
+        from tensorboardX.proto.event_pb2 import SessionLog
+
+        self._write(step, session_log=SessionLog(status=SessionLog.START))
 
     def add(self, step: int, points: Mapping[str, float]) -> None:
         from tensorboardX.summary import scalar
@@ -246,6 +270,78 @@ class _Curves:
     def close(self) -> None:
         with contextlib.suppress(OSError):  # `flush` has said so
             self._file.close()
+
+
+# -- reading what was written --------------------------------------------------------------------
+
+
+def status_of(workdir: str) -> dict[str, Any] | None:
+    """What a run's `status.json` says: `status`, `step`, perhaps `reason`; None before any run.
+
+    Raises `StorageError` where it cannot be read, and `UserError` where it is none of ours.
+    """
+    path = folder_of(workdir) / "status.json"
+    if (text := _text(path)) is None:
+        return None
+    content = _object(text)
+    if content is None or content.get("status") not in list(Status) or "step" not in content:
+        raise UserError(f"{path}: not the status of a run: {text[:60]!r}")
+    return content
+
+
+def evaluator_metrics(workdir: str) -> dict[int, dict[str, float]]:
+    """What an evaluator beside the run has found, by step; `{}` where there is none.
+
+    For a reader who does not wait: a line that cannot be read yet is one not yet written. Raises
+    `StorageError` where the file cannot be read.
+    """
+    text = _text(folder_of(workdir) / Writer.EVALUATOR.file("metrics", ".jsonl")) or ""
+    lines = [content for line in _whole(text) if (content := _metrics_line(line)) is not None]
+    return _by_step(lines, Split.EVAL)
+
+
+def _text(path: epath.Path) -> str | None:
+    try:
+        content: bytes = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except failures(path) as error:
+        raise StorageError(f"{path} cannot be read: {one_line(error)}") from error
+    return content.decode(errors="replace")  # what is no text is no line either
+
+
+def _whole(text: str) -> list[str]:
+    """The lines that were written to their end."""
+    return text.split("\n")[:-1]
+
+
+def _metrics_line(line: str) -> dict[str, Any] | None:
+    content = _object(line)
+    return content if content is not None and {"step", "split"} <= content.keys() else None
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _by_step(lines: Iterable[Mapping[str, Any]], split: Split) -> dict[int, dict[str, float]]:
+    """The metrics of a split by step; of two lines of one step the later counts."""
+    return {
+        line["step"]: {
+            name: math.nan if value is None else value
+            for name, value in line.items()
+            if name not in ("step", "split")
+        }
+        for line in lines
+        if line["split"] == split
+    }
+
+
+# -- predictions ---------------------------------------------------------------------------------
 
 
 def as_numpy(x: np.ndarray) -> np.ndarray:
@@ -269,8 +365,8 @@ def write_predictions(workdir: str | None, predictions: Any) -> epath.Path:
     return path
 
 
-def _lock(path: epath.Path) -> contextlib.AbstractContextManager[Any]:
-    """Hold a workdir for this run alone; the system lets go of it however the process ends."""
+def _lock(path: epath.Path, writer: Writer) -> contextlib.AbstractContextManager[Any]:
+    """Hold a workdir for this writer alone; the system lets go of it however the process ends."""
     if fcntl is None:
         return contextlib.nullcontext()
     file = open(path, "w")  # noqa: SIM115 (open as long as the run)
@@ -278,7 +374,7 @@ def _lock(path: epath.Path) -> contextlib.AbstractContextManager[Any]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise UserError(f"workdir {path.parent} is in use by another run") from None
+        raise UserError(f"workdir {path.parent} is in use by another {writer}") from None
     return file
 
 

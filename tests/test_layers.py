@@ -13,13 +13,13 @@ PACKAGE = Path(spmdtrain.__file__).parent
 
 # As in the design. Within a layer imports may go sideways, without cycles.
 LAYERS = [
-    {"errors", "config", "cluster"},
+    {"errors", "config", "cluster", "tfconfig", "doctor", "phases", "rendezvous"},
     {"adapters", "hlo", "idx", "mesh", "metrics", "permutation", "profiling"}
     | {"retention", "sharding", "signals", "storage", "sums", "terminal", "writers", "distributed"},
     {"callbacks", "checkpoint", "data", "evaluate", "experiment", "export", "identity", "journal"}
     | {"manifest", "restore", "session", "step"},
-    {"trainer"},
-    {"run", "launch", "plan", "checkpoints"},
+    {"trainer", "evaluator"},
+    {"run", "launch", "children", "deaths", "hangs", "tasks", "plan", "checkpoints"},
 ]
 ASIDE = {"models", "testing"}
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")

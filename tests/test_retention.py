@@ -126,6 +126,21 @@ def test_what_was_not_measured_is_never_best_and_ages_out(
             assert record.step not in ages.keep(records)
 
 
+@given(saves(), st.data())
+def test_an_evaluator_beside_the_run_says_which_is_best_and_is_waited_for(
+    records: list[Record], data: st.DataObject
+) -> None:
+    steps = sorted(record.step for record in records)
+    seen = data.draw(st.sampled_from(steps)) if steps else 0
+    skipped = data.draw(st.sets(st.sampled_from(steps))) if steps else set()
+    evaluated = {step: {"loss": float(step % 7)} for step in steps if step <= seen} or {}
+    evaluated = {s: m for s, m in evaluated.items() if s not in skipped or s == seen}
+    kept = Retention(latest=1, best=1).keep_evaluated(records, evaluated)
+    awaited = {step for step in steps if not evaluated or step > max(evaluated)}
+    best = {max(evaluated, key=lambda s: (-evaluated[s]["loss"], s))} if evaluated else set()
+    assert kept == awaited | best | set(steps[-1:])  # its own metrics count for nothing
+
+
 def test_of_equals_the_newer_is_better_and_the_direction_counts() -> None:
     records = [Record(n, START, {"loss": x}) for n, x in enumerate([2.0, 1.0, 1.0, 3.0, 3.0, 2.0])]
     assert Retention().best_first(records) == [2, 1, 5, 0, 4, 3]

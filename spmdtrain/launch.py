@@ -1,0 +1,391 @@
+"""`python -m spmdtrain.launch --processes N -- COMMAND`: start, watch and restart the processes."""
+
+import dataclasses
+import math
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import tyro
+
+from spmdtrain import hangs, phases
+from spmdtrain.children import Child, Guardian, Output, Signals
+from spmdtrain.deaths import Ended, Rank, Restarts, cause, describe, hint, rank
+from spmdtrain.errors import ExitCode, UserError, exit_code_of
+from spmdtrain.phases import Phase, Record
+from spmdtrain.tasks import EVALUATOR, environments_of, gpus_of, tf_configs, training_tasks
+
+_USAGE = "python -m spmdtrain.launch --processes N [options] -- COMMAND"
+_POLL = 0.1  # seconds; the end of a child and signals are noticed at once all the same
+# For so many seconds after a death the others may still tell what they die of: after one that
+# explains itself, and after another.
+_EXPLAINED, _UNEXPLAINED = 0.5, 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Start the processes of a training on this machine, watch them, and restart them together."""
+
+    processes: int
+    """How many processes train: a chief and workers."""
+    devices_per_process: int | None = None
+    """The devices of each: so many GPUs where there are any, else virtual CPU devices."""
+    evaluator: bool = False
+    """Also start an evaluator, which does not take part in the training."""
+    max_restarts: int = 3
+    """Restarts without a new checkpoint in between; each new one refills the budget."""
+    hang_timeout: float = 900
+    """Seconds without any progress after which the job counts as hung; 0 is never."""
+    grace: float = 120
+    """Seconds to save and end in, when asked to."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    return exit_code_of(lambda: execute(sys.argv[1:] if arguments is None else arguments))
+
+
+def execute(arguments: Sequence[str]) -> int:
+    """Do what the command line says; returns the exit code of the job."""
+    own, separator, command = _split(arguments)
+    options = tyro.cli(Options, args=own, prog="python -m spmdtrain.launch", description=__doc__)
+    if not command:
+        missing = "nothing follows the --" if separator else "there is no --"
+        raise UserError(f"no command to start, {missing}: {_USAGE}")
+    _check(options)
+    if shutil.which(command[0]) is None:
+        raise UserError(f"{command[0]!r} cannot be run: no such command, or not executable")
+    names = training_tasks(options.processes) + [EVALUATOR] * options.evaluator
+    gpus = gpus_of(os.environ)
+    environments = environments_of(names, options.devices_per_process, os.environ, gpus)
+    with Signals() as signals, Launcher(options, command, environments, signals) as launcher:
+        if gpus and options.evaluator and not environments[EVALUATOR]["CUDA_VISIBLE_DEVICES"]:
+            launcher.say("the evaluator computes on the CPU: the training takes all GPUs")
+        return launcher.run()
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], bool, list[str]]:
+    """The launcher's own arguments, whether a `--` follows, and the command behind it."""
+    own = list(arguments)
+    at = own.index("--") if "--" in own else len(own)
+    return own[:at], at < len(own), own[at + 1 :]
+
+
+def _check(options: Options) -> None:
+    least = {"processes": 1, "devices_per_process": 1}
+    for name, value in vars(options).items():
+        if value is not None and not value >= least.get(name, 0):
+            option = name.replace("_", "-")
+            raise UserError(f"--{option} {value}: at least {least.get(name, 0)} is wanted")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt, or the evaluator, has ended."""
+
+    code: int
+    words: str
+    saved: int = -1
+    """The newest checkpoint that was known to be whole; -1 where none was."""
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether another attempt could end otherwise."""
+        return self.code not in (ExitCode.DONE, ExitCode.BAD_INPUT, ExitCode.NON_FINITE)
+
+
+class Launcher:
+    """One job: its training tasks, which live and die together, and its evaluator."""
+
+    def __init__(
+        self,
+        options: Options,
+        command: Sequence[str],
+        environments: Mapping[str, Mapping[str, str]],
+        signals: Signals,
+    ) -> None:
+        self.options = options
+        self.command = command
+        self.environments = environments
+        self.signals = signals
+        self.deadline = math.inf
+        """Until when the tasks may run that a signal to the launcher has asked to end."""
+        self.over = False
+        """Whether the training has ended for good."""
+        self.folder = tempfile.mkdtemp(prefix="spmdtrain-")
+        self.guardian = Guardian(self.folder)
+        self.output = Output([*environments, "launch"])
+        self.evaluator = Evaluator(self) if options.evaluator else None
+
+    def __enter__(self) -> "Launcher":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.guardian.close()
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own."""
+        self.output.line("launch", "stderr", text.encode(errors="replace"))
+
+    def run(self) -> int:
+        """Train, with restarts, to the end, the evaluator's included; returns the exit code."""
+        restarts = Restarts(self.options.max_restarts)
+        configs = tf_configs(list(self.environments))
+        if self.evaluator is not None:
+            self.evaluator.begin(configs[EVALUATOR])
+        while True:
+            outcome = self._attempt(configs)
+            wait = None
+            if outcome.may_restart and not self.signals.received:
+                wait = restarts.next(outcome.saved)
+            self.say(f"{outcome.words}{self._what_next(outcome, restarts, wait)}")
+            if wait is None:
+                break
+            self._pause(wait)
+            if self.signals.received:
+                self.say(f"{self.signals.received[0].name}: not restarted")
+                break
+            configs = tf_configs(list(self.environments))
+        return self._finish(outcome)
+
+    def _what_next(self, outcome: Outcome, restarts: Restarts, wait: float | None) -> str:
+        if wait is not None:
+            return f"; restart {restarts.used} of {restarts.limit} in {wait:g} s"
+        if outcome.may_restart and not self.signals.received:
+            return f"; no restart is left of {restarts.limit}"
+        return ""
+
+    def start(self, name: str, tf_config: str) -> Child:
+        """Start a task, without what an earlier one of its name has left."""
+        for kind in ("phase", "reason", "stacks"):
+            phases.path(self.folder, name, kind).unlink(missing_ok=True)
+        told = {"TF_CONFIG": tf_config, phases.LAUNCH: self.folder}
+        environment = {**self.environments[name], **told}
+        return Child(name, self.command, environment, self.output, self.guardian)
+
+    def tick(self) -> None:
+        """Sleep a little, but not past a signal or the end of a child; see to the evaluator."""
+        self.signals.wait(_POLL)
+        if self.evaluator is not None:
+            self.evaluator.tend()
+
+    def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.signals.received:
+            self.tick()
+
+    def _attempt(self, configs: Mapping[str, str]) -> Outcome:
+        """Start all training tasks and watch them until the last has ended."""
+        names = training_tasks(self.options.processes)
+        tasks = [self.start(name, configs[name]) for name in names]
+        deaths: list[Ended] = []
+        until = math.inf  # when the rest is killed
+        watch, hung, stopped = hangs.Watch(), None, list[str]()
+        while running := [child for child in tasks if child.status is None]:
+            self.tick()
+            for child in [child for child in running if child.poll()]:
+                deaths.append(self.death_of(child))
+                until = min(until, time.monotonic() + self._patience(deaths[-1]))
+            running = [child for child in running if child.status is None]
+            if self.signals.received and running and self.deadline == math.inf:
+                self._ask_to_end(running)
+            if self.deadline < math.inf:  # now only the grace counts: some may be saving
+                until = 0.0 if len(self.signals.received) > 1 else self.deadline
+            elif until == math.inf and self._is_stuck(watch, running):
+                hung, until = self._tell_stuck(running), 0.0
+            if time.monotonic() >= until:
+                stopped += [child.name for child in running if self._is_stopped(child)]
+                for child in running:
+                    child.kill()
+        return self._outcome(deaths, hung, stopped)
+
+    def _patience(self, death: Ended) -> float:
+        """How long the others may go on after a death."""
+        patience = {Rank.NONE: math.inf, Rank.OWN: _EXPLAINED, Rank.PREEMPTED: self.options.grace}
+        return patience.get(rank(death), _UNEXPLAINED)
+
+    def _ask_to_end(self, running: Sequence[Child]) -> None:
+        self.deadline = time.monotonic() + self.options.grace
+        for child in running:
+            record = phases.read(self.folder, child.name)
+            child.send(signal.SIGTERM, record.pid if record else None)
+        self.say(
+            f"{self.signals.received[0].name}: the tasks are asked to save and end, in at most "
+            f"{self.options.grace:g} s; a second signal kills them"
+        )
+
+    def death_of(self, child: Child) -> Ended:
+        """What is known of a child that has ended."""
+        assert child.status is not None
+        record = phases.read(self.folder, child.name)
+        reason = phases.read_reason(self.folder, child.name)
+        ended = Ended(child.name, child.status, record=record, reason=reason, errors=child.errors)
+        if ended.signal not in child.sent:
+            return ended
+        if reason is not None:  # it was about to end by itself
+            return dataclasses.replace(ended, status=reason.code)
+        return dataclasses.replace(ended, ours=True)
+
+    def _outcome(
+        self, deaths: Sequence[Ended], hung: str | None, stopped: Sequence[str]
+    ) -> Outcome:
+        """What the deaths of an attempt come to; says all of them but the one that explains it."""
+        saved = max((death.record.saved for death in deaths if death.record), default=-1)
+        first = cause(deaths)
+        failures = [death for death in deaths if rank(death) not in (Rank.NONE, Rank.PREEMPTED)]
+        for death in failures:
+            if death is not first:
+                self.say(describe(death))
+        ours = [death for death in deaths if death.ours]
+        by_us = {death.task for death in ours if death.signal is signal.SIGKILL}
+        killed = ", ".join(name for name in self.environments if name in by_us)
+        if killed:
+            self.say(f"killed {killed}")
+        if hung is not None:
+            return Outcome(ExitCode.FAILED, f"hung: {hung}", saved)
+        if self.signals.received and ours and not failures:
+            received = self.signals.received[0]
+            words = f"killed before they had saved: {killed}" if killed else "ended without saving"
+            return Outcome(128 + received, f"{received.name}: {words}", saved)
+        if first is None:
+            return Outcome(ExitCode.DONE, "finished", saved)
+        meaning = hint(first)
+        if meaning is not None:
+            self.say(meaning)
+        words = describe(first)
+        if stopped and rank(first) is Rank.CONSEQUENCE:
+            words += f" ({', '.join(stopped)}: stopped by a signal)"
+        return Outcome(first.code, words, saved)
+
+    def _is_stuck(self, watch: hangs.Watch, running: Sequence[Child]) -> bool:
+        records = [phases.read(self.folder, child.name) for child in running]
+        idle = watch.idle(records)
+        return any(records) and 0 < self.options.hang_timeout <= idle
+
+    def _tell_stuck(self, running: Sequence[Child]) -> str:
+        """Say who holds the others, and where every process is; returns the first in a sentence."""
+        found = {child.name: phases.read(self.folder, child.name) for child in running}
+        stopped = [child.name for child in running if self._is_stopped(child)]
+        # One that has not begun to publish is known by that.
+        absent = {name: Record(name, 0, Phase.START, -1, changes=0, at=0.0) for name in found}
+        records = [record or absent[name] for name, record in found.items()]
+        sentence = phases.holder(records, stopped).sentence
+        self.say(f"nothing has moved for {self.options.hang_timeout:g} s: {sentence}")
+        asked = []
+        for child in running:
+            record = found[child.name]
+            if record and child.name not in stopped:  # without a record, it would die of it
+                child.send(signal.SIGUSR1, record.pid)
+                asked.append(child.name)
+        stacks = hangs.gather_stacks(self.folder, asked)
+        for name in found:
+            for line in hangs.main_stacks(stacks.get(name, "")):
+                self.output.line(name, "stderr", line.encode())
+            if not stacks.get(name):
+                why = "did not answer" if name in asked else "has not begun to publish"
+                why = "is stopped by a signal" if name in stopped else why
+                self.say(f"no stacks of {name}: it {why}")
+        return sentence
+
+    def _is_stopped(self, child: Child) -> bool:
+        record = phases.read(self.folder, child.name)
+        return hangs.is_stopped(record.pid if record else child.pid)
+
+    def _finish(self, outcome: Outcome) -> int:
+        """Let the evaluator end by itself after the training; returns the exit code of the job."""
+        how = {0: "finished", 75: "preempted"}.get(outcome.code, f"failed: {outcome.words}")
+        phases.write_ended(self.folder, how)
+        self.over = True
+        if self.evaluator is None:
+            return outcome.code
+        if self.evaluator.code is None:
+            self.say("waiting for the evaluator to look at what is left")
+        code = self.evaluator.finish()
+        if outcome.code == ExitCode.DONE != code:
+            self.say(f"the training has finished, but the evaluator has not: exit code {code}")
+            return code
+        return outcome.code
+
+
+class Evaluator:
+    """The evaluator: its end does not end the training, nor the end of an attempt its own life."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._restarts = Restarts(launcher.options.max_restarts)
+        self._child: Child | None = None
+        self._due = math.inf  # when it is to be started again
+        self._config = ""
+        self.code: int | None = None
+        """How it has ended for good; None before it has."""
+
+    def begin(self, tf_config: str) -> None:
+        """Start it for the first time."""
+        self._config = tf_config
+        self._child = self._launcher.start(EVALUATOR, tf_config)
+
+    def tend(self) -> None:
+        """See whether it has ended, and start it again when its time has come."""
+        if self._child is None:
+            if time.monotonic() >= self._due:
+                self._due = math.inf
+                self._child = self._launcher.start(EVALUATOR, self._config)
+        elif self._child.poll():
+            death, self._child = self._launcher.death_of(self._child), None
+            self._settle(death)
+
+    def _settle(self, death: Ended) -> None:
+        """Have it started again, or take its exit code as final."""
+        final = death.ours or death.status in (ExitCode.DONE, ExitCode.BAD_INPUT)
+        if self._launcher.over and death.status == ExitCode.PREEMPTED:
+            final = True  # it has seen that the training was, and has done its own part
+        final = final or bool(self._launcher.signals.received)
+        wait = None if final else self._restarts.next(-1)
+        if wait is None:
+            self.code = death.code
+            next_ = "" if final else f"; no restart is left of {self._restarts.limit}"
+        else:
+            self._due = time.monotonic() + wait
+            next_ = f"; restart {self._restarts.used} of {self._restarts.limit} in {wait:g} s"
+        self._launcher.say(f"{describe(death)}{next_}")
+
+    def finish(self) -> int:
+        """Wait for its end after that of the training; returns its exit code."""
+        launcher, grace = self._launcher, self._launcher.options.grace
+        hang_timeout = launcher.options.hang_timeout or math.inf
+        received, watch = launcher.signals.received, hangs.Watch()
+        asked = False
+        while self.code is None:
+            record = phases.read(launcher.folder, EVALUATOR)
+            idle = watch.idle((record, self._child))  # a restart is progress, too: they are few
+            if self._child is None and received:
+                return 128 + received[0]  # there is no time for the restart that it waits for
+            if self._child is not None and received and not asked:
+                asked = True
+                launcher.deadline = min(launcher.deadline, time.monotonic() + grace)
+                self._child.send(signal.SIGTERM, record.pid if record else None)
+            if self._child is not None:
+                if len(received) > 1 or time.monotonic() >= launcher.deadline:
+                    self._child.kill()
+                elif idle >= hang_timeout and signal.SIGKILL not in self._child.sent:
+                    launcher.say(
+                        f"the evaluator has made no progress for {hang_timeout:g} s: killed"
+                    )
+                    self._child.kill()
+            launcher.tick()
+        return self.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,702 @@
+"""The evaluator beside a training: what it evaluates, what it survives, and when it ends."""
+
+import contextlib
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from fake_gcs import fake_gcs
+from flax import nnx
+from helpers import command, environment, events, metrics, run, saved_steps, small_experiment
+
+from spmdtrain import MeshSpec, RunConfig, StorageError, Trainer, UserError, phases
+from spmdtrain.evaluator import Which, best_and_last, watch
+from spmdtrain.manifest import Manifest
+from spmdtrain.writers import RunFiles, Split, Status, Writer, evaluator_metrics, status_of
+
+X = np.linspace(-1, 1, 64, dtype=np.float32)[:, None]
+DATA = (X, 3 * X + 2)
+
+
+def squared_error(model: Any, batch: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+    x, y = batch
+    return {"loss": (model(x) - y) ** 2}
+
+
+def trainer(workdir: Path | None, **options: Any) -> Trainer:
+    """A line to be fitted: the loss goes down with each of its steps."""
+    parts: dict[str, Any] = {
+        "model": partial(nnx.Linear, 1, 1),
+        "objective": squared_error,
+        "optimizer": optax.sgd(0.1),
+    }
+    return Trainer(**parts | {"workdir": workdir and str(workdir), "steps": 4} | options)
+
+
+def one_device(workdir: Path, **options: Any) -> Trainer:
+    """The evaluator's trainer, on one device of the eight that the training had."""
+    return trainer(workdir, mesh=MeshSpec(data=1, devices=(0,)), **options)
+
+
+def trained(workdir: Path, **options: Any) -> Path:
+    often = {"eval_every_steps": 1, "checkpoint_every_steps": 1, "keep_latest": 9}
+    trainer(workdir, **often, **options).fit(DATA, validation=DATA)
+    assert saved_steps(workdir) == [1, 2, 3, 4]
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training of four steps on eight devices that evaluated and saved each of them."""
+    return trained(tmp_path_factory.mktemp("whole") / "run")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with another learning rate: as many checkpoints of the same model, all different."""
+    return trained(tmp_path_factory.mktemp("other") / "run", optimizer=optax.sgd(0.3))
+
+
+def losses(workdir: Path) -> dict[int, float]:
+    """What the training itself found, by step."""
+    return {line["step"]: line["loss"] for line in metrics(workdir, "eval")}
+
+
+def told(workdir: Path) -> list[dict[str, Any]]:
+    """The lines that the evaluator wrote."""
+    path = workdir / "metrics.evaluator.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def told_steps(workdir: Path) -> list[int]:
+    return [line["step"] for line in told(workdir)]
+
+
+Act = Callable[[], None]
+
+
+class Stage:
+    """The training that an evaluator is beside, played in the evaluator's pauses of a second.
+
+    Each act is played in a pause of its own. When none is left, pauses go on to `until`.
+    """
+
+    def __init__(self, whole: Path, workdir: Path, until: float = 100.0) -> None:
+        self.whole, self.workdir, self.until = whole, workdir, until
+        self.now = 0.0
+        self.acts: Iterator[Act] = iter(())
+
+    def play(self, *acts: Act, which: Which = Which.EACH, using: Trainer | None = None) -> int:
+        self.acts = iter(acts)
+        using = using or one_device(self.workdir)
+        return watch(
+            using, DATA, which=which, total_steps=4, clock=lambda: self.now, sleep=self.sleep
+        )
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds == 1.0
+        self.now += seconds
+        assert self.now < self.until, "it waits for ever"
+        next(self.acts, lambda: None)()
+
+    def nothing(self) -> None:
+        """A pause in which nothing happens."""
+
+    def save(self, *steps: int, of: Path | None = None) -> Act:
+        def act() -> None:
+            for step in steps:
+                unfinished = self.workdir / "checkpoints" / f"{step}.orbax-checkpoint-tmp"
+                shutil.copytree((of or self.whole) / "checkpoints" / str(step), unfinished)
+                unfinished.rename(unfinished.with_name(str(step)))
+
+        return act
+
+    def remove(self, *steps: int) -> Act:
+        def act() -> None:
+            for step in steps:
+                shutil.rmtree(self.workdir / "checkpoints" / str(step))
+
+        return act
+
+    def say(self, status: Status, step: int, reason: str | None = None) -> Act:
+        def act() -> None:
+            with contextlib.closing(RunFiles(str(self.workdir))) as files:
+                files.write_status(status, step, reason)
+
+        return act
+
+    def finish(self) -> None:
+        self.say(Status.FINISHED, 4)()
+
+
+@pytest.fixture
+def stage(whole: Path, tmp_path: Path) -> Stage:
+    return Stage(whole, tmp_path / "run")
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps of the checkpoints that were begun to be read, in order."""
+    steps: list[int] = []
+    restore = Trainer.restore
+
+    def counted(self: Trainer, path: str | None = None) -> int:
+        steps.append(int(Path(str(path)).name))
+        assert len(steps) < 20, "it reads for ever"
+        return restore(self, path)
+
+    monkeypatch.setattr(Trainer, "restore", counted)
+    return steps
+
+
+# -- what it evaluates -----------------------------------------------------------------------------
+
+
+def test_it_finds_what_the_training_found(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workdir = shutil.copytree(whole, tmp_path / "run")
+    before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
+    using = one_device(workdir)
+    assert using.mesh.size == 1 and jax.device_count() == 8
+    assert watch(using, DATA, total_steps=4, sleep=lambda _: pytest.fail("it waits")) == 0
+
+    assert all(path.read_bytes() == content for path, content in before.items())
+    added = {path.relative_to(workdir).parts[0] for path in workdir.rglob("*")} - {
+        path.relative_to(workdir).parts[0] for path in before
+    }
+    assert added == {".lock.evaluator", "metrics.evaluator.jsonl", "tensorboard.evaluator"}
+
+    assert told_steps(workdir) == [1, 2, 3, 4]
+    for line in told(workdir):
+        assert list(line) == ["step", "split", "loss"] and line["split"] == "eval"
+        assert line["loss"] == pytest.approx(losses(whole)[line["step"]], rel=1e-6)
+        again = one_device(workdir)
+        again.restore(f"{workdir}/checkpoints/{line['step']}")
+        assert again.evaluate(DATA) == {"loss": line["loss"]}
+    assert len({line["loss"] for line in told(workdir)}) == 4
+    expected = {line["step"]: float(np.float32(line["loss"])) for line in told(workdir)}
+    assert curve(workdir) == expected
+    output = capsys.readouterr().out
+    assert f"evaluator: waiting for checkpoints in {workdir}\n" in output
+    assert f"eval at step 3: loss {losses(whole)[3]:.4g}\n" in output
+    assert "evaluator: the training has finished at step 4\n" in output
+    assert "best: step 4" in output and "last: step 4" in output
+
+
+def curve(workdir: Path) -> dict[int, float]:
+    """The evaluator's loss as TensorBoard shows it: what is begun anew from a step on is gone."""
+    view = workdir.with_name(f"{workdir.name}.view")
+    view.mkdir()
+    (view / "tensorboard").symlink_to(workdir / "tensorboard.evaluator")
+    points: dict[int, float] = {}
+    for event in events(view):
+        if event.HasField("session_log"):
+            points = {step: value for step, value in points.items() if step < event.step}
+        for value in event.summary.value:
+            assert value.tag == "eval/loss"
+            points[event.step] = value.simple_value
+    return points
+
+
+@pytest.mark.parametrize(
+    ("which", "steps"), [(Which.EACH, [1, 2, 3, 4]), (Which.NEWEST, [1, 3, 4])]
+)
+def test_it_follows_a_training_that_begins_after_it(
+    which: Which, steps: list[int], stage: Stage
+) -> None:
+    assert not stage.workdir.exists()
+    acts = [stage.nothing, stage.say(Status.RUNNING, 0), stage.save(1), stage.save(2, 3)]
+    assert stage.play(*acts, stage.save(4), stage.finish, which=which) == 0
+    assert told_steps(stage.workdir) == steps
+    assert evaluator_metrics(str(stage.workdir)) == {
+        step: {"loss": pytest.approx(losses(stage.whole)[step], rel=1e-6)} for step in steps
+    }
+
+
+@pytest.mark.parametrize(("which", "steps"), [("each", [1, 2, 3, 4]), ("newest", [4])])
+def test_what_is_left_at_the_end_is_evaluated(which: Which, steps: list[int], stage: Stage) -> None:
+    def end() -> None:
+        stage.save(1, 2, 3, 4)()
+        stage.finish()
+
+    assert stage.play(stage.say(Status.RUNNING, 0), end, which=which) == 0
+    assert told_steps(stage.workdir) == steps
+
+
+@pytest.mark.parametrize(("which", "left"), [(Which.EACH, [1, 2, 4]), (Which.NEWEST, [4])], ids=str)
+def test_started_again_it_does_not_evaluate_twice(
+    which: Which, left: list[int], stage: Stage, read: list[int]
+) -> None:
+    stage.save(1, 2, 3)()
+    metrics_file = stage.workdir / "metrics.evaluator.jsonl"
+
+    def kill() -> None:
+        raise ConnectionError("killed")
+
+    # It dies when it has told of 3, and 1 and 2 were in vain.
+    newest_first = Stage(stage.whole, stage.workdir)
+    with pytest.raises(ConnectionError):
+        newest_first.play(kill, which=Which.NEWEST)
+    assert told_steps(stage.workdir) == read == [3]
+    with metrics_file.open("a") as file:
+        file.write('{"step": 1, "spl')  # as a kill leaves it
+    stage.save(4)()
+    stage.finish()
+    assert stage.play(which=which) == 0
+    assert read == [3, *left]
+    assert told_steps(stage.workdir) == [3, *left]
+
+
+# -- what it survives ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["read", "check_files"])
+def test_a_checkpoint_removed_while_it_is_read_is_skipped(
+    moment: str,
+    stage: Stage,
+    read: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Before its manifest is read, and between that and its arrays."""
+    original: Any = getattr(Manifest, moment)
+
+    def removed_meanwhile(*arguments: Any) -> Any:
+        if read and read[-1] == 2 and 2 in saved_steps(stage.workdir):
+            stage.remove(2)()
+        return original(*arguments)
+
+    monkeypatch.setattr(Manifest, moment, removed_meanwhile)
+    stage.save(1, 2, 3, 4)()
+    stage.finish()
+    assert stage.play() == 0
+    assert read == [1, 2, 3, 4] and told_steps(stage.workdir) == [1, 3, 4]
+    assert (
+        capsys.readouterr().out.count("checkpoint 2 was removed before it was read: skipped") == 1
+    )
+
+
+def flip(folder: Path) -> None:
+    """Flips every bit of every file below a folder, and changes no size."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.write_bytes(bytes(byte ^ 0xFF for byte in path.read_bytes()))
+
+
+@pytest.mark.parametrize("part", ["params", ""])
+@pytest.mark.parametrize(("which", "steps"), [("each", [1, 2, 3]), ("newest", [3])])
+def test_a_damaged_checkpoint_is_skipped_once_and_hides_no_other(
+    part: str,
+    which: Which,
+    steps: list[int],
+    stage: Stage,
+    read: list[int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stage.save(1, 2, 3, 4)()
+    damaged = stage.workdir / "checkpoints" / "4"
+    if part:
+        flip(damaged / part)
+    else:
+        (damaged / "manifest.json").write_text("{}")
+    assert stage.play(*[stage.nothing] * 5, stage.finish, which=which) == 0
+    assert sorted(read) == [*steps, 4] and told_steps(stage.workdir) == steps
+    output = capsys.readouterr().out
+    assert output.count("skipped") == 1
+    assert f"checkpoint {damaged} is damaged: " in output
+
+
+def test_a_checkpoint_saved_anew_is_evaluated_again(stage: Stage, other: Path) -> None:
+    """The training goes back to step 1, and on with another learning rate."""
+
+    def back() -> None:
+        stage.remove(2, 3)()
+        stage.save(2, of=other)()
+
+    stage.save(1, 2, 3)()
+    assert (
+        stage.play(stage.nothing, back, stage.nothing, stage.save(3, of=other), stage.finish) == 0
+    )
+    expected = {1: losses(stage.whole)[1], 2: losses(other)[2], 3: losses(other)[3]}
+    assert expected[2] != pytest.approx(losses(stage.whole)[2], rel=1e-2)
+    assert {line["step"]: line["loss"] for line in told(stage.workdir)} == pytest.approx(
+        expected, rel=1e-6
+    )
+    assert told_steps(stage.workdir) == [1, 2, 3]
+    assert curve(stage.workdir) == pytest.approx(expected, rel=1e-6)
+
+
+def test_going_back_takes_back_what_comes_after(stage: Stage, other: Path) -> None:
+    """Of the steps that the training has yet to pass again there is nothing to be told."""
+
+    def back() -> None:
+        stage.remove(2, 3)()
+        stage.save(2, of=other)()
+
+    stage.save(1, 2, 3)()
+    assert stage.play(back, stage.say(Status.FAILED, 2, "boom"), which=Which.NEWEST) == 0
+    assert told_steps(stage.workdir) == [2] == list(curve(stage.workdir))
+
+
+def test_a_checkpoint_of_another_model_ends_it(stage: Stage) -> None:
+    stage.save(1)()
+    wider = one_device(stage.workdir, model=partial(nnx.Linear, 1, 2))
+    with pytest.raises(UserError, match=r"of another model: params/.* is float32\[1\]? there"):
+        stage.play(using=wider)
+    assert told(stage.workdir) == []
+
+
+@pytest.mark.parametrize("where", ["saved_in", "restore", "status_of"])
+@pytest.mark.parametrize("seconds", [30, 1000])
+def test_storage_that_does_not_answer_is_asked_for_a_minute(
+    where: str,
+    seconds: int,
+    stage: Stage,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    owner: Any = Trainer if where == "restore" else sys.modules["spmdtrain.evaluator"]
+    original = getattr(owner, where)
+
+    def answer(*arguments: Any) -> Any:
+        if 0 <= stage.now < seconds:
+            raise StorageError("no route to host")
+        return original(*arguments)
+
+    monkeypatch.setattr(owner, where, answer)
+    stage.save(1, 2, 3, 4)()
+    stage.finish()
+    if seconds == 30:
+        assert stage.play() == 0
+        assert stage.now == 30.0 and told_steps(stage.workdir) == [1, 2, 3, 4]
+    else:
+        with pytest.raises(StorageError, match="no route to host"):
+            stage.play()
+        assert stage.now == 60.0 and told_steps(stage.workdir) == []
+    assert capsys.readouterr().out.count("no route to host; trying again for 60 s\n") == 1
+
+
+# -- when it ends ----------------------------------------------------------------------------------
+
+
+ENDS = [
+    (Status.FAILED, "ValueError: boom", 0, "the training has failed at step 2: ValueError: boom"),
+    (Status.PREEMPTED, "SIGTERM", 75, "the training was preempted at step 2: SIGTERM"),
+    (Status.FINISHED, None, 0, "the training has finished at step 2"),  # a callback stopped it
+]
+
+
+@pytest.mark.parametrize(("status", "reason", "code", "line"), ENDS, ids=lambda x: str(x)[:9])
+def test_it_ends_when_the_training_ends_before_its_time(
+    status: Status,
+    reason: str | None,
+    code: int,
+    line: str,
+    stage: Stage,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def end() -> None:
+        stage.save(1, 2)()
+        stage.say(status, 2, reason)()
+
+    assert stage.play(stage.say(Status.RUNNING, 0), end) == code
+    assert stage.now == 2.0 and told_steps(stage.workdir) == [1, 2]
+    assert f"evaluator: {line}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("status", "reason", "code", "line"), ENDS, ids=lambda x: str(x)[:9])
+def test_how_an_earlier_training_ended_does_not_end_it(
+    status: Status, reason: str | None, code: int, line: str, stage: Stage
+) -> None:
+    stage.save(1, 2)()
+    stage.say(status, 2, reason)()
+    begins = [*[stage.nothing] * 50, stage.say(Status.RUNNING, 2)]
+    goes_on = [*[stage.nothing] * 200, stage.save(3), stage.save(4), stage.finish]
+    stage.until = 300.0
+    assert stage.play(*begins, *goes_on) == 0
+    assert stage.now == 254.0 and told_steps(stage.workdir) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("status", "reason", "code", "line"), ENDS, ids=lambda x: str(x)[:9])
+def test_where_no_training_follows_an_earlier_one_it_ends_after_a_minute(
+    status: Status,
+    reason: str | None,
+    code: int,
+    line: str,
+    stage: Stage,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stage.save(1, 2)()
+    stage.say(status, 2, reason)()
+    assert stage.play() == code
+    assert stage.now == 60.0 and told_steps(stage.workdir) == [1, 2]
+    assert f"evaluator: {line}\n" in capsys.readouterr().out
+
+
+def test_a_training_that_was_over_before_needs_no_minute(stage: Stage) -> None:
+    stage.save(4)()
+    stage.finish()
+    assert stage.play() == 0
+    assert stage.now == 0.0 and told_steps(stage.workdir) == [4]
+
+
+LAUNCHER_SAYS = [
+    ("finished", 0, "has finished at step 1"),
+    ("preempted", 75, "was preempted at step 1"),
+    ("failed: worker 1 was killed", 0, "has failed at step 1: worker 1 was killed"),
+]
+
+
+@pytest.mark.parametrize(("how", "code", "line"), LAUNCHER_SAYS)
+def test_a_launcher_knows_the_end_of_a_training_that_was_killed(
+    how: str,
+    code: int,
+    line: str,
+    stage: Stage,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(phases.LAUNCH, str(tmp_path))
+    acts = [stage.say(Status.RUNNING, 1), stage.save(1), *[stage.nothing] * 20]
+    assert stage.play(*acts, lambda: phases.write_ended(tmp_path, how)) == code
+    assert stage.now == 23.0 and told_steps(stage.workdir) == [1]
+    assert f"evaluator: the training {line}\n" in capsys.readouterr().out
+
+
+def test_a_failed_training_that_a_launcher_starts_again_is_followed(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(phases.LAUNCH, str(tmp_path))
+    failed = [stage.save(1), stage.say(Status.FAILED, 1, "boom"), *[stage.nothing] * 200]
+    again = [stage.say(Status.RUNNING, 1), stage.save(2, 3, 4), stage.finish]
+    stage.until = 250.0
+    assert stage.play(*failed, *again) == 0
+    assert told_steps(stage.workdir) == [1, 2, 3, 4]
+
+
+def test_where_the_launcher_is_dead_a_failed_training_ends_it_all_the_same(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(phases.LAUNCH, str(tmp_path))
+    stage.until = 1000.0
+    assert stage.play(stage.say(Status.RUNNING, 0), stage.say(Status.FAILED, 0, "boom")) == 0
+    assert stage.now == 602.0
+
+
+def test_silence_is_broken_every_five_minutes(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.until = 1000.0
+    acts = [stage.say(Status.RUNNING, 1), stage.save(1), *[stage.nothing] * 700, stage.finish]
+    assert stage.play(*acts) == 0
+    lines = [x for x in capsys.readouterr().out.splitlines() if "nothing new" in x]
+    assert lines == 2 * [
+        "evaluator: nothing new; the training is running at step 1; "
+        f"still waiting for checkpoints in {stage.workdir}"
+    ]
+
+
+def test_a_signal_ends_it_and_it_goes_on_when_started_again(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.save(1, 2)()
+    assert stage.play(partial(signal.raise_signal, signal.SIGTERM)) == 75
+    assert "evaluator: SIGTERM; start again to go on\n" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    stage.save(3, 4)()
+    stage.finish()
+    assert stage.play() == 0
+    assert told_steps(stage.workdir) == [1, 2, 3, 4]
+
+
+def test_a_signal_ends_the_waiting_for_storage(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(workdir: str) -> Any:
+        raise StorageError("no route to host")
+
+    monkeypatch.setattr("spmdtrain.evaluator.saved_in", answer)
+    assert stage.play(partial(signal.raise_signal, signal.SIGTERM)) == 75
+    assert stage.now == 1.0
+
+
+def test_a_signal_during_an_evaluation_loses_nothing(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.save(1, 2)()
+    evaluate = Trainer.evaluate
+
+    def interrupted(self: Trainer, data: Any) -> dict[str, float]:
+        signal.raise_signal(signal.SIGINT)
+        return evaluate(self, data)
+
+    monkeypatch.setattr(Trainer, "evaluate", interrupted)
+    assert stage.play() == 75
+    assert told_steps(stage.workdir) == [1]
+
+
+# -- what it refuses -------------------------------------------------------------------------------
+
+
+def test_a_second_evaluator_is_refused_and_a_training_is_not(stage: Stage) -> None:
+    def second() -> None:
+        with pytest.raises(UserError, match=f"{stage.workdir} is in use by another evaluator"):
+            watch(one_device(stage.workdir), DATA, total_steps=4)
+        RunFiles(str(stage.workdir)).close()
+
+    acts = [second, stage.save(4), stage.finish]
+    assert stage.play(*acts) == 0
+    assert told_steps(stage.workdir) == [4]
+
+
+def test_without_a_workdir_or_a_validation_split_there_is_nothing_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="needs a workdir"):
+        watch(trainer(None), DATA, total_steps=4)
+    with pytest.raises(UserError, match="needs a validation split"):
+        watch(trainer(tmp_path / "run"), None, total_steps=4)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- what it shows and what others read ------------------------------------------------------------
+
+
+def test_best_is_by_the_metric_and_direction_of_the_configuration() -> None:
+    found = {
+        1: {"loss": 2.0, "accuracy": 0.5},
+        2: {"loss": 1.0, "accuracy": 0.5},
+        3: {"loss": 1.0, "accuracy": 0.25},
+        4: {"loss": math.nan, "accuracy": math.nan},
+    }
+    assert list(best_and_last(found, RunConfig())) == ["best: step 3", "last: step 4"]
+    highest = RunConfig(best_metric="accuracy", best_direction="max")
+    assert list(best_and_last(found, highest)) == ["best: step 2", "last: step 4"]
+    assert list(best_and_last(found, RunConfig(best_metric="absent"))) == ["last: step 4"]
+    assert best_and_last({}, RunConfig()) == {}
+
+
+def test_what_an_evaluator_found_can_be_read_at_any_time(tmp_path: Path) -> None:
+    assert evaluator_metrics(str(tmp_path / "absent")) == {}
+    files = RunFiles(str(tmp_path), Writer.EVALUATOR)
+    files.write_metrics(1, Split.EVAL, {"loss": 3.0})
+    files.write_metrics(2, Split.EVAL, {"loss": math.inf, "accuracy": 0.5})
+    files.write_metrics(1, Split.EVAL, {"loss": 2.5})
+    files.close()
+    with (tmp_path / "metrics.evaluator.jsonl").open("ab") as file:
+        file.write(b"\x00\xff\n" + b'{"step": 3, "split": "eval", "loss": 1.0')
+    found = evaluator_metrics(str(tmp_path))
+    assert found.keys() == {1, 2} and found[1] == {"loss": 2.5}
+    assert math.isnan(found[2]["loss"]) and found[2]["accuracy"] == 0.5
+    RunFiles(str(tmp_path)).close()
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_the_status_of_a_run_can_be_read_before_there_is_one(tmp_path: Path) -> None:
+    assert status_of(str(tmp_path)) is None
+    with contextlib.closing(RunFiles(str(tmp_path))) as files:
+        files.write_status(Status.FAILED, 3, "boom")
+    assert status_of(str(tmp_path)) == {"status": "failed", "step": 3, "reason": "boom"}
+    path = tmp_path / "status.json"
+    for text in ("", "[]", '{"status": "odd", "step": 1}', '{"status": ["finished"], "step": 1}'):
+        path.write_text(text)
+        with pytest.raises(UserError, match="not the status of a run"):
+            status_of(str(tmp_path))
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(StorageError, match=r"status\.json cannot be read: .*[Ii]s a directory"):
+        status_of(str(tmp_path))
+
+
+# -- for real --------------------------------------------------------------------------------------
+
+
+EVALUATOR = """
+import importlib.util, sys
+from spmdtrain import Trainer
+from spmdtrain.evaluator import watch
+
+path, workdir, which, total = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("small", path)
+small = importlib.util.module_from_spec(spec)
+sys.modules["small"] = small
+spec.loader.exec_module(small)
+config = small.Config(workdir=workdir)
+experiment = small.build(config)
+trainer = Trainer.of(experiment, config)
+options = {"which": which, "total_steps": int(total), "poll_seconds": 0.02}
+sys.exit(watch(trainer, experiment.validation, **options))
+"""
+
+
+def evaluator(
+    config: Path, workdir: str, which: str, total: int, **variables: str
+) -> subprocess.Popen[str]:
+    """An evaluator on one device, as a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", EVALUATOR, str(config), workdir, which, str(total)],
+        env=environment(1) | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_beside_a_training_that_keeps_but_one_checkpoint(tmp_path: Path) -> None:
+    config, workdir = small_experiment(tmp_path), tmp_path / "run"
+    options = ("--steps", 40, "--checkpoint-every-steps", 1, "--eval-every-steps", 1)
+    beside = evaluator(config, str(workdir), "each", 40)
+    try:
+        training = run(config, "--workdir", workdir, *options, "--keep-latest", 1)
+        output = beside.communicate(timeout=100)[0]
+    finally:
+        beside.kill()
+    assert training.returncode == 0, training.stderr
+    assert beside.returncode == 0 and "Traceback" not in output, output
+    found = told_steps(workdir)
+    assert found[-1] == 40 and found == sorted(set(found))
+    for line in told(workdir):
+        assert line["loss"] == pytest.approx(losses(workdir)[line["step"]], rel=1e-6), output
+
+
+def test_a_workdir_in_a_bucket(tmp_path: Path) -> None:
+    config, workdir = small_experiment(tmp_path), "gs://bucket/deep/run"
+    with fake_gcs() as storage:
+        training = subprocess.run(
+            command(config, "--workdir", workdir, "--checkpoint-every-steps", 2),
+            env=environment() | storage.environment(),
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert training.returncode == 0, training.stderr
+        beside = evaluator(config, workdir, "each", 4, **storage.environment())
+        try:
+            output = beside.communicate(timeout=100)[0]
+        finally:
+            beside.kill()
+        assert beside.returncode == 0 and storage.unknown == [], output
+        found = storage.under("deep/run/")
+    lines, own = (
+        [json.loads(line) for line in found[name].decode().splitlines()]
+        for name in ("metrics.evaluator.jsonl", "metrics.jsonl")
+    )
+    assert [line["step"] for line in lines] == [2, 4]
+    assert lines == [
+        line | {"loss": pytest.approx(line["loss"], rel=1e-6)}
+        for line in own
+        if line["split"] == "eval"
+    ]
+    (curves,) = (name for name in found if name.startswith("tensorboard.evaluator/"))
+    assert found[curves].count(b"eval/loss") == 2

@@ -1,0 +1,281 @@
+"""The side channel: what processes publish, and whom it lets the launcher blame."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmdtrain import phases
+from spmdtrain.phases import WAITING, Phase, Record, holder
+
+
+def published(
+    tmp_path: Path, code: str, task: str = "worker 1"
+) -> subprocess.CompletedProcess[str]:
+    """Run a few lines as a launched process."""
+    env = os.environ | {phases.LAUNCH: str(tmp_path), phases.TASK: task}
+    begin = "import os, signal, sys\nfrom spmdtrain import phases\nfrom spmdtrain.phases import *\n"
+    return subprocess.run(
+        [sys.executable, "-c", begin + code],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_without_a_launcher_nothing_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(phases.LAUNCH, raising=False)
+    monkeypatch.chdir(tmp_path)
+    phases.begin()
+    with phases.within(Phase.STEP, 3):
+        phases.saved(3)
+    phases.tell_reason(1, "why")
+    assert phases.job_ended() is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_phases_nest_and_steps_stay(tmp_path: Path) -> None:
+    code = """
+def show(): r = phases.read(".", "worker 1"); print(r.phase, r.step, r.saved, r.pid == os.getpid())
+print(phases.read(".", "worker 1"))
+begin(); show()
+with within(Phase.EVALUATE, 7):
+    show()
+    with within(Phase.LOAD): show()
+    show()
+saved(6); show()
+with within(Phase.STEP, 8): show()
+begin(); show()
+"""
+    shown = published(tmp_path, code).stdout.splitlines()
+    assert shown == [
+        "None",
+        "start 0 -1 True",
+        "evaluate 7 -1 True",
+        "load 7 -1 True",
+        "evaluate 7 -1 True",
+        "host 7 6 True",
+        "step 8 6 True",
+        "host 8 6 True",
+    ]
+
+
+def test_a_record_outlives_a_killed_process(tmp_path: Path) -> None:
+    code = "begin(); saved(4)\nwith within(Phase.SAVE, 5): os.kill(os.getpid(), 9)"
+    assert published(tmp_path, code).returncode == -9
+    record = phases.read(tmp_path, "worker 1")
+    assert record is not None
+    assert (record.phase, record.step, record.saved, record.changes) == (Phase.SAVE, 5, 4, 2)
+    assert record.where == "save at step 5"
+
+
+def test_every_change_counts(tmp_path: Path) -> None:
+    code = "begin()\nfor k in range(10):\n    with within(Phase.STEP, k): pass"
+    published(tmp_path, code)
+    record = phases.read(tmp_path, "worker 1")
+    assert record is not None
+    assert record.changes == 21
+
+
+def test_what_a_process_starts_does_not_publish_for_it(tmp_path: Path) -> None:
+    code = """
+import subprocess
+begin()
+nested = "from spmdtrain.phases import *; begin(); within(Phase.LOAD, 99).__enter__(); saved(99)"
+with within(Phase.STEP, 3): subprocess.run([sys.executable, "-c", nested], check=True)
+if os.fork() == 0:
+    within(Phase.LOAD, 98).__enter__()
+    os._exit(0)
+os.wait()
+"""
+    assert published(tmp_path, code).returncode == 0
+    record = phases.read(tmp_path, "worker 1")
+    assert record is not None
+    assert (record.phase, record.step, record.saved) == (Phase.HOST, 3, -1)
+
+
+def test_stacks_of_all_threads_on_sigusr1(tmp_path: Path) -> None:
+    code = """
+import threading, time
+def in_a_thread(): time.sleep(5)
+begin()
+threading.Thread(target=in_a_thread, daemon=True).start()
+time.sleep(0.1)
+def in_main(): os.kill(os.getpid(), signal.SIGUSR1)
+in_main()
+"""
+    assert published(tmp_path, code).returncode == 0
+    stacks = (tmp_path / "worker-1.stacks").read_text()
+    assert "in_main" in stacks
+    assert "in_a_thread" in stacks
+
+
+def test_the_first_reason_stays(tmp_path: Path) -> None:
+    code = "tell_reason(3, 'the loss is nan'); tell_reason(1, 'later', own=False)"
+    assert published(tmp_path, code, "chief").returncode == 0
+    content = json.loads((tmp_path / "chief.reason").read_text())
+    assert content == {"code": 3, "reason": "the loss is nan", "own": True}
+    assert phases.read_reason(tmp_path, "chief") == phases.Reason(3, "the loss is nan", True)
+    assert phases.read_reason(tmp_path, "worker 0") is None
+    (tmp_path / "chief.reason").write_text('{"code": 3, "rea')
+    assert phases.read_reason(tmp_path, "chief") is None
+
+
+def test_the_end_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(phases.LAUNCH, str(tmp_path))
+    assert phases.job_ended() is None
+    phases.write_ended(tmp_path, "failed: worker 2 was killed")
+    assert phases.job_ended() == "failed: worker 2 was killed"
+
+
+def test_a_file_in_the_making_is_no_record(tmp_path: Path) -> None:
+    for size in (0, 10, 48):
+        (tmp_path / "chief.phase").write_bytes(bytes(size))
+        assert phases.read(tmp_path, "chief") is None
+
+
+# Who holds the others. A record: phase, step, and when it last moved.
+Places = dict[str, tuple[str, int, float]]
+
+
+def records(places: Places) -> list[Record]:
+    return [
+        Record(task, step, Phase(phase), -1, changes=5, at=at)
+        for task, (phase, step, at) in places.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("places", "stopped", "task", "sentence"),
+    [
+        pytest.param(
+            {"chief": ("step", 37, 5), "worker 0": ("load", 38, 9), "worker 1": ("step", 37, 4)},
+            [],
+            "worker 0",
+            "worker 0 is in load at step 38 and holds the others",
+            id="a higher step does not clear it",
+        ),
+        pytest.param(
+            {"chief": ("step", 37, 5), "worker 0": ("host", 35, 2)},
+            [],
+            "worker 0",
+            "worker 0 is in host at step 35 and holds the others",
+            id="nor does a lower one",
+        ),
+        pytest.param(
+            {"chief": ("load", 37, 5), "worker 0": ("host", 37, 2), "worker 1": ("step", 37, 1)},
+            [],
+            "worker 0",
+            "worker 0 is in host at step 37 and holds the others",
+            id="of two, the one that has not moved for longest",
+        ),
+        pytest.param(
+            {"chief": ("load", 37, 1), "worker 0": ("step", 37, 2)},
+            ["worker 0"],
+            "worker 0",
+            "worker 0 is stopped by a signal in step 37 and holds the others",
+            id="a stopped one before all",
+        ),
+        pytest.param(
+            {"chief": ("step", 37, 1), "worker 0": ("step", 37, 2)},
+            [],
+            None,
+            "all wait in step 37: a collective does not end",
+            id="nobody",
+        ),
+        pytest.param(
+            {"chief": ("save", 40, 1), "worker 0": ("save", 40, 2)},
+            [],
+            None,
+            "all wait in save at step 40: a collective does not end",
+            id="nobody, in a save",
+        ),
+        pytest.param(
+            {"chief": ("step", 37, 1), "worker 0": ("step", 36, 2), "worker 1": ("step", 37, 2)},
+            [],
+            "worker 0",
+            "worker 0 is in step 36 while the others wait in step 37",
+            id="the one behind",
+        ),
+        pytest.param(
+            {"chief": ("save", 37, 1), "worker 0": ("step", 37, 2), "worker 1": ("step", 37, 2)},
+            [],
+            "chief",
+            "chief is in save at step 37 while the others wait in step 37",
+            id="the one elsewhere",
+        ),
+        pytest.param(
+            {"chief": ("save", 37, 1), "worker 0": ("step", 37, 2)},
+            [],
+            None,
+            "each waits for the others (chief in save at step 37, worker 0 in step 37)",
+            id="one against one",
+        ),
+        pytest.param({"chief": ("step", 37, 1)}, [], "chief", "chief is in step 37", id="alone"),
+        pytest.param(
+            {"chief": ("host", 3, 4), "worker 0": ("load", 3, 2)},
+            [],
+            "worker 0",
+            "worker 0 is in load at step 3 and has not moved for longest",
+            id="none waits",
+        ),
+        pytest.param(
+            {"chief": ("end", 40, 1), "worker 0": ("host", 40, 2)},
+            [],
+            "worker 0",
+            "worker 0 is in host at step 40 and holds the others",
+            id="at the end",
+        ),
+    ],
+)
+def test_who_holds_the_others(
+    places: Places, stopped: list[str], task: str | None, sentence: str
+) -> None:
+    found = holder(records(places), stopped)
+    assert (found.task, found.sentence) == (task, sentence)
+
+
+def test_one_that_has_not_begun_holds_the_others() -> None:
+    here = records({"chief": ("start", 0, 2.0)})
+    found = holder([*here, Record("worker 0", 0, Phase.START, -1, changes=0, at=0.0)])
+    assert (found.task, found.sentence) == (
+        "worker 0",
+        "worker 0 has not begun and holds the others",
+    )
+
+
+anywhere = st.builds(
+    lambda phase, step, at: (phase, step, at),
+    st.sampled_from(Phase),
+    st.integers(0, 50),
+    st.floats(0, 100),
+)
+
+
+@given(st.lists(anywhere, min_size=1, max_size=6))
+def test_one_that_waits_is_never_blamed_where_one_does_not(
+    places: list[tuple[Phase, int, float]],
+) -> None:
+    all_ = [
+        Record(f"worker {i}", step, phase, -1, 5, at) for i, (phase, step, at) in enumerate(places)
+    ]
+    found = holder(all_)
+    blamed = next((record for record in all_ if record.task == found.task), None)
+    if any(record.phase not in WAITING for record in all_) and blamed is not None:
+        assert blamed.phase not in WAITING
+    if any(r.phase in WAITING for r in all_) and any(r.phase not in WAITING for r in all_):
+        assert blamed is not None
+    if blamed is not None:
+        assert (found.phase, found.step) == (blamed.phase, blamed.step)
+    assert holder(all_[::-1]).phase == found.phase or len({r.at for r in all_}) < len(all_)
+    for record in all_:
+        assert holder(all_, [record.task]).task == record.task
