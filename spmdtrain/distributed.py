@@ -500,10 +500,10 @@ def _is_lost(error: BaseException) -> bool:
     """Whether an error only says that another process is no longer there."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, (jax.errors.JaxRuntimeError, ValueError)) and _STATUS.match(
-            str(cause)
-        ):
-            return any(words in str(cause).lower() for words in _LOST)
+        # Of ValueErrors, only those that JAX makes of what its transports say.
+        text, from_jax = str(cause), isinstance(cause, (jax.errors.JaxRuntimeError, ValueError))
+        if from_jax and _STATUS.match(text):
+            return any(words in text.lower() for words in _LOST)
         cause = cause.__cause__ or cause.__context__
     return False
 

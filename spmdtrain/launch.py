@@ -59,6 +59,8 @@ def execute(arguments: Sequence[str]) -> int:
         missing = "nothing follows the --" if separator else "there is no --"
         raise UserError(f"no command to start, {missing}: {_USAGE}")
     _check(options)
+    if command[0] in ("python", "python3"):
+        command = [sys.executable, *command[1:]]  # that of this environment, whatever PATH says
     if shutil.which(command[0]) is None:
         raise UserError(f"{command[0]!r} cannot be run: no such command, or not executable")
     names = training_tasks(options.processes) + [EVALUATOR] * options.evaluator

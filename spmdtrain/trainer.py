@@ -227,8 +227,10 @@ class Trainer:
         )
         train_step, batches = self._compiled(run, batches)
         in_flight: collections.deque[tuple[int, StepOutput]] = collections.deque()
-        profile = ProfiledSteps(config.profile_range(), config.workdir)
-        if (profiled := config.profile_range()) and first >= profiled[1]:
+        # Of several processes, the first: the others' traces would come into the same files.
+        profiled = config.profile_range() if distributed.is_chief() else None
+        profile = ProfiledSteps(profiled, config.workdir)
+        if profiled and first >= profiled[1]:
             self.terminal.line(f"nothing to profile: step {first} is past {config.profile_steps}")
         run.journal.train_goes_on(first)
 
