@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
-from spmdtrain import distributed, manifest
+from spmdtrain import manifest, processes
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.identity import Identity
 from spmdtrain.manifest import Damaged, Manifest
@@ -83,7 +83,7 @@ def _handler() -> ocp.PyTreeCheckpointHandler:
     takes several times as long as the copy, and to compile.
     """
     arrays = ocp.type_handlers.ArrayHandler(
-        use_replica_parallel=distributed.process_count() > 1,
+        use_replica_parallel=processes.count() > 1,
         min_slice_bytes_for_replica_parallel=_MIN_SLICE,
     )
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
@@ -135,12 +135,12 @@ class Checkpoints:
         self._teller = ThreadPoolExecutor(1, thread_name_prefix="tell-check-sums")
         self._saving: _Save | None = None
         self._failed = self._abandoned = False
-        processes = distributed.process_count()
+        count = processes.count()
         with self._named_failures("the folder of the checkpoints cannot be used"):
-            if distributed.is_chief():
+            if processes.is_chief():
                 folder.mkdir(parents=True, exist_ok=True)
-            distributed.barrier()
-            if processes > 1 and not folder.exists():
+            processes.barrier()
+            if count > 1 and not folder.exists():
                 raise FileNotFoundError(
                     "it is there for the first process, and not for this one: a workdir is one "
                     "that all can see"
@@ -152,7 +152,7 @@ class Checkpoints:
                     # With its processes named, Orbax waits for them without the devices.
                     multiprocessing_options=ocp.options.MultiprocessingOptions(
                         primary_host=0,
-                        active_processes=set(range(processes)) if processes > 1 else None,
+                        active_processes=set(range(count)) if count > 1 else None,
                     ),
                     # What a killed run left half-written goes before the first save.
                     cleanup_tmp_directories=True,
@@ -170,10 +170,10 @@ class Checkpoints:
             )
             self._opened = self._folder_identity()
             self._records: dict[int, Record] = {}
-            if distributed.is_chief():
+            if processes.is_chief():
                 self._records = {s: r for s in self._manager.all_steps() if (r := self._record(s))}
         # The newest that is known to be whole.
-        self.saved_step = distributed.broadcast(max(self._records, default=0))
+        self.saved_step = processes.broadcast(max(self._records, default=0))
         self._remove()
 
     def save(
@@ -200,10 +200,10 @@ class Checkpoints:
         items = items_of(state)
         sums = start_sums({field: x for item in items.values() for field, x in item.items()})
         self._saving = save = _Save(next(_numbers), step, now, identity, metrics, stopped, sums)
-        if distributed.is_chief():
+        if processes.is_chief():
             self._records[step] = Record(step, now, metrics)
         else:
-            self._teller.submit(lambda: distributed.publish(save.key_of(), read_parts(sums)))
+            self._teller.submit(lambda: processes.publish(save.key_of(), read_parts(sums)))
         with self._failing():
             if self._folder_identity() != self._opened:
                 raise FileNotFoundError("the folder is gone: removed, or no longer mounted")
@@ -253,21 +253,21 @@ class Checkpoints:
 
     def holds(self, step: int) -> bool:
         """Whether there is a whole checkpoint of a step."""
-        return distributed.broadcast(step in self._records)
+        return processes.broadcast(step in self._records)
 
     def set_aside(self, steps: Sequence[int]) -> list[str]:
         """Rename damaged checkpoints, so that they count no more; the new names."""
         names = []
         with self._named_failures("a damaged checkpoint could not be set aside"):
-            for step in steps if distributed.is_chief() else []:
+            for step in steps if processes.is_chief() else []:
                 taken = {path.name for path in self.folder.iterdir()}
                 candidates = (f"{step}.damaged{n}" for n in ("", *range(2, len(taken) + 3)))
                 name = next(name for name in candidates if name not in taken)
                 (self.folder / str(step)).rename(self.folder / name)
                 self._records.pop(step, None)
                 names.append(name)
-            names = distributed.broadcast(names)
-            self.saved_step = distributed.broadcast(max(self._records, default=0))
+            names = processes.broadcast(names)
+            self.saved_step = processes.broadcast(max(self._records, default=0))
             self._manager.reload()
         return names
 
@@ -278,8 +278,8 @@ class Checkpoints:
         save = self._saving
         assert save is not None
         totals = read_parts(save.sums)
-        for rank in range(1, distributed.process_count()):
-            for name, part in distributed.take(save.key_of(rank)).items():
+        for rank in range(1, processes.count()):
+            for name, part in processes.take(save.key_of(rank)).items():
                 totals[name] += part
         unpublished = (f"{save.step}", f"{save.step}.orbax-checkpoint-tmp")  # URLs, local paths
         folders = (
@@ -364,7 +364,7 @@ class Checkpoints:
 
     def _remove_unfinished(self) -> None:
         """Give back the room that a failed save still takes."""
-        if not distributed.is_chief():
+        if not processes.is_chief():
             return
         with contextlib.suppress(failures(self.folder)):
             for path in self.folder.iterdir():
@@ -374,7 +374,7 @@ class Checkpoints:
 
     def _remove(self) -> None:
         """Remove, beside the training, what Orbax has put aside for that, in earlier runs too."""
-        if is_url(self.folder) or not distributed.is_chief():
+        if is_url(self.folder) or not processes.is_chief():
             return
         for path in Path(self.folder / _REMOVED).glob("*"):
             self._remover.submit(shutil.rmtree, path, ignore_errors=True)
@@ -394,7 +394,7 @@ class _Save:
 
     def key_of(self, rank: int | None = None) -> str:
         """Under which a process, this one by default, tells what it adds to the sums."""
-        return f"sums/{self.number}/{distributed.rank() if rank is None else rank}"
+        return f"sums/{self.number}/{processes.rank() if rank is None else rank}"
 
 
 @dataclass(frozen=True)

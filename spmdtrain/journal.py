@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from spmdtrain import distributed
+from spmdtrain import processes
 from spmdtrain.config import RunConfig, as_json
 from spmdtrain.errors import StorageError
 from spmdtrain.mesh import batch_shards, describe
@@ -76,7 +76,7 @@ class Journal:
     def recall(self, split: Split, step: int) -> Metrics:
         """What has already been written of a split at a step, by this or an earlier start."""
         found: Metrics = self.files.recorded(split, step) if self.files else {}
-        found = distributed.broadcast(found)  # process 0 alone has files
+        found = processes.broadcast(found)  # process 0 alone has files
         if found:
             self.latest[split] = found
         return found
@@ -106,7 +106,7 @@ class Journal:
 
 
 def _processes() -> str:
-    count = distributed.process_count()
+    count = processes.count()
     return f" of {count} processes" if count > 1 else ""
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from spmdtrain import distributed
+from spmdtrain import distributed, processes
 from spmdtrain.config import Config, MeshSpec, resolve
 from spmdtrain.errors import UserError
 
@@ -53,7 +53,7 @@ def choose_devices(names: tuple[str | int, ...]) -> list[jax.Device]:
     chosen = [_device(str(name)) for name in names]
     if len(set(chosen)) != len(chosen):
         raise UserError(f"mesh.devices names a device twice: {' '.join(map(str, names))}")
-    for process, name in enumerate(distributed.task_names()):
+    for process, name in enumerate(processes.names()):
         if process not in {device.process_index for device in chosen}:
             raise UserError(
                 f"mesh.devices names none of the devices of {name}: {' '.join(map(str, names))}; "
@@ -112,11 +112,9 @@ def build_mesh(spec: MeshSpec) -> Mesh:
 def count_of(devices: Sequence[jax.Device]) -> str:
     """`8 devices`; of several processes also how many each has: `5 devices (2 + 3)`."""
     text = f"{len(devices)} device{'s' if len(devices) > 1 else ''}"
-    processes = sorted({device.process_index for device in devices})
-    if len(processes) == 1:
-        return text
-    counts = [sum(device.process_index == p for device in devices) for p in processes]
-    return f"{text} ({' + '.join(map(str, counts))} of {len(processes)} processes)"
+    owners = [device.process_index for device in devices]
+    counts = [str(owners.count(owner)) for owner in sorted(set(owners))]
+    return text if len(counts) == 1 else f"{text} ({' + '.join(counts)} of {len(counts)} processes)"
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -69,11 +69,16 @@ class _Channel:
 
     __slots__ = ("_memory", "changes", "phase", "pid", "step")
 
-    def __init__(self, file: int) -> None:
-        # With content from the start: to touch a page that the disk has no room for is fatal.
-        os.write(file, bytes(_RECORD.size) + _SAVED.pack(_NOT_SAVED))
-        self._memory = mmap.mmap(file, _RECORD.size + _SAVED.size)
-        os.close(file)
+    def __init__(self, file: int | None) -> None:
+        content = bytes(_RECORD.size) + _SAVED.pack(_NOT_SAVED)
+        if file is None:
+            self._memory = mmap.mmap(-1, len(content))
+            self._memory[:] = content
+        else:
+            # With content from the start: to touch a page that the disk has no room for is fatal.
+            os.write(file, content)
+            self._memory = mmap.mmap(file, len(content))
+            os.close(file)
         self.pid = os.getpid()
         self.changes = 0
         self.publish(Phase.START, 0)
@@ -85,6 +90,9 @@ class _Channel:
         # Packed before it is copied, so that a reader sees the old record or the new one.
         record = _RECORD.pack(self.pid, step, phase.encode(), self.changes, time.monotonic())
         self._memory[: _RECORD.size] = record
+
+    def read(self) -> bytes:
+        return bytes(self._memory)
 
     def publish_saved(self, step: int) -> None:
         self._memory[_RECORD.size :] = _SAVED.pack(step)
@@ -126,14 +134,18 @@ class _Within:
 _NOTHING = contextlib.nullcontext()
 
 
-def begin() -> None:
+def begin(*, always: bool = False) -> None:
     """Begin to publish, in phase START; to be called early, and again at will.
 
-    From here on the launcher may ask this process for its stacks.
+    From here on the launcher may ask this process for its stacks. `always` publishes without a
+    launcher, too: to this process itself, see `here`.
     """
     global _channel
     folder, task = os.environ.get(LAUNCH), os.environ.get(TASK)
-    if _channel is not None or not folder or not task:
+    if _channel is not None:
+        return
+    if not folder or not task:
+        _channel = _Channel(None) if always else None
         return
     try:
         stacks = _create(path(folder, task, "stacks"))
@@ -154,6 +166,16 @@ def _forget() -> None:
     """In a forked process: the file is its parent's."""
     global _channel
     _channel = None
+
+
+def launched() -> bool:
+    """Whether a launcher has started this process, and watches it."""
+    return bool(os.environ.get(LAUNCH) and os.environ.get(TASK))
+
+
+def here(task: str) -> "Record | None":
+    """What this process has last published, under that name; None where it does not publish."""
+    return None if _channel is None else _record(task, _channel.read())
 
 
 def within(phase: Phase, step: int | None = None) -> AbstractContextManager[None]:
@@ -238,6 +260,10 @@ def read(folder: str | os.PathLike[str], task: str) -> Record | None:
         content = path(folder, task, "phase").read_bytes()
     except FileNotFoundError:
         return None
+    return _record(task, content)
+
+
+def _record(task: str, content: bytes) -> Record | None:
     if len(content) < _RECORD.size + _SAVED.size:
         return None  # it is being made
     pid, step, phase, changes, at = _RECORD.unpack_from(content)

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import Sharding
 
-from spmdtrain import distributed
+from spmdtrain import processes
 from spmdtrain.adapters import Variables
 from spmdtrain.checkpoint import ITEMS, items_of, raw_keys
 from spmdtrain.errors import StorageError, UserError
@@ -98,7 +98,7 @@ def find(path: str | os.PathLike[str]) -> Source:
 
 def agreed(source: Source) -> Source:
     """As process 0 sees it: all processes of a job call it, to load the same checkpoint."""
-    return replace(source, steps=distributed.broadcast(list(source.steps)))
+    return replace(source, steps=processes.broadcast(list(source.steps)))
 
 
 def newest_good(
@@ -124,11 +124,11 @@ def newest_good(
         folder = source.path(step)
         try:
             reading = functools.partial(read, folder)
-            manifest = distributed.jointly(reading, Damaged) if by_all else reading()
+            manifest = processes.jointly(reading, Damaged) if by_all else reading()
             return Found(load(folder, manifest), manifest, list(damaged))
         except Damaged as error:
             gone = not folder.exists()
-            if source.whole_workdir and (distributed.broadcast(gone) if by_all else gone):
+            if source.whole_workdir and (processes.broadcast(gone) if by_all else gone):
                 # Removed while it was read, by a run that goes on: there is a newer one.
                 return newest_good(_listed(source.folder), load, tell, by_all=by_all)
             damaged[step] = error
@@ -270,9 +270,9 @@ def _read(
             restored: Any = checkpointer.restore(folder, args=ocp.args.Composite(**items))
         return {item: restored[item] for item in items}
 
-    restored = distributed.jointly(read, Damaged)
+    restored = processes.jointly(read, Damaged)
     found = {field: x for item in restored.values() for field, x in item.items()}
-    _check(as_text(distributed.summed(read_parts(start_sums(found)))), manifest, found)
+    _check(as_text(processes.summed(read_parts(start_sums(found)))), manifest, found)
     wanted = {field: x for item in targets.values() for field, x in item.items()}
     fields: dict[str, PyTree] = jax.tree.map(_as_wanted, wanted, found)
     return fields

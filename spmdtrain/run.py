@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
-from spmdtrain import cluster, distributed, evaluator, phases
+from spmdtrain import cluster, distributed, evaluator, failing, phases, processes
 from spmdtrain.checkpoints import verify
 from spmdtrain.cluster import Role
 from spmdtrain.config import RunConfig, check, resolve
@@ -61,6 +61,9 @@ class Options:
     """Which of them this one is, from 0, with coordinator."""
     init_timeout: float = 300.0
     """Seconds in which all processes have to come."""
+    hang_timeout: float | None = None
+    """Seconds without any progress in any process after which a job counts as hung, and ends; 0 is
+    never. 1800 where nothing is said; under the launcher its own --hang-timeout counts."""
 
 
 RESERVED = frozenset({f.name for f in dataclasses.fields(Options)} | {"topology", "json", "help"})
@@ -84,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given = sys.argv[1:] if arguments is None else arguments
         phases.begin()
-        code = exit_code_of(lambda: execute(parse(given)), distributed.fail_in_words)
+        code = exit_code_of(lambda: execute(parse(given)), failing.fail_in_words)
         distributed.leave()
         return code
     except KeyboardInterrupt:
@@ -162,7 +165,7 @@ def execute(command: Command) -> int:
             "only the chief, the workers and the evaluator"
         )
     join(options, spec, experiment_file)
-    if distributed.process_count() > 1 and not command.own_workdir:
+    if processes.count() > 1 and not command.own_workdir:
         raise UserError("--workdir must be given with several processes: a folder that all can see")
     # Resolved before build: it is to see the batch size and the learning rate that will be used.
     config = resolve_on_devices(config)
@@ -184,7 +187,7 @@ def execute(command: Command) -> int:
         trainer.terminal.results({f"{name} at step {step}": found})
         return ExitCode.DONE
     predictions = trainer.predict(splits[name])
-    if not distributed.is_chief():  # who alone writes
+    if not processes.is_chief():  # who alone writes
         return ExitCode.DONE
     path = write_predictions(config.workdir, predictions)
     rows = jax.tree.leaves(predictions)[0].shape[0]
@@ -203,9 +206,10 @@ def join(options: Options, spec: cluster.ClusterSpec, experiment: ExperimentFile
             process_id=options.process_id,
         ),
         timeout=options.init_timeout,
+        hang_timeout=options.hang_timeout,
     )
     digest = hashlib.sha256(experiment.path.read_bytes()).hexdigest()[:12]
-    distributed.check_same({"the file": {experiment.path.name: digest}})
+    processes.check_same({"the file": {experiment.path.name: digest}})
 
 
 def evaluate_beside(command: Command) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from spmdtrain import distributed, phases
+from spmdtrain import phases, processes
 from spmdtrain.checkpoint import Checkpoints, check_can_be_saved
 from spmdtrain.config import RunConfig, as_json
 from spmdtrain.data import Dataset, as_dataset, fingerprint
@@ -100,17 +100,17 @@ class Session:
         # Before anything is written: processes that differ would train nonsense, or wait for ever.
         told = dataclasses.asdict(identity)
         told["config"].pop("data_dir")  # where it is may differ, what is in it may not
-        distributed.check_same(told | {"data": {n: fingerprint(x) for n, x in data.items()}})
+        processes.check_same(told | {"data": {n: fingerprint(x) for n, x in data.items()}})
         files = checkpoints = None
         signals = StopSignals()
-        if config.workdir is not None or distributed.process_count() > 1:
+        if config.workdir is not None or processes.count() > 1:
             # Without a workdir there is nothing to save to, and Ctrl-C keeps its usual meaning.
             stack.enter_context(signals)
         if config.workdir is not None:
             check_can_be_saved(steps.abstract_state)
-            if distributed.is_chief():
+            if processes.is_chief():
                 files = stack.enter_context(contextlib.closing(RunFiles(config.workdir)))
-            distributed.barrier()  # the folder is there, and no other run has it
+            processes.barrier()  # the folder is there, and no other run has it
             by_evaluator = config.evaluated_by == "evaluator"
             checkpoints = stack.enter_context(
                 contextlib.closing(
@@ -220,14 +220,14 @@ class Session:
         if seconds is None or step < self._ask_clock_at:
             return False
         now = self.clock()
-        if distributed.process_count() == 1:
+        if processes.count() == 1:
             return now - self.saved_at >= seconds
         asked_at, asked = self._asked_clock
         rate = (step - asked) / max(now - asked_at, 1e-3) if asked else 0.0
         self._asked_clock = now, step
         wait = min(_LOOK_AHEAD, max(0.0, seconds - (now - self.saved_at)))
-        due = distributed.broadcast(now - self.saved_at >= seconds)
-        self._ask_clock_at = step + distributed.broadcast(max(1, int(rate * wait)))
+        due = processes.broadcast(now - self.saved_at >= seconds)
+        self._ask_clock_at = step + processes.broadcast(max(1, int(rate * wait)))
         return due
 
     # -- saving --------------------------------------------------------------------------------

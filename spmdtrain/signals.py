@@ -5,7 +5,7 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
-from spmdtrain import distributed
+from spmdtrain import processes
 from spmdtrain.errors import Preempted
 
 
@@ -22,7 +22,7 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            if distributed.process_count() > 1:
+            if processes.count() > 1:
                 self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._pass_on)
             else:
                 for number in (signal.SIGTERM, signal.SIGINT):
@@ -39,7 +39,7 @@ class StopSignals:
 
     def asked(self) -> bool:
         """Whether a signal has come. All processes ask at the same points, and stop at the same."""
-        if self.received is None and distributed.preempted():
+        if self.received is None and processes.preempted():
             self.received = signal.SIGTERM
         return self.received is not None
 

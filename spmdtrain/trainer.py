@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from etils import epath
 
-from spmdtrain import distributed, evaluate, hlo
+from spmdtrain import distributed, evaluate, failing, hlo, processes
 from spmdtrain.adapters import Function, Variables, adapt
 from spmdtrain.callbacks import Callbacks, Event, Moment, by_moment
 from spmdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig, as_json, check, resolve
@@ -90,7 +90,7 @@ class Trainer:
         make_cpu_devices(self.config.cpu_devices)
         self.mesh = build_mesh(self.config.mesh)
         self.state: TrainState | None = None  # once `fit` has begun
-        self.terminal = terminal or Terminal(quiet=not distributed.is_chief())
+        self.terminal = terminal or Terminal(quiet=not processes.is_chief())
         self._adapter = adapt(model)
         self._augment = augment
         self._callbacks = by_moment(callbacks or {})
@@ -160,7 +160,7 @@ class Trainer:
         splits = {"train": train, "validation": validation, "test": test}
         with contextlib.ExitStack() as stack:
             run = Session.open(stack, config, splits, self._steps, self.terminal, self._clock)
-            stack.enter_context(distributed.on_failure(run.failed_elsewhere))
+            stack.enter_context(failing.on_failure(run.failed_elsewhere))
             self._start(run)
             try:
                 self._loop(run)
@@ -174,7 +174,7 @@ class Trainer:
                 why = error
                 try:
                     # What was being saved is worth waiting for, if all are still there to save it.
-                    if isinstance(error, NonFiniteError) or distributed.process_count() == 1:
+                    if isinstance(error, NonFiniteError) or processes.count() == 1:
                         if isinstance(error, Exception):
                             run.await_save()
                     else:
@@ -183,7 +183,7 @@ class Trainer:
                     why = failed_save
                     raise
                 finally:
-                    run.journal.end(Status.FAILED, run.saved_step, distributed.reason(why))
+                    run.journal.end(Status.FAILED, run.saved_step, failing.reason(why))
                 raise
         found = run.journal.latest
         return FitResult(self.step, found[Split.TRAIN], found[Split.EVAL], found[Split.TEST])
@@ -228,7 +228,7 @@ class Trainer:
         train_step, batches = self._compiled(run, batches)
         in_flight: collections.deque[tuple[int, StepOutput]] = collections.deque()
         # Of several processes, the first: the others' traces would come into the same files.
-        profiled = config.profile_range() if distributed.is_chief() else None
+        profiled = config.profile_range() if processes.is_chief() else None
         profile = ProfiledSteps(profiled, config.workdir)
         if profiled and first >= profiled[1]:
             self.terminal.line(f"nothing to profile: step {first} is past {config.profile_steps}")
@@ -306,7 +306,7 @@ class Trainer:
                     self._train_step = self._steps.train.lower(self.state, first).compile()
                 self._compiled_for = shapes
             train_step, seconds = self._train_step, time.perf_counter() - began
-            if distributed.is_chief():  # who alone tells it
+            if processes.is_chief():  # who alone tells it
                 found = hlo.describe(hlo.collectives(train_step.as_text(), self.mesh), self.mesh)
                 program = f"step compiled in {seconds:.1f} s: {found}"
         run.journal.introduce(self.mesh, self.state.params, program)
@@ -372,7 +372,7 @@ class Trainer:
         for callback in self._callbacks[moment]:
             callback(Event(self, moment, step, metrics or {}))
         if self._callbacks[moment]:  # which all processes call, and process 0 decides
-            self._stop_asked = distributed.broadcast(self._stop_asked)
+            self._stop_asked = processes.broadcast(self._stop_asked)
 
     # -- evaluate and predict ------------------------------------------------------------------
 
@@ -487,7 +487,7 @@ class Trainer:
         def load(folder: epath.Path, manifest: Manifest) -> Variables:
             return load_model(folder, manifest, steps.abstract_state, steps.shardings, config)
 
-        source = distributed.jointly(lambda: find(path), UserError)
+        source = processes.jointly(lambda: find(path), UserError)
         found = newest_good(source, load, self.terminal.line, by_all=True)
         step = found.manifest.step
         self.terminal.line(f"parameters of step {step} from {source.path(step)}")

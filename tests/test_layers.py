@@ -14,8 +14,18 @@ PACKAGE = Path(spmdtrain.__file__).parent
 # As in the design. Within a layer imports may go sideways, without cycles.
 LAYERS = [
     {"errors", "config", "cluster", "tfconfig", "doctor", "phases", "rendezvous"},
-    {"adapters", "hlo", "idx", "mesh", "metrics", "permutation", "profiling"}
-    | {"retention", "sharding", "signals", "storage", "sums", "terminal", "writers", "distributed"},
+    {"adapters", "hlo", "idx", "mesh", "metrics", "permutation", "profiling", "processes"}
+    | {
+        "retention",
+        "sharding",
+        "signals",
+        "storage",
+        "sums",
+        "terminal",
+        "writers",
+        "distributed",
+        "failing",
+    },
     {"callbacks", "checkpoint", "data", "evaluate", "experiment", "export", "identity", "journal"}
     | {"manifest", "restore", "session", "step"},
     {"trainer", "evaluator"},

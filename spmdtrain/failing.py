@@ -1,0 +1,268 @@
+"""One failure ends a job: all of its processes, with its reason, within seconds.
+
+JAX by itself leaves the others waiting for minutes, and then ends them by SIGABRT.
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, NoReturn
+
+import jax
+
+from spmdtrain import phases, processes
+from spmdtrain.errors import ExitCode, for_users
+from spmdtrain.phases import Phase
+from spmdtrain.processes import KEY, Job
+
+_FAILURE = f"{KEY}/failure"
+_NOBODY = -1  # whose failure it is where no process says so by itself
+_LOOK_EVERY = 0.3  # seconds between two looks at whether another one has failed
+_LEAVING = 10  # seconds that a process has to leave things in order once the job has failed
+# What JAX and its transports say where it is another process that has gone.
+_STATUS = re.compile("[A-Z_]+: ")
+_LOST = (
+    *("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "socket closed"),
+    *("coordination", "heartbeat", "unavailable:"),
+)
+
+
+def to_stderr(text: str) -> None:
+    """A line for people, past the progress bar and the log of process 0."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _say_nothing(reason: str) -> None:
+    pass
+
+
+@dataclass
+class _Ending:
+    """How this process is about to end."""
+
+    failing: bool = False
+    """Whether the main thread has met with a failure."""
+    on_failure: Callable[[str], None] = _say_nothing
+    usual_hook: Any = sys.__excepthook__
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    over: threading.Event = field(default_factory=threading.Event)
+    """Set when the job has come to its end, with all of its processes."""
+
+
+_ending = _Ending()
+
+
+def begin(job: Job, hang_timeout: float) -> None:
+    """From here on, this process ends with the job, and the job with this process.
+
+    Where no process has moved for `hang_timeout` seconds, the one that holds the others is named,
+    and the job ends; 0 is never.
+    """
+    _ending.usual_hook, sys.excepthook = sys.excepthook, _end_on_exception
+    watch = threading.Thread(
+        target=_watch, args=(job, hang_timeout), name="watch-the-others", daemon=True
+    )
+    watch.start()
+
+
+def end() -> None:
+    """All processes have come to the end of the job: what they do from here on is their own."""
+    _ending.over.set()
+    sys.excepthook = _ending.usual_hook
+
+
+@contextlib.contextmanager
+def on_failure(callback: Callable[[str], None]) -> Iterator[None]:
+    """While entered, `callback` is given the reason when another process's failure ends this one.
+
+    It comes from a thread of its own, as the main one may be waiting for the process that failed.
+    """
+    _ending.on_failure = callback
+    try:
+        yield
+    finally:
+        _ending.on_failure = _say_nothing
+
+
+def reason(error: BaseException) -> str:
+    """Why this run fails, in one line: this error, or the failure elsewhere that it comes from."""
+    own = " ".join(f"{type(error).__name__}: {error}".split())
+    job = processes.current()
+    if job is None:
+        return own
+    _ending.failing = True
+    code, _ = for_users(error) or (ExitCode.FAILED, "")
+    first = _announce(job, code, own, lost=_is_lost(error))
+    return own if first["rank"] == job.rank else _of_another(first)
+
+
+def fail(code: int, line: str, error: BaseException, show: Callable[[], None]) -> int:
+    """Tell of a failure by `show()`. In a job all processes end with it, this one at once.
+
+    `line` is what is told in one line. Returns `code`, where this process is alone.
+    """
+    job = processes.current()
+    if job is None:
+        show()
+        phases.tell_reason(code, line)
+        return code
+    lost = _is_lost(error)
+    first = _announce(job, code, line, lost=lost)
+    mine = first["rank"] == job.rank
+    if lost and mine:
+        to_stderr(f"{job.name} ends: {first['reason']}")
+    elif not lost and (mine or not _same(first["reason"], line)):
+        show()
+    _end(job, first)
+
+
+def fail_in_words(code: int, line: str, error: Exception) -> int:
+    """As `fail`, for an error that is meant for users."""
+    return fail(code, line, error, lambda: to_stderr(line))
+
+
+def _end_on_exception(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """For a process of a job: a plain exception would leave the others waiting for minutes."""
+    code = ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else ExitCode.FAILED
+    line = " ".join(f"{kind.__name__}: {error}".split())
+    fail(code, line, error, lambda: traceback.print_exception(kind, error, trace))
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether an error only says that another process is no longer there."""
+    cause: BaseException | None = error
+    while cause is not None:
+        # Of ValueErrors, only those that JAX makes of what its transports say.
+        text, from_jax = str(cause), isinstance(cause, (jax.errors.JaxRuntimeError, ValueError))
+        if from_jax and _STATUS.match(text):
+            return any(words in text.lower() for words in _LOST)
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def _same(one: str, other: str) -> bool:
+    return one.rpartition(": ")[2] == other.rpartition(": ")[2]
+
+
+def _announce(job: Job, code: int, line: str, *, lost: bool) -> dict[str, Any]:
+    """The failure that came first, of which all processes are told: this one, or another's."""
+    if lost:  # whoever knows why may need a moment to say so
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            if (found := _announced(job)) is not None:
+                return found
+            time.sleep(0.1)
+        line = f"lost the connection to another process of the job ({line[:200]})"
+    own = {"rank": job.rank, "name": job.name, "code": int(code), "reason": line, "lost": lost}
+    _set_failure(job, own)
+    return _announced(job) or own
+
+
+def _set_failure(job: Job, failure: Mapping[str, Any]) -> None:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # there already, or nobody to tell
+        job.client.key_value_set(_FAILURE, json.dumps(failure))
+
+
+def _announced(job: Job) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(job.client.key_value_try_get(_FAILURE))
+    except jax.errors.JaxRuntimeError:
+        return None
+    return found
+
+
+def _of_another(failure: Mapping[str, Any]) -> str:
+    verb = "" if failure["lost"] else "hangs: " if failure["rank"] == _NOBODY else "failed: "
+    return f"{failure['name']} {verb}{failure['reason']}"
+
+
+def _watch(job: Job, hang_timeout: float) -> None:
+    """End this process soon after another one has failed, whatever it is waiting for."""
+    places = _Places(job, hang_timeout)
+    while not _ending.over.wait(_LOOK_EVERY):
+        if (failure := _announced(job)) is not None and failure["rank"] != job.rank:
+            # The main thread may be about to find out by itself, and to leave things in order.
+            time.sleep(1.5)
+            if _ending.failing:
+                time.sleep(_LEAVING)
+            else:
+                _ending.on_failure(_of_another(failure))
+            _end(job, failure)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the store has gone: so do we, soon
+            places.look()
+
+
+class _Places:
+    """Where all processes are: each tells, and process 0 looks whether any of them moves."""
+
+    def __init__(self, job: Job, hang_timeout: float) -> None:
+        self._job, self._timeout = job, hang_timeout
+        self._every = min(10.0, hang_timeout / 10)
+        self._next = self._since = time.monotonic()
+        self._seen: object = None
+
+    def look(self) -> None:
+        """Tell where this process is; in process 0, end the job where nothing has moved."""
+        now = time.monotonic()
+        if not self._timeout or now < self._next:
+            return
+        self._next = now + self._every
+        job = self._job
+        if (here := phases.here(job.name)) is not None:
+            # How long ago, as each machine has a clock of its own.
+            told = dataclasses.asdict(here) | {"at": now - here.at}
+            key = f"{KEY}/where/{job.rank}"
+            job.client.key_value_set(key, json.dumps(told), allow_overwrite=True)
+        if job.rank != 0:
+            return
+        found = [json.loads(told) for _, told in job.client.key_value_dir_get(f"{KEY}/where/")]
+        seen = sorted((told["task"], told["changes"]) for told in found)
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+        elif now - self._since >= self._timeout:
+            records = [
+                phases.Record(**told | {"phase": Phase(told["phase"]), "at": now - told["at"]})
+                for told in found
+            ]
+            why = phases.holder(records).sentence
+            why = f"nothing has moved for {self._timeout:g} s: {why}"
+            hung = {"rank": _NOBODY, "name": "the job", "code": int(ExitCode.FAILED)}
+            _set_failure(job, hung | {"reason": why, "lost": False})
+
+
+def _end(job: Job, failure: Mapping[str, Any]) -> NoReturn:
+    """End this process at once, with the code of the failure that came first."""
+    if not _ending.lock.acquire(blocking=False):
+        time.sleep(60)  # another thread is at it
+    mine, why = failure["rank"] == job.rank, str(failure["reason"])
+    if not mine:
+        why = _of_another(failure)
+        to_stderr(f"{job.name} ends, as {why}")
+    if failure["rank"] == _NOBODY:
+        faulthandler.dump_traceback()
+    phases.tell_reason(failure["code"], why, own=mine and not failure["lost"])
+    with contextlib.suppress(Exception):
+        job.client.key_value_set(f"{KEY}/gone/{job.rank}", "")
+        if job.rank == 0:  # the store ends with it, and the others are to read it first
+            until = time.monotonic() + 5
+            gone = 0
+            while gone < len(job.names) and time.monotonic() < until:
+                gone = len(job.client.key_value_dir_get(f"{KEY}/gone/"))
+                time.sleep(0.05)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    # Not sys.exit: JAX would then wait for processes that come no more.
+    os._exit(failure["code"])
