@@ -21,13 +21,14 @@ from typing import Any, NoReturn
 import jax
 
 from spmdtrain import phases, processes
-from spmdtrain.errors import ExitCode, for_users
+from spmdtrain.errors import ExitCode
 from spmdtrain.phases import Phase
 from spmdtrain.processes import KEY, Job
 
 _FAILURE = f"{KEY}/failure"
 _NOBODY = -1  # whose failure it is where no process says so by itself
 _LOOK_EVERY = 0.3  # seconds between two looks at whether another one has failed
+_TELLING = 2  # seconds in which one that fails tells the others, before they lose it
 _LEAVING = 10  # seconds that a process has to leave things in order once the job has failed
 # What JAX and its transports say where it is another process that has gone.
 _STATUS = re.compile("[A-Z_]+: ")
@@ -95,15 +96,16 @@ def on_failure(callback: Callable[[str], None]) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """Why this run fails, in one line: this error, or the failure elsewhere that it comes from."""
+    """Why a run fails, in one line: this error, or the failure elsewhere that it comes from.
+
+    Nobody is told yet: whoever has called `fit` may still handle the error.
+    """
     own = " ".join(f"{type(error).__name__}: {error}".split())
-    job = processes.current()
+    job, lost = processes.current(), _is_lost(error)
     if job is None:
         return own
-    _ending.failing = True
-    code, _ = for_users(error) or (ExitCode.FAILED, "")
-    first = _announce(job, code, own, lost=_is_lost(error))
-    return own if first["rank"] == job.rank else _of_another(first)
+    other = _heard(job, wait=lost)
+    return _of_another(other) if other else _in_words(own, lost=lost)
 
 
 def fail(code: int, line: str, error: BaseException, show: Callable[[], None]) -> int:
@@ -116,7 +118,7 @@ def fail(code: int, line: str, error: BaseException, show: Callable[[], None]) -
         show()
         phases.tell_reason(code, line)
         return code
-    lost = _is_lost(error)
+    _ending.failing, lost = True, _is_lost(error)
     first = _announce(job, code, line, lost=lost)
     mine = first["rank"] == job.rank
     if lost and mine:
@@ -158,16 +160,24 @@ def _same(one: str, other: str) -> bool:
 
 def _announce(job: Job, code: int, line: str, *, lost: bool) -> dict[str, Any]:
     """The failure that came first, of which all processes are told: this one, or another's."""
-    if lost:  # whoever knows why may need a moment to say so
-        until = time.monotonic() + 2.0
-        while time.monotonic() < until:
-            if (found := _announced(job)) is not None:
-                return found
-            time.sleep(0.1)
-        line = f"lost the connection to another process of the job ({line[:200]})"
+    if (other := _heard(job, wait=lost)) is not None:
+        return other
+    line = _in_words(line, lost=lost)
     own = {"rank": job.rank, "name": job.name, "code": int(code), "reason": line, "lost": lost}
     _set_failure(job, own)
     return _announced(job) or own
+
+
+def _heard(job: Job, *, wait: bool) -> dict[str, Any] | None:
+    """Another process's failure, if one is told; to `wait` gives it a moment to say so."""
+    until = time.monotonic() + (_TELLING if wait else 0)
+    while (found := _announced(job)) is None and time.monotonic() < until:
+        time.sleep(0.1)
+    return found if found and found["rank"] != job.rank else None
+
+
+def _in_words(line: str, *, lost: bool) -> str:
+    return f"lost the connection to another process of the job ({line[:200]})" if lost else line
 
 
 def _set_failure(job: Job, failure: Mapping[str, Any]) -> None:
@@ -197,8 +207,10 @@ def _watch(job: Job, hang_timeout: float) -> None:
             time.sleep(1.5)
             if _ending.failing:
                 time.sleep(_LEAVING)
-            else:
+            try:
                 _ending.on_failure(_of_another(failure))
+            except Exception:
+                traceback.print_exc()  # and on: this process is to end in any case
             _end(job, failure)
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # the store has gone: so do we, soon
             places.look()

@@ -29,7 +29,7 @@ from spmdtrain.mesh import batch_sharding, batch_shards, build_mesh, is_virtual,
 from spmdtrain.metrics import loss_first
 from spmdtrain.phases import Phase, within
 from spmdtrain.profiling import ProfiledSteps
-from spmdtrain.restore import find, load_model, newest_good, saved_in
+from spmdtrain.restore import agreed, find, load_model, newest_good, saved_in
 from spmdtrain.session import Session
 from spmdtrain.sharding import strategy
 from spmdtrain.step import HEALTH, StepOutput, Steps, TrainState, first_non_finite, model_output
@@ -396,7 +396,7 @@ class Trainer:
         """
         workdir, init_from = self.config.workdir, self.config.init_from
         if path is None:
-            path = init_from if workdir is None or not saved_in(workdir).steps else workdir
+            path = init_from if workdir is None or not agreed(saved_in(workdir)).steps else workdir
         if path is None:
             raise UserError(f"workdir {workdir} holds no checkpoint, and init_from is not given")
         self._restored, step = self._load(path)
@@ -459,7 +459,7 @@ class Trainer:
             return self.state.variables
         if self._restored is None:
             workdir = self.config.workdir
-            if self.config.init_from or (workdir and saved_in(workdir).steps):
+            if self.config.init_from or (workdir and agreed(saved_in(workdir)).steps):
                 self.restore()
             else:
                 self._restored = self._steps.init(self.config.seed).variables
