@@ -108,29 +108,29 @@ def reason(error: BaseException) -> str:
     return _of_another(other) if other else _in_words(own, lost=lost)
 
 
-def fail(code: int, line: str, error: BaseException, show: Callable[[], None]) -> int:
+def fail(code: int, why: str, error: BaseException, show: Callable[[], None]) -> int:
     """Tell of a failure by `show()`. In a job all processes end with it, this one at once.
 
-    `line` is what is told in one line. Returns `code`, where this process is alone.
+    `why` is what the others are told, in one line. Returns `code`, where this process is alone.
     """
     job = processes.current()
     if job is None:
         show()
-        phases.tell_reason(code, line)
+        phases.tell_reason(code, why)
         return code
     _ending.failing, lost = True, _is_lost(error)
-    first = _announce(job, code, line, lost=lost)
+    first = _announce(job, code, why, lost=lost)
     mine = first["rank"] == job.rank
     if lost and mine:
         to_stderr(f"{job.name} ends: {first['reason']}")
-    elif not lost and (mine or not _same(first["reason"], line)):
+    elif not lost and (mine or first["reason"] != why):
         show()
     _end(job, first)
 
 
 def fail_in_words(code: int, line: str, error: Exception) -> int:
     """As `fail`, for an error that is meant for users."""
-    return fail(code, line, error, lambda: to_stderr(line))
+    return fail(code, " ".join(str(error).split()), error, lambda: to_stderr(line))
 
 
 def _end_on_exception(
@@ -152,10 +152,6 @@ def _is_lost(error: BaseException) -> bool:
             return any(words in text.lower() for words in _LOST)
         cause = cause.__cause__ or cause.__context__
     return False
-
-
-def _same(one: str, other: str) -> bool:
-    return one.rpartition(": ")[2] == other.rpartition(": ")[2]
 
 
 def _announce(job: Job, code: int, line: str, *, lost: bool) -> dict[str, Any]:

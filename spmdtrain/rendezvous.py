@@ -18,8 +18,9 @@ from typing import Any
 from spmdtrain.errors import ClusterError, UserError
 
 _TELL_EVERY = 5.0  # seconds between two lines of what is waited for
-_RESOLVE_FOR = 8.0  # seconds in which a name may still appear (a pod's, say)
-_BIND_FOR = 3.0  # seconds in which whoever went before may let go of the port
+_RESOLVE_FOR = 8.0  # seconds in which a name may still appear; a pod's does when the pod runs
+_PATIENCE = 30.0  # seconds for an earlier job to let go of the coordinator's port
+_BIND_FOR = 5.0  # seconds in which whoever went before may let go of the port
 _LONGEST_LINE = 2**20
 
 
@@ -197,35 +198,56 @@ def _to_all(lines: Sequence["_Line"] | Any, message: Mapping[str, Any]) -> None:
 
 
 def _join(party: Party, deadline: float, timeout: float, tell: Callable[[str], None]) -> None:
+    patient_until = min(deadline, time.monotonic() + _PATIENCE)
+    while not _meet_coordinator(party, deadline, timeout, tell):
+        if time.monotonic() > patient_until:
+            raise ClusterError(
+                f"{party.coordinator} is not {party.names[0]} of a job that is gathering: another "
+                f"program has the port, or the job has begun with another {party.names[party.rank]}"
+            )
+        time.sleep(1)
+
+
+def _meet_coordinator(
+    party: Party, deadline: float, timeout: float, tell: Callable[[str], None]
+) -> bool:
+    """Join the job; False where what answers is no job, or one that has already begun.
+
+    That may be the one before, which has lost a process and has not noticed yet.
+    """
+    hello = {
+        "spmdtrain": "hello",
+        "rank": party.rank,
+        "name": party.names[party.rank],
+        "size": len(party.names),
+        "names": ", ".join(party.names),
+        "about": dict(party.about),
+        "where": f"{socket.gethostname()}, process {os.getpid()}",
+    }
+    answered = False
     with closing(_connect(party, deadline, timeout, tell)) as line:
-        line.send(
-            {
-                "spmdtrain": "hello",
-                "rank": party.rank,
-                "name": party.names[party.rank],
-                "size": len(party.names),
-                "names": ", ".join(party.names),
-                "about": dict(party.about),
-                "where": f"{socket.gethostname()}, process {os.getpid()}",
-            }
-        )
+        with suppress(OSError):  # hung up on: there is nothing to read then, either
+            line.send(hello)
         # Process 0 counts its own seconds: it knows best who is missing.
         while wait([line.socket], timeout=max(0.0, deadline + 10 - time.monotonic())):
             there = line.read()
             for message in line.messages():
                 if "go" in message:
-                    return
+                    return True
                 if "wrong" in message:
                     raise UserError(message["wrong"])
                 if "failed" in message:
                     raise ClusterError(message["failed"])
                 if "waiting" not in message:
-                    raise UserError(_no_job(party))
+                    return False
+                answered = True
                 tell(message["waiting"])
-            if not there:
+            if not there and answered:
                 raise ClusterError(
                     f"{party.names[0]} at {party.coordinator} has gone while the job was gathering"
                 )
+            if not there:
+                return False
     raise ClusterError(f"{party.names[0]} at {party.coordinator} says nothing any more")
 
 
@@ -238,7 +260,9 @@ def _connect(party: Party, deadline: float, timeout: float, tell: Callable[[str]
         except OSError as error:
             now = time.monotonic()
             why = error.strerror or str(error)
-            if isinstance(error, socket.gaierror) and now > began + min(_RESOLVE_FOR, timeout):
+            named_later = "KUBERNETES_SERVICE_HOST" in os.environ and now <= deadline
+            unknown = isinstance(error, socket.gaierror) and not named_later
+            if unknown and now > began + min(_RESOLVE_FOR, timeout):
                 raise UserError(
                     f"{party.host}, the host of {party.names[0]}, cannot be resolved from "
                     f"{socket.gethostname()}: {why}"
@@ -253,13 +277,6 @@ def _connect(party: Party, deadline: float, timeout: float, tell: Callable[[str]
                 tell(f"waiting for {party.names[0]} at {party.coordinator}: {why}")
                 next_word = now + _TELL_EVERY
             time.sleep(0.2)
-
-
-def _no_job(party: Party) -> str:
-    return (
-        f"{party.coordinator} is not {party.names[0]} of a job that is gathering: another program "
-        f"has the port, or the job has begun with another {party.names[party.rank]}"
-    )
 
 
 # -- lines -----------------------------------------------------------------------------------------
