@@ -25,9 +25,13 @@ def examine(addresses: Addresses, *, own: str | None, training: Sequence[str]) -
     if not addresses:
         yield "ok", "network", "a plain local run needs none"
         return
-    ips = together(resolve, {host for host, _ in addresses.values()}, _RESOLVE_SECONDS)
+    hosts, here = {host for host, _ in addresses.values()}, socket.gethostname()
+    found = together(resolve, hosts | {here}, _RESOLVE_SECONDS)
+    ips = {host: found[host] for host in hosts & found.keys()}
     yield from _names(addresses, ips)
     yield from _loopback(addresses, ips)
+    if own is not None and not any(map(is_own_only, hosts | {here})):
+        yield from _own_name(here, found)
     yield from _doubles(addresses, ips)
     trains = len(training) > 1 and own in training
     if own is not None:
@@ -76,6 +80,16 @@ def _loopback(addresses: Addresses, ips: IPs) -> Iterator[Found]:
                 f"{host} resolves to {', '.join(_known(ips, host))} here, which no other machine "
                 "reaches, and gloo may listen there: mend it in /etc/hosts",
             )
+
+
+def _own_name(here: str, ips: IPs) -> Iterator[Found]:
+    if any(map(is_own_only, _known(ips, here))):
+        yield (
+            "warning",
+            "this machine",
+            f"its own name, {here}, resolves to {', '.join(_known(ips, here))}, where gloo then "
+            "listens, and no other machine reaches it: mend it in /etc/hosts (NCCL does not mind)",
+        )
 
 
 def _doubles(addresses: Addresses, ips: IPs) -> Iterator[Found]:

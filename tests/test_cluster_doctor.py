@@ -239,10 +239,27 @@ def test_loopback_addresses_alone_are_fine(free: int) -> None:
 
 
 @pytest.mark.usefixtures("all_refuse")
+@pytest.mark.parametrize(("ip", "warned"), [("127.0.1.1", True), (f"{ELSEWHERE}.9", False)])
+def test_a_machine_whose_own_name_is_loopback_is_warned_of_gloo(
+    monkeypatch: pytest.MonkeyPatch, free: int, ip: str, warned: bool
+) -> None:
+    ips = {f"{ELSEWHERE}.{n}": [f"{ELSEWHERE}.{n}"] for n in (7, 8)} | {"me": [ip]}
+    monkeypatch.setattr(doctor, "resolve", ips.__getitem__)
+    monkeypatch.setattr(socket, "gethostname", lambda: "me")
+    found = findings("worker", 0, worker=[f"{ELSEWHERE}.7:{free}", f"{ELSEWHERE}.8:2222"])
+    assert ("this machine" in warnings(found)) == warned
+    assert not warned or f"its own name, me, resolves to {ip}" in warnings(found)["this machine"]
+
+
+@pytest.mark.usefixtures("all_refuse")
 def test_a_name_that_is_loopback_here_alone_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, free: int
 ) -> None:
-    ips = {"one": ["127.0.1.1"], "two": [f"{ELSEWHERE}.7"]}  # as in Debian's /etc/hosts
+    ips = {
+        "one": ["127.0.1.1"],
+        "two": [f"{ELSEWHERE}.7"],
+        socket.gethostname(): [],
+    }  # as in Debian's /etc/hosts
     monkeypatch.setattr(doctor, "resolve", ips.__getitem__)
     found = findings("worker", 0, worker=[f"one:{free}", "two:2222"])
     assert not errors(found)
