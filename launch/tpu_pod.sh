@@ -1,0 +1,100 @@
+#!/bin/bash
+# A training on a Cloud TPU pod slice: one process on each of its machines.
+#
+# Needs: gcloud, logged in, with the TPU API enabled; a bucket in the region of the slice that the
+# slice's service account may write. Run it from the top of this repository.
+#
+# Change, here or by the environment:
+#   TPU, ZONE                      the name of the slice, and where it is
+#   ACCELERATOR, RUNTIME           its kind (v5litepod-16, v6e-16, ...) and the software for it
+#   WORKDIR                        gs://BUCKET/..., the same on all machines
+#   RUN                            the experiment and its options
+#   RUNTIME_PYTHON                 a Python of 3.11 or newer; the software of Ubuntu 22.04 has 3.10,
+#                                  so that `install` fetches this one
+#   SPOT=1                         cheaper, and may be taken away
+#   MAX_RESTARTS                   how often a failed training is started again
+#
+# Submit: launch/tpu_pod.sh create && launch/tpu_pod.sh install && launch/tpu_pod.sh train
+# Watch:  launch/tpu_pod.sh logs
+# Stop:   launch/tpu_pod.sh stop      (saves first; `train` goes on from there)
+# End:    launch/tpu_pod.sh delete    (a slice costs as long as it is there)
+#
+# `create` asks for a queued resource, with SPOT=1 in the environment on spot capacity. It waits
+# until there is room: gcloud compute tpus queued-resources describe TPU. A preempted slice is
+# gone, with all its machines; the checkpoints are in the bucket. Machines that are told in time
+# save and exit 75; in any case: `delete`, and all three commands again.
+#
+# What happens by exit code, on each machine: 0, 2, 3 and 75 end it; anything else starts it again,
+# MAX_RESTARTS times. All machines end together, and so come back together.
+set -euo pipefail
+
+TPU=${TPU:-digits}
+ZONE=${ZONE:-us-west4-a}
+ACCELERATOR=${ACCELERATOR:-v5litepod-16}
+RUNTIME=${RUNTIME:-v2-alpha-tpuv5-lite}
+RUNTIME_PYTHON=${RUNTIME_PYTHON:-python3.11}
+WORKDIR=${WORKDIR:-gs://BUCKET/runs/digits}
+MAX_RESTARTS=${MAX_RESTARTS:-10}
+SPOT=${SPOT:-}
+RUN=(
+  -m spmdtrain.run
+  --config experiments/digits_mlp.py
+  --workdir "$WORKDIR"
+  --cluster auto
+  --init-timeout 600
+)
+
+everywhere() { # runs a command on all machines of the slice
+  gcloud compute tpus tpu-vm ssh "$TPU" --zone="$ZONE" --worker=all --command="$1"
+}
+
+case ${1:-} in
+  create)
+    gcloud compute tpus queued-resources create "$TPU" --node-id="$TPU" --zone="$ZONE" \
+      --accelerator-type="$ACCELERATOR" --runtime-version="$RUNTIME" ${SPOT:+--spot}
+    ;;
+  install)
+    archive=$(mktemp --suffix=.tar.gz)
+    trap 'rm -f "$archive"' EXIT
+    tar -czf "$archive" pyproject.toml README.md LICENSE spmdtrain experiments
+    gcloud compute tpus tpu-vm scp "$archive" "$TPU:spmdtrain.tar.gz" --zone="$ZONE" --worker=all
+    everywhere "set -e
+      command -v $RUNTIME_PYTHON || {
+        sudo apt-get update
+        sudo apt-get install --yes $RUNTIME_PYTHON $RUNTIME_PYTHON-venv
+      }
+      rm -rf spmdtrain && mkdir spmdtrain && cd spmdtrain && tar -xzf ../spmdtrain.tar.gz
+      $RUNTIME_PYTHON -m venv .venv
+      .venv/bin/pip install --quiet '.[tpu,gcs,examples]'"
+    ;;
+  train)
+    if [[ $WORKDIR == gs://BUCKET/* ]]; then
+      echo "set WORKDIR: a folder in a bucket of yours, gs://..." >&2
+      exit 2
+    fi
+    # Detached: it outlives the connection. `train.log` is on each machine.
+    everywhere "cd spmdtrain && nohup setsid bash -c '
+      for restart in \$(seq 0 $MAX_RESTARTS); do
+        .venv/bin/python -u $(printf '%q ' "${RUN[@]}")
+        code=\$?
+        echo \"exit code \$code\"
+        case \$code in 0 | 2 | 3 | 75) exit \$code ;; esac
+        sleep 10
+      done' >>train.log 2>&1 </dev/null &"
+    ;;
+  logs)
+    gcloud compute tpus tpu-vm ssh "$TPU" --zone="$ZONE" --worker=0 \
+      --command="tail -n 50 -f spmdtrain/train.log"
+    ;;
+  stop)
+    # To the processes that train, not to the shell around them: all save, and end with 75.
+    everywhere "pkill -TERM -f '^[^ ]*python -u -m spmdtrain.run'"
+    ;;
+  delete)
+    gcloud compute tpus queued-resources delete "$TPU" --zone="$ZONE" --force
+    ;;
+  *)
+    echo "usage: launch/tpu_pod.sh create|install|train|logs|stop|delete" >&2
+    exit 2
+    ;;
+esac
