@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import jax
 
 from spmdtrain import phases, processes
-from spmdtrain.errors import ExitCode
+from spmdtrain.errors import ExitCode, Preempted
 from spmdtrain.phases import Phase
 from spmdtrain.processes import KEY, Job
 
@@ -131,6 +131,16 @@ def fail(code: int, why: str, error: BaseException, show: Callable[[], None]) ->
 def fail_in_words(code: int, line: str, error: Exception) -> int:
     """As `fail`, for an error that is meant for users."""
     return fail(code, " ".join(str(error).split()), error, lambda: to_stderr(line))
+
+
+def check_exit(stop: SystemExit) -> None:
+    """`sys.exit` in one process of a job: where it says that something failed, all end with it."""
+    if stop.code in (None, 0) or isinstance(stop, Preempted) or processes.current() is None:
+        return
+    with_code = isinstance(stop.code, int)
+    code = int(stop.code or 0) if with_code else ExitCode.FAILED
+    why = f"sys.exit({stop.code})" if with_code else str(stop.code)
+    fail(code, why, stop, lambda: to_stderr(why))
 
 
 def _end_on_exception(

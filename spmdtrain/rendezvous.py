@@ -5,6 +5,7 @@ coordinator's address first, over plain TCP, a JSON object a line, and leave it 
 them have come.
 """
 
+import errno
 import json
 import os
 import socket
@@ -146,34 +147,35 @@ def _let_in(
     party: Party, line: "_Line", strangers: list["_Line"], guests: dict[int, "_Line"]
 ) -> None:
     """Take in who has said who they are; raises `UserError` where that cannot be."""
-    if not line.read():
-        strangers.remove(line)
-        line.close()
-        return
-    for hello in line.messages():
-        strangers.remove(line)
-        if hello.get("spmdtrain") != "hello":  # somebody who knocks at ports
-            line.close()
-            return
-        rank, name, where = hello["rank"], hello["name"], hello["where"]
+    there = line.read()
+    hello = next(line.messages(), None)
+    if there and hello is None:
+        return  # it is still speaking
+    if hello is not None and _is_hello(hello):
+        rank, name, line.where = hello["rank"], hello["name"], hello["where"]
         mine = {"processes": str(len(party.names)), "names": ", ".join(party.names), **party.about}
         theirs = {"processes": str(hello["size"]), "names": hello["names"], **hello["about"]}
-        line.where = where
-        # It is answered like those who are in.
-        strangers.append(line)
         for key in [*mine, *theirs]:
             if mine.get(key) != theirs.get(key):
                 raise UserError(
-                    f"{name} ({where}) and {party.names[0]} differ: {key} is {theirs.get(key)} "
-                    f"there and {mine.get(key)} here"
+                    f"{name} ({line.where}) and {party.names[0]} differ: {key} is "
+                    f"{theirs.get(key)} there and {mine.get(key)} here"
                 )
         if rank in guests:
             raise UserError(
-                f"there are two of {name}: {guests[rank].where} and {where}; each task has an "
-                "index of its own"
+                f"there are two of {name}: {guests[rank].where} and {line.where}; each task has "
+                "an index of its own"
             )
-        strangers.remove(line)
         guests[rank] = line
+    else:  # somebody who knocks at ports
+        line.close()
+    strangers.remove(line)
+
+
+def _is_hello(message: Mapping[str, Any]) -> bool:
+    kinds = {"rank": int, "name": str, "size": int, "names": str, "about": dict, "where": str}
+    right = all(isinstance(message.get(name), kind) for name, kind in kinds.items())
+    return right and message.get("spmdtrain") == "hello" and 0 < message["rank"] < message["size"]
 
 
 def _waiting(party: Party, guests: Mapping[int, "_Line"]) -> str:
@@ -256,7 +258,13 @@ def _connect(party: Party, deadline: float, timeout: float, tell: Callable[[str]
     next_word = began + _TELL_EVERY
     while True:
         try:
-            return _Line(socket.create_connection((party.host, party.port), timeout=5))
+            found = socket.create_connection((party.host, party.port), timeout=5)
+            if found.getsockname() != found.getpeername():
+                return _Line(found)
+            # On one machine the port that the system chose may be the very one that is called: TCP
+            # then connects the socket with itself.
+            found.close()
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         except OSError as error:
             now = time.monotonic()
             why = error.strerror or str(error)

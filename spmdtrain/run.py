@@ -90,9 +90,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = exit_code_of(lambda: execute(parse(given)), failing.fail_in_words)
         distributed.leave()
         return code
-    except KeyboardInterrupt:
-        print("interrupted before there was anything to save", file=sys.stderr)
-        return ExitCode.INTERRUPTED
+    except SystemExit as stop:
+        failing.check_exit(stop)
+        raise
+    except KeyboardInterrupt as stop:
+        why = "interrupted before there was anything to save"
+        return failing.fail(ExitCode.INTERRUPTED, why, stop, lambda: print(why, file=sys.stderr))
 
 
 def parse(arguments: Sequence[str]) -> Command:

@@ -1,0 +1,387 @@
+"""What is decided before there is a job, and what an error of a job says."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from helpers import environment, run, small_experiment
+from processes import free_port, tf_config
+
+from spmdtrain import distributed, failing, processes
+from spmdtrain.cluster import from_tf_config
+from spmdtrain.distributed import Explicit
+from spmdtrain.errors import NonFiniteError, UserError
+from spmdtrain.testing import run_processes, started
+
+ADDRESSES = ("127.0.0.1:4001", "127.0.0.1:4002", "127.0.0.1:4003")
+
+
+def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process in which nothing has been decided yet."""
+    monkeypatch.setattr(distributed, "_settled", False)
+    monkeypatch.setattr(processes, "_job", None)
+
+
+# -- descriptions ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (Explicit(processes=2, process_id=0), "--coordinator is missing: it goes with the other"),
+        (Explicit(coordinator="a:1", process_id=0), "--processes is missing"),
+        (Explicit(coordinator="a:1", processes=2), "--process-id is missing"),
+        (Explicit(coordinator="a:1", processes=2, process_id=2), "--process-id is 2: with --proc"),
+        (Explicit(coordinator="a:1", processes=2, process_id=-1), "--process-id is -1"),
+        (Explicit(coordinator="a:1", processes=0, process_id=0), "--processes is 0: it must be"),
+        (Explicit(coordinator="a", processes=2, process_id=0), "--coordinator"),
+        (Explicit(coordinator="a:70000", processes=2, process_id=0), "--coordinator.*70000"),
+    ],
+)
+def test_three_options_that_do_not_make_a_cluster_are_refused(
+    monkeypatch: pytest.MonkeyPatch, given: Explicit, message: str
+) -> None:
+    unsettled(monkeypatch)
+    with pytest.raises(UserError, match=message):
+        distributed.initialize(from_tf_config(None), explicit=given)
+
+
+@pytest.mark.parametrize(
+    ("text", "detect", "other"),
+    [(tf_config(ADDRESSES, 1), False, "TF_CONFIG"), (None, True, "--cluster auto")],
+)
+def test_two_descriptions_are_refused(
+    monkeypatch: pytest.MonkeyPatch, text: str | None, detect: bool, other: str
+) -> None:
+    unsettled(monkeypatch)
+    given = Explicit(coordinator="a:1", processes=2, process_id=0)
+    with pytest.raises(UserError, match=f"--coordinator, .* and {other}: give one"):
+        distributed.initialize(from_tf_config(text), detect=detect, explicit=given)
+
+
+def test_where_nothing_is_to_be_found_auto_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    unsettled(monkeypatch)
+    for name in ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match="--cluster auto: found no TPU pod, Slurm, Open MPI or Kub"):
+        distributed.initialize(from_tf_config(None), detect=True)
+
+
+def test_what_is_found_but_not_usable_is_never_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    unsettled(monkeypatch)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")  # and nothing else that Slurm sets
+    for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match="--cluster auto: "):
+        distributed.initialize(from_tf_config(None), detect=True)
+
+
+def test_what_slurm_says_is_found_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    described = {
+        "SLURM_JOB_ID": "120",
+        "SLURM_STEP_NODELIST": "node[3-4]",
+        "SLURM_NTASKS": "4",
+        "SLURM_PROCID": "2",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_NUM_TASKS": "4",
+    }
+    for name, value in described.items():
+        monkeypatch.setenv(name, value)
+    found = distributed._party(from_tf_config(None), True, Explicit())
+    assert found is not None
+    assert (found.host, found.rank) == ("node3", 2) and 1024 < found.port < 65536
+    assert list(found.names) == ["process 0", "process 1", "process 2", "process 3"]
+    # Never by accident.
+    assert distributed._party(from_tf_config(None), False, Explicit()) is None
+
+
+@pytest.mark.parametrize(
+    ("task", "name"), [({"type": "ps", "index": 0}, "ps 0"), ({"type": "evaluator"}, "evaluator")]
+)
+def test_a_task_that_trains_nothing_is_refused(
+    monkeypatch: pytest.MonkeyPatch, task: dict[str, Any], name: str
+) -> None:
+    unsettled(monkeypatch)
+    cluster = {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}
+    text = json.dumps({"cluster": cluster, "task": {"index": 0, **task}})
+    with pytest.raises(UserError, match=f"this process is {name}.*, which trains nothing"):
+        distributed.initialize(from_tf_config(text))
+
+
+def test_who_it_is_is_taken_from_the_description() -> None:
+    found = distributed._party(from_tf_config(tf_config(ADDRESSES, 2)), False, Explicit())
+    assert found is not None
+    assert (found.host, found.port, found.rank) == ("127.0.0.1", 4001, 2)
+    assert list(found.names) == ["chief", "worker 0", "worker 1"]
+    assert list(found.addresses) == list(ADDRESSES)
+    about = dict(found.about)
+    assert about["jax"] == jax.__version__ and len(about["the code of spmdtrain"]) == 12
+
+
+def test_a_job_comes_too_late_when_jax_has_started_its_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unsettled(monkeypatch)
+    assert jax.device_count() == 8
+    message = "JAX has already started its devices, and this process is worker 1 of 3: call"
+    with pytest.raises(UserError, match=message):
+        distributed.initialize(from_tf_config(tf_config(ADDRESSES, 2)))
+
+
+@pytest.mark.drill
+def test_a_model_made_before_the_job_is_told_what_to_do(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import jax, optax\nfrom flax import nnx\nfrom spmdtrain import Trainer\n"
+        "model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))\n"
+        "Trainer(model=model, objective=lambda m, b: {}, optimizer=optax.sgd(0.1))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment() | {"TF_CONFIG": tf_config(ADDRESSES, 0)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.returncode != 0
+    last = ended.stderr.splitlines()[-1]
+    assert "JAX has already started its devices, and this process is chief of 3: call" in last
+
+
+@pytest.mark.drill
+def test_one_process_of_one_is_alone(tmp_path: Path) -> None:
+    """By the options, too; and a trainer does not look for a job again."""
+    port = free_port()
+    options = ("--coordinator", f"127.0.0.1:{port}", "--processes", 1, "--process-id", 0)
+    ended = run(small_experiment(tmp_path), "--workdir", tmp_path / "run", *options)
+    assert ended.returncode == 0 and "processes" not in ended.stdout, ended.stderr
+
+
+def test_alone_all_agreement_is_trivial() -> None:
+    assert (processes.count(), processes.rank()) == (1, 0)
+    assert processes.is_chief() and not processes.preempted()
+    assert processes.broadcast("x") == "x" and processes.gather(3) == [3]
+    assert processes.collect(None) == [None] and processes.summed({"a": 2}) == {"a": 2}
+    processes.barrier()
+    processes.check_same({"anything": object()})
+    error = KeyError("as it was")
+    with pytest.raises(KeyError) as raised:
+        processes.jointly(lambda: (_ for _ in ()).throw(error), KeyError)
+    assert raised.value is error
+    assert failing.reason(ValueError("a\nb")) == "ValueError: a b"
+
+
+# -- differences -----------------------------------------------------------------------------------
+
+
+def in_a_job(
+    monkeypatch: pytest.MonkeyPatch, others: list[Any]
+) -> Callable[[dict[str, Any]], None]:
+    """`check_same` of process 0, where the others have these values."""
+    names = ["chief", *(f"worker {n}" for n in range(len(others)))]
+    monkeypatch.setattr(processes, "count", lambda: len(names))
+    monkeypatch.setattr(processes, "names", lambda: names)
+    monkeypatch.setattr(processes, "_job", processes.Job(names, 0, None))
+
+    def check(mine: dict[str, Any]) -> None:
+        flats = [processes._flat(x) for x in [mine, *others]]
+
+        def gather(value: Any) -> list[Any]:
+            if isinstance(value, str):  # digests
+                return [value if flat == flats[0] else repr(flat) for flat in flats]
+            return flats
+
+        monkeypatch.setattr(processes, "gather", gather)
+        processes.check_same(mine)
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        ({"a": {"b": 1}, "c": [1, 3]}, "c is [1, 3] in worker 1 and [1, 2] in chief"),
+        ({"a": {"b": 1.5}, "c": [1, 2]}, "a.b is 1.5 in worker 1 and 1 in chief"),
+        ({"a": {}, "c": [1, 2]}, "a.b is None in worker 1 and 1 in chief"),
+        ({"a": {"b": 1, "d": 2}, "c": [1, 2]}, "a.d is 2 in worker 1 and None in chief"),
+    ],
+)
+def test_the_first_difference_is_named_with_both_values(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], difference: str
+) -> None:
+    mine = {"a": {"b": 1}, "c": (1, 2)}
+    check = in_a_job(monkeypatch, [mine, other])
+    with pytest.raises(UserError) as raised:
+        check(mine)
+    expected = f"worker 1 and chief differ: {difference}; all processes of a job are started alike"
+    assert str(raised.value) == expected
+
+
+def test_the_same_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = {"a": {"b": Path("x")}, "c": (1, 2)}
+    in_a_job(monkeypatch, [{"c": [1, 2], "a": {"b": "x"}}])(mine)
+
+
+def test_nested_values_are_named_by_their_path() -> None:
+    found = processes._flat({"a": {"b": {"c": (1,)}, "d": None}, "e": Path("x")})
+    assert found == {"a.b.c": [1], "a.d": None, "e": "x"}
+
+
+# -- errors that only say that another process has gone --------------------------------------------
+
+LOST = [
+    # As JAX 0.10 printed them when a process of a job was killed.
+    "UNKNOWN: Gloo all-reduce failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection "
+    "closed by peer [127.0.0.1]:10116",
+    "FAILED_PRECONDITION: Buffer Definition Event: Gloo all-reduce failed: [external/gloo/gloo/"
+    "transport/tcp/pair.cc:538] Read error [127.0.0.1]:29217: Connection reset by peer",
+    "UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):\n"
+    "/job:jax_worker/replica:0/task:1",
+    "INTERNAL: NCCL operation ncclAllReduce failed: remote process exited or there was a network "
+    "error",
+    "UNAVAILABLE: failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1234: "
+    "Failed to connect to remote host: Connection refused",
+    "ABORTED: Coordination service has stopped",
+]
+OWN = [
+    "RESOURCE_EXHAUSTED: Out of memory allocating 12345 bytes",
+    "INVALID_ARGUMENT: Executable expected parameter 0 of size 4 but got buffer of size 8",
+    "INTERNAL: CUDA error: an illegal memory access was encountered",
+    "NOT_FOUND: no such key: spmdtrain/named/x",
+]
+
+
+@pytest.mark.parametrize("text", LOST)
+def test_a_lost_connection_is_known(text: str) -> None:
+    assert failing._is_lost(jax.errors.JaxRuntimeError(text))
+    assert failing._is_lost(ValueError(text))
+    # Also where it was caught on the way.
+    outer = RuntimeError("a step failed")
+    outer.__cause__ = ValueError(text)
+    assert failing._is_lost(outer)
+    outer = RuntimeError("while it was handled")
+    outer.__context__ = jax.errors.JaxRuntimeError(text)
+    assert failing._is_lost(outer)
+
+
+@pytest.mark.parametrize("text", OWN)
+def test_an_error_of_its_own_is_none(text: str) -> None:
+    assert not failing._is_lost(jax.errors.JaxRuntimeError(text))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("the connection closed by peer is no loss in a file of yours"),
+        ValueError("row 7: heartbeat is no number"),
+        UserError("mesh: gloo"),
+        NonFiniteError("step 3: loss not finite"),
+        OSError("Connection reset by peer"),  # of a storage, say
+        KeyError("gloo"),
+    ],
+)
+def test_an_error_of_the_users_is_none_whatever_its_words(error: Exception) -> None:
+    assert not failing._is_lost(error)
+
+
+# -- the helper for tests of users' own ------------------------------------------------------------
+
+ECHO = "import json, os; c = json.loads(os.environ['TF_CONFIG']); print(c['task']['type'], "
+
+
+def python(script: str) -> list[str]:
+    return [sys.executable, "-c", script]
+
+
+def test_run_processes_gives_each_its_place_and_its_devices() -> None:
+    script = (
+        ECHO + "c['task']['index'], os.environ['JAX_NUM_CPU_DEVICES'], 'XLA_FLAGS' in os.environ)"
+    )
+    found = run_processes(
+        python(script),
+        processes=3,
+        devices_per_process=[1, 2, 3],
+        timeout=30,
+        env={"MORE": "1"},
+    )
+    assert [one.output.split() for one in found] == [
+        ["chief", "0", "1", "False"],
+        ["worker", "0", "2", "False"],
+        ["worker", "1", "3", "False"],
+    ]
+    assert [one.task for one in found] == ["chief", "worker 0", "worker 1"]
+    assert [one.code for one in found] == [0, 0, 0] and not any(one.killed for one in found)
+
+
+FAILS = """
+import json, os, subprocess, sys, time
+rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+print("here is", rank)
+if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "worker":
+    sys.exit(7)
+subprocess.Popen(["sleep", "543.21"])
+time.sleep(100)
+"""
+
+
+def asleep() -> bool:
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    return "sleep 543.21" in listed.stdout.splitlines()
+
+
+def test_run_processes_kills_the_rest_and_prints_every_log() -> None:
+    with pytest.raises(AssertionError) as raised:
+        run_processes(python(FAILS), processes=2, timeout=60, grace=0.5)
+    text = str(raised.value)
+    assert "not all have succeeded: chief with -9, worker 0 with 7" in text
+    assert "[chief] here is 0" in text and "[worker 0] here is 0" in text
+    assert not asleep()
+    chief, worker = run_processes(python(FAILS), processes=2, timeout=60, grace=0.5, check=False)
+    assert (chief.code, chief.killed, worker.code, worker.killed) == (-9, True, 7, False)
+    assert chief.seconds > worker.seconds + 0.4
+
+
+def test_run_processes_ends_in_time_whatever_happens() -> None:
+    for check in (True, False):
+        with pytest.raises(AssertionError, match=r"no end in time of chief, worker 0\n(?s:.*)up"):
+            run_processes(
+                python("import time; print('up'); time.sleep(100)"),
+                processes=2,
+                timeout=1.5,
+                check=check,
+            )
+
+
+def test_a_started_job_can_be_waited_for_and_sent_signals() -> None:
+    script = "import time; print('ready'); time.sleep(100)"
+    with started(python(script), processes=2, timeout=60, grace=0.3) as job:
+        job[1].wait_for("ready", timeout=30)
+        with pytest.raises(AssertionError, match=r"chief ran for 0\.1 s without 'never':\nready"):
+            job[0].wait_for("ready", timeout=30)
+            job[0].wait_for("never", timeout=0.1)
+        job[1].send(15)
+        assert [(one.code, one.killed) for one in job.wait(check=False)] == [
+            (-9, True),
+            (-15, False),
+        ]
+        with pytest.raises(AssertionError, match="worker 0 ended with -15 without 'never'"):
+            job[1].wait_for("never", timeout=30)
+
+
+def test_what_a_test_leaves_behind_is_killed() -> None:
+    pids = []
+    with (
+        pytest.raises(ZeroDivisionError),
+        started(python("import time; time.sleep(100)"), processes=2, timeout=60) as job,
+    ):
+        pids = [process.pid for process in job.processes]
+        raise ZeroDivisionError
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

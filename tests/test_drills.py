@@ -1,0 +1,593 @@
+"""Faults of a job, for real: what is said, with which code, how soon, and the bits after it."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import command, metrics, saved_steps, status
+from processes import (
+    BOUND,
+    STEPS,
+    as_task,
+    codes,
+    differing,
+    drill,
+    free_port,
+    job,
+    launch,
+    launching,
+    report,
+    run_line,
+    show,
+    spread,
+    steps_in,
+    sums,
+    tf_config,
+    under_way,
+)
+
+from spmdtrain.checkpoints import main as checkpoints
+
+pytestmark = pytest.mark.drill
+
+SLOWLY = ("--pause", 0.1)
+ROW = "ValueError: there is no such row"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The workdir of two processes that nothing has happened to."""
+    folder = tmp_path_factory.mktemp("whole")
+    job(drill(folder), "--workdir", folder / "run")
+    return folder / "run"
+
+
+def losses(workdir: Path) -> list[tuple[int, str, float]]:
+    """The lines of metrics, in order."""
+    return [(line["step"], line["split"], line["loss"]) for line in metrics(workdir)]
+
+
+def left_over(workdir: Path) -> list[str]:
+    """The command lines of processes that still work for a workdir."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            text = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if str(workdir) in text and int(entry.name) != os.getpid():
+                found.append(text)
+    return found
+
+
+def goes_on(config: Path, workdir: Path, whole: Path, step: int) -> None:
+    """Start the job again: it goes on from `step` and ends with the bits of the other."""
+    chief, _ = job(config, "--workdir", workdir)
+    assert f"resumed from step {step} of" in chief.output, show([chief])
+    assert steps_in(chief.output) == list(range(step + 1, STEPS + 1))
+    assert sums(workdir) == sums(whole)
+    assert losses(workdir) == losses(whole)
+    assert checkpoints(["verify", str(workdir)]) == 0
+
+
+# -- without a launcher ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["chief", "worker"])
+def test_an_exception_in_one_ends_all_with_it_as_the_reason(
+    tmp_path: Path, whole: Path, rank: int
+) -> None:
+    config, workdir = drill(tmp_path), tmp_path / "run"
+    options = ("--workdir", workdir, *SLOWLY, "--fault", "exception", "--fault-rank", rank)
+    ended = job(config, *options, check=False)
+    assert codes(ended) == [1, 1], show(ended)
+    assert spread(ended) < 10, show(ended)
+    failed, other = ended[rank], ended[1 - rank]
+    assert failed.output.count(ROW) == 1 and 'raise ValueError("there is no such' in failed.output
+    assert f"{other.task} ends, as {failed.task} failed: {ROW}" in other.output.splitlines()
+    assert "Traceback" not in other.output, show(ended)
+    found = status(workdir)
+    reason = ROW if rank == 0 else f"worker 0 failed: {ROW}"
+    assert (found["status"], found["reason"]) == ("failed", reason)
+    # Of the save before, nobody had asked yet whether it has become whole.
+    assert found["step"] in (5, 10) and saved_steps(workdir)[-1] >= found["step"]
+    goes_on(config, workdir, whole, saved_steps(workdir)[-1])
+
+
+def test_one_of_four_ends_all(tmp_path: Path) -> None:
+    options = ("--workdir", tmp_path / "run", *SLOWLY, "--fault", "exception", "--fault-rank", 2)
+    ended = job(drill(tmp_path), *options, processes=4, check=False)
+    assert codes(ended) == [1] * 4, show(ended)
+    assert spread(ended) < 15, show(ended)
+    for one in ended:
+        assert (f"{one.task} ends, as worker 1 failed: {ROW}" in one.output) == (
+            one.task != "worker 1"
+        ), show(ended)
+
+
+def test_an_exception_before_the_training_ends_all(tmp_path: Path) -> None:
+    config = drill(
+        tmp_path,
+        (
+            "    rows = Rows(config)\n",
+            "    rows = Rows(config)\n    assert not spmdtrain_processes.rank()\n",
+        ),
+    )
+    ended = job(config, "--workdir", tmp_path / "run", check=False)
+    assert ended[1].code != 0 and codes(ended)[0] == ended[1].code, show(ended)
+    assert "chief ends, as worker 0 failed: " in ended[0].output, show(ended)
+    assert "AssertionError" in ended[1].output and spread(ended) < 10
+
+
+ROWS_AND_EXIT = "    rows = Rows(config)\n    spmdtrain_processes.rank() and EXIT\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("    rows = Rows(config)\n", ROWS_AND_EXIT),
+        ('raise ValueError("there is no such row")', "EXIT"),
+    ],
+    ids=["before", "within"],
+)
+def test_a_script_that_gives_up_in_one_process_ends_all(tmp_path: Path, old: str, new: str) -> None:
+    """`sys.exit` is no exception that a hook sees, and the others wait for this process."""
+    leaves = new.replace("EXIT", '__import__("sys").exit("no data here")')
+    options = ("--workdir", tmp_path / "run", "--fault", "exception")
+    ended = job(drill(tmp_path, (old, leaves)), *options, check=False)
+    assert codes(ended) == [1, 1], show(ended)
+    assert spread(ended) < 10, show(ended)
+    assert all("no data here" in one.output for one in ended), show(ended)
+
+
+def test_a_signal_to_one_also_ends_an_evaluation(tmp_path: Path) -> None:
+    """There is nothing to save, but JAX has taken the signal for itself."""
+    config = drill(tmp_path, ("validation=(rows.x[:50], rows.y[:50])", "validation=rows"))
+    options = ("--workdir", tmp_path / "run")
+    job(config, *options, "--steps", 2)
+    with under_way(config, *options, "--mode", "evaluate", "--pause", 6) as started:
+        started[0].wait_for("parameters of step 2 from", timeout=BOUND)
+        started[1].wait_for("[Gloo] Rank 1 is connected", timeout=BOUND)
+        started[1].send(signal.SIGTERM)
+        sent = time.monotonic()
+        ended = started.wait(check=False)
+        assert time.monotonic() - sent < 25, show(ended)  # of some 50
+    assert all(code != 0 for code in codes(ended)), show(ended)
+
+
+def test_bad_data_that_one_process_meets_is_exit_2_in_all(tmp_path: Path) -> None:
+    options = ("--workdir", tmp_path / "run", *SLOWLY, "--fault", "refusal")
+    ended = job(drill(tmp_path), *options, check=False)
+    assert codes(ended) == [2, 2], show(ended)
+    assert "error: row 7 holds no number" in ended[1].output.splitlines()
+    assert "row 7 holds no number" in ended[0].output
+    assert not any("Traceback" in one.output for one in ended), show(ended)
+    assert "row 7 holds no number" in status(tmp_path / "run")["reason"]
+
+
+def test_a_loss_that_is_no_number_is_exit_3_in_all(tmp_path: Path) -> None:
+    workdir = tmp_path / "run"
+    ended = job(drill(tmp_path), "--workdir", workdir, "--fault", "nan", check=False)
+    assert codes(ended) == [3, 3], show(ended)
+    assert all("NonFinite" in x.output or "stopped: " in x.output for x in ended), show(ended)
+    assert all("step 13: loss and params and opt_state not" in x.output for x in ended), show(ended)
+    found = status(workdir)
+    assert found["status"] == "failed" and found["step"] == saved_steps(workdir)[-1]
+    assert "NonFiniteError: step 13: loss" in found["reason"]
+    assert saved_steps(workdir)[-1] == 10
+
+
+@pytest.mark.parametrize(
+    ("rank", "number"),
+    [(0, signal.SIGTERM), (1, signal.SIGTERM), (0, signal.SIGINT), (1, signal.SIGINT)],
+    ids=["SIGTERM-chief", "SIGTERM-worker", "SIGINT-chief", "SIGINT-worker"],
+)
+def test_a_signal_to_one_saves_at_one_step_in_all(
+    tmp_path: Path, whole: Path, rank: int, number: signal.Signals
+) -> None:
+    config, workdir = drill(tmp_path), tmp_path / "run"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # not ignored, as behind &
+    try:
+        with under_way(config, "--workdir", workdir, *SLOWLY) as started:
+            started[0].wait_for("step 8/", timeout=BOUND)
+            sent = time.monotonic()
+            started[rank].send(number)
+            ended = started.wait(check=False)
+            assert time.monotonic() - sent < 30
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert codes(ended) == [75, 75], show(ended)
+    step = saved_steps(workdir)[-1]
+    assert 8 <= step < 20, show(ended)
+    assert f"saved step {step}; start again to go on from there" in ended[0].output
+    assert (status(workdir)["status"], status(workdir)["step"]) == ("preempted", step)
+    goes_on(config, workdir, whole, step)
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["chief", "worker"])
+def test_when_one_is_killed_the_other_ends_by_itself(
+    tmp_path: Path, whole: Path, rank: int
+) -> None:
+    config, workdir = drill(tmp_path), tmp_path / "run"
+    with under_way(config, "--workdir", workdir, *SLOWLY) as started:
+        started[0].wait_for("step 12/", timeout=BOUND)
+        killed = time.monotonic()
+        started[rank].send(signal.SIGKILL)
+        ended = started.wait(check=False)
+        assert time.monotonic() - killed < 30, show(ended)
+    assert codes(ended)[rank] == -signal.SIGKILL and ended[1 - rank].code not in (0, 2, 3, 75)
+    if rank == 1:  # the chief is there to say it
+        assert "lost the connection to another process" in ended[0].output, show(ended)
+        found = status(workdir)
+        assert found["status"] == "failed" and "lost the connection" in found["reason"]
+    goes_on(config, workdir, whole, saved_steps(workdir)[-1])
+
+
+def test_one_of_four_that_is_killed_ends_all(tmp_path: Path) -> None:
+    options = ("--workdir", tmp_path / "run", *SLOWLY, "--fault", "SIGKILL", "--fault-rank", 3)
+    ended = job(drill(tmp_path), *options, processes=4, check=False)
+    assert codes(ended)[3] == -signal.SIGKILL, show(ended)
+    assert all(one.code not in (0, 2, 3, 75) for one in ended[:3]), show(ended)
+    assert spread(ended) < 30, show(ended)
+
+
+# -- those who do not come -------------------------------------------------------------------------
+
+
+def test_a_missing_process_is_named_in_all_the_others(tmp_path: Path) -> None:
+    config, addresses = drill(tmp_path), [f"127.0.0.1:{free_port()}" for _ in range(3)]
+
+    def line(rank: int) -> list[str]:
+        options = ("--workdir", tmp_path / "run", "--init-timeout", 6)
+        return (
+            ["true"]
+            if rank == 2
+            else as_task(tf_config(addresses, rank), run_line(config, *options))
+        )
+
+    ended = differing(line, processes=3)
+    assert codes(ended) == [1, 1, 0], show(ended)
+    assert all(one.seconds < 30 for one in ended), show(ended)
+    for one in ended[:2]:
+        missing = f"2 of 3 are here: worker 1 at {addresses[2]} has not come"
+        assert f"failed: gave up after 6 s, {missing}" in one.output.splitlines(), show(ended)
+        assert f"waiting, {missing}" in one.output and "Traceback" not in one.output
+
+
+def test_a_missing_chief_is_named(tmp_path: Path) -> None:
+    config, addresses = drill(tmp_path), [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    options = ("--workdir", tmp_path / "run", "--init-timeout", 3)
+    line = as_task(tf_config(addresses, 1), run_line(config, *options))
+    (ended,) = differing(lambda _: line, processes=1)
+    assert ended.code == 1 and ended.seconds < 25, show([ended])
+    assert f"failed: worker 0 could not reach chief at {addresses[0]} for 3 s" in ended.output
+
+
+def test_a_taken_port_is_exit_2(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        addresses = [f"127.0.0.1:{port}", f"127.0.0.1:{free_port()}"]
+        options = ("--workdir", tmp_path / "run")
+        line = as_task(tf_config(addresses, 0), run_line(drill(tmp_path), *options))
+        (ended,) = differing(lambda _: line, processes=1)
+    assert ended.code == 2 and ended.seconds < 25, show([ended])
+    last = ended.output.splitlines()[-1]
+    assert last.startswith(f"error: port {port} of this machine cannot be used by chief: Address")
+
+
+def test_two_of_one_index_are_exit_2_in_all(tmp_path: Path) -> None:
+    config, addresses = drill(tmp_path), [f"127.0.0.1:{free_port()}" for _ in range(3)]
+    ended = differing(
+        lambda rank: as_task(
+            tf_config(addresses, min(rank, 1)),
+            run_line(config, "--workdir", tmp_path / "run", "--init-timeout", 30),
+        ),
+        processes=3,
+    )
+    assert codes(ended) == [2, 2, 2], show(ended)
+    assert spread(ended) < 10, show(ended)
+    for one in ended:
+        assert re.search(r"error: there are two of worker 0: .*, process \d+ and ", one.output)
+
+
+def test_a_second_of_an_index_that_comes_late_is_refused_and_the_job_goes_on(
+    tmp_path: Path, whole: Path
+) -> None:
+    config, workdir = drill(tmp_path), tmp_path / "run"
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+
+    def line(rank: int) -> list[str]:
+        mine = run_line(config, "--workdir", workdir, "--pause", 0.7)
+        # The third one is the second worker 0, and it comes when the others are training.
+        wait = [
+            "sh",
+            "-c",
+            'until [ -d "$0/checkpoints/5" ]; do sleep 0.1; done; exec "$@"',
+            str(workdir),
+        ]
+        return as_task(tf_config(addresses, min(rank, 1)), [*wait, *mine] if rank == 2 else mine)
+
+    ended = differing(line, processes=3, grace=120)
+    assert codes(ended) == [0, 0, 2], show(ended)
+    assert "the job has begun with another worker 0" in ended[2].output
+    assert ended[2].seconds < ended[0].seconds, "it did not come while the others trained"
+    assert sums(workdir) == sums(whole)
+
+
+def test_a_name_that_does_not_resolve_is_exit_2(tmp_path: Path) -> None:
+    addresses = ["no-such-host.invalid:4567", f"127.0.0.1:{free_port()}"]
+    line = run_line(drill(tmp_path), "--workdir", tmp_path / "run")
+    (ended,) = differing(lambda _: as_task(tf_config(addresses, 1), line), processes=1)
+    assert ended.code == 2 and ended.seconds < 35, show([ended])
+    assert "error: no-such-host.invalid, the host of chief, cannot be resolved" in ended.output
+
+
+# -- through the launcher --------------------------------------------------------------------------
+
+HANG = 15  # seconds, more than it takes to compile
+STOPPED = (
+    r"chief aborted \(SIGABRT\) at step 1[0-3]: JAX lost a peer \(worker 0: stopped by a signal\)"
+)
+
+FAULTS = {
+    # name: fault, rank, the launcher's options, what it says, seconds until it says it
+    "kill -9 of a worker": (
+        *("SIGKILL", 1, ()),
+        (r"worker 0 was killed \(SIGKILL\) in load at step 1[0-3]; restart 1 of 3 in 1 s", 10),
+    ),
+    "kill -9 of the chief": (
+        *("SIGKILL", 0, ()),
+        (r"chief was killed \(SIGKILL\) in load at step 1[0-3]; restart 1 of 3 in 1 s", 10),
+    ),
+    "an exception in a worker": (
+        *("exception", 1, ()),
+        (rf"worker 0 failed at step 1[0-3]: {ROW}; restart 1 of 3 in 1 s", 15),
+    ),
+    "an exception in the chief": (
+        *("exception", 0, ()),
+        (rf"chief failed at step 1[0-3]: {ROW}; restart 1 of 3 in 1 s", 15),
+    ),
+    # Its silence may be noticed by JAX first, 10 to 20 seconds after it was stopped.
+    "a worker that is stopped (SIGSTOP)": (
+        *("SIGSTOP", 1, ("--hang-timeout", HANG)),
+        (
+            r"(hung: worker 0 is stopped by a signal in load at step 1[0-3] and holds the others|"
+            rf"{STOPPED}); restart 1 of 3 in 1 s",
+            HANG + 15,
+        ),
+    ),
+    "a worker that is stopped, no --hang-timeout": (
+        *("SIGSTOP", 1, ("--hang-timeout", 0)),
+        (rf"{STOPPED}; restart 1 of 3 in 1 s", 45),
+    ),
+    "a stuck data loader in a worker": (
+        *("stuck", 1, ("--hang-timeout", HANG)),
+        (
+            r"hung: worker 0 is in load at step 1[0-3] and holds the others; restart 1 of 3 in 1 s",
+            HANG + 10,
+        ),
+    ),
+    "a stuck data loader in the chief": (
+        *("stuck", 0, ("--hang-timeout", HANG)),
+        (
+            r"hung: chief is in load at step 1[0-3] and holds the others; restart 1 of 3 in 1 s",
+            HANG + 10,
+        ),
+    ),
+    "SIGTERM to a worker": (
+        *("SIGTERM", 1, ()),
+        (r".* was preempted and saved \(code 75\).*; restart 1 of 3 in 1 s", 15),
+    ),
+    "SIGTERM to the chief": (
+        *("SIGTERM", 0, ()),
+        (r".* was preempted and saved \(code 75\).*; restart 1 of 3 in 1 s", 15),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_after_a_fault_the_job_comes_back_and_ends_with_the_same_bits(
+    tmp_path: Path, whole: Path, name: str
+) -> None:
+    fault, rank, own, (message, bound) = FAULTS[name]
+    workdir = tmp_path / "run"
+    launched = launch(
+        drill(tmp_path),
+        *("--workdir", workdir, *SLOWLY, "--fault", fault, "--fault-rank", rank),
+        own=own,
+        mark=tmp_path / "mark",
+    )
+    assert launched.code == 0, launched.output
+    restarts = [text for text in launched.said if "; restart " in text]
+    assert len(restarts) == 1 and re.fullmatch(message, restarts[0]), launched.output
+    assert launched.said[-1] == "finished", launched.output
+    assert sums(workdir) == sums(whole)
+    assert losses(workdir) == losses(whole)
+    assert checkpoints(["verify", str(workdir)]) == 0
+    assert left_over(workdir) == []
+    measured = report(name, launched)
+    assert measured["noticed"] < bound, launched.output
+    assert measured["goes_on"] < bound + 45, launched.output
+    if fault == "SIGTERM":
+        assert measured["lost"] == 0
+    else:
+        assert 0 <= measured["lost"] <= 5
+    if fault == "stuck":  # where it is stuck can be seen
+        stacks = launched.output.partition("nothing has moved for")[2]
+        assert f"[{'worker 0' if rank else 'chief'}]" in stacks and "in fail" in stacks
+
+
+def test_a_loss_that_is_no_number_is_not_tried_again(tmp_path: Path) -> None:
+    options = ("--workdir", tmp_path / "run", "--fault", "nan")
+    launched = launch(drill(tmp_path), *options)
+    assert launched.code == 3, launched.output
+    assert not any("restart" in text for text in launched.said)
+    assert re.search(r"ended \(code 3\).*step 13: loss and params", launched.said[-1])
+    assert left_over(tmp_path / "run") == []
+
+
+def test_wrong_usage_is_not_tried_again(tmp_path: Path) -> None:
+    launched = launch(drill(tmp_path), "--workdir", tmp_path / "run", "--global-batch-size", 25)
+    assert launched.code == 2, launched.output
+    assert not any("restart" in text for text in launched.said)
+
+
+def test_a_fault_that_comes_again_and_again_ends_the_job_with_its_code(tmp_path: Path) -> None:
+    options = ("--workdir", tmp_path / "run", "--fault", "exception", "--fault-at", 3)
+    launched = launch(drill(tmp_path), *options, own=["--max-restarts", 1])
+    assert launched.code == 1, launched.output
+    assert f"{ROW}; no restart is left of 1" in launched.said[-1], launched.output
+
+
+def test_a_job_that_has_failed_for_good_says_so_in_its_status(tmp_path: Path) -> None:
+    """Also where process 0 is busy when another one fails, and is killed soon after."""
+    slow_chief = ("time.sleep(config.pause)", "time.sleep(0 if rank else config.pause)")
+    options = ("--workdir", tmp_path / "run", "--pause", 4, "--fault", "exception", "--fault-at", 3)
+    launched = launch(drill(tmp_path, slow_chief), *options, own=["--max-restarts", 0])
+    assert launched.code == 1 and ROW in launched.said[-1], launched.output
+    found = status(tmp_path / "run")
+    assert found["status"] == "failed" and ROW in found["reason"], f"{found}\n{launched.output}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_launcher_saves_and_ends_and_another_launch_goes_on(
+    tmp_path: Path, whole: Path, number: signal.Signals
+) -> None:
+    config, workdir = drill(tmp_path), tmp_path / "run"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with launching(command(config, "--workdir", workdir, *SLOWLY)) as (process, lines):
+            until = time.monotonic() + BOUND
+            while not any("step 8/" in text for _, text in lines):
+                assert process.poll() is None and time.monotonic() < until, lines
+                time.sleep(0.05)
+            process.send_signal(number)
+            assert process.wait(60) == 75, lines
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert left_over(workdir) == []
+    step = saved_steps(workdir)[-1]
+    assert 8 <= step < 20 and status(workdir)["status"] == "preempted"
+    launched = launch(config, "--workdir", workdir)
+    assert launched.code == 0 and f"resumed from step {step} of" in launched.output
+    assert sums(workdir) == sums(whole)
+
+
+def test_killed_again_and_again_a_job_that_gets_on_is_restarted_beyond_its_budget(
+    tmp_path: Path, whole: Path
+) -> None:
+    """Each attempt dies with its eighth batch, and each has saved something by then."""
+    workdir = tmp_path / "run"
+    options = ("--workdir", workdir, *SLOWLY, "--fault", "SIGKILL", "--fault-at", 8)
+    launched = launch(drill(tmp_path), *options, own=["--max-restarts", 1], timeout=2 * BOUND)
+    assert launched.code == 0, launched.output
+    restarts = [text for text in launched.said if "restart 1 of 1" in text]
+    assert len(restarts) >= 3, launched.output
+    assert sums(workdir) == sums(whole) and losses(workdir) == losses(whole)
+
+
+def test_an_evaluator_beside_a_job_that_dies_once_sees_the_last_checkpoint(
+    tmp_path: Path, whole: Path
+) -> None:
+    workdir = tmp_path / "run"
+    options = ("--workdir", workdir, *SLOWLY, "--evaluated-by", "evaluator")
+    launched = launch(
+        drill(tmp_path),
+        *options,
+        *("--fault", "SIGKILL"),
+        own=["--evaluator"],
+        mark=tmp_path / "mark",
+        timeout=2 * BOUND,
+    )
+    assert launched.code == 0, launched.output
+    assert sums(workdir) == sums(whole)
+    text = (workdir / "metrics.evaluator.jsonl").read_text()
+    found = {line["step"]: line["loss"] for line in map(json.loads, text.splitlines())}
+    (expected,) = [x["loss"] for x in metrics(whole, "eval") if x["step"] == STEPS]
+    assert found[STEPS] == pytest.approx(expected, rel=1e-5)
+    assert not any(line["split"] == "eval" for line in metrics(workdir))
+    assert left_over(workdir) == []
+
+
+# -- two hosts -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with a cable between them, 10.77.0.1 and 10.77.0.2."""
+    names = f"spmd{os.getpid()}a", f"spmd{os.getpid()}b"
+    cables = f"va{os.getpid() % 10**6}", f"vb{os.getpid() % 10**6}"
+    steps = [
+        *(f"netns add {name}" for name in names),
+        f"link add {cables[0]} type veth peer name {cables[1]}",
+        *(f"link set {cable} netns {name}" for cable, name in zip(cables, names, strict=True)),
+        *(
+            step
+            for number, (cable, name) in enumerate(zip(cables, names, strict=True), start=1)
+            for step in (
+                f"-n {name} addr add 10.77.0.{number}/24 dev {cable}",
+                f"-n {name} link set {cable} up",
+                f"-n {name} link set lo up",
+            )
+        ),
+    ]
+    try:
+        for step in steps:
+            done = subprocess.run(
+                ["ip", *step.split()], capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                pytest.skip(f"no network namespaces here: ip {step}: {done.stderr.strip()}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def on_host(name: str, line: list[str]) -> list[str]:
+    return ["ip", "netns", "exec", name, *line]
+
+
+@pytest.mark.skipif(shutil.which("ip") is None, reason="no network namespaces: there is no ip")
+def test_two_hosts_train_as_one(tmp_path: Path, whole: Path, hosts: tuple[str, str]) -> None:
+    config, workdir = drill(tmp_path), tmp_path / "run"
+    addresses = ["10.77.0.1:3456", "10.77.0.2:3456"]  # the same port, as on machines of their own
+    ended = differing(
+        lambda rank: on_host(
+            hosts[rank], as_task(tf_config(addresses, rank), run_line(config, "--workdir", workdir))
+        )
+    )
+    assert codes(ended) == [0, 0], show(ended)
+    assert "2 x cpu of 2 processes" in ended[0].output
+    assert sums(workdir) == sums(whole)
+
+
+@pytest.mark.skipif(shutil.which("ip") is None, reason="no network namespaces: there is no ip")
+def test_two_hosts_of_which_one_loses_its_cable_end_by_themselves(
+    tmp_path: Path, hosts: tuple[str, str]
+) -> None:
+    """Nothing says that the other has gone: neither an end of its connections nor a reset."""
+    config, workdir = drill(tmp_path), tmp_path / "run"
+    addresses = ["10.77.0.1:3456", "10.77.0.2:3456"]
+
+    def line(rank: int) -> list[str]:
+        options = ("--workdir", workdir, "--pause", 0.2, "--steps", 400)
+        return on_host(hosts[rank], as_task(tf_config(addresses, rank), run_line(config, *options)))
+
+    from spmdtrain.testing import started
+
+    with started(line, processes=2, timeout=BOUND, grace=60) as under:
+        under[0].wait_for("step 8/", timeout=BOUND)
+        cable = f"va{os.getpid() % 10**6}"
+        subprocess.run(["ip", "-n", hosts[0], "link", "set", cable, "down"], check=True)
+        cut = time.monotonic()
+        ended = under.wait(check=False)
+        assert time.monotonic() - cut < 60, show(ended)
+    assert all(code not in (0, 2, 3, 75) for code in codes(ended)), show(ended)

@@ -1,0 +1,543 @@
+"""The processes of a job meet: who is missing, who differs, and who has nothing to do with it."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from processes import free_port
+
+from spmdtrain import rendezvous
+from spmdtrain.errors import ClusterError, UserError
+from spmdtrain.rendezvous import Party, meet
+
+NAMES = ("chief", "worker 0", "worker 1", "worker 2")
+Ending = Exception | None
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is waited for in seconds is waited for in tenths."""
+    monkeypatch.setattr(rendezvous, "_TELL_EVERY", 0.3)
+    monkeypatch.setattr(rendezvous, "_RESOLVE_FOR", 0.5)
+    monkeypatch.setattr(rendezvous, "_BIND_FOR", 0.5)
+
+
+def parties(size: int = 2, host: str = "127.0.0.1", **about: str) -> list[Party]:
+    """The processes of one job, by rank."""
+    port = free_port()
+    return [
+        Party(
+            host=host,
+            port=port,
+            names=NAMES[:size],
+            rank=rank,
+            about=about,
+            addresses=[f"host-{n}:{port + n}" for n in range(size)],
+        )
+        for rank in range(size)
+    ]
+
+
+class Told:
+    """What the processes hear while they wait, by rank."""
+
+    def __init__(self) -> None:
+        self.lines: dict[int, list[str]] = {rank: [] for rank in range(len(NAMES))}
+
+    def to(self, rank: int) -> Callable[[str], None]:
+        return self.lines[rank].append
+
+
+def ending(party: Party, timeout: float, told: Told) -> Ending:
+    """How a process's part in the meeting ends: with an error of ours, or all well."""
+    try:
+        meet(party, timeout, told.to(party.rank))
+    except (UserError, ClusterError) as error:
+        return error
+    return None
+
+
+def all_meet(who: Sequence[Party], timeout: float = 20, told: Told | None = None) -> list[Ending]:
+    """How the meeting ends for each of these, who come at the same time."""
+    heard = told or Told()
+    with ThreadPoolExecutor(len(who)) as pool:
+        return list(pool.map(lambda party: ending(party, timeout, heard), who))
+
+
+@contextlib.contextmanager
+def gathering(*who: Party, timeout: float = 20) -> Iterator[tuple[list[Ending], Told]]:
+    """While entered, these wait for the rest; their endings are there at the exit."""
+    endings: list[Ending] = []
+    told = Told()
+    with ThreadPoolExecutor(len(who)) as pool:
+        found = [pool.submit(ending, party, timeout, told) for party in who]
+        yield endings, told
+        endings += [one.result() for one in found]
+
+
+def knock(party: Party) -> socket.socket:
+    """A connection to where process 0 listens, as soon as it does."""
+    until = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection((party.host, party.port), timeout=10)
+        except OSError:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
+
+def hello(party: Party) -> bytes:
+    """What a process says first."""
+    content: dict[str, Any] = {
+        "spmdtrain": "hello",
+        "rank": party.rank,
+        "name": party.names[party.rank],
+        "size": len(party.names),
+        "names": ", ".join(party.names),
+        "about": dict(party.about),
+        "where": "elsewhere, process 1",
+    }
+    return json.dumps(content).encode() + b"\n"
+
+
+def until(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def refusal(found: Ending, kind: type[Exception]) -> str:
+    assert type(found) is kind, found
+    return str(found)
+
+
+# -- who comes, and who does not -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_when_all_have_come_all_go_on_and_the_port_is_free(size: int) -> None:
+    who = parties(size, jax="1")
+    assert all_meet(who) == [None] * size
+    with socket.socket() as after:  # as JAX binds it: without waiting for anything
+        after.bind(("127.0.0.1", who[0].port))
+
+
+def test_the_last_may_come_late_and_who_is_waited_for_is_told_to_all() -> None:
+    who = parties(4)
+    with gathering(*who[:3]) as (endings, told):
+        line = f"waiting, 3 of 4 are here: worker 2 at {who[0].addresses[3]} has not come"
+        until(lambda: all(line in told.lines[rank] for rank in range(3)))
+        assert ending(who[3], 10, told) is None
+    assert endings == [None] * 3
+
+
+def test_process_0_may_come_last() -> None:
+    who = parties(3)
+    with gathering(*who[1:]) as (endings, told):
+        awaited = f"waiting for chief at 127.0.0.1:{who[0].port}: Connection refused"
+        until(lambda: awaited in told.lines[1] and awaited in told.lines[2])
+        assert ending(who[0], 10, told) is None
+    assert endings == [None] * 2
+
+
+def test_who_is_missing_is_named_in_every_process() -> None:
+    who = parties(4)
+    began = time.monotonic()
+    found = all_meet([who[0], who[2]], timeout=1.0)
+    assert time.monotonic() - began < 5
+    one, three = who[0].addresses[1], who[0].addresses[3]
+    expected = (
+        f"gave up after 1 s, 2 of 4 are here: worker 0 at {one}, worker 2 at {three} have not come"
+    )
+    assert [refusal(error, ClusterError) for error in found] == [expected, expected]
+
+
+def test_of_many_missing_the_first_are_named() -> None:
+    names = ["chief", *(f"worker {n}" for n in range(20))]
+    alone = Party(host="127.0.0.1", port=free_port(), names=names, rank=0)
+    error = refusal(ending(alone, 0.3, Told()), ClusterError)
+    shown = ", ".join(f"worker {n}" for n in range(8))
+    assert error == f"gave up after 0.3 s, 1 of 21 are here: {shown} and 12 more have not come"
+
+
+def test_a_process_0_that_does_not_come_is_named() -> None:
+    who = parties(2)
+    error = refusal(ending(who[1], 0.7, Told()), ClusterError)
+    assert re.fullmatch(
+        rf"worker 0 could not reach chief at 127\.0\.0\.1:{who[0].port} for 0\.7 s: "
+        "Connection refused; it has not come, or its port is closed to this machine",
+        error,
+    )
+
+
+def test_a_process_that_goes_away_before_the_rest_have_come_may_come_back() -> None:
+    who = parties(3)
+    with gathering(who[0]) as (endings, told):
+        with knock(who[0]) as first:
+            first.sendall(hello(who[1]))
+            until(lambda: any("2 of 3" in line for line in told.lines[0]))
+        until(lambda: "worker 0 has gone again" in told.lines[0])
+        assert all_meet(who[1:], 10) == [None, None]
+    assert endings == [None]
+
+
+def test_without_an_answer_after_it_has_come_back_it_counts_as_missing() -> None:
+    who = parties(3)
+    with gathering(who[0], timeout=2) as (endings, told):
+        with knock(who[0]) as first:
+            first.sendall(hello(who[1]))
+            until(lambda: any("2 of 3" in line for line in told.lines[0]))
+        until(lambda: "worker 0 has gone again" in told.lines[0])
+    assert "1 of 3 are here: worker 0 at" in refusal(endings[0], ClusterError)
+
+
+def test_a_process_0_that_dies_while_it_gathers_is_named() -> None:
+    who = parties(3)
+    script = (
+        "from spmdtrain import rendezvous\nfrom spmdtrain.rendezvous import Party, meet\n"
+        "rendezvous._TELL_EVERY = 0.1\n"
+        f"meet(Party('127.0.0.1', {who[0].port}, {NAMES[:3]!r}, 0), 60, print)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parent.parent) as zero:
+        try:
+            knock(who[0]).close()
+            with gathering(replace(who[1], addresses=())) as (endings, told):
+                until(lambda: bool(told.lines[1]))  # it has been let in
+                os.kill(zero.pid, signal.SIGKILL)
+        finally:
+            zero.kill()
+    expected = f"chief at 127.0.0.1:{who[0].port} has gone while the job was gathering"
+    assert refusal(endings[0], ClusterError) == expected
+
+
+# -- a wrong description ---------------------------------------------------------------------------
+
+
+def test_a_taken_port_is_told_within_seconds() -> None:
+    who = parties(2)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", who[0].port))
+        other.listen()
+        began = time.monotonic()
+        error = refusal(ending(who[0], 60, Told()), UserError)
+        assert time.monotonic() - began < 5
+    assert error == (
+        f"port {who[0].port} of this machine cannot be used by chief: Address already in use; "
+        "another program has it, or a second process of that name, or an earlier run that has "
+        "not ended"
+    )
+
+
+def test_a_port_that_is_let_go_of_in_time_is_no_fault() -> None:
+    who = parties(2)
+    other = socket.socket()
+    other.bind(("127.0.0.1", who[0].port))
+    other.listen()
+    closing = threading.Timer(0.3, other.close)
+    closing.start()
+    with gathering(who[0]) as (endings, told):
+        closing.join()
+        assert ending(who[1], 10, told) is None
+    assert endings == [None]
+
+
+def test_a_second_process_0_is_refused_and_the_first_goes_on() -> None:
+    who = parties(2)
+    with gathering(who[0]) as (endings, told):
+        knock(who[0]).close()
+        assert "or a second process of that name" in refusal(ending(who[0], 10, told), UserError)
+        assert ending(who[1], 10, told) is None
+    assert endings == [None]
+
+
+def test_two_processes_of_one_rank_are_refused_in_every_process() -> None:
+    who = parties(3)
+    with gathering(who[0], who[1]) as (endings, told):
+        until(lambda: bool(told.lines[1]))
+        second = ending(who[1], 10, told)
+    own = re.escape(f"{socket.gethostname()}, process {os.getpid()}")
+    expected = rf"there are two of worker 0: {own} and {own}; each task has an index of its own"
+    for error in [*endings, second]:
+        assert re.fullmatch(expected, refusal(error, UserError))
+
+
+def test_a_name_that_does_not_resolve_is_told_within_seconds() -> None:
+    who = [replace(party, host="no-such-host.invalid") for party in parties(2)]
+    began = time.monotonic()
+    error = refusal(ending(who[1], 300, Told()), UserError)
+    assert time.monotonic() - began < 10
+    assert error.startswith("no-such-host.invalid, the host of chief, cannot be resolved from")
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"about": {"jax": "1", "flax": "3"}}, "flax is 3 there and 2 here"),
+        ({"about": {"jax": "1"}}, "flax is None there and 2 here"),
+        (
+            {"about": {"jax": "1", "flax": "2", "torch": "9"}},
+            "torch is 9 there and None here",
+        ),
+        (
+            {"names": ["chief", "worker 0", "worker 9"]},
+            "names is chief, worker 0, worker 9 there and chief, worker 0, worker 1 here",
+        ),
+        ({"names": NAMES}, "processes is 4 there and 3 here"),
+    ],
+    ids=["version", "less", "more", "names", "number"],
+)
+def test_processes_that_differ_are_refused_by_name_and_value(
+    change: dict[str, Any], difference: str
+) -> None:
+    who = parties(3, jax="1", flax="2")
+    with gathering(who[0], who[2]) as (endings, told):
+        until(lambda: bool(told.lines[2]))  # it is there: who comes later finds nobody
+        odd = ending(replace(who[1], **change), 10, told)
+    where = re.escape(f"{socket.gethostname()}, process {os.getpid()}")
+    expected = rf"worker 0 \({where}\) and chief differ: {re.escape(difference)}"
+    for error in [*endings, odd]:
+        assert re.fullmatch(expected, refusal(error, UserError))
+
+
+# -- strangers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",  # TLS, without a line's end
+        b"\x00" * 100_000,
+        b"{" * 1_200_000,  # begins like ours, and does not end
+        b'{"spmdtrain": "goodbye"}\n',
+        b"[1, 2]\n",
+        b'{"a": 1}\n{"b": 2}\n',
+        b"null\n\n\n",
+        b'{"spmdtrain": "hello"}\n',
+        b'{"spmdtrain": "hello", "rank": "x", "name": 1, "where": 2, "size": 3, "about": 4}\n',
+        b"\xff\xfe\n",
+        b"\n",
+    ],
+    ids=[
+        "http",
+        "tls",
+        "zeros",
+        "endless",
+        "other",
+        "list",
+        "two",
+        "null",
+        "half",
+        "types",
+        "bytes",
+        "empty",
+    ],
+)
+def test_a_stranger_at_the_port_is_sent_away(words: bytes) -> None:
+    who = parties(2)
+    with gathering(who[0]) as (endings, told):
+        # It may be hung up on in the midst of what it says.
+        with knock(who[0]) as stranger, contextlib.suppress(OSError):
+            stranger.sendall(words)
+            assert stranger.recv(100) == b""
+        assert ending(who[1], 10, told) is None
+    assert endings == [None]
+
+
+def test_strangers_who_are_silent_or_gone_do_not_disturb() -> None:
+    who = parties(3)
+    with gathering(who[0]) as (endings, told), contextlib.ExitStack() as stack:
+        stack.enter_context(knock(who[0]))  # says nothing
+        stack.enter_context(knock(who[0])).sendall(hello(who[1])[:20])  # nor this one its name
+        knock(who[0]).close()
+        with knock(who[0]) as abrupt:  # a reset in the place of an end
+            abrupt.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        assert all_meet(who[1:], 10, told) == [None, None]
+    assert endings == [None]
+
+
+def test_who_says_its_name_in_pieces_is_let_in() -> None:
+    who = parties(2)
+    with gathering(who[0]) as (endings, _), knock(who[0]) as slow:
+        for byte in hello(who[1]):
+            slow.send(bytes([byte]))
+        assert json.loads(slow.recv(1000)) == {"go": True}
+    assert endings == [None]
+
+
+@contextlib.contextmanager
+def another_program(port: int, answer: bytes, *, abrupt: bool = False) -> Iterator[None]:
+    """Something else that listens on the port, and answers one caller."""
+    with socket.create_server(("127.0.0.1", port)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                if abrupt:
+                    linger = struct.pack("ii", 1, 0)
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                    return
+                connection.recv(65536)
+                connection.sendall(answer)
+                if answer:
+                    connection.recv(1)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield
+        thread.join(timeout=10)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"\x00\x00\x12\x04\x00\x00\x00\x00\x00",  # what gRPC begins with: the job has begun
+        b'{"error": "what?"}\n',
+    ],
+    ids=["http", "grpc", "json"],
+)
+def test_another_program_at_process_0s_port_is_told(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    who = parties(2)
+    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.0)
+    with another_program(who[0].port, answer):
+        error = refusal(ending(who[1], 10, Told()), ClusterError)
+    assert error == (
+        f"127.0.0.1:{who[0].port} is not chief of a job that is gathering: another program has "
+        "the port, or the job has begun with another worker 0"
+    )
+
+
+@pytest.mark.parametrize("abrupt", [False, True])
+def test_one_that_hangs_up_is_told(monkeypatch: pytest.MonkeyPatch, abrupt: bool) -> None:
+    who = parties(2)
+    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.0)
+    with another_program(who[0].port, b"", abrupt=abrupt):
+        error = refusal(ending(who[1], 10, Told()), ClusterError)
+    assert error.startswith(f"127.0.0.1:{who[0].port} is not chief of a job that is gathering")
+
+
+def test_a_job_that_is_still_dying_at_the_port_is_waited_for() -> None:
+    who = parties(2)
+    with gathering(who[1]) as (endings, told):
+        with another_program(who[0].port, b"\x00\x00\x12\x04\x00"):
+            time.sleep(0.5)
+        assert not endings
+        assert ending(who[0], 10, told) is None  # it has let go of the port, and the next is there
+    assert endings == [None]
+
+
+def test_a_process_that_reaches_but_itself_goes_on_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own port, which the system chooses, may be the one that it calls, as long as it is free.
+
+    TCP then connects the socket with itself. To call again and again makes that likely in the end.
+    """
+    who = parties(2)
+    connect, calls = socket.create_connection, []
+
+    def to_itself(address: tuple[str, int], timeout: float) -> socket.socket:
+        calls.append(address)
+        if len(calls) > 1:
+            return connect(address, timeout=timeout)
+        found = socket.socket()
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        found.connect(address)
+        assert found.getsockname() == found.getpeername()
+        return found
+
+    monkeypatch.setattr(socket, "create_connection", to_itself)
+    with gathering(who[1]) as (endings, told):
+        until(lambda: bool(calls))
+        time.sleep(0.3)
+        assert ending(who[0], 10, told) is None
+    assert endings == [None] and len(calls) > 1
+
+
+# -- addresses -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["localhost", "::1", socket.gethostname()])
+def test_they_meet_at_an_address_of_any_kind(host: str) -> None:
+    try:
+        socket.getaddrinfo(host, 1)
+        if host == "::1":
+            with socket.socket(socket.AF_INET6) as probe:
+                probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip(f"{host} is no address of this machine")
+    assert all_meet(parties(3, host=host)) == [None, None, None]
+
+
+def test_a_job_of_one_machine_listens_nowhere_else() -> None:
+    who = parties(2)
+    with gathering(who[0]) as (endings, told):
+        knock(who[0]).close()
+        with (
+            pytest.raises(OSError, match="refused"),
+            socket.create_connection(("127.0.0.2", who[0].port)),
+        ):
+            pass
+        assert ending(who[1], 10, told) is None
+    assert endings == [None]
+
+
+def test_an_address_is_written_as_one() -> None:
+    assert Party("10.0.0.1", 5, NAMES, 0).coordinator == "10.0.0.1:5"
+    assert Party("fe80::1", 5, NAMES, 0).coordinator == "[fe80::1]:5"
+
+
+# -- lines -----------------------------------------------------------------------------------------
+
+
+@given(
+    messages=st.lists(st.dictionaries(st.text(), st.text() | st.integers()), max_size=5),
+    cuts=st.lists(st.integers(1, 40), max_size=10),
+)
+def test_messages_come_whole_and_in_order_however_they_are_cut(
+    messages: list[dict[str, Any]], cuts: list[int]
+) -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        sender, receiver = rendezvous._Line(one), rendezvous._Line(other)
+        text = b"".join(json.dumps(message).encode() + b"\n" for message in messages)
+        found = []
+        for cut in [*cuts, len(text)]:
+            piece, text = text[:cut], text[cut:]
+            if piece:
+                one.sendall(piece)
+                assert receiver.read()
+                found += list(receiver.messages())
+        assert found == messages
+        sender.close()
+        assert not receiver.read()
+
+
+@given(st.binary(min_size=1, max_size=200))
+def test_whatever_else_comes_is_empty_and_raises_nothing(noise: bytes) -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        receiver = rendezvous._Line(other)
+        one.sendall(noise)
+        receiver.read()
+        for message in receiver.messages():
+            assert isinstance(message, dict)
