@@ -36,6 +36,7 @@ from processes import (
 )
 
 from spmdtrain.checkpoints import main as checkpoints
+from spmdtrain.testing import started
 
 pytestmark = pytest.mark.drill
 
@@ -152,12 +153,12 @@ def test_a_signal_to_one_also_ends_an_evaluation(tmp_path: Path) -> None:
     config = drill(tmp_path, ("validation=(rows.x[:50], rows.y[:50])", "validation=rows"))
     options = ("--workdir", tmp_path / "run")
     job(config, *options, "--steps", 2)
-    with under_way(config, *options, "--mode", "evaluate", "--pause", 6) as started:
-        started[0].wait_for("parameters of step 2 from", timeout=BOUND)
-        started[1].wait_for("[Gloo] Rank 1 is connected", timeout=BOUND)
-        started[1].send(signal.SIGTERM)
+    with under_way(config, *options, "--mode", "evaluate", "--pause", 6) as going:
+        going[0].wait_for("parameters of step 2 from", timeout=BOUND)
+        going[1].wait_for("[Gloo] Rank 1 is connected", timeout=BOUND)
+        going[1].send(signal.SIGTERM)
         sent = time.monotonic()
-        ended = started.wait(check=False)
+        ended = going.wait(check=False)
         assert time.monotonic() - sent < 25, show(ended)  # of some 50
     assert all(code != 0 for code in codes(ended)), show(ended)
 
@@ -195,11 +196,11 @@ def test_a_signal_to_one_saves_at_one_step_in_all(
     config, workdir = drill(tmp_path), tmp_path / "run"
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # not ignored, as behind &
     try:
-        with under_way(config, "--workdir", workdir, *SLOWLY) as started:
-            started[0].wait_for("step 8/", timeout=BOUND)
+        with under_way(config, "--workdir", workdir, *SLOWLY) as going:
+            going[0].wait_for("step 8/", timeout=BOUND)
             sent = time.monotonic()
-            started[rank].send(number)
-            ended = started.wait(check=False)
+            going[rank].send(number)
+            ended = going.wait(check=False)
             assert time.monotonic() - sent < 30
     finally:
         signal.signal(signal.SIGINT, before)
@@ -216,11 +217,11 @@ def test_when_one_is_killed_the_other_ends_by_itself(
     tmp_path: Path, whole: Path, rank: int
 ) -> None:
     config, workdir = drill(tmp_path), tmp_path / "run"
-    with under_way(config, "--workdir", workdir, *SLOWLY) as started:
-        started[0].wait_for("step 12/", timeout=BOUND)
+    with under_way(config, "--workdir", workdir, *SLOWLY) as going:
+        going[0].wait_for("step 12/", timeout=BOUND)
         killed = time.monotonic()
-        started[rank].send(signal.SIGKILL)
-        ended = started.wait(check=False)
+        going[rank].send(signal.SIGKILL)
+        ended = going.wait(check=False)
         assert time.monotonic() - killed < 30, show(ended)
     assert codes(ended)[rank] == -signal.SIGKILL and ended[1 - rank].code not in (0, 2, 3, 75)
     if rank == 1:  # the chief is there to say it
@@ -551,19 +552,27 @@ def hosts() -> Iterator[tuple[str, str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def on_host(name: str, line: list[str]) -> list[str]:
-    return ["ip", "netns", "exec", name, *line]
+def on_host(name: str, number: int, folder: Path, line: list[str]) -> list[str]:
+    """A command line in a namespace, where the machine's name means the address on the cable.
+
+    Gloo, which carries the collectives of CPUs, listens at what the own host's name resolves to.
+    """
+    hosts = folder / f"hosts.{number}"
+    hosts.write_text(f"127.0.0.1 localhost\n10.77.0.{number} {socket.gethostname()}\n")
+    bound = f'mount --bind {hosts} /etc/hosts && exec "$@"'  # of this command alone
+    return ["ip", "netns", "exec", name, "sh", "-c", bound, "sh", *line]
 
 
 @pytest.mark.skipif(shutil.which("ip") is None, reason="no network namespaces: there is no ip")
 def test_two_hosts_train_as_one(tmp_path: Path, whole: Path, hosts: tuple[str, str]) -> None:
     config, workdir = drill(tmp_path), tmp_path / "run"
     addresses = ["10.77.0.1:3456", "10.77.0.2:3456"]  # the same port, as on machines of their own
-    ended = differing(
-        lambda rank: on_host(
-            hosts[rank], as_task(tf_config(addresses, rank), run_line(config, "--workdir", workdir))
-        )
-    )
+
+    def line(rank: int) -> list[str]:
+        mine = as_task(tf_config(addresses, rank), run_line(config, "--workdir", workdir))
+        return on_host(hosts[rank], rank + 1, tmp_path, mine)
+
+    ended = differing(line)
     assert codes(ended) == [0, 0], show(ended)
     assert "2 x cpu of 2 processes" in ended[0].output
     assert sums(workdir) == sums(whole)
@@ -579,9 +588,8 @@ def test_two_hosts_of_which_one_loses_its_cable_end_by_themselves(
 
     def line(rank: int) -> list[str]:
         options = ("--workdir", workdir, "--pause", 0.2, "--steps", 400)
-        return on_host(hosts[rank], as_task(tf_config(addresses, rank), run_line(config, *options)))
-
-    from spmdtrain.testing import started
+        mine = as_task(tf_config(addresses, rank), run_line(config, *options))
+        return on_host(hosts[rank], rank + 1, tmp_path, mine)
 
     with started(line, processes=2, timeout=BOUND, grace=60) as under:
         under[0].wait_for("step 8/", timeout=BOUND)
