@@ -90,6 +90,18 @@ def _handler() -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
+def by_all() -> Any:
+    """Orbax' options for all processes of the job.
+
+    With the processes named, it waits for them without the devices, which may be more in one
+    process than in another.
+    """
+    count = processes.count()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=0, active_processes=set(range(count)) if count > 1 else None
+    )
+
+
 def check_can_be_saved(state: PyTree) -> None:
     """Raise `UserError` for what Orbax cannot hold: it writes a/b and a.b over one another."""
     seen: dict[str, str] = {}
@@ -135,12 +147,11 @@ class Checkpoints:
         self._teller = ThreadPoolExecutor(1, thread_name_prefix="tell-check-sums")
         self._saving: _Save | None = None
         self._failed = self._abandoned = False
-        count = processes.count()
         with self._named_failures("the folder of the checkpoints cannot be used"):
             if processes.is_chief():
                 folder.mkdir(parents=True, exist_ok=True)
             processes.barrier()
-            if count > 1 and not folder.exists():
+            if not folder.exists():
                 raise FileNotFoundError(
                     "it is there for the first process, and not for this one: a workdir is one "
                     "that all can see"
@@ -149,11 +160,7 @@ class Checkpoints:
                 folder,
                 options=ocp.CheckpointManagerOptions(
                     create=False,
-                    # With its processes named, Orbax waits for them without the devices.
-                    multiprocessing_options=ocp.options.MultiprocessingOptions(
-                        primary_host=0,
-                        active_processes=set(range(count)) if count > 1 else None,
-                    ),
+                    multiprocessing_options=by_all(),
                     # What a killed run left half-written goes before the first save.
                     cleanup_tmp_directories=True,
                     lightweight_initialize=True,  # our manifests hold times and metrics

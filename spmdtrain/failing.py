@@ -3,6 +3,7 @@
 JAX by itself leaves the others waiting for minutes, and then ends them by SIGABRT.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import faulthandler
@@ -55,6 +56,7 @@ class _Ending:
     """Whether the main thread has met with a failure."""
     on_failure: Callable[[str], None] = _say_nothing
     usual_hook: Any = sys.__excepthook__
+    stop: Callable[[], None] = lambda: None
     lock: threading.Lock = field(default_factory=threading.Lock)
     over: threading.Event = field(default_factory=threading.Event)
     """Set when the job has come to its end, with all of its processes."""
@@ -75,10 +77,19 @@ def begin(job: Job, hang_timeout: float) -> None:
     )
     watch.start()
 
+    def stop() -> None:
+        _ending.over.set()
+        watch.join(timeout=10)
+
+    _ending.stop = stop
+    # A thread that comes back from JAX's client while Python shuts down aborts the process. This is
+    # registered after JAX's own shutdown of the job, and so comes before it.
+    atexit.register(stop)
+
 
 def end() -> None:
     """All processes have come to the end of the job: what they do from here on is their own."""
-    _ending.over.set()
+    _ending.stop()
     sys.excepthook = _ending.usual_hook
 
 
@@ -210,7 +221,7 @@ def _watch(job: Job, hang_timeout: float) -> None:
     while not _ending.over.wait(_LOOK_EVERY):
         if (failure := _announced(job)) is not None and failure["rank"] != job.rank:
             # The main thread may be about to find out by itself, and to leave things in order.
-            time.sleep(1.5)
+            time.sleep(1.0)
             if _ending.failing:
                 time.sleep(_LEAVING)
             try:

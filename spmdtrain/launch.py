@@ -23,9 +23,7 @@ from spmdtrain.tasks import EVALUATOR, environments_of, gpus_of, tf_configs, tra
 
 _USAGE = "python -m spmdtrain.launch --processes N [options] -- COMMAND"
 _POLL = 0.1  # seconds; the end of a child and signals are noticed at once all the same
-# For so many seconds after a death the others may still tell what they die of: after one that
-# explains itself, and after another.
-_EXPLAINED, _UNEXPLAINED = 0.5, 3.0
+_PATIENCE = 3.0  # seconds after a death in which the others may tell what they die of, or of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +212,8 @@ class Launcher:
 
     def _patience(self, death: Ended) -> float:
         """How long the others may go on after a death."""
-        patience = {Rank.NONE: math.inf, Rank.OWN: _EXPLAINED, Rank.PREEMPTED: self.options.grace}
-        return patience.get(rank(death), _UNEXPLAINED)
+        patience = {Rank.NONE: math.inf, Rank.PREEMPTED: self.options.grace}
+        return patience.get(rank(death), _PATIENCE)
 
     def _ask_to_end(self, running: Sequence[Child]) -> None:
         self.deadline = time.monotonic() + self.options.grace

@@ -21,6 +21,7 @@ from spmdtrain.errors import ClusterError, UserError
 _TELL_EVERY = 5.0  # seconds between two lines of what is waited for
 _RESOLVE_FOR = 8.0  # seconds in which a name may still appear; a pod's does when the pod runs
 _PATIENCE = 30.0  # seconds for an earlier job to let go of the coordinator's port
+_LATE = 2.0  # seconds after a failure in which those who come late are told of it
 _BIND_FOR = 5.0  # seconds in which whoever went before may let go of the port
 _LONGEST_LINE = 2**20
 
@@ -92,6 +93,10 @@ def _receive(party: Party, deadline: float, timeout: float, tell: Callable[[str]
         except (UserError, ClusterError) as error:
             what = "wrong" if isinstance(error, UserError) else "failed"
             _to_all([*guests.values(), *strangers], {what: str(error)})
+            late = time.monotonic() + _LATE
+            while wait([listener], timeout=max(0.0, late - time.monotonic())):
+                strangers.append(_Line(listener.accept()[0]))
+                _to_all(strangers[-1:], {what: str(error)})
             raise
         finally:
             # They hang up first: the port is then free for JAX at once.

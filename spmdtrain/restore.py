@@ -18,7 +18,7 @@ from jax.sharding import Sharding
 
 from spmdtrain import processes
 from spmdtrain.adapters import Variables
-from spmdtrain.checkpoint import ITEMS, items_of, raw_keys
+from spmdtrain.checkpoint import ITEMS, by_all, items_of, raw_keys
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.identity import check_same_model, describe_leaves
 from spmdtrain.manifest import NAME, Damaged, Manifest
@@ -279,7 +279,10 @@ def _read(
 
 
 def _checkpointer() -> contextlib.AbstractContextManager[Any]:
-    return contextlib.closing(ocp.Checkpointer(ocp.CompositeCheckpointHandler()))
+    checkpointer = ocp.Checkpointer(
+        ocp.CompositeCheckpointHandler(), multiprocessing_options=by_all()
+    )
+    return contextlib.closing(checkpointer)
 
 
 def _as_wanted(target: jax.ShapeDtypeStruct, leaf: jax.Array) -> jax.Array:

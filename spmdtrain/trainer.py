@@ -32,6 +32,7 @@ from spmdtrain.profiling import ProfiledSteps
 from spmdtrain.restore import agreed, find, load_model, newest_good, saved_in
 from spmdtrain.session import Session
 from spmdtrain.sharding import strategy
+from spmdtrain.signals import StopSignals
 from spmdtrain.step import HEALTH, StepOutput, Steps, TrainState, first_non_finite, model_output
 from spmdtrain.terminal import Terminal
 from spmdtrain.writers import Split, Status
@@ -378,13 +379,13 @@ class Trainer:
 
     def evaluate(self, data: Any, *, global_batch_size: int | None = None) -> Metrics:
         """Weighted means over a dataset, by name; each example counts exactly once."""
-        return self._evaluate(as_dataset(data), self._padded_batch(global_batch_size), _nothing)
+        return self._evaluate(as_dataset(data), self._padded_batch(global_batch_size), _may_stop())
 
     def predict(self, data: Any, *, global_batch_size: int | None = None) -> PyTree:
         """Predictions for a dataset: NumPy arrays of leading dim N, in its order."""
         dataset, variables = as_dataset(data), self._variables()
         batch_size = self._padded_batch(global_batch_size)
-        batches = self._ordered("predict", dataset, batch_size, _nothing)
+        batches = self._ordered("predict", dataset, batch_size, _may_stop())
         return evaluate.predict(
             self._steps.predict, variables, batches, len(dataset), in_flight=self._in_flight
         )
@@ -492,6 +493,11 @@ class Trainer:
         step = found.manifest.step
         self.terminal.line(f"parameters of step {step} from {source.path(step)}")
         return found.value, step
+
+
+def _may_stop() -> Callable[[], None]:
+    """What stops an evaluation by itself: of several processes, only by asking (see `signals`)."""
+    return StopSignals().stop_if_received if processes.count() > 1 else _nothing
 
 
 def _nothing() -> None:
