@@ -6,10 +6,11 @@ import itertools
 import logging
 import math
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ ITEMS: Mapping[str, tuple[str, ...]] = {
 
 _REMOVED = ".removed"
 _MIN_SLICE = 2**20  # bytes
+_SHOWS_WITHIN = 45.0  # seconds in which a new file shows on a network file system
 _numbers = itertools.count()  # of saves: the same in all processes, as they save together
 
 # Orbax tells through absl of every step it takes; what goes wrong it raises.
@@ -102,6 +104,34 @@ def by_all() -> Any:
     )
 
 
+def check_shared(folder: Path) -> None:
+    """Raise `UserError` where a process of the job has another folder of that name than the first.
+
+    Each would write its part of every checkpoint into its own, and none of them would be whole.
+    """
+    name = processes.broadcast(f".shared-{secrets.token_hex(8)}")
+    mark = folder / name
+    if processes.is_chief():
+        mark.touch()
+    processes.barrier()
+
+    def look() -> None:
+        until = time.monotonic() + _SHOWS_WITHIN
+        while not mark.exists():
+            if time.monotonic() > until:
+                raise UserError(
+                    f"{folder} in {processes.name()} is not the folder that {processes.names()[0]} "
+                    "has there: the workdir must be one that all processes share"
+                )
+            time.sleep(0.2)
+
+    try:
+        processes.jointly(look, UserError)
+    finally:
+        if processes.is_chief():
+            mark.unlink()
+
+
 def check_can_be_saved(state: PyTree) -> None:
     """Raise `UserError` for what Orbax cannot hold: it writes a/b and a.b over one another."""
     seen: dict[str, str] = {}
@@ -146,16 +176,13 @@ class Checkpoints:
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="remove-checkpoints")
         self._teller = ThreadPoolExecutor(1, thread_name_prefix="tell-check-sums")
         self._saving: _Save | None = None
+        self._told: Future[None] | None = None  # what this process adds to the sums
         self._failed = self._abandoned = False
         with self._named_failures("the folder of the checkpoints cannot be used"):
             if processes.is_chief():
                 folder.mkdir(parents=True, exist_ok=True)
-            processes.barrier()
-            if not folder.exists():
-                raise FileNotFoundError(
-                    "it is there for the first process, and not for this one: a workdir is one "
-                    "that all can see"
-                )
+            if processes.count() > 1 and not is_url(folder):
+                check_shared(Path(folder))
             self._manager = _Manager(
                 folder,
                 options=ocp.CheckpointManagerOptions(
@@ -210,7 +237,9 @@ class Checkpoints:
         if processes.is_chief():
             self._records[step] = Record(step, now, metrics)
         else:
-            self._teller.submit(lambda: processes.publish(save.key_of(), read_parts(sums)))
+            self._told = self._teller.submit(
+                lambda: processes.publish(save.key_of(), read_parts(sums))
+            )
         with self._failing():
             if self._folder_identity() != self._opened:
                 raise FileNotFoundError("the folder is gone: removed, or no longer mounted")
@@ -227,6 +256,8 @@ class Checkpoints:
         if self._saving is None:
             return
         with self._failing():
+            if self._told is not None:
+                self._told.result()
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
         self.saved_step, self._saving = self._saving.step, None

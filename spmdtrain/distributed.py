@@ -19,7 +19,7 @@ from spmdtrain.errors import UserError
 from spmdtrain.rendezvous import Party, is_loopback, meet
 
 _HEARTBEAT = 20  # seconds after which JAX gives up a process that has died
-_SHUTDOWN = 30  # seconds that those who are done wait for the others
+_SHUTDOWN = 300  # seconds that those who are done wait for the others
 HANG_TIMEOUT = 1800.0  # seconds
 _COMPARED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -63,14 +63,18 @@ def initialize(
     phases.begin()
     if hang_timeout is None:
         hang_timeout = 0.0 if phases.launched() else HANG_TIMEOUT
+    for name, seconds in (("timeout", timeout), ("hang_timeout", hang_timeout)):
+        if not seconds >= 0:
+            raise UserError(f"{name} is {seconds}: it must be 0 or more seconds")
     if (job := processes.current()) is not None:  # by the script itself
         _begin(job, hang_timeout)
+        processes.check_same(_about())
         return
     spec = spec or cluster.from_environment()
     if spec.role in (Role.PS, Role.EVALUATE):
         raise UserError(
-            f"this process is {spec.name}, which trains nothing: start it with "
-            "python -m spmdtrain.run"
+            f"by TF_CONFIG this process is {spec.name}, which takes no part in a training: "
+            "leave it out, or start an evaluator with python -m spmdtrain.run"
         )
     party = _party(spec, detect, explicit or Explicit())
     if party is None or len(party.names) == 1:
@@ -101,6 +105,11 @@ def initialize(
 def _begin(job: processes.Job, hang_timeout: float) -> None:
     global _settled
     _settled = True
+    if not jax.config.jax_enable_preemption_service:  # type: ignore[attr-defined]
+        raise UserError(
+            "jax_enable_preemption_service is off: several processes need it to stop and save "
+            "together"
+        )
     phases.begin(always=True)
     failing.begin(job, hang_timeout)
 
@@ -194,6 +203,7 @@ def leave() -> None:
     """The end of a run that all processes have come to."""
     if processes.current() is not None:
         with phases.within(phases.Phase.END):
+            processes.barrier()  # first: here it is still noticed when one fails
             failing.end()
             processes.part()
             jax.distributed.shutdown()

@@ -9,7 +9,7 @@ import enum
 import math
 import os
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from spmdtrain.journal import Journal, Metrics
 from spmdtrain.manifest import Damaged
 from spmdtrain.restore import Source, read_manifest, saved_in
 from spmdtrain.signals import StopSignals
-from spmdtrain.storage import folder_of
+from spmdtrain.storage import failures, folder_of, one_line
 from spmdtrain.trainer import Trainer
 from spmdtrain.writers import RunFiles, Split, Status, Writer, status_of
 
@@ -30,8 +30,9 @@ T = TypeVar("T")
 # Seconds.
 _PATIENCE = 60.0  # how long what cannot be read is tried again
 _SILENCE = 300.0  # between two lines that say that there is nothing new
-_GRACE = 60.0  # for a training that begins with us to write over how an earlier one ended
+_GRACE = 60.0  # for a training that begins with us, or is started again, to say that it runs
 _ORPHANED = 600.0  # a launcher starts a failed training again, and says when it does so no more
+_SILENT = 3600.0  # a training that was killed says nothing any more
 
 
 class Which(enum.StrEnum):
@@ -57,7 +58,8 @@ def watch(
 
     `validation` is a dataset or arrays; `total_steps` is where the training is to end. Returns the
     exit code: 75 where a signal has stopped the training or the evaluator, else 0. Started again,
-    it goes on after what it has written. Raises `UserError` for anything wrong in what it was
+    it goes on after what it has written. Takes a training of which there is nothing new for an
+    hour, no line of metrics either, as failed. Raises `UserError` for anything wrong in what it was
     given, a checkpoint of another model too, and `StorageError` for what cannot be written, or
     not be read for a minute.
     """
@@ -68,7 +70,7 @@ def watch(
         raise UserError("an evaluator needs a validation split, and there is none")
     dataset = as_dataset(validation, "validation data")
     with StopSignals() as signals, contextlib.closing(RunFiles(workdir, Writer.EVALUATOR)) as files:
-        return _Evaluator(
+        evaluator = _Evaluator(
             trainer=trainer,
             dataset=dataset,
             files=files,
@@ -78,7 +80,12 @@ def watch(
             poll_seconds=poll_seconds,
             clock=clock,
             sleep=sleep,
-        ).run()
+        )
+        before, trainer.may_stop = trainer.may_stop, signals.stop_if_received
+        try:
+            return evaluator.run()
+        finally:
+            trainer.may_stop = before
 
 
 @dataclass
@@ -123,7 +130,7 @@ class _Evaluator:
             while True:
                 self.signals.stop_if_received()
                 # In this order: a training that has ended has saved before all that it will.
-                ended = self._patiently(self.training.ended)
+                ended = self._patiently(lambda: self.training.ended(self.checkpoints.steps))
                 anew = self._patiently(self.checkpoints.look)
                 if anew is not None:
                     # The training went back and passes its steps again: what was told from here
@@ -156,7 +163,6 @@ class _Evaluator:
                 else:
                     raise
                 return
-            self.signals.stop_if_received()
             metrics = self.trainer.evaluate(self.dataset)
         journal = Journal(self.trainer.terminal, self.files, self.trainer.config)
         journal.evaluated(Split.EVAL, step, metrics)
@@ -241,6 +247,11 @@ class _Checkpoints:
         return anew
 
     @property
+    def steps(self) -> Sequence[int]:
+        """Those that there were at the last look."""
+        return self._source.steps
+
+    @property
     def due(self) -> int | None:
         """The step to evaluate next, if there was one at the last look."""
         left = [step for step in self._source.steps if step not in self._settled]
@@ -290,9 +301,16 @@ class _Training:
         self._read: Mapping[str, Any] | None = {}  # as no status is: the first look is a change
         self._changes = -1
         self._changed_at = 0.0
+        self._metrics = folder_of(workdir) / Writer.TRAINING.file("metrics", ".jsonl")
+        self._heard: object = None  # what there was of it at the last look
+        self._looked_at = clock()
+        self._silence = 0.0  # seconds for which that has been the same
 
-    def ended(self) -> bool:
-        """Whether the training has ended for good, as far as one can know."""
+    def ended(self, saved: Sequence[int]) -> bool:
+        """Whether the training has ended for good, as far as one can know.
+
+        `saved` are the steps of its checkpoints, as far as they have been seen.
+        """
         told = phases.job_ended()  # first: a training writes its status before it ends
         found = status_of(self._workdir)
         if found != self._read:
@@ -301,16 +319,40 @@ class _Training:
         if found is not None:
             self.status, self.step = Status(found["status"]), found["step"]
             self.reason = found.get("reason", "")
+        else:
+            self.status, self.step, self.reason = None, 0, ""
+        self._listen(found, saved)
         if told is not None:
             self._take_over(told)
             return True
         if self.status in (None, Status.RUNNING):
-            return False
+            if self._silence < _SILENT:
+                return False
+            self.status = Status.FAILED
+            self.reason = f"nothing has been heard of it for {_SILENT / 60:.0f} minutes"
+            return True
         if self.status is Status.FINISHED and self.step >= (self._total_steps or math.inf):
             return True
-        # Else another may follow, by which this is written over.
-        grace = _ORPHANED if self._launched else _GRACE if self._changes == 0 else 0.0
+        # Else another may follow, by which this is written over: one that begins with us, or, as
+        # schedulers start a failed training again, this one.
+        stopped = self.status is Status.FINISHED and self._changes > 0
+        grace = _ORPHANED if self._launched else 0.0 if stopped else _GRACE
         return self._clock() - self._changed_at >= grace
+
+    def _listen(self, status: object, saved: Sequence[int]) -> None:
+        """Count for how long nothing of the training has changed."""
+        try:
+            file = self._metrics.stat()
+            metrics = (file.length, file.mtime)
+        except FileNotFoundError:
+            metrics = None
+        except failures(self._metrics) as error:
+            raise StorageError(f"{self._metrics} cannot be read: {one_line(error)}") from error
+        heard, now = (status, metrics, tuple(saved)), self._clock()
+        # Between two looks we may have been stopped for hours, and the training with us.
+        passed = min(now - self._looked_at, _GRACE)
+        self._silence = self._silence + passed if heard == self._heard else 0.0
+        self._heard, self._looked_at = heard, now
 
     def _take_over(self, told: str) -> None:
         """The launcher knows better: a training that was killed has written nothing."""

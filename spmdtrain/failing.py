@@ -52,6 +52,8 @@ def _say_nothing(reason: str) -> None:
 class _Ending:
     """How this process is about to end."""
 
+    at_work: bool = False
+    """Whether it is training: what a script does besides may take its time."""
     failing: bool = False
     """Whether the main thread has met with a failure."""
     on_failure: Callable[[str], None] = _say_nothing
@@ -94,16 +96,17 @@ def end() -> None:
 
 
 @contextlib.contextmanager
-def on_failure(callback: Callable[[str], None]) -> Iterator[None]:
-    """While entered, `callback` is given the reason when another process's failure ends this one.
+def at_work(on_failure: Callable[[str], None]) -> Iterator[None]:
+    """While entered, to stand still counts as hanging, and another's failure is told here.
 
-    It comes from a thread of its own, as the main one may be waiting for the process that failed.
+    `on_failure` is given the reason before this process is ended. It comes from a thread of its
+    own, as the main one may be waiting for the process that failed.
     """
-    _ending.on_failure = callback
+    _ending.at_work, _ending.on_failure = True, on_failure
     try:
         yield
     finally:
-        _ending.on_failure = _say_nothing
+        _ending.at_work, _ending.on_failure = False, _say_nothing
 
 
 def reason(error: BaseException) -> str:
@@ -251,21 +254,23 @@ class _Places:
         job = self._job
         if (here := phases.here(job.name)) is not None:
             # How long ago, as each machine has a clock of its own.
-            told = dataclasses.asdict(here) | {"at": now - here.at}
+            record = dataclasses.asdict(here) | {"at": now - here.at}
+            told = {"at_work": _ending.at_work, "record": record}
             key = f"{KEY}/where/{job.rank}"
             job.client.key_value_set(key, json.dumps(told), allow_overwrite=True)
         if job.rank != 0:
             return
         found = [json.loads(told) for _, told in job.client.key_value_dir_get(f"{KEY}/where/")]
-        seen = sorted((told["task"], told["changes"]) for told in found)
-        if seen != self._seen:
+        records = [told["record"] for told in found]
+        seen = sorted((record["task"], record["changes"]) for record in records)
+        if seen != self._seen or not any(told["at_work"] for told in found):
             self._seen, self._since = seen, now
         elif now - self._since >= self._timeout:
-            records = [
-                phases.Record(**told | {"phase": Phase(told["phase"]), "at": now - told["at"]})
-                for told in found
+            where = [
+                phases.Record(**r | {"phase": Phase(r["phase"]), "at": now - r["at"]})
+                for r in records
             ]
-            why = phases.holder(records).sentence
+            why = phases.holder(where).sentence
             why = f"nothing has moved for {self._timeout:g} s: {why}"
             hung = {"rank": _NOBODY, "name": "the job", "code": int(ExitCode.FAILED)}
             _set_failure(job, hung | {"reason": why, "lost": False})

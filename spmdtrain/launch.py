@@ -351,7 +351,7 @@ class Evaluator:
         if self._launcher.over and death.status == ExitCode.PREEMPTED:
             final = True  # it has seen that the training was, and has done its own part
         final = final or bool(self._launcher.signals.received)
-        wait = None if final else self._restarts.next(-1)
+        wait = None if final else self._restarts.next(death.record.step if death.record else -1)
         if wait is None:
             self.code = death.code
             next_ = "" if final else f"; no restart is left of {self._restarts.limit}"

@@ -34,6 +34,8 @@ class Job:
     """Made so far: they are numbered alike in all processes, as all make the same."""
     points: int = 0
     """To stop at, passed so far."""
+    stopping: bool = False
+    """Whether one of them was the one to stop at."""
     unread: list[str] = field(default_factory=list)
     """Keys of process 0 that others may still read."""
 
@@ -88,6 +90,11 @@ def rank() -> int:
 def is_chief() -> bool:
     """Whether this is process 0: it alone writes logs, metrics and status."""
     return rank() == 0
+
+
+def name() -> str:
+    """What this process is called."""
+    return names()[rank()]
 
 
 def names() -> Sequence[str]:
@@ -150,18 +157,18 @@ def barrier() -> None:
 
 def jointly(call: Callable[[], T], expected: type[Exception]) -> T:
     """What `call()` returns; where it raises `expected` in any process, that is raised in all."""
-    fault, value = None, None
+    own: Exception | None = None
     try:
         value = call()
     except expected as error:
-        if count() == 1:
-            raise
-        fault = str(error)
-    if count() > 1:
-        for found in gather(fault):
-            if found is not None:
-                raise expected(found)
-    return value  # type: ignore[return-value]
+        own = error
+    faults = gather(None if own is None else str(own))
+    if own is not None:
+        raise own
+    for fault in faults:
+        if fault is not None:
+            raise expected(fault)
+    return value
 
 
 def summed(parts: Mapping[str, int]) -> dict[str, int]:
@@ -188,7 +195,8 @@ def check_same(what: Mapping[str, Any]) -> None:
     odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if odd is None:
         return
-    first, other = (flats[rank] for flats in [gather(mine)] for rank in (0, odd))
+    flats = gather(mine if rank() in (0, odd) else {})
+    first, other = flats[0], flats[odd]
     one, odd_one = (names()[rank] for rank in (0, odd))
     for key in [*first, *other]:
         if first.get(key) != other.get(key):
@@ -225,7 +233,7 @@ def take(key: str) -> Any:
 
 
 def _get(job: Job, key: str) -> str:
-    """The value of a key, when it is there; whoever fails to set it ends all (see `_watch`)."""
+    """The value of a key, when it is there; whoever fails to set it ends all (see `failing`)."""
     while True:
         try:  # a few seconds each, for Python to look after signals in between
             return str(job.client.blocking_key_value_get(key, 5_000))
@@ -241,13 +249,12 @@ def preempted() -> bool:
     """Whether to stop now, as some process was sent SIGTERM: the same answer in all of them.
 
     All call it at the same points, each step say: JAX agrees on one of these points, the first
-    that none of them has passed yet.
+    that none of them has passed yet. From there on the answer is yes.
     """
     job = current()
     if job is None:
         return False
     job.points += 1
-    manager = jax_distributed.global_state.preemption_sync_manager
-    if manager is None:
-        return False
-    return bool(manager.reached_sync_point(job.points))
+    manager: Any = jax_distributed.global_state.preemption_sync_manager
+    job.stopping = job.stopping or bool(manager.reached_sync_point(job.points))
+    return job.stopping

@@ -18,7 +18,7 @@ from jax.sharding import Sharding
 
 from spmdtrain import processes
 from spmdtrain.adapters import Variables
-from spmdtrain.checkpoint import ITEMS, by_all, items_of, raw_keys
+from spmdtrain.checkpoint import ITEMS, items_of, raw_keys
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.identity import check_same_model, describe_leaves
 from spmdtrain.manifest import NAME, Damaged, Manifest
@@ -279,10 +279,14 @@ def _read(
 
 
 def _checkpointer() -> contextlib.AbstractContextManager[Any]:
-    checkpointer = ocp.Checkpointer(
-        ocp.CompositeCheckpointHandler(), multiprocessing_options=by_all()
+    # Each process by itself: one that finds damage would not come to a barrier of Orbax'.
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=processes.rank(), active_processes={processes.rank()}
     )
-    return contextlib.closing(checkpointer)
+    options = alone if processes.count() > 1 else ocp.options.MultiprocessingOptions()
+    return contextlib.closing(
+        ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=options)
+    )
 
 
 def _as_wanted(target: jax.ShapeDtypeStruct, leaf: jax.Array) -> jax.Array:

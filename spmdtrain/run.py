@@ -24,7 +24,7 @@ from spmdtrain.checkpoints import verify
 from spmdtrain.cluster import Role
 from spmdtrain.config import RunConfig, check, resolve
 from spmdtrain.data import as_dataset
-from spmdtrain.errors import ExitCode, UserError, exit_code_of
+from spmdtrain.errors import ExitCode, Preempted, UserError, exit_code_of
 from spmdtrain.experiment import ExperimentFile, load_experiment
 from spmdtrain.mesh import cpu_devices_in_environment, on_own_devices, resolve_on_devices
 from spmdtrain.terminal import Terminal
@@ -90,6 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = exit_code_of(lambda: execute(parse(given)), failing.fail_in_words)
         distributed.leave()
         return code
+    except Preempted:
+        distributed.leave()
+        raise
     except SystemExit as stop:
         failing.check_exit(stop)
         raise
@@ -160,6 +163,8 @@ def execute(command: Command) -> int:
         assert config.workdir is not None
         return verify(command.source or config.workdir, Terminal())
     spec = cluster.from_environment()
+    if options.role == "train" and spec.role is Role.EVALUATE:
+        raise UserError(f"--role train, and by TF_CONFIG this is {spec.name}: give one")
     if options.role == "evaluate" or (options.role is None and spec.role is Role.EVALUATE):
         return evaluate_beside(command)
     if spec.role is Role.PS:
@@ -218,7 +223,10 @@ def join(options: Options, spec: cluster.ClusterSpec, experiment: ExperimentFile
 def evaluate_beside(command: Command) -> int:
     """Evaluate the checkpoints of a training that goes on elsewhere; returns the exit code."""
     if command.options.mode != "train":
-        raise UserError(f"--role evaluate and --mode {command.options.mode}: give one")
+        raise UserError(
+            f"--mode {command.options.mode} in an evaluator, which waits for checkpoints to "
+            "evaluate by itself: give it no --mode, or start this elsewhere"
+        )
     distributed.stay_alone()
     config = on_own_devices(command.config)
     experiment = command.experiment.build(resolve(config, batch_shards=1))

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from spmdtrain import phases, processes
+from spmdtrain import failing, phases, processes
 from spmdtrain.checkpoint import Checkpoints, check_can_be_saved
 from spmdtrain.config import RunConfig, as_json
 from spmdtrain.data import Dataset, as_dataset, fingerprint
-from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.errors import NonFiniteError, StorageError, UserError, did_you_mean
 from spmdtrain.identity import (
     Identity,
     changes,
@@ -98,9 +98,10 @@ class Session:
             optimizer=describe_optimizer(steps.abstract_state.opt_state),
         )
         # Before anything is written: processes that differ would train nonsense, or wait for ever.
-        told = dataclasses.asdict(identity)
-        told["config"].pop("data_dir")  # where it is may differ, what is in it may not
-        processes.check_same(told | {"data": {n: fingerprint(x) for n, x in data.items()}})
+        if processes.count() > 1:
+            told = dataclasses.asdict(identity)
+            told["config"].pop("data_dir")  # where it is may differ, what is in it may not
+            processes.check_same(told | {"data": {n: fingerprint(x) for n, x in data.items()}})
         files = checkpoints = None
         signals = StopSignals()
         if config.workdir is not None or processes.count() > 1:
@@ -249,10 +250,22 @@ class Session:
                 self.checkpoints.wait()
             phases.saved(self.saved_step)
 
-    def abandon_save(self) -> None:
-        """Let go of what is being saved, as other processes of the job may be gone."""
-        if self.checkpoints is not None:
-            self.checkpoints.abandon()
+    def failed(self, error: BaseException) -> None:
+        """Say why the run ends; raises `StorageError` where what was being saved failed, too."""
+        # That is worth waiting for, if all are still there to save it: each of several processes
+        # sees for itself that a loss is no number, but other errors may be one's own.
+        all_there = processes.count() == 1 or isinstance(error, NonFiniteError)
+        why = error
+        try:
+            if not all_there and self.checkpoints is not None:
+                self.checkpoints.abandon()
+            elif isinstance(error, Exception):
+                self.await_save()
+        except StorageError as failed_save:
+            why = failed_save
+            raise
+        finally:
+            self.journal.end(Status.FAILED, self.saved_step, failing.reason(why))
 
     def failed_elsewhere(self, reason: str) -> None:
         """Say so, before this process is ended because another one has failed."""

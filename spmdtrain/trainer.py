@@ -19,8 +19,15 @@ from spmdtrain import distributed, evaluate, failing, hlo, processes
 from spmdtrain.adapters import Function, Variables, adapt
 from spmdtrain.callbacks import Callbacks, Event, Moment, by_moment
 from spmdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig, as_json, check, resolve
-from spmdtrain.data import Augment, Dataset, as_dataset, ordered_batches, train_batches
-from spmdtrain.errors import NonFiniteError, Preempted, StorageError, UserError, did_you_mean
+from spmdtrain.data import (
+    Augment,
+    Dataset,
+    as_dataset,
+    fingerprint,
+    ordered_batches,
+    train_batches,
+)
+from spmdtrain.errors import NonFiniteError, Preempted, UserError, did_you_mean
 from spmdtrain.experiment import Experiment
 from spmdtrain.identity import Identity, check_same_run
 from spmdtrain.journal import Metrics
@@ -96,7 +103,9 @@ class Trainer:
         self._augment = augment
         self._callbacks = by_moment(callbacks or {})
         self._clock = clock
+        self.may_stop: Callable[[], None] = _nothing  # called at each batch of an evaluation
         self._stop_asked = False
+        self._calling = self._fitting = False  # whether a callback is being called; `fit`
         self._identity: Identity | None = None  # what `state` was trained with
         self._train_step: Any = None
         self._compiled_for: PyTree = None  # the shapes of the batch it was compiled for
@@ -136,7 +145,16 @@ class Trainer:
         return self._adapter.merge(jax.tree.map(jax.numpy.copy, values))
 
     def stop(self) -> None:
-        """End the run after the step being made, as if it were the last."""
+        """End the run after the step being made, as if it were the last.
+
+        Where several processes train, only their callbacks may call it: they stop together, if
+        the first one says so. Raises `UserError`.
+        """
+        if processes.count() > 1 and not self._calling:
+            raise UserError(
+                "stop() outside of a callback: several processes can only stop where all of them "
+                "ask the first, which is after their callbacks"
+            )
         self._stop_asked = True
 
     # -- fit -----------------------------------------------------------------------------------
@@ -161,7 +179,9 @@ class Trainer:
         splits = {"train": train, "validation": validation, "test": test}
         with contextlib.ExitStack() as stack:
             run = Session.open(stack, config, splits, self._steps, self.terminal, self._clock)
-            stack.enter_context(failing.on_failure(run.failed_elsewhere))
+            stack.enter_context(failing.at_work(run.failed_elsewhere))
+            stack.callback(setattr, self, "_fitting", False)
+            self._fitting = True
             self._start(run)
             try:
                 self._loop(run)
@@ -172,19 +192,9 @@ class Trainer:
             except BaseException as error:
                 if isinstance(error, NonFiniteError):
                     self.state = None  # nothing to go on from: a next fit restores or starts anew
-                why = error
-                try:
-                    # What was being saved is worth waiting for, if all are still there to save it.
-                    if isinstance(error, NonFiniteError) or processes.count() == 1:
-                        if isinstance(error, Exception):
-                            run.await_save()
-                    else:
-                        run.abandon_save()
-                except StorageError as failed_save:
-                    why = failed_save
-                    raise
-                finally:
-                    run.journal.end(Status.FAILED, run.saved_step, failing.reason(why))
+                run.failed(error)
+                if isinstance(error, SystemExit):
+                    failing.check_exit(error)
                 raise
         found = run.journal.latest
         return FitResult(self.step, found[Split.TRAIN], found[Split.EVAL], found[Split.TEST])
@@ -253,7 +263,7 @@ class Trainer:
 
                 if self._stop_asked:
                     run.total = step
-                # From here on, what one process decides all have to: see `distributed`.
+                # From here on, what one process decides all have to: see `processes`.
                 look, save = run.evaluation_due(step), run.save_due(step)
                 preempted = run.signals.asked()
                 if not (look or preempted or save or step == run.total):
@@ -370,8 +380,10 @@ class Trainer:
             self._call(Moment.CHECKPOINT, step, metrics)
 
     def _call(self, moment: Moment, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        self._calling = True
         for callback in self._callbacks[moment]:
             callback(Event(self, moment, step, metrics or {}))
+        self._calling = False
         if self._callbacks[moment]:  # which all processes call, and process 0 decides
             self._stop_asked = processes.broadcast(self._stop_asked)
 
@@ -379,13 +391,16 @@ class Trainer:
 
     def evaluate(self, data: Any, *, global_batch_size: int | None = None) -> Metrics:
         """Weighted means over a dataset, by name; each example counts exactly once."""
-        return self._evaluate(as_dataset(data), self._padded_batch(global_batch_size), _may_stop())
+        dataset, batch_size = as_dataset(data), self._padded_batch(global_batch_size)
+        check_same_data(dataset, batch_size)
+        return self._evaluate(dataset, batch_size, self._what_stops())
 
     def predict(self, data: Any, *, global_batch_size: int | None = None) -> PyTree:
         """Predictions for a dataset: NumPy arrays of leading dim N, in its order."""
         dataset, variables = as_dataset(data), self._variables()
         batch_size = self._padded_batch(global_batch_size)
-        batches = self._ordered("predict", dataset, batch_size, _may_stop())
+        check_same_data(dataset, batch_size)
+        batches = self._ordered("predict", dataset, batch_size, self._what_stops())
         return evaluate.predict(
             self._steps.predict, variables, batches, len(dataset), in_flight=self._in_flight
         )
@@ -410,6 +425,15 @@ class Trainer:
             return evaluate.evaluate(
                 self._steps.evaluate, variables, batches, in_flight=self._in_flight
             )
+
+    def _what_stops(self) -> Callable[[], None]:
+        """What is called at each batch, to raise where a signal has come.
+
+        JAX takes the signals of several processes, which have to ask for them; but within a `fit`
+        that is the loop's to do, which also saves.
+        """
+        alone = self._fitting or processes.count() == 1
+        return self.may_stop if alone else StopSignals().stop_if_received
 
     def _ordered(
         self, what: str, dataset: Dataset, batch_size: int, may_stop: Callable[[], None]
@@ -495,9 +519,10 @@ class Trainer:
         return found.value, step
 
 
-def _may_stop() -> Callable[[], None]:
-    """What stops an evaluation by itself: of several processes, only by asking (see `signals`)."""
-    return StopSignals().stop_if_received if processes.count() > 1 else _nothing
+def check_same_data(dataset: Dataset, batch_size: int) -> None:
+    """Raise `UserError` where the processes of a job would not evaluate the same."""
+    if processes.count() > 1:
+        processes.check_same({"data": fingerprint(dataset), "global_batch_size": batch_size})
 
 
 def _nothing() -> None:

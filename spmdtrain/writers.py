@@ -8,6 +8,7 @@ import logging
 import math
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -82,9 +83,9 @@ class RunFiles:
         # A sibling: TensorBoard shows each folder as a run, and follows but one file in it.
         self._curves_name = writer.file("tensorboard")
         self.folder = folder_of(workdir)
-        self.checkpoints = self.folder / "checkpoints"
         self._curves: _Curves | None = None
         self._purge_from: int | None = None
+        self._status_lock, self._failed = threading.Lock(), False
         self._synced: dict[Path, tuple[int, int]] = {}  # size and time of what has been copied
         self._clock, self._synced_at = clock, clock()
         with contextlib.ExitStack() as stack:
@@ -134,11 +135,15 @@ class RunFiles:
 
     def write_status(self, status: Status, step: int, reason: str | None = None) -> None:
         """Write `status.json`, after all that it speaks of."""
-        content = {"status": status, "step": step} | ({"reason": reason} if reason else {})
-        try:
-            self.sync()
-        finally:
-            self._replace(self.folder / "status.json", json.dumps(content) + "\n")
+        with self._status_lock:  # the thread that hears of another process's failure writes, too
+            if self._failed:
+                return
+            self._failed = status is Status.FAILED
+            content = {"status": status, "step": step} | ({"reason": reason} if reason else {})
+            try:
+                self.sync()
+            finally:
+                self._replace(self.folder / "status.json", json.dumps(content) + "\n")
 
     def write_metrics(self, step: int, split: Split, metrics: Mapping[str, float]) -> None:
         """Add a line to the metrics and points to the curves. A non-finite value is null."""

@@ -110,7 +110,9 @@ def test_a_task_that_trains_nothing_is_refused(
     unsettled(monkeypatch)
     cluster = {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}
     text = json.dumps({"cluster": cluster, "task": {"index": 0, **task}})
-    with pytest.raises(UserError, match=f"this process is {name}.*, which trains nothing"):
+    with pytest.raises(
+        UserError, match=f"this process is {name}.*, which takes no part in a training"
+    ):
         distributed.initialize(from_tf_config(text))
 
 

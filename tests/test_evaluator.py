@@ -407,13 +407,95 @@ def test_it_ends_when_the_training_ends_before_its_time(
     stage: Stage,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """At once where that was meant; else schedulers may start it again, within a minute."""
+
     def end() -> None:
         stage.save(1, 2)()
         stage.say(status, 2, reason)()
 
     assert stage.play(stage.say(Status.RUNNING, 0), end) == code
-    assert stage.now == 2.0 and told_steps(stage.workdir) == [1, 2]
+    assert stage.now == (2.0 if status is Status.FINISHED else 62.0)
+    assert told_steps(stage.workdir) == [1, 2]
     assert f"evaluator: {line}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("status", [Status.FAILED, Status.PREEMPTED])
+def test_a_training_that_a_scheduler_starts_again_is_followed(status: Status, stage: Stage) -> None:
+    begins = [stage.say(Status.RUNNING, 0), stage.save(1)]
+    ends = [stage.say(status, 1, "boom"), *[stage.nothing] * 55]
+    again = [stage.say(Status.RUNNING, 1), *[stage.nothing] * 100, stage.save(2, 3, 4)]
+    stage.until = 400.0
+    assert stage.play(*begins, *ends, *begins[:1], *ends, *again, stage.finish) == 0
+    assert told_steps(stage.workdir) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("status", [Status.RUNNING, None], ids=str)
+def test_a_training_that_was_killed_is_taken_as_failed_after_an_hour_of_silence(
+    status: Status | None, stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begins = [stage.save(1), stage.say(status, 1) if status else stage.nothing]
+    stage.until = 4000.0
+    assert stage.play(*begins, *[stage.nothing] * 98, stage.save(2)) == 0
+    # Seen at the look after; and the steps of a look count at the next.
+    assert stage.now == pytest.approx(3701.0, abs=2) and told_steps(stage.workdir) == [1, 2]
+    expected = (
+        f"has failed at step {1 if status else 0}: nothing has been heard of it for 60 minutes"
+    )
+    assert f"evaluator: the training {expected}\n" in capsys.readouterr().out
+
+
+def test_nobody_is_waited_for_longer_than_an_hour(stage: Stage) -> None:
+    stage.until = 4000.0
+    assert stage.play() == 0
+    assert stage.now == 3600.0 and told(stage.workdir) == []
+
+
+@pytest.mark.parametrize("sign", ["status", "metrics", "checkpoint", "removed"])
+def test_any_sign_of_life_breaks_the_silence(sign: str, stage: Stage) -> None:
+    def write() -> None:
+        with contextlib.closing(RunFiles(str(stage.workdir))) as files:
+            files.write_metrics(1, Split.TRAIN, {"loss": 1.0})
+
+    signs = {"metrics": write, "checkpoint": stage.save(3), "removed": stage.remove(1)}
+    signs["status"] = stage.say(Status.RUNNING, 3)
+    stage.say(Status.RUNNING, 2)()
+    stage.save(1, 2)()
+    stage.until = 8000.0
+    acts = [*[stage.nothing] * 3000, signs[sign]]
+    assert stage.play(*acts) == 0
+    assert stage.now == pytest.approx(6601.0, abs=1)
+
+
+def test_what_comes_at_the_end_of_the_silence_is_evaluated_and_breaks_it(stage: Stage) -> None:
+    stage.say(Status.RUNNING, 0)()
+    stage.until = 4000.0
+    again = [stage.save(1), *[stage.nothing] * 100, stage.save(4), stage.finish]
+    assert stage.play(*[stage.nothing] * 3599, *again) == 0
+    assert stage.now == 3702.0 and told_steps(stage.workdir) == [1, 4]
+
+
+def test_while_it_is_stopped_itself_it_does_not_listen(stage: Stage) -> None:
+    """A scheduler that suspends a job does so with the training and the evaluator."""
+
+    def suspended() -> None:
+        stage.now += 10_000
+
+    stage.until = 20_000.0
+    acts = [stage.say(Status.RUNNING, 0), suspended, *[stage.nothing] * 60, stage.save(4)]
+    assert stage.play(*acts, stage.finish) == 0
+    assert stage.now == 10_064.0 and told_steps(stage.workdir) == [4]
+
+
+def test_metrics_that_cannot_be_got_at_are_asked_for_again(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.save(4)()
+    stage.finish()
+    path = stage.workdir / "metrics.jsonl"
+    path.symlink_to(path)
+    assert stage.play(*[stage.nothing] * 4, path.unlink) == 0
+    assert stage.now == 5.0 and told_steps(stage.workdir) == [4]
+    assert f"{path} cannot be read: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("status", "reason", "code", "line"), ENDS, ids=lambda x: str(x)[:9])
@@ -537,15 +619,22 @@ def test_a_signal_during_an_evaluation_loses_nothing(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.save(1, 2)()
-    evaluate = Trainer.evaluate
+    using = one_device(stage.workdir, global_batch_size=8)
+    batches: list[int] = []
 
-    def interrupted(self: Trainer, data: Any) -> dict[str, float]:
-        signal.raise_signal(signal.SIGINT)
-        return evaluate(self, data)
+    def advance(done: int) -> None:
+        batches.append(done)
+        if len(batches) == 11:  # the third of the eight batches of the second checkpoint
+            signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(Trainer, "evaluate", interrupted)
-    assert stage.play() == 75
-    assert told_steps(stage.workdir) == [1]
+    with monkeypatch.context() as patch:
+        patch.setattr(using.terminal, "advance", advance)
+        assert stage.play(using=using) == 75
+    assert batches == [*range(1, 9), 1, 2, 3] and told_steps(stage.workdir) == [1]
+    using.evaluate(DATA)  # by itself it knows nothing of that signal
+    stage.say(Status.FINISHED, 4)()
+    assert stage.play(using=using) == 0
+    assert told_steps(stage.workdir) == [1, 2]
 
 
 # -- what it refuses -------------------------------------------------------------------------------
