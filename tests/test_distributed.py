@@ -5,19 +5,26 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+import optax
 import pytest
+from flax import nnx
 from helpers import environment, run, small_experiment
+from jax._src import distributed as jax_distributed
 from processes import free_port, tf_config
 
 from spmdtrain import distributed, failing, processes
 from spmdtrain.cluster import from_tf_config
 from spmdtrain.distributed import Explicit
 from spmdtrain.errors import NonFiniteError, UserError
+from spmdtrain.terminal import Terminal
 from spmdtrain.testing import run_processes, started
+from spmdtrain.trainer import Trainer
 
 ADDRESSES = ("127.0.0.1:4001", "127.0.0.1:4002", "127.0.0.1:4003")
 
@@ -387,3 +394,32 @@ def test_what_a_test_leaves_behind_is_killed() -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_once_agreed_to_stop_stays_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX says yes at one point only: who asks after it must hear of it all the same."""
+
+    class Manager:
+        def reached_sync_point(self, point: int) -> bool:
+            return point == 3
+
+    monkeypatch.setattr(processes, "_job", processes.Job(["chief", "worker 0"], 0, None))
+    monkeypatch.setattr(jax_distributed.global_state, "preemption_sync_manager", Manager())
+    assert [processes.preempted() for _ in range(5)] == [False, False, True, True, True]
+
+
+def test_of_several_processes_only_callbacks_may_stop_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = np.ones((8, 1), np.float32)
+    trainer = Trainer(
+        model=partial(nnx.Linear, 1, 1),
+        objective=lambda model, batch: {"loss": model(batch)},
+        optimizer=optax.sgd(0.1),
+        callbacks={"step": lambda event: event.trainer.stop()},
+        terminal=Terminal(quiet=True),
+    )
+    assert trainer.fit(x, steps=5, global_batch_size=8).step == 1
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    with pytest.raises(UserError, match=r"stop\(\) outside of a callback"):
+        trainer.stop()

@@ -305,7 +305,8 @@ def test_a_second_of_an_index_that_comes_late_is_refused_and_the_job_goes_on(
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
 
     def line(rank: int) -> list[str]:
-        mine = run_line(config, "--workdir", workdir, "--pause", 0.7)
+        late = ("--init-timeout", 6) if rank == 2 else ()
+        mine = run_line(config, "--workdir", workdir, "--pause", 0.7, *late)
         # The third one is the second worker 0, and it comes when the others are training.
         wait = [
             "sh",
@@ -316,10 +317,45 @@ def test_a_second_of_an_index_that_comes_late_is_refused_and_the_job_goes_on(
         return as_task(tf_config(addresses, min(rank, 1)), [*wait, *mine] if rank == 2 else mine)
 
     ended = differing(line, processes=3, grace=120)
-    assert codes(ended) == [0, 0, 2], show(ended)
+    assert codes(ended) == [0, 0, 1], show(ended)
     assert "the job has begun with another worker 0" in ended[2].output
     assert ended[2].seconds < ended[0].seconds, "it did not come while the others trained"
     assert sums(workdir) == sums(whole)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="no mounts: not root")
+def test_a_workdir_that_is_not_shared_is_refused(tmp_path: Path) -> None:
+    """Each process would write its part of every checkpoint into a folder of its own."""
+    workdir = tmp_path / "run"
+    line = command(drill(tmp_path), "--workdir", workdir)
+    mount = f'mount -t tmpfs none {workdir} && mkdir {workdir}/checkpoints && exec "$@"'
+    workdir.mkdir()
+
+    def line_of(rank: int) -> list[str]:
+        return ["unshare", "-m", "sh", "-c", mount, "sh", *line] if rank else line
+
+    with started(line_of, processes=2, timeout=150) as running:
+        ended = running.wait(check=False)
+    assert codes(ended) == [2, 2], show(ended)
+    for one in ended:
+        assert "/checkpoints in worker 0 is not the folder that chief has there" in one.output
+    assert saved_steps(workdir) == []
+
+
+def test_a_signal_is_heard_though_a_callback_evaluates(tmp_path: Path, whole: Path) -> None:
+    """The loop saves and stops: not the evaluation that happens to be under way."""
+    look = "lambda event: event.trainer.evaluate((rows.x[:50], rows.y[:50]))"
+    given = '{"step": stop} if config.stop_at else {}'
+    config = drill(tmp_path, (given, f'{{"log": {look}}}'))
+    with under_way(config, "--workdir", tmp_path / "run", *SLOWLY) as running:
+        running[0].wait_for("step 6/", timeout=90)
+        running[1].send(signal.SIGTERM)
+        ended = running.wait(check=False)
+    assert codes(ended) == [75, 75], show(ended)
+    (step,) = saved_steps(tmp_path / "run")[-1:]
+    assert status(tmp_path / "run")["step"] == step > 5
+    assert f"SIGTERM: saved step {step}" in ended[0].output
+    goes_on(config, tmp_path / "run", whole, step)
 
 
 def test_a_name_that_does_not_resolve_is_exit_2(tmp_path: Path) -> None:

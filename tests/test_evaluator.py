@@ -429,27 +429,38 @@ def test_a_training_that_a_scheduler_starts_again_is_followed(status: Status, st
     assert told_steps(stage.workdir) == [1, 2, 3, 4]
 
 
+@pytest.fixture
+def two_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of the hour that a training may be silent."""
+    monkeypatch.setattr("spmdtrain.evaluator._SILENT", 120.0)
+
+
+@pytest.mark.usefixtures("two_minutes")
 @pytest.mark.parametrize("status", [Status.RUNNING, None], ids=str)
-def test_a_training_that_was_killed_is_taken_as_failed_after_an_hour_of_silence(
+def test_a_training_that_was_killed_is_taken_as_failed_when_it_is_silent(
     status: Status | None, stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begins = [stage.save(1), stage.say(status, 1) if status else stage.nothing]
-    stage.until = 4000.0
+    stage.until = 400.0
     assert stage.play(*begins, *[stage.nothing] * 98, stage.save(2)) == 0
-    # Seen at the look after; and the steps of a look count at the next.
-    assert stage.now == pytest.approx(3701.0, abs=2) and told_steps(stage.workdir) == [1, 2]
+    assert stage.now == pytest.approx(221.0, abs=2) and told_steps(stage.workdir) == [1, 2]
     expected = (
-        f"has failed at step {1 if status else 0}: nothing has been heard of it for 60 minutes"
+        f"has failed at step {1 if status else 0}: nothing has been heard of it for 2 minutes"
     )
     assert f"evaluator: the training {expected}\n" in capsys.readouterr().out
 
 
-def test_nobody_is_waited_for_longer_than_an_hour(stage: Stage) -> None:
+def test_nobody_is_waited_for_longer_than_an_hour(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
     stage.until = 4000.0
     assert stage.play() == 0
     assert stage.now == 3600.0 and told(stage.workdir) == []
+    expected = "has failed at step 0: nothing has been heard of it for 60 minutes"
+    assert f"evaluator: the training {expected}\n" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("two_minutes")
 @pytest.mark.parametrize("sign", ["status", "metrics", "checkpoint", "removed"])
 def test_any_sign_of_life_breaks_the_silence(sign: str, stage: Stage) -> None:
     def write() -> None:
@@ -460,18 +471,19 @@ def test_any_sign_of_life_breaks_the_silence(sign: str, stage: Stage) -> None:
     signs["status"] = stage.say(Status.RUNNING, 3)
     stage.say(Status.RUNNING, 2)()
     stage.save(1, 2)()
-    stage.until = 8000.0
-    acts = [*[stage.nothing] * 3000, signs[sign]]
+    stage.until = 400.0
+    acts = [*[stage.nothing] * 99, signs[sign]]
     assert stage.play(*acts) == 0
-    assert stage.now == pytest.approx(6601.0, abs=1)
+    assert stage.now == pytest.approx(220.0, abs=2)
 
 
+@pytest.mark.usefixtures("two_minutes")
 def test_what_comes_at_the_end_of_the_silence_is_evaluated_and_breaks_it(stage: Stage) -> None:
     stage.say(Status.RUNNING, 0)()
-    stage.until = 4000.0
+    stage.until = 400.0
     again = [stage.save(1), *[stage.nothing] * 100, stage.save(4), stage.finish]
-    assert stage.play(*[stage.nothing] * 3599, *again) == 0
-    assert stage.now == 3702.0 and told_steps(stage.workdir) == [1, 4]
+    assert stage.play(*[stage.nothing] * 119, *again) == 0
+    assert stage.now == 222.0 and told_steps(stage.workdir) == [1, 4]
 
 
 def test_while_it_is_stopped_itself_it_does_not_listen(stage: Stage) -> None:
