@@ -19,7 +19,7 @@ from typing import Any
 from spmdtrain.errors import ClusterError, UserError
 
 _TELL_EVERY = 5.0  # seconds between two lines of what is waited for
-_RESOLVE_FOR = 8.0  # seconds in which a name may still appear; a pod's does when the pod runs
+_RESOLVE_FOR = 8.0  # seconds in which a name may still appear
 _PATIENCE = 30.0  # seconds for an earlier job to let go of the coordinator's port
 _LATE = 2.0  # seconds after a failure in which those who come late are told of it
 _BIND_FOR = 5.0  # seconds in which whoever went before may let go of the port
@@ -273,7 +273,7 @@ def _connect(party: Party, deadline: float, timeout: float, tell: Callable[[str]
         except OSError as error:
             now = time.monotonic()
             why = error.strerror or str(error)
-            named_later = "KUBERNETES_SERVICE_HOST" in os.environ and now <= deadline
+            named_later = "KUBERNETES_SERVICE_HOST" in os.environ  # a pod, when it runs
             unknown = isinstance(error, socket.gaierror) and not named_later
             if unknown and now > began + min(_RESOLVE_FOR, timeout):
                 raise UserError(

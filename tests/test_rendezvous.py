@@ -436,6 +436,17 @@ def test_one_that_hangs_up_is_told(monkeypatch: pytest.MonkeyPatch, abrupt: bool
     assert error.startswith(f"127.0.0.1:{who[0].port} is not chief of a job that is gathering")
 
 
+def test_on_kubernetes_a_name_may_come_with_its_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setattr(rendezvous, "_RESOLVE_FOR", 0.0)
+    _, worker = parties(2, host="no-such-pod.invalid")
+    with pytest.raises(ClusterError, match="could not reach chief at no-such-pod.invalid"):
+        meet(worker, 1.0, print)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
+    with pytest.raises(UserError, match="cannot be resolved"):
+        meet(worker, 1.0, print)
+
+
 def test_a_job_that_is_still_dying_at_the_port_is_waited_for() -> None:
     who = parties(2)
     with gathering(who[1]) as (endings, told):
