@@ -209,6 +209,7 @@ def lines_of(workdir: Path) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.drill
 def test_sigterm_to_one_saves_in_all_and_the_launcher_goes_on_to_the_same_bits(
     tmp_path: Path, whole: Path
 ) -> None:
