@@ -227,6 +227,10 @@ def evaluate_beside(command: Command) -> int:
             f"--mode {command.options.mode} in an evaluator, which waits for checkpoints to "
             "evaluate by itself: give it no --mode, or start this elsewhere"
         )
+    for name in ("coordinator", "processes", "process_id"):
+        if getattr(command.options, name) is not None:
+            option = f"--{name}".replace("_", "-")
+            raise UserError(f"{option} in an evaluator, which is none of the job's processes")
     distributed.stay_alone()
     config = on_own_devices(command.config)
     experiment = command.experiment.build(resolve(config, batch_shards=1))

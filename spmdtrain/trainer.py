@@ -381,9 +381,11 @@ class Trainer:
 
     def _call(self, moment: Moment, step: int, metrics: Mapping[str, float] | None = None) -> None:
         self._calling = True
-        for callback in self._callbacks[moment]:
-            callback(Event(self, moment, step, metrics or {}))
-        self._calling = False
+        try:
+            for callback in self._callbacks[moment]:
+                callback(Event(self, moment, step, metrics or {}))
+        finally:
+            self._calling = False
         if self._callbacks[moment]:  # which all processes call, and process 0 decides
             self._stop_asked = processes.broadcast(self._stop_asked)
 

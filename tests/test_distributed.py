@@ -19,9 +19,11 @@ from jax._src import distributed as jax_distributed
 from processes import free_port, tf_config
 
 from spmdtrain import distributed, failing, processes
+from spmdtrain.callbacks import Moment
 from spmdtrain.cluster import from_tf_config
 from spmdtrain.distributed import Explicit
 from spmdtrain.errors import NonFiniteError, UserError
+from spmdtrain.run import main
 from spmdtrain.terminal import Terminal
 from spmdtrain.testing import run_processes, started
 from spmdtrain.trainer import Trainer
@@ -420,6 +422,19 @@ def test_of_several_processes_only_callbacks_may_stop_the_run(
         terminal=Terminal(quiet=True),
     )
     assert trainer.fit(x, steps=5, global_batch_size=8).step == 1
+    with pytest.raises(ZeroDivisionError):  # it is over, too, when it has failed
+        trainer._callbacks[Moment.FIT_START] = [lambda event: print(1 / 0)]
+        trainer.fit(x, steps=5, global_batch_size=8)
     monkeypatch.setattr(processes, "count", lambda: 2)
     with pytest.raises(UserError, match=r"stop\(\) outside of a callback"):
         trainer.stop()
+
+
+@pytest.mark.parametrize("option", ["--coordinator", "--processes", "--process-id"])
+def test_an_evaluator_is_none_of_the_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    config = ["--config", str(small_experiment(tmp_path)), "--workdir", str(tmp_path / "run")]
+    assert main([*config, "--role", "evaluate", option, "1"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {option} in an evaluator")
+    assert not (tmp_path / "run").exists()
