@@ -384,25 +384,37 @@ def test_who_says_its_name_in_pieces_is_let_in() -> None:
 
 @contextlib.contextmanager
 def another_program(port: int, answer: bytes, *, abrupt: bool = False) -> Iterator[None]:
-    """Something else that listens on the port, and answers one caller."""
+    """Something else that listens on the port, and answers whoever calls, one after the other."""
+    over = threading.Event()
     with socket.create_server(("127.0.0.1", port)) as listener:
+        listener.settimeout(0.05)
+
+        def answer_one(connection: socket.socket) -> None:
+            if abrupt:
+                linger = struct.pack("ii", 1, 0)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                return
+            connection.settimeout(10)
+            connection.recv(65536)
+            connection.sendall(answer)
+            if answer:
+                connection.recv(1)
 
         def serve() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                if abrupt:
-                    linger = struct.pack("ii", 1, 0)
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-                    return
-                connection.recv(65536)
-                connection.sendall(answer)
-                if answer:
-                    connection.recv(1)
+            # More than one: a caller that is reset while it still connects calls again.
+            while not over.is_set():
+                with contextlib.suppress(TimeoutError):
+                    connection, _ = listener.accept()
+                    with connection:
+                        answer_one(connection)
 
         thread = threading.Thread(target=serve)
         thread.start()
-        yield
-        thread.join(timeout=10)
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(timeout=20)
 
 
 @pytest.mark.parametrize(
