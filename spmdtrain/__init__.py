@@ -15,6 +15,7 @@ _HOMES = {
     "Experiment": "experiment",
     "FitResult": "trainer",
     "FunctionModel": "adapters",
+    "Gather": "sharding",
     "LinenModel": "adapters",
     "Manifest": "manifest",
     "Mapped": "data",
@@ -22,6 +23,7 @@ _HOMES = {
     "Moment": "callbacks",
     "NonFiniteError": "errors",
     "Preempted": "errors",
+    "Rule": "sharding",
     "RunConfig": "config",
     "StorageError": "errors",
     "Subset": "data",
@@ -29,13 +31,16 @@ _HOMES = {
     "Trainer": "trainer",
     "UserError": "errors",
     "Weighted": "metrics",
+    "constrain": "placement",
+    "current_strategy": "placement",
     "export_params": "export",
     "find_idx": "idx",
     "initialize": "distributed",
     "load_params": "restore",
     "read_idx": "idx",
     "read_manifest": "restore",
-    "resolve_on_devices": "mesh",
+    "rematerialize": "remat",
+    "resolve_on_devices": "placement",
 }
 
 __all__ = [
@@ -45,6 +50,7 @@ __all__ = [
     "Experiment",
     "FitResult",
     "FunctionModel",
+    "Gather",
     "LinenModel",
     "Manifest",
     "Mapped",
@@ -52,6 +58,7 @@ __all__ = [
     "Moment",
     "NonFiniteError",
     "Preempted",
+    "Rule",
     "RunConfig",
     "StorageError",
     "Subset",
@@ -59,12 +66,15 @@ __all__ = [
     "Trainer",
     "UserError",
     "Weighted",
+    "constrain",
+    "current_strategy",
     "export_params",
     "find_idx",
     "initialize",
     "load_params",
     "read_idx",
     "read_manifest",
+    "rematerialize",
     "resolve_on_devices",
 ]
 
@@ -79,7 +89,9 @@ if TYPE_CHECKING:
     from spmdtrain.export import export_params
     from spmdtrain.idx import find_idx, read_idx
     from spmdtrain.manifest import Manifest
-    from spmdtrain.mesh import resolve_on_devices
+    from spmdtrain.placement import constrain, current_strategy, resolve_on_devices
+    from spmdtrain.remat import rematerialize
+    from spmdtrain.sharding import Gather, Rule
     from spmdtrain.metrics import Weighted
     from spmdtrain.restore import load_params, read_manifest
     from spmdtrain.step import TrainState

@@ -4,12 +4,14 @@ import dataclasses
 import enum
 import hashlib
 import math
+import re
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.strategies import AXES, strategy
 
 DEFAULT_GLOBAL_BATCH_SIZE = 32
 STEPS_BETWEEN_CHECKPOINTS = 500  # where a run is told in steps and has no epochs to save at
@@ -19,18 +21,50 @@ STEPS_BETWEEN_CHECKPOINTS = 500  # where a run is told in steps and has no epoch
 class MeshSpec:
     """Sizes of the mesh axes, and the devices they are laid over."""
 
-    data: int = -1
+    replica: int | None = None
+    """Groups of devices along the slow outer axis, which splits the batch; -1 makes one of each
+    host or slice, or two where there is but one."""
+    data: int | None = None
     """Devices along the axis that splits the batch; -1 takes the rest."""
-    fsdp: int = 1
+    fsdp: int | None = None
     """Devices along the axis that splits the batch and may split the state; -1 takes the rest."""
-    tensor: int = 1
+    tensor: int | None = None
     """Devices along the axis that may split single tensors; -1 takes the rest."""
     devices: tuple[str | int, ...] = ()
     """The devices to use, by index (0 3) or by name (gpu:0 gpu:1); all of them by default."""
 
-    def sizes(self) -> dict[str, int]:
-        """Axis name to size, in mesh order; one may be -1."""
-        return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
+    def given(self) -> dict[str, int | None]:
+        """Axis name to size, in mesh order; None where the strategy says it."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingOptions:
+    """How a strategy splits the state."""
+
+    min_size: int = 2**14
+    """Elements below which an array is left whole: to gather it would cost more than it saves."""
+    max_shards: int | None = None
+    """The most parts to split the state into over fsdp; the other devices go along data."""
+    replicated_limit: int = 2**20
+    """Bytes above which an array that a strategy should split must not be whole on each device,
+    unless a rule says so."""
+    offload: Literal["state", "optimizer"] | None = None
+    """What central_storage keeps in host memory: all of the state, or the optimizer's alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collectives:
+    """How devices exchange what they have computed. What a backend cannot do is an error."""
+
+    reduce_dtype: Literal["bfloat16", "float16"] | None = None
+    """Reduce gradients in this dtype, not in their own."""
+    bytes_per_pack: int | None = None
+    """Arrays of up to so many bytes together travel in one collective."""
+    cpu_implementation: Literal["gloo", "mpi"] | None = None
+    """What carries the collectives of several CPU processes; gloo where nothing is said."""
+    timeout: float | None = None
+    """Seconds that a collective may take before the process ends."""
 
 
 class Purpose(enum.StrEnum):
@@ -81,8 +115,20 @@ class RunConfig:
     data_threads: int = 0
     """Threads that read batches ahead; 0 reads between steps, right for data in memory."""
     mesh: MeshSpec = MeshSpec()
-    strategy: Literal["mirrored"] = "mirrored"
-    """How the state is laid over the mesh. mirrored: parameters replicated, batch split."""
+    strategy: str = "mirrored"
+    """How the model is placed: default, one_device, mirrored, zero, fully_sharded,
+    tensor_parallel, central_storage or hybrid; several are joined by + (hybrid+zero)."""
+    sharding: ShardingOptions = ShardingOptions()
+    collectives: Collectives = Collectives()
+    microbatches: int = 1
+    """Parts in which a step's batch is computed one after the other, their gradients added up."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the model computes in; parameters, optimizer state and sums stay as they are."""
+    remat: Literal["none", "full", "dots", "dots_no_batch"] = "none"
+    """What the backward pass computes again rather than keeps: nothing, everything, or everything
+    but the results of matrix products (of those without a batch dim)."""
+    frozen: tuple[str, ...] = ()
+    """Parameters that are not trained, by regular expressions found in their paths."""
     cpu_devices: int | None = None
     """Virtual devices to make of the CPU where there is no accelerator."""
     ema_decay: float | None = None
@@ -191,23 +237,13 @@ _POSITIVE = (
     "keep_latest",
     "keep_every_steps",
     "keep_every_hours",
+    "microbatches",
 )
 
 
 def check(config: RunConfig) -> None:
     """Raise `UserError` for values that no run could have, whatever the devices and the data."""
-    # The command line holds to the types by itself; Python does not.
-    for name, hint in get_type_hints(RunConfig).items():
-        value, kinds = getattr(config, name), get_args(hint) or (hint,)
-        if get_origin(hint) is Literal and value not in kinds:
-            choices = [str(choice) for choice in kinds]
-            raise UserError(f"{name} is {value!r}.{did_you_mean(str(value), choices)}")
-        if value is None and NoneType in kinds:
-            continue
-        if int in kinds and not isinstance(value, Integral) and get_origin(hint) is not dict:
-            raise UserError(f"{name} is {value!r}: it must be a whole number")
-        if float in kinds and not isinstance(value, Real) and get_origin(hint) is not dict:
-            raise UserError(f"{name} is {value!r}: it must be a number")
+    _check_types(config, RunConfig)
     for name in _POSITIVE:
         value = getattr(config, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
@@ -226,9 +262,10 @@ def check(config: RunConfig) -> None:
             )
     if config.ema_decay is not None and not 0 <= config.ema_decay < 1:
         raise UserError(f"ema_decay is {config.ema_decay}: it must be 0 or more, and below 1")
-    for axis, size in config.mesh.sizes().items():
-        if size < 1 and size != -1:
+    for axis, size in config.mesh.given().items():
+        if size is not None and size < 1 and size != -1:
             raise UserError(f"mesh.{axis} is {size}: it must be 1 or more, or -1 for the rest")
+    _check_placement(config)
     for name, rate in [
         ("learning_rate", config.learning_rate),
         *(
@@ -239,6 +276,67 @@ def check(config: RunConfig) -> None:
         if rate is not None and not (rate >= 0 and math.isfinite(rate)):
             raise UserError(f"{name} is {rate}: it must be a finite number, 0 or more")
     config.profile_range()
+
+
+def _check_types(values: Any, fields: type, prefix: str = "") -> None:
+    """The command line holds to the types by itself; Python does not."""
+    for field_name, hint in get_type_hints(fields).items():
+        name, value = f"{prefix}{field_name}", getattr(values, field_name)
+        kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+        if value is None and NoneType in kinds:
+            continue
+        for kind in kinds:
+            if dataclasses.is_dataclass(kind):
+                if not isinstance(value, kind):
+                    raise UserError(f"{name} is {value!r}: it must be a {kind.__name__}")
+                _check_types(value, kind, f"{name}.")
+            if get_origin(kind) is Literal and value not in get_args(kind):
+                choices = [str(choice) for choice in get_args(kind)]
+                raise UserError(f"{name} is {value!r}.{did_you_mean(str(value), choices)}")
+            if kind is int and not isinstance(value, Integral):
+                raise UserError(f"{name} is {value!r}: it must be a whole number")
+            if kind is float and not isinstance(value, Real):
+                raise UserError(f"{name} is {value!r}: it must be a number")
+            if get_origin(kind) is tuple and not isinstance(value, (tuple, list)):
+                raise UserError(f"{name} is {value!r}: it must be a tuple")
+            if kind is str and not isinstance(value, str):
+                raise UserError(f"{name} is {value!r}: it must be a text")
+
+
+def _check_placement(config: RunConfig) -> None:
+    placed, sharding, collectives = strategy(config.strategy), config.sharding, config.collectives
+    if not placed.has_mesh and config.mesh != MeshSpec():
+        raise UserError(
+            f"strategy {placed.name} has no mesh, and one is given: one_device takes mesh.devices"
+        )
+    for name, value in (
+        ("sharding.min_size", sharding.min_size),
+        ("sharding.max_shards", sharding.max_shards),
+        ("sharding.replicated_limit", sharding.replicated_limit),
+        ("collectives.bytes_per_pack", collectives.bytes_per_pack),
+        ("collectives.timeout", collectives.timeout),
+    ):
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise UserError(f"{name} is {value}: it must be above 0")
+    if sharding.max_shards is not None:
+        if not placed.shards_params:
+            raise UserError(
+                f"sharding.max_shards is for fully_sharded, and the strategy is {placed.name}"
+            )
+        if config.mesh.fsdp not in (None, -1):
+            raise UserError(
+                f"sharding.max_shards is {sharding.max_shards} and mesh.fsdp is "
+                f"{config.mesh.fsdp}: give one of the two"
+            )
+    if sharding.offload is not None and not placed.on_host:
+        raise UserError(
+            f"sharding.offload is for central_storage, and the strategy is {placed.name}"
+        )
+    for pattern in config.frozen:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UserError(f"frozen: {pattern!r} is no regular expression: {error}") from error
 
 
 def scale_learning_rate(config: RunConfig) -> float | None:
@@ -288,6 +386,13 @@ def resolve(config: Config, *, batch_shards: int) -> Config:
             f"global_batch_size is {batch}: it does not divide over {batch_shards} devices "
             f"({batch} = {batch // batch_shards} * {batch_shards} + {batch % batch_shards}); "
             f"{max(1, batch // batch_shards) * batch_shards} would"
+        )
+    parts = batch_shards * config.microbatches
+    if batch % parts:
+        raise UserError(
+            f"global_batch_size is {batch}: it does not divide over {batch_shards} devices and "
+            f"{config.microbatches} microbatches ({batch} = {batch // parts} * {parts} + "
+            f"{batch % parts}); {max(1, batch // parts) * parts} would"
         )
     return dataclasses.replace(
         config,

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Sharding
 
 from spmdtrain.config import Purpose, derive_seed
 from spmdtrain.errors import UserError
@@ -177,7 +177,7 @@ def all_rows(batch_size: int) -> np.ndarray:
     return np.arange(batch_size)
 
 
-def process_rows(sharding: NamedSharding, batch_size: int) -> np.ndarray:
+def process_rows(sharding: Sharding, batch_size: int) -> np.ndarray:
     """The rows of each global batch that this process's devices hold.
 
     Read off the sharding, never the process index: with a model axis across processes, several
@@ -271,7 +271,7 @@ class OrderedBatches:
 def train_batches(
     dataset: Dataset,
     batch_size: int,
-    sharding: NamedSharding,
+    sharding: Sharding,
     *,
     seed: int,
     shuffle: bool,
@@ -287,7 +287,7 @@ def train_batches(
 
 
 def ordered_batches(
-    dataset: Dataset, batch_size: int, sharding: NamedSharding, *, threads: int = 0
+    dataset: Dataset, batch_size: int, sharding: Sharding, *, threads: int = 0
 ) -> tuple[Iterator[tuple[PyTree, jax.Array]], int]:
     """All examples once, as placed batches of (rows, mask), and the number of batches."""
     batches = OrderedBatches(dataset, batch_size, process_rows(sharding, batch_size))
@@ -307,7 +307,7 @@ def _read(batches: Any, start: int, threads: int) -> Iterator[PyTree]:
 
 
 def _placed(
-    batches: Iterator[PyTree], sharding: NamedSharding, batch_size: int, *, ahead: int = 2
+    batches: Iterator[PyTree], sharding: Sharding, batch_size: int, *, ahead: int = 2
 ) -> Iterator[PyTree]:
     """Batches of this process's rows as global arrays on the mesh, `ahead` of their use."""
     local_rows = len(process_rows(sharding, batch_size))

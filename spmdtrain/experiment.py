@@ -5,7 +5,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -17,6 +17,10 @@ from spmdtrain.callbacks import Callbacks
 from spmdtrain.config import RunConfig
 from spmdtrain.data import Augment
 from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.reductions import Reduction
+from spmdtrain.sharding import Rule
+
+PyTree = Any
 
 TRACEBACK_SWITCH = (
     "SPMDTRAIN_TRACEBACK"  # set to 1, errors in experiment files keep their traceback
@@ -40,6 +44,15 @@ class Experiment:
     """(model, batch) -> what to predict; the model's own output by default."""
     augment: Augment | None = None
     """(example, generator) -> example, for the training examples alone."""
+    rules: Sequence[Rule] = ()
+    """Where the model's parameters lie on the mesh, whatever the strategy; the first match counts.
+    Parameters that no rule matches lie where the strategy puts them."""
+    reduction: Reduction | None = None
+    """(gradients, axes) -> gradients: reduces the gradients under shard_map, in XLA's stead."""
+    prompts: Any = None
+    """A dataset for --mode predict, instead of the test or validation split."""
+    present: Callable[[PyTree], Iterable[str]] | None = None
+    """What --mode predict prints of its predictions: a line each."""
     callbacks: Callbacks = field(default_factory=dict)
     """Functions by the moment they are called at (see `Moment`)."""
 

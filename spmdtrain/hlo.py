@@ -10,13 +10,17 @@ from jax.sharding import Mesh
 
 from spmdtrain.terminal import byte_size
 
+KINDS = (
+    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+    *("collective-permute", "collective-broadcast"),
+)
+
 # One instruction a line: `%name = SHAPE opcode(operands), attributes`. A `-start` stands for its
 # `-done` too. Before the opcode, no `=` but that of a bounded dim (`<=`) is let through, so that
 # a name within the attributes is never taken for an opcode.
 _INSTRUCTION = re.compile(
     r"\s*(?:ROOT )?%?[\w.\-]+ = (?P<shape>(?:[^=]|<=)*?) "
-    r"(?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all"
-    r"|collective-permute|collective-broadcast)(?P<start>-start)?\((?P<attributes>.*)"
+    rf"(?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\((?P<attributes>.*)"
 )
 _COMMENT = re.compile(r"/\*.*?\*/")
 _LAYOUT = re.compile(r"\{[^{}]*\}")
@@ -107,6 +111,11 @@ def describe(found: Sequence[Collective], mesh: Mesh) -> str:
         plural = "s" if len(sizes) > 1 else ""
         parts.append(f"{len(sizes)} {kind}{plural}, {byte_size(sum(sizes))}, over {over}")
     return "; ".join(parts) or "no collectives"
+
+
+def told(hlo_text: str, mesh: Mesh | None) -> str:
+    """The collectives of a compiled step in a line; without a mesh there are none."""
+    return "no collectives" if mesh is None else describe(collectives(hlo_text, mesh), mesh)
 
 
 def _array_bytes(shape: str, kind: str, started: bool) -> list[int]:

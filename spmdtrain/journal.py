@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from spmdtrain import processes
 from spmdtrain.config import RunConfig, as_json
 from spmdtrain.errors import StorageError
-from spmdtrain.mesh import batch_shards, describe
+from spmdtrain.placement import Placement
 from spmdtrain.terminal import Rate, Terminal, duration, number
 from spmdtrain.writers import RunFiles, Split, Status
 
@@ -24,23 +23,24 @@ class Journal:
         self.latest: dict[Split, Metrics] = {split: {} for split in Split}
         self._rate = Rate()
 
-    def begin(self, step: int, mesh: Mesh) -> None:
+    def begin(self, step: int, placement: Placement) -> None:
         """The run goes on from `step`: what was written of later steps is taken back."""
         if self.files:
             self.files.rewind(step)
             self.files.write_config(
-                as_json(self.config), mesh=describe(mesh), devices=list(mesh.devices.flat)
+                as_json(self.config), mesh=placement.axes, devices=placement.devices
             )
             self.files.write_status(Status.RUNNING, step)
 
-    def introduce(self, mesh: Mesh, params: Any, program: str) -> None:
+    def introduce(self, placement: Placement, params: Any, program: str) -> None:
         """The one line that says what is about to run."""
         batch, rate = self.config.global_batch_size, self.config.learning_rate
         assert batch is not None
+        devices = placement.devices
         self.terminal.line(
-            f"{mesh.size} x {mesh.devices.flat[0].device_kind}{_processes()}, "
-            f"mesh {describe(mesh)}; "
-            f"global batch {batch} ({batch // batch_shards(mesh)} per device); "
+            f"{len(devices)} x {devices[0].device_kind}{_processes()}, {placement.name}, "
+            f"mesh {placement.axes}; "
+            f"global batch {batch} ({batch // placement.batch_shards} per device); "
             + ("" if rate is None else f"learning rate {rate:g}; ")
             + f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters; {program}"
         )

@@ -1,20 +1,22 @@
 """Devices and the named axes they are arranged in."""
 
-import dataclasses
 import math
 import os
-from collections.abc import Sequence
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from spmdtrain import distributed, processes
-from spmdtrain.config import Config, MeshSpec, resolve
+from spmdtrain import processes
+from spmdtrain.config import MeshSpec
 from spmdtrain.errors import UserError
+from spmdtrain.strategies import STRATEGIES, Strategy, mesh_sizes
 
-BATCH_AXES = ("data", "fsdp")  # the axes over which a batch's examples are split
+BATCH_AXES = ("replica", "data", "fsdp")  # the axes over which a batch's examples are split
 
 
 def make_cpu_devices(count: int | None) -> None:
@@ -75,13 +77,55 @@ def _device(name: str) -> jax.Device:
     return visible[int(index)]
 
 
-def build_mesh(spec: MeshSpec) -> Mesh:
-    """The mesh that `spec` describes: every axis is there, those not used with size 1.
+def build_mesh(
+    spec: MeshSpec, of: Strategy = STRATEGIES["mirrored"], *, max_shards: int | None = None
+) -> Mesh:
+    """The mesh that `spec` describes, for a strategy that has one.
 
-    Raises `UserError`, with the arithmetic, where the sizes do not multiply to the devices.
+    Every axis is there, those not used with size 1. `max_shards` bounds a fsdp axis that would
+    take the rest. Raises `UserError`, with the arithmetic, where the sizes do not multiply to the
+    devices or the strategy has nothing to split over.
     """
+    assert of.has_mesh
     devices = choose_devices(spec.devices)
-    sizes = spec.sizes()
+    if of.devices == 1:
+        devices = _only_one(spec, devices)
+    sizes = mesh_sizes(of, spec.given())
+    hosts = _hosts(devices) if sizes["replica"] != 1 else []
+    if sizes["replica"] == -1:
+        sizes["replica"] = len(hosts) if len(hosts) > 1 else min(2, len(devices))
+    if max_shards is not None and sizes["fsdp"] == -1:
+        others = math.prod(size for size in sizes.values() if size != -1)
+        most = range(min(max_shards, len(devices)), 0, -1)
+        sizes["fsdp"] = next(n for n in most if len(devices) // others % n == 0)
+        sizes["data"] = -1 if spec.data is None else sizes["data"]
+    sizes = _whole(sizes, devices)
+    _check_used(of, sizes, devices)
+    shape = tuple(sizes.values())
+    if sizes["replica"] > 1:
+        grid = np.stack(
+            [_grid(shape[1:], group, spec) for group in _groups(devices, hosts, sizes["replica"])]
+        )
+    else:
+        grid = _grid(shape, devices, spec)
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _only_one(spec: MeshSpec, devices: list[jax.Device]) -> list[jax.Device]:
+    if processes.count() > 1:
+        raise UserError(
+            f"strategy one_device is for one process, and there are {processes.count()}: "
+            "mirrored uses them all"
+        )
+    if spec.devices and len(devices) > 1:
+        raise UserError(
+            f"strategy one_device takes one device, and mesh.devices names {len(devices)}"
+        )
+    return devices[:1]
+
+
+def _whole(sizes: dict[str, int], devices: Sequence[jax.Device]) -> dict[str, int]:
+    """The sizes with the one that is -1 filled in."""
     rest = [axis for axis, size in sizes.items() if size == -1]
     fixed = math.prod(size for size in sizes.values() if size != -1)
     product = " * ".join(f"{axis}={size}" for axis, size in sizes.items() if size != -1)
@@ -93,20 +137,60 @@ def build_mesh(spec: MeshSpec) -> Mesh:
                 f"mesh: {product} = {fixed} does not divide {count_of(devices)}, "
                 f"so {rest[0]}=-1 has no whole size"
             )
-        sizes[rest[0]] = len(devices) // fixed
-    elif fixed != len(devices):
+        return sizes | {rest[0]: len(devices) // fixed}
+    if fixed != len(devices):
         raise UserError(
             f"mesh: {product} = {fixed} != {count_of(devices)}; set one axis to -1, or name "
             "the devices to use in mesh.devices"
         )
-    shape = tuple(sizes.values())
+    return sizes
+
+
+def _check_used(of: Strategy, sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> None:
+    """A strategy that splits over an axis of size 1 would be asked for and not be there."""
+    for axis in [axis for axis, size in of.sizes if size != 1]:
+        if sizes[axis] == 1 and len(devices) > 1:
+            raise UserError(
+                f"strategy {of.name} uses the axis {axis}, and the mesh has {axis}=1: "
+                f"{', '.join(f'{name}={size}' for name, size in sizes.items())} "
+                f"on {count_of(devices)}"
+            )
+
+
+def _grid(shape: tuple[int, ...], devices: Sequence[jax.Device], spec: MeshSpec) -> np.ndarray:
     # All devices: let JAX lay the mesh along the links between them. A chosen few: as chosen.
-    grid = (
-        np.array(devices).reshape(shape)
-        if spec.devices
-        else mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    )
-    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    if spec.devices:
+        return np.array(devices).reshape(shape)
+    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+
+
+def _hosts(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+    """The devices by what links them: those of a slice, else those of a host."""
+    where: dict[jax.Device, Any] = {d: getattr(d, "slice_index", 0) for d in devices}
+    if len(set(where.values())) == 1:
+        # Several processes may share a host.
+        names = processes.gather(socket.gethostname()) if processes.count() > 1 else [""]
+        where = {device: names[device.process_index] for device in devices}
+    groups: dict[Any, list[jax.Device]] = {}
+    for device in devices:
+        groups.setdefault(where[device], []).append(device)
+    return list(groups.values())
+
+
+def _groups(
+    devices: Sequence[jax.Device], hosts: list[list[jax.Device]], number: int
+) -> list[list[jax.Device]]:
+    """The devices in `number` groups of one size, each whole hosts or a part of one host."""
+    size, left = divmod(len(devices), number)
+    counts = sorted({len(host) for host in hosts})
+    if left or any(size % count and count % size for count in counts):
+        raise UserError(
+            f"mesh: replica={number} does not divide {count_of(devices)} on {len(hosts)} "
+            f"host{'s' if len(hosts) > 1 else ''} of {' or '.join(map(str, counts))} into groups "
+            "of whole hosts, or hosts into whole groups"
+        )
+    ordered = [device for host in hosts for device in host]
+    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
 
 def count_of(devices: Sequence[jax.Device]) -> str:
@@ -130,34 +214,6 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def batch_shards(mesh: Mesh) -> int:
     """Into how many parts a batch is split."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-
-
-def is_virtual(mesh: Mesh) -> bool:
-    """Whether the devices are several parts of one CPU."""
-    return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
-
-
-def resolve_on_devices(config: Config) -> Config:
-    """The configuration resolved for the devices it will run on (see `config.resolve`).
-
-    A script calls it before an experiment's `build(config)`, as the run command does.
-    """
-    distributed.initialize()
-    make_cpu_devices(config.cpu_devices)
-    return resolve(config, batch_shards=batch_shards(build_mesh(config.mesh)))
-
-
-def on_own_devices(config: Config) -> Config:
-    """The configuration of a training, for a process that has other devices than the training.
-
-    Its mesh is kept where it fits; else all devices are along the batch.
-    """
-    make_cpu_devices(config.cpu_devices)
-    try:
-        build_mesh(config.mesh)
-    except UserError:
-        config = dataclasses.replace(config, mesh=MeshSpec())
-    return dataclasses.replace(config, learning_rate_scaling="none", learning_rate_table={})
 
 
 def describe(mesh: Mesh) -> str:

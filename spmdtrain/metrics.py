@@ -67,6 +67,17 @@ def check_no_pairs(outputs: Mapping[str, Any], batch: Any) -> None:
             )
 
 
+def check_precise(outputs: Mapping[str, Any]) -> None:
+    """Refuse losses computed in 16 bits: their rounding is larger than what training changes."""
+    value = outputs["loss"]
+    dtype = jnp.asarray(value[0] if isinstance(value, tuple) else value).dtype
+    if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize < 4:
+        raise UserError(
+            f"the objective's loss is {dtype}, which has too few digits for a loss: take the "
+            "model's output to float32 before it: model(...).astype(jnp.float32)"
+        )
+
+
 def _sums(name: str, value: Any, batch_size: int, mask: jax.Array | None) -> Sums:
     if isinstance(value, tuple):
         if len(value) != 2:
@@ -74,6 +85,7 @@ def _sums(name: str, value: Any, batch_size: int, mask: jax.Array | None) -> Sum
                 f"the objective's {name!r} is a tuple of {len(value)}: (values, weights)"
             )
         values, weights = jnp.asarray(value[0]), jnp.asarray(value[1], jnp.float32)
+        weights = jax.lax.stop_gradient(weights)  # how much a value counts is not trained
     else:
         values, weights = jnp.asarray(value), jnp.ones((), jnp.float32)
     if values.ndim == 0 or values.shape[0] != batch_size:

@@ -26,7 +26,8 @@ from spmdtrain.config import RunConfig, check, resolve
 from spmdtrain.data import as_dataset
 from spmdtrain.errors import ExitCode, Preempted, UserError, exit_code_of
 from spmdtrain.experiment import ExperimentFile, load_experiment
-from spmdtrain.mesh import cpu_devices_in_environment, on_own_devices, resolve_on_devices
+from spmdtrain.mesh import cpu_devices_in_environment
+from spmdtrain.placement import on_own_devices, resolve_on_devices
 from spmdtrain.terminal import Terminal
 from spmdtrain.trainer import Trainer
 from spmdtrain.writers import write_predictions

@@ -1,43 +1,47 @@
 """Where every leaf of the state lives: rules from paths to partition specs, checked."""
 
+import enum
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from spmdtrain.config import ShardingOptions
 from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.mesh import BATCH_AXES
+from spmdtrain.placement import Placement
+from spmdtrain.strategies import STATE
+from spmdtrain.terminal import byte_size
+
+PyTree = Any
+REPLICATED = PartitionSpec()
+
+
+class Gather(enum.Enum):
+    """When a parameter that is split over a batch axis is made whole for the step."""
+
+    AT_START = "at the start"
+    """Before the model is called: XLA then places the all-gather where it is used."""
+    IN_MODEL = "in the model"
+    """Left to XLA inside the model, for layers that are stacked and looped over: only one of them
+    is ever whole."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Leaves whose path the regular expression matches anywhere get this spec."""
+    """Leaves whose path the regular expression matches anywhere get this spec.
+
+    A strategy that splits the state adds its axis in a dim that the spec leaves free; but the
+    spec `PartitionSpec()` means replicated, and stays so.
+    """
 
     pattern: str
     spec: PartitionSpec
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """Rules that lay the state over the mesh, under one name. The first match counts."""
-
-    name: str
-    rules: tuple[Rule, ...]
-
-
-STRATEGIES = {
-    "mirrored": Strategy("mirrored", (Rule(".*", PartitionSpec()),)),
-}
-
-
-def strategy(name: str) -> Strategy:
-    """The strategy of that name."""
-    if name not in STRATEGIES:
-        raise UserError(f"there is no strategy {name!r}.{did_you_mean(name, STRATEGIES)}")
-    return STRATEGIES[name]
+    gather: Gather = Gather.AT_START
 
 
 def path_name(path: tuple[Any, ...]) -> str:
@@ -51,48 +55,267 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     return {path_name(path): leaf for path, leaf in leaves}
 
 
-def shardings_of(tree: Any, mesh: Mesh, rules: Sequence[Rule]) -> Any:
-    """The sharding of every leaf: that of the first rule which matches its path.
+class Layout:
+    """The shardings of a state, from rules and a strategy.
 
-    `tree` holds anything with a shape. Raises `UserError` for a leaf without a rule, a rule that
-    matched nothing, and a dim that does not divide, with the arithmetic.
+    `rules` are the experiment's, the first match counts; an optimizer's leaf of its parameter's
+    shape goes where that goes, and the strategy splits what they leave free. `state` holds anything
+    with shapes and dtypes, its fields those of `TrainState`. Raises `UserError` for a rule that
+    matches nothing, a dim that does not divide, and what should be split and is not.
     """
-    unused = dict(enumerate(rules))
 
-    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        name = path_name(path)
-        number = next((n for n, rule in enumerate(rules) if re.search(rule.pattern, name)), None)
-        if number is None:
-            raise UserError(f"no sharding rule matches {name}, shape {tuple(leaf.shape)}")
-        rule = rules[number]
-        unused.pop(number, None)
-        _check_divides(name, tuple(leaf.shape), rule, mesh)
-        return NamedSharding(mesh, rule.spec)
+    def __init__(
+        self, state: Any, placement: Placement, rules: Sequence[Rule], options: ShardingOptions
+    ) -> None:
+        self._placement, self._rules, self._options = placement, tuple(rules), options
+        self._unused = dict(enumerate(self._rules))
+        named = named_leaves(state)
+        self._shapes = {n: tuple(x.shape) for n, x in named.items() if n.startswith("params/")}
+        if placement.strategy.needs_rules and not any(
+            "tensor" in _axes(rule.spec) for rule in self._rules
+        ):
+            raise UserError(
+                f"strategy {placement.name} splits tensors by the experiment's rules, and none of "
+                f"its {len(self._rules)} names the axis tensor: give the Experiment rules"
+            )
+        self.shardings: Any = self._map(state, self._sharding)
+        """Where each leaf rests between steps."""
+        if placement.mesh is not None and self._unused:
+            patterns = [rule.pattern for rule in self._unused.values()]
+            raise UserError(f"sharding rules that match no leaf of the state: {patterns}")
+        self.on_device: Any = self._map(state, self._on_device)
+        """The same in device memory, where the step computes."""
+        used = {a for n, shape in self._shapes.items() for a in self._used(self._spec(n, shape)[0])}
+        self.replicates_params = not used
+        """Whether every device has all parameters, whatever axes the mesh has."""
+        self._gathers = bool(used & set(BATCH_AXES))
 
-    shardings = jax.tree_util.tree_map_with_path(sharding, tree)
-    if unused:
-        patterns = [rule.pattern for rule in unused.values()]
-        raise UserError(f"sharding rules that match no leaf of the state: {patterns}")
-    return shardings
+    def whole(self, params: PyTree) -> PyTree:
+        """Parameters as the model reads them: split at most as the rules say.
 
+        What a strategy has split over axes of the batch is gathered, since each device computes
+        other examples with all of it.
+        """
+        return self._constrain(params, self._whole) if self._gathers else params
 
-def _check_divides(name: str, shape: tuple[int, ...], rule: Rule, mesh: Mesh) -> None:
-    if len(rule.spec) > len(shape):
+    def gradients(self, gradients: PyTree) -> PyTree:
+        """Gradients split as the optimizer's state of their parameters is: they are reduced into
+        their parts, and updates are computed there."""
+        strategy = self._placement.strategy
+        if not (strategy.shards_params or strategy.shards_optimizer):
+            return gradients
+        return self._constrain(gradients, self._gradient)
+
+    def resting(self, params: PyTree) -> PyTree:
+        """Updated parameters where they rest: made whole once, whoever reads them."""
+        if not self._placement.strategy.shards_optimizer:
+            return params
+        return jax.lax.with_sharding_constraint(params, self.on_device.params)
+
+    # -- the spec of one leaf ------------------------------------------------------------------
+
+    def _sharding(self, name: str, leaf: Any) -> Sharding:
+        spec = self._checked_spec(name, leaf)
+        return self._placement.sharding(spec, on_host=self._rests_on_host(name))
+
+    def _on_device(self, name: str, leaf: Any) -> Sharding:
+        return self._placement.sharding(self._checked_spec(name, leaf))
+
+    def _whole(self, name: str, leaf: Any) -> Sharding | None:
+        spec, rule = self._spec(name, leaf.shape)
+        if rule is not None and rule.gather is Gather.IN_MODEL:
+            return None
+        kept = [tuple(a for a in _names(entry) if a not in BATCH_AXES) for entry in spec]
+        return self._placement.sharding(PartitionSpec(*(axes or None for axes in kept)))
+
+    def _gradient(self, name: str, leaf: Any) -> Sharding:
+        return self._placement.sharding(self._spec(name, leaf.shape, field="opt_state")[0])
+
+    def _rests_on_host(self, name: str) -> bool:
+        field = name.split("/")[0]
+        if self._options.offload == "optimizer" and field != "opt_state":
+            return False
+        return field in self._placement.strategy.on_host
+
+    def _checked_spec(self, name: str, leaf: Any) -> PartitionSpec:
+        spec, rule = self._spec(name, tuple(leaf.shape))
+        if self._placement.mesh is not None:
+            meant = rule is not None and rule.spec == REPLICATED
+            if not meant:
+                self._check_split(name, leaf, spec)
+        return spec
+
+    def _spec(
+        self, name: str, shape: tuple[int, ...], field: str | None = None
+    ) -> tuple[PartitionSpec, Rule | None]:
+        """The spec of a leaf (of a parameter's own path, also as `field` would have it)."""
+        strategy = self._placement.strategy
+        field = field or name.split("/")[0]
+        if field in ("step", "key") or self._placement.mesh is None:
+            return REPLICATED, None
+        rule = self._rule(name, shape)
+        if rule is not None and rule.spec == REPLICATED:
+            return REPLICATED, rule
+        spec = REPLICATED if rule is None else rule.spec
+        if field in STATE and strategy.shards_params:
+            spec = self._also_over("fsdp", spec, shape)
+        if field == "opt_state" and strategy.shards_optimizer:
+            spec = self._also_over("data", spec, shape)
+        return spec, rule
+
+    def _rule(self, name: str, shape: tuple[int, ...]) -> Rule | None:
+        owner = self._owner(name)
+        names = [name]
+        if owner is not None and self._shapes[owner] == shape:
+            names.append(owner)  # an optimizer's leaf goes where its parameter goes
+        for number, rule in enumerate(self._rules):
+            if not any(re.search(rule.pattern, known) for known in names):
+                continue
+            # A leaf of another shape than its parameter (a factored second moment) does not
+            # follow the parameter's rules, only those that are about optimizers.
+            other = owner is not None and self._shapes[owner] != shape
+            if other and re.search(rule.pattern, str(owner)):
+                continue
+            self._unused.pop(number, None)
+            self._check_divides(name, shape, rule)
+            return rule
+        return None
+
+    def _owner(self, name: str) -> str | None:
+        """The parameter that a leaf of the optimizer's state or of an average belongs to."""
+        parts = name.split("/")
+        if parts[0] not in ("opt_state", "averaged"):
+            return None
+        tails = ("/".join(["params", *parts[start:]]) for start in range(1, len(parts)))
+        return next((tail for tail in tails if tail in self._shapes), None)
+
+    def _also_over(self, axis: str, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
+        """`spec` with the largest free dim that divides split over `axis` too."""
+        size = self._placement.size(axis)
+        if size == 1 or axis in _axes(spec) or math.prod(shape) < self._options.min_size:
+            return spec
+        entries = [*spec, *[None] * (len(shape) - len(spec))]
+        free = [d for d, n in enumerate(shape) if entries[d] is None and n % size == 0]
+        if not free:
+            return spec
+        entries[max(free, key=lambda dim: shape[dim])] = axis
+        return PartitionSpec(*entries)
+
+    def _used(self, spec: PartitionSpec) -> list[str]:
+        return [axis for axis in _axes(spec) if self._placement.size(axis) > 1]
+
+    # -- errors --------------------------------------------------------------------------------
+
+    def _check_divides(self, name: str, shape: tuple[int, ...], rule: Rule) -> None:
+        mesh = self._placement.mesh
+        assert mesh is not None
+        if len(rule.spec) > len(shape):
+            raise UserError(
+                f"{name} has shape {shape}, {len(shape)} dims, and the rule {rule.pattern!r} gives "
+                f"it a spec of {len(rule.spec)}: {rule.spec}"
+            )
+        for dim, (size, entry) in enumerate(zip(shape, rule.spec, strict=False)):
+            names = _names(entry)
+            if unknown := [axis for axis in names if axis not in mesh.shape]:
+                raise UserError(
+                    f"{name}: the rule {rule.pattern!r} splits dim {dim} over {unknown[0]!r}, "
+                    f"which is no axis of the mesh.{did_you_mean(str(unknown[0]), mesh.shape)}"
+                )
+            parts = math.prod(mesh.shape[axis] for axis in names)
+            if size % parts:
+                raise UserError(
+                    f"{name}: dim {dim} of shape {shape} does not divide over "
+                    f"{' * '.join(f'{axis}={mesh.shape[axis]}' for axis in names)} "
+                    f"({_division(size, parts)})"
+                )
+
+    def _check_split(self, name: str, leaf: Any, spec: PartitionSpec) -> None:
+        """Nothing large is silently replicated where a strategy would have it split."""
+        field = name.split("/")[0]
+        axes = [axis for axis in self._splitting(field) if self._placement.size(axis) > 1]
+        if not axes or self._used(spec):
+            return
+        elements = math.prod(leaf.shape)
+        held = elements * leaf.dtype.itemsize
+        if elements < self._options.min_size or held <= self._options.replicated_limit:
+            return
+        sizes = " and ".join(f"{axis}={self._placement.size(axis)}" for axis in axes)
+        dims = ", ".join(_division(n, self._placement.size(axes[0])) for n in leaf.shape)
         raise UserError(
-            f"{name} has shape {shape}, {len(shape)} dims, and the rule {rule.pattern!r} gives it "
-            f"a spec of {len(rule.spec)}: {rule.spec}"
+            f"{name}, shape {tuple(leaf.shape)}, would be whole on each device, {byte_size(held)}: "
+            f"strategy {self._placement.name} splits over {sizes}, and no rule and no dim allows "
+            f"it ({dims}). Make a dim divide, or give a rule for it: PartitionSpec() says that it "
+            "is meant to be replicated (or raise --sharding.replicated-limit)"
         )
-    for dim, (size, axes) in enumerate(zip(shape, rule.spec, strict=False)):
-        names = (axes,) if isinstance(axes, str) else axes or ()
-        if unknown := [axis for axis in names if axis not in mesh.shape]:
-            raise UserError(
-                f"{name}: the rule {rule.pattern!r} splits dim {dim} over {unknown[0]!r}, which is "
-                f"no axis of the mesh.{did_you_mean(str(unknown[0]), mesh.shape)}"
-            )
-        parts = math.prod(mesh.shape[axis] for axis in names)
-        if size % parts:
-            raise UserError(
-                f"{name}: dim {dim} of shape {shape} does not divide over "
-                f"{' * '.join(f'{axis}={mesh.shape[axis]}' for axis in names)} "
-                f"({size} = {size // parts} * {parts} + {size % parts})"
-            )
+
+    def _splitting(self, field: str) -> Iterable[str]:
+        """The axes over which the strategy has the large leaves of a field split."""
+        strategy = self._placement.strategy
+        if field not in STATE:
+            return
+        if strategy.shards_params:
+            yield "fsdp"
+        if strategy.shards_optimizer and field == "opt_state":
+            yield "data"
+        if strategy.needs_rules:
+            yield "tensor"
+
+    # -- trees ---------------------------------------------------------------------------------
+
+    def _map(self, state: Any, sharding: Callable[[str, Any], Sharding]) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda p, x: sharding(path_name(p), x), state)
+
+    def _constrain(self, params: PyTree, sharding: Callable[[str, Any], Sharding | None]) -> PyTree:
+        def constrained(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+            asked = sharding(f"params/{path_name(path)}", x)
+            return x if asked is None else jax.lax.with_sharding_constraint(x, asked)
+
+        return jax.tree_util.tree_map_with_path(constrained, params)
+
+
+def check_placed(tree: PyTree, shardings: PyTree, when: str) -> None:
+    """Raise `UserError` where a leaf is not where its sharding says, memory kind included."""
+    asked = named_leaves(shardings)
+    for name, leaf in named_leaves(tree).items():
+        want, has = asked[name], leaf.sharding
+        if has.is_equivalent_to(want, leaf.ndim) and _memory(has) == _memory(want):
+            continue
+        raise UserError(
+            f"{when}, {name} of shape {leaf.shape} is {describe(has)}, and its rules ask for "
+            f"{describe(want)}"
+        )
+
+
+def describe(sharding: Sharding) -> str:
+    """A sharding in a few words: `P(None, 'fsdp')`, `replicated, in host memory`."""
+    where = ", in host memory" if _memory(sharding) == "pinned_host" else ""
+    if not isinstance(sharding, NamedSharding):
+        return f"on {len(sharding.device_set)} device{where}"
+    entries = list(sharding.spec)
+    while entries and not entries[-1]:
+        entries.pop()
+    text = ", ".join(_entry(entry) for entry in entries)
+    return (f"P({text})" if entries else "replicated") + where
+
+
+def _entry(entry: Any) -> str:
+    return repr(entry[0] if isinstance(entry, tuple) and len(entry) == 1 else entry)
+
+
+def _memory(sharding: Sharding) -> str:
+    kind: str | None = sharding.memory_kind
+    return "device" if kind in (None, "device") else kind
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """The axes of one entry of a spec."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def _axes(spec: PartitionSpec) -> list[str]:
+    return [axis for entry in spec for axis in _names(entry)]
+
+
+def _division(size: int, parts: int) -> str:
+    """`50257 = 6282 * 8 + 1`."""
+    return f"{size} = {size // parts} * {parts} + {size % parts}"

@@ -1,5 +1,6 @@
 """The state, and the four programs that make, train and use it. All of them are compiled here."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,14 +8,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Sharding
 
-from spmdtrain import metrics
+from spmdtrain import collectives, metrics
 from spmdtrain.adapters import Adapter, Function, Mode, Variables
-from spmdtrain.config import Purpose, derive_seed
+from spmdtrain.config import Purpose, RunConfig, derive_seed
 from spmdtrain.errors import UserError
-from spmdtrain.mesh import batch_sharding, replicated
-from spmdtrain.sharding import Rule, named_leaves, shardings_of
+from spmdtrain.gradients import Gradients, check_by_hand
+from spmdtrain.placement import Placement
+from spmdtrain.reductions import Reduction, all_reduce, in_dtype
+from spmdtrain.remat import with_policy
+from spmdtrain.sharding import Layout, Rule, named_leaves, path_name
 
 PyTree = Any
 
@@ -54,10 +58,11 @@ class StepOutput:
 
 
 class Steps:
-    """The programs of one model, objective and optimizer on one mesh.
+    """The programs of one model, objective and optimizer under one strategy.
 
     `init`, `train`, `evaluate` and `predict` are jitted functions of global arrays (or plain
-    ones, with `jit=False`). `shardings` says where each leaf of the state lives.
+    ones, without `jit`). `layout` says where each leaf of the state lives. What `config` says of
+    the step is done here: precision, microbatches, averaging, what is frozen. Raises `UserError`.
     """
 
     def __init__(
@@ -67,50 +72,75 @@ class Steps:
         objective: Function,
         predict: Function,
         optimizer: optax.GradientTransformation,
-        mesh: Mesh,
-        rules: Sequence[Rule],
-        ema_decay: float | None = None,
-        jit: bool = True,
+        placement: Placement,
+        rules: Sequence[Rule] = (),
+        reduction: Reduction | None = None,
+        config: RunConfig,
     ) -> None:
         self._adapter, self._objective, self._predict = adapter, objective, predict
-        self._ema_decay = ema_decay
+        self._ema_decay, self._config = config.ema_decay, config
+        self._compute_dtype = jnp.dtype(config.compute_dtype)
         self._optimizer = optax.with_extra_args_support(optimizer)
+        self._frozen = [re.compile(pattern) for pattern in config.frozen]
         self.abstract_state: TrainState = jax.eval_shape(
             self._init, adapter.given, *map(jax.random.key, (0, 0))
         )
-        self.shardings: TrainState = shardings_of(self.abstract_state, mesh, rules)
-        variables, batch, everywhere = (
-            self.shardings.variables,
-            batch_sharding(mesh),
-            replicated(mesh),
+        self._check_frozen()
+        self.layout = Layout(self.abstract_state, placement, rules, config.sharding)
+        self.shardings: TrainState = self.layout.shardings
+        self._gradients = Gradients(
+            self._objective_sums, config.microbatches, placement, self._reduction(reduction)
+        )
+        variables = self.shardings.variables
+        batch, everywhere = placement.batch, placement.everywhere
+        self._compiler_options = collectives.compiler_options(
+            config.collectives, placement.devices[0].platform
         )
 
         # The state is born in its place: no device ever holds more than its share.
         self._jit_init = jax.jit(self._init, out_shardings=self.shardings)
         # The old state is donated: its memory becomes the new one's.
         self.train = self._compile(
-            jit,
             self._train,
             in_shardings=(self.shardings, batch),
             out_shardings=(self.shardings, everywhere),
             donate_argnums=0,
         )
         self.evaluate = self._compile(
-            jit,
             self._evaluate,
             in_shardings=(variables, batch, batch),
             out_shardings=everywhere,
         )
         self.predict = self._compile(
-            jit,
             self._predictions,
             in_shardings=(variables, batch),
             out_shardings=everywhere,  # every process gets all predictions, to hand them out
         )
 
-    @staticmethod
-    def _compile(jit: bool, function: Callable[..., Any], **options: Any) -> Any:
-        return jax.jit(function, **options) if jit else eager(function)
+    def _reduction(self, given: Reduction | None) -> Reduction | None:
+        dtype = self._config.collectives.reduce_dtype
+        return given if dtype is None else in_dtype(given or all_reduce, dtype)
+
+    def _compile(self, function: Callable[..., Any], **options: Any) -> Any:
+        if not self._config.jit:
+            return eager(function)
+        return jax.jit(function, compiler_options=self._compiler_options or None, **options)
+
+    def check(self, batch: PyTree) -> None:
+        """Raise `UserError` where a train step of such a batch would not compute what it should."""
+        if self._gradients.reduction is None:
+            return
+        trained, frozen = self._parted(self.abstract_state.params)
+        asked = self._config.collectives.reduce_dtype
+        check_by_hand(
+            self._gradients,
+            f"collectives.reduce_dtype={asked}" if asked else "a reduction of your own",
+            replicates_params=self.layout.replicates_params,
+            params=trained,
+            frozen=frozen,
+            model_state=self.abstract_state.model_state,
+            batch=batch,
+        )
 
     def init(self, seed: int) -> TrainState:
         """The state before the first step."""
@@ -132,28 +162,23 @@ class Steps:
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            opt_state=self._optimizer.init(params),
+            opt_state=self._optimizer.init(self._parted(params)[0]),
             averaged={} if self._ema_decay is None else jax.tree.map(_widened, params),
             model_state=model_state,
             key=step_key,
         )
 
     def _train(self, state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
+        state = self._on_device(state, lambda of: of)
         key = jax.random.fold_in(state.key, state.step)
-
-        def loss(params: PyTree) -> tuple[jax.Array, tuple[dict[str, jax.Array], PyTree]]:
-            outputs, model_state = self._adapter.run(
-                self._objective, Variables(params, state.model_state), batch, key, Mode.TRAIN
-            )
-            sums = self._sums(outputs, batch)
-            means = {name: metrics.mean(value) for name, value in sums.items()}
-            return means["loss"], (means, model_state)
-
-        gradients, (means, model_state) = jax.grad(loss, has_aux=True)(state.params)
+        trained, frozen = self._parted(state.params)
+        sums = self._gradients(trained, frozen, state.model_state, batch, key)
+        means = {name: metrics.mean(value) for name, value in sums.metrics.items()}
+        model_state = sums.model_state
         updates, opt_state = self._optimizer.update(
-            gradients, state.opt_state, state.params, value=means["loss"]
+            self.layout.gradients(sums.mean()), state.opt_state, trained, value=means["loss"]
         )
-        params = optax.apply_updates(state.params, updates)
+        params = self.layout.resting(_joined(optax.apply_updates(trained, updates), frozen))
         averaged = self._average(state.averaged, params, state.step)
         after = TrainState(state.step + 1, params, opt_state, averaged, model_state, state.key)
         finite = [jnp.isfinite(means["loss"])]
@@ -162,6 +187,67 @@ class Steps:
         finite += [_stays_finite(state.params, params), _stays_finite(state.opt_state, opt_state)]
         finite += [_stays_finite(state.model_state, model_state, arrays_too=True)]
         return after, StepOutput(means, jnp.stack(finite))
+
+    def _objective_sums(
+        self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
+    ) -> tuple[dict[str, metrics.Sums], PyTree]:
+        """The objective in training: what is differentiated, before any mean is taken."""
+
+        def run(
+            params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
+        ) -> tuple[PyTree, PyTree]:
+            variables = Variables(self._to_compute(params), model_state)
+            inputs = self._cast(batch)
+            return self._adapter.run(self._objective, variables, inputs, key, Mode.TRAIN)
+
+        params = _joined(params, frozen)
+        outputs, after = with_policy(run, self._config.remat, params, model_state, batch, key)
+        return self._sums(outputs, batch), after
+
+    def _to_compute(self, params: PyTree) -> PyTree:
+        """Parameters as the model computes with them: cast first, so that less is gathered."""
+        return self.layout.whole(self._cast(params))
+
+    def _cast(self, tree: PyTree) -> PyTree:
+        """Its f32 arrays in the dtype to compute in."""
+        if self._compute_dtype == jnp.float32:
+            return tree
+        return jax.tree.map(
+            lambda x: x.astype(self._compute_dtype) if x.dtype == jnp.float32 else x, tree
+        )
+
+    def _on_device(self, tree: PyTree, of: Callable[[TrainState], PyTree]) -> PyTree:
+        """What rests in host memory, brought to the devices; `of` says which part of the state."""
+
+        def brought(x: jax.Array, resting: Sharding, there: Sharding) -> jax.Array:
+            return x if resting == there else jax.device_put(x, there)
+
+        return jax.tree.map(brought, tree, of(self.shardings), of(self.layout.on_device))
+
+    # -- what is trained -----------------------------------------------------------------------
+
+    def _parted(self, params: PyTree) -> tuple[PyTree, PyTree]:
+        """The parameters that are trained and those that are not, None in the others' places."""
+
+        def part(frozen: bool) -> PyTree:
+            return jax.tree_util.tree_map_with_path(
+                lambda path, x: x if self._is_frozen(path_name(path)) == frozen else None, params
+            )
+
+        return (part(frozen=False), part(frozen=True)) if self._frozen else (params, None)
+
+    def _is_frozen(self, name: str) -> bool:
+        return any(pattern.search(name) for pattern in self._frozen)
+
+    def _check_frozen(self) -> None:
+        names = list(named_leaves(self.abstract_state.params))
+        for pattern in self._frozen:
+            if not any(pattern.search(name) for name in names):
+                raise UserError(
+                    f"frozen: {pattern.pattern!r} is found in no parameter's path: {names}"
+                )
+        if self._frozen and all(map(self._is_frozen, names)):
+            raise UserError(f"frozen: nothing is left to train of {names}")
 
     def _average(self, averaged: PyTree, params: PyTree, step: jax.Array) -> PyTree:
         """The exponential moving average of the parameters.
@@ -185,25 +271,54 @@ class Steps:
         )
         return Variables(own, variables.model_state)
 
+    def _to_evaluate(self, variables: Variables) -> Variables:
+        """The model's values as it computes with them."""
+        on_device = self._on_device(variables, lambda of: of.variables)
+        own = self.as_parameters(on_device)
+        return Variables(self._to_compute(own.params), own.model_state)
+
     def _evaluate(
         self, variables: Variables, batch: PyTree, mask: jax.Array
     ) -> dict[str, metrics.Sums]:
         outputs, _ = self._adapter.run(
-            self._objective, self.as_parameters(variables), batch, jax.random.key(0), Mode.EVAL
+            self._objective,
+            self._to_evaluate(variables),
+            self._cast(batch),
+            jax.random.key(0),
+            Mode.EVAL,
         )
         return self._sums(outputs, batch, mask)
 
-    @staticmethod
     def _sums(
-        outputs: PyTree, batch: PyTree, mask: jax.Array | None = None
+        self, outputs: PyTree, batch: PyTree, mask: jax.Array | None = None
     ) -> dict[str, metrics.Sums]:
         sums = metrics.weighted_sums(outputs, jax.tree.leaves(batch)[0].shape[0], mask)
         metrics.check_no_pairs(outputs, batch)
+        if self._compute_dtype != jnp.float32:
+            metrics.check_precise(outputs)
         return sums
 
     def _predictions(self, variables: Variables, batch: PyTree) -> PyTree:
-        own = self.as_parameters(variables)
-        return self._adapter.run(self._predict, own, batch, jax.random.key(0), Mode.EVAL)[0]
+        found, _ = self._adapter.run(
+            self._predict,
+            self._to_evaluate(variables),
+            self._cast(batch),
+            jax.random.key(0),
+            Mode.EVAL,
+        )
+        # NumPy, and so its files, know no bfloat16.
+        return jax.tree.map(
+            lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, found
+        )
+
+
+def _joined(params: PyTree, frozen: PyTree) -> PyTree:
+    """The parameters again, from the two parts that `_parted` makes."""
+    if frozen is None:
+        return params
+    return jax.tree.map(
+        lambda x, y: y if x is None else x, params, frozen, is_leaf=lambda x: x is None
+    )
 
 
 def average_of(params: PyTree) -> PyTree:

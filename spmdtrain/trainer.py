@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import optax
 from etils import epath
+from jax.sharding import Mesh
 
 from spmdtrain import distributed, evaluate, failing, hlo, processes
 from spmdtrain.adapters import Function, Variables, adapt
@@ -32,13 +33,15 @@ from spmdtrain.experiment import Experiment
 from spmdtrain.identity import Identity, check_same_run
 from spmdtrain.journal import Metrics
 from spmdtrain.manifest import Manifest
-from spmdtrain.mesh import batch_sharding, batch_shards, build_mesh, is_virtual, make_cpu_devices
+from spmdtrain.mesh import make_cpu_devices
 from spmdtrain.metrics import loss_first
 from spmdtrain.phases import Phase, within
+from spmdtrain.placement import place, under
 from spmdtrain.profiling import ProfiledSteps
+from spmdtrain.reductions import Reduction
 from spmdtrain.restore import agreed, find, load_model, newest_good, saved_in
 from spmdtrain.session import Session
-from spmdtrain.sharding import strategy
+from spmdtrain.sharding import Rule, check_placed
 from spmdtrain.signals import StopSignals
 from spmdtrain.step import HEALTH, StepOutput, Steps, TrainState, first_non_finite, model_output
 from spmdtrain.terminal import Terminal
@@ -74,6 +77,8 @@ class Trainer:
         optimizer: optax.GradientTransformation,
         predict: Function | None = None,
         augment: Augment | None = None,
+        rules: Sequence[Rule] = (),
+        reduction: Reduction | None = None,
         callbacks: Callbacks | None = None,
         config: RunConfig | None = None,
         terminal: Terminal | None = None,
@@ -96,7 +101,7 @@ class Trainer:
             )
         distributed.initialize()
         make_cpu_devices(self.config.cpu_devices)
-        self.mesh = build_mesh(self.config.mesh)
+        self.placement = place(self.config)
         self.state: TrainState | None = None  # once `fit` has begun
         self.terminal = terminal or Terminal(quiet=not processes.is_chief())
         self._adapter = adapt(model)
@@ -110,27 +115,32 @@ class Trainer:
         self._train_step: Any = None
         self._compiled_for: PyTree = None  # the shapes of the batch it was compiled for
         self._restored: Variables | None = None  # what to evaluate with where nothing was trained
-        self._batch_sharding = batch_sharding(self.mesh)
         # Many undone steps at once can abort the in-process all-reduce of virtual devices.
-        self._in_flight = 2 if is_virtual(self.mesh) else 8
-        self._steps = Steps(
-            adapter=self._adapter,
-            objective=objective,
-            predict=predict or model_output,
-            optimizer=optimizer,
-            mesh=self.mesh,
-            rules=strategy(self.config.strategy).rules,
-            ema_decay=self.config.ema_decay,
-            jit=self.config.jit,
-        )
+        self._in_flight = 2 if self.placement.is_virtual() else 8
+        with under(self.placement):
+            self._steps = Steps(
+                adapter=self._adapter,
+                objective=objective,
+                predict=predict or model_output,
+                optimizer=optimizer,
+                placement=self.placement,
+                rules=rules,
+                reduction=reduction,
+                config=self.config,
+            )
 
     @classmethod
     def of(cls, experiment: Experiment, config: RunConfig, **keywords: Any) -> "Trainer":
         """The trainer of what an experiment file's `build(config)` returned."""
         parts = {f.name: getattr(experiment, f.name) for f in dataclasses.fields(experiment)}
-        for split in ("train", "validation", "test"):  # these are for `fit`
-            del parts[split]
+        for name in ("train", "validation", "test", "prompts", "present"):  # these are for `fit`
+            del parts[name]
         return cls(**{"config": config, **parts, **keywords})
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The device mesh; None under the default strategy."""
+        return self.placement.mesh
 
     @property
     def step(self) -> int:
@@ -178,6 +188,7 @@ class Trainer:
         config = self._resolved(epochs, steps, global_batch_size)
         splits = {"train": train, "validation": validation, "test": test}
         with contextlib.ExitStack() as stack:
+            stack.enter_context(under(self.placement))
             run = Session.open(stack, config, splits, self._steps, self.terminal, self._clock)
             stack.enter_context(failing.at_work(run.failed_elsewhere))
             stack.callback(setattr, self, "_fitting", False)
@@ -205,12 +216,14 @@ class Trainer:
         self._restored = None  # from here on there is a state of its own
         if self.state is None:
             with within(Phase.RESTORE, 0):
-                self.state = run.resume(self._steps) or self._initial()
+                resumed = run.resume(self._steps)
+                self.state = resumed or self._initial()
+            self._check_placed("after the initialisation" if resumed is None else "as restored")
         elif self._identity is not None:
             check_same_run(self._identity, run.identity, f"this trainer at step {self.step}")
             run.check_newest(self.step)
         self._identity = run.identity
-        run.journal.begin(self.step, self.mesh)
+        run.journal.begin(self.step, self.placement)
 
     def _loop(self, run: Session) -> None:
         config, first = run.config, self.step
@@ -228,7 +241,7 @@ class Trainer:
         batches = train_batches(
             run.train,
             config.global_batch_size,
-            self._batch_sharding,
+            self.placement.batch,
             seed=config.seed,
             shuffle=config.shuffle,
             start=first,
@@ -254,6 +267,8 @@ class Trainer:
                 with within(Phase.STEP):
                     self.state, output = train_step(self.state, batch)
                 profile.after(step, output)
+                if step == first + 1:
+                    self._check_placed("after the first step")
 
                 # Outputs are read some steps late, so that the host never waits for the devices.
                 in_flight.append((step, output))
@@ -308,6 +323,7 @@ class Trainer:
         assert self.state is not None
         with within(Phase.LOAD):
             first, train_step = next(batches), self._steps.train
+            self._steps.check(first)
         program = "steps are not compiled"
         if run.config.jit:
             began = time.perf_counter()
@@ -318,10 +334,15 @@ class Trainer:
                 self._compiled_for = shapes
             train_step, seconds = self._train_step, time.perf_counter() - began
             if processes.is_chief():  # who alone tells it
-                found = hlo.describe(hlo.collectives(train_step.as_text(), self.mesh), self.mesh)
+                found = hlo.told(train_step.as_text(), self.mesh)
                 program = f"step compiled in {seconds:.1f} s: {found}"
-        run.journal.introduce(self.mesh, self.state.params, program)
+        run.journal.introduce(self.placement, self.state.params, program)
         return train_step, itertools.chain([first], batches)
+
+    def _check_placed(self, when: str) -> None:
+        """What the rules ask for is what every leaf of the state has."""
+        if self.config.jit:  # steps that are not compiled leave arrays where they compute them
+            check_placed(self.state, self._steps.shardings, when)
 
     def _read(self, run: Session, step: int, output: StepOutput) -> None:
         """Take a step's numbers from the device: stop if they are none, log them if it is time."""
@@ -395,7 +416,8 @@ class Trainer:
         """Weighted means over a dataset, by name; each example counts exactly once."""
         dataset, batch_size = as_dataset(data), self._padded_batch(global_batch_size)
         check_same_data(dataset, batch_size)
-        return self._evaluate(dataset, batch_size, self._what_stops())
+        with under(self.placement):
+            return self._evaluate(dataset, batch_size, self._what_stops())
 
     def predict(self, data: Any, *, global_batch_size: int | None = None) -> PyTree:
         """Predictions for a dataset: NumPy arrays of leading dim N, in its order."""
@@ -403,9 +425,10 @@ class Trainer:
         batch_size = self._padded_batch(global_batch_size)
         check_same_data(dataset, batch_size)
         batches = self._ordered("predict", dataset, batch_size, self._what_stops())
-        return evaluate.predict(
-            self._steps.predict, variables, batches, len(dataset), in_flight=self._in_flight
-        )
+        with under(self.placement):
+            return evaluate.predict(
+                self._steps.predict, variables, batches, len(dataset), in_flight=self._in_flight
+            )
 
     def restore(self, path: str | None = None) -> int:
         """Take the model to evaluate from a workdir, or one of its checkpoints/STEP; its step.
@@ -443,7 +466,7 @@ class Trainer:
         """All examples in order, in placed batches of (rows, mask)."""
         threads = self.config.data_threads
         batches, number = ordered_batches(
-            dataset, batch_size, self._batch_sharding, threads=threads
+            dataset, batch_size, self.placement.batch, threads=threads
         )
         with self.terminal.progress(what, done=0, total=number):
             for done in range(1, number + 1):
@@ -464,13 +487,13 @@ class Trainer:
             config = dataclasses.replace(
                 config, global_batch_size=batch, batch_size_per_device=None
             )
-        return resolve(config, batch_shards=batch_shards(self.mesh))
+        return resolve(config, batch_shards=self.placement.batch_shards)
 
     def _padded_batch(self, batch: int | None) -> int:
         """The batch size to evaluate with; as batches are filled up, it need not divide."""
         if batch is not None and batch < 1:
             raise UserError(f"global_batch_size is {batch}: it must be above 0")
-        shards = batch_shards(self.mesh)
+        shards = self.placement.batch_shards
         if batch is None and self._identity is not None:
             batch = int(self._identity.config["global_batch_size"])  # what `fit` went by
         if batch is None and self.config.batch_size_per_device is not None:

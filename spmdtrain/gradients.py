@@ -1,0 +1,178 @@
+"""From parameters and a global batch to the gradients of its weighted sum.
+
+However they are computed (all at once, in microbatches, reduced by XLA or by hand), sums are added
+up, and the mean is taken once, by the weight of the whole batch.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import partial_eval
+from jax.sharding import PartitionSpec
+
+from spmdtrain import metrics
+from spmdtrain.errors import UserError
+from spmdtrain.mesh import BATCH_AXES
+from spmdtrain.placement import Placement, under
+from spmdtrain.reductions import Reduction
+from spmdtrain.strategies import DEFAULT
+
+PyTree = Any
+
+
+class Sums(NamedTuple):
+    """What one pass over a batch gives; gradients are those of the loss's weighted sum."""
+
+    gradients: PyTree
+    metrics: dict[str, metrics.Sums]
+    model_state: PyTree
+
+    def mean(self) -> PyTree:
+        """The gradients of the weighted mean; 0 where nothing counted."""
+        weight = self.metrics["loss"].weight
+        scale = jnp.where(weight == 0, 0.0, 1 / jnp.where(weight == 0, 1, weight))
+        return jax.tree.map(lambda x: (x * scale).astype(x.dtype), self.gradients)
+
+
+class Objective(Protocol):
+    """The weighted sums of a batch, and the model state after it."""
+
+    def __call__(
+        self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
+    ) -> tuple[dict[str, metrics.Sums], PyTree]: ...
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """How the gradients of a batch are computed.
+
+    Attributes:
+        objective: What is differentiated with respect to `params`, those that are trained.
+        microbatches: Parts of the batch that are computed one after the other.
+        placement: The mesh.
+        reduction: Where given, each device computes its own examples, and this adds them up.
+    """
+
+    objective: Objective
+    microbatches: int
+    placement: Placement
+    reduction: Reduction | None = None
+
+    def __call__(
+        self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
+    ) -> Sums:
+        """The sums over a global batch."""
+        if self.reduction is None or self.placement.mesh is None:
+            return self._of(params, frozen, model_state, batch, key)
+        return self._by_hand(self.reduction, params, frozen, batch, key)
+
+    def _of(
+        self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
+    ) -> Sums:
+        if self.microbatches == 1:
+            return self._of_one(params, frozen, model_state, batch, key)
+
+        def one(found: Sums, part: tuple[jax.Array, PyTree]) -> tuple[Sums, None]:
+            number, rows = part
+            own = jax.random.fold_in(key, number)
+            now = self._of_one(params, frozen, found.model_state, rows, own)
+            # Added up leaf by leaf, each as soon as it is there: a leaf's own memory is reused.
+            added = jax.tree.map(jnp.add, (found.gradients, found.metrics), now[:2])
+            return Sums(*added, now.model_state), None
+
+        parts = jax.tree.map(self._split, batch)
+        rows = jax.tree.map(lambda x: x[0], parts)
+        shapes = jax.eval_shape(self._of_one, params, frozen, model_state, rows, key)
+        zeros = jax.tree.map(_zeros, (shapes.gradients, shapes.metrics))
+        first = Sums(*zeros, model_state)
+        numbers = jnp.arange(self.microbatches)
+        return jax.lax.scan(one, first, (numbers, parts))[0]
+
+    def _of_one(
+        self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
+    ) -> Sums:
+        def total(params: PyTree) -> tuple[jax.Array, tuple[dict[str, metrics.Sums], PyTree]]:
+            sums, after = self.objective(params, frozen, model_state, batch, key)
+            return sums["loss"].total, (sums, after)
+
+        gradients, (sums, after) = jax.grad(total, has_aux=True)(params)
+        return Sums(gradients, sums, after)
+
+    def _split(self, rows: jax.Array) -> jax.Array:
+        """(B, ...) to (microbatches, B / microbatches, ...): row r goes to part r % microbatches.
+
+        So each device splits its own rows, nothing moves, and which examples make a microbatch
+        does not depend on the devices.
+        """
+        parts = rows.reshape(-1, self.microbatches, *rows.shape[1:]).swapaxes(0, 1)
+        if self.placement.mesh is None or self.reduction is not None:
+            return parts
+        spec = PartitionSpec(None, BATCH_AXES)
+        return jax.lax.with_sharding_constraint(parts, self.placement.sharding(spec))
+
+    def _by_hand(
+        self, reduction: Reduction, params: PyTree, frozen: PyTree, batch: PyTree, key: jax.Array
+    ) -> Sums:
+        """Each device's own sums, then the reduction's."""
+
+        def local(params: PyTree, frozen: PyTree, batch: PyTree, key: jax.Array) -> Sums:
+            with under(Placement(DEFAULT, None)):  # on one device there is no mesh to lay out over
+                found = self._of(params, frozen, {}, batch, key)
+            return found._replace(
+                gradients=reduction(found.gradients, BATCH_AXES),
+                metrics=jax.lax.psum(found.metrics, BATCH_AXES),
+            )
+
+        whole, rows = PartitionSpec(), PartitionSpec(BATCH_AXES)
+        # Unchecked, for any reduction of the user's: what is differentiated is local.
+        return jax.shard_map(
+            local,
+            mesh=self.placement.mesh,
+            in_specs=(whole, whole, rows, whole),
+            out_specs=whole,
+            check_vma=False,
+        )(params, frozen, batch, key)
+
+
+def _zeros(like: Any) -> jax.Array:
+    """Zeros to add up in: in f32 at least."""
+    return jnp.zeros(like.shape, jnp.promote_types(like.dtype, jnp.float32))
+
+
+def check_by_hand(
+    gradients: Gradients,
+    what: str,
+    *,
+    replicates_params: bool,
+    params: PyTree,
+    frozen: PyTree,
+    model_state: PyTree,
+    batch: PyTree,
+) -> None:
+    """Raise `UserError` where gradients reduced by hand would not be what XLA's are.
+
+    `what` is what asks for it. The arguments are abstract.
+    """
+    asked = f"{what} reduces the gradients under shard_map, where each device computes on its own: "
+    if not replicates_params:
+        raise UserError(
+            f"{asked}the strategy {gradients.placement.name} splits the parameters; use mirrored, "
+            "zero, central_storage or hybrid, without rules"
+        )
+    if names := list(jax.tree.leaves(model_state)):
+        raise UserError(
+            f"{asked}the model carries state ({len(names)} arrays: batch statistics, say), which "
+            "would be each device's own"
+        )
+    single = dataclasses.replace(gradients, reduction=None)
+    key = jax.random.key(0)
+    jaxpr = jax.make_jaxpr(single._of)(params, frozen, model_state, batch, key)
+    _, used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
+    if used[-1]:
+        raise UserError(
+            f"{asked}the model draws random numbers (dropout), which would be other ones there"
+        )

@@ -1,0 +1,161 @@
+"""Where a run's arrays live: a strategy on real devices, and what library code may ask of it."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from spmdtrain import distributed, processes
+from spmdtrain.config import Config, MeshSpec, RunConfig, resolve
+from spmdtrain.errors import UserError
+from spmdtrain.mesh import BATCH_AXES, batch_shards, build_mesh, describe, make_cpu_devices
+from spmdtrain.strategies import DEFAULT, Strategy, strategy
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A strategy and the mesh it is laid over."""
+
+    strategy: Strategy
+    mesh: Mesh | None
+    """None under the default strategy: arrays are on the default device, and no more is said."""
+
+    @property
+    def name(self) -> str:
+        """The strategy's name, as `--strategy` has it."""
+        return self.strategy.name
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        """The devices in use, in mesh order."""
+        return [_default_device()] if self.mesh is None else list(self.mesh.devices.flat)
+
+    @property
+    def batch_shards(self) -> int:
+        """Into how many parts a batch is split: tf.distribute's `num_replicas_in_sync`."""
+        return 1 if self.mesh is None else batch_shards(self.mesh)
+
+    @property
+    def batch(self) -> Sharding:
+        """The sharding of a batch: its leading dim is split over the batch axes."""
+        return self.sharding(PartitionSpec(BATCH_AXES))
+
+    @property
+    def everywhere(self) -> Sharding:
+        """The sharding of what every device holds in full."""
+        return self.sharding(PartitionSpec())
+
+    def sharding(self, spec: PartitionSpec, *, on_host: bool = False) -> Sharding:
+        """The sharding of an array of that spec, in device or host memory."""
+        if self.mesh is None:
+            return SingleDeviceSharding(_default_device())
+        if not on_host:
+            return NamedSharding(self.mesh, spec)
+        return NamedSharding(self.mesh, spec, memory_kind="pinned_host")
+
+    def size(self, axis: str) -> int:
+        """Devices along an axis."""
+        return 1 if self.mesh is None else self.mesh.shape[axis]
+
+    def is_virtual(self) -> bool:
+        """Whether the devices are several parts of one CPU."""
+        return len(self.devices) > 1 and self.devices[0].platform == "cpu"
+
+    @property
+    def axes(self) -> str:
+        """`data=4 tensor=2`: the axes in use."""
+        return "none" if self.mesh is None else describe(self.mesh)
+
+
+def _default_device() -> jax.Device:
+    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
+
+
+def place(config: RunConfig) -> Placement:
+    """The placement that a configuration asks for, on the devices there are."""
+    of = strategy(config.strategy)
+    if of.has_mesh:
+        spec, shards = config.mesh, config.sharding.max_shards
+        return Placement(of, build_mesh(spec, of, max_shards=shards))
+    if processes.count() > 1:
+        raise UserError(
+            f"strategy default is for one process, and there are {processes.count()}: mirrored "
+            "uses them all"
+        )
+    return Placement(of, None)
+
+
+# -- what a run runs under -------------------------------------------------------------------------
+
+_current: ContextVar[Placement] = ContextVar("placement")
+
+
+def current_strategy() -> Placement:
+    """What the code that calls this runs under: a `Trainer`'s strategy and mesh.
+
+    Outside a run, the default strategy, without a mesh.
+    """
+    return _current.get(Placement(DEFAULT, None))
+
+
+@contextlib.contextmanager
+def under(placement: Placement) -> Iterator[None]:
+    """Within, `current_strategy()` is this."""
+    token = _current.set(placement)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
+    """Say how an array inside a model lies on the mesh, where there is one.
+
+    An entry for each dim: "batch" for the axes that split the batch, the name of an axis, or None.
+    A dim that does not divide is left to XLA: it may be a hint, the parameters' rules are claims.
+    Raises `ValueError` for another number of entries than dims.
+    """
+    if len(spec) != x.ndim:
+        raise ValueError(f"constrain: {len(spec)} entries for an array of shape {x.shape}")
+    placement = current_strategy()
+    if placement.mesh is None or placement.mesh.size == 1:
+        return x
+    entries: list[object] = []
+    for size, entry in zip(x.shape, spec, strict=True):
+        axes = BATCH_AXES if entry == "batch" else entry
+        parts = placement.batch_shards if entry == "batch" else placement.size(entry or "data")
+        fits = entry is None or size % parts == 0
+        entries.append(axes if fits else PartitionSpec.UNCONSTRAINED)
+    sharding = NamedSharding(placement.mesh, PartitionSpec(*entries))
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+# -- configurations --------------------------------------------------------------------------------
+
+
+def resolve_on_devices(config: Config) -> Config:
+    """The configuration resolved for the devices it will run on (see `config.resolve`).
+
+    A script calls it before an experiment's `build(config)`, as the run command does.
+    """
+    distributed.initialize()
+    make_cpu_devices(config.cpu_devices)
+    return resolve(config, batch_shards=place(config).batch_shards)
+
+
+def on_own_devices(config: Config) -> Config:
+    """The configuration of a training, for a process that has other devices than the training.
+
+    Its strategy and mesh are kept where they fit; else all devices are along the batch.
+    """
+    make_cpu_devices(config.cpu_devices)
+    try:
+        place(config)
+    except UserError:
+        config = dataclasses.replace(config, mesh=MeshSpec(), strategy="mirrored")
+    return dataclasses.replace(config, learning_rate_scaling="none", learning_rate_table={})
