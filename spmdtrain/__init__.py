@@ -89,11 +89,11 @@ if TYPE_CHECKING:
     from spmdtrain.export import export_params
     from spmdtrain.idx import find_idx, read_idx
     from spmdtrain.manifest import Manifest
+    from spmdtrain.metrics import Weighted
     from spmdtrain.placement import constrain, current_strategy, resolve_on_devices
     from spmdtrain.remat import rematerialize
-    from spmdtrain.sharding import Gather, Rule
-    from spmdtrain.metrics import Weighted
     from spmdtrain.restore import load_params, read_manifest
+    from spmdtrain.sharding import Gather, Rule
     from spmdtrain.step import TrainState
     from spmdtrain.trainer import FitResult, Trainer
 

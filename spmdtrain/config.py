@@ -64,7 +64,8 @@ class Collectives:
     cpu_implementation: Literal["gloo", "mpi"] | None = None
     """What carries the collectives of several CPU processes; gloo where nothing is said."""
     timeout: float | None = None
-    """Seconds that a collective may take before the process ends."""
+    """Seconds that a collective of CPU devices may take before the process ends, rounded up to
+    whole ones."""
 
 
 class Purpose(enum.StrEnum):
@@ -262,9 +263,9 @@ def check(config: RunConfig) -> None:
             )
     if config.ema_decay is not None and not 0 <= config.ema_decay < 1:
         raise UserError(f"ema_decay is {config.ema_decay}: it must be 0 or more, and below 1")
-    for axis, size in config.mesh.given().items():
-        if size is not None and size < 1 and size != -1:
-            raise UserError(f"mesh.{axis} is {size}: it must be 1 or more, or -1 for the rest")
+    for axis, given in config.mesh.given().items():
+        if given is not None and given < 1 and given != -1:
+            raise UserError(f"mesh.{axis} is {given}: it must be 1 or more, or -1 for the rest")
     _check_placement(config)
     for name, rate in [
         ("learning_rate", config.learning_rate),
@@ -286,7 +287,7 @@ def _check_types(values: Any, fields: type, prefix: str = "") -> None:
         if value is None and NoneType in kinds:
             continue
         for kind in kinds:
-            if dataclasses.is_dataclass(kind):
+            if isinstance(kind, type) and dataclasses.is_dataclass(kind):
                 if not isinstance(value, kind):
                     raise UserError(f"{name} is {value!r}: it must be a {kind.__name__}")
                 _check_types(value, kind, f"{name}.")
@@ -318,6 +319,8 @@ def _check_placement(config: RunConfig) -> None:
     ):
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise UserError(f"{name} is {value}: it must be above 0")
+    if collectives.bytes_per_pack is not None and not config.jit:
+        raise UserError("collectives.bytes_per_pack is for compiled steps, and jit is off")
     if sharding.max_shards is not None:
         if not placed.shards_params:
             raise UserError(

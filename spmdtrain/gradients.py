@@ -5,7 +5,6 @@ up, and the mean is taken once, by the weight of the whole batch.
 """
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -81,14 +80,15 @@ class Gradients:
             own = jax.random.fold_in(key, number)
             now = self._of_one(params, frozen, found.model_state, rows, own)
             # Added up leaf by leaf, each as soon as it is there: a leaf's own memory is reused.
-            added = jax.tree.map(jnp.add, (found.gradients, found.metrics), now[:2])
-            return Sums(*added, now.model_state), None
+            added = jax.tree.map(jnp.add, found.gradients, now.gradients)
+            counted = jax.tree.map(jnp.add, found.metrics, now.metrics)
+            return Sums(added, counted, now.model_state), None
 
         parts = jax.tree.map(self._split, batch)
         rows = jax.tree.map(lambda x: x[0], parts)
         shapes = jax.eval_shape(self._of_one, params, frozen, model_state, rows, key)
-        zeros = jax.tree.map(_zeros, (shapes.gradients, shapes.metrics))
-        first = Sums(*zeros, model_state)
+        zeros = jax.tree.map(_zeros, shapes)
+        first = Sums(zeros.gradients, zeros.metrics, model_state)
         numbers = jnp.arange(self.microbatches)
         return jax.lax.scan(one, first, (numbers, parts))[0]
 

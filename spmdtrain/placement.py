@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from spmdtrain import distributed, processes
-from spmdtrain.config import Config, MeshSpec, RunConfig, resolve
+from spmdtrain import collectives, distributed, processes
+from spmdtrain.config import Collectives, Config, MeshSpec, RunConfig, resolve
 from spmdtrain.errors import UserError
 from spmdtrain.mesh import BATCH_AXES, batch_shards, build_mesh, describe, make_cpu_devices
 from spmdtrain.strategies import DEFAULT, Strategy, strategy
@@ -138,13 +138,19 @@ def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
 # -- configurations --------------------------------------------------------------------------------
 
 
+def prepare(config: RunConfig) -> None:
+    """Join the job, and set what JAX reads when its devices are first used."""
+    distributed.initialize()
+    make_cpu_devices(config.cpu_devices)
+    collectives.prepare(config.collectives, processes.count())
+
+
 def resolve_on_devices(config: Config) -> Config:
     """The configuration resolved for the devices it will run on (see `config.resolve`).
 
     A script calls it before an experiment's `build(config)`, as the run command does.
     """
-    distributed.initialize()
-    make_cpu_devices(config.cpu_devices)
+    prepare(config)
     return resolve(config, batch_shards=place(config).batch_shards)
 
 
@@ -153,7 +159,9 @@ def on_own_devices(config: Config) -> Config:
 
     Its strategy and mesh are kept where they fit; else all devices are along the batch.
     """
-    make_cpu_devices(config.cpu_devices)
+    # One process of its own has no part in the training's collectives.
+    config = dataclasses.replace(config, collectives=Collectives())
+    prepare(config)
     try:
         place(config)
     except UserError:

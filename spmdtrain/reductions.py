@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-
 PyTree = Any
 Reduction = Callable[[PyTree, tuple[str, ...]], PyTree]
 """(gradients, axes) -> gradients: from what each device has to the sum over these mesh axes, the

@@ -40,13 +40,12 @@ def with_policy(objective: Callable[..., Any], policy: str, *args: Any) -> Any:
     """`objective(*args)`, its marked parts rematerialised by the policy; itself, if it has none."""
     if policy == "none":
         return objective(*args)
-    token = _policy.set("none")
-    seen = _marked.set(found := [])
+    found: list[Any] = []
+    token = _marked.set(found)
     try:
         jax.eval_shape(objective, *args)
     finally:
-        _marked.reset(seen)
-        _policy.reset(token)
+        _marked.reset(token)
     if not found:
         return _remat(objective, policy)(*args)
     with _using(policy):

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
-from spmdtrain import cluster, distributed, evaluator, failing, phases, processes
+from spmdtrain import cluster, distributed, evaluator, failing, phases, processes, sharding_table
 from spmdtrain.checkpoints import verify
 from spmdtrain.cluster import Role
 from spmdtrain.config import RunConfig, check, resolve
@@ -60,6 +60,9 @@ class Options:
     """How many processes there are, with coordinator."""
     process_id: int | None = None
     """Which of them this one is, from 0, with coordinator."""
+    show_sharding: bool = False
+    """First print where each parameter lives, and what it and its optimizer state take of a
+    device."""
     init_timeout: float = 300.0
     """Seconds in which all processes have to come."""
     hang_timeout: float | None = None
@@ -182,10 +185,14 @@ def execute(command: Command) -> int:
     trainer = Trainer.of(experiment, config)
     if spec.has_ps:
         trainer.terminal.line("TF_CONFIG lists ps tasks: not used, the training is synchronous")
+    if options.show_sharding:
+        sharding_table.show(trainer.terminal, trainer.sharding_table())
     if options.mode == "train":
         trainer.fit(experiment.train, validation=experiment.validation, test=experiment.test)
         return ExitCode.DONE
     splits = {"test": experiment.test, "validation": experiment.validation}
+    if options.mode == "predict":
+        splits = {"prompts": experiment.prompts, **splits}
     name = next((name for name, data in splits.items() if data is not None), None)
     if name is None:
         raise UserError(f"{experiment_file.path} has no test and no validation split")
@@ -198,6 +205,9 @@ def execute(command: Command) -> int:
     predictions = trainer.predict(splits[name])
     if not processes.is_chief():  # who alone writes
         return ExitCode.DONE
+    if experiment.present is not None:
+        for line in experiment.present(predictions):
+            trainer.terminal.line(line)
     path = write_predictions(config.workdir, predictions)
     rows = jax.tree.leaves(predictions)[0].shape[0]
     trainer.terminal.line(f"predictions for the {rows:,} examples of {name}: {path}")

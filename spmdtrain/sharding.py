@@ -3,7 +3,7 @@
 import enum
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,23 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     return {path_name(path): leaf for path, leaf in leaves}
 
 
+def owner_of(name: str, parameters: Container[str]) -> str | None:
+    """The parameter that a leaf of the state belongs to: the one whose path ends the leaf's own.
+
+    `opt_state/0/mu/blocks/q` belongs to `params/blocks/q`; what is no part of the parameters, the
+    optimizer's state or the average belongs to none.
+    """
+    root, *parts = name.split("/")
+    if root not in ("params", *STATE):
+        return None
+    tails = ("/".join(["params", *parts[start:]]) for start in range(len(parts) + 1))
+    return next((tail for tail in tails if tail in parameters), None)
+
+
+def _field(name: str) -> str:
+    return name.partition("/")[0]
+
+
 class Layout:
     """The shardings of a state, from rules and a strategy.
 
@@ -70,7 +87,7 @@ class Layout:
         self._placement, self._rules, self._options = placement, tuple(rules), options
         self._unused = dict(enumerate(self._rules))
         named = named_leaves(state)
-        self._shapes = {n: tuple(x.shape) for n, x in named.items() if n.startswith("params/")}
+        self._shapes = {n: tuple(x.shape) for n, x in named.items() if _field(n) == "params"}
         if placement.strategy.needs_rules and not any(
             "tensor" in _axes(rule.spec) for rule in self._rules
         ):
@@ -100,7 +117,8 @@ class Layout:
 
     def gradients(self, gradients: PyTree) -> PyTree:
         """Gradients split as the optimizer's state of their parameters is: they are reduced into
-        their parts, and updates are computed there."""
+        their parts, and updates are computed there.
+        """
         strategy = self._placement.strategy
         if not (strategy.shards_params or strategy.shards_optimizer):
             return gradients
@@ -132,7 +150,7 @@ class Layout:
         return self._placement.sharding(self._spec(name, leaf.shape, field="opt_state")[0])
 
     def _rests_on_host(self, name: str) -> bool:
-        field = name.split("/")[0]
+        field = _field(name)
         if self._options.offload == "optimizer" and field != "opt_state":
             return False
         return field in self._placement.strategy.on_host
@@ -150,7 +168,7 @@ class Layout:
     ) -> tuple[PartitionSpec, Rule | None]:
         """The spec of a leaf (of a parameter's own path, also as `field` would have it)."""
         strategy = self._placement.strategy
-        field = field or name.split("/")[0]
+        field = field or _field(name)
         if field in ("step", "key") or self._placement.mesh is None:
             return REPLICATED, None
         rule = self._rule(name, shape)
@@ -164,30 +182,22 @@ class Layout:
         return spec, rule
 
     def _rule(self, name: str, shape: tuple[int, ...]) -> Rule | None:
-        owner = self._owner(name)
+        owner = owner_of(name, self._shapes)
+        other = owner is not None and self._shapes[owner] != shape
         names = [name]
-        if owner is not None and self._shapes[owner] == shape:
+        if owner is not None and not other:
             names.append(owner)  # an optimizer's leaf goes where its parameter goes
         for number, rule in enumerate(self._rules):
             if not any(re.search(rule.pattern, known) for known in names):
                 continue
             # A leaf of another shape than its parameter (a factored second moment) does not
             # follow the parameter's rules, only those that are about optimizers.
-            other = owner is not None and self._shapes[owner] != shape
             if other and re.search(rule.pattern, str(owner)):
                 continue
             self._unused.pop(number, None)
             self._check_divides(name, shape, rule)
             return rule
         return None
-
-    def _owner(self, name: str) -> str | None:
-        """The parameter that a leaf of the optimizer's state or of an average belongs to."""
-        parts = name.split("/")
-        if parts[0] not in ("opt_state", "averaged"):
-            return None
-        tails = ("/".join(["params", *parts[start:]]) for start in range(1, len(parts)))
-        return next((tail for tail in tails if tail in self._shapes), None)
 
     def _also_over(self, axis: str, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
         """`spec` with the largest free dim that divides split over `axis` too."""
@@ -231,7 +241,7 @@ class Layout:
 
     def _check_split(self, name: str, leaf: Any, spec: PartitionSpec) -> None:
         """Nothing large is silently replicated where a strategy would have it split."""
-        field = name.split("/")[0]
+        field = _field(name)
         axes = [axis for axis in self._splitting(field) if self._placement.size(axis) > 1]
         if not axes or self._used(spec):
             return
@@ -267,7 +277,7 @@ class Layout:
 
     def _constrain(self, params: PyTree, sharding: Callable[[str, Any], Sharding | None]) -> PyTree:
         def constrained(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-            asked = sharding(f"params/{path_name(path)}", x)
+            asked = sharding("/".join(filter(None, ["params", path_name(path)])), x)
             return x if asked is None else jax.lax.with_sharding_constraint(x, asked)
 
         return jax.tree_util.tree_map_with_path(constrained, params)

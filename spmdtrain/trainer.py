@@ -16,7 +16,7 @@ import optax
 from etils import epath
 from jax.sharding import Mesh
 
-from spmdtrain import distributed, evaluate, failing, hlo, processes
+from spmdtrain import evaluate, failing, hlo, processes
 from spmdtrain.adapters import Function, Variables, adapt
 from spmdtrain.callbacks import Callbacks, Event, Moment, by_moment
 from spmdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig, as_json, check, resolve
@@ -33,15 +33,15 @@ from spmdtrain.experiment import Experiment
 from spmdtrain.identity import Identity, check_same_run
 from spmdtrain.journal import Metrics
 from spmdtrain.manifest import Manifest
-from spmdtrain.mesh import make_cpu_devices
 from spmdtrain.metrics import loss_first
 from spmdtrain.phases import Phase, within
-from spmdtrain.placement import place, under
+from spmdtrain.placement import place, prepare, under
 from spmdtrain.profiling import ProfiledSteps
 from spmdtrain.reductions import Reduction
 from spmdtrain.restore import agreed, find, load_model, newest_good, saved_in
 from spmdtrain.session import Session
 from spmdtrain.sharding import Rule, check_placed
+from spmdtrain.sharding_table import ShardingTable, tabulate
 from spmdtrain.signals import StopSignals
 from spmdtrain.step import HEALTH, StepOutput, Steps, TrainState, first_non_finite, model_output
 from spmdtrain.terminal import Terminal
@@ -99,8 +99,7 @@ class Trainer:
                 "learning_rate_scaling and learning_rate_table come too late for a Trainer, whose "
                 "optimizer is built: call config = resolve_on_devices(config) before building it"
             )
-        distributed.initialize()
-        make_cpu_devices(self.config.cpu_devices)
+        prepare(self.config)
         self.placement = place(self.config)
         self.state: TrainState | None = None  # once `fit` has begun
         self.terminal = terminal or Terminal(quiet=not processes.is_chief())
@@ -153,6 +152,25 @@ class Trainer:
         # Copies: the state's own arrays are donated to the next step.
         values = self._steps.as_parameters(self._variables())
         return self._adapter.merge(jax.tree.map(jax.numpy.copy, values))
+
+    def sharding_table(self) -> ShardingTable:
+        """Where each array of the state lives and what it takes; nothing is allocated for it."""
+        return tabulate(self._steps.abstract_state, self._steps.shardings)
+
+    def compile_step(self, batch: PyTree) -> jax.stages.Compiled:
+        """The train step, compiled for a global batch (arrays, or their shapes) and not run.
+
+        Raises `UserError` where steps are not to be compiled.
+        """
+        if not self.config.jit:
+            raise UserError("jit is off: the steps are not compiled")
+        shapes = jax.eval_shape(lambda batch: batch, batch)
+        with under(self.placement):  # models may ask what they run under
+            self._steps.check(shapes)
+            compiled: jax.stages.Compiled = self._steps.train.lower(
+                self._steps.abstract_state, shapes
+            ).compile()
+        return compiled
 
     def stop(self) -> None:
         """End the run after the step being made, as if it were the last.
@@ -323,14 +341,13 @@ class Trainer:
         assert self.state is not None
         with within(Phase.LOAD):
             first, train_step = next(batches), self._steps.train
-            self._steps.check(first)
         program = "steps are not compiled"
         if run.config.jit:
             began = time.perf_counter()
             shapes = jax.tree.map(jax.typeof, first)
             if self._compiled_for != shapes:  # not again for a second fit
                 with self.terminal.waiting("compiling the train step"), within(Phase.COMPILE):
-                    self._train_step = self._steps.train.lower(self.state, first).compile()
+                    self._train_step = self.compile_step(first)
                 self._compiled_for = shapes
             train_step, seconds = self._train_step, time.perf_counter() - began
             if processes.is_chief():  # who alone tells it
