@@ -57,6 +57,9 @@ class ShardingOptions:
 class Collectives:
     """How devices exchange what they have computed. What a backend cannot do is an error."""
 
+    reduction: Literal["automatic", "all_reduce", "hierarchical"] = "automatic"
+    """Who adds the gradients up: XLA where it sees fit, or each device computes its own and they
+    are reduced once, all at once or first within the groups of the replica axis."""
     reduce_dtype: Literal["bfloat16", "float16"] | None = None
     """Reduce gradients in this dtype, not in their own."""
     bytes_per_pack: int | None = None

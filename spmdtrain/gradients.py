@@ -90,7 +90,10 @@ class Gradients:
         zeros = jax.tree.map(_zeros, shapes)
         first = Sums(zeros.gradients, zeros.metrics, model_state)
         numbers = jnp.arange(self.microbatches)
-        return jax.lax.scan(one, first, (numbers, parts))[0]
+        found: Sums = jax.lax.scan(one, first, (numbers, parts))[0]
+        # Back in the parameters' own dtype, as the optimizer gets them without microbatches.
+        own = jax.tree.map(lambda x, like: x.astype(like.dtype), found.gradients, shapes.gradients)
+        return found._replace(gradients=own)
 
     def _of_one(
         self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array

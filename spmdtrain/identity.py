@@ -106,10 +106,11 @@ def _check_same_leaves(
 
 def changes(saved: Identity, now: Identity) -> list[str]:
     """What differs between two configurations, as `name: before -> after`."""
+    before, after = _fields(saved.config), _fields(now.config)
     return [
-        f"{name}: {saved.config.get(name)} -> {value}"
-        for name, value in now.config.items()
-        if name not in _NO_CHANGE and saved.config.get(name) != value
+        f"{name}: {before.get(name)} -> {value}"
+        for name, value in after.items()
+        if name not in _NO_CHANGE and before.get(name) != value
     ]
 
 

@@ -35,6 +35,9 @@ def hierarchical(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
     return jax.tree.map(reduce, gradients)
 
 
+NAMED = {"all_reduce": all_reduce, "hierarchical": hierarchical}
+
+
 def in_dtype(reduction: Reduction, dtype: str) -> Reduction:
     """`reduction` with every array sent in `dtype`, and taken back to its own."""
 

@@ -134,7 +134,9 @@ class Layout:
 
     def _sharding(self, name: str, leaf: Any) -> Sharding:
         spec = self._checked_spec(name, leaf)
-        return self._placement.sharding(spec, on_host=self._rests_on_host(name))
+        # Scalars, an optimizer's counts, are not worth the way.
+        on_host = bool(leaf.shape) and self._rests_on_host(name)
+        return self._placement.sharding(spec, on_host=on_host)
 
     def _on_device(self, name: str, leaf: Any) -> Sharding:
         return self._placement.sharding(self._checked_spec(name, leaf))

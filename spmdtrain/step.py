@@ -16,7 +16,7 @@ from spmdtrain.config import Purpose, RunConfig, derive_seed
 from spmdtrain.errors import UserError
 from spmdtrain.gradients import Gradients, check_by_hand
 from spmdtrain.placement import Placement
-from spmdtrain.reductions import Reduction, all_reduce, in_dtype
+from spmdtrain.reductions import NAMED, Reduction, all_reduce, in_dtype
 from spmdtrain.remat import with_policy
 from spmdtrain.sharding import Layout, Rule, named_leaves, path_name
 
@@ -97,8 +97,13 @@ class Steps:
             config.collectives, placement.devices[0].platform
         )
 
-        # The state is born in its place: no device ever holds more than its share.
-        self._jit_init = jax.jit(self._init, out_shardings=self.shardings)
+        # The state is born in its place: no device ever holds more than its share, of what a
+        # module brings along neither.
+        self._jit_init = jax.jit(
+            self._init,
+            in_shardings=(self._given_places(everywhere), everywhere, everywhere),
+            out_shardings=self.shardings,
+        )
         # The old state is donated: its memory becomes the new one's.
         self.train = self._compile(
             self._train,
@@ -117,9 +122,33 @@ class Steps:
             out_shardings=everywhere,  # every process gets all predictions, to hand them out
         )
 
-    def _reduction(self, given: Reduction | None) -> Reduction | None:
-        dtype = self._config.collectives.reduce_dtype
-        return given if dtype is None else in_dtype(given or all_reduce, dtype)
+    def _given_places(self, otherwise: Sharding) -> PyTree:
+        """Where the arrays that a module is given with go: where they will be in the state."""
+        places, shapes = named_leaves(self.layout.on_device), named_leaves(self.abstract_state)
+
+        def place(path: tuple[Any, ...], leaf: Any) -> Sharding:
+            name = path_name(path).removesuffix("/value")
+            for known in (f"params/{name}", f"model_state/{name}"):
+                if known in places and shapes[known].shape == leaf.shape:
+                    found: Sharding = places[known]
+                    return found
+            return otherwise
+
+        return jax.tree_util.tree_map_with_path(place, self._adapter.given)
+
+    def _reduction(self, own: Reduction | None) -> Reduction | None:
+        """What reduces the gradients under shard_map; None where XLA does it."""
+        options = self._config.collectives
+        if options.reduction != "automatic":
+            if own is not None:
+                raise UserError(
+                    f"collectives.reduction is {options.reduction}, and a reduction function is "
+                    "given: one of the two"
+                )
+            own = NAMED[options.reduction]
+        if options.reduce_dtype is None:
+            return own
+        return in_dtype(own or all_reduce, options.reduce_dtype)
 
     def _compile(self, function: Callable[..., Any], **options: Any) -> Any:
         if not self._config.jit:
@@ -131,10 +160,15 @@ class Steps:
         if self._gradients.reduction is None:
             return
         trained, frozen = self._parted(self.abstract_state.params)
-        asked = self._config.collectives.reduce_dtype
+        options = self._config.collectives
+        asked = "a reduction of your own"
+        if options.reduction != "automatic":
+            asked = f"collectives.reduction={options.reduction}"
+        elif options.reduce_dtype is not None:
+            asked = f"collectives.reduce_dtype={options.reduce_dtype}"
         check_by_hand(
             self._gradients,
-            f"collectives.reduce_dtype={asked}" if asked else "a reduction of your own",
+            asked,
             replicates_params=self.layout.replicates_params,
             params=trained,
             frozen=frozen,
@@ -270,6 +304,12 @@ class Steps:
             lambda x, like: x.astype(like.dtype), variables.params, self.abstract_state.params
         )
         return Variables(own, variables.model_state)
+
+    def in_device_memory(self, variables: Variables) -> Variables:
+        """Variables to call the model with outside of the steps, copied."""
+        there = jax.device_put(variables, self.layout.on_device.variables)
+        # The state's own arrays are donated to the next step.
+        return jax.tree.map(jnp.copy, self.as_parameters(there))
 
     def _to_evaluate(self, variables: Variables) -> Variables:
         """The model's values as it computes with them."""

@@ -149,9 +149,7 @@ class Trainer:
     @property
     def model(self) -> Any:
         """The model with the values trained so far, in eval mode: an nnx module again, say."""
-        # Copies: the state's own arrays are donated to the next step.
-        values = self._steps.as_parameters(self._variables())
-        return self._adapter.merge(jax.tree.map(jax.numpy.copy, values))
+        return self._adapter.merge(self._steps.in_device_memory(self._variables()))
 
     def sharding_table(self) -> ShardingTable:
         """Where each array of the state lives and what it takes; nothing is allocated for it."""
