@@ -51,10 +51,13 @@ def prepare(options: Collectives, processes: int) -> None:
         _limit_cpu(options.timeout)
 
 
-def compiler_options(options: Collectives, platform: str) -> dict[str, str | int | bool | float]:
+def compiler_options(
+    options: Collectives, platform: str, *, gathers: bool = False
+) -> dict[str, str | int | bool | float]:
     """The options that XLA is to compile a step with, for devices of this platform.
 
-    Raises `UserError` for whatever could not take effect there.
+    `gathers` says that the strategy has the step gather and scatter parts, too. Raises `UserError`
+    for whatever could not take effect there.
     """
     if platform not in ("cpu", "tpu", *_GPU):
         for name in ("reduce_dtype", "bytes_per_pack", "cpu_implementation", "timeout"):
@@ -86,6 +89,11 @@ def compiler_options(options: Collectives, platform: str) -> dict[str, str | int
         raise UserError(
             "collectives.bytes_per_pack: XLA has no threshold on CPU. It joins all the collectives "
             "that it can, and gloo then sends each array by itself"
+        )
+    if platform == "tpu" and gathers:
+        raise UserError(
+            "collectives.bytes_per_pack: on TPU XLA heeds it for all-reduces alone, and this "
+            "strategy gathers and scatters"
         )
     names = _TPU_THRESHOLDS if platform == "tpu" else _GPU_THRESHOLDS
     return dict.fromkeys(names, options.bytes_per_pack)

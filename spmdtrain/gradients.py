@@ -34,7 +34,9 @@ class Sums(NamedTuple):
         """The gradients of the weighted mean; 0 where nothing counted."""
         weight = self.metrics["loss"].weight
         scale = jnp.where(weight == 0, 0.0, 1 / jnp.where(weight == 0, 1, weight))
-        return jax.tree.map(lambda x: (x * scale).astype(x.dtype), self.gradients)
+        return jax.tree.map(
+            lambda x: (x.astype(wide(x.dtype)) * scale).astype(x.dtype), self.gradients
+        )
 
 
 class Objective(Protocol):
@@ -143,7 +145,13 @@ class Gradients:
 
 def _zeros(like: Any) -> jax.Array:
     """Zeros to add up in: in f32 at least."""
-    return jnp.zeros(like.shape, jnp.promote_types(like.dtype, jnp.float32))
+    return jnp.zeros(like.shape, wide(like.dtype))
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype to add up in: f32 at least."""
+    narrow = jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize < 4
+    return jnp.float32 if narrow else dtype
 
 
 def check_by_hand(

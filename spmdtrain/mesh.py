@@ -91,6 +91,8 @@ def build_mesh(
     if of.devices == 1:
         devices = _only_one(spec, devices)
     sizes = mesh_sizes(of, spec.given())
+    if len(devices) == 1:  # one device is of every strategy: there is nothing to split over
+        sizes |= {axis: 1 for axis, size in of.sizes if size > 1 and getattr(spec, axis) is None}
     hosts = _hosts(devices) if sizes["replica"] != 1 else []
     if sizes["replica"] == -1:
         sizes["replica"] = len(hosts) if len(hosts) > 1 else min(2, len(devices))
@@ -148,7 +150,8 @@ def _whole(sizes: dict[str, int], devices: Sequence[jax.Device]) -> dict[str, in
 
 def _check_used(of: Strategy, sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> None:
     """A strategy that splits over an axis of size 1 would be asked for and not be there."""
-    for axis in [axis for axis, size in of.sizes if size != 1]:
+    zero = ["data"] if of.shards_optimizer and not of.shards_params else []
+    for axis in [*zero, *(axis for axis, size in of.sizes if size != 1)]:
         if sizes[axis] == 1 and len(devices) > 1:
             raise UserError(
                 f"strategy {of.name} uses the axis {axis}, and the mesh has {axis}=1: "
@@ -181,16 +184,23 @@ def _groups(
     devices: Sequence[jax.Device], hosts: list[list[jax.Device]], number: int
 ) -> list[list[jax.Device]]:
     """The devices in `number` groups of one size, each whole hosts or a part of one host."""
-    size, left = divmod(len(devices), number)
-    counts = sorted({len(host) for host in hosts})
-    if left or any(size % count and count % size for count in counts):
+    # Hosts of one size next to each other, so that groups end where hosts do.
+    ordered = [device for host in sorted(hosts, key=len, reverse=True) for device in host]
+    size = len(ordered) // number
+    groups = [ordered[start : start + size] for start in range(0, len(ordered), max(1, size))]
+    whole = len(groups) == number and all(
+        set(host) <= set(group) or set(group) <= set(host) or not set(host) & set(group)
+        for host in hosts
+        for group in groups
+    )
+    if not whole:
+        counts = sorted({len(host) for host in hosts})
         raise UserError(
             f"mesh: replica={number} does not divide {count_of(devices)} on {len(hosts)} "
             f"host{'s' if len(hosts) > 1 else ''} of {' or '.join(map(str, counts))} into groups "
             "of whole hosts, or hosts into whole groups"
         )
-    ordered = [device for host in hosts for device in host]
-    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+    return groups
 
 
 def count_of(devices: Sequence[jax.Device]) -> str:

@@ -11,9 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from spmdtrain import collectives, distributed, processes
 from spmdtrain.config import Collectives, Config, MeshSpec, RunConfig, resolve
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.mesh import BATCH_AXES, batch_shards, build_mesh, describe, make_cpu_devices
-from spmdtrain.strategies import DEFAULT, Strategy, strategy
+from spmdtrain.strategies import AXES, DEFAULT, Strategy, strategy
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,17 @@ def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
 
     An entry for each dim: "batch" for the axes that split the batch, the name of an axis, or None.
     A dim that does not divide is left to XLA: it may be a hint, the parameters' rules are claims.
-    Raises `ValueError` for another number of entries than dims.
+    Raises `ValueError` for another number of entries than dims, and for axes that are none.
     """
     if len(spec) != x.ndim:
         raise ValueError(f"constrain: {len(spec)} entries for an array of shape {x.shape}")
+    named = [a for e in spec if e for a in (BATCH_AXES if e == "batch" else (e,))]
+    if unknown := [axis for axis in named if axis not in AXES]:
+        raise ValueError(
+            f"constrain: {unknown[0]!r} is no axis.{did_you_mean(unknown[0], ['batch', *AXES])}"
+        )
+    if len(set(named)) < len(named):
+        raise ValueError(f"constrain: {spec} names an axis twice (batch is {BATCH_AXES})")
     placement = current_strategy()
     if placement.mesh is None or placement.mesh.size == 1:
         return x
@@ -165,5 +172,8 @@ def on_own_devices(config: Config) -> Config:
     try:
         place(config)
     except UserError:
-        config = dataclasses.replace(config, mesh=MeshSpec(), strategy="mirrored")
+        sharding = dataclasses.replace(config.sharding, max_shards=None, offload=None)
+        config = dataclasses.replace(
+            config, mesh=MeshSpec(), strategy="mirrored", sharding=sharding
+        )
     return dataclasses.replace(config, learning_rate_scaling="none", learning_rate_table={})

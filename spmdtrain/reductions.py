@@ -18,10 +18,10 @@ def all_reduce(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
 
 
 def hierarchical(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """The same sums, in three parts: scattered within each group, then over the groups' slow links
-    only each device's own part, then gathered within the group.
+    """The same sums, with a fraction of the bytes over the axis `replica`.
 
-    As HierarchicalCopyAllReduce: over the axis `replica` goes a fraction of the bytes.
+    In three parts: scattered within each group, then each device's own part over the groups' slow
+    links, then gathered within the group (tf.distribute's HierarchicalCopyAllReduce).
     """
     inner = tuple(axis for axis in axes if axis != "replica")
     parts = jax.lax.axis_size(inner)

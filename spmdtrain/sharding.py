@@ -3,7 +3,7 @@
 import enum
 import math
 import re
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from spmdtrain.strategies import STATE
 from spmdtrain.terminal import byte_size
 
 PyTree = Any
+Shape = tuple[int, ...]
 REPLICATED = PartitionSpec()
 
 
@@ -43,6 +44,21 @@ class Rule:
     spec: PartitionSpec
     gather: Gather = Gather.AT_START
 
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise UserError(
+                f"sharding rule {self.pattern!r} is no regular expression: {error}"
+            ) from error
+        if not isinstance(self.spec, PartitionSpec) or PartitionSpec.UNCONSTRAINED in self.spec:
+            raise UserError(
+                f"sharding rule {self.pattern!r} has the spec {self.spec!r}: it must be a "
+                "jax.sharding.PartitionSpec of axes and None"
+            )
+        if len(set(axes := _axes(self.spec))) < len(axes):
+            raise UserError(f"sharding rule {self.pattern!r} names an axis twice: {self.spec}")
+
 
 def path_name(path: tuple[Any, ...]) -> str:
     """A leaf's path as people write it: `params/hidden/0/kernel`."""
@@ -55,17 +71,19 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     return {path_name(path): leaf for path, leaf in leaves}
 
 
-def owner_of(name: str, parameters: Container[str]) -> str | None:
-    """The parameter that a leaf of the state belongs to: the one whose path ends the leaf's own.
+def owner_of(name: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | None:
+    """The parameter that a leaf of the state belongs to: one whose path ends the leaf's own.
 
     `opt_state/0/mu/blocks/q` belongs to `params/blocks/q`; what is no part of the parameters, the
-    optimizer's state or the average belongs to none.
+    optimizer's state or the average belongs to none. Of several, that of the leaf's shape.
     """
     root, *parts = name.split("/")
     if root not in ("params", *STATE):
         return None
     tails = ("/".join(["params", *parts[start:]]) for start in range(len(parts) + 1))
-    return next((tail for tail in tails if tail in parameters), None)
+    found = [tail for tail in tails if tail in parameters]
+    of_its_shape = [tail for tail in found if parameters[tail] == shape]
+    return next(iter(of_its_shape + found), None)
 
 
 def _field(name: str) -> str:
@@ -116,8 +134,9 @@ class Layout:
         return self._constrain(params, self._whole) if self._gathers else params
 
     def gradients(self, gradients: PyTree) -> PyTree:
-        """Gradients split as the optimizer's state of their parameters is: they are reduced into
-        their parts, and updates are computed there.
+        """Gradients split as the optimizer's state of their parameters is.
+
+        So they are reduced into their parts, and updates are computed there.
         """
         strategy = self._placement.strategy
         if not (strategy.shards_params or strategy.shards_optimizer):
@@ -166,7 +185,7 @@ class Layout:
         return spec
 
     def _spec(
-        self, name: str, shape: tuple[int, ...], field: str | None = None
+        self, name: str, shape: Shape, field: str | None = None
     ) -> tuple[PartitionSpec, Rule | None]:
         """The spec of a leaf (of a parameter's own path, also as `field` would have it)."""
         strategy = self._placement.strategy
@@ -183,25 +202,23 @@ class Layout:
             spec = self._also_over("data", spec, shape)
         return spec, rule
 
-    def _rule(self, name: str, shape: tuple[int, ...]) -> Rule | None:
-        owner = owner_of(name, self._shapes)
-        other = owner is not None and self._shapes[owner] != shape
-        names = [name]
-        if owner is not None and not other:
-            names.append(owner)  # an optimizer's leaf goes where its parameter goes
+    def _rule(self, name: str, shape: Shape) -> Rule | None:
+        owner = owner_of(name, shape, self._shapes)
+        follows = owner is not None and self._shapes[owner] == shape
         for number, rule in enumerate(self._rules):
+            # An optimizer's leaf goes where its parameter goes, if it has that one's shape (a
+            # factored second moment has not), or where a rule that is about optimizers says.
+            names = [str(owner)] if follows else []
+            if _field(name) not in ("opt_state", "averaged") or _field(name) in rule.pattern:
+                names.append(name)
             if not any(re.search(rule.pattern, known) for known in names):
-                continue
-            # A leaf of another shape than its parameter (a factored second moment) does not
-            # follow the parameter's rules, only those that are about optimizers.
-            if other and re.search(rule.pattern, str(owner)):
                 continue
             self._unused.pop(number, None)
             self._check_divides(name, shape, rule)
             return rule
         return None
 
-    def _also_over(self, axis: str, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
+    def _also_over(self, axis: str, spec: PartitionSpec, shape: Shape) -> PartitionSpec:
         """`spec` with the largest free dim that divides split over `axis` too."""
         size = self._placement.size(axis)
         if size == 1 or axis in _axes(spec) or math.prod(shape) < self._options.min_size:
@@ -218,7 +235,7 @@ class Layout:
 
     # -- errors --------------------------------------------------------------------------------
 
-    def _check_divides(self, name: str, shape: tuple[int, ...], rule: Rule) -> None:
+    def _check_divides(self, name: str, shape: Shape, rule: Rule) -> None:
         mesh = self._placement.mesh
         assert mesh is not None
         if len(rule.spec) > len(shape):

@@ -97,12 +97,13 @@ def tabulate(abstract_state: TrainState, shardings: TrainState) -> ShardingTable
     """
     leaves, where = named_leaves(abstract_state), named_leaves(shardings)
     assert list(leaves) == list(where), "the state and its shardings are different trees"
-    sums = {name: _Sums() for name in leaves if _root(name) == "params"}
+    shapes = {n: tuple(leaf.shape) for n, leaf in leaves.items() if _root(n) == "params"}
+    sums = {name: _Sums() for name in shapes}
     other, others = _Sums(), []
     places = _Places()
     for name, leaf in leaves.items():
         held = places.add(leaf, where[name])
-        owner = owner_of(name, sums)
+        owner = owner_of(name, tuple(leaf.shape), shapes)
         row = other if owner is None else sums[owner]
         if owner is None:
             others.append(name)

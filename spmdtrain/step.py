@@ -14,8 +14,8 @@ from spmdtrain import collectives, metrics
 from spmdtrain.adapters import Adapter, Function, Mode, Variables
 from spmdtrain.config import Purpose, RunConfig, derive_seed
 from spmdtrain.errors import UserError
-from spmdtrain.gradients import Gradients, check_by_hand
-from spmdtrain.placement import Placement
+from spmdtrain.gradients import Gradients, check_by_hand, wide
+from spmdtrain.placement import Placement, under
 from spmdtrain.reductions import NAMED, Reduction, all_reduce, in_dtype
 from spmdtrain.remat import with_policy
 from spmdtrain.sharding import Layout, Rule, named_leaves, path_name
@@ -78,7 +78,7 @@ class Steps:
         config: RunConfig,
     ) -> None:
         self._adapter, self._objective, self._predict = adapter, objective, predict
-        self._ema_decay, self._config = config.ema_decay, config
+        self._ema_decay, self._config, self._placement = config.ema_decay, config, placement
         self._compute_dtype = jnp.dtype(config.compute_dtype)
         self._optimizer = optax.with_extra_args_support(optimizer)
         self._frozen = [re.compile(pattern) for pattern in config.frozen]
@@ -94,7 +94,9 @@ class Steps:
         variables = self.shardings.variables
         batch, everywhere = placement.batch, placement.everywhere
         self._compiler_options = collectives.compiler_options(
-            config.collectives, placement.devices[0].platform
+            config.collectives,
+            placement.devices[0].platform,
+            gathers=placement.strategy.shards_params or placement.strategy.shards_optimizer,
         )
 
         # The state is born in its place: no device ever holds more than its share, of what a
@@ -179,7 +181,8 @@ class Steps:
     def init(self, seed: int) -> TrainState:
         """The state before the first step."""
         keys = [jax.random.key(derive_seed(seed, p)) for p in (Purpose.INIT, Purpose.STEP)]
-        state: TrainState = self._jit_init(self._adapter.given, *keys)
+        with under(self._placement):  # whoever asks for it, and whenever
+            state: TrainState = self._jit_init(self._adapter.given, *keys)
         return state
 
     def metric_names(self, rows: PyTree) -> list[str]:
@@ -371,7 +374,7 @@ def average_of(params: PyTree) -> PyTree:
 
 
 def _widened(x: jax.Array) -> jax.Array:
-    return jnp.array(x, jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.array(x, wide(x.dtype))
 
 
 def model_output(model: Any, batch: PyTree) -> PyTree:

@@ -528,6 +528,7 @@ def test_ordered_batches_are_the_same_whoever_reads_them(threads: int) -> None:
         MeshSpec(),
         MeshSpec(data=2, tensor=4),
         MeshSpec(data=2, fsdp=2, tensor=2),
+        MeshSpec(replica=2, data=2, tensor=2),
         MeshSpec(data=1, tensor=8),
     ],
 )
@@ -579,7 +580,7 @@ def test_a_batch_is_whole_on_a_mesh_with_a_tensor_axis() -> None:
     assert sorted(shard.data.tolist() for shard in batch.addressable_shards) == sorted(
         [order(6, 0, seed=2)[:3].tolist()] * 4 + [order(6, 0, seed=2)[3:].tolist()] * 4
     )
-    assert batch.sharding.spec == PartitionSpec(("data", "fsdp"))
+    assert batch.sharding.spec == PartitionSpec(("replica", "data", "fsdp"))
 
 
 # --- Placing ahead ---

@@ -169,7 +169,7 @@ def test_it_finds_what_the_training_found(
     workdir = shutil.copytree(whole, tmp_path / "run")
     before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
     using = one_device(workdir)
-    assert using.mesh.size == 1 and jax.device_count() == 8
+    assert using.mesh is not None and using.mesh.size == 1 and jax.device_count() == 8
     assert watch(using, DATA, total_steps=4, sleep=lambda _: pytest.fail("it waits")) == 0
 
     assert all(path.read_bytes() == content for path, content in before.items())

@@ -1,8 +1,16 @@
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from spmdtrain import mesh as meshes
+from spmdtrain import processes
 from spmdtrain.config import MeshSpec
 from spmdtrain.errors import UserError
 from spmdtrain.mesh import (
@@ -11,19 +19,24 @@ from spmdtrain.mesh import (
     build_mesh,
     cpu_devices_in_environment,
     describe,
-    is_virtual,
     make_cpu_devices,
     replicated,
 )
+from spmdtrain.strategies import AXES, STRATEGIES, strategy
 
 
 def ids(spec: MeshSpec) -> list[int]:
     return [device.id for device in build_mesh(spec).devices.flat]
 
 
-def refusal(spec: MeshSpec) -> str:
+def shape(name: str, spec: MeshSpec | None = None, **options: Any) -> str:
+    """The axes in use of a strategy's mesh, in words."""
+    return describe(build_mesh(spec or MeshSpec(), strategy(name), **options))
+
+
+def refusal(spec: MeshSpec, name: str = "mirrored", **options: Any) -> str:
     with pytest.raises(UserError) as caught:
-        build_mesh(spec)
+        build_mesh(spec, strategy(name), **options)
     return str(caught.value)
 
 
@@ -33,28 +46,31 @@ def refusal(spec: MeshSpec) -> str:
 @pytest.mark.parametrize(
     ("spec", "sizes"),
     [
-        (MeshSpec(), (8, 1, 1)),
-        (MeshSpec(data=8), (8, 1, 1)),
-        (MeshSpec(tensor=2), (4, 1, 2)),
-        (MeshSpec(data=2, fsdp=-1), (2, 4, 1)),
-        (MeshSpec(data=2, fsdp=2, tensor=-1), (2, 2, 2)),
-        (MeshSpec(data=2, fsdp=2, tensor=2), (2, 2, 2)),
-        (MeshSpec(data=1, fsdp=1, tensor=8), (1, 1, 8)),
-        (MeshSpec(data=-1, fsdp=8), (1, 8, 1)),
-        (MeshSpec(devices=(0, 1)), (2, 1, 1)),
-        (MeshSpec(data=1, devices=(5,)), (1, 1, 1)),
-        (MeshSpec(tensor=3, devices=(0, 1, 2, 3, 4, 5)), (2, 1, 3)),
+        (MeshSpec(), (1, 8, 1, 1)),
+        (MeshSpec(data=8), (1, 8, 1, 1)),
+        (MeshSpec(tensor=2), (1, 4, 1, 2)),
+        (MeshSpec(data=2, fsdp=-1), (1, 2, 4, 1)),
+        (MeshSpec(data=2, fsdp=2, tensor=-1), (1, 2, 2, 2)),
+        (MeshSpec(data=2, fsdp=2, tensor=2), (1, 2, 2, 2)),
+        (MeshSpec(data=1, fsdp=1, tensor=8), (1, 1, 1, 8)),
+        (MeshSpec(data=-1, fsdp=8), (1, 1, 8, 1)),
+        (MeshSpec(devices=(0, 1)), (1, 2, 1, 1)),
+        (MeshSpec(data=1, devices=(5,)), (1, 1, 1, 1)),
+        (MeshSpec(tensor=3, devices=(0, 1, 2, 3, 4, 5)), (1, 2, 1, 3)),
+        (MeshSpec(replica=2), (2, 4, 1, 1)),
+        (MeshSpec(replica=4, tensor=2), (4, 1, 1, 2)),
+        (MeshSpec(replica=2, data=2, fsdp=1, tensor=2), (2, 2, 1, 2)),
     ],
 )
 def test_every_axis_is_there_with_its_size(spec: MeshSpec, sizes: tuple[int, ...]) -> None:
     mesh = build_mesh(spec)
-    assert tuple(mesh.shape.items()) == tuple(zip(("data", "fsdp", "tensor"), sizes, strict=True))
+    assert tuple(mesh.shape.items()) == tuple(zip(AXES, sizes, strict=True))
     assert mesh.devices.shape == sizes
     assert len(set(mesh.devices.flat)) == mesh.size
 
 
 def test_all_axes_are_of_the_kind_whose_collectives_the_compiler_places() -> None:
-    assert build_mesh(MeshSpec(tensor=2)).axis_types == (AxisType.Auto,) * 3
+    assert build_mesh(MeshSpec(tensor=2)).axis_types == (AxisType.Auto,) * 4
 
 
 def test_by_default_all_devices_are_used() -> None:
@@ -64,12 +80,18 @@ def test_by_default_all_devices_are_used() -> None:
 @pytest.mark.parametrize(
     ("spec", "arithmetic"),
     [
-        (MeshSpec(data=3), "data=3 * fsdp=1 * tensor=1 = 3 != 8 devices"),
-        (MeshSpec(data=4, tensor=4), "data=4 * fsdp=1 * tensor=4 = 16 != 8 devices"),
-        (MeshSpec(data=4, devices=(0, 1)), "data=4 * fsdp=1 * tensor=1 = 4 != 2 devices"),
-        (MeshSpec(tensor=3), "fsdp=1 * tensor=3 = 3 does not divide 8 devices"),
-        (MeshSpec(fsdp=16), "fsdp=16 * tensor=1 = 16 does not divide 8 devices"),
-        (MeshSpec(data=2, fsdp=-1, devices=(0, 1, 2)), "data=2 * tensor=1 = 2 does not divide 3"),
+        (MeshSpec(data=3), "replica=1 * data=3 * fsdp=1 * tensor=1 = 3 != 8 devices"),
+        (MeshSpec(data=4, tensor=4), "replica=1 * data=4 * fsdp=1 * tensor=4 = 16 != 8 devices"),
+        (
+            MeshSpec(data=4, devices=(0, 1)),
+            " * data=4 * fsdp=1 * tensor=1 = 4 != 2 devices",
+        ),
+        (MeshSpec(tensor=3), "replica=1 * fsdp=1 * tensor=3 = 3 does not divide 8 devices"),
+        (MeshSpec(fsdp=16), "replica=1 * fsdp=16 * tensor=1 = 16 does not divide 8 devices"),
+        (
+            MeshSpec(data=2, fsdp=-1, devices=(0, 1, 2)),
+            "replica=1 * data=2 * tensor=1 = 2 does",
+        ),
     ],
 )
 def test_sizes_that_do_not_multiply_to_the_devices_are_refused_with_the_arithmetic(
@@ -121,6 +143,7 @@ def test_a_device_named_twice_is_refused(twice: tuple[str | int, ...]) -> None:
         (MeshSpec(tensor=2), "data=4 tensor=2"),
         (MeshSpec(data=1, fsdp=8), "fsdp=8"),
         (MeshSpec(data=2, fsdp=2, tensor=2), "data=2 fsdp=2 tensor=2"),
+        (MeshSpec(replica=2), "replica=2 data=4"),
         (MeshSpec(devices=(4,)), "data=1"),
     ],
 )
@@ -135,6 +158,8 @@ def test_a_mesh_is_described_by_the_axes_in_use(spec: MeshSpec, text: str) -> No
         (MeshSpec(tensor=2), 4),
         (MeshSpec(data=2, fsdp=4), 8),
         (MeshSpec(data=1, tensor=8), 1),
+        (MeshSpec(replica=2, fsdp=2, tensor=2), 4),
+        (MeshSpec(replica=4, data=2), 8),
     ],
 )
 def test_a_batch_is_split_over_the_batch_axes_alone(spec: MeshSpec, shards: int) -> None:
@@ -153,10 +178,281 @@ def test_what_is_replicated_is_on_every_device_in_full() -> None:
     assert [np.asarray(s.data).tolist() for s in array.addressable_shards] == [[0, 1, 2, 3, 4]] * 8
 
 
-def test_several_devices_of_one_cpu_are_virtual_and_a_single_one_is_not() -> None:
-    assert is_virtual(build_mesh(MeshSpec()))
-    assert is_virtual(build_mesh(MeshSpec(devices=(0, 1))))
-    assert not is_virtual(build_mesh(MeshSpec(devices=(3,))))
+# --- The meshes of the strategies ---
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "found"),
+    [
+        ("one_device", MeshSpec(), "data=1"),
+        ("mirrored", MeshSpec(), "data=8"),
+        ("zero", MeshSpec(), "data=8"),
+        ("central_storage", MeshSpec(), "data=8"),
+        ("fully_sharded", MeshSpec(), "fsdp=8"),
+        ("fully_sharded", MeshSpec(data=2), "data=2 fsdp=4"),
+        ("fully_sharded", MeshSpec(fsdp=2), "data=4 fsdp=2"),
+        ("fully_sharded", MeshSpec(replica=2), "replica=2 fsdp=4"),
+        ("fully_sharded", MeshSpec(devices=(0,)), "data=1"),
+        ("tensor_parallel", MeshSpec(), "data=4 tensor=2"),
+        ("tensor_parallel", MeshSpec(tensor=-1), "tensor=8"),
+        ("hybrid", MeshSpec(), "replica=2 data=4"),
+        ("hybrid", MeshSpec(replica=4), "replica=4 data=2"),
+        ("hybrid", MeshSpec(devices=(5,)), "data=1"),
+        ("hybrid+fully_sharded", MeshSpec(), "replica=2 fsdp=4"),
+        ("hybrid+tensor_parallel", MeshSpec(), "replica=2 data=2 tensor=2"),
+        ("hybrid+fully_sharded+tensor_parallel", MeshSpec(), "replica=2 fsdp=2 tensor=2"),
+        ("zero+fully_sharded", MeshSpec(data=2), "data=2 fsdp=4"),
+        ("zero+fully_sharded", MeshSpec(), "fsdp=8"),  # which splits the optimizer's state too
+        ("zero", MeshSpec(data=2, fsdp=-1), "data=2 fsdp=4"),
+    ],
+)
+def test_the_mesh_of_a_strategy(name: str, spec: MeshSpec, found: str) -> None:
+    assert shape(name, spec) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "axis"),
+    [
+        ("fully_sharded", MeshSpec(data=-1), "fsdp"),
+        ("fully_sharded", MeshSpec(fsdp=1), "fsdp"),
+        ("tensor_parallel", MeshSpec(tensor=1), "tensor"),
+        ("hybrid", MeshSpec(replica=1), "replica"),
+        ("hybrid+fully_sharded", MeshSpec(replica=1), "replica"),
+        ("fully_sharded+tensor_parallel", MeshSpec(tensor=-1), "fsdp"),
+        ("zero", MeshSpec(data=1, fsdp=-1), "data"),
+        ("zero", MeshSpec(tensor=-1), "data"),
+        ("hybrid+zero", MeshSpec(replica=8), "data"),
+    ],
+)
+def test_a_strategy_whose_axis_has_one_device_of_several_is_refused(
+    name: str, spec: MeshSpec, axis: str
+) -> None:
+    message = refusal(spec, name)
+    assert message.startswith(f"strategy {name} uses the axis {axis}, and the mesh has {axis}=1: ")
+    assert f"{axis}=1" in message.split(": ")[1] and message.endswith("on 8 devices")
+
+
+def test_every_strategy_with_a_mesh_runs_on_a_single_device() -> None:
+    for name, one in STRATEGIES.items():
+        if one.has_mesh:
+            assert shape(name, MeshSpec(devices=(3,))) == "data=1"
+    assert "tensor=2 = 2 does not divide 1 device" in refusal(MeshSpec(tensor=2, devices=(3,)))
+
+
+# --- One device ---
+
+
+def test_one_device_is_the_first_or_the_chosen_one() -> None:
+    choices: list[tuple[tuple[str | int, ...], int]] = [((), 0), ((5,), 5), (("cpu:3",), 3)]
+    for devices, found in choices:
+        mesh = build_mesh(MeshSpec(devices=devices), strategy("one_device"))
+        assert [device.id for device in mesh.devices.flat] == [found]
+        assert mesh.axis_names == AXES
+
+
+def test_one_device_of_several_named_ones_is_refused() -> None:
+    message = refusal(MeshSpec(devices=(1, 4)), "one_device")
+    assert message == "strategy one_device takes one device, and mesh.devices names 2"
+
+
+@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor", "replica"])
+def test_one_device_has_no_axis_of_two(axis: str) -> None:
+    message = refusal(MeshSpec(**{axis: 2}), "one_device")  # type: ignore[arg-type]
+    assert f"{axis}=2" in message and "1 device" in message
+
+
+def test_one_device_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    assert "one_device is for one process, and there are 2" in refusal(MeshSpec(), "one_device")
+
+
+# --- At most so many shards ---
+
+
+@pytest.mark.parametrize(
+    ("spec", "most", "found"),
+    [
+        (MeshSpec(), 8, "fsdp=8"),
+        (MeshSpec(), 100, "fsdp=8"),
+        (MeshSpec(), 7, "data=2 fsdp=4"),
+        (MeshSpec(), 4, "data=2 fsdp=4"),
+        (MeshSpec(), 3, "data=4 fsdp=2"),
+        (MeshSpec(devices=(0, 1, 2, 3, 4, 5)), 4, "data=2 fsdp=3"),
+        (MeshSpec(devices=(0, 1, 2, 3, 4, 5)), 5, "data=2 fsdp=3"),
+        (MeshSpec(replica=2), 8, "replica=2 fsdp=4"),
+        (MeshSpec(replica=2), 3, "replica=2 data=2 fsdp=2"),
+        (MeshSpec(tensor=2), 3, "data=2 fsdp=2 tensor=2"),
+        (MeshSpec(data=2, fsdp=-1), 4, "data=2 fsdp=4"),
+    ],
+)
+def test_the_shards_are_the_largest_number_not_above_the_most_that_divides(
+    spec: MeshSpec, most: int, found: str
+) -> None:
+    assert shape("fully_sharded", spec, max_shards=most) == found
+
+
+def test_a_bound_on_the_shards_leaves_other_strategies_alone() -> None:
+    assert shape("mirrored", max_shards=2) == "data=8"
+
+
+@given(st.integers(2, 8), st.integers(2, 9))
+@settings(deadline=None, derandomize=True)
+def test_any_bound_on_the_shards_holds_on_any_number_of_devices(count: int, most: int) -> None:
+    spec = MeshSpec(devices=tuple(range(count)))
+    fitting = [n for n in range(2, most + 1) if count % n == 0]
+    if fitting:
+        sizes = build_mesh(spec, strategy("fully_sharded"), max_shards=most).shape
+        assert sizes["fsdp"] == max(fitting) and sizes["data"] == count // max(fitting)
+    else:
+        assert "uses the axis fsdp" in refusal(spec, "fully_sharded", max_shards=most)
+
+
+def test_a_bound_that_no_size_keeps_together_with_what_is_given_is_refused() -> None:
+    message = refusal(MeshSpec(data=2), "fully_sharded", max_shards=2)
+    assert "data=2 * fsdp=2 * tensor=1 = 4 != 8 devices" in message
+
+
+# --- Groups of hosts ---
+
+
+@dataclass(frozen=True)
+class Device:
+    """One of another process, of which no more is asked than where it is."""
+
+    id: int
+    process_index: int
+    slice_index: int = 0
+    platform: str = "cpu"
+    device_kind: str = "cpu"
+
+
+Cluster = Callable[..., list[Device]]
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """Makes the devices of several processes, by their process; these are then all there are."""
+
+    def make(
+        owners: Sequence[int], *, hosts: Sequence[str] = (), slices: Sequence[int] = ()
+    ) -> list[Device]:
+        devices = [
+            Device(number, owner, slices[number] if slices else 0)
+            for number, owner in enumerate(owners)
+        ]
+        count = len(set(owners))
+        names = list(hosts) or [f"host {process}" for process in range(count)]
+        monkeypatch.setattr(meshes, "choose_devices", lambda names: devices)
+        monkeypatch.setattr(processes, "count", lambda: count)
+        monkeypatch.setattr(processes, "gather", lambda value: names)
+        return devices
+
+    return make
+
+
+def groups(mesh: Mesh) -> list[list[int]]:
+    """The devices of each replica, by their number."""
+    return [[device.id for device in group.flat] for group in mesh.devices]
+
+
+def hybrid(spec: MeshSpec | None = None, name: str = "hybrid") -> list[list[int]]:
+    return groups(build_mesh(spec or MeshSpec(), strategy(name)))
+
+
+def test_a_single_host_is_divided_in_two() -> None:
+    assert hybrid() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert hybrid(MeshSpec(replica=4)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert hybrid(MeshSpec(devices=(7, 6, 1, 0))) == [[7, 6], [1, 0]]
+    message = refusal(MeshSpec(devices=(0, 1, 2)), "hybrid")
+    assert "replica=2 * fsdp=1 * tensor=1 = 2 does not divide 3 devices" in message
+
+
+def test_each_host_is_a_group(cluster: Cluster) -> None:
+    cluster([0] * 4 + [1] * 4)
+    assert hybrid() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert hybrid(name="hybrid+fully_sharded") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    cluster([0, 0, 1, 1, 2, 2, 3, 3])
+    assert hybrid() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    cluster([0, 0, 1, 1, 2, 2])
+    assert hybrid() == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_the_devices_of_a_group_are_of_one_host_whatever_order_they_come_in(
+    cluster: Cluster,
+) -> None:
+    cluster([0, 1, 0, 1, 0, 1, 0, 1])
+    assert hybrid() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    mesh = build_mesh(MeshSpec(tensor=2), strategy("hybrid+tensor_parallel"))
+    assert dict(mesh.shape) == {"replica": 2, "data": 2, "fsdp": 1, "tensor": 2}
+    assert groups(mesh) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def test_a_group_may_be_several_hosts_and_a_host_several_groups(cluster: Cluster) -> None:
+    cluster([0, 0, 1, 1, 2, 2, 3, 3])
+    assert hybrid(MeshSpec(replica=2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    cluster([0] * 4 + [1] * 4)
+    assert hybrid(MeshSpec(replica=4)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert hybrid(MeshSpec(replica=8)) == [[number] for number in range(8)]
+
+
+def test_groups_that_would_cut_through_a_host_are_refused(cluster: Cluster) -> None:
+    cluster([0, 0, 1, 1, 2, 2])
+    message = refusal(MeshSpec(replica=2), "hybrid")
+    assert "replica=2 does not divide 6 devices (2 + 2 + 2 of 3 processes)" in message
+    assert "on 3 hosts of 2 into groups of whole hosts, or hosts into whole groups" in message
+    cluster([0, 0, 1, 1, 1, 1])
+    assert "on 2 hosts of 2 or 4 into groups" in refusal(MeshSpec(replica=2), "hybrid")
+    assert hybrid(MeshSpec(replica=3)) == [[2, 3], [4, 5], [0, 1]]
+
+
+def test_several_processes_of_one_host_are_one_host(cluster: Cluster) -> None:
+    cluster([0, 0, 1, 1, 2, 2, 3, 3], hosts=["a", "a", "b", "b"])
+    assert hybrid() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    cluster([0, 0, 1, 1, 2, 2, 3, 3], hosts=["a", "b", "a", "b"])
+    assert hybrid() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    cluster([0, 0, 1, 1], hosts=["a", "a"])  # then the one host is divided
+    assert hybrid() == [[0, 1], [2, 3]]
+
+
+def test_slices_come_before_hosts(cluster: Cluster) -> None:
+    cluster([0, 0, 1, 1, 2, 2, 3, 3], slices=[0, 0, 1, 1, 0, 0, 1, 1])
+    assert hybrid() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    cluster([0] * 4 + [1] * 4, slices=[0, 0, 1, 1, 2, 2, 3, 3])
+    assert hybrid() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    cluster([0] * 4 + [1] * 4, slices=[3] * 8)  # a single slice says nothing
+    assert hybrid() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_the_replicas_of_any_strategy_are_hosts(cluster: Cluster) -> None:
+    cluster([0, 1, 0, 1])
+    mesh = build_mesh(MeshSpec(replica=2), strategy("fully_sharded"))
+    assert describe(mesh) == "replica=2 fsdp=2" and groups(mesh) == [[0, 2], [1, 3]]
+    mesh = build_mesh(MeshSpec(replica=-1), strategy("mirrored"))
+    assert describe(mesh) == "replica=2 data=2" and groups(mesh) == [[0, 2], [1, 3]]
+    # Without replicas, nothing is asked of the hosts, and no process has to answer.
+    flat = build_mesh(MeshSpec(), strategy("mirrored"))
+    assert [device.id for device in flat.devices.flat] == [0, 1, 2, 3]
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(2, 12), st.data())
+@settings(deadline=None, derandomize=True, max_examples=300)
+def test_a_group_is_whole_hosts_or_a_part_of_one(
+    counts: list[int], number: int, data: st.DataObject
+) -> None:
+    order = data.draw(st.permutations([host for host, n in enumerate(counts) for _ in range(n)]))
+    devices: Any = [Device(n, host) for n, host in enumerate(order)]
+    hosts = [[d for d in devices if d.process_index == host] for host in range(len(counts))]
+    try:
+        found = meshes._groups(devices, hosts, number)
+    except UserError as error:
+        assert f"replica={number} does not divide {len(devices)} device" in str(error)
+        return
+    assert len(found) == number and len({len(group) for group in found}) == 1
+    assert sorted(d.id for group in found for d in group) == list(range(len(devices)))
+    for group in found:
+        own = {d.process_index for d in group}
+        whole = sum(counts[host] for host in own) == len(group)
+        assert whole or len(own) == 1
 
 
 # --- Virtual devices ---

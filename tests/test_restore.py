@@ -44,8 +44,8 @@ from spmdtrain.checkpoint import Checkpoints
 from spmdtrain.config import as_json
 from spmdtrain.identity import Identity, describe_leaves, describe_optimizer
 from spmdtrain.manifest import Manifest
-from spmdtrain.mesh import build_mesh
 from spmdtrain.models import MLP
+from spmdtrain.placement import place
 from spmdtrain.restore import load_state, load_variables
 from spmdtrain.retention import Retention
 from spmdtrain.run import main
@@ -195,15 +195,15 @@ KERNELS = {
 def steps_for(layout: str) -> Steps:
     """The programs of an MLP whose kernels, and their moments, lie as the layout says."""
     mesh, kernel = KERNELS[layout]
-    rules = (Rule("kernel$", kernel), Rule(".*", P()))
+    config = RunConfig(mesh=mesh, ema_decay=0.9)
     return Steps(
         adapter=adapt(partial(MLP, 8, (16, 24), 8)),
         objective=squared_error,
         predict=model_output,
         optimizer=optax.adam(0.1),
-        mesh=build_mesh(mesh),
-        rules=rules,
-        ema_decay=0.9,
+        placement=place(config),
+        rules=[Rule("kernel$", kernel)],
+        config=config,
     )
 
 
@@ -329,7 +329,7 @@ def test_averaged_parameters_are_what_is_loaded_unless_the_trained_ones_are_aske
     assert_same_bits(load_params(path), averaging.state.averaged)
     assert_same_bits(load_params(path, averaged=True), averaging.state.averaged)
     assert_same_bits(load_params(path, averaged=False), averaging.state.params)
-    moved = NamedSharding(averaging.trainer.mesh, P())
+    moved = averaging.trainer.placement.everywhere
     assert_same_bits(load_params(path, sharding=moved), averaging.state.averaged)
     averaged, trained = both(averaging.state)
     assert averaged["layers/0/kernel"].tobytes() != trained["layers/0/kernel"].tobytes()

@@ -24,10 +24,9 @@ from spmdtrain.checkpoint import Checkpoints
 from spmdtrain.config import MeshSpec, RunConfig, as_json
 from spmdtrain.identity import Identity, describe_leaves, describe_optimizer
 from spmdtrain.manifest import Manifest
-from spmdtrain.mesh import build_mesh
+from spmdtrain.placement import place
 from spmdtrain.restore import load_state
 from spmdtrain.retention import Record, Retention
-from spmdtrain.sharding import strategy
 from spmdtrain.step import Steps, TrainState, model_output
 from spmdtrain.terminal import Terminal
 
@@ -165,13 +164,14 @@ def test_hours_and_steps_begin_where_the_clock_and_the_count_do() -> None:
 
 
 def small_steps() -> Steps:
+    config = RunConfig(mesh=MeshSpec(devices=(0,)))
     return Steps(
         adapter=adapt(partial(nnx.Linear, 2, 1)),
         objective=squared_error,
         predict=model_output,
         optimizer=optax.sgd(0.1),
-        mesh=build_mesh(MeshSpec(devices=(0,))),
-        rules=strategy("mirrored").rules,
+        placement=place(config),
+        config=config,
     )
 
 

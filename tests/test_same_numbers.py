@@ -81,7 +81,7 @@ def first_batch(trainer: Trainer, experiment: Experiment, config: RunConfig, ste
         train_batches(
             as_dataset(experiment.train),
             config.global_batch_size,
-            trainer._batch_sharding,
+            trainer.placement.batch,
             seed=config.seed,
             shuffle=True,
             start=step,
@@ -155,6 +155,7 @@ def test_the_step_holds_all_reduces_of_each_gradient_once_and_no_all_gather() ->
     experiment, config = build(DIGITS)
     trainer = trainer_on(8, experiment, config)
     program = compiled(trainer, experiment, config)
+    assert trainer.mesh is not None
     found = hlo.collectives(program, trainer.mesh)
     assert {collective.kind for collective in found} == {"all-reduce"}
     assert {collective.axes for collective in found} == {("data",)}
@@ -166,6 +167,7 @@ def test_the_step_holds_all_reduces_of_each_gradient_once_and_no_all_gather() ->
 def test_the_step_on_one_device_holds_no_collective() -> None:
     experiment, config = build(DIGITS)
     trainer = trainer_on(1, experiment, config)
+    assert trainer.mesh is not None
     assert hlo.collectives(compiled(trainer, experiment, config), trainer.mesh) == []
 
 

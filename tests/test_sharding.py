@@ -1,54 +1,112 @@
+"""Where every leaf of the state lives: what rules and strategies make of it, and refuse."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from spmdtrain.config import MeshSpec
+from spmdtrain import FunctionModel, Trainer
+from spmdtrain.config import MeshSpec, RunConfig, ShardingOptions
 from spmdtrain.errors import UserError
-from spmdtrain.mesh import build_mesh
-from spmdtrain.sharding import STRATEGIES, Rule, named_leaves, shardings_of, strategy
+from spmdtrain.placement import Placement, place
+from spmdtrain.restore import load_state
+from spmdtrain.sharding import Gather, Layout, Rule, check_placed, describe, named_leaves
+from spmdtrain.step import TrainState
+from spmdtrain.terminal import Terminal
 
 P = PartitionSpec
+EVERY_AXIS = MeshSpec(data=2, fsdp=2, tensor=2)
 
 
-def shaped(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
+def shaped(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def state() -> dict[str, Any]:
+def small() -> dict[str, Any]:
+    """Parameters by name."""
     return {
-        "params": {
-            "hidden": [{"kernel": shaped(12, 8), "bias": shaped(8)}, {"kernel": shaped(8, 6)}],
-            "scale": shaped(),
-        }
+        "hidden": [{"kernel": shaped(12, 8), "bias": shaped(8)}, {"kernel": shaped(8, 6)}],
+        "scale": shaped(),
     }
 
 
-def specs(tree: Any, *rules: Rule, mesh: MeshSpec | None = None) -> dict[str, PartitionSpec]:
-    over = build_mesh(mesh or MeshSpec(data=2, fsdp=2, tensor=2))
-    shardings = named_leaves(shardings_of(tree, over, rules))
-    assert all(isinstance(s, NamedSharding) and s.mesh == over for s in shardings.values())
-    return {name: sharding.spec for name, sharding in shardings.items()}
+def state_of(
+    params: Any, optimizer: optax.GradientTransformation | None = None, *, average: bool = False
+) -> TrainState:
+    """An abstract state, of Adam where no optimizer is given."""
+
+    def init(params: Any) -> TrainState:
+        made = (optimizer or optax.adam(1e-3)).init(params)
+        averaged = params if average else {}
+        return TrainState(jnp.int32(0), params, made, averaged, {"mean": 1.0}, jax.random.key(0))
+
+    found: TrainState = jax.eval_shape(init, params)
+    return found
 
 
-def refusal(tree: Any, *rules: Rule, mesh: MeshSpec | None = None) -> str:
+def placement_of(strategy: str, mesh: MeshSpec | None = None) -> Placement:
+    return place(RunConfig(strategy=strategy, mesh=mesh or MeshSpec()))
+
+
+def layout(
+    params: Any,
+    *rules: Rule,
+    strategy: str = "mirrored",
+    mesh: MeshSpec | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    average: bool = False,
+    **options: Any,
+) -> Layout:
+    """The layout of a state; arrays of any size are split unless `min_size` is given."""
+    state = state_of(params, optimizer, average=average)
+    sharding = ShardingOptions(**{"min_size": 1} | options)
+    return Layout(state, placement_of(strategy, mesh), rules, sharding)
+
+
+def plain(spec: PartitionSpec) -> PartitionSpec:
+    """Without what a spec says of dims that are whole."""
+    entries = list(spec)
+    while entries and not entries[-1]:
+        entries.pop()
+    return P(*entries)
+
+
+def specs(params: Any, *rules: Rule, **options: Any) -> dict[str, PartitionSpec]:
+    """The specs of a state by the leaves' names."""
+    found = layout(params, *rules, **options)
+    return {name: plain(s.spec) for name, s in named_leaves(found.shardings).items()}
+
+
+def refusal(params: Any, *rules: Rule, **options: Any) -> str:
     with pytest.raises(UserError) as caught:
-        specs(tree, *rules, mesh=mesh)
+        layout(params, *rules, **options)
     return str(caught.value)
+
+
+def split_in(found: dict[str, PartitionSpec]) -> dict[str, PartitionSpec]:
+    """Those that are not whole on each device."""
+    return {name: spec for name, spec in found.items() if spec != P()}
 
 
 # --- Names ---
 
 
 def test_leaves_are_named_by_their_path() -> None:
-    assert set(named_leaves(state())) == {
-        "params/hidden/0/kernel",
-        "params/hidden/0/bias",
-        "params/hidden/1/kernel",
-        "params/scale",
-    }
+    names = set(named_leaves(state_of(small(), average=True)))
+    parameters = {"hidden/0/kernel", "hidden/0/bias", "hidden/1/kernel", "scale"}
+    for field in ("params", "opt_state/0/mu", "opt_state/0/nu", "averaged"):
+        assert {f"{field}/{name}" for name in parameters} <= names
+    assert {"step", "key", "model_state/mean", "opt_state/0/count"} <= names
 
 
 # --- Which rule a leaf gets ---
@@ -56,12 +114,13 @@ def test_leaves_are_named_by_their_path() -> None:
 
 def test_the_first_rule_that_matches_wins() -> None:
     found = specs(
-        state(),
+        small(),
         Rule("hidden/1/kernel", P("tensor", "fsdp")),
         Rule("kernel$", P("fsdp")),
         Rule(".*", P()),
+        mesh=EVERY_AXIS,
     )
-    assert found == {
+    assert {name: spec for name, spec in found.items() if name.startswith("params/")} == {
         "params/hidden/0/kernel": P("fsdp"),
         "params/hidden/0/bias": P(),
         "params/hidden/1/kernel": P("tensor", "fsdp"),
@@ -70,55 +129,377 @@ def test_the_first_rule_that_matches_wins() -> None:
 
 
 def test_a_rule_matches_anywhere_in_the_path_but_not_beyond_its_anchors() -> None:
-    found = specs(state(), Rule("^params/hidden/0", P("fsdp")), Rule("param", P()))
+    found = specs(small(), Rule("^params/hidden/0", P("fsdp")), mesh=EVERY_AXIS)
     assert found["params/hidden/0/bias"] == found["params/hidden/0/kernel"] == P("fsdp")
     assert found["params/hidden/1/kernel"] == P()
+    assert found["opt_state/0/mu/hidden/0/kernel"] == P("fsdp")  # it goes where its parameter goes
+    found = specs(small(), Rule("idden/1/kern", P("fsdp")), mesh=EVERY_AXIS)
+    assert {name.split("hidden/")[1] for name in split_in(found)} == {"1/kernel"}
 
 
-def test_mirrored_replicates_everything() -> None:
-    found = specs(state(), *strategy("mirrored").rules)
-    assert set(found.values()) == {P()}
-    assert len(found) == 4
+@pytest.mark.parametrize("strategy", ["mirrored", "one_device", "hybrid"])
+def test_what_no_rule_matches_is_replicated(strategy: str) -> None:
+    found = layout(small(), strategy=strategy, average=True)
+    assert found.replicates_params
+    for name, sharding in named_leaves(found.shardings).items():
+        assert isinstance(sharding, NamedSharding) and sharding.spec == P(), name
+        assert sharding.is_fully_replicated and sharding.memory_kind == "device"
 
 
-def test_every_strategy_goes_by_its_own_name() -> None:
-    assert [plan.name for plan in STRATEGIES.values()] == list(STRATEGIES)
+def test_under_the_default_strategy_all_is_on_one_device_whatever_the_rules_say() -> None:
+    found = layout(small(), Rule("kernel", P("tensor")), Rule("nothing", P()), strategy="default")
+    one = SingleDeviceSharding(jax.devices()[0])
+    assert set(named_leaves(found.shardings).values()) == {one}
+    assert set(named_leaves(found.on_device).values()) == {one}
+    assert found.replicates_params
 
 
-def test_an_unknown_strategy_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(UserError, match=r"no strategy 'mirored'\. Did you mean 'mirrored'\?"):
-        strategy("mirored")
+def test_on_one_device_rules_hold_and_split_nothing() -> None:
+    found = layout(small(), Rule("kernel", P("tensor")), strategy="one_device")
+    assert found.replicates_params
+    kernel = found.shardings.params["hidden"][0]["kernel"]
+    assert kernel.spec == P("tensor") and kernel.shard_shape((12, 8)) == (12, 8)
+
+
+# --- Optimizers ---
+
+BIG = {"a": {"kernel": shaped(256, 128), "bias": shaped(128)}, "b": shaped(128, 512)}
+IN_TENSOR = Rule("a/kernel", P(None, "tensor"))
+
+
+def masked() -> optax.GradientTransformation:
+    """Adam for kernels; nothing is kept of the bias."""
+    return optax.masked(optax.adam(1e-3), lambda params: jax.tree.map(lambda x: x.ndim > 1, params))
+
+
+OPTIMIZERS: dict[str, tuple[Callable[[], optax.GradientTransformation], int]] = {
+    # What makes it, and how many leaves of a parameter's shape it keeps for the three.
+    "sgd": (lambda: optax.sgd(0.1), 0),
+    "momentum": (lambda: optax.sgd(0.1, momentum=0.9), 3),
+    "adam": (lambda: optax.adam(1e-3), 6),
+    "adamw": (lambda: optax.adamw(1e-3), 6),
+    "lion": (lambda: optax.lion(1e-3), 3),
+    "adafactor": (lambda: optax.adafactor(1e-3), 1),  # of the bias alone, too small to factor
+    "unfactored": (lambda: optax.adafactor(1e-3, min_dim_size_to_factor=1024), 3),
+    "chained": (lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), 6),
+    "masked": (masked, 4),
+    "injected": (lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-3), 6),
+    "accumulated": (lambda: optax.MultiSteps(optax.adam(1e-3), 4), 9),
+    "partitioned": (
+        lambda: optax.partition(
+            {"one": optax.adam(1e-3), "other": optax.sgd(0.1, momentum=0.9)},
+            {"a": {"kernel": "one", "bias": "other"}, "b": "other"},
+        ),
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rules"),
+    [
+        ("mirrored", []),
+        ("mirrored", [IN_TENSOR]),
+        ("fully_sharded", []),
+        ("fully_sharded", [IN_TENSOR]),
+        ("tensor_parallel", [IN_TENSOR]),
+        ("fully_sharded+tensor_parallel", [IN_TENSOR]),
+        ("hybrid+fully_sharded", []),
+        ("zero", [IN_TENSOR]),
+        ("central_storage", [IN_TENSOR]),
+    ],
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_an_optimizer_keeps_of_a_parameter_goes_where_that_goes(
+    name: str, strategy: str, rules: list[Rule]
+) -> None:
+    make, count = OPTIMIZERS[name]
+    state = state_of(BIG, make())
+    found = layout(BIG, *rules, optimizer=make(), strategy=strategy, replicated_limit=2**40)
+    shapes, shardings = named_leaves(state), named_leaves(found.on_device)
+    following = 0
+    for of, leaf in shapes.items():
+        owner = next((n for n in ("a/kernel", "a/bias", "b") if of.endswith(f"/{n}")), None)
+        if not of.startswith("opt_state/") or owner is None:
+            assert of.startswith("params/") or shardings[of].spec == P()
+            continue
+        parameter = shardings[f"params/{owner}"]
+        if leaf.shape == shapes[f"params/{owner}"].shape:
+            following += 1
+            if strategy != "zero":
+                assert plain(shardings[of].spec) == plain(parameter.spec), of
+            else:
+                assert shardings[of].num_devices == 8 and not shardings[of].is_fully_replicated
+        else:  # a factored moment does not follow its parameter's rule, which has other dims
+            assert "tensor" not in shardings[of].spec, of
+        shardings[of].shard_shape(leaf.shape)  # it divides
+    assert following == count
+    tensor = found.shardings.params["a"]["kernel"].mesh.shape["tensor"]
+    if strategy == "fully_sharded" and not rules:
+        assert tensor == 1 and plain(shardings["params/b"].spec) == P(None, "fsdp")
+
+
+def test_factored_moments_are_split_by_their_own_shape() -> None:
+    found = specs(
+        BIG,
+        Rule("a/kernel", P("tensor", "fsdp")),
+        strategy="fully_sharded+tensor_parallel",
+        optimizer=optax.adafactor(1e-3),
+        min_size=200,
+    )
+    assert found["params/a/kernel"] == P("tensor", "fsdp")
+    assert found["opt_state/0/v_col/a/kernel"] == P("fsdp")  # 256
+    assert found["opt_state/0/v_row/a/kernel"] == P()  # 128, below min_size
+    assert found["opt_state/0/v_col/b"] == P("fsdp")  # 512
+    assert found["opt_state/0/v/a/kernel"] == P()  # of one element: a placeholder
+    given_by_name = specs(
+        BIG, Rule("opt_state/.*v_row/a/kernel", P("data")), Rule("a/kernel", P("fsdp")),
+        optimizer=optax.adafactor(1e-3), mesh=MeshSpec(data=2, fsdp=4),
+    )  # fmt: skip
+    assert split_in(given_by_name) == {
+        "params/a/kernel": P("fsdp"),
+        "opt_state/0/v_row/a/kernel": P("data"),
+    }
+
+
+def test_rules_may_be_about_the_optimizer_alone() -> None:
+    found = specs(
+        {"w": shaped(16, 8)},
+        Rule("^opt_state/.*mu/", P(None, "data")),
+        Rule("w", P("tensor")),
+        mesh=MeshSpec(data=4, tensor=2),
+    )
+    assert split_in(found) == {
+        "params/w": P("tensor"),
+        "opt_state/0/mu/w": P(None, "data"),
+        "opt_state/0/nu/w": P("tensor"),
+    }
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "fully_sharded"])
+def test_an_average_goes_where_its_parameters_go(strategy: str) -> None:
+    rules = [Rule("^params/hidden/0/kernel", P(None, "tensor"))]
+    found = specs(small(), *rules, strategy=strategy, average=True, mesh=EVERY_AXIS)
+    for name in named_leaves(small()):
+        assert found[f"averaged/{name}"] == found[f"params/{name}"]
+    assert found["averaged/hidden/0/kernel"][1] == "tensor"
+
+
+def test_parameters_may_be_a_single_array() -> None:
+    found = layout(shaped(16, 8), Rule("^params$", P(None, "tensor")), mesh=EVERY_AXIS)
+    moments = found.shardings.opt_state[0]
+    for sharding in (found.shardings.params, moments.mu, moments.nu):
+        assert sharding.spec == P(None, "tensor")
+    assert moments.count.spec == P() and not found.replicates_params
+    found = layout(shaped(16, 8), strategy="fully_sharded", average=True)
+    assert plain(found.shardings.averaged.spec) == P("fsdp")
+    assert not found.replicates_params
+    x = jax.device_put(np.zeros((16, 8), np.float32), found.shardings.params)
+    assert jax.jit(found.whole)(x).sharding.is_fully_replicated
+
+
+# --- What strategies split ---
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((16,), P("fsdp")),
+        ((16, 8), P("fsdp")),
+        ((8, 16), P(None, "fsdp")),
+        ((16, 16), P("fsdp")),  # of equal dims the first
+        ((8, 24, 24), P(None, "fsdp")),
+        ((100, 8), P(None, "fsdp")),  # the largest does not divide
+        ((7, 9), P()),
+        ((), P()),
+        ((0, 8), P()),
+        ((8, 1), P("fsdp")),
+    ],
+)
+def test_the_largest_dim_that_divides_is_split(shape: tuple[int, ...], spec: P) -> None:
+    found = specs({"w": shaped(*shape)}, strategy="fully_sharded", average=True)
+    for name in ("params/w", "opt_state/0/mu/w", "opt_state/0/nu/w", "averaged/w"):
+        assert found[name] == spec
+    assert {found[name] for name in ("step", "key", "model_state/mean")} == {P()}
+
+
+def test_zero_splits_the_optimizers_state_alone() -> None:
+    found = specs({"w": shaped(8, 16)}, strategy="zero", average=True)
+    assert split_in(found) == {
+        "opt_state/0/mu/w": P(None, "data"),
+        "opt_state/0/nu/w": P(None, "data"),
+    }
+
+
+def test_both_together_split_the_optimizers_state_twice() -> None:
+    mesh = MeshSpec(data=2, fsdp=4)
+    found = specs({"w": shaped(16, 8)}, strategy="zero+fully_sharded", mesh=mesh)
+    assert found["params/w"] == P("fsdp")
+    assert found["opt_state/0/mu/w"] == P("fsdp", "data")
+
+
+def test_replicas_split_nothing() -> None:
+    found = specs({"w": shaped(16, 8)}, strategy="hybrid+fully_sharded")
+    assert found["params/w"] == P("fsdp")
+    assert specs({"w": shaped(16)}, strategy="hybrid+zero")["opt_state/0/mu/w"] == P("data")
+
+
+def test_an_array_below_the_least_size_is_left_whole() -> None:
+    params = {"over": shaped(8, 16), "under": shaped(8, 15)}
+    found = specs(params, strategy="fully_sharded", min_size=128)
+    assert (found["params/over"], found["params/under"]) == (P(None, "fsdp"), P())
+    assert found["opt_state/0/mu/under"] == P()
+    default = ShardingOptions().min_size
+    state = state_of({"over": shaped(default), "under": shaped(default - 8)})
+    sharded = Layout(state, placement_of("fully_sharded"), (), ShardingOptions()).shardings
+    assert sharded.params["over"].spec == P("fsdp")
+    assert sharded.params["under"].spec == P()
+
+
+@pytest.mark.parametrize(
+    ("given_spec", "found"),
+    [
+        (P("tensor"), P("tensor", "fsdp")),
+        (P(None, "tensor"), P("fsdp", "tensor")),
+        (P(None, ("tensor", "data")), P("fsdp", ("tensor", "data"))),
+        (P("fsdp"), P("fsdp")),  # it is there
+        (P(("fsdp", "tensor")), P(("fsdp", "tensor"))),
+        (P("tensor", "data"), P("tensor", "data")),  # no dim is free
+        (P(None), P("fsdp")),  # says nothing of any dim
+        (P(None, None), P("fsdp")),
+        (P(), P()),  # says that it is replicated
+    ],
+)
+def test_a_strategy_adds_its_axis_to_what_a_rule_says(given_spec: P, found: P) -> None:
+    rules = [Rule("w", given_spec)]
+    params = {"w": shaped(16, 8)}
+    result = specs(params, *rules, strategy="fully_sharded", mesh=EVERY_AXIS)
+    assert {result[name] for name in ("params/w", "opt_state/0/mu/w")} == {found}
+
+
+def test_a_rule_that_says_replicated_holds_for_the_moments_too() -> None:
+    for strategy in ("zero", "fully_sharded", "zero+central_storage"):
+        assert not split_in(specs({"w": shaped(16, 8)}, Rule("w", P()), strategy=strategy))
+
+
+def device_bytes(sharding: NamedSharding, leaf: Any) -> int:
+    return int(np.prod(sharding.shard_shape(leaf.shape), dtype=int)) * leaf.dtype.itemsize
+
+
+@given(
+    st.lists(st.integers(1, 24), max_size=4),
+    st.integers(2, 8),
+    st.sampled_from(["fully_sharded", "zero"]),
+    st.integers(1, 64),
+)
+@settings(deadline=None, derandomize=True, max_examples=150)
+def test_an_array_is_split_over_the_axis_wherever_a_dim_allows_it(
+    shape: list[int], count: int, strategy: str, min_size: int
+) -> None:
+    mesh = MeshSpec(devices=tuple(range(count)))
+    found = layout({"w": shaped(*shape)}, strategy=strategy, mesh=mesh, min_size=min_size)
+    leaf, moment = shaped(*shape), found.shardings.opt_state[0].mu["w"]
+    held = int(np.prod(shape, dtype=int)) * 4
+    fits = any(n % count == 0 for n in shape) and held // 4 >= min_size
+    assert device_bytes(moment, leaf) == (held // count if fits else held)
+    parameter = device_bytes(found.shardings.params["w"], leaf)
+    assert parameter == (held if strategy == "zero" else device_bytes(moment, leaf))
+
+
+@given(st.lists(st.integers(1, 24), min_size=1, max_size=3), st.data())
+@settings(deadline=None, derandomize=True, max_examples=150)
+def test_beside_a_rules_axis_it_is_split_wherever_a_free_dim_allows_it(
+    shape: list[int], data: st.DataObject
+) -> None:
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    rule = Rule("w", P(*[None] * dim, "tensor"))
+    mesh = MeshSpec(fsdp=4, tensor=2)
+    options: dict[str, Any] = {"strategy": "fully_sharded+tensor_parallel", "mesh": mesh}
+    if shape[dim] % 2:
+        message = refusal({"w": shaped(*shape)}, rule, **options)
+        assert f"dim {dim} of shape {tuple(shape)} does not divide over tensor=2" in message
+        return
+    found = layout({"w": shaped(*shape)}, rule, **options).shardings.params["w"]
+    free = [n for other, n in enumerate(shape) if other != dim and n % 4 == 0]
+    parts = int(np.prod(shape)) * 4 // device_bytes(found, shaped(*shape))
+    assert parts == (8 if free else 2)
+    if free:
+        (axis,) = [d for d, entry in enumerate(found.spec) if entry == "fsdp"]
+        assert shape[axis] == max(free)
+
+
+# --- In host memory ---
+
+
+def kinds(**options: Any) -> dict[str, set[str]]:
+    """The memory kinds of each field's arrays, and of all scalars."""
+    params = {"w": shaped(16, 8), "b": shaped(8)}
+    found: dict[str, set[str]] = {}
+    made = layout(params, average=True, **options)
+    state = state_of(params, average=True)
+    shapes = named_leaves(state)
+    for name, sharding in named_leaves(made.shardings).items():
+        field = name.split("/")[0] if shapes[name].shape else "scalars"
+        found.setdefault(field, set()).add(str(sharding.memory_kind))
+    on_device = named_leaves(made.on_device).values()
+    assert {sharding.memory_kind for sharding in on_device} == {"device"}
+    return found
+
+
+@pytest.mark.parametrize(
+    "strategy", ["central_storage", "zero+central_storage", "hybrid+central_storage"]
+)
+def test_central_storage_keeps_the_large_parts_of_the_state_in_host_memory(strategy: str) -> None:
+    host = {"params": {"pinned_host"}, "opt_state": {"pinned_host"}, "averaged": {"pinned_host"}}
+    assert kinds(strategy=strategy) == host | {"scalars": {"device"}}
+    assert kinds(strategy=strategy, offload="state") == kinds(strategy=strategy)
+
+
+def test_the_optimizers_state_alone_may_be_in_host_memory() -> None:
+    assert kinds(strategy="central_storage", offload="optimizer") == {
+        "params": {"device"},
+        "opt_state": {"pinned_host"},
+        "averaged": {"device"},
+        "scalars": {"device"},
+    }
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "one_device", "zero", "fully_sharded", "hybrid"])
+def test_other_strategies_keep_all_of_it_on_the_devices(strategy: str) -> None:
+    found = kinds(strategy=strategy)
+    assert set(found) == {"params", "opt_state", "averaged", "scalars"}
+    assert set().union(*found.values()) == {"device"}
 
 
 # --- Claims that do not hold ---
 
 
-def test_a_leaf_without_a_rule_is_refused_by_name_and_shape() -> None:
-    message = refusal(state(), Rule("hidden", P()))
-    assert "no sharding rule matches params/scale, shape ()" in message
-
-
 def test_a_rule_that_matches_nothing_is_refused() -> None:
-    message = refusal(state(), Rule("embedding", P("fsdp")), Rule(".*", P()))
+    message = refusal(small(), Rule("embedding", P("fsdp")), Rule(".*", P()))
     assert "match no leaf" in message
     assert "'embedding'" in message
     assert "'.*'" not in message
 
 
 def test_a_rule_that_earlier_ones_leave_nothing_to_is_refused() -> None:
-    message = refusal(state(), Rule(".*", P()), Rule("kernel", P("fsdp")))
+    message = refusal(small(), Rule(".*", P()), Rule("kernel", P("fsdp")))
     assert "'kernel'" in message
 
 
 def test_a_rule_that_repeats_an_earlier_pattern_is_refused() -> None:
-    message = refusal(state(), Rule("kernel", P()), Rule("kernel", P("fsdp")), Rule(".*", P()))
+    message = refusal(small(), Rule("kernel", P()), Rule("kernel", P("fsdp")), Rule(".*", P()))
     assert "'kernel'" in message
 
 
+@pytest.mark.parametrize("pattern", ["^step$", "^key$"])
+def test_no_rule_is_about_the_step_or_the_key(pattern: str) -> None:
+    assert "match no leaf" in refusal(small(), Rule(pattern, P()))
+
+
 def test_an_axis_that_the_mesh_does_not_have_is_refused_by_name() -> None:
-    message = refusal(state(), Rule("kernel", P("modle")), Rule(".*", P()))
+    message = refusal(small(), Rule("kernel", P("tensr")), Rule(".*", P()))
     assert "params/hidden/0/kernel" in message
-    assert "modle" in message
+    assert "'tensr', which is no axis of the mesh. Did you mean 'tensor'?" in message
 
 
 @pytest.mark.parametrize(
@@ -133,22 +514,316 @@ def test_an_axis_that_the_mesh_does_not_have_is_refused_by_name() -> None:
 def test_a_dim_that_does_not_divide_is_refused_with_the_arithmetic(
     shape: tuple[int, ...], spec: PartitionSpec, dim: int, axes: str, arithmetic: str
 ) -> None:
-    message = refusal({"w": shaped(*shape)}, Rule("w", spec))
-    assert message.startswith(f"w: dim {dim} of shape {shape} does not divide over {axes} ")
+    message = refusal({"w": shaped(*shape)}, Rule("w", spec), mesh=EVERY_AXIS)
+    assert message.startswith(f"params/w: dim {dim} of shape {shape} does not divide over {axes} ")
     assert f"({arithmetic})" in message
 
 
 def test_a_dim_that_divides_over_several_axes_passes() -> None:
     spec = P(None, ("data", "fsdp", "tensor"))
-    assert specs({"w": shaped(3, 16)}, Rule("w", spec)) == {"w": spec}
+    assert specs({"w": shaped(3, 16)}, Rule("w", spec), mesh=EVERY_AXIS)["params/w"] == spec
 
 
 def test_a_dim_over_an_axis_of_size_one_always_divides() -> None:
-    assert specs({"w": shaped(7)}, Rule("w", P("fsdp")), mesh=MeshSpec()) == {"w": P("fsdp")}
+    assert specs({"w": shaped(7)}, Rule("w", P("fsdp")))["params/w"] == P("fsdp")
 
 
 def test_a_spec_of_more_dims_than_the_leaf_has_is_refused() -> None:
     message = refusal({"w": shaped(8)}, Rule("w", P("fsdp", "tensor")))
-    assert "w has shape (8,), 1 dims" in message
+    assert "params/w has shape (8,), 1 dims" in message
     assert "'w' gives it a spec of 2" in message
-    assert "w has shape (), 0 dims" in refusal({"w": shaped()}, Rule("w", P("fsdp")))
+    message = refusal({"w": shaped()}, Rule("w", P("fsdp")))
+    assert "params/w has shape (), 0 dims" in message
+
+
+def test_tensor_parallelism_without_a_rule_that_names_its_axis_is_refused() -> None:
+    for strategy in ("tensor_parallel", "fully_sharded+tensor_parallel"):
+        message = refusal(small(), Rule("kernel", P("fsdp")), strategy=strategy)
+        assert f"strategy {strategy} splits tensors by the experiment's rules" in message
+        assert "none of its 1 names the axis tensor" in message
+    rule = Rule("kernel", P(None, ("data", "tensor")))
+    assert specs({"kernel": shaped(4, 8)}, rule, strategy="tensor_parallel")
+
+
+# --- Nothing large is silently replicated ---
+
+GIANT = {"embed": shaped(50257, 7), "w": shaped(16, 16)}
+HELD = "1.41 MB"
+ALLOWED = Rule("embed", P())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "leaf", "rules", "sizes", "arithmetic"),
+    [
+        ("fully_sharded", "params", [], "fsdp=8", "50257 = 6282 * 8 + 1, 7 = 0 * 8 + 7"),
+        ("zero", "opt_state/0/mu", [], "data=8", "50257 = 6282 * 8 + 1, 7 = 0 * 8 + 7"),
+        (
+            "tensor_parallel",
+            "params",
+            [Rule("w", P("tensor"))],
+            "tensor=2",
+            "50257 = 25128 * 2 + 1, 7 = 3 * 2 + 1",
+        ),
+        (
+            "hybrid+fully_sharded+tensor_parallel",
+            "params",
+            [Rule("w", P("tensor"))],
+            "fsdp=2 and tensor=2",
+            "50257 = 25128 * 2 + 1, 7 = 3 * 2 + 1",
+        ),
+    ],
+)
+def test_a_giant_that_would_be_whole_is_refused_with_the_arithmetic_and_what_to_do(
+    strategy: str, leaf: str, rules: list[Rule], sizes: str, arithmetic: str
+) -> None:
+    message = refusal(GIANT, *rules, strategy=strategy)
+    assert message.startswith(f"{leaf}/embed, shape (50257, 7), would be whole on each device, ")
+    assert f"each device, {HELD}: strategy {strategy} splits over {sizes}, " in message
+    assert f"({arithmetic})" in message
+    assert "Make a dim divide, or give a rule for it: PartitionSpec() says" in message
+    assert "--sharding.replicated-limit" in message
+    # And each of these mends it.
+    assert specs(GIANT, ALLOWED, *rules, strategy=strategy)["params/embed"] == P()
+    assert specs(GIANT, *rules, strategy=strategy, replicated_limit=50257 * 7 * 4)
+    refusal(GIANT, *rules, strategy=strategy, replicated_limit=50257 * 7 * 4 - 1)
+    assert specs({**GIANT, "embed": shaped(50264, 8)}, *rules, strategy="fully_sharded")
+    # Below the least size it is none of the strategy's business.
+    if not rules:
+        assert specs(GIANT, strategy=strategy, min_size=50257 * 7 + 1)
+        refusal(GIANT, strategy=strategy, min_size=50257 * 7)
+
+
+def test_a_giant_that_tensor_parallelism_has_no_rule_for_is_refused_though_it_would_divide() -> (
+    None
+):
+    params = {"embed": shaped(1024, 1024), "w": shaped(16, 16)}
+    message = refusal(params, Rule("w", P("tensor")), strategy="tensor_parallel")
+    assert message.startswith("params/embed, shape (1024, 1024), would be whole")
+    both = [Rule("w", P("tensor")), Rule("embed", P("tensor"))]
+    assert specs(params, *both, strategy="tensor_parallel")["opt_state/0/nu/embed"] == P("tensor")
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "hybrid", "central_storage", "one_device"])
+def test_a_giant_is_whole_where_the_strategy_says_so(strategy: str) -> None:
+    assert not split_in(specs(GIANT, strategy=strategy))
+
+
+def test_a_giant_on_a_single_device_is_no_error() -> None:
+    for strategy in ("fully_sharded", "zero"):
+        assert specs(GIANT, strategy=strategy, mesh=MeshSpec(devices=(2,)))
+
+
+def test_another_axis_of_a_rule_is_enough() -> None:
+    rule = Rule("embed", P(None, "tensor"))
+    params = {"embed": shaped(50257, 14)}
+    found = specs(params, rule, strategy="fully_sharded", mesh=MeshSpec(fsdp=4, tensor=2))
+    assert found["params/embed"] == P(None, "tensor")
+    # But not one over an axis of a single device.
+    message = refusal(params, Rule("embed", P(None, "tensor")), strategy="fully_sharded")
+    assert "would be whole on each device" in message
+
+
+# --- In the step ---
+
+
+def arrays(found: Layout, like: Any) -> Any:
+    """Parameters in their places."""
+    return jax.tree.map(
+        lambda x, where: jax.device_put(np.ones(x.shape, x.dtype), where),
+        like,
+        found.shardings.params,
+    )
+
+
+def computed(function: Callable[[Any], Any], params: Any) -> dict[str, PartitionSpec]:
+    """The specs of what a compiled function of parameters gives."""
+    result = jax.jit(lambda params: function(jax.tree.map(lambda x: x + 1, params)))(params)
+    return {name: plain(x.sharding.spec) for name, x in named_leaves(result).items()}
+
+
+def test_the_model_reads_parameters_split_at_most_as_the_rules_say() -> None:
+    params = {"w": shaped(16, 8), "stack": shaped(4, 16, 8), "wide": shaped(8, 16)}
+    rules = [
+        Rule("stack", P(None, "fsdp"), Gather.IN_MODEL),
+        Rule("wide", P("tensor", "fsdp")),
+    ]
+    found = layout(params, *rules, strategy="fully_sharded", mesh=EVERY_AXIS)
+    assert not found.replicates_params
+    whole = computed(found.whole, arrays(found, params))
+    assert whole == {"w": P(), "stack": P(None, "fsdp"), "wide": P("tensor")}
+
+
+def test_replicated_parameters_are_read_as_they_are() -> None:
+    params = {"w": shaped(16, 8)}
+    for strategy in ("mirrored", "zero", "central_storage"):
+        found = layout(params, strategy=strategy)
+        assert found.replicates_params and found.whole(params) is params
+    split = layout(params, Rule("w", P("tensor")), mesh=EVERY_AXIS)
+    assert not split.replicates_params and split.whole(params) is params
+
+
+def test_gradients_are_reduced_to_where_the_optimizers_state_is() -> None:
+    params = {"w": shaped(16, 8), "b": shaped(3)}
+    found = layout(params, strategy="zero")
+    values = arrays(found, params)
+    assert computed(found.gradients, values) == {"w": P("data"), "b": P()}
+    split = jax.device_put(values["w"], NamedSharding(values["w"].sharding.mesh, P("data")))
+    state = state_of(params)
+    updated = jax.jit(lambda w: found.resting({"w": w, "b": values["b"]}))(split)
+    assert state.params.keys() == updated.keys()
+    assert updated["w"].sharding.is_fully_replicated
+    found = layout(params, strategy="fully_sharded")
+    assert computed(found.gradients, arrays(found, params)) == {"w": P("fsdp"), "b": P()}
+    assert layout(params).gradients(params) is params and layout(params).resting(params) is params
+
+
+# --- What is where it should be ---
+
+MESH = place(RunConfig(mesh=EVERY_AXIS))
+
+
+def tree_of(**specs: PartitionSpec) -> tuple[dict[str, jax.Array], dict[str, NamedSharding]]:
+    assert MESH.mesh is not None
+    shardings = {name: NamedSharding(MESH.mesh, spec) for name, spec in specs.items()}
+    return {name: jax.device_put(np.ones((8, 4)), s) for name, s in shardings.items()}, shardings
+
+
+def test_what_is_in_its_place_passes_however_its_spec_is_written() -> None:
+    tree, asked = tree_of(a=P("fsdp"), b=P(None, "tensor"), c=P(("data", "fsdp")))
+    check_placed(tree, asked, "now")
+    _, alike = tree_of(a=P("fsdp", None), b=P(None, ("tensor",)), c=P(("data", "fsdp"), None))
+    check_placed(tree, alike, "now")
+    assert MESH.mesh is not None
+    one = {"a": SingleDeviceSharding(jax.devices()[0])}
+    check_placed({"a": jnp.ones(3)}, one, "now")
+
+
+@pytest.mark.parametrize(
+    ("has", "asked", "words"),
+    [
+        (P(), P("fsdp"), "is replicated, and its rules ask for P('fsdp')"),
+        (P("fsdp"), P(), "is P('fsdp'), and its rules ask for replicated"),
+        (P("fsdp"), P(None, "fsdp"), "is P('fsdp'), and its rules ask for P(None, 'fsdp')"),
+        (P("fsdp"), P("tensor"), "is P('fsdp'), and its rules ask for P('tensor')"),
+        (
+            P(("data", "fsdp")),
+            P(("fsdp", "data")),
+            "is P(('data', 'fsdp')), and its rules ask for P(('fsdp', 'data'))",
+        ),
+    ],
+)
+def test_what_is_elsewhere_is_refused_by_name_with_both_places(
+    has: PartitionSpec, asked: PartitionSpec, words: str
+) -> None:
+    tree, _ = tree_of(right=P("tensor"), wrong=has)
+    _, shardings = tree_of(right=P("tensor"), wrong=asked)
+    with pytest.raises(UserError) as caught:
+        check_placed({"params": tree}, {"params": shardings}, "after lunch")
+    assert str(caught.value) == f"after lunch, params/wrong of shape (8, 4) {words}"
+
+
+def test_another_memory_is_another_place() -> None:
+    tree, asked = tree_of(w=P("fsdp"))
+    host = asked["w"].with_memory_kind("pinned_host")
+    with pytest.raises(UserError, match=r"ask for P\('fsdp'\), in host memory$"):
+        check_placed(tree, {"w": host}, "now")
+    moved = {"w": jax.device_put(tree["w"], host)}
+    check_placed(moved, {"w": host}, "now")
+    with pytest.raises(UserError, match=r"is P\('fsdp'\), in host memory, and .* P\('fsdp'\)$"):
+        check_placed(moved, asked, "now")
+
+
+def test_another_device_is_another_place() -> None:
+    one, other = (SingleDeviceSharding(jax.devices()[number]) for number in (0, 3))
+    x = jax.device_put(np.ones(3), one)
+    with pytest.raises(UserError, match="now, x of shape"):
+        check_placed({"x": x}, {"x": other}, "now")
+    assert describe(one) == "on 1 device"
+
+
+# --- The trainer looks whether it is so ---
+
+X = np.ones((16, 32), np.float32)
+
+
+def squared_error(model: Any, batch: Any) -> dict[str, jax.Array]:
+    return {"loss": ((model(batch) - 1) ** 2).mean(-1)}
+
+
+def trainer(**options: Any) -> Trainer:
+    """Fully sharded, so that what is replicated is in the wrong place."""
+    defaults: dict[str, Any] = {
+        "model": partial(nnx.Linear, 32, 8),
+        "objective": squared_error,
+        "optimizer": optax.adam(0.1),
+        "strategy": "fully_sharded",
+        "sharding": ShardingOptions(min_size=64),
+        "global_batch_size": 16,
+        "terminal": Terminal(quiet=True),
+    }
+    return Trainer(**defaults | options)
+
+
+def replicated(fitted: Trainer, tree: Any) -> Any:
+    return jax.tree.map(lambda _: fitted.placement.everywhere, tree)
+
+
+WRONG = "params/kernel of shape (32, 8) is replicated, and its rules ask for P('fsdp')"
+
+
+def test_a_state_that_is_born_elsewhere_stops_the_run() -> None:
+    fitted = trainer()
+    steps = fitted._steps
+    places = replicated(fitted, steps.shardings)
+    steps._jit_init = jax.jit(steps._init, out_shardings=places)
+    with pytest.raises(UserError) as caught:
+        fitted.fit(X, steps=1)
+    assert str(caught.value) == f"after the initialisation, {WRONG}"
+
+
+def test_a_state_that_is_restored_elsewhere_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer(workdir=str(tmp_path)).fit(X, steps=1)
+    assert trainer(workdir=str(tmp_path)).fit(X, steps=2).step == 2
+    fitted = trainer(workdir=str(tmp_path))
+
+    def elsewhere(folder: Any, manifest: Any, abstract: Any, shardings: Any) -> Any:
+        return load_state(folder, manifest, abstract, replicated(fitted, shardings))
+
+    monkeypatch.setattr("spmdtrain.session.load_state", elsewhere)
+    with pytest.raises(UserError) as caught:
+        fitted.fit(X, steps=3)
+    assert str(caught.value) == f"as restored, {WRONG}"
+
+
+def test_a_state_that_a_step_leaves_elsewhere_stops_the_run() -> None:
+    fitted = trainer()
+    steps = fitted._steps
+    places = (steps.shardings, fitted.placement.batch)
+    after = (replicated(fitted, steps.shardings), fitted.placement.everywhere)
+    steps.train = jax.jit(steps._train, in_shardings=places, out_shardings=after)
+    with pytest.raises(UserError) as caught:
+        fitted.fit(X, steps=2)
+    assert str(caught.value) == f"after the first step, {WRONG}"
+
+
+@pytest.mark.parametrize("strategy", ["default", "zero", "fully_sharded"])
+def test_a_state_that_is_where_it_should_be_is_trained(strategy: str) -> None:
+    fitted = trainer(strategy=strategy, ema_decay=0.9)
+    assert fitted.fit(X, steps=2).step == 2
+    check_placed(fitted.state, fitted._steps.shardings, "at the end")
+    assert fitted.state is not None
+    kernel = fitted.state.params["kernel"]
+    assert kernel.addressable_shards[0].data.shape == (
+        (4, 8) if strategy == "fully_sharded" else (32, 8)
+    )
+
+
+def test_a_model_whose_parameters_are_one_array_is_trained_fully_sharded() -> None:
+    model = FunctionModel(lambda key: jnp.ones((32, 8)), lambda w, x: x @ w)
+    fitted = trainer(model=model)
+    fitted.fit(X, steps=2)
+    assert fitted.state is not None
+    for leaf in (fitted.state.params, fitted.state.opt_state[0].mu):
+        assert leaf.addressable_shards[0].data.shape == (4, 8)

@@ -26,7 +26,7 @@ from spmdtrain import (
 )
 from spmdtrain.adapters import adapt
 from spmdtrain.data import as_dataset
-from spmdtrain.mesh import build_mesh
+from spmdtrain.placement import place
 from spmdtrain.sharding import Rule, named_leaves
 from spmdtrain.step import Steps, model_output
 from spmdtrain.terminal import Terminal
@@ -209,27 +209,25 @@ def test_evaluate_before_fit_does_not_hide_the_checkpoint_from_fit(tmp_path: Pat
 
 
 def test_what_the_rules_ask_for_is_where_the_state_lives() -> None:
-    mesh = build_mesh(MeshSpec(data=2, fsdp=4))
+    config = RunConfig(mesh=MeshSpec(data=2, fsdp=4))
+    placement = place(config)
     steps = Steps(
         adapter=adapt(partial(nnx.Linear, 8, 16)),
         objective=squared_error,
         predict=model_output,
         optimizer=optax.adam(1e-3),
-        mesh=mesh,
-        rules=[Rule("kernel", PartitionSpec(None, "fsdp")), Rule("", PartitionSpec())],
+        placement=placement,
+        rules=[Rule("kernel", PartitionSpec(None, "fsdp"))],
+        config=config,
     )
     state = steps.init(0)
     for name, leaf in named_leaves(state).items():
         shape = leaf.addressable_shards[0].data.shape
         assert shape == ((8, 4) if name.endswith("kernel") else leaf.shape), name
     x, y = np.ones((16, 8), np.float32), np.ones((16, 16), np.float32)
-    batch = jax.device_put((x, y), build_batch_sharding(mesh))
+    batch = jax.device_put((x, y), placement.batch)
     after, _ = steps.train(state, batch)
     assert after.opt_state[0].mu["kernel"].addressable_shards[0].data.shape == (8, 4)
-
-
-def build_batch_sharding(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
-    return jax.sharding.NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
 
 
 def test_the_optimizer_may_ask_for_the_loss() -> None:

@@ -1,12 +1,35 @@
-"""Small models that the experiments share; nothing in the library depends on them."""
+"""The multi-layer perceptron."""
 
 import itertools
 from collections.abc import Sequence
 
 import jax
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from spmdtrain.errors import UserError
+from spmdtrain.sharding import Rule
+
+
+def mlp_rules(layers: int) -> tuple[Rule, ...]:
+    """How an `MLP` with so many layers (one more than hidden widths) splits over "tensor".
+
+    In pairs: of the first layer each device has some of the outputs, of the second the same
+    inputs, so that one sum over the devices is all that is exchanged. Only hidden widths are split
+    so; a last layer without a partner stays whole, as the task's 10 classes need not divide.
+    """
+    rules = []
+    for first in range(0, layers - 1, 2):
+        rules += [
+            Rule(f"layers/{first}/kernel$", PartitionSpec(None, "tensor")),
+            Rule(f"layers/{first}/bias$", PartitionSpec("tensor")),
+            Rule(f"layers/{first + 1}/kernel$", PartitionSpec("tensor", None)),
+        ]
+    return tuple(rules)
+
+
+MLP_RULES = mlp_rules(2)
+"""Those of the first two layers, which every MLP with a hidden layer has."""
 
 
 class MLP(nnx.Module):

@@ -1,0 +1,13 @@
+"""Models that the experiments share; nothing in the library depends on them."""
+
+from spmdtrain.models.mlp import MLP, MLP_RULES, mlp_rules
+from spmdtrain.models.transformer import TRANSFORMER_RULES, Transformer, TransformerConfig
+
+__all__ = [
+    "MLP",
+    "MLP_RULES",
+    "TRANSFORMER_RULES",
+    "Transformer",
+    "TransformerConfig",
+    "mlp_rules",
+]

@@ -1,0 +1,382 @@
+"""Where a run's arrays live, and what library code is told of it."""
+
+import contextlib
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from spmdtrain import Event, MeshSpec, RunConfig, Trainer, UserError, processes
+from spmdtrain import constrain as exported_constrain
+from spmdtrain import current_strategy as exported_current_strategy
+from spmdtrain.config import ShardingOptions, check, resolve
+from spmdtrain.mesh import BATCH_AXES
+from spmdtrain.placement import (
+    Placement,
+    constrain,
+    current_strategy,
+    on_own_devices,
+    place,
+    resolve_on_devices,
+    under,
+)
+from spmdtrain.strategies import DEFAULT
+from spmdtrain.terminal import Terminal
+
+P = PartitionSpec
+X = np.linspace(-1, 1, 32, dtype=np.float32)[:, None]
+DATA = (X, 3 * X + 2)
+
+
+def placed(strategy: str = "mirrored", **sizes: Any) -> Placement:
+    return place(RunConfig(strategy=strategy, mesh=MeshSpec(**sizes)))
+
+
+def told() -> str:
+    """What library code sees: the strategy, the axes in use, the parts of a batch."""
+    now = current_strategy()
+    return f"{now.name}: {now.axes}, {now.batch_shards}"
+
+
+OUTSIDE = "default: none, 1"
+MIRRORED = "mirrored: data=8, 8"
+
+
+def squared_error(model: Any, batch: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+    x, y = batch
+    return {"loss": (model(x) - y) ** 2}
+
+
+def trainer(**options: Any) -> Trainer:
+    defaults: dict[str, Any] = {
+        "model": partial(nnx.Linear, 1, 1),
+        "objective": squared_error,
+        "optimizer": optax.sgd(0.1),
+        "global_batch_size": 16,
+        "terminal": Terminal(quiet=True),
+    }
+    return Trainer(**defaults | options)
+
+
+# --- The placement that a configuration asks for ---
+
+
+def test_the_default_strategy_has_no_mesh_and_its_arrays_are_on_the_default_device() -> None:
+    found = placed("default")
+    assert found == Placement(DEFAULT, None)
+    assert (found.name, found.axes, found.batch_shards) == ("default", "none", 1)
+    assert found.devices == [jax.devices()[0]]
+    assert found.size("data") == found.size("fsdp") == found.size("tensor") == 1
+    plain = SingleDeviceSharding(jax.devices()[0])
+    assert found.batch == found.everywhere == plain
+    assert found.sharding(P("data"), on_host=True) == plain
+    with jax.default_device(jax.devices()[3]):
+        assert found.devices == [jax.devices()[3]]
+        assert found.batch == SingleDeviceSharding(jax.devices()[3])
+
+
+def test_a_placement_over_a_mesh() -> None:
+    found = placed("fully_sharded", data=2, tensor=2, devices=(7, 6, 5, 4, 3, 2, 1, 0))
+    assert found.mesh is not None
+    assert (found.name, found.axes) == ("fully_sharded", "data=2 fsdp=2 tensor=2")
+    assert [device.id for device in found.devices] == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert found.batch_shards == 4
+    assert [found.size(axis) for axis in ("replica", "data", "fsdp", "tensor")] == [1, 2, 2, 2]
+    assert found.batch == NamedSharding(found.mesh, P(BATCH_AXES))
+    assert found.everywhere == NamedSharding(found.mesh, P())
+    on_host = found.sharding(P("fsdp"), on_host=True)
+    assert on_host == NamedSharding(found.mesh, P("fsdp"), memory_kind="pinned_host")
+    assert found.sharding(P("fsdp")).memory_kind != "pinned_host"
+
+
+def test_several_devices_of_one_cpu_are_virtual_and_a_single_one_is_not() -> None:
+    assert placed().is_virtual()
+    assert placed(devices=(0, 1)).is_virtual()
+    assert not placed(devices=(3,)).is_virtual()
+    assert not placed("one_device").is_virtual()
+    assert not placed("default").is_virtual()
+
+
+def test_the_most_shards_are_heeded() -> None:
+    config = RunConfig(strategy="fully_sharded", sharding=ShardingOptions(max_shards=5))
+    assert place(config).axes == "data=2 fsdp=4"
+
+
+def test_what_is_for_one_process_is_refused_with_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "count", lambda: 3)
+    for name in ("default", "one_device"):
+        with pytest.raises(UserError) as caught:
+            placed(name)
+        message = str(caught.value)
+        assert message.startswith(f"strategy {name} is for one process, and there are 3")
+        assert "mirrored" in message
+    assert placed("mirrored").axes == "data=8"
+
+
+# --- What code runs under ---
+
+
+def test_outside_of_a_run_it_is_the_default_strategy() -> None:
+    assert told() == OUTSIDE
+    assert current_strategy().mesh is None
+    assert exported_current_strategy is current_strategy and exported_constrain is constrain
+
+
+def test_within_it_is_the_trainers_wherever_user_code_is_called() -> None:
+    seen: dict[str, set[str]] = {}
+
+    def note(where: str) -> None:
+        seen.setdefault(where, set()).add(told())
+
+    def model(rngs: nnx.Rngs) -> nnx.Linear:
+        note("model")
+        return nnx.Linear(1, 1, rngs=rngs)
+
+    def objective(model: Any, batch: Any) -> dict[str, jax.Array]:
+        note("objective")
+        return squared_error(model, batch)
+
+    def predict(model: Any, batch: Any) -> jax.Array:
+        note("predict")
+        return model(batch[0])
+
+    moments = ("fit_start", "step", "log", "evaluation", "fit_end")
+    callbacks = {moment: lambda event: note(event.moment) for moment in moments}
+    using = trainer(model=model, objective=objective, predict=predict, callbacks=callbacks)
+    using.fit(DATA, validation=DATA, steps=2)
+    using.evaluate(DATA)
+    using.predict(DATA)
+    assert seen == {name: {MIRRORED} for name in ("model", "objective", "predict", *moments)}
+    assert told() == OUTSIDE
+
+
+@pytest.mark.parametrize("first", ["fit", "evaluate", "predict", "model"])
+def test_a_model_is_made_under_the_trainers_strategy_whatever_is_called_first(first: str) -> None:
+    seen = set()
+
+    def model(rngs: nnx.Rngs) -> nnx.Linear:
+        seen.add(told())
+        return nnx.Linear(1, 1, rngs=rngs)
+
+    using = trainer(model=model, predict=lambda model, batch: model(batch[0]), steps=1)
+    if first == "model":
+        assert isinstance(using.model, nnx.Linear)
+    else:
+        getattr(using, first)(DATA)
+    assert seen == {MIRRORED}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "found", "jit"),
+    [
+        ("default", OUTSIDE, True),
+        ("one_device", "one_device: data=1, 1", True),
+        ("one_device", "one_device: data=1, 1", False),
+        ("hybrid", "hybrid: replica=2 data=4, 8", True),
+        ("fully_sharded", "fully_sharded: fsdp=8, 8", True),
+    ],
+)
+def test_the_objective_sees_the_strategy(strategy: str, found: str, jit: bool) -> None:
+    seen = set()
+
+    def objective(model: Any, batch: Any) -> dict[str, jax.Array]:
+        seen.add(told())
+        return squared_error(model, batch)
+
+    trainer(strategy=strategy, objective=objective, jit=jit).fit(DATA, steps=1)
+    assert seen == {found}
+
+
+def test_after_an_exception_it_is_the_default_strategy_again() -> None:
+    def failing(event: Event) -> None:
+        assert told() == MIRRORED
+        raise RuntimeError("mine")
+
+    def objective(model: Any, batch: Any) -> dict[str, jax.Array]:
+        assert told() == MIRRORED
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        trainer(callbacks={"step": failing}).fit(DATA, steps=3)
+    assert told() == OUTSIDE
+    for call in ("fit", "evaluate"):
+        with pytest.raises(RuntimeError, match="mine"):
+            getattr(trainer(objective=objective, steps=1), call)(DATA)
+        assert told() == OUTSIDE
+    with pytest.raises(UserError):
+        trainer(model=lambda rngs: None)
+    assert told() == OUTSIDE
+
+
+def test_a_trainer_within_anothers_callback_has_a_strategy_of_its_own() -> None:
+    seen = []
+
+    def objective(model: Any, batch: Any) -> dict[str, jax.Array]:
+        seen.append(told())
+        return squared_error(model, batch)
+
+    def within(event: Event) -> None:
+        seen.append("outer, before: " + told())
+        inner = trainer(objective=objective, strategy="one_device", mesh=MeshSpec(devices=(5,)))
+        inner.fit(DATA, steps=1)
+        seen.append("outer, after: " + told())
+
+    trainer(callbacks={"step": within}).fit(DATA, steps=1)
+    first, *inner, last = seen
+    assert (first, last) == (f"outer, before: {MIRRORED}", f"outer, after: {MIRRORED}")
+    assert set(inner) == {"one_device: data=1, 1"}
+    assert told() == OUTSIDE
+
+
+def test_under_ends_with_its_block_and_nests() -> None:
+    outer, inner = placed("fully_sharded"), placed("one_device")
+    with under(outer):
+        with contextlib.suppress(RuntimeError), under(inner):
+            assert current_strategy() is inner
+            raise RuntimeError
+        assert current_strategy() is outer
+    assert told() == OUTSIDE
+
+
+# --- How an array inside a model lies on the mesh ---
+
+
+def laid_out(placement: Placement, shape: tuple[int, ...], *spec: str | None) -> P:
+    """The spec of a computed array whose layout is constrained."""
+    with under(placement):
+        found = jax.jit(lambda x: constrain(jnp.sin(x), *spec))(jnp.ones(shape))
+    assert isinstance(found.sharding, NamedSharding)
+    return found.sharding.spec
+
+
+@pytest.mark.parametrize("placement", [Placement(DEFAULT, None), placed(devices=(4,))])
+def test_without_a_mesh_an_array_stays_as_it_is(placement: Placement) -> None:
+    x = jnp.ones((7, 3))
+    with under(placement):
+        assert constrain(x, "batch", "tensor") is x
+        assert constrain(jnp.float32(1)).shape == ()
+    assert constrain(x, None, None) is x
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spec", "shard"),
+    [
+        ({}, ("batch", None), (2, 8)),
+        ({}, (None, "data"), (16, 1)),
+        ({"replica": 2, "fsdp": 2}, ("batch", None), (2, 8)),
+        ({"tensor": 2}, ("batch", "tensor"), (4, 4)),
+        ({"tensor": 4}, (None, "tensor"), (16, 2)),
+        ({"fsdp": 4}, ("fsdp", "data"), (4, 4)),
+        ({"tensor": 2}, (None, None), (16, 8)),
+    ],
+)
+def test_a_dim_lies_along_the_axis_that_is_named(
+    sizes: dict[str, Any], spec: tuple[str | None, ...], shard: tuple[int, ...]
+) -> None:
+    placement = placed(**sizes)
+    with under(placement):
+        found = jax.jit(lambda x: constrain(jnp.sin(x), *spec))(jnp.ones((16, 8)))
+    assert found.sharding.shard_shape((16, 8)) == shard
+    with under(placement):  # without jit as well
+        assert constrain(jnp.ones((16, 8)), *spec).sharding.shard_shape((16, 8)) == shard
+
+
+def test_the_constraint_is_in_the_program() -> None:
+    def program(*placements: Placement) -> str:
+        with contextlib.ExitStack() as stack:
+            for placement in placements:
+                stack.enter_context(under(placement))
+            return str(jax.make_jaxpr(lambda x: constrain(x, "batch", "tensor"))(jnp.ones((8, 8))))
+
+    assert "sharding_constraint" in program(placed(tensor=2))
+    assert "sharding_constraint" not in program()
+    assert "sharding_constraint" not in program(placed(tensor=2), Placement(DEFAULT, None))
+
+
+def test_a_dim_that_does_not_divide_is_left_to_the_compiler() -> None:
+    placement = placed(tensor=2)
+    with under(placement):
+        program = str(
+            jax.make_jaxpr(lambda x: constrain(x, "batch", "tensor", None))(jnp.ones((6, 4, 3)))
+        )
+    assert "spec=P(UNCONSTRAINED, 'tensor', None)" in program
+    assert laid_out(placement, (6, 4), "batch", "tensor")[1] == "tensor"
+    assert laid_out(placement, (4, 3), "batch", "tensor")[0] is not None
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.sampled_from(["batch", "tensor", None]))))
+@settings(deadline=None, derandomize=True, max_examples=30)
+def test_any_array_keeps_its_values(dims: list[tuple[int, str | None]]) -> None:
+    dims = dims[:3]
+    spec, used = [], set()
+    for _, entry in dims:  # an axis may split one dim alone
+        spec.append(None if entry in used else entry)
+        used.add(entry)
+    x = np.arange(np.prod([size for size, _ in dims], dtype=int)).reshape([n for n, _ in dims])
+    with under(placed(tensor=2)):
+        np.testing.assert_array_equal(constrain(jnp.asarray(x), *spec), x)
+
+
+@pytest.mark.parametrize("placement", [Placement(DEFAULT, None), placed()])
+def test_another_number_of_entries_than_dims_is_an_error(placement: Placement) -> None:
+    x = jnp.ones((16, 4))
+    with under(placement):
+        for spec in (("batch",), ("batch", None, None), ()):
+            with pytest.raises(ValueError, match=rf"{len(spec)} entries for an array of .*16, 4"):
+                constrain(x, *spec)
+
+
+# --- Configurations ---
+
+
+def test_a_configuration_is_resolved_for_the_parts_of_its_batch() -> None:
+    def batch(strategy: str, **sizes: Any) -> int | None:
+        config = RunConfig(batch_size_per_device=4, strategy=strategy, mesh=MeshSpec(**sizes))
+        return resolve_on_devices(config).global_batch_size
+
+    assert batch("mirrored") == batch("fully_sharded") == batch("hybrid") == 32
+    assert batch("mirrored", tensor=2) == batch("tensor_parallel") == 16
+    assert batch("one_device") == batch("default") == 4
+
+
+def test_another_process_keeps_a_strategy_that_fits_its_devices() -> None:
+    config = RunConfig(strategy="fully_sharded", mesh=MeshSpec(data=2))
+    assert on_own_devices(config) == config
+    config = RunConfig(learning_rate=0.1, learning_rate_scaling="linear")
+    assert on_own_devices(config).learning_rate_scaling == "none"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RunConfig(strategy="fully_sharded", mesh=MeshSpec(data=3)),
+        RunConfig(strategy="mirrored", mesh=MeshSpec(data=16)),
+        RunConfig(strategy="hybrid", mesh=MeshSpec(replica=16)),
+        RunConfig(strategy="one_device", mesh=MeshSpec(devices=(11,))),
+        RunConfig(
+            strategy="fully_sharded",
+            mesh=MeshSpec(data=3),
+            sharding=ShardingOptions(max_shards=4, min_size=8),
+        ),
+        RunConfig(
+            strategy="central_storage",
+            mesh=MeshSpec(data=16),
+            sharding=ShardingOptions(offload="optimizer"),
+        ),
+    ],
+)
+def test_where_a_strategy_does_not_fit_all_devices_are_along_the_batch(config: RunConfig) -> None:
+    check(config)
+    found = on_own_devices(config)
+    assert (found.strategy, found.mesh) == ("mirrored", MeshSpec())
+    assert found.sharding.min_size == config.sharding.min_size
+    check(found)  # what was for the other strategy is gone
+    assert resolve(found, batch_shards=place(found).batch_shards).global_batch_size == 32

@@ -1,0 +1,298 @@
+"""The experiment shakespeare_gpt: its text as examples, its shapes, and what it writes."""
+
+import dataclasses
+import os
+import subprocess
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import REPOSITORY, command, environment, metrics, run, together
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmdtrain import UserError
+from spmdtrain.experiment import load_experiment
+from spmdtrain.models import Transformer
+
+GPT = REPOSITORY / "experiments" / "shakespeare_gpt.py"
+DATA = Path(os.environ.get("SPMDTRAIN_DATA", REPOSITORY.parent / "shared" / "data"))
+TEXT = "".join(f"{i} green bottles, hanging on the wall\n" for i in range(99, 0, -1)) * 3
+
+gpt: ModuleType = load_experiment(str(GPT), frozenset()).module
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A folder with a text of 26 characters in it, over and over."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "input.txt").write_text(TEXT)
+    return folder
+
+
+@pytest.fixture
+def shakespeare() -> Path:
+    """The folder of the real text; skips where it is absent."""
+    folder = DATA / "tinyshakespeare"
+    if not folder.is_dir():
+        pytest.skip(f"no real data: {folder} is absent (SPMDTRAIN_DATA says where it is)")
+    return folder
+
+
+def config(preset: str | None = None, **changes: Any) -> Any:
+    return dataclasses.replace(gpt.PRESETS[preset] if preset else gpt.Config(), **changes)
+
+
+# -- examples --------------------------------------------------------------------------------------
+
+
+@given(length=st.integers(2, 200), context=st.integers(1, 40))
+def test_side_by_side_windows_predict_each_token_but_the_first_once(
+    length: int, context: int
+) -> None:
+    text = np.arange(1000, 1000 + length)
+    windows = gpt.Windows(text, context, stride=context)
+    rows = windows.rows(np.arange(len(windows)))
+    assert rows["tokens"].shape == (len(windows), context + 1)
+    counted = rows["weights"] == 1
+    assert (counted | (rows["weights"] == 0)).all()
+    np.testing.assert_array_equal(rows["tokens"][:, 1:][counted], text[1:])
+    np.testing.assert_array_equal(rows["tokens"][:, :-1][counted], text[:-1])
+    assert counted.any(axis=1).all()  # no window is for nothing
+
+
+@given(length=st.integers(2, 60), context=st.integers(1, 40))
+def test_training_windows_begin_at_every_place_and_are_full(length: int, context: int) -> None:
+    if length <= context:
+        return
+    text = np.arange(length)
+    windows = gpt.Windows(text, context, stride=1)
+    rows = windows.rows(np.arange(len(windows)))
+    np.testing.assert_array_equal(rows["tokens"][:, 0], np.arange(length - context))
+    assert (np.diff(rows["tokens"], axis=1) == 1).all() and rows["weights"].all()
+    assert rows["tokens"][-1, -1] == length - 1
+
+
+def test_the_last_tenth_validates() -> None:
+    train, validation = gpt.split(np.arange(1005), 10)
+    assert train.rows(np.array([len(train) - 1]))["tokens"][0, -1] == 903
+    assert validation.rows(np.array([0]))["tokens"][0, 0] == 904
+    with pytest.raises(UserError, match="30 tokens: too few for a context of 27"):
+        gpt.split(np.arange(30), 27)
+
+
+def test_characters_and_bytes(tmp_path: Path) -> None:
+    (tmp_path / "input.txt").write_bytes("Grüße, 🐦\r\n".encode())
+    folder = str(tmp_path)
+    characters, tokens = gpt.load_text(config(data_dir=folder))
+    assert len(characters) == 10 and characters.decode(tokens) == "Grüße, 🐦\r\n"
+    assert sorted(tokens) == list(range(10))
+    np.testing.assert_array_equal(characters.encode("ü🐦"), tokens[[2, 7]])
+    octets, bytes_ = gpt.load_text(config(data_dir=folder, vocabulary="bytes"))
+    assert len(octets) == 256 and bytes(bytes_.tolist()).decode() == "Grüße, 🐦\r\n"
+    assert octets.decode(octets.encode("ü🐦")) == "ü🐦"
+    assert octets.decode(octets.encode("ü")[:1]) == "\ufffd"
+
+    with pytest.raises(UserError, match="has no 'x', 'é', so"):
+        characters.encode("Gréxßx")
+    (tmp_path / "input.txt").write_bytes(b"\xff\xfe" * 9)
+    with pytest.raises(UserError, match=r"no UTF-8.*--vocabulary bytes"):
+        gpt.load_text(config(data_dir=folder))
+    gpt.load_text(config(data_dir=folder, vocabulary="bytes"))
+
+
+def test_without_the_text_it_says_where_to_get_it(tmp_path: Path) -> None:
+    no_folder, no_file = together(
+        lambda: run(GPT, cwd=tmp_path),
+        lambda: run(GPT, "--data-dir", tmp_path, cwd=tmp_path),
+    )
+    for result, why in ((no_folder, "needs --data-dir"), (no_file, f"{tmp_path}: holds no input")):
+        assert result.returncode == 2, result.stderr
+        assert why in result.stderr and "Traceback" not in result.stderr
+        assert "karpathy/char-rnn/master/data/tinyshakespeare/input.txt" in result.stderr
+
+
+def test_the_real_text(shakespeare: Path) -> None:
+    vocabulary, tokens = gpt.load_text(config(data_dir=str(shakespeare)))
+    assert len(vocabulary) == 65 and len(tokens) == 1_115_394
+    train, validation = gpt.split(tokens, 96)
+    assert len(train) == 1_003_854 - 96
+    assert validation.rows(np.arange(len(validation)))["weights"].sum() == 111_540 - 1
+
+
+# -- shapes ----------------------------------------------------------------------------------------
+
+
+def count(preset: str | None) -> int:
+    shape = gpt.shape(config(preset), 65)
+    model = nnx.eval_shape(lambda: Transformer(shape, rngs=nnx.Rngs(0)))
+    return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+@pytest.mark.parametrize(
+    ("preset", "low", "high"),
+    [
+        ("gpt2-small", 124.3e6, 124.5e6),
+        ("gpt2-medium", 354.5e6, 355.5e6),
+        ("1.3b", 1.30e9, 1.32e9),
+        (None, 1.0e6, 1.6e6),
+    ],
+)
+def test_presets_have_the_parameters_they_are_known_for(
+    preset: str | None, low: float, high: float
+) -> None:
+    assert low < count(preset) < high
+
+
+@pytest.mark.parametrize("preset", [None, *gpt.PRESETS])
+def test_dims_divide_over_the_default_meshes(preset: str | None) -> None:
+    shape = gpt.shape(config(preset), 65)
+    for name in ("rows", "width", "hidden"):
+        assert getattr(shape, name) % 16 == 0, name  # 8 along fsdp and 2 along tensor
+    assert shape.heads % 2 == 0
+    assert config(preset).global_batch_size % 8 == 0
+
+
+def test_the_norms_scales_do_not_decay_and_the_rate_rises_and_falls() -> None:
+    model = Transformer(gpt.shape(config("tiny"), 26), rngs=nnx.Rngs(0))
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    optimizer = gpt.make_optimizer(config(learning_rate=0.1, weight_decay=1.0, warmup_steps=4), 40)
+    state, still = optimizer.init(params), jax.tree.map(jnp.zeros_like, params)
+
+    @jax.jit
+    def update(state: Any) -> Any:  # without gradients, the decay alone is left
+        updates, state = optimizer.update(still, state, params)
+        return jax.tree.map(
+            lambda u, p: jnp.abs(u).max() / jnp.abs(p).max(), updates, params
+        ), state
+
+    rates = []
+    for _ in range(41):
+        moved, state = update(state)
+        assert moved["norm"] == moved["blocks"]["mlp"]["norm"] == 0
+        assert moved["blocks"]["mlp"]["up"] == pytest.approx(float(moved["embedding"]))
+        rates.append(float(moved["embedding"]))
+    assert rates[:5] == pytest.approx([0.02, 0.04, 0.06, 0.08, 0.1])
+    assert rates[22] == pytest.approx(0.1 * (1 + 0.05) / 2)
+    assert rates[40] == pytest.approx(0.1 * 0.05)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+
+
+# -- writing on ------------------------------------------------------------------------------------
+
+
+def untrained(of: Any, vocabulary: int) -> Transformer:
+    model = Transformer(gpt.shape(of, vocabulary), rngs=nnx.Rngs(0))
+    # Sharper than it is born: what is likeliest is then no matter of rounding.
+    model.embedding[...] = 20 * model.embedding[...]
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
+
+
+def write(of: Any, vocabulary: int, batch: dict[str, Any]) -> np.ndarray:
+    model = untrained(of, vocabulary)
+    written = jax.jit(partial(gpt.writer(of), model))(jax.tree.map(jnp.asarray, batch))
+    return np.asarray(written["tokens"])
+
+
+def test_it_writes_on_past_the_context_from_prompts_of_any_length() -> None:
+    of = config("tiny", context=8, sample_length=14, temperature=0.0, layers=1)
+    tokens = np.array([[1, 2, 3, 0, 0], [4, 0, 0, 0, 0], [5, 6, 7, 8, 9]], np.int32)
+    lengths = np.array([3, 1, 5], np.int32)
+    written = write(of, 26, {"tokens": tokens, "length": lengths, "sample": np.arange(3)})
+    model, forward = untrained(of, 26), nnx.jit(lambda model, tokens: model(tokens))
+    for row, length in enumerate(lengths):
+        text = list(tokens[row, :length])
+        for _ in range(14):
+            seen = text[-8:]  # and zeros behind it, which it does not look at
+            logits = forward(model, jnp.array([seen + [0] * (8 - len(seen))]))
+            text.append(int(logits[0, len(seen) - 1].argmax()))
+        np.testing.assert_array_equal(written[row, : length + 14], text)
+    assert len({tuple(row[-5:]) for row in written}) > 1
+
+
+def test_samples_differ_by_their_number_and_the_seed_and_hold_real_tokens_alone() -> None:
+    of = config("tiny", sample_length=60, temperature=50.0, samples=6)
+    vocabulary = gpt.Vocabulary(np.arange(97, 123))
+    batch = gpt.prompts(dataclasses.replace(of, prompt="ab"), vocabulary).rows(np.arange(6))
+    written = write(of, 26, batch)
+    assert written.shape == (6, 62) and (written[:, :2] == [0, 1]).all()
+    assert written.max() < 26 and len(np.unique(written)) == 26  # of 64 rows, at such a heat
+    assert len({tuple(row) for row in written}) == 6
+    alone = {name: rows[4:5] for name, rows in batch.items()}
+    np.testing.assert_array_equal(write(of, 26, alone)[0], written[4])
+    other = write(dataclasses.replace(of, seed=1), 26, alone)
+    assert (other[0] != written[4]).any()
+
+
+def test_what_cannot_be_written() -> None:
+    vocabulary = gpt.Vocabulary(np.arange(97, 123))
+    with pytest.raises(UserError, match="has no '!', 'A', so the vocabulary lacks"):
+        gpt.prompts(config(prompt="Ah!"), vocabulary)
+    with pytest.raises(UserError, match="prompt is empty"):
+        gpt.prompts(config(prompt=""), vocabulary)
+    for changes in ({"temperature": -1.0}, {"samples": 0}, {"sample_length": 0}):
+        with pytest.raises(UserError, match=next(iter(changes))):
+            gpt.writer(config(**changes))
+
+
+def test_texts_are_presented_below_their_numbers() -> None:
+    vocabulary = gpt.Vocabulary(np.arange(97, 123))
+    shown = gpt.present(
+        vocabulary, {"tokens": np.array([[0, 1, 2], [3, 4, 9]]), "length": np.array([3, 2])}
+    )
+    assert list(shown) == ["--- 0", "abc", "--- 1", "de"]
+
+
+def test_the_loss_is_of_the_tokens_that_count() -> None:
+    logits = jax.random.normal(jax.random.key(0), (2, 3, 5))
+    tokens = jnp.array([[0, 1, 2, 3], [4, 3, 2, 1]])
+    weights = jnp.array([[1.0, 1, 1], [1, 0, 0]])
+    found = gpt.objective(lambda inputs: logits, {"tokens": tokens, "weights": weights})
+    expected = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    np.testing.assert_allclose(found["loss"][0], expected, rtol=1e-5)
+    np.testing.assert_array_equal(found["accuracy"][0], logits.argmax(-1) == tokens[:, 1:])
+    for _, counted in found.values():
+        np.testing.assert_array_equal(counted, weights)
+
+
+def test_it_learns_on_eight_devices_and_writes_the_same_on_one(text: Path, tmp_path: Path) -> None:
+    options = ("--preset", "tiny", "--data-dir", text, "--workdir", tmp_path / "run")
+    trained = run(GPT, *options, "--steps", 40, "--cpu-devices", 8)
+    assert trained.returncode == 0, trained.stderr
+    first, *_, last = metrics(tmp_path / "run", "train")
+    assert first["loss"] == pytest.approx(np.log(len(set(TEXT))), abs=0.15)
+    assert last["loss"] < 0.7 * first["loss"]
+    assert metrics(tmp_path / "run", "eval")[-1]["loss"] < 0.8 * first["loss"]
+
+    wanted = (*options, "--mode", "predict", "--prompt", "9 green", "--samples", 3)
+    written = {}
+    for devices in (8, 1):
+        result = run(GPT, *wanted, devices=devices)
+        assert result.returncode == 0, result.stderr
+        predictions = np.load(tmp_path / "run" / "predictions.npz")
+        written[devices] = {name: predictions[name] for name in predictions.files}
+        for number in range(3):
+            assert f"--- {number}\n9 green" in result.stdout
+        assert "--- 3" not in result.stdout
+    for name, values in written[1].items():
+        np.testing.assert_array_equal(values, written[8][name])
+
+    refused = run(GPT, *wanted[:-4], "--prompt", "Zoë")
+    assert refused.returncode == 2 and "'Z', 'ë'" in refused.stderr
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(1200)
+def test_the_default_options_reach_their_result(shakespeare: Path, tmp_path: Path) -> None:
+    line = command(GPT, "--data-dir", shakespeare, "--workdir", tmp_path)
+    subprocess.run(line, env=environment(1), check=True, timeout=1100)
+    assert metrics(tmp_path, "eval")[-1]["loss"] < 1.65

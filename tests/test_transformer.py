@@ -1,0 +1,266 @@
+"""The transformer: what a token may see, how its place is told, and how it lies on the mesh."""
+
+import dataclasses
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from spmdtrain import MeshSpec, Trainer, UserError
+from spmdtrain.models import MLP, TRANSFORMER_RULES, Transformer, TransformerConfig, mlp_rules
+from spmdtrain.models.transformer import is_fused, rotation
+from spmdtrain.sharding import named_leaves
+
+SMALL = TransformerConfig(
+    vocabulary=50, rows=64, layers=2, width=32, heads=2, hidden=64, context=16, unroll=True
+)
+
+
+def small(seed: int = 0, **changes: Any) -> Transformer:
+    model = Transformer(dataclasses.replace(SMALL, **changes), rngs=nnx.Rngs(seed))
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
+
+
+@nnx.jit
+def forward(model: Transformer, tokens: jax.Array) -> jax.Array:
+    return model(tokens)
+
+
+def some_tokens(rows: int = 3, length: int = 16) -> jax.Array:
+    return jax.random.randint(jax.random.key(7), (rows, length), 0, SMALL.vocabulary)
+
+
+def loss(model: Transformer, tokens: jax.Array) -> jax.Array:
+    logits = model(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def gradients(model: Transformer, tokens: jax.Array) -> dict[str, np.ndarray]:
+    graph, *states = nnx.split(model, nnx.Param, ...)
+    params, rest = states
+    found = jax.jit(jax.grad(lambda p: loss(nnx.merge(graph, p, rest), tokens)))(params)
+    return {name: np.asarray(leaf) for name, leaf in named_leaves(nnx.to_pure_dict(found)).items()}
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_a_token_sees_itself_and_those_before_it_alone(positions: str) -> None:
+    model, tokens = small(positions=positions), some_tokens()
+    before = forward(model, tokens)
+    after = forward(model, tokens.at[:, 9].set((tokens[:, 9] + 1) % SMALL.vocabulary))
+    np.testing.assert_array_equal(before[:, :9], after[:, :9])
+    changed = np.abs(before - after)[..., : SMALL.vocabulary].max(axis=(0, 2))
+    assert (changed[9:] > 1e-4).all(), changed  # not the token alone, those after it too
+
+
+def test_rotary_products_depend_on_the_distance_alone() -> None:
+    turn = rotation(12, 8)
+    query, key = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
+    queries, keys = (turn(jnp.tile(x, (1, 12, 1, 1)))[0, :, 0] for x in (query, key))
+    products = np.asarray(queries @ keys.T)
+    for distance in range(-11, 12):
+        along = np.diagonal(products, distance)
+        assert np.ptp(along) < 1e-5
+    assert np.ptp(products[0]) > 0.1  # and it does depend on it
+    np.testing.assert_allclose(queries[0], query[0, 0, 0], rtol=1e-6)  # the first is not turned
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_the_order_of_earlier_tokens_counts(positions: str) -> None:
+    # In one layer they reach the last token as a sum: without positions their order is lost.
+    model, tokens = small(positions=positions, layers=1), some_tokens()
+    swapped = tokens.at[:, 2].set(tokens[:, 5]).at[:, 5].set(tokens[:, 2])
+    last = [np.asarray(forward(model, x)[:, -1, : SMALL.vocabulary]) for x in (tokens, swapped)]
+    assert np.abs(last[0] - last[1]).max() > 1e-4
+    if positions == "learned":
+        model.positions[...] = jnp.zeros_like(model.positions[...])
+        last = [np.asarray(forward(model, x)[:, -1, : SMALL.vocabulary]) for x in (tokens, swapped)]
+        np.testing.assert_allclose(last[0], last[1], atol=1e-5)
+
+
+def test_a_loop_computes_what_the_unrolled_layers_do() -> None:
+    loop, unrolled, tokens = small(unroll=False), small(), some_tokens()
+    np.testing.assert_allclose(
+        forward(loop, tokens), forward(unrolled, tokens), rtol=1e-5, atol=1e-5
+    )
+    one, other = gradients(loop, tokens), gradients(unrolled, tokens)
+    assert one.keys() == other.keys()
+    for name in one:
+        np.testing.assert_allclose(one[name], other[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_every_parameter_of_every_layer_takes_part() -> None:
+    found = gradients(small(positions="learned", tied=False), some_tokens(length=17))
+    names = {"embedding", "positions", "head", "norm", "blocks/attention/norm", "blocks/mlp/norm"}
+    names |= {f"blocks/{part}" for part in ("attention/qkv", "attention/out", "mlp/up", "mlp/down")}
+    assert set(found) == names
+    for name, gradient in found.items():
+        parts = gradient if name.startswith("blocks/") else gradient[None]
+        assert all(np.abs(part).max() > 0 for part in parts), name
+
+
+def test_rows_without_a_token_count_nothing() -> None:
+    padded, tokens = small(), some_tokens(length=17)
+    exact = small(rows=SMALL.vocabulary)
+    state = nnx.to_pure_dict(nnx.state(padded, nnx.Param))
+    state["embedding"] = state["embedding"][: SMALL.vocabulary]
+    nnx.update(exact, state)
+    logits = forward(padded, tokens[:, :-1])
+    assert logits.shape[-1] == 64 and logits.dtype == jnp.float32
+    assert (jax.nn.softmax(logits)[..., SMALL.vocabulary :] == 0).all()
+    losses = [float(jax.jit(partial(loss, model))(tokens)) for model in (padded, exact)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert (gradients(padded, tokens)["embedding"][SMALL.vocabulary :] == 0).all()
+
+
+def test_it_computes_in_the_dtype_of_its_parameters() -> None:
+    model, tokens = small(unroll=False), some_tokens()
+    wide = forward(model, tokens)
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(model, nnx.Param))
+    nnx.update(model, narrow)
+    logits = forward(model, tokens)
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, wide, atol=0.05)
+    assert np.abs(logits - wide).max() > 1e-5
+    loops = [
+        e for e in jax.make_jaxpr(lambda t: model(t))(tokens).eqns if str(e.primitive) == "scan"
+    ]
+    assert [str(v.aval.dtype) for e in loops for v in e.outvars] == ["bfloat16"]
+
+
+def test_dropout_is_for_training_and_draws_anew() -> None:
+    model, tokens = small(dropout=0.5), some_tokens()
+    np.testing.assert_array_equal(forward(model, tokens), forward(model, tokens))
+    np.testing.assert_array_equal(forward(model, tokens), forward(small(), tokens))
+    model.train()  # type: ignore[no-untyped-call]
+    once, twice = np.asarray(forward(model, tokens)), np.asarray(forward(model, tokens))
+    assert np.abs(once - twice).max() > 1e-2
+
+
+def test_fused_attention_is_for_16_bits_on_recent_nvidia_gpus() -> None:
+    h100, v100 = (SimpleNamespace(compute_capability=c) for c in ("9.0", "7.0"))
+    amd, cpu = SimpleNamespace(compute_capability="gfx90a"), jax.devices()[0]
+    assert is_fused(h100, jnp.dtype(jnp.bfloat16), 64)
+    assert is_fused(SimpleNamespace(compute_capability="10.0"), jnp.dtype(jnp.float16), 128)
+    assert not is_fused(h100, jnp.dtype(jnp.float32), 64)
+    assert not is_fused(h100, jnp.dtype(jnp.bfloat16), 36)
+    assert not is_fused(h100, jnp.dtype(jnp.bfloat16), 256)
+    for other in (v100, amd, cpu):
+        assert not is_fused(other, jnp.dtype(jnp.bfloat16), 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": 5}, "width 32 does not divide over 5 heads"),
+        ({"heads": 32}, "32 heads is 1 a head: an odd number"),
+        ({"rows": 49}, "49 rows of the embedding for 50 tokens"),
+        ({"layers": 0}, "layers is 0"),
+        ({"dropout": 1.0}, "dropout is 1.0"),
+    ],
+)
+def test_shapes_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(SMALL, **changes)
+
+
+def test_a_row_longer_than_the_context_is_refused() -> None:
+    with pytest.raises(UserError, match="17 tokens in a row, and the model's context is 16"):
+        small()(some_tokens(length=17))
+
+
+# -- on a mesh -------------------------------------------------------------------------------------
+
+
+def objective(model: Transformer, tokens: jax.Array) -> dict[str, jax.Array]:
+    logits = model(tokens[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return {"loss": losses.mean(-1)}
+
+
+def fitted(strategy: str, mesh: MeshSpec | None = None, **changes: Any) -> tuple[Trainer, float]:
+    """A trainer after three steps under a strategy, and its loss on the data then."""
+    tokens = np.asarray(some_tokens(rows=32, length=17))
+    trainer = Trainer(
+        model=partial(Transformer, dataclasses.replace(SMALL, **changes)),
+        objective=objective,
+        optimizer=optax.sgd(0.5),
+        rules=TRANSFORMER_RULES,
+        strategy=strategy,
+        mesh=mesh or MeshSpec(),
+    )
+    trainer.fit(tokens, steps=3, global_batch_size=8)
+    return trainer, trainer.evaluate(tokens)["loss"]
+
+
+def split_over(trainer: Trainer) -> dict[str, set[str]]:
+    """By parameter, the axes it is split over."""
+    assert trainer.state is not None
+    names = named_leaves(trainer.state.params)
+    return {
+        name: {a for e in x.sharding.spec for a in ((e,) if isinstance(e, str) else e or ())}
+        for name, x in names.items()
+    }
+
+
+def test_split_by_its_rules_it_learns_the_same() -> None:
+    _, mirrored = fitted("mirrored")
+    trainer, split = fitted("tensor_parallel", MeshSpec(data=4, tensor=2))
+    assert split == pytest.approx(mirrored, rel=1e-5)
+    axes = split_over(trainer)
+    assert {name for name, over in axes.items() if "tensor" in over} == {
+        "embedding",
+        "blocks/attention/qkv",
+        "blocks/attention/out",
+        "blocks/mlp/up",
+        "blocks/mlp/down",
+    }
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("unroll", [True, False])
+@pytest.mark.parametrize(
+    ("strategy", "mesh"),
+    [
+        ("zero", None),
+        ("fully_sharded", None),
+        ("hybrid+fully_sharded", None),
+        ("fully_sharded+tensor_parallel", MeshSpec(data=1, fsdp=4, tensor=2)),
+        ("zero+tensor_parallel", MeshSpec(data=4, tensor=2)),
+        ("hybrid+fully_sharded+tensor_parallel", MeshSpec(replica=2, fsdp=2, tensor=2)),
+    ],
+)
+def test_it_learns_the_same_under_every_strategy(
+    strategy: str, mesh: MeshSpec | None, unroll: bool
+) -> None:
+    _, mirrored = fitted("mirrored", unroll=unroll)
+    _, other = fitted(strategy, mesh, unroll=unroll)
+    assert other == pytest.approx(mirrored, rel=1e-5)
+
+
+@pytest.mark.parametrize("hidden", [(), (8,), (8, 8)])
+def test_the_rules_of_an_mlp_fit_its_hidden_widths_only(hidden: tuple[int, ...]) -> None:
+    sizes = (6, *hidden, 3)  # neither 6 nor 3 divides over 4
+    rules = mlp_rules(len(sizes) - 1)
+    layers = {rule.pattern for rule in rules if rule.pattern.endswith("kernel$")}
+    assert len(layers) == 2 * ((len(sizes) - 1) // 2)
+    x = np.zeros((8, 6), np.float32)
+    trainer = Trainer(
+        model=partial(MLP, 6, hidden, 3),
+        objective=lambda model, x: {"loss": (model(x) ** 2).mean(-1)},
+        optimizer=optax.sgd(0.1),
+        rules=rules,
+        mesh=MeshSpec(data=2, tensor=4),
+        strategy="tensor_parallel" if hidden else "mirrored",
+    )
+    trainer.fit(x, steps=1, global_batch_size=8)
+    kernels = {n: over for n, over in split_over(trainer).items() if n.endswith("kernel")}
+    assert {n for n, over in kernels.items() if over} == {
+        f"layers/{number}/kernel" for number in range(2 * ((len(sizes) - 1) // 2))
+    }
