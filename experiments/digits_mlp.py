@@ -13,12 +13,13 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
 from spmdtrain import ArrayDataset, Experiment, RunConfig, Subset, UserError
-from spmdtrain.models import MLP
+from spmdtrain.models import MLP, mlp_rules
 
 _SPLIT_SEED = 0  # of its own: another `seed` trains differently on the same split
 
@@ -36,7 +37,7 @@ class Config(RunConfig):
 
 
 def objective(model: nnx.Module, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    logits = model(batch["image"])
+    logits = model(batch["image"]).astype(jnp.float32)  # whatever the model computes in
     return {
         "loss": optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]),
         "accuracy": logits.argmax(-1) == batch["label"],
@@ -66,6 +67,7 @@ def build(config: Config) -> Experiment:
         model=partial(MLP, 64, config.hidden, 10, dropout=config.dropout),
         objective=objective,
         optimizer=optax.adam(config.learning_rate),
+        rules=mlp_rules(len(config.hidden) + 1),
         train=train,
         validation=validation,
         test=test,

@@ -21,7 +21,7 @@ from etils import epath
 from flax import nnx
 
 from spmdtrain import ArrayDataset, Experiment, RunConfig, Subset, UserError, find_idx, read_idx
-from spmdtrain.models import MLP
+from spmdtrain.models import MLP, mlp_rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,7 @@ class Config(RunConfig):
 def objective(model: nnx.Module, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     # The bytes are scaled on the device: a quarter of what floats would take on the way.
     logits = model(batch["image"].astype(jnp.float32) / 255)
+    logits = logits.astype(jnp.float32)  # whatever the model computes in
     return {
         "loss": optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]),
         "accuracy": logits.argmax(-1) == batch["label"],
@@ -92,6 +93,7 @@ def build(config: Config) -> Experiment:
         objective=objective,
         predict=predict,
         optimizer=optax.adam(config.learning_rate),
+        rules=mlp_rules(len(config.hidden) + 1),
         train=train,
         validation=validation,
         test=test,

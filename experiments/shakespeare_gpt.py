@@ -34,7 +34,7 @@ Batch = dict[str, jax.Array]
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    steps: int | None = 2000
+    steps: int | None = 1500
     global_batch_size: int | None = 16
     learning_rate: float | None = 3e-3
     eval_every_steps: int | None = 500

@@ -1,19 +1,20 @@
-"""From parameters and a global batch to the gradients of its weighted sum.
+"""From parameters and a global batch to the gradients of its weighted mean.
 
 However they are computed (all at once, in microbatches, reduced by XLA or by hand), sums are added
 up, and the mean is taken once, by the weight of the whole batch.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, Sharding
 
-from spmdtrain import metrics
+from spmdtrain import hlo, metrics
 from spmdtrain.errors import UserError
 from spmdtrain.mesh import BATCH_AXES
 from spmdtrain.placement import Placement, under
@@ -23,20 +24,12 @@ from spmdtrain.strategies import DEFAULT
 PyTree = Any
 
 
-class Sums(NamedTuple):
-    """What one pass over a batch gives; gradients are those of the loss's weighted sum."""
+class Found(NamedTuple):
+    """What a batch gives: gradients, the weighted sums of loss and metrics, the model's state."""
 
     gradients: PyTree
     metrics: dict[str, metrics.Sums]
     model_state: PyTree
-
-    def mean(self) -> PyTree:
-        """The gradients of the weighted mean; 0 where nothing counted."""
-        weight = self.metrics["loss"].weight
-        scale = jnp.where(weight == 0, 0.0, 1 / jnp.where(weight == 0, 1, weight))
-        return jax.tree.map(
-            lambda x: (x.astype(wide(x.dtype)) * scale).astype(x.dtype), self.gradients
-        )
 
 
 class Objective(Protocol):
@@ -65,47 +58,48 @@ class Gradients:
 
     def __call__(
         self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
-    ) -> Sums:
-        """The sums over a global batch."""
-        if self.reduction is None or self.placement.mesh is None:
-            return self._of(params, frozen, model_state, batch, key)
-        return self._by_hand(self.reduction, params, frozen, batch, key)
+    ) -> Found:
+        """For a global batch; the gradients are those of its weighted mean."""
+        if self.reduction is not None and self.placement.mesh is not None:
+            return self._by_hand(self.reduction, params, frozen, batch, key)
+        found = self._of(params, frozen, model_state, batch, key)
+        return found._replace(gradients=_of_mean(found.gradients, found.metrics))
 
     def _of(
         self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
-    ) -> Sums:
+    ) -> Found:
         if self.microbatches == 1:
             return self._of_one(params, frozen, model_state, batch, key)
 
-        def one(found: Sums, part: tuple[jax.Array, PyTree]) -> tuple[Sums, None]:
+        def one(found: Found, part: tuple[jax.Array, PyTree]) -> tuple[Found, None]:
             number, rows = part
             own = jax.random.fold_in(key, number)
             now = self._of_one(params, frozen, found.model_state, rows, own)
             # Added up leaf by leaf, each as soon as it is there: a leaf's own memory is reused.
             added = jax.tree.map(jnp.add, found.gradients, now.gradients)
             counted = jax.tree.map(jnp.add, found.metrics, now.metrics)
-            return Sums(added, counted, now.model_state), None
+            return Found(added, counted, now.model_state), None
 
         parts = jax.tree.map(self._split, batch)
         rows = jax.tree.map(lambda x: x[0], parts)
         shapes = jax.eval_shape(self._of_one, params, frozen, model_state, rows, key)
         zeros = jax.tree.map(_zeros, shapes)
-        first = Sums(zeros.gradients, zeros.metrics, model_state)
+        first = Found(zeros.gradients, zeros.metrics, model_state)
         numbers = jnp.arange(self.microbatches)
-        found: Sums = jax.lax.scan(one, first, (numbers, parts))[0]
+        found: Found = jax.lax.scan(one, first, (numbers, parts))[0]
         # Back in the parameters' own dtype, as the optimizer gets them without microbatches.
         own = jax.tree.map(lambda x, like: x.astype(like.dtype), found.gradients, shapes.gradients)
         return found._replace(gradients=own)
 
     def _of_one(
         self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
-    ) -> Sums:
+    ) -> Found:
         def total(params: PyTree) -> tuple[jax.Array, tuple[dict[str, metrics.Sums], PyTree]]:
             sums, after = self.objective(params, frozen, model_state, batch, key)
             return sums["loss"].total, (sums, after)
 
         gradients, (sums, after) = jax.grad(total, has_aux=True)(params)
-        return Sums(gradients, sums, after)
+        return Found(gradients, sums, after)
 
     def _split(self, rows: jax.Array) -> jax.Array:
         """(B, ...) to (microbatches, B / microbatches, ...): row r goes to part r % microbatches.
@@ -121,16 +115,20 @@ class Gradients:
 
     def _by_hand(
         self, reduction: Reduction, params: PyTree, frozen: PyTree, batch: PyTree, key: jax.Array
-    ) -> Sums:
-        """Each device's own sums, then the reduction's."""
+    ) -> Found:
+        """Each device's own share, which the reduction adds up."""
 
-        def local(params: PyTree, frozen: PyTree, batch: PyTree, key: jax.Array) -> Sums:
+        def local(params: PyTree, frozen: PyTree, batch: PyTree, key: jax.Array) -> Found:
             with under(Placement(DEFAULT, None)):  # on one device there is no mesh to lay out over
                 found = self._of(params, frozen, {}, batch, key)
-            return found._replace(
-                gradients=reduction(found.gradients, BATCH_AXES),
-                metrics=jax.lax.psum(found.metrics, BATCH_AXES),
-            )
+            counted = jax.lax.psum(found.metrics, BATCH_AXES)
+            # Sums over a large batch could be too large for 16 bits on the way. Divided by its
+            # size, which is known, rather than its weight, they need not wait for that.
+            share = _scaled(found.gradients, 1 / size)
+            whole = _of_mean(reduction(share, BATCH_AXES), counted, of=size)
+            return found._replace(gradients=whole, metrics=counted)
+
+        size = jax.tree.leaves(batch)[0].shape[0]
 
         whole, rows = PartitionSpec(), PartitionSpec(BATCH_AXES)
         # Unchecked, for any reduction of the user's: what is differentiated is local.
@@ -141,6 +139,16 @@ class Gradients:
             out_specs=whole,
             check_vma=False,
         )(params, frozen, batch, key)
+
+
+def _of_mean(gradients: PyTree, counted: dict[str, metrics.Sums], *, of: int = 1) -> PyTree:
+    """Gradients of the weighted sum divided by `of` made the mean's; 0 where nothing counted."""
+    weight = counted["loss"].weight
+    return _scaled(gradients, jnp.where(weight == 0, 0.0, of / jnp.where(weight == 0, 1, weight)))
+
+
+def _scaled(gradients: PyTree, by: jax.Array | float) -> PyTree:
+    return jax.tree.map(lambda x: (x.astype(wide(x.dtype)) * by).astype(x.dtype), gradients)
 
 
 def _zeros(like: Any) -> jax.Array:
@@ -163,10 +171,12 @@ def check_by_hand(
     frozen: PyTree,
     model_state: PyTree,
     batch: PyTree,
+    values: Callable[[PyTree, PyTree, PyTree], PyTree],
 ) -> None:
     """Raise `UserError` where gradients reduced by hand would not be what XLA's are.
 
-    `what` is what asks for it. The arguments are abstract.
+    `what` is what asks for it; `values` gives the objective's values for parameters, frozen
+    ones and a batch. The other arguments are abstract.
     """
     asked = f"{what} reduces the gradients under shard_map, where each device computes on its own: "
     if not replicates_params:
@@ -187,3 +197,29 @@ def check_by_hand(
         raise UserError(
             f"{asked}the model draws random numbers (dropout), which would be other ones there"
         )
+    if _looks_across(gradients.placement, values, params, frozen, batch):
+        raise UserError(
+            f"{asked}the objective's values depend on other examples of the batch (a contrastive "
+            "loss, say), of which each device would see its own alone"
+        )
+
+
+def _looks_across(
+    placement: Placement,
+    values: Callable[[PyTree, PyTree, PyTree], PyTree],
+    *given: PyTree,
+) -> bool:
+    """Whether examples have to meet: from a split batch to split values, XLA then moves some."""
+    if placement.mesh is None or placement.batch_shards == 1:
+        return False
+    size = jax.tree.leaves(given[-1])[0].shape[0]
+
+    def place(x: Any) -> Sharding:
+        return placement.batch if x.ndim and x.shape[0] == size else placement.everywhere
+
+    with under(Placement(DEFAULT, None)):
+        shapes = jax.eval_shape(values, *given)
+        places = (placement.everywhere, placement.everywhere, placement.batch)
+        program = jax.jit(values, in_shardings=places, out_shardings=jax.tree.map(place, shapes))
+        text = program.lower(*given).compile().as_text() or ""
+    return bool(hlo.collectives(text, placement.mesh))

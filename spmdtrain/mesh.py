@@ -87,9 +87,7 @@ def build_mesh(
     devices or the strategy has nothing to split over.
     """
     assert of.has_mesh
-    devices = choose_devices(spec.devices)
-    if of.devices == 1:
-        devices = _only_one(spec, devices)
+    devices = _only_one(spec) if of.devices == 1 else choose_devices(spec.devices)
     sizes = mesh_sizes(of, spec.given())
     if len(devices) == 1:  # one device is of every strategy: there is nothing to split over
         sizes |= {axis: 1 for axis, size in of.sizes if size > 1 and getattr(spec, axis) is None}
@@ -113,17 +111,17 @@ def build_mesh(
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def _only_one(spec: MeshSpec, devices: list[jax.Device]) -> list[jax.Device]:
+def _only_one(spec: MeshSpec) -> list[jax.Device]:
     if processes.count() > 1:
         raise UserError(
             f"strategy one_device is for one process, and there are {processes.count()}: "
             "mirrored uses them all"
         )
-    if spec.devices and len(devices) > 1:
+    if len(spec.devices) > 1:
         raise UserError(
-            f"strategy one_device takes one device, and mesh.devices names {len(devices)}"
+            f"strategy one_device takes one device, and mesh.devices names {len(spec.devices)}"
         )
-    return devices[:1]
+    return choose_devices(spec.devices)[:1]
 
 
 def _whole(sizes: dict[str, int], devices: Sequence[jax.Device]) -> dict[str, int]:

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 
 PyTree = Any
 Reduction = Callable[[PyTree, tuple[str, ...]], PyTree]
-"""(gradients, axes) -> gradients: from what each device has to the sum over these mesh axes, the
-same on all devices. Called under `shard_map`, so that `jax.lax.psum(x, axes)` is one."""
+"""(gradients, axes) -> gradients: from each device's share of the gradients (the sum over its
+examples, divided by the global batch size) to the sum over these mesh axes, the same on all
+devices. Called under `shard_map`, so that `jax.lax.psum(x, axes)` is one."""
 
 
 def all_reduce(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:

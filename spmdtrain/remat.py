@@ -23,15 +23,17 @@ def rematerialize(function: F) -> F:
     """Mark a part of a model, a block say, whose inputs are kept and whose inside may not be.
 
     What is done with it is the run's choice (`--remat full`); with `none` it is called as it is.
-    A function of arrays: what it closes over counts as its input.
+    A function of arrays: what it closes over counts as its input. It must neither draw from a
+    module's random streams nor change its variables: hand it keys, and return what changes.
     """
 
     @functools.wraps(function)
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         if (marked := _marked.get()) is not None:
             marked.append(function)
         policy = _policy.get()
-        return function(*args) if policy == "none" else _remat(function, policy)(*args)
+        chosen = function if policy == "none" else _remat(function, policy)
+        return chosen(*args, **kwargs)
 
     return run  # type: ignore[return-value]
 

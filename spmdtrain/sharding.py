@@ -224,7 +224,9 @@ class Layout:
         if size == 1 or axis in _axes(spec) or math.prod(shape) < self._options.min_size:
             return spec
         entries = [*spec, *[None] * (len(shape) - len(spec))]
-        free = [d for d, n in enumerate(shape) if entries[d] is None and n % size == 0]
+        # An axis of size 1 splits nothing: its dim is as free as one that no rule names.
+        taken = [math.prod(map(self._placement.size, _names(entry))) > 1 for entry in entries]
+        free = [d for d, n in enumerate(shape) if not taken[d] and n % size == 0]
         if not free:
             return spec
         entries[max(free, key=lambda dim: shape[dim])] = axis

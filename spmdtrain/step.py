@@ -168,6 +168,7 @@ class Steps:
             asked = f"collectives.reduction={options.reduction}"
         elif options.reduce_dtype is not None:
             asked = f"collectives.reduce_dtype={options.reduce_dtype}"
+        key = jax.random.key(0)
         check_by_hand(
             self._gradients,
             asked,
@@ -176,6 +177,7 @@ class Steps:
             frozen=frozen,
             model_state=self.abstract_state.model_state,
             batch=batch,
+            values=lambda *given: self._outputs(given[0], given[1], given[2], {}, key)[0],
         )
 
     def init(self, seed: int) -> TrainState:
@@ -209,11 +211,11 @@ class Steps:
         state = self._on_device(state, lambda of: of)
         key = jax.random.fold_in(state.key, state.step)
         trained, frozen = self._parted(state.params)
-        sums = self._gradients(trained, frozen, state.model_state, batch, key)
-        means = {name: metrics.mean(value) for name, value in sums.metrics.items()}
-        model_state = sums.model_state
+        found = self._gradients(trained, frozen, state.model_state, batch, key)
+        means = {name: metrics.mean(value) for name, value in found.metrics.items()}
+        model_state = found.model_state
         updates, opt_state = self._optimizer.update(
-            self.layout.gradients(sums.mean()), state.opt_state, trained, value=means["loss"]
+            self.layout.gradients(found.gradients), state.opt_state, trained, value=means["loss"]
         )
         params = self.layout.resting(_joined(optax.apply_updates(trained, updates), frozen))
         averaged = self._average(state.averaged, params, state.step)
@@ -230,16 +232,22 @@ class Steps:
     ) -> tuple[dict[str, metrics.Sums], PyTree]:
         """The objective in training: what is differentiated, before any mean is taken."""
 
-        def run(
-            params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
-        ) -> tuple[PyTree, PyTree]:
-            variables = Variables(self._to_compute(params), model_state)
-            inputs = self._cast(batch)
-            return self._adapter.run(self._objective, variables, inputs, key, Mode.TRAIN)
+        def run(params: PyTree, model_state: PyTree, key: jax.Array) -> tuple[PyTree, PyTree]:
+            return self._outputs(params, frozen, batch, model_state, key)
 
-        params = _joined(params, frozen)
-        outputs, after = with_policy(run, self._config.remat, params, model_state, batch, key)
+        outputs, after = with_policy(run, self._config.remat, params, model_state, key)
         return self._sums(outputs, batch), after
+
+    def _outputs(
+        self, params: PyTree, frozen: PyTree, batch: PyTree, model_state: PyTree, key: jax.Array
+    ) -> tuple[PyTree, PyTree]:
+        """What the objective returns in training, and the model state after it."""
+        variables = Variables(self._to_compute(_joined(params, frozen)), model_state)
+        outputs, after = self._adapter.run(
+            self._objective, variables, self._input(batch), key, Mode.TRAIN
+        )
+        # A model that computes in 16 bits may have assigned such to its state.
+        return outputs, jax.tree.map(lambda new, old: new.astype(old.dtype), after, model_state)
 
     def _to_compute(self, params: PyTree) -> PyTree:
         """Parameters as the model computes with them: cast first, so that less is gathered."""
@@ -252,6 +260,14 @@ class Steps:
         return jax.tree.map(
             lambda x: x.astype(self._compute_dtype) if x.dtype == jnp.float32 else x, tree
         )
+
+    def _input(self, batch: PyTree) -> PyTree:
+        """The batch with the model's input cast; targets and weights keep their digits."""
+        if isinstance(batch, Mapping):
+            return {n: self._cast(x) if n in INPUTS else x for n, x in batch.items()}
+        if isinstance(batch, tuple):
+            return (self._cast(batch[0]), *batch[1:])
+        return self._cast(batch)
 
     def _on_device(self, tree: PyTree, of: Callable[[TrainState], PyTree]) -> PyTree:
         """What rests in host memory, brought to the devices; `of` says which part of the state."""
@@ -326,7 +342,7 @@ class Steps:
         outputs, _ = self._adapter.run(
             self._objective,
             self._to_evaluate(variables),
-            self._cast(batch),
+            self._input(batch),
             jax.random.key(0),
             Mode.EVAL,
         )
@@ -345,7 +361,7 @@ class Steps:
         found, _ = self._adapter.run(
             self._predict,
             self._to_evaluate(variables),
-            self._cast(batch),
+            self._input(batch),
             jax.random.key(0),
             Mode.EVAL,
         )
@@ -377,10 +393,13 @@ def _widened(x: jax.Array) -> jax.Array:
     return jnp.array(x, wide(x.dtype))
 
 
+INPUTS = ("image", "inputs", "x", "tokens")  # what a batch may call the model's input
+
+
 def model_output(model: Any, batch: PyTree) -> PyTree:
     """What the model gives for the batch's input: the default of `predict`."""
     if isinstance(batch, Mapping):
-        inputs = [name for name in ("image", "inputs", "x", "tokens") if name in batch]
+        inputs = [name for name in INPUTS if name in batch]
         if len(inputs) != 1:
             raise UserError(
                 f"which of {sorted(batch)} is the model's input? Give a function "

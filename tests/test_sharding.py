@@ -262,6 +262,17 @@ def test_factored_moments_are_split_by_their_own_shape() -> None:
     }
 
 
+def test_a_dim_that_a_rule_splits_over_one_device_is_free() -> None:
+    found = specs(
+        {"w": shaped(16, 9)},
+        Rule("w", P("tensor", None)),
+        strategy="fully_sharded",
+        optimizer=optax.adam(1e-3),
+        min_size=1,
+    )
+    assert found["params/w"] == found["opt_state/0/mu/w"] == P("fsdp")
+
+
 def test_rules_may_be_about_the_optimizer_alone() -> None:
     found = specs(
         {"w": shaped(16, 8)},

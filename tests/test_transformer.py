@@ -209,6 +209,7 @@ def split_over(trainer: Trainer) -> dict[str, set[str]]:
     }
 
 
+@pytest.mark.drill
 def test_split_by_its_rules_it_learns_the_same() -> None:
     _, mirrored = fitted("mirrored")
     trainer, split = fitted("tensor_parallel", MeshSpec(data=4, tensor=2))

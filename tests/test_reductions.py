@@ -1,0 +1,301 @@
+"""Gradients reduced by hand, under shard_map: the numbers of XLA's own, or an error."""
+
+import re
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import metrics, run, small_experiment
+from jax.sharding import PartitionSpec
+from steps import (
+    check_equal,
+    gradients,
+    in_loops,
+    on,
+    tokens_batch,
+    tokens_expected,
+    tokens_model,
+    tokens_objective,
+    trainer,
+)
+
+from spmdtrain import MeshSpec, Rule, Trainer, UserError
+from spmdtrain.config import Collectives, ShardingOptions
+from spmdtrain.models import MLP
+from spmdtrain.reductions import Reduction, all_reduce, hierarchical
+from spmdtrain.testing_steps import CompiledStep, compiled_step
+
+BATCH = tokens_batch(np.random.default_rng(5))
+SPLIT = ShardingOptions(min_size=1)
+GRADIENTS = 4 * (5 * 7 + 7 + 1)  # bytes
+IN_PARTS = 4 * (36 + 8 + 4)  # the same where each array is filled up to four equal parts
+METRICS = 4 * 4
+
+
+def tokens(**options: Any) -> Trainer:
+    return trainer(**{"model": tokens_model(), "objective": tokens_objective} | options)
+
+
+@cache
+def expected() -> dict[str, np.ndarray]:
+    return tokens_expected(tokens()._steps.init(0).params, BATCH)
+
+
+@cache
+def step(reduction: Reduction | None, strategy: str, microbatches: int = 1) -> CompiledStep:
+    of = tokens(reduction=reduction, strategy=strategy, microbatches=microbatches)
+    return compiled_step(of, BATCH)
+
+
+# -- the same numbers ------------------------------------------------------------------------------
+
+PLACES: dict[str, dict[str, Any]] = {
+    "mirrored": {},
+    "mirrored in microbatches": {"microbatches": 4},
+    "hybrid": {"strategy": "hybrid", "mesh": MeshSpec(replica=2)},
+    "hybrid over all in microbatches": {
+        "strategy": "hybrid",
+        "mesh": MeshSpec(replica=4, data=1, fsdp=2),
+        "microbatches": 2,
+    },
+    "zero in microbatches": {"strategy": "zero", "sharding": SPLIT, "microbatches": 2},
+    "central storage": {"strategy": "central_storage"},
+    "beside an axis that splits nothing": {"mesh": MeshSpec(data=4, tensor=2)},
+    "a mesh of one device": {"mesh": on(1), "microbatches": 2},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("reduction", [all_reduce, hierarchical])
+def test_a_reduction_by_hand_gives_the_numbers_of_the_whole_batch(
+    reduction: Reduction, place: str
+) -> None:
+    check_equal(gradients(tokens(reduction=reduction, **PLACES[place]), BATCH), expected())
+
+
+def test_a_name_stands_for_its_function() -> None:
+    for options, function in (
+        (Collectives(reduction="all_reduce"), all_reduce),
+        (Collectives(reduction="hierarchical"), hierarchical),
+    ):
+        named = compiled_step(tokens(collectives=options, strategy="hybrid"), BATCH)
+        assert named.collectives == step(function, "hybrid").collectives
+    with pytest.raises(UserError, match=r"collectives.reduction is all_reduce, and a reduction fu"):
+        tokens(collectives=Collectives(reduction="all_reduce"), reduction=all_reduce)
+
+
+def test_without_a_mesh_there_is_nothing_to_reduce() -> None:
+    def never(gradients: Any, axes: Sequence[str]) -> Any:
+        raise AssertionError("called without a mesh")
+
+    check_equal(gradients(tokens(reduction=never, strategy="default"), BATCH), expected())
+
+
+def test_a_step_without_jit_reduces_too() -> None:
+    check_equal(gradients(tokens(reduction=all_reduce, mesh=on(1), jit=False), BATCH), expected())
+
+
+# -- what a reduction is given, and what it may do -------------------------------------------------
+
+
+def differences(reduction: Reduction) -> dict[str, float]:
+    """What a user's reduction makes of each gradient, as a multiple of what it should be."""
+    found = gradients(tokens(reduction=reduction), BATCH)
+    for name in ("loss", "off"):  # these the framework adds up, whatever the reduction does
+        np.testing.assert_allclose(found[name], expected()[name], rtol=1e-5)
+    return {name: float(found[name].ravel()[0] / x.ravel()[0]) for name, x in expected().items()}
+
+
+def test_a_wrong_reduction_is_seen_in_the_numbers() -> None:
+    mean = differences(lambda gradients, axes: jax.lax.pmean(gradients, axes))
+    assert mean.pop("loss") == pytest.approx(1) and mean.pop("off") == pytest.approx(1)
+    assert mean == pytest.approx(dict.fromkeys(mean, 1 / 8), rel=1e-4)
+    none = differences(lambda gradients, axes: gradients)
+    assert all(abs(none[name] - 1) > 0.01 for name in mean)  # each device's own
+
+
+def test_a_reduction_gets_the_gradients_of_what_is_trained_and_the_axes_of_the_batch() -> None:
+    seen: list[Any] = []
+
+    def reduction(gradients: Any, axes: tuple[str, ...]) -> Any:
+        seen.append((jax.tree.map(jnp.shape, gradients), axes))
+        assert jax.lax.axis_size(axes) == 8
+        return jax.lax.psum(gradients, axes)
+
+    found = gradients(tokens(reduction=reduction, frozen=("second",), microbatches=2), BATCH)
+    check_equal(found, {name: x for name, x in expected().items() if name != "second"})
+    shapes = {"first": (5, 7), "second": None, "shift": ()}
+    assert all(one == (shapes, ("replica", "data", "fsdp")) for one in seen) and seen
+
+
+# -- in the compiled step --------------------------------------------------------------------------
+
+
+def test_hierarchical_sends_between_replicas_each_device_s_part_alone() -> None:
+    for microbatches in (1, 4):
+        compiled = step(hierarchical, "hybrid", microbatches)
+        found: dict[tuple[str, tuple[str, ...]], int] = {}
+        for one in compiled.collectives:
+            found[one.kind, one.axes] = found.get((one.kind, one.axes), 0) + one.bytes
+        assert found == {
+            ("reduce-scatter", ("data",)): IN_PARTS,
+            ("all-reduce", ("replica",)): IN_PARTS // 4,
+            ("all-gather", ("data",)): IN_PARTS,
+            ("all-reduce", ("replica", "data")): METRICS,
+        }
+        mesh = tokens(strategy="hybrid").mesh
+        assert mesh is not None and in_loops(compiled.text, mesh) == []
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "hybrid", "zero", "central_storage"])
+def test_all_reduce_crosses_once_however_many_microbatches(strategy: str) -> None:
+    for microbatches in (1, 4):
+        compiled = step(all_reduce, strategy, microbatches)
+        over = ("replica", "data") if strategy == "hybrid" else "data"
+        compiled.has_exactly(1, "all-reduce", over=over)
+        (only,) = compiled.collectives
+        assert only.bytes == GRADIENTS + METRICS
+        mesh = tokens(strategy=strategy).mesh
+        assert mesh is not None and in_loops(compiled.text, mesh) == []
+
+
+@pytest.mark.parametrize("reduction", ["automatic", "hierarchical"])
+def test_gradients_are_sent_in_the_dtype_asked_for(reduction: Any) -> None:
+    options = Collectives(reduce_dtype="float16", reduction=reduction)
+    of = tokens(collectives=options, strategy="hybrid", microbatches=2)
+    text = re.sub(r"/\*.*?\*/", "", compiled_step(of, BATCH).text)
+    kind = "all-reduce" if reduction == "automatic" else "reduce-scatter"
+    sent = re.findall(rf"= \(?(\w+)\[[^=]*? {kind}(?:-start)?\(", text)
+    assert "f16" in sent
+    found = gradients(of, BATCH)
+    for name, value in expected().items():
+        assert found[name].dtype == np.float32
+        difference = np.abs(found[name] - value).max() / np.abs(value).max()
+        assert difference < 5e-3
+        exact = name in ("loss", "off")
+        assert (difference < 1e-5) == exact, name  # of the metrics not a digit is lost
+
+
+# -- refused ---------------------------------------------------------------------------------------
+
+
+def squared_error(model: Any, batch: Any) -> dict[str, jax.Array]:
+    x, y = batch
+    return {"loss": (model(x) - y) ** 2}
+
+
+class Normalized(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.BatchNorm(6, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(x)
+
+
+PAIRS = (np.ones((16, 6), np.float32), np.ones((16, 6), np.float32))
+DROPPED = partial(MLP, 6, [8], 6, dropout=0.5)
+
+
+def fit(**options: Any) -> None:
+    defaults: dict[str, Any] = {
+        "model": partial(MLP, 6, [8], 6),
+        "objective": squared_error,
+        "optimizer": optax.sgd(0.1),
+        "global_batch_size": 16,
+        "reduction": all_reduce,
+    }
+    trainer(**defaults | options).fit(PAIRS, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": Normalized}, r"the model carries state \(2 arrays: batch statistics, say\)"),
+        ({"model": DROPPED}, r"the model draws random numbers \(dropout\)"),
+        ({"model": DROPPED, "microbatches": 2}, "the model draws random numbers"),
+        ({"model": DROPPED, "remat": "full"}, "the model draws random numbers"),
+        (
+            {"strategy": "fully_sharded", "sharding": SPLIT},
+            "the strategy fully_sharded splits the parameters",
+        ),
+        (
+            {
+                "mesh": MeshSpec(data=4, tensor=2),
+                "rules": [Rule("layers/0/kernel", PartitionSpec(None, "tensor"))],
+            },
+            "the strategy mirrored splits the parameters; use .* without rules",
+        ),
+    ],
+)
+def test_where_the_numbers_would_be_others_it_is_an_error(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=f"a reduction of your own .* on its own: {message}"):
+        fit(**options)
+
+
+def test_the_error_names_what_asked() -> None:
+    for options, asked in (
+        (Collectives(reduction="hierarchical"), "collectives.reduction=hierarchical"),
+        (Collectives(reduce_dtype="float16"), "collectives.reduce_dtype=float16"),
+    ):
+        with pytest.raises(UserError, match=f"{asked} reduces the gradients under shard_map"):
+            fit(model=Normalized, reduction=None, collectives=options)
+
+
+@pytest.mark.drill
+def test_what_is_not_drawn_or_not_split_is_no_reason_to_refuse() -> None:
+    fit(model=partial(MLP, 6, [8], 6, dropout=0.0))
+    # Rules that say that all is whole, and a strategy that finds nothing large enough to split.
+    fit(rules=[Rule("", PartitionSpec())])
+    fit(strategy="fully_sharded")
+    fit(model=DROPPED, reduction=None)
+
+
+def contrastive(model: Any, batch: Any) -> dict[str, jax.Array]:
+    x = model(batch[0])
+    likeness = x @ x.T
+    return {"loss": -jax.nn.log_softmax(likeness)[jnp.arange(len(x)), jnp.arange(len(x))]}
+
+
+def test_an_objective_that_compares_examples_is_refused_by_hand_alone() -> None:
+    with pytest.raises(UserError, match="depend on other examples of the batch"):
+        fit(objective=contrastive)
+    fit(objective=contrastive, reduction=None)
+    fit(objective=contrastive, mesh=on(1))  # which sees all of them
+
+
+def test_a_large_batch_does_not_overflow_in_float16() -> None:
+    rows = 4096
+    of = trainer(
+        model=partial(MLP, 1, [], 1),
+        objective=lambda model, b: {"loss": (model(b[0]) - b[1]) ** 2},
+        optimizer=optax.sgd(1e-3),
+        collectives=Collectives(reduce_dtype="float16"),
+        global_batch_size=rows,
+    )
+    x = np.ones((rows, 1), np.float32)
+    of.fit((x, 30 * x), steps=1)  # the sum of the gradients is about 4096 * 60
+    assert of.state is not None
+    bias = of.state.params["layers"]["0"]["bias"]
+    np.testing.assert_allclose(np.asarray(bias), [0.06], rtol=0.05)
+
+
+def test_the_command_takes_a_reduction_by_name(tmp_path: Path) -> None:
+    done = run(
+        small_experiment(tmp_path),
+        *("--workdir", tmp_path / "run", "--strategy", "hybrid", "--log-every", 1),
+        *("--collectives.reduction", "hierarchical", "--microbatches", 2),
+        devices=8,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "reduce-scatter" in done.stdout
+    losses = [line["loss"] for line in metrics(tmp_path / "run", "train")]
+    assert losses[-1] < losses[0]
