@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from etils import epath
-from flax import nnx
 
 from spmdtrain import ArrayDataset, Experiment, RunConfig, Subset, UserError, find_idx, read_idx
 from spmdtrain.models import MLP, mlp_rules
@@ -33,9 +32,14 @@ class Config(RunConfig):
     """Widths of the hidden layers."""
 
 
-def objective(model: nnx.Module, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    # The bytes are scaled on the device: a quarter of what floats would take on the way.
-    logits = model(batch["image"].astype(jnp.float32) / 255)
+def pixels(model: MLP, batch: dict[str, jax.Array]) -> jax.Array:
+    """Bytes to [0, 1], in the dtype that the model computes in."""
+    # Scaled on the device: a quarter of what floats would take on the way.
+    return batch["image"].astype(model.layers[0].kernel.dtype) / 255
+
+
+def objective(model: MLP, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    logits = model(pixels(model, batch))
     logits = logits.astype(jnp.float32)  # whatever the model computes in
     return {
         "loss": optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]),
@@ -43,9 +47,9 @@ def objective(model: nnx.Module, batch: dict[str, jax.Array]) -> dict[str, jax.A
     }
 
 
-def predict(model: nnx.Module, batch: dict[str, jax.Array]) -> jax.Array:
+def predict(model: MLP, batch: dict[str, jax.Array]) -> jax.Array:
     """Logits, (B, 10)."""
-    return model(batch["image"].astype(jnp.float32) / 255)
+    return model(pixels(model, batch))
 
 
 def load_part(folder: epath.Path, part: str) -> ArrayDataset | None:

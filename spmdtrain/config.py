@@ -303,6 +303,8 @@ def _check_types(values: Any, fields: type, prefix: str = "") -> None:
                 raise UserError(f"{name} is {value!r}: it must be a number")
             if get_origin(kind) is tuple and not isinstance(value, (tuple, list)):
                 raise UserError(f"{name} is {value!r}: it must be a tuple")
+            if kind == tuple[str, ...] and not all(isinstance(item, str) for item in value):
+                raise UserError(f"{name} is {value!r}: it must be a tuple of texts")
             if kind is str and not isinstance(value, str):
                 raise UserError(f"{name} is {value!r}: it must be a text")
 
@@ -322,6 +324,11 @@ def _check_placement(config: RunConfig) -> None:
     ):
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise UserError(f"{name} is {value}: it must be above 0")
+    for option, idle in (("reduction", "automatic"), ("reduce_dtype", None)):
+        if getattr(collectives, option) != idle and not placed.has_mesh:
+            raise UserError(
+                f"collectives.{option}: strategy {placed.name} has no mesh to reduce over"
+            )
     if collectives.bytes_per_pack is not None and not config.jit:
         raise UserError("collectives.bytes_per_pack is for compiled steps, and jit is off")
     if sharding.max_shards is not None:

@@ -184,23 +184,25 @@ def check_by_hand(
             f"{asked}the strategy {gradients.placement.name} splits the parameters; use mirrored, "
             "zero, central_storage or hybrid, without rules"
         )
-    if names := list(jax.tree.leaves(model_state)):
+    if carried := jax.tree.leaves(model_state):
         raise UserError(
-            f"{asked}the model carries state ({len(names)} arrays: batch statistics, say), which "
+            f"{asked}the model carries state ({len(carried)} arrays: batch statistics, say), which "
             "would be each device's own"
         )
     single = dataclasses.replace(gradients, reduction=None)
     key = jax.random.key(0)
     jaxpr = jax.make_jaxpr(single._of)(params, frozen, model_state, batch, key)
     _, used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
-    if used[-1]:
+    if used[-1]:  # the key, which is the last argument
         raise UserError(
             f"{asked}the model draws random numbers (dropout), which would be other ones there"
         )
-    if _looks_across(gradients.placement, values, params, frozen, batch):
+    if moved := _looks_across(gradients.placement, values, params, frozen, batch):
         raise UserError(
             f"{asked}the objective's values depend on other examples of the batch (a contrastive "
-            "loss, say), of which each device would see its own alone"
+            "loss, say), of which each device would see its own alone; or so it seems to XLA, "
+            f"which moves {moved[0].op_name or 'some'} between devices (take_along_axis and optax "
+            "pick values without)"
         )
 
 
@@ -208,10 +210,10 @@ def _looks_across(
     placement: Placement,
     values: Callable[[PyTree, PyTree, PyTree], PyTree],
     *given: PyTree,
-) -> bool:
-    """Whether examples have to meet: from a split batch to split values, XLA then moves some."""
+) -> list[hlo.Collective]:
+    """What XLA moves between a split batch and its split values: examples that have to meet."""
     if placement.mesh is None or placement.batch_shards == 1:
-        return False
+        return []
     size = jax.tree.leaves(given[-1])[0].shape[0]
 
     def place(x: Any) -> Sharding:
@@ -222,4 +224,4 @@ def _looks_across(
         places = (placement.everywhere, placement.everywhere, placement.batch)
         program = jax.jit(values, in_shardings=places, out_shardings=jax.tree.map(place, shapes))
         text = program.lower(*given).compile().as_text() or ""
-    return bool(hlo.collectives(text, placement.mesh))
+    return hlo.collectives(text, placement.mesh)

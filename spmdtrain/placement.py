@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 import jax
@@ -92,7 +92,8 @@ def place(config: RunConfig) -> Placement:
 
 # -- what a run runs under -------------------------------------------------------------------------
 
-_current: ContextVar[Placement] = ContextVar("placement")
+# Known to JAX: what it has traced under one strategy is not taken for another's.
+_current = jax.make_user_context(default_value=None)
 
 
 def current_strategy() -> Placement:
@@ -100,17 +101,15 @@ def current_strategy() -> Placement:
 
     Outside a run, the default strategy, without a mesh.
     """
-    return _current.get(Placement(DEFAULT, None))
+    found: Placement | None = _current.value
+    return found or Placement(DEFAULT, None)
 
 
 @contextlib.contextmanager
 def under(placement: Placement) -> Iterator[None]:
     """Within, `current_strategy()` is this."""
-    token = _current.set(placement)
-    try:
+    with _current(placement):
         yield
-    finally:
-        _current.reset(token)
 
 
 def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
@@ -134,10 +133,12 @@ def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
         return x
     entries: list[object] = []
     for size, entry in zip(x.shape, spec, strict=True):
-        axes = BATCH_AXES if entry == "batch" else entry
-        parts = placement.batch_shards if entry == "batch" else placement.size(entry or "data")
-        fits = entry is None or size % parts == 0
-        entries.append(axes if fits else PartitionSpec.UNCONSTRAINED)
+        if entry is None:
+            entries.append(None)
+            continue
+        axes = BATCH_AXES if entry == "batch" else (entry,)
+        parts = math.prod(map(placement.size, axes))
+        entries.append(axes if size % parts == 0 else PartitionSpec.UNCONSTRAINED)
     sharding = NamedSharding(placement.mesh, PartitionSpec(*entries))
     return jax.lax.with_sharding_constraint(x, sharding)
 

@@ -1,20 +1,20 @@
 """Rematerialisation: what the backward pass computes again rather than keeps in memory."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+
+from spmdtrain.jaxprs import equations
 
 _POLICIES: dict[str, Any] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_saveable,
     "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
-_policy: ContextVar[str] = ContextVar("remat", default="none")
-_marked: ContextVar[list[Any] | None] = ContextVar("marked", default=None)
+# Known to JAX: what it has traced under one policy is not taken for what another would give.
+_policy = jax.make_user_context(default_value="none")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,9 +29,7 @@ def rematerialize(function: F) -> F:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if (marked := _marked.get()) is not None:
-            marked.append(function)
-        policy = _policy.get()
+        policy = _policy.value
         chosen = function if policy == "none" else _remat(function, policy)
         return chosen(*args, **kwargs)
 
@@ -42,25 +40,11 @@ def with_policy(objective: Callable[..., Any], policy: str, *args: Any) -> Any:
     """`objective(*args)`, its marked parts rematerialised by the policy; itself, if it has none."""
     if policy == "none":
         return objective(*args)
-    found: list[Any] = []
-    token = _marked.set(found)
-    try:
-        jax.eval_shape(objective, *args)
-    finally:
-        _marked.reset(token)
-    if not found:
-        return _remat(objective, policy)(*args)
-    with _using(policy):
-        return objective(*args)
-
-
-@contextlib.contextmanager
-def _using(policy: str) -> Iterator[None]:
-    token = _policy.set(policy)
-    try:
-        yield
-    finally:
-        _policy.reset(token)
+    with _policy(policy):
+        traced = jax.make_jaxpr(objective)(*args)
+        if any(one.params.get("policy") is _POLICIES[policy] for one in equations(traced.jaxpr)):
+            return objective(*args)
+    return _remat(objective, policy)(*args)
 
 
 def _remat(function: Callable[..., Any], policy: str) -> Callable[..., Any]:

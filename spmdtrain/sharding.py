@@ -272,11 +272,14 @@ class Layout:
             return
         sizes = " and ".join(f"{axis}={self._placement.size(axis)}" for axis in axes)
         dims = ", ".join(_division(n, self._placement.size(axes[0])) for n in leaf.shape)
+        why = f"no dim divides ({dims}). Make a dim divide, or give"
+        if axes == ["tensor"]:
+            why = "over that only rules split. Give"
         raise UserError(
             f"{name}, shape {tuple(leaf.shape)}, would be whole on each device, {byte_size(held)}: "
-            f"strategy {self._placement.name} splits over {sizes}, and no rule and no dim allows "
-            f"it ({dims}). Make a dim divide, or give a rule for it: PartitionSpec() says that it "
-            "is meant to be replicated (or raise --sharding.replicated-limit)"
+            f"strategy {self._placement.name} splits over {sizes}, no rule splits it, and {why} a "
+            "rule for it: PartitionSpec() says that it is meant to be replicated (or raise "
+            "--sharding.replicated-limit)"
         )
 
     def _splitting(self, field: str) -> Iterable[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Sharding
 
@@ -15,6 +16,7 @@ from spmdtrain.adapters import Adapter, Function, Mode, Variables
 from spmdtrain.config import Purpose, RunConfig, derive_seed
 from spmdtrain.errors import UserError
 from spmdtrain.gradients import Gradients, check_by_hand, wide
+from spmdtrain.jaxprs import equations
 from spmdtrain.placement import Placement, under
 from spmdtrain.reductions import NAMED, Reduction, all_reduce, in_dtype
 from spmdtrain.remat import with_policy
@@ -101,9 +103,10 @@ class Steps:
 
         # The state is born in its place: no device ever holds more than its share, of what a
         # module brings along neither.
+        self._places = self._given_places(everywhere)
         self._jit_init = jax.jit(
             self._init,
-            in_shardings=(self._given_places(everywhere), everywhere, everywhere),
+            in_shardings=(self._places, everywhere, everywhere),
             out_shardings=self.shardings,
         )
         # The old state is donated: its memory becomes the new one's.
@@ -159,16 +162,17 @@ class Steps:
 
     def check(self, batch: PyTree) -> None:
         """Raise `UserError` where a train step of such a batch would not compute what it should."""
+        trained, frozen = self._parted(self.abstract_state.params)
+        if self._compute_dtype != jnp.float32:
+            self._check_computes(batch)
         if self._gradients.reduction is None:
             return
-        trained, frozen = self._parted(self.abstract_state.params)
         options = self._config.collectives
         asked = "a reduction of your own"
         if options.reduction != "automatic":
             asked = f"collectives.reduction={options.reduction}"
         elif options.reduce_dtype is not None:
             asked = f"collectives.reduce_dtype={options.reduce_dtype}"
-        key = jax.random.key(0)
         check_by_hand(
             self._gradients,
             asked,
@@ -177,15 +181,44 @@ class Steps:
             frozen=frozen,
             model_state=self.abstract_state.model_state,
             batch=batch,
-            values=lambda *given: self._outputs(given[0], given[1], given[2], {}, key)[0],
+            values=self._values,
         )
+
+    def _check_computes(self, batch: PyTree) -> None:
+        """Precision that is asked for, and given up at the model's door, would only cost digits."""
+        state, key = self.abstract_state, jax.random.key(0)
+        program = jax.make_jaxpr(self._outputs)(
+            *self._parted(state.params), batch, state.model_state, key
+        )
+        products = [
+            {x.aval.dtype for x in one.invars}
+            for one in equations(program.jaxpr)
+            if one.primitive.name in ("dot_general", "conv_general_dilated")
+        ]
+        if products and not any(self._compute_dtype in dtypes for dtypes in products):
+            raise UserError(
+                f"compute_dtype is {self._compute_dtype}, and none of the model's "
+                f"{len(products)} products is computed in it: its input is wider. What a batch "
+                f"calls {', '.join(INPUTS)} is cast (of a tuple, the first); cast others in the "
+                "objective"
+            )
 
     def init(self, seed: int) -> TrainState:
         """The state before the first step."""
         keys = [jax.random.key(derive_seed(seed, p)) for p in (Purpose.INIT, Purpose.STEP)]
+        given = jax.tree.map(_placed, self._adapter.given, self._places)
         with under(self._placement):  # whoever asks for it, and whenever
-            state: TrainState = self._jit_init(self._adapter.given, *keys)
+            state: TrainState = self._jit_init(given, *keys)
         return state
+
+    def opt_state_of(self, params: PyTree) -> PyTree:
+        """The optimizer's state before its first step from these parameters, in its place."""
+
+        def begin(params: PyTree) -> PyTree:
+            there = jax.device_put(params, self.layout.on_device.params)
+            return self._optimizer.init(self._parted(there)[0])
+
+        return jax.jit(begin, out_shardings=self.shardings.opt_state)(params)
 
     def metric_names(self, rows: PyTree) -> list[str]:
         """What an evaluation of such rows (of leading dim N) gives; nothing is computed."""
@@ -249,6 +282,10 @@ class Steps:
         # A model that computes in 16 bits may have assigned such to its state.
         return outputs, jax.tree.map(lambda new, old: new.astype(old.dtype), after, model_state)
 
+    def _values(self, params: PyTree, frozen: PyTree, batch: PyTree) -> PyTree:
+        """The objective's values of a model that carries no state and draws nothing."""
+        return self._outputs(params, frozen, batch, {}, jax.random.key(0))[0]
+
     def _to_compute(self, params: PyTree) -> PyTree:
         """Parameters as the model computes with them: cast first, so that less is gathered."""
         return self.layout.whole(self._cast(params))
@@ -263,11 +300,16 @@ class Steps:
 
     def _input(self, batch: PyTree) -> PyTree:
         """The batch with the model's input cast; targets and weights keep their digits."""
-        if isinstance(batch, Mapping):
-            return {n: self._cast(x) if n in INPUTS else x for n, x in batch.items()}
-        if isinstance(batch, tuple):
-            return (self._cast(batch[0]), *batch[1:])
-        return self._cast(batch)
+        if self._compute_dtype == jnp.float32:
+            return batch
+
+        def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+            name = path_name(
+                path[:1]
+            )  # of a batch that is one array, nothing; of a tuple, a number
+            return self._cast(x) if name in ("", "0", *INPUTS) else x
+
+        return jax.tree_util.tree_map_with_path(cast, batch)
 
     def _on_device(self, tree: PyTree, of: Callable[[TrainState], PyTree]) -> PyTree:
         """What rests in host memory, brought to the devices; `of` says which part of the state."""
@@ -371,6 +413,13 @@ class Steps:
         )
 
 
+def _placed(leaf: Any, place: Sharding) -> Any:
+    """A host array as a global one; each process has all of it, and gives its devices' parts."""
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    return jax.make_array_from_callback(leaf.shape, place, lambda index: leaf[index])
+
+
 def _joined(params: PyTree, frozen: PyTree) -> PyTree:
     """The parameters again, from the two parts that `_parted` makes."""
     if frozen is None:
@@ -393,7 +442,8 @@ def _widened(x: jax.Array) -> jax.Array:
     return jnp.array(x, wide(x.dtype))
 
 
-INPUTS = ("image", "inputs", "x", "tokens")  # what a batch may call the model's input
+# What a batch may call the model's input: what is predicted from, and cast to compute in.
+INPUTS = ("image", "inputs", "x", "tokens")
 
 
 def model_output(model: Any, batch: PyTree) -> PyTree:

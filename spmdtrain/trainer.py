@@ -164,7 +164,6 @@ class Trainer:
             raise UserError("jit is off: the steps are not compiled")
         shapes = jax.eval_shape(lambda batch: batch, batch)
         with under(self.placement):  # models may ask what they run under
-            self._steps.check(shapes)
             compiled: jax.stages.Compiled = self._steps.train.lower(
                 self._steps.abstract_state, shapes
             ).compile()
@@ -339,6 +338,7 @@ class Trainer:
         assert self.state is not None
         with within(Phase.LOAD):
             first, train_step = next(batches), self._steps.train
+            self._steps.check(jax.eval_shape(lambda batch: batch, first))
         program = "steps are not compiled"
         if run.config.jit:
             began = time.perf_counter()
@@ -537,13 +537,24 @@ class Trainer:
         if not config.init_from:
             return state
         found, _ = self._load(config.init_from)
-        params, model_state = self._steps.as_parameters(found)
+        places = self._steps.shardings
+        params, model_state = jax.device_put(
+            self._steps.as_parameters(found), (places.params, places.model_state)
+        )
         averaged: PyTree = {}
         if config.ema_decay is not None:  # arrays of its own, as the state is donated
             averaged = jax.tree.map(
                 lambda x, like: jax.numpy.array(x, like.dtype), found.params, state.averaged
             )
-        return dataclasses.replace(state, params=params, averaged=averaged, model_state=model_state)
+            averaged = jax.device_put(averaged, places.averaged)
+        return dataclasses.replace(
+            state,
+            params=params,
+            # Some optimizers keep a copy of the parameters that they start from.
+            opt_state=self._steps.opt_state_of(params),
+            averaged=averaged,
+            model_state=model_state,
+        )
 
     def _load(self, path: str) -> tuple[Variables, int]:
         """The model's values in a checkpoint, of this or of another run, and its step."""

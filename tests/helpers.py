@@ -16,6 +16,9 @@ REPOSITORY = Path(__file__).parent.parent
 DIGITS = REPOSITORY / "experiments" / "digits_mlp.py"
 LINEAR = REPOSITORY / "experiments" / "linear_regression.py"
 MNIST = REPOSITORY / "experiments" / "mnist_mlp.py"
+GPT = REPOSITORY / "experiments" / "shakespeare_gpt.py"
+
+TEXT = "".join(f"{i} green bottles, hanging on the wall\n" for i in range(99, 0, -1)) * 3
 
 
 def environment(devices: int | None = None) -> dict[str, str]:
@@ -118,6 +121,14 @@ def contents(workdir: Path) -> dict[str, bytes]:
     """Every file of a run by its path, byte for byte."""
     files = (path for path in workdir.rglob("*") if path.is_file())
     return {str(path.relative_to(workdir)): path.read_bytes() for path in files}
+
+
+def text_in(folder: Path) -> Path:
+    """A new folder in it with a text for GPT, of few characters over and over."""
+    data = folder / "data"
+    data.mkdir()
+    (data / "input.txt").write_text(TEXT)
+    return data
 
 
 SMALL = '''"""A line with slope 3 and offset 2."""

@@ -3,7 +3,7 @@
 import re
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis
 import hypothesis.strategies as st
@@ -297,7 +297,7 @@ class Embedding(nnx.Module):
     """A linear layer and a table, with batch normalisation behind them."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
-        self.table = nnx.Embed(10, 6, rngs=rngs)
+        self.table = nnx.Embed(10, 6, dtype=jnp.bfloat16, rngs=rngs)  # else f32, as it was made
         self.linear = nnx.Linear(6, 4, rngs=rngs)
         self.norm = nnx.BatchNorm(4, dtype=jnp.bfloat16, rngs=rngs)  # else f32, as its statistics
 
@@ -384,6 +384,30 @@ def test_in_bfloat16_targets_and_weights_keep_their_digits() -> None:
     assert tuples.evaluate((x, targets))["seen"] == 1001
 
 
+def test_a_step_that_computes_nothing_in_bfloat16_is_refused() -> None:
+    def objective(model: Any, batch: Any) -> dict[str, jax.Array]:
+        return {"loss": (model(batch["features"]).astype(jnp.float32) - batch["y"]) ** 2}
+
+    of = mlp(objective=objective, compute_dtype="bfloat16")
+    with pytest.raises(UserError, match="none of the model's 3 products is computed in it"):
+        of.fit({"features": X, "y": Y}, steps=1)
+    mlp(objective=objective).fit({"features": X, "y": Y}, steps=1)
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_batch_keeps_its_type_whatever_is_computed_in(dtype: str) -> None:
+    def objective(model: Any, batch: Pair) -> dict[str, jax.Array]:
+        assert batch.x.dtype == dtype and batch.y.dtype == jnp.float32
+        return {"loss": (model(batch.x).astype(jnp.float32) - batch.y) ** 2}
+
+    mlp(objective=objective, compute_dtype=dtype).fit(Pair(X, Y), steps=1)
+
+
 def test_a_loss_in_bfloat16_is_refused_with_what_to_do() -> None:
     def objective(model: Any, batch: Any) -> dict[str, jax.Array]:
         return {"loss": model(batch[0]) ** 2}
@@ -420,6 +444,12 @@ class Blocks(nnx.Module):
         return self.last(x)
 
 
+@rematerialize
+def layer(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, None]:
+    """Outside of any model: JAX remembers what it has traced of it, under another policy too."""
+    return jnp.tanh(x @ kernel), None
+
+
 class Looped(nnx.Module):
     """The same layer a few times, in a scan."""
 
@@ -428,11 +458,7 @@ class Looped(nnx.Module):
         self.last = nnx.Linear(6, 4, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        @rematerialize
-        def block(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, None]:
-            return jnp.tanh(x @ kernel), None
-
-        return self.last(jax.lax.scan(block, x, self.kernels[...])[0])
+        return self.last(jax.lax.scan(layer, x, self.kernels[...])[0])
 
 
 # Model, and by policy how many regions there are and how many products. Forward and backward of

@@ -15,7 +15,7 @@ PACKAGE = Path(spmdtrain.__file__).parent
 LAYERS = [
     {"errors", "config", "cluster", "tfconfig", "doctor", "phases", "rendezvous", "strategies"},
     {"adapters", "hlo", "idx", "mesh", "metrics", "permutation", "profiling", "processes"}
-    | {"collectives", "placement", "reductions", "remat"}
+    | {"collectives", "placement", "reductions", "remat", "jaxprs"}
     | {
         "retention",
         "sharding",

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from spmdtrain import Event, MeshSpec, RunConfig, Trainer, UserError, processes
+from spmdtrain import Event, FunctionModel, MeshSpec, RunConfig, Trainer, UserError, processes
 from spmdtrain import constrain as exported_constrain
 from spmdtrain import current_strategy as exported_current_strategy
 from spmdtrain.config import ShardingOptions, check, resolve
@@ -122,6 +122,30 @@ def test_what_is_for_one_process_is_refused_with_several(monkeypatch: pytest.Mon
 
 
 # --- What code runs under ---
+
+
+def shared(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+    """A loop's body outside of any model: JAX remembers what it has traced."""
+    return constrain(jnp.tanh(x @ w), "batch", None), None
+
+
+def test_a_function_that_trainers_share_is_laid_out_for_each() -> None:
+    def objective(params: jax.Array, batch: jax.Array) -> dict[str, jax.Array]:
+        return {"loss": (jax.lax.scan(shared, batch, params)[0] ** 2).mean(-1)}
+
+    losses = []
+    options: dict[str, Any]
+    for options in ({}, {"mesh": MeshSpec(devices=(0, 1))}, {"strategy": "default"}):
+        of = Trainer(
+            model=FunctionModel(lambda key: jax.random.normal(key, (3, 8, 8))),
+            objective=objective,
+            optimizer=optax.sgd(0.1),
+            terminal=Terminal(quiet=True),
+            global_batch_size=16,
+            **options,
+        )
+        losses.append(of.fit(np.ones((16, 8), np.float32), steps=1).train["loss"])
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
 def test_outside_of_a_run_it_is_the_default_strategy() -> None:

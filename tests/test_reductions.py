@@ -259,6 +259,27 @@ def test_what_is_not_drawn_or_not_split_is_no_reason_to_refuse() -> None:
     fit(model=DROPPED, reduction=None)
 
 
+def test_without_jit_and_without_a_mesh_it_is_checked_too() -> None:
+    with pytest.raises(UserError, match="draws random numbers"):
+        fit(model=DROPPED, jit=False)
+    for options in (Collectives(reduction="all_reduce"), Collectives(reduce_dtype="float16")):
+        with pytest.raises(UserError, match="strategy default has no mesh to reduce over"):
+            fit(strategy="default", reduction=None, collectives=options)
+
+
+def test_small_gradients_do_not_vanish_in_float16() -> None:
+    def found(**options: Any) -> np.ndarray:
+        of = trainer(
+            model=partial(MLP, 6, [], 6),
+            objective=lambda model, b: {"loss": 1e-7 * (model(b[0]) - b[1]) ** 2},
+            **options,
+        )
+        return gradients(of, PAIRS)["layers/0/kernel"]
+
+    exact, sent = found(), found(collectives=Collectives(reduce_dtype="float16"))
+    np.testing.assert_allclose(sent, exact, rtol=1e-2, atol=1e-3 * np.abs(exact).max())
+
+
 def contrastive(model: Any, batch: Any) -> dict[str, jax.Array]:
     x = model(batch[0])
     likeness = x @ x.T

@@ -1,9 +1,10 @@
 """The experiment shakespeare_gpt: its text as examples, its shapes, and what it writes."""
 
 import dataclasses
+import functools
+import math
 import os
 import subprocess
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,28 +15,37 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import REPOSITORY, command, environment, metrics, run, together
+from helpers import (
+    GPT,
+    REPOSITORY,
+    TEXT,
+    command,
+    environment,
+    metrics,
+    run,
+    text_in,
+    together,
+)
 from hypothesis import given
 from hypothesis import strategies as st
+from matrix import ROWS, Row
 
-from spmdtrain import UserError
+from spmdtrain import Trainer, UserError
+from spmdtrain.config import ShardingOptions
 from spmdtrain.experiment import load_experiment
 from spmdtrain.models import Transformer
+from spmdtrain.placement import Placement, place
+from spmdtrain.run import parse
+from spmdtrain.sharding import Layout, named_leaves
 
-GPT = REPOSITORY / "experiments" / "shakespeare_gpt.py"
 DATA = Path(os.environ.get("SPMDTRAIN_DATA", REPOSITORY.parent / "shared" / "data"))
-TEXT = "".join(f"{i} green bottles, hanging on the wall\n" for i in range(99, 0, -1)) * 3
 
 gpt: ModuleType = load_experiment(str(GPT), frozenset()).module
 
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """A folder with a text of 26 characters in it, over and over."""
-    folder = tmp_path / "data"
-    folder.mkdir()
-    (folder / "input.txt").write_text(TEXT)
-    return folder
+    return text_in(tmp_path)
 
 
 @pytest.fixture
@@ -161,6 +171,39 @@ def test_dims_divide_over_the_default_meshes(preset: str | None) -> None:
     assert config(preset).global_batch_size % 8 == 0
 
 
+@functools.cache
+def placed(row: Row) -> tuple[Placement, ShardingOptions]:
+    """What a row of the matrix of strategies asks for."""
+    given = parse(["--config", str(GPT), *row.arguments]).config
+    return place(given), given.sharding
+
+
+@pytest.mark.parametrize("preset", [None, *gpt.PRESETS])
+def test_every_preset_has_a_place_under_every_strategy(preset: str | None, text: Path) -> None:
+    of = config(preset, data_dir=str(text))
+    experiment = gpt.build(of)
+    state = Trainer.of(experiment, of)._steps.abstract_state  # shapes, and no arrays
+    large = {name: x.shape for name, x in named_leaves(state).items() if x.size >= 2**20}
+    count = {None: 0, "tiny": 0, "gpt2-small": 5, "gpt2-medium": 6, "1.3b": 5}[preset]
+    assert len(large) == 3 * count  # parameters and two moments of each
+    for row in ROWS:
+        placement, options = placed(row)
+        layout = Layout(state, placement, experiment.rules, options)
+        places = named_leaves(layout.shardings)
+        strategy = placement.strategy
+        for name, whole in large.items():
+            # A device holds no more of it than its share.
+            of_optimizer = name.startswith("opt_state/")
+            asked = {
+                "tensor": True,
+                "fsdp": strategy.shards_params,
+                "data": strategy.shards_optimizer and of_optimizer,
+            }
+            parts = math.prod(placement.size(axis) for axis, split in asked.items() if split)
+            held = math.prod(places[name].shard_shape(whole))
+            assert held * parts == math.prod(whole), f"{row.name}: {name} {places[name]}"
+
+
 def test_the_norms_scales_do_not_decay_and_the_rate_rises_and_falls() -> None:
     model = Transformer(gpt.shape(config("tiny"), 26), rngs=nnx.Rngs(0))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -199,7 +242,7 @@ def untrained(of: Any, vocabulary: int) -> Transformer:
 
 def write(of: Any, vocabulary: int, batch: dict[str, Any]) -> np.ndarray:
     model = untrained(of, vocabulary)
-    written = jax.jit(partial(gpt.writer(of), model))(jax.tree.map(jnp.asarray, batch))
+    written = jax.jit(functools.partial(gpt.writer(of), model))(jax.tree.map(jnp.asarray, batch))
     return np.asarray(written["tokens"])
 
 

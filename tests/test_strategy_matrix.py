@@ -4,55 +4,51 @@ All of them train the digits, with dropout, and have the numbers of the `default
 is a plain `jax.jit` on one device.
 """
 
-import functools
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import matrix
 import numpy as np
 import pytest
 from helpers import DIGITS, metrics, saved_steps, small_experiment
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from lives import (
+    CADENCE,
+    MIDDLE,
+    REPLICATED,
+    STEPS,
+    Expected,
+    Life,
+    Lives,
+    Places,
+    assert_in_place,
+    assert_one_step_is_the_same,
+    cell,
+    expected_places,
+    living,
+)
 from matrix import ROWS, Row, accepted
 from processes import codes, job, show, sums
 
-from spmdtrain import Event, Trainer, TrainState
-from spmdtrain.placement import resolve_on_devices
-from spmdtrain.run import main, parse
-from spmdtrain.sharding import named_leaves
+from spmdtrain.run import main
 from spmdtrain.strategies import STRATEGIES
-from spmdtrain.terminal import Terminal
 
-STEPS, MIDDLE = 20, 10
 # One kernel of four arrays is large enough to be split.
 OPTIONS = (
     *("--config", str(DIGITS), "--hidden", "32", "--sharding.min-size", "512"),
-    *("--steps", str(STEPS), "--checkpoint-every-steps", str(MIDDLE), "--keep-latest", "99"),
-    *("--log-every", "1", "--eval-every-steps", "1000"),  # and at the end
-    "--checkpoint-at-start",
+    *CADENCE,
 )
-# To compile the initialisation takes as long as to compile the step. So here few begin with one of
-# their own, the others with the default's; by the command, in the drill, all do.
-INITIALISED = ("default", "fully_sharded")
-
-cell = functools.partial(pytest.mark.parametrize, "row", ids=lambda row: row.name)
 
 # -- where the state has to be ---------------------------------------------------------------------
 
-Places = dict[str, tuple[Any, ...]]
 WIDE, BIAS, NARROW = "layers/0/kernel", "layers/0/bias", "layers/1/kernel"  # 64x32, 32, 32x10
-REPLICATED: Places = {}
 OVER_FSDP: Places = {WIDE: ("fsdp",)}
 OVER_DATA: Places = {WIDE: ("data",)}
 OVER_TENSOR: Places = {WIDE: (None, "tensor"), BIAS: ("tensor",), NARROW: ("tensor",)}
-PLACES: dict[str, tuple[dict[str, int], Places, Places]] = {
-    # the axes in use, and what is split of the parameters and of the optimizer's moments
+PLACES: dict[str, Expected] = {
     "default": ({}, REPLICATED, REPLICATED),
     "one_device --mesh.devices 3": ({}, REPLICATED, REPLICATED),
     "mirrored": ({"data": 8}, REPLICATED, REPLICATED),
@@ -70,98 +66,8 @@ PLACES: dict[str, tuple[dict[str, int], Places, Places]] = {
     "hybrid+zero": ({"replica": 2, "data": 4}, REPLICATED, OVER_DATA),
     "central_storage+fully_sharded": ({"fsdp": 8}, OVER_FSDP, OVER_FSDP),
 }
-Where = dict[str, tuple[Any, ...]]
-
-
-def where(state: TrainState) -> Where:
-    """Of each leaf the devices, how it is split over them, and the kind of memory."""
-    return {name: _where(leaf.sharding) for name, leaf in named_leaves(state).items()}
-
-
-def _where(sharding: Any) -> tuple[Any, ...]:
-    devices = sorted(device.id for device in sharding.device_set)
-    if isinstance(sharding, SingleDeviceSharding):
-        return devices, "no mesh", sharding.memory_kind
-    assert isinstance(sharding, NamedSharding)
-    sizes = sharding.mesh.shape
-    split = [entry if entry and sizes[entry] > 1 else None for entry in sharding.spec]
-    while split and split[-1] is None:
-        split.pop()
-    return devices, tuple(split), sharding.memory_kind
-
-
-def expected_places(row: Row, state: TrainState) -> Where:
-    """The same as the strategy's words say it."""
-    _, params, moments = PLACES[row.name]
-    on_device = jax.devices()[0].default_memory().kind
-    devices = {"default": [0], "one_device": [3]}.get(row.strategy, list(range(8)))
-    found: Where = {}
-    for name, leaf in named_leaves(state).items():
-        field, *_ = name.split("/")
-        splits = {"params": params, "opt_state": moments}.get(field, REPLICATED)
-        split: Any = next((s for tail, s in splits.items() if name.endswith(tail)), ())
-        on_host = "central_storage" in row.strategy and field in ("params", "opt_state")
-        kind = "pinned_host" if on_host and leaf.ndim else on_device
-        found[name] = (devices, "no mesh" if row.strategy == "default" else split, kind)
-    return found
-
 
 # -- one trainer a row, which all its cells use ----------------------------------------------------
-
-
-class Life:
-    """A run of twenty steps, and what its trainer can do from there without compiling again."""
-
-    def __init__(self, row: Row, folder: Path, begin: Path | None) -> None:
-        self.row, self.workdir, self.source = row, folder / "run", folder / "saved"
-        line = [*OPTIONS, *row.arguments, "--workdir", str(self.workdir)]
-        command = parse(line)
-        config = resolve_on_devices(command.config)
-        self.experiment = command.experiment.build(config)
-        self.seen: list[Where] = []
-        self.trainer = Trainer.of(
-            self.experiment,
-            config,
-            terminal=Terminal(quiet=True),
-            callbacks={"fit_start": self._look, "step": self._look},
-        )
-        if begin is not None:
-            shutil.copytree(begin, self.workdir / "checkpoints" / begin.name)
-        self.trainer.fit(self.experiment.train, validation=self.experiment.validation)
-        self.state = arrays(self.trainer.state)
-        self.counted = self.trainer.evaluate(self.experiment.test)
-        self.lines = metrics(self.workdir)
-        self.places, self.seen = self.seen, []
-        shutil.copytree(self.workdir / "checkpoints", self.source)
-
-    def _look(self, event: Event) -> None:
-        self.seen.append(where(event.trainer.state))
-
-    @property
-    def losses(self) -> list[float]:
-        """Of every step."""
-        return [line["loss"] for line in self.lines if line["split"] == "train"]
-
-    def goes_on(self, checkpoint: Path, steps: int) -> dict[str, np.ndarray]:
-        """The state that it restores from a checkpoint, of whomever, and trains up to `steps`."""
-        shutil.rmtree(self.workdir)
-        shutil.copytree(checkpoint, self.workdir / "checkpoints" / checkpoint.name)
-        self.trainer.state = None  # as a new process has it, the compiled step apart
-        self.seen = []
-        experiment = self.experiment
-        self.trainer.fit(experiment.train, validation=experiment.validation, steps=steps)
-        return arrays(self.trainer.state)
-
-
-def arrays(state: TrainState | None) -> dict[str, np.ndarray]:
-    """Every leaf by its path; a key as the numbers it is made of."""
-    assert state is not None
-    return {
-        name: np.asarray(
-            jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        )
-        for name, leaf in named_leaves(state).items()
-    }
 
 
 def assert_same_bits(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
@@ -171,22 +77,9 @@ def assert_same_bits(found: dict[str, np.ndarray], expected: dict[str, np.ndarra
         assert (y.dtype, y.shape, y.tobytes()) == (x.dtype, x.shape, x.tobytes()), name
 
 
-Lives = Callable[[Row], Life]
-
-
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
-    """The life of a row, lived when it is first asked for."""
-    known: dict[str, Life] = {}
-
-    def life(row: Row) -> Life:
-        if row.name not in known:
-            begin = None if row.name in INITIALISED else life(ROWS[0]).source / "0"
-            known[row.name] = Life(row, tmp_path_factory.mktemp(row.strategy), begin)
-        return known[row.name]
-
-    yield life
-    known.clear()
+    yield from living(tmp_path_factory, OPTIONS)
 
 
 @pytest.fixture
@@ -210,37 +103,12 @@ def test_train(row: Row, lives: Lives, default: Life) -> None:
     life = lives(row)
     assert len(life.losses) == STEPS and life.losses[-1] < 0.9 * life.losses[0]
     np.testing.assert_allclose(life.losses, default.losses, rtol=1e-3)
-    axes, _, _ = PLACES[row.name]
-    used = {} if life.trainer.mesh is None else dict(life.trainer.mesh.shape)
-    assert {axis: size for axis, size in used.items() if size > 1} == axes
-    # Before the first step and after each one.
-    assert life.trainer.state is not None and len(life.places) == 1 + STEPS
-    expected = expected_places(row, life.trainer.state)
-    for number, found in enumerate(life.places):
-        assert found == expected, f"after {number} steps"
+    assert_in_place(life, PLACES[row.name])
 
 
 @cell(accepted("train"))
 def test_train_one_step_from_a_common_state(row: Row, lives: Lives, default: Life) -> None:
-    before = {
-        name.removeprefix("params/"): x
-        for name, x in named_leaves(default.goes_on(default.source / "10", MIDDLE)).items()
-    }
-    expected = default.goes_on(default.source / "10", MIDDLE + 1)
-    (other,) = metrics(default.workdir, "train")
-    found = lives(row).goes_on(default.source / "10", MIDDLE + 1)
-    (line,) = metrics(lives(row).workdir, "train")
-    assert line["step"] == other["step"] == MIDDLE + 1
-    assert other["loss"] == default.losses[MIDDLE]
-    np.testing.assert_allclose(line["loss"], other["loss"], rtol=1e-5)
-    for name, after in expected.items():
-        if name.startswith("params/"):
-            x = before[name.removeprefix("params/")].astype(np.float64)
-            update, wanted = found[name] - x, after - x
-            # A parameter is rounded to its own precision after the update.
-            rounding = np.spacing(np.abs(after)).max()
-            assert np.abs(wanted).max() > 1000 * rounding
-            np.testing.assert_allclose(update, wanted, rtol=1e-5, atol=rounding, err_msg=name)
+    assert_one_step_is_the_same(lives(row), default)
 
 
 @cell(accepted("evaluate"))
@@ -271,7 +139,8 @@ def test_restore_from_another(row: Row, lives: Lives) -> None:
     life, source = lives(row), lives(ROWS[ROWS.index(row) - 1])
     assert_same_bits(life.goes_on(source.source / "20", STEPS), source.state)
     assert life.trainer.state is not None
-    assert life.seen == [expected_places(row, life.trainer.state)]  # no step was made
+    places = expected_places(row, life.trainer.state, PLACES[row.name])
+    assert life.seen == [places]  # no step was made
 
 
 # -- by the command --------------------------------------------------------------------------------
@@ -416,7 +285,7 @@ def test_a_cell_that_says_no_is_refused_in_words(row: Row, column: str, tmp_path
         (
             "--strategy fully_sharded --hidden 1001 1001",
             "params/layers/1/kernel, shape (1001, 1001), would be whole on each device, 4.01 MB: "
-            "strategy fully_sharded splits over fsdp=8, and no rule and no dim allows it "
+            "strategy fully_sharded splits over fsdp=8, no rule splits it, and no dim divides "
             "(1001 = 125 * 8 + 1, 1001 = 125 * 8 + 1). Make a dim divide, or give a rule for it: "
             "PartitionSpec() says that it is meant to be replicated (or raise "
             "--sharding.replicated-limit)",

@@ -1,6 +1,7 @@
 """The transformer: what a token may see, how its place is told, and how it lies on the mesh."""
 
 import dataclasses
+import functools
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from flax import nnx
 
 from spmdtrain import MeshSpec, Trainer, UserError
+from spmdtrain.config import ShardingOptions
 from spmdtrain.models import MLP, TRANSFORMER_RULES, Transformer, TransformerConfig, mlp_rules
 from spmdtrain.models.transformer import is_fused, rotation
 from spmdtrain.sharding import named_leaves
@@ -185,64 +187,94 @@ def objective(model: Transformer, tokens: jax.Array) -> dict[str, jax.Array]:
 
 
 def fitted(strategy: str, mesh: MeshSpec | None = None, **changes: Any) -> tuple[Trainer, float]:
-    """A trainer after three steps under a strategy, and its loss on the data then."""
+    """A trainer after three steps under a strategy, and its loss on the data then.
+
+    All arrays but one, of 32 numbers, are large enough to be split.
+    """
     tokens = np.asarray(some_tokens(rows=32, length=17))
     trainer = Trainer(
         model=partial(Transformer, dataclasses.replace(SMALL, **changes)),
         objective=objective,
-        optimizer=optax.sgd(0.5),
+        optimizer=optax.sgd(0.5, momentum=0.5),
         rules=TRANSFORMER_RULES,
         strategy=strategy,
         mesh=mesh or MeshSpec(),
+        sharding=ShardingOptions(min_size=64),
     )
     trainer.fit(tokens, steps=3, global_batch_size=8)
     return trainer, trainer.evaluate(tokens)["loss"]
 
 
-def split_over(trainer: Trainer) -> dict[str, set[str]]:
-    """By parameter, the axes it is split over."""
-    assert trainer.state is not None
-    names = named_leaves(trainer.state.params)
-    return {
-        name: {a for e in x.sharding.spec for a in ((e,) if isinstance(e, str) else e or ())}
-        for name, x in names.items()
-    }
+@functools.cache
+def mirrored_loss(unroll: bool) -> float:
+    trainer, found = fitted("mirrored", unroll=unroll)
+    assert not any(split_over(trainer).values())
+    return found
 
 
-@pytest.mark.drill
-def test_split_by_its_rules_it_learns_the_same() -> None:
-    _, mirrored = fitted("mirrored")
-    trainer, split = fitted("tensor_parallel", MeshSpec(data=4, tensor=2))
-    assert split == pytest.approx(mirrored, rel=1e-5)
-    axes = split_over(trainer)
-    assert {name for name, over in axes.items() if "tensor" in over} == {
-        "embedding",
-        "blocks/attention/qkv",
-        "blocks/attention/out",
-        "blocks/mlp/up",
-        "blocks/mlp/down",
-    }
+def split_over(trainer: Trainer, tree: str = "params") -> dict[str, set[str]]:
+    """By parameter, or what the optimizer keeps of it, the axes it is split over."""
+    assert trainer.state is not None and trainer.mesh is not None
+    sizes, found = trainer.mesh.shape, {}
+    for name, x in named_leaves(getattr(trainer.state, tree)).items():
+        axes = {a for e in x.sharding.spec for a in ((e,) if isinstance(e, str) else e or ())}
+        found[name] = {axis for axis in axes if sizes[axis] > 1}
+    return found
+
+
+BY_RULE = {
+    "embedding",
+    "blocks/attention/qkv",
+    "blocks/attention/out",
+    "blocks/mlp/up",
+    "blocks/mlp/down",
+}
+NORMS = {"blocks/attention/norm", "blocks/mlp/norm"}  # no rule is for them
+SMALLEST = "norm"
 
 
 @pytest.mark.drill
 @pytest.mark.parametrize("unroll", [True, False])
 @pytest.mark.parametrize(
-    ("strategy", "mesh"),
+    ("strategy", "mesh", "axes", "axes_of_optimizer"),
     [
-        ("zero", None),
-        ("fully_sharded", None),
-        ("hybrid+fully_sharded", None),
-        ("fully_sharded+tensor_parallel", MeshSpec(data=1, fsdp=4, tensor=2)),
-        ("zero+tensor_parallel", MeshSpec(data=4, tensor=2)),
-        ("hybrid+fully_sharded+tensor_parallel", MeshSpec(replica=2, fsdp=2, tensor=2)),
+        ("default", None, "", ""),
+        ("zero", None, "", "data"),
+        ("fully_sharded", None, "fsdp", "fsdp"),
+        ("tensor_parallel", MeshSpec(data=4, tensor=2), "tensor", "tensor"),
+        ("central_storage", None, "", ""),
+        ("hybrid", None, "", ""),
+        ("hybrid+fully_sharded", None, "fsdp", "fsdp"),
+        ("central_storage+fully_sharded", None, "fsdp", "fsdp"),
+        ("fully_sharded+tensor_parallel", MeshSpec(fsdp=4, tensor=2), "fsdp tensor", "fsdp tensor"),
+        ("zero+tensor_parallel", MeshSpec(data=4, tensor=2), "tensor", "data tensor"),
+        (
+            "hybrid+fully_sharded+tensor_parallel",
+            MeshSpec(replica=2, fsdp=2, tensor=2),
+            "fsdp tensor",
+            "fsdp tensor",
+        ),
     ],
+    ids=lambda x: x if isinstance(x, str) and x else None,
 )
 def test_it_learns_the_same_under_every_strategy(
-    strategy: str, mesh: MeshSpec | None, unroll: bool
+    strategy: str, mesh: MeshSpec | None, axes: str, axes_of_optimizer: str, unroll: bool
 ) -> None:
-    _, mirrored = fitted("mirrored", unroll=unroll)
-    _, other = fitted(strategy, mesh, unroll=unroll)
-    assert other == pytest.approx(mirrored, rel=1e-5)
+    trainer, found = fitted(strategy, mesh, unroll=unroll)
+    assert found == pytest.approx(mirrored_loss(unroll), rel=1e-5)
+    assert trainer.state is not None
+    memory = {x.sharding.memory_kind for x in jax.tree.leaves(trainer.state.params)}
+    assert (memory == {"pinned_host"}) == ("central_storage" in strategy)
+    if strategy == "default":
+        assert trainer.mesh is None
+        return
+    for tree, asked in (("params", axes), ("opt_state", axes_of_optimizer)):
+        over = set(asked.split())
+        expected = dict.fromkeys(BY_RULE, over) | dict.fromkeys(NORMS, over - {"tensor"})
+        prefix = "0/trace/" if tree == "opt_state" else ""
+        assert split_over(trainer, tree) == {
+            prefix + name: split for name, split in (expected | {SMALLEST: set()}).items()
+        }
 
 
 @pytest.mark.parametrize("hidden", [(), (8,), (8, 8)])

@@ -22,7 +22,7 @@ TRANSFORMER_RULES: tuple[Rule, ...] = (
     Rule("blocks/attention/out$", PartitionSpec(None, "tensor", None, None), Gather.IN_MODEL),
     Rule("blocks/mlp/up$", PartitionSpec(None, None, "tensor"), Gather.IN_MODEL),
     Rule("blocks/mlp/down$", PartitionSpec(None, "tensor", None), Gather.IN_MODEL),
-    Rule("(embedding|head)$", PartitionSpec("tensor", None)),
+    Rule("(embedding|head|positions)$", PartitionSpec("tensor", None)),
 )
 
 _Turn = Callable[[jax.Array], jax.Array]
@@ -126,7 +126,9 @@ class Transformer(nnx.Module):
             raise UserError(
                 f"{length} tokens in a row, and the model's context is {config.context}"
             )
-        x = self.embedding[...][tokens]
+        # Looked up in f32: what comes back is then added up in f32, where tokens come often.
+        embedding = self.embedding[...]
+        x = embedding.astype(jnp.float32)[tokens].astype(embedding.dtype)
         turn: _Turn = _unturned
         if config.positions == "learned":
             x = x + self.positions[...][:length]
@@ -200,7 +202,8 @@ def _mlp(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(mean_square + _EPSILON)).astype(x.dtype) * scale
+    normal = wide * jax.lax.rsqrt(mean_square + _EPSILON)
+    return (normal * scale.astype(jnp.float32)).astype(x.dtype)
 
 
 def rotation(length: int, width: int) -> _Turn:
