@@ -209,11 +209,6 @@ def count_of(devices: Sequence[jax.Device]) -> str:
     return text if len(counts) == 1 else f"{text} ({' + '.join(counts)} of {len(counts)} processes)"
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of what every device holds in full."""
-    return NamedSharding(mesh, PartitionSpec())
-
-
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """The sharding of a batch: its leading dim is split over the batch axes."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))

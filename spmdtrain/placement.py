@@ -12,7 +12,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from spmdtrain import collectives, distributed, processes
 from spmdtrain.config import Collectives, Config, MeshSpec, RunConfig, resolve
 from spmdtrain.errors import UserError, did_you_mean
-from spmdtrain.mesh import BATCH_AXES, batch_shards, build_mesh, describe, make_cpu_devices
+from spmdtrain.mesh import (
+    BATCH_AXES,
+    batch_sharding,
+    batch_shards,
+    build_mesh,
+    describe,
+    make_cpu_devices,
+)
 from spmdtrain.strategies import AXES, DEFAULT, Strategy, strategy
 
 
@@ -42,7 +49,7 @@ class Placement:
     @property
     def batch(self) -> Sharding:
         """The sharding of a batch: its leading dim is split over the batch axes."""
-        return self.sharding(PartitionSpec(BATCH_AXES))
+        return self.everywhere if self.mesh is None else batch_sharding(self.mesh)
 
     @property
     def everywhere(self) -> Sharding:

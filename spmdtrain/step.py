@@ -304,9 +304,7 @@ class Steps:
             return batch
 
         def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-            name = path_name(
-                path[:1]
-            )  # of a batch that is one array, nothing; of a tuple, a number
+            name = path_name(path[:1])  # "" of a batch that is one array, "0" first in a tuple
             return self._cast(x) if name in ("", "0", *INPUTS) else x
 
         return jax.tree_util.tree_map_with_path(cast, batch)

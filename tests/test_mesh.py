@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
 from spmdtrain import mesh as meshes
 from spmdtrain import processes
@@ -20,7 +20,6 @@ from spmdtrain.mesh import (
     cpu_devices_in_environment,
     describe,
     make_cpu_devices,
-    replicated,
 )
 from spmdtrain.strategies import AXES, STRATEGIES, strategy
 
@@ -169,13 +168,6 @@ def test_a_batch_is_split_over_the_batch_axes_alone(spec: MeshSpec, shards: int)
     held = [np.asarray(shard.data) for shard in batch.addressable_shards]
     assert {rows.shape for rows in held} == {(16 // shards, 3)}
     assert len({rows[0, 0] for rows in held}) == shards
-
-
-def test_what_is_replicated_is_on_every_device_in_full() -> None:
-    mesh = build_mesh(MeshSpec(tensor=2))
-    assert replicated(mesh).spec == PartitionSpec()
-    array = jax.device_put(np.arange(5), replicated(mesh))
-    assert [np.asarray(s.data).tolist() for s in array.addressable_shards] == [[0, 1, 2, 3, 4]] * 8
 
 
 # --- The meshes of the strategies ---
