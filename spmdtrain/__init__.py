@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ArrayDataset": "data",
+    "Collectives": "config",
     "Dataset": "data",
     "Event": "callbacks",
     "Experiment": "experiment",
@@ -25,6 +26,7 @@ _HOMES = {
     "Preempted": "errors",
     "Rule": "sharding",
     "RunConfig": "config",
+    "ShardingOptions": "config",
     "StorageError": "errors",
     "Subset": "data",
     "TrainState": "step",
@@ -45,6 +47,7 @@ _HOMES = {
 
 __all__ = [
     "ArrayDataset",
+    "Collectives",
     "Dataset",
     "Event",
     "Experiment",
@@ -60,6 +63,7 @@ __all__ = [
     "Preempted",
     "Rule",
     "RunConfig",
+    "ShardingOptions",
     "StorageError",
     "Subset",
     "TrainState",
@@ -81,7 +85,7 @@ __all__ = [
 if TYPE_CHECKING:
     from spmdtrain.adapters import FunctionModel, LinenModel
     from spmdtrain.callbacks import Event, Moment
-    from spmdtrain.config import MeshSpec, RunConfig
+    from spmdtrain.config import Collectives, MeshSpec, RunConfig, ShardingOptions
     from spmdtrain.data import ArrayDataset, Dataset, Mapped, Subset
     from spmdtrain.distributed import initialize
     from spmdtrain.errors import NonFiniteError, Preempted, StorageError, UserError

@@ -2,7 +2,7 @@
 
 import functools
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,18 +110,14 @@ class Life:
             shutil.copytree(begin, self.workdir / "checkpoints" / begin.name)
         self.trainer.fit(self.experiment.train, validation=self.experiment.validation)
         self.state = arrays(self.trainer.state)
+        test = self.experiment.test
+        self.counted = {} if test is None else self.trainer.evaluate(test)
         self.lines = metrics(self.workdir)
         self.places, self.seen = self.seen, []
         shutil.copytree(self.workdir / "checkpoints", self.source)
 
     def _look(self, event: Event) -> None:
         self.seen.append(where(event.trainer.state))
-
-    @functools.cached_property
-    def counted(self) -> Mapping[str, float]:
-        """What the state at the end makes of the test split."""
-        assert self.trainer.step == STEPS
-        return self.trainer.evaluate(self.experiment.test)
 
     @property
     def losses(self) -> list[float]:

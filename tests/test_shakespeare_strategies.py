@@ -1,0 +1,191 @@
+"""The transformer on text under every strategy, in one process and in several: the same losses.
+
+The rows are those of the support matrix, whose cells `test_strategy_matrix.py` tests with digits.
+"""
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import GPT, metrics, text_in
+from lives import (
+    CADENCE,
+    MIDDLE,
+    REPLICATED,
+    STEPS,
+    Expected,
+    Life,
+    Lives,
+    Places,
+    assert_in_place,
+    assert_one_step_is_the_same,
+    assert_same_step,
+    cell,
+    living,
+)
+from matrix import ROWS, Row, accepted
+from processes import job, show
+
+pytestmark = pytest.mark.drill
+
+# Every array is large enough to be split.
+OPTIONS = ("--preset", "tiny", "--no-unroll", "--sharding.min-size", "64", *CADENCE)
+
+SHAPES = {
+    "embedding": (64, 64),
+    "blocks/attention/norm": (2, 64),
+    "blocks/attention/qkv": (2, 64, 3, 4, 16),
+    "blocks/attention/out": (2, 4, 16, 64),
+    "blocks/mlp/norm": (2, 64),
+    "blocks/mlp/up": (2, 64, 256),
+    "blocks/mlp/down": (2, 256, 64),
+    "norm": (64,),
+}
+
+
+def over(axis: str) -> Places:
+    """Each in its longest dim, the first of several."""
+    return {
+        "embedding": (axis,),
+        "blocks/attention/norm": (None, axis),
+        "blocks/attention/qkv": (None, axis),
+        "blocks/attention/out": (None, None, None, axis),
+        "blocks/mlp/norm": (None, axis),
+        "blocks/mlp/up": (None, None, axis),
+        "blocks/mlp/down": (None, axis),
+        "norm": (axis,),
+    }
+
+
+OVER_TENSOR: Places = {
+    "embedding": ("tensor",),
+    "blocks/attention/qkv": (None, None, None, "tensor"),
+    "blocks/attention/out": (None, "tensor"),
+    "blocks/mlp/up": (None, None, "tensor"),
+    "blocks/mlp/down": (None, "tensor"),
+}
+OVER_BOTH: Places = over("fsdp") | {
+    "embedding": ("tensor", "fsdp"),
+    "blocks/attention/qkv": (None, "fsdp", None, "tensor"),
+    "blocks/attention/out": (None, "tensor", None, "fsdp"),
+    "blocks/mlp/up": (None, "fsdp", "tensor"),
+    "blocks/mlp/down": (None, "tensor", "fsdp"),
+}
+PLACES: dict[str, Expected] = {
+    "default": ({}, REPLICATED, REPLICATED),
+    "one_device --mesh.devices 3": ({}, REPLICATED, REPLICATED),
+    "mirrored": ({"data": 8}, REPLICATED, REPLICATED),
+    "zero": ({"data": 8}, REPLICATED, over("data")),
+    "fully_sharded": ({"fsdp": 8}, over("fsdp"), over("fsdp")),
+    "tensor_parallel": ({"data": 4, "tensor": 2}, OVER_TENSOR, OVER_TENSOR),
+    "central_storage": ({"data": 8}, REPLICATED, REPLICATED),
+    "hybrid": ({"replica": 2, "data": 4}, REPLICATED, REPLICATED),
+    "fully_sharded --mesh.tensor 2": ({"fsdp": 4, "tensor": 2}, OVER_BOTH, OVER_BOTH),
+    "hybrid+fully_sharded": ({"replica": 2, "fsdp": 4}, over("fsdp"), over("fsdp")),
+    "hybrid+zero": ({"replica": 2, "data": 4}, REPLICATED, over("data")),
+    "central_storage+fully_sharded": ({"fsdp": 8}, over("fsdp"), over("fsdp")),
+}
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> Sequence[str]:
+    return [*OPTIONS, "--data-dir", str(text_in(tmp_path_factory.mktemp("text")))]
+
+
+@pytest.fixture(scope="module")
+def lives(options: Sequence[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
+    yield from living(tmp_path_factory, ["--config", str(GPT), *options])
+
+
+@pytest.fixture
+def default(lives: Lives) -> Life:
+    return lives(ROWS[0])
+
+
+def test_every_row_of_the_matrix_has_its_places(default: Life) -> None:
+    assert {row.name for row in ROWS} == set(PLACES)
+    found = {
+        name.removeprefix("params/"): x.shape
+        for name, x in default.state.items()
+        if name.startswith("params/")
+    }
+    assert found == SHAPES
+
+
+@cell(ROWS)
+def test_twenty_steps(row: Row, lives: Lives, default: Life) -> None:
+    life = lives(row)
+    assert len(life.losses) == STEPS and life.losses[-1] < 0.8 * life.losses[0]
+    np.testing.assert_allclose(life.losses, default.losses, rtol=1e-3)
+    np.testing.assert_allclose(validation(life.lines), validation(default.lines), rtol=1e-3)
+    assert_in_place(life, PLACES[row.name])
+
+
+@cell(ROWS)
+def test_one_step_from_a_common_state(row: Row, lives: Lives, default: Life) -> None:
+    assert_one_step_is_the_same(lives(row), default)
+
+
+def validation(lines: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The loss and the accuracy on the text that validates, at the end."""
+    (line,) = [line for line in lines if line["split"] == "eval" and line["step"] == STEPS]
+    return [line["loss"], line["accuracy"]]
+
+
+# -- many processes --------------------------------------------------------------------------------
+
+IN_PROCESSES = [
+    row
+    for row in accepted("processes")
+    if row.name
+    in ("mirrored", "fully_sharded", "hybrid+fully_sharded", "fully_sharded --mesh.tensor 2")
+]
+topologies = pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 2)], ids=["2x4", "4x2"])
+
+
+@topologies
+@cell(IN_PROCESSES)
+def test_processes_train(
+    row: Row,
+    processes: int,
+    devices: int,
+    options: Sequence[str],
+    default: Life,
+    tmp_path: Path,
+) -> None:
+    """From their own initial state."""
+    line = [*options, *row.arguments, "--workdir", tmp_path / "run"]
+    ended = job(GPT, *line, processes=processes, devices=devices)
+    assert f"{processes} processes" in ended[0].output, show(ended)
+    losses = [line["loss"] for line in metrics(tmp_path / "run", "train")]
+    assert len(losses) == STEPS
+    np.testing.assert_allclose(losses[0], default.losses[0], rtol=1e-5)
+    np.testing.assert_allclose(losses, default.losses, rtol=1e-3)
+    found = validation(metrics(tmp_path / "run"))
+    np.testing.assert_allclose(found, validation(default.lines), rtol=1e-3)
+
+
+@topologies
+@cell(IN_PROCESSES)
+def test_processes_from_a_common_state(
+    row: Row,
+    processes: int,
+    devices: int,
+    options: Sequence[str],
+    default: Life,
+    tmp_path: Path,
+) -> None:
+    """From a checkpoint of one process and another strategy, and its own is read there again."""
+    checkpoints = tmp_path / "run" / "checkpoints"
+    shutil.copytree(default.source / str(MIDDLE), checkpoints / str(MIDDLE))
+    line = [*options, *row.arguments, "--workdir", tmp_path / "run"]
+    after_one = ["--checkpoint-every-steps", MIDDLE + 1]
+    job(GPT, *line, *after_one, processes=processes, devices=devices)
+    losses = [line["loss"] for line in metrics(tmp_path / "run", "train")]
+    assert len(losses) == STEPS - MIDDLE
+    np.testing.assert_allclose(losses, default.losses[MIDDLE:], rtol=1e-3)
+    found = default.goes_on(checkpoints / str(MIDDLE + 1), MIDDLE + 1)
+    assert_same_step(losses[0], found, default)
