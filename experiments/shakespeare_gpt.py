@@ -225,6 +225,23 @@ def objective(model: Any, batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]
     return {"loss": (loss, weights), "accuracy": (chosen >= logits.max(-1), weights)}
 
 
+def check_ranges(config: Config) -> None:
+    """Raise `UserError` for what an optimizer or a model would take and make nonsense of."""
+    for name, least, below in (
+        ("warmup_steps", 0, math.inf),
+        ("final_learning_rate", 0, math.inf),
+        ("weight_decay", 0, math.inf),
+        ("beta2", 0, 1),
+        ("clip_norm", 1e-12, math.inf),
+        ("mlp_width", 1, math.inf),
+        ("vocabulary_rows", 1, math.inf),
+    ):
+        value = getattr(config, name)
+        if value is not None and not least <= value < below:
+            bound = "" if below == math.inf else f", and below {below}"
+            raise UserError(f"{name} is {value}: it must be at least {least}{bound}")
+
+
 def make_optimizer(config: Config, total_steps: int) -> optax.GradientTransformation:
     """AdamW with clipping, a warm-up and a cosine."""
     assert config.learning_rate is not None
@@ -334,6 +351,7 @@ def present(vocabulary: Vocabulary, predictions: dict[str, np.ndarray]) -> Itera
 
 
 def build(config: Config) -> Experiment:
+    check_ranges(config)
     vocabulary, text = load_text(config)
     train, validation = split(text, config.context)
     return Experiment(

@@ -19,6 +19,7 @@ from spmdtrain.errors import UserError
 from spmdtrain.mesh import BATCH_AXES
 from spmdtrain.placement import Placement, under
 from spmdtrain.reductions import Reduction
+from spmdtrain.sharding import named_leaves
 from spmdtrain.strategies import DEFAULT
 
 PyTree = Any
@@ -203,6 +204,36 @@ def check_by_hand(
             "loss, say), of which each device would see its own alone; or so it seems to XLA, "
             f"which moves {moved[0].op_name or 'some'} between devices (take_along_axis and optax "
             "pick values without)"
+        )
+
+
+def check_agrees(reduction: Reduction, placement: Placement, params: PyTree) -> None:
+    """Raise `UserError` where a reduction of the user's leaves devices with different gradients.
+
+    It is tried once, on noise of the parameters' shapes: the copies of a parameter would drift
+    apart from the first step on, and nothing else would tell.
+    """
+    if placement.mesh is None or placement.batch_shards == 1:
+        return
+
+    def local(key: jax.Array) -> PyTree:
+        for axis in BATCH_AXES:
+            key = jax.random.fold_in(key, jax.lax.axis_index(axis))
+        noise = jax.tree.map(lambda x: jax.random.normal(key, x.shape).astype(x.dtype), params)
+        reduced = reduction(noise, BATCH_AXES)
+        return jax.tree.map(
+            lambda x: (jax.lax.pmax(x, BATCH_AXES) == jax.lax.pmin(x, BATCH_AXES)).all(), reduced
+        )
+
+    whole = PartitionSpec()
+    program = jax.shard_map(
+        local, mesh=placement.mesh, in_specs=whole, out_specs=whole, check_vma=False
+    )
+    agree = named_leaves(jax.device_get(jax.jit(program)(jax.random.key(0))))
+    if apart := [name for name, same in agree.items() if not same]:
+        raise UserError(
+            f"the reduction leaves each device with gradients of its own, of {apart[0]} for one: "
+            "it must return the sums over all of its axes, as jax.lax.psum(gradients, axes) does"
         )
 
 

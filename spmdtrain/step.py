@@ -15,7 +15,7 @@ from spmdtrain import collectives, metrics
 from spmdtrain.adapters import Adapter, Function, Mode, Variables
 from spmdtrain.config import Purpose, RunConfig, derive_seed
 from spmdtrain.errors import UserError
-from spmdtrain.gradients import Gradients, check_by_hand, wide
+from spmdtrain.gradients import Gradients, check_agrees, check_by_hand, wide
 from spmdtrain.jaxprs import equations
 from spmdtrain.placement import Placement, under
 from spmdtrain.reductions import NAMED, Reduction, all_reduce, in_dtype
@@ -90,6 +90,7 @@ class Steps:
         self._check_frozen()
         self.layout = Layout(self.abstract_state, placement, rules, config.sharding)
         self.shardings: TrainState = self.layout.shardings
+        self._own_reduction = reduction
         self._gradients = Gradients(
             self._objective_sums, config.microbatches, placement, self._reduction(reduction)
         )
@@ -144,6 +145,11 @@ class Steps:
     def _reduction(self, own: Reduction | None) -> Reduction | None:
         """What reduces the gradients under shard_map; None where XLA does it."""
         options = self._config.collectives
+        if own is not None and not callable(own):
+            raise UserError(
+                f"reduction is {own!r}: it must be a function of (gradients, axes); "
+                f"collectives.reduction takes names: {', '.join(NAMED)}"
+            )
         if options.reduction != "automatic":
             if own is not None:
                 raise UserError(
@@ -168,6 +174,8 @@ class Steps:
         if self._gradients.reduction is None:
             return
         options = self._config.collectives
+        if self._own_reduction is not None:
+            check_agrees(self._own_reduction, self._placement, trained)
         asked = "a reduction of your own"
         if options.reduction != "automatic":
             asked = f"collectives.reduction={options.reduction}"

@@ -538,9 +538,8 @@ class Trainer:
             return state
         found, _ = self._load(config.init_from)
         places = self._steps.shardings
-        params, model_state = jax.device_put(
-            self._steps.as_parameters(found), (places.params, places.model_state)
-        )
+        params, model_state = self._steps.as_parameters(found)
+        params = jax.device_put(params, places.params)
         averaged: PyTree = {}
         if config.ema_decay is not None:  # arrays of its own, as the state is donated
             averaged = jax.tree.map(
