@@ -550,10 +550,12 @@ FROZEN = {"layers/0/kernel", "layers/0/bias", "layers/1/kernel"}
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.drill),
         {"microbatches": 4},
-        {"mesh": on(1)},
-        {"strategy": "zero", "sharding": ShardingOptions(min_size=1)},
+        pytest.param({"mesh": on(1)}, marks=pytest.mark.drill),
+        pytest.param(
+            {"strategy": "zero", "sharding": ShardingOptions(min_size=1)}, marks=pytest.mark.drill
+        ),
         {"strategy": "fully_sharded", "sharding": ShardingOptions(min_size=1)},
         {"collectives": BY_HAND, "microbatches": 2},
         {"compute_dtype": "bfloat16", "remat": "full"},

@@ -137,17 +137,19 @@ def validation(lines: Sequence[Mapping[str, Any]]) -> list[float]:
 
 # -- many processes --------------------------------------------------------------------------------
 
-IN_PROCESSES = [
-    row
-    for row in accepted("processes")
-    if row.name
-    in ("mirrored", "fully_sharded", "hybrid+fully_sharded", "fully_sharded --mesh.tensor 2")
-]
+# By strategy the processes and the devices of each.
+TOPOLOGIES = {
+    "mirrored": (4, 2),
+    "fully_sharded": (2, 4),
+    "hybrid+fully_sharded": (4, 2),
+    "fully_sharded --mesh.tensor 2": (2, 4),
+}
+IN_PROCESSES = [row for row in accepted("processes") if row.name in TOPOLOGIES]
 topologies = pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 2)], ids=["2x4", "4x2"])
 
 
 @topologies
-@cell(IN_PROCESSES)
+@cell([row for row in IN_PROCESSES if row.name == "fully_sharded"])
 def test_processes_train(
     row: Row,
     processes: int,
@@ -168,17 +170,15 @@ def test_processes_train(
     np.testing.assert_allclose(found, validation(default.lines), rtol=1e-3)
 
 
-@topologies
 @cell(IN_PROCESSES)
 def test_processes_from_a_common_state(
     row: Row,
-    processes: int,
-    devices: int,
     options: Sequence[str],
     default: Life,
     tmp_path: Path,
 ) -> None:
     """From a checkpoint of one process and another strategy, and its own is read there again."""
+    processes, devices = TOPOLOGIES[row.name]
     checkpoints = tmp_path / "run" / "checkpoints"
     shutil.copytree(default.source / str(MIDDLE), checkpoints / str(MIDDLE))
     line = [*options, *row.arguments, "--workdir", tmp_path / "run"]
