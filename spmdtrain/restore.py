@@ -184,7 +184,9 @@ def load_model(
     check_same_model(manifest.identity, config, describe_leaves(abstract), str(folder))
     averaged = holds(manifest, "averaged")
     like = average_of(abstract.params) if averaged else abstract.params
-    params = jax.tree.map(_placed, like, shardings.averaged if averaged else shardings.params)
+    # This run may keep no average, and yet evaluate with another's.
+    places = shardings.averaged if averaged and shardings.averaged else shardings.params
+    params = jax.tree.map(_placed, like, places)
     state = jax.tree.map(_placed, abstract.model_state, shardings.model_state)
     targets = {"averaged": {"averaged": params}} if averaged else {"params": {"params": params}}
     if jax.tree.leaves(state):

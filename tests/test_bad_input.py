@@ -45,7 +45,7 @@ def refused(capsys: pytest.CaptureFixture[str], config: object, *options: object
         ("--learning-rate-table 64", "--learning-rate-table"),
         ("--mode fly", "'fly' for argument '--mode'"),
         ("--resume perhaps", "'perhaps' for argument '--resume'"),
-        ("--strategy psychic", "'psychic' for argument '--strategy'"),
+        ("--strategy psychic", "there is no strategy 'psychic'. There are: default, one_device, "),
         ("--preset huge", "has no preset 'huge'. It has none"),
         ("--preset", "--preset: expected one argument"),
         # sizes
@@ -91,7 +91,7 @@ def refused(capsys: pytest.CaptureFixture[str], config: object, *options: object
         ("--global-batch-size 4", r"not divide over 8 devices \(4 = 0 \* 8 \+ 4\); 8 would"),
         ("--mesh.data 3", r"data=3 \* fsdp=1 \* tensor=1 = 3 != 8 devices"),
         ("--mesh.fsdp 3", r"fsdp=3 \* tensor=1 = 3 does not divide 8 devices"),
-        ("--mesh.fsdp -1", "data and fsdp are both -1"),
+        ("--mesh.data -1 --mesh.fsdp -1", "data and fsdp are both -1"),
         ("--mesh.devices 0 8", "no device '8'; visible: cpu:0, cpu:1, .*cpu:7"),
         ("--mesh.devices gpu:0", "no device 'gpu:0'; visible of platform gpu: none"),
         ("--mesh.devices 1 1", "names a device twice: 1 1"),

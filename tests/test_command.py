@@ -73,8 +73,8 @@ def shown(number: float) -> str:
 
 def test_the_start_up_line_says_what_runs(ended: subprocess.CompletedProcess[str]) -> None:
     assert re.search(
-        rf"^8 x cpu, mesh data=8; global batch {BATCH} \(8 per device\); learning rate 0.002; "
-        rf"{PARAMETERS:,} parameters; step compiled in [\d.]+ s: "
+        rf"^8 x cpu, mirrored, mesh data=8; global batch {BATCH} \(8 per device\); "
+        rf"learning rate 0.002; {PARAMETERS:,} parameters; step compiled in [\d.]+ s: "
         # the gradients and two numbers, loss and accuracy
         rf"1 all-reduce, {4 * (PARAMETERS + 2) / 1000:.2f} kB, over data=8$",
         ended.stdout,
@@ -288,9 +288,8 @@ def test_steps_and_a_per_device_batch_replace_their_defaults_and_are_stored_reso
     )
     assert ended.returncode == 0, ended.stderr
     # the environment's number of devices comes before the experiment's own
-    assert "4 x cpu, mesh data=4; global batch 16 (4 per device); learning rate 0.00025;" in (
-        ended.stdout
-    )
+    assert "4 x cpu, mirrored, mesh data=4; global batch 16 (4 per device);" in ended.stdout
+    assert "learning rate 0.00025;" in ended.stdout
     config = resolved(tmp_path)
     assert (config["steps"], config["epochs"]) == (3, None)
     assert (config["global_batch_size"], config["batch_size_per_device"]) == (16, None)

@@ -350,6 +350,7 @@ def test_the_products_of_a_bfloat16_step_are_in_bfloat16() -> None:
         assert {str(x.aval.dtype) for dot in products for x in dot.invars} == {dtype}
 
 
+@pytest.mark.drill
 def test_bfloat16_gradients_are_near_those_of_float32_and_metrics_as_exact() -> None:
     exact = gradients(mlp(), (X, Y))
     for microbatches in (1, 4):

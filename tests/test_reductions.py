@@ -103,6 +103,7 @@ def test_without_a_mesh_there_is_nothing_to_reduce() -> None:
     check_equal(gradients(tokens(reduction=never, strategy="default"), BATCH), expected())
 
 
+@pytest.mark.drill
 def test_a_step_without_jit_reduces_too() -> None:
     check_equal(gradients(tokens(reduction=all_reduce, mesh=on(1), jit=False), BATCH), expected())
 

@@ -262,6 +262,7 @@ def test_it_writes_on_past_the_context_from_prompts_of_any_length() -> None:
     assert len({tuple(row[-5:]) for row in written}) > 1
 
 
+@pytest.mark.drill
 def test_samples_differ_by_their_number_and_the_seed_and_hold_real_tokens_alone() -> None:
     of = config("tiny", sample_length=60, temperature=50.0, samples=6)
     vocabulary = gpt.Vocabulary(np.arange(97, 123))

@@ -184,15 +184,11 @@ def metrics_of(workdir: Path, split: str) -> dict[str, float]:
 
 # -- many processes --------------------------------------------------------------------------------
 
-HERE = "fully_sharded"  # the one of them that `make test` runs
 
-
+@pytest.mark.drill
 @pytest.mark.parametrize(
     "row",
-    [
-        pytest.param(row, id=row.name, marks=[] if row.name == HERE else pytest.mark.drill)
-        for row in accepted("processes")
-    ],
+    [pytest.param(row, id=row.name) for row in accepted("processes")],
 )
 def test_two_processes_train(row: Row, default: Life, tmp_path: Path) -> None:
     options = [*OPTIONS[2:], *row.arguments, "--workdir", tmp_path / "run"]
