@@ -274,6 +274,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.drill
 def test_a_collective_of_several_processes_ends_them_when_the_timeout_is_over() -> None:
     def both(timeout: float) -> list[Any]:
         line = [sys.executable, "-c", GLOO, str(timeout)]

@@ -207,6 +207,7 @@ def test_parameters_of_16_bits_keep_their_optimizer_s_dtypes() -> None:
     assert jax.tree.map(lambda x: x.dtype, of.state) == before
 
 
+@pytest.mark.drill
 def test_a_step_without_jit_is_the_same() -> None:
     found = [
         gradients(mlp(model=partial(nnx.Linear, 6, 4), microbatches=2, mesh=on(1), jit=jit), (X, Y))
@@ -616,6 +617,7 @@ def test_patterns_that_freeze_nothing_or_all_are_refused(
         mlp(frozen=frozen)
 
 
+@pytest.mark.drill
 def test_a_frozen_run_goes_on_where_it_was_to_the_bit(tmp_path: Path) -> None:
     def options(name: str) -> dict[str, Any]:
         optimizer = optax.adamw(0.01)
@@ -630,6 +632,7 @@ def test_a_frozen_run_goes_on_where_it_was_to_the_bit(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
+@pytest.mark.drill
 def test_the_command_freezes_by_path(tmp_path: Path) -> None:
     path = small_experiment(tmp_path)
     workdir = tmp_path / "run"

@@ -204,6 +204,7 @@ def test_every_preset_has_a_place_under_every_strategy(preset: str | None, text:
             assert held * parts == math.prod(whole), f"{row.name}: {name} {places[name]}"
 
 
+@pytest.mark.drill
 def test_the_norms_scales_do_not_decay_and_the_rate_rises_and_falls() -> None:
     model = Transformer(gpt.shape(config("tiny"), 26), rngs=nnx.Rngs(0))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -246,6 +247,7 @@ def write(of: Any, vocabulary: int, batch: dict[str, Any]) -> np.ndarray:
     return np.asarray(written["tokens"])
 
 
+@pytest.mark.drill
 def test_it_writes_on_past_the_context_from_prompts_of_any_length() -> None:
     of = config("tiny", context=8, sample_length=14, temperature=0.0, layers=1)
     tokens = np.array([[1, 2, 3, 0, 0], [4, 0, 0, 0, 0], [5, 6, 7, 8, 9]], np.int32)
