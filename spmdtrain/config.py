@@ -5,6 +5,7 @@ import enum
 import hashlib
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -280,6 +281,27 @@ def check(config: RunConfig) -> None:
         if rate is not None and not (rate >= 0 and math.isfinite(rate)):
             raise UserError(f"{name} is {rate}: it must be a finite number, 0 or more")
     config.profile_range()
+
+
+def for_built(config: RunConfig, options: Mapping[str, Any]) -> RunConfig:
+    """The configuration changed by keywords, for a model and an optimizer that are built already.
+
+    Raises `UserError` for names that are no fields, and for what only a `build` could heed.
+    """
+    fields = [field.name for field in dataclasses.fields(config)]
+    for name in options:
+        if name not in fields:
+            raise UserError(f"Trainer has no option {name!r}.{did_you_mean(name, fields)}")
+        if name in ("learning_rate", "data_dir"):
+            raise UserError(f"{name} is for a config's build(): give it to what you build")
+    config = dataclasses.replace(config, **options)
+    check(config)
+    if config.learning_rate_scaling != "none" or config.learning_rate_table:
+        raise UserError(
+            "learning_rate_scaling and learning_rate_table come too late for a Trainer, whose "
+            "optimizer is built: call config = resolve_on_devices(config) before building it"
+        )
+    return config
 
 
 def _check_types(values: Any, fields: type, prefix: str = "") -> None:

@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmdtrain import processes
 from spmdtrain.adapters import Variables
+from spmdtrain.data import Dataset, fingerprint
 from spmdtrain.errors import UserError
 from spmdtrain.metrics import Means
 
@@ -36,6 +38,12 @@ def predict(
     """What `step` gives for every example: a pytree of NumPy arrays of leading dim N, in order."""
     parts = list(_late((_checked(step, variables, *batch) for batch in batches), in_flight))
     return jax.tree.map(lambda *leaves: np.concatenate(leaves)[:num_examples], *parts)
+
+
+def check_same_data(dataset: Dataset, batch_size: int) -> None:
+    """Raise `UserError` where the processes of a job would not evaluate the same."""
+    if processes.count() > 1:
+        processes.check_same({"data": fingerprint(dataset), "global_batch_size": batch_size})
 
 
 def _checked(

@@ -148,6 +148,7 @@ def _whole(sizes: dict[str, int], devices: Sequence[jax.Device]) -> dict[str, in
 
 def _check_used(of: Strategy, sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> None:
     """A strategy that splits over an axis of size 1 would be asked for and not be there."""
+    # The data axis is in no strategy's sizes; with shards_params fsdp does what it would do.
     zero = ["data"] if of.shards_optimizer and not of.shards_params else []
     for axis in [*zero, *(axis for axis, size in of.sizes if size != 1)]:
         if sizes[axis] == 1 and len(devices) > 1:

@@ -1,10 +1,11 @@
 """Where a run's arrays live: a strategy on real devices, and what library code may ask of it."""
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
@@ -17,6 +18,8 @@ from spmdtrain.mesh import (
     batch_sharding,
     batch_shards,
     build_mesh,
+    choose_devices,
+    count_of,
     describe,
     make_cpu_devices,
 )
@@ -56,13 +59,11 @@ class Placement:
         """The sharding of what every device holds in full."""
         return self.sharding(PartitionSpec())
 
-    def sharding(self, spec: PartitionSpec, *, on_host: bool = False) -> Sharding:
-        """The sharding of an array of that spec, in device or host memory."""
+    def sharding(self, spec: PartitionSpec) -> Sharding:
+        """The sharding of an array of that spec, in device memory."""
         if self.mesh is None:
             return SingleDeviceSharding(_default_device())
-        if not on_host:
-            return NamedSharding(self.mesh, spec)
-        return NamedSharding(self.mesh, spec, memory_kind="pinned_host")
+        return NamedSharding(self.mesh, spec)
 
     def size(self, axis: str) -> int:
         """Devices along an axis."""
@@ -112,11 +113,10 @@ def current_strategy() -> Placement:
     return found or Placement(DEFAULT, None)
 
 
-@contextlib.contextmanager
-def under(placement: Placement) -> Iterator[None]:
+def under(placement: Placement) -> AbstractContextManager[Any]:
     """Within, `current_strategy()` is this."""
-    with _current(placement):
-        yield
+    context: AbstractContextManager[Any] = _current(placement)
+    return context
 
 
 def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
@@ -169,17 +169,20 @@ def resolve_on_devices(config: Config) -> Config:
     return resolve(config, batch_shards=place(config).batch_shards)
 
 
-def on_own_devices(config: Config) -> Config:
+def on_own_devices(config: Config, tell: Callable[[str], None]) -> Config:
     """The configuration of a training, for a process that has other devices than the training.
 
-    Its strategy and mesh are kept where they fit; else all devices are along the batch.
+    Its strategy and mesh are kept where they fit; else, as `tell` is told, all devices are along
+    the batch.
     """
     # One process of its own has no part in the training's collectives.
     config = dataclasses.replace(config, collectives=Collectives())
     prepare(config)
     try:
         place(config)
-    except UserError:
+    except UserError as error:
+        here = count_of(choose_devices(()))
+        tell(f"here mirrored over {here}, as its own placement fails: {error}")
         sharding = dataclasses.replace(config.sharding, max_shards=None, offload=None)
         config = dataclasses.replace(
             config, mesh=MeshSpec(), strategy="mirrored", sharding=sharding

@@ -243,7 +243,7 @@ def evaluate_beside(command: Command) -> int:
             option = f"--{name}".replace("_", "-")
             raise UserError(f"{option} in an evaluator, which is none of the job's processes")
     distributed.stay_alone()
-    config = on_own_devices(command.config)
+    config = on_own_devices(command.config, Terminal().line)
     experiment = command.experiment.build(resolve(config, batch_shards=1))
     known = config.batch_size_per_device is None  # else it takes the training's devices to say
     total = resolve(config, batch_shards=1).total_steps(len(as_dataset(experiment.train)))

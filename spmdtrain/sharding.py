@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from spmdtrain.config import ShardingOptions
 from spmdtrain.errors import UserError, did_you_mean
-from spmdtrain.mesh import BATCH_AXES
+from spmdtrain.mesh import BATCH_AXES, count_of
 from spmdtrain.placement import Placement
 from spmdtrain.strategies import STATE
 from spmdtrain.terminal import byte_size
@@ -86,7 +86,8 @@ def owner_of(name: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | 
     return next(iter(of_its_shape + found), None)
 
 
-def _field(name: str) -> str:
+def field_of(name: str) -> str:
+    """The field of the state that a leaf's path begins with."""
     return name.partition("/")[0]
 
 
@@ -105,7 +106,7 @@ class Layout:
         self._placement, self._rules, self._options = placement, tuple(rules), options
         self._unused = dict(enumerate(self._rules))
         named = named_leaves(state)
-        self._shapes = {n: tuple(x.shape) for n, x in named.items() if _field(n) == "params"}
+        self._shapes = {n: tuple(x.shape) for n, x in named.items() if field_of(n) == "params"}
         if placement.strategy.needs_rules and not any(
             "tensor" in _axes(rule.spec) for rule in self._rules
         ):
@@ -113,13 +114,13 @@ class Layout:
                 f"strategy {placement.name} splits tensors by the experiment's rules, and none of "
                 f"its {len(self._rules)} names the axis tensor: give the Experiment rules"
             )
-        self.shardings: Any = self._map(state, self._sharding)
-        """Where each leaf rests between steps."""
+        self.on_device: Any = _with_paths(self._on_device, state)
+        """Where each leaf is, in device memory, while a step computes."""
         if placement.mesh is not None and self._unused:
             patterns = [rule.pattern for rule in self._unused.values()]
             raise UserError(f"sharding rules that match no leaf of the state: {patterns}")
-        self.on_device: Any = self._map(state, self._on_device)
-        """The same in device memory, where the step computes."""
+        self.shardings: Any = _with_paths(self._at_rest, state, self.on_device)
+        """Where it rests between steps: there, or in its host's memory."""
         used = {a for n, shape in self._shapes.items() for a in self._used(self._spec(n, shape)[0])}
         self.replicates_params = not used
         """Whether every device has all parameters, whatever axes the mesh has."""
@@ -151,14 +152,19 @@ class Layout:
 
     # -- the spec of one leaf ------------------------------------------------------------------
 
-    def _sharding(self, name: str, leaf: Any) -> Sharding:
-        spec = self._checked_spec(name, leaf)
-        # Scalars, an optimizer's counts, are not worth the way.
-        on_host = bool(leaf.shape) and self._rests_on_host(name)
-        return self._placement.sharding(spec, on_host=on_host)
-
     def _on_device(self, name: str, leaf: Any) -> Sharding:
-        return self._placement.sharding(self._checked_spec(name, leaf))
+        spec, rule = self._spec(name, tuple(leaf.shape))
+        if self._placement.mesh is not None:
+            meant = rule is not None and rule.spec == REPLICATED
+            if not meant:
+                self._check_split(name, leaf, spec)
+        return self._placement.sharding(spec)
+
+    def _at_rest(self, name: str, leaf: Any, on_device: Sharding) -> Sharding:
+        # Scalars, an optimizer's counts, are not worth the way.
+        if not leaf.shape or not self._rests_on_host(name):
+            return on_device
+        return on_device.with_memory_kind("pinned_host")
 
     def _whole(self, name: str, leaf: Any) -> Sharding | None:
         spec, rule = self._spec(name, leaf.shape)
@@ -171,25 +177,17 @@ class Layout:
         return self._placement.sharding(self._spec(name, leaf.shape, field="opt_state")[0])
 
     def _rests_on_host(self, name: str) -> bool:
-        field = _field(name)
+        field = field_of(name)
         if self._options.offload == "optimizer" and field != "opt_state":
             return False
         return field in self._placement.strategy.on_host
-
-    def _checked_spec(self, name: str, leaf: Any) -> PartitionSpec:
-        spec, rule = self._spec(name, tuple(leaf.shape))
-        if self._placement.mesh is not None:
-            meant = rule is not None and rule.spec == REPLICATED
-            if not meant:
-                self._check_split(name, leaf, spec)
-        return spec
 
     def _spec(
         self, name: str, shape: Shape, field: str | None = None
     ) -> tuple[PartitionSpec, Rule | None]:
         """The spec of a leaf (of a parameter's own path, also as `field` would have it)."""
         strategy = self._placement.strategy
-        field = field or _field(name)
+        field = field or field_of(name)
         if field in ("step", "key") or self._placement.mesh is None:
             return REPLICATED, None
         rule = self._rule(name, shape)
@@ -209,7 +207,7 @@ class Layout:
             # An optimizer's leaf goes where its parameter goes, if it has that one's shape (a
             # factored second moment has not), or where a rule that is about optimizers says.
             names = [str(owner)] if follows else []
-            if _field(name) not in ("opt_state", "averaged") or _field(name) in rule.pattern:
+            if field_of(name) not in ("opt_state", "averaged") or field_of(name) in rule.pattern:
                 names.append(name)
             if not any(re.search(rule.pattern, known) for known in names):
                 continue
@@ -262,7 +260,7 @@ class Layout:
 
     def _check_split(self, name: str, leaf: Any, spec: PartitionSpec) -> None:
         """Nothing large is silently replicated where a strategy would have it split."""
-        field = _field(name)
+        field = field_of(name)
         axes = [axis for axis in self._splitting(field) if self._placement.size(axis) > 1]
         if not axes or self._used(spec):
             return
@@ -294,17 +292,17 @@ class Layout:
         if strategy.needs_rules:
             yield "tensor"
 
-    # -- trees ---------------------------------------------------------------------------------
-
-    def _map(self, state: Any, sharding: Callable[[str, Any], Sharding]) -> Any:
-        return jax.tree_util.tree_map_with_path(lambda p, x: sharding(path_name(p), x), state)
-
     def _constrain(self, params: PyTree, sharding: Callable[[str, Any], Sharding | None]) -> PyTree:
-        def constrained(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-            asked = sharding("/".join(filter(None, ["params", path_name(path)])), x)
+        def constrained(name: str, x: jax.Array) -> jax.Array:
+            asked = sharding("/".join(filter(None, ["params", name])), x)
             return x if asked is None else jax.lax.with_sharding_constraint(x, asked)
 
-        return jax.tree_util.tree_map_with_path(constrained, params)
+        return _with_paths(constrained, params)
+
+
+def _with_paths(function: Callable[..., Any], *trees: PyTree) -> PyTree:
+    """`function` of a leaf's path and of the leaves there."""
+    return jax.tree_util.tree_map_with_path(lambda p, *x: function(path_name(p), *x), *trees)
 
 
 def check_placed(tree: PyTree, shardings: PyTree, when: str) -> None:
@@ -315,25 +313,29 @@ def check_placed(tree: PyTree, shardings: PyTree, when: str) -> None:
         if has.is_equivalent_to(want, leaf.ndim) and _memory(has) == _memory(want):
             continue
         raise UserError(
-            f"{when}, {name} of shape {leaf.shape} is {describe(has)}, and its rules ask for "
-            f"{describe(want)}"
+            f"{when}, {name} of shape {leaf.shape} is {_place(has)}, and its rules ask for "
+            f"{_place(want)}"
         )
 
 
 def describe(sharding: Sharding) -> str:
-    """A sharding in a few words: `P(None, 'fsdp')`, `replicated, in host memory`."""
-    where = ", in host memory" if _memory(sharding) == "pinned_host" else ""
+    """How an array is split: `P('fsdp', None)`; `replicated`, with the sizes that make it so."""
     if not isinstance(sharding, NamedSharding):
-        return f"on {len(sharding.device_set)} device{where}"
-    entries = list(sharding.spec)
-    while entries and not entries[-1]:
-        entries.pop()
-    text = ", ".join(_entry(entry) for entry in entries)
-    return (f"P({text})" if entries else "replicated") + where
+        return f"on {count_of(sorted(sharding.device_set, key=lambda device: device.id))}"
+    mesh, axes = sharding.mesh, _axes(sharding.spec)
+    if not sharding.is_fully_replicated:
+        return f"P({', '.join(map(_entry, sharding.spec))})"
+    sizes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+    return f"replicated ({sizes})" if axes else "replicated"
 
 
 def _entry(entry: Any) -> str:
     return repr(entry[0] if isinstance(entry, tuple) and len(entry) == 1 else entry)
+
+
+def _place(sharding: Sharding) -> str:
+    on_host = _memory(sharding) == "pinned_host"
+    return describe(sharding) + (", in host memory" if on_host else "")
 
 
 def _memory(sharding: Sharding) -> str:

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from spmdtrain.sharding import named_leaves, owner_of
+from spmdtrain.sharding import describe, field_of, named_leaves, owner_of
 from spmdtrain.step import TrainState
 from spmdtrain.terminal import Terminal, byte_size
 
@@ -97,7 +97,7 @@ def tabulate(abstract_state: TrainState, shardings: TrainState) -> ShardingTable
     """
     leaves, where = named_leaves(abstract_state), named_leaves(shardings)
     assert list(leaves) == list(where), "the state and its shardings are different trees"
-    shapes = {n: tuple(leaf.shape) for n, leaf in leaves.items() if _root(n) == "params"}
+    shapes = {n: tuple(leaf.shape) for n, leaf in leaves.items() if field_of(n) == "params"}
     sums = {name: _Sums() for name in shapes}
     other, others = _Sums(), []
     places = _Places()
@@ -107,13 +107,13 @@ def tabulate(abstract_state: TrainState, shardings: TrainState) -> ShardingTable
         row = other if owner is None else sums[owner]
         if owner is None:
             others.append(name)
-        root = _root(name)
-        if root == "opt_state":
-            row.optimizer += held
-        elif root == "averaged":
-            row.average += held
-        else:
-            row.own += held
+        match field_of(name):
+            case "opt_state":
+                row.optimizer += held
+            case "averaged":
+                row.average += held
+            case _:
+                row.own += held
     rows = [
         Row(
             name=name.removeprefix("params/"),
@@ -262,7 +262,7 @@ def _worst(leaves: dict[str, Any], where: dict[str, Sharding], devices: int) -> 
         excess = held - -(-whole // devices)
         if excess > (found.excess if found else 0):
             found = Worst(
-                name=name.removeprefix("params/") if _root(name) == "params" else name,
+                name=name.removeprefix("params/") if field_of(name) == "params" else name,
                 spec=_spec(sharding),
                 holders=sharding.num_devices,
                 held=held,
@@ -306,20 +306,5 @@ def _part(table: ShardingTable, total: Held) -> str:
 
 
 def _spec(sharding: Sharding) -> str:
-    """`P('fsdp', None)`; `replicated` where nothing is split, with the reason if it is a size."""
-    if isinstance(sharding, NamedSharding):
-        entries = tuple(sharding.spec)
-        axes = [a for e in entries for a in ((e,) if isinstance(e, str) else e or ())]
-        text = f"P({', '.join(map(repr, entries))})"
-        if sharding.is_fully_replicated:
-            sizes = ", ".join(f"{axis}={sharding.mesh.shape[axis]}" for axis in axes)
-            text = f"replicated ({sizes})" if axes else "replicated"
-    elif sharding.num_devices == 1:
-        text = "one device"
-    else:
-        text = "replicated" if sharding.is_fully_replicated else "split"
-    return f"{text} host" if sharding.memory_kind == "pinned_host" else text
-
-
-def _root(name: str) -> str:
-    return name.partition("/")[0]
+    on_host = sharding.memory_kind == "pinned_host"
+    return describe(sharding) + (" host" if on_host else "")

@@ -84,9 +84,10 @@ class Steps:
         self._compute_dtype = jnp.dtype(config.compute_dtype)
         self._optimizer = optax.with_extra_args_support(optimizer)
         self._frozen = [re.compile(pattern) for pattern in config.frozen]
-        self.abstract_state: TrainState = jax.eval_shape(
-            self._init, adapter.given, *map(jax.random.key, (0, 0))
-        )
+        with under(placement):  # models may ask what they run under
+            self.abstract_state: TrainState = jax.eval_shape(
+                self._init, adapter.given, *map(jax.random.key, (0, 0))
+            )
         self._check_frozen()
         self.layout = Layout(self.abstract_state, placement, rules, config.sharding)
         self.shardings: TrainState = self.layout.shardings
@@ -168,6 +169,7 @@ class Steps:
 
     def check(self, batch: PyTree) -> None:
         """Raise `UserError` where a train step of such a batch would not compute what it should."""
+        batch = jax.eval_shape(lambda batch: batch, batch)
         trained, frozen = self._parted(self.abstract_state.params)
         if self._compute_dtype != jnp.float32:
             self._check_computes(batch)
@@ -378,23 +380,17 @@ class Steps:
         # The state's own arrays are donated to the next step.
         return jax.tree.map(jnp.copy, self.as_parameters(there))
 
-    def _to_evaluate(self, variables: Variables) -> Variables:
-        """The model's values as it computes with them."""
-        on_device = self._on_device(variables, lambda of: of.variables)
-        own = self.as_parameters(on_device)
-        return Variables(self._to_compute(own.params), own.model_state)
+    def _in_eval(self, function: Function, variables: Variables, batch: PyTree) -> PyTree:
+        """What a function of (model, batch) gives, the model in eval mode."""
+        own = self.as_parameters(self._on_device(variables, lambda of: of.variables))
+        values = Variables(self._to_compute(own.params), own.model_state)
+        key, inputs = jax.random.key(0), self._input(batch)
+        return self._adapter.run(function, values, inputs, key, Mode.EVAL)[0]
 
     def _evaluate(
         self, variables: Variables, batch: PyTree, mask: jax.Array
     ) -> dict[str, metrics.Sums]:
-        outputs, _ = self._adapter.run(
-            self._objective,
-            self._to_evaluate(variables),
-            self._input(batch),
-            jax.random.key(0),
-            Mode.EVAL,
-        )
-        return self._sums(outputs, batch, mask)
+        return self._sums(self._in_eval(self._objective, variables, batch), batch, mask)
 
     def _sums(
         self, outputs: PyTree, batch: PyTree, mask: jax.Array | None = None
@@ -406,13 +402,7 @@ class Steps:
         return sums
 
     def _predictions(self, variables: Variables, batch: PyTree) -> PyTree:
-        found, _ = self._adapter.run(
-            self._predict,
-            self._to_evaluate(variables),
-            self._input(batch),
-            jax.random.key(0),
-            Mode.EVAL,
-        )
+        found = self._in_eval(self._predict, variables, batch)
         # NumPy, and so its files, know no bfloat16.
         return jax.tree.map(
             lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, found

@@ -14,9 +14,6 @@ class Strategy:
     """How a model is placed on devices. Two may be joined by `+`: `hybrid+fully_sharded`."""
 
     name: str
-    summary: str
-    known_as: str = ""
-    """The name that users of tf.distribute may know."""
     has_mesh: bool = True
     devices: int | None = None
     """How many devices it takes; None: any number."""
@@ -33,54 +30,22 @@ class Strategy:
 
 
 _ALL = (
-    Strategy(
-        name="default",
-        summary="no mesh: the default device, as a plain jax.jit has it",
-        known_as="default strategy",
-        has_mesh=False,
-        devices=1,
-    ),
-    Strategy(
-        name="one_device",
-        summary="everything on one chosen device",
-        known_as="OneDeviceStrategy",
-        devices=1,
-    ),
-    Strategy(
-        name="mirrored",
-        summary="parameters replicated, batch split over data",
-        known_as="MirroredStrategy, MultiWorkerMirroredStrategy, TPUStrategy",
-    ),
-    Strategy(
-        name="zero",
-        summary="parameters replicated, optimizer state split over data (ZeRO-1)",
-        shards_optimizer=True,
-    ),
-    Strategy(
-        name="fully_sharded",
-        summary="parameters, gradients and optimizer state split over fsdp (ZeRO-3)",
-        known_as="ParameterServerStrategy's variable_partitioner",
-        sizes=(("data", 1), ("fsdp", -1)),
-        shards_params=True,
-    ),
-    Strategy(
-        name="tensor_parallel",
-        summary="tensors split over tensor by the experiment's rules",
-        sizes=(("tensor", 2),),
-        needs_rules=True,
-    ),
-    Strategy(
-        name="central_storage",
-        summary="parameters and optimizer state in host memory, brought to the devices for a step",
-        known_as="CentralStorageStrategy",
-        on_host=frozenset(STATE),
-    ),
-    Strategy(
-        name="hybrid",
-        summary="an outer axis over hosts or slices, the other axes within each",
-        known_as="HierarchicalCopyAllReduce",
-        sizes=(("replica", -1),),
-    ),
+    # No mesh: the default device, as a plain jax.jit has it.
+    Strategy(name="default", has_mesh=False, devices=1),
+    # Everything on one chosen device.
+    Strategy(name="one_device", devices=1),
+    # Parameters replicated, the batch split over data.
+    Strategy(name="mirrored"),
+    # The same, with the optimizer's state split over data (ZeRO-1).
+    Strategy(name="zero", shards_optimizer=True),
+    # Parameters, gradients and the optimizer's state split over fsdp (ZeRO-3).
+    Strategy(name="fully_sharded", sizes=(("data", 1), ("fsdp", -1)), shards_params=True),
+    # Tensors split over tensor by the experiment's rules.
+    Strategy(name="tensor_parallel", sizes=(("tensor", 2),), needs_rules=True),
+    # Parameters and the optimizer's state in host memory, brought to the devices for a step.
+    Strategy(name="central_storage", on_host=frozenset(STATE)),
+    # An outer axis over hosts or slices, the other axes within each.
+    Strategy(name="hybrid", sizes=(("replica", -1),)),
 )
 STRATEGIES: Mapping[str, Strategy] = {one.name: one for one in _ALL}
 DEFAULT = STRATEGIES["default"]
@@ -105,7 +70,6 @@ def strategy(name: str) -> Strategy:
             )
     return Strategy(
         name="+".join(one.name for one in found),
-        summary="; ".join(one.summary for one in found),
         sizes=tuple({axis: size for one in found for axis, size in one.sizes}.items()),
         shards_params=any(one.shards_params for one in found),
         shards_optimizer=any(one.shards_optimizer for one in found),

@@ -13,32 +13,30 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from etils import epath
 from jax.sharding import Mesh
 
 from spmdtrain import evaluate, failing, hlo, processes
 from spmdtrain.adapters import Function, Variables, adapt
 from spmdtrain.callbacks import Callbacks, Event, Moment, by_moment
-from spmdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig, as_json, check, resolve
+from spmdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig, for_built, resolve
 from spmdtrain.data import (
     Augment,
     Dataset,
     as_dataset,
-    fingerprint,
     ordered_batches,
     train_batches,
 )
-from spmdtrain.errors import NonFiniteError, Preempted, UserError, did_you_mean
+from spmdtrain.errors import NonFiniteError, Preempted, UserError
 from spmdtrain.experiment import Experiment
 from spmdtrain.identity import Identity, check_same_run
+from spmdtrain.initial import initial_state, load_values
 from spmdtrain.journal import Metrics
-from spmdtrain.manifest import Manifest
 from spmdtrain.metrics import loss_first
 from spmdtrain.phases import Phase, within
 from spmdtrain.placement import place, prepare, under
 from spmdtrain.profiling import ProfiledSteps
 from spmdtrain.reductions import Reduction
-from spmdtrain.restore import agreed, find, load_model, newest_good, saved_in
+from spmdtrain.restore import agreed, saved_in
 from spmdtrain.session import Session
 from spmdtrain.sharding import Rule, check_placed
 from spmdtrain.sharding_table import ShardingTable, tabulate
@@ -85,20 +83,7 @@ class Trainer:
         clock: Callable[[], float] = time.monotonic,
         **options: Any,
     ) -> None:
-        config = config or RunConfig()
-        fields = [field.name for field in dataclasses.fields(config)]
-        for name in options:
-            if name not in fields:
-                raise UserError(f"Trainer has no option {name!r}.{did_you_mean(name, fields)}")
-            if name in ("learning_rate", "data_dir"):
-                raise UserError(f"{name} is for a config's build(): give it to what you build")
-        self.config = dataclasses.replace(config, **options)
-        check(self.config)
-        if self.config.learning_rate_scaling != "none" or self.config.learning_rate_table:
-            raise UserError(
-                "learning_rate_scaling and learning_rate_table come too late for a Trainer, whose "
-                "optimizer is built: call config = resolve_on_devices(config) before building it"
-            )
+        self.config = for_built(config or RunConfig(), options)
         prepare(self.config)
         self.placement = place(self.config)
         self.state: TrainState | None = None  # once `fit` has begun
@@ -116,17 +101,16 @@ class Trainer:
         self._restored: Variables | None = None  # what to evaluate with where nothing was trained
         # Many undone steps at once can abort the in-process all-reduce of virtual devices.
         self._in_flight = 2 if self.placement.is_virtual() else 8
-        with under(self.placement):
-            self._steps = Steps(
-                adapter=self._adapter,
-                objective=objective,
-                predict=predict or model_output,
-                optimizer=optimizer,
-                placement=self.placement,
-                rules=rules,
-                reduction=reduction,
-                config=self.config,
-            )
+        self._steps = Steps(
+            adapter=self._adapter,
+            objective=objective,
+            predict=predict or model_output,
+            optimizer=optimizer,
+            placement=self.placement,
+            rules=rules,
+            reduction=reduction,
+            config=self.config,
+        )
 
     @classmethod
     def of(cls, experiment: Experiment, config: RunConfig, **keywords: Any) -> "Trainer":
@@ -232,7 +216,8 @@ class Trainer:
         if self.state is None:
             with within(Phase.RESTORE, 0):
                 resumed = run.resume(self._steps)
-                self.state = resumed or self._initial()
+                tell = self.terminal.line
+                self.state = resumed or initial_state(self._steps, self.config, tell)
             self._check_placed("after the initialisation" if resumed is None else "as restored")
         elif self._identity is not None:
             check_same_run(self._identity, run.identity, f"this trainer at step {self.step}")
@@ -338,15 +323,15 @@ class Trainer:
         assert self.state is not None
         with within(Phase.LOAD):
             first, train_step = next(batches), self._steps.train
-            self._steps.check(jax.eval_shape(lambda batch: batch, first))
         program = "steps are not compiled"
+        began = time.perf_counter()
+        shapes = jax.tree.map(jax.typeof, first)
+        if self._compiled_for != shapes:  # not again for a second fit
+            with self.terminal.waiting("compiling the train step"), within(Phase.COMPILE):
+                self._steps.check(first)
+                self._train_step = self.compile_step(first) if run.config.jit else train_step
+            self._compiled_for = shapes
         if run.config.jit:
-            began = time.perf_counter()
-            shapes = jax.tree.map(jax.typeof, first)
-            if self._compiled_for != shapes:  # not again for a second fit
-                with self.terminal.waiting("compiling the train step"), within(Phase.COMPILE):
-                    self._train_step = self.compile_step(first)
-                self._compiled_for = shapes
             train_step, seconds = self._train_step, time.perf_counter() - began
             if processes.is_chief():  # who alone tells it
                 found = hlo.told(train_step.as_text(), self.mesh)
@@ -430,7 +415,7 @@ class Trainer:
     def evaluate(self, data: Any, *, global_batch_size: int | None = None) -> Metrics:
         """Weighted means over a dataset, by name; each example counts exactly once."""
         dataset, batch_size = as_dataset(data), self._padded_batch(global_batch_size)
-        check_same_data(dataset, batch_size)
+        evaluate.check_same_data(dataset, batch_size)
         with under(self.placement):
             return self._evaluate(dataset, batch_size, self._what_stops())
 
@@ -438,7 +423,7 @@ class Trainer:
         """Predictions for a dataset: NumPy arrays of leading dim N, in its order."""
         dataset, variables = as_dataset(data), self._variables()
         batch_size = self._padded_batch(global_batch_size)
-        check_same_data(dataset, batch_size)
+        evaluate.check_same_data(dataset, batch_size)
         batches = self._ordered("predict", dataset, batch_size, self._what_stops())
         with under(self.placement):
             return evaluate.predict(
@@ -455,7 +440,7 @@ class Trainer:
             path = init_from if workdir is None or not agreed(saved_in(workdir)).steps else workdir
         if path is None:
             raise UserError(f"workdir {workdir} holds no checkpoint, and init_from is not given")
-        self._restored, step = self._load(path)
+        self._restored, step = load_values(path, self._steps, self.config, self.terminal.line)
         return step
 
     def _evaluate(self, dataset: Dataset, batch_size: int, may_stop: Callable[[], None]) -> Metrics:
@@ -530,49 +515,6 @@ class Trainer:
                 self._restored = self._steps.init(self.config.seed).variables
         assert self._restored is not None
         return self._restored
-
-    def _initial(self) -> TrainState:
-        """The state before step 1, with the parameters of `init_from` where that is given."""
-        config, state = self.config, self._steps.init(self.config.seed)
-        if not config.init_from:
-            return state
-        found, _ = self._load(config.init_from)
-        places = self._steps.shardings
-        params, model_state = self._steps.as_parameters(found)
-        params = jax.device_put(params, places.params)
-        averaged: PyTree = {}
-        if config.ema_decay is not None:  # arrays of its own, as the state is donated
-            averaged = jax.tree.map(
-                lambda x, like: jax.numpy.array(x, like.dtype), found.params, state.averaged
-            )
-            averaged = jax.device_put(averaged, places.averaged)
-        return dataclasses.replace(
-            state,
-            params=params,
-            # Some optimizers keep a copy of the parameters that they start from.
-            opt_state=self._steps.opt_state_of(params),
-            averaged=averaged,
-            model_state=model_state,
-        )
-
-    def _load(self, path: str) -> tuple[Variables, int]:
-        """The model's values in a checkpoint, of this or of another run, and its step."""
-        steps, config = self._steps, as_json(self.config)
-
-        def load(folder: epath.Path, manifest: Manifest) -> Variables:
-            return load_model(folder, manifest, steps.abstract_state, steps.shardings, config)
-
-        source = processes.jointly(lambda: find(path), UserError)
-        found = newest_good(source, load, self.terminal.line, by_all=True)
-        step = found.manifest.step
-        self.terminal.line(f"parameters of step {step} from {source.path(step)}")
-        return found.value, step
-
-
-def check_same_data(dataset: Dataset, batch_size: int) -> None:
-    """Raise `UserError` where the processes of a job would not evaluate the same."""
-    if processes.count() > 1:
-        processes.check_same({"data": fingerprint(dataset), "global_batch_size": batch_size})
 
 
 def _nothing() -> None:

@@ -210,8 +210,12 @@ def show(ended: Sequence[Finished]) -> str:
 
 
 def sums(workdir: Path, step: int = STEPS) -> dict[str, str]:
-    """The check sum of every array of a checkpoint."""
-    manifest = json.loads((workdir / "checkpoints" / str(step) / "manifest.json").read_text())
+    """The check sum of every array of a run's checkpoint."""
+    return sums_of(workdir / "checkpoints" / str(step))
+
+
+def sums_of(checkpoint: Path) -> dict[str, str]:
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
     assert len(manifest["sums"]) > 10  # parameters, two moments of each, step and key
     found: dict[str, str] = manifest["sums"]
     return found

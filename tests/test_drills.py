@@ -177,11 +177,12 @@ def test_a_loss_that_is_no_number_is_exit_3_in_all(tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     ended = job(drill(tmp_path), "--workdir", workdir, "--fault", "nan", check=False)
     assert codes(ended) == [3, 3], show(ended)
-    assert all("step 13: loss and params and opt_state not finite" in x.output for x in ended)
-    assert all("step 13: loss and params and opt_state not" in x.output for x in ended), show(ended)
+    said = "step 13: loss and params and opt_state not finite"
+    assert all(said in one.output for one in ended), show(ended)
     found = status(workdir)
     assert found["status"] == "failed" and found["step"] == saved_steps(workdir)[-1]
-    assert "NonFiniteError: step 13: loss" in found["reason"]
+    # Both find it; the chief may hear of the other's before it has told its own.
+    assert re.match(r"(NonFiniteError|worker 0 failed): step 13: loss", found["reason"])
     assert saved_steps(workdir)[-1] == 10
 
 

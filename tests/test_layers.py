@@ -28,7 +28,7 @@ LAYERS = [
         "failing",
     },
     {"callbacks", "checkpoint", "data", "evaluate", "experiment", "export", "identity", "journal"}
-    | {"gradients", "manifest", "restore", "session", "sharding_table", "step"},
+    | {"gradients", "initial", "manifest", "restore", "session", "sharding_table", "step"},
     {"trainer", "evaluator"},
     {"run", "launch", "children", "deaths", "hangs", "tasks", "plan", "checkpoints"},
 ]

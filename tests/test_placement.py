@@ -77,7 +77,7 @@ def test_the_default_strategy_has_no_mesh_and_its_arrays_are_on_the_default_devi
     assert found.size("data") == found.size("fsdp") == found.size("tensor") == 1
     plain = SingleDeviceSharding(jax.devices()[0])
     assert found.batch == found.everywhere == plain
-    assert found.sharding(P("data"), on_host=True) == plain
+    assert found.sharding(P("data")) == plain
     with jax.default_device(jax.devices()[3]):
         assert found.devices == [jax.devices()[3]]
         assert found.batch == SingleDeviceSharding(jax.devices()[3])
@@ -92,9 +92,7 @@ def test_a_placement_over_a_mesh() -> None:
     assert [found.size(axis) for axis in ("replica", "data", "fsdp", "tensor")] == [1, 2, 2, 2]
     assert found.batch == NamedSharding(found.mesh, P(BATCH_AXES))
     assert found.everywhere == NamedSharding(found.mesh, P())
-    on_host = found.sharding(P("fsdp"), on_host=True)
-    assert on_host == NamedSharding(found.mesh, P("fsdp"), memory_kind="pinned_host")
-    assert found.sharding(P("fsdp")).memory_kind != "pinned_host"
+    assert found.sharding(P("fsdp")) == NamedSharding(found.mesh, P("fsdp"))
 
 
 def test_several_devices_of_one_cpu_are_virtual_and_a_single_one_is_not() -> None:
@@ -373,9 +371,11 @@ def test_a_configuration_is_resolved_for_the_parts_of_its_batch() -> None:
 
 def test_another_process_keeps_a_strategy_that_fits_its_devices() -> None:
     config = RunConfig(strategy="fully_sharded", mesh=MeshSpec(data=2))
-    assert on_own_devices(config) == config
+    told: list[str] = []
+    assert on_own_devices(config, told.append) == config
     config = RunConfig(learning_rate=0.1, learning_rate_scaling="linear")
-    assert on_own_devices(config).learning_rate_scaling == "none"
+    assert on_own_devices(config, told.append).learning_rate_scaling == "none"
+    assert not told
 
 
 @pytest.mark.parametrize(
@@ -399,7 +399,10 @@ def test_another_process_keeps_a_strategy_that_fits_its_devices() -> None:
 )
 def test_where_a_strategy_does_not_fit_all_devices_are_along_the_batch(config: RunConfig) -> None:
     check(config)
-    found = on_own_devices(config)
+    told: list[str] = []
+    found = on_own_devices(config, told.append)
+    (line,) = told
+    assert line.startswith("here mirrored over 8 devices, as its own placement fails: ")
     assert (found.strategy, found.mesh) == ("mirrored", MeshSpec())
     assert found.sharding.min_size == config.sharding.min_size
     check(found)  # what was for the other strategy is gone

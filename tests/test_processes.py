@@ -327,7 +327,7 @@ def test_checkpoints_by_the_clock_are_of_one_step_in_all(tmp_path: Path) -> None
     job(config, "--workdir", tmp_path / "run", *options, "--keep-latest", 99)
     found = saved_steps(tmp_path / "run")
     assert found[-1] == 60 and 2 <= len(found) - 1 <= 8, found  # at least 6 s in all
-    assert min(np.diff(found)) >= 2
+    assert min(np.diff(found[:-1])) >= 2, found  # the last is the end's, whenever that is
     assert checkpoints(["verify", str(tmp_path / "run")]) == 0
 
 

@@ -782,7 +782,7 @@ def replicated(fitted: Trainer, tree: Any) -> Any:
     return jax.tree.map(lambda _: fitted.placement.everywhere, tree)
 
 
-WRONG = "params/kernel of shape (32, 8) is replicated, and its rules ask for P('fsdp')"
+WRONG = "params/kernel of shape (32, 8) is replicated, and its rules ask for P('fsdp', None)"
 
 
 def test_a_state_that_is_born_elsewhere_stops_the_run() -> None:

@@ -237,7 +237,7 @@ def test_one_device_has_no_imbalance() -> None:
     of = state({"w": shaped(1000)})
     where = SingleDeviceSharding(jax.devices()[0])
     table = tabulate(of, jax.tree.map(lambda _: where, of))
-    assert rows(table)["w"].spec == "one device"
+    assert rows(table)["w"].spec == "on 1 device"
     assert summary(table) == ["the one device holds 12.0 kB of 12.0 kB (all of it)"]
 
 
@@ -281,7 +281,7 @@ def test_what_one_device_alone_holds_is_an_imbalance(mesh: Mesh) -> None:
     assert summary(table) == [
         "the fullest of 8 devices holds 240 kB, the emptiest 120 kB, of 1.08 MB "
         "(22%; an even split is 135 kB)",
-        "worst imbalance: v (one device), 40.0 kB on 1 of 8 devices (1 copy): 35.0 kB more than "
+        "worst imbalance: v (on 1 device), 40.0 kB on 1 of 8 devices (1 copy): 35.0 kB more than "
         "an even split, 14.6% of what a device holds",
     ]
 

@@ -31,7 +31,7 @@ from lives import (
     living,
 )
 from matrix import ROWS, Row, accepted
-from processes import codes, job, show, sums
+from processes import codes, job, show, sums, sums_of
 
 from spmdtrain.run import main
 from spmdtrain.strategies import STRATEGIES
@@ -157,7 +157,7 @@ def test_the_command_trains_goes_on_and_evaluates(
     assert main([*options, "--workdir", str(whole)]) == 0
     losses = [line["loss"] for line in metrics(whole, "train")]
     np.testing.assert_allclose(losses, default.losses, rtol=1e-3)
-    assert sums(whole, 0) == sums(default.source.parent / "run", 0)  # the same bits to begin with
+    assert sums_of(whole / "checkpoints" / "0") == sums_of(default.source / "0")  # the same bits
     assert main([*options, "--workdir", str(parts), "--steps", str(MIDDLE)]) == 0
     assert "resumed" not in capsys.readouterr().out
     assert main([*options, "--workdir", str(parts)]) == 0

@@ -287,6 +287,16 @@ def test_a_trainer_restores_its_own_checkpoint_rather_than_what_it_began_with(
     assert again.evaluate((X, Y))["loss"] > 2 * trained.evaluate((X, Y))["loss"]
 
 
+def test_an_optimizer_that_keeps_the_parameters_starts_from_those_it_is_given(
+    tmp_path: Path,
+) -> None:
+    trainer(workdir=str(tmp_path)).fit((X, Y), steps=5)
+    keeping = optax.contrib.schedule_free_sgd(0.1)
+    begun = trainer(optimizer=keeping, init_from=str(tmp_path))
+    given = begun.evaluate((X, Y))["loss"]
+    assert begun.fit((X, Y), steps=40).train["loss"] < given / 2
+
+
 def test_after_a_number_that_is_none_the_next_fit_goes_on_from_what_was_saved(
     tmp_path: Path,
 ) -> None:
