@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Adapter": "adapters",
     "ArrayDataset": "data",
     "Collectives": "config",
     "Dataset": "data",
@@ -18,11 +19,14 @@ _HOMES = {
     "FunctionModel": "adapters",
     "Gather": "sharding",
     "LinenModel": "adapters",
+    "Loop": "loop",
     "Manifest": "manifest",
     "Mapped": "data",
     "MeshSpec": "config",
+    "Mode": "adapters",
     "Moment": "callbacks",
     "NonFiniteError": "errors",
+    "PerReplica": "replicas",
     "Preempted": "errors",
     "Rule": "sharding",
     "RunConfig": "config",
@@ -32,20 +36,25 @@ _HOMES = {
     "TrainState": "step",
     "Trainer": "trainer",
     "UserError": "errors",
+    "Variables": "adapters",
     "Weighted": "metrics",
+    "adapt": "adapters",
     "constrain": "placement",
     "current_strategy": "placement",
     "export_params": "export",
     "find_idx": "idx",
     "initialize": "distributed",
     "load_params": "restore",
+    "per_replica": "replicas",
     "read_idx": "idx",
     "read_manifest": "restore",
     "rematerialize": "remat",
     "resolve_on_devices": "placement",
+    "weighted_mean": "metrics",
 }
 
 __all__ = [
+    "Adapter",
     "ArrayDataset",
     "Collectives",
     "Dataset",
@@ -55,11 +64,14 @@ __all__ = [
     "FunctionModel",
     "Gather",
     "LinenModel",
+    "Loop",
     "Manifest",
     "Mapped",
     "MeshSpec",
+    "Mode",
     "Moment",
     "NonFiniteError",
+    "PerReplica",
     "Preempted",
     "Rule",
     "RunConfig",
@@ -69,21 +81,25 @@ __all__ = [
     "TrainState",
     "Trainer",
     "UserError",
+    "Variables",
     "Weighted",
+    "adapt",
     "constrain",
     "current_strategy",
     "export_params",
     "find_idx",
     "initialize",
     "load_params",
+    "per_replica",
     "read_idx",
     "read_manifest",
     "rematerialize",
     "resolve_on_devices",
+    "weighted_mean",
 ]
 
 if TYPE_CHECKING:
-    from spmdtrain.adapters import FunctionModel, LinenModel
+    from spmdtrain.adapters import Adapter, FunctionModel, LinenModel, Mode, Variables, adapt
     from spmdtrain.callbacks import Event, Moment
     from spmdtrain.config import Collectives, MeshSpec, RunConfig, ShardingOptions
     from spmdtrain.data import ArrayDataset, Dataset, Mapped, Subset
@@ -92,10 +108,12 @@ if TYPE_CHECKING:
     from spmdtrain.experiment import Experiment
     from spmdtrain.export import export_params
     from spmdtrain.idx import find_idx, read_idx
+    from spmdtrain.loop import Loop
     from spmdtrain.manifest import Manifest
-    from spmdtrain.metrics import Weighted
+    from spmdtrain.metrics import Weighted, weighted_mean
     from spmdtrain.placement import constrain, current_strategy, resolve_on_devices
     from spmdtrain.remat import rematerialize
+    from spmdtrain.replicas import PerReplica, per_replica
     from spmdtrain.restore import load_params, read_manifest
     from spmdtrain.sharding import Gather, Rule
     from spmdtrain.step import TrainState

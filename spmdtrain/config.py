@@ -152,6 +152,8 @@ class RunConfig:
     """Steps between metrics lines."""
     eval_every_steps: int | None = None
     """Steps between evaluations; at the end of each epoch where nothing is said."""
+    eval_at_checkpoints: bool = False
+    """Evaluate at each step that is saved, before the save, instead of at the end of each epoch."""
     checkpoint_every_steps: int | None = None
     """Steps between checkpoints; where nothing is said, each epoch, or 500 steps without epochs."""
     checkpoint_every_seconds: float | None = None
@@ -185,6 +187,8 @@ class RunConfig:
 
     def ends_epoch(self, step: int, num_examples: int) -> bool:
         """Whether an epoch's last example is in the batch of update `step` (counted from 1)."""
+        if not num_examples:  # a loop of one's own may have no dataset
+            return False
         batch = self._batch()
         return step * batch // num_examples > (step - 1) * batch // num_examples
 
@@ -192,6 +196,8 @@ class RunConfig:
         """Whether `step` is one to evaluate after; the last step of a run is one in any case."""
         if self.eval_every_steps is not None:
             return step % self.eval_every_steps == 0
+        if self.eval_at_checkpoints:
+            return False
         return self.ends_epoch(step, num_examples)
 
     def saves_at(self, step: int, num_examples: int) -> bool:
@@ -265,6 +271,11 @@ def check(config: RunConfig) -> None:
                 f"{one} is {getattr(config, one)} and {other} is {getattr(config, other)}: "
                 "give one of the two"
             )
+    if config.eval_at_checkpoints and config.evaluated_by == "evaluator":
+        raise UserError(
+            "eval_at_checkpoints is for evaluated_by 'training': an evaluator evaluates each "
+            "checkpoint by itself"
+        )
     if config.ema_decay is not None and not 0 <= config.ema_decay < 1:
         raise UserError(f"ema_decay is {config.ema_decay}: it must be 0 or more, and below 1")
     for axis, given in config.mesh.given().items():
@@ -283,19 +294,26 @@ def check(config: RunConfig) -> None:
     config.profile_range()
 
 
-def for_built(config: RunConfig, options: Mapping[str, Any]) -> RunConfig:
-    """The configuration changed by keywords, for a model and an optimizer that are built already.
-
-    Raises `UserError` for names that are no fields, and for what only a `build` could heed.
-    """
+def with_options(config: RunConfig, options: Mapping[str, Any], of: str) -> RunConfig:
+    """The configuration changed by the keywords of whatever `of` names. Raises `UserError`."""
     fields = [field.name for field in dataclasses.fields(config)]
     for name in options:
         if name not in fields:
-            raise UserError(f"Trainer has no option {name!r}.{did_you_mean(name, fields)}")
-        if name in ("learning_rate", "data_dir"):
-            raise UserError(f"{name} is for a config's build(): give it to what you build")
+            raise UserError(f"{of} has no option {name!r}.{did_you_mean(name, fields)}")
     config = dataclasses.replace(config, **options)
     check(config)
+    return config
+
+
+def for_built(config: RunConfig, options: Mapping[str, Any]) -> RunConfig:
+    """The same for a trainer, whose model and optimizer are built already.
+
+    Raises `UserError` also for what only a `build` could heed.
+    """
+    for name in ("learning_rate", "data_dir"):
+        if name in options:
+            raise UserError(f"{name} is for a config's build(): give it to what you build")
+    config = with_options(config, options, "Trainer")
     if config.learning_rate_scaling != "none" or config.learning_rate_table:
         raise UserError(
             "learning_rate_scaling and learning_rate_table come too late for a Trainer, whose "

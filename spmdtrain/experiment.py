@@ -81,8 +81,18 @@ class ExperimentFile:
             raise UserError(f"{self.path} has no preset {name!r}.{known}")
         return self.presets[name]
 
+    @property
+    def has_own_loop(self) -> bool:
+        """Whether it trains by itself, by `train(config, loop)`, and builds nothing."""
+        return hasattr(self.module, "train")
+
     def build(self, config: RunConfig) -> Experiment:
         """The experiment's objects for this configuration."""
+        if self.has_own_loop:
+            raise UserError(
+                f"{self.path} has a loop of its own, train(config, loop), which can only train: "
+                "to evaluate and predict otherwise takes build(config)"
+            )
         experiment = _guarded(self.path, lambda: self.module.build(config))
         if not isinstance(experiment, Experiment):
             raise UserError(
@@ -118,8 +128,14 @@ def load_experiment(name: str, reserved: frozenset[str]) -> ExperimentFile:
     ):
         raise UserError(f"{path}: has no dataclass Config(RunConfig)")
     _guarded(path, lambda: get_type_hints(config_class, include_extras=True))
-    if not callable(getattr(module, "build", None)):
-        raise UserError(f"{path}: has no function build(config)")
+    entries = [n for n in ("build", "train") if callable(getattr(module, n, None))]
+    if not entries:
+        raise UserError(f"{path}: has no function build(config), and no train(config, loop)")
+    if len(entries) > 1:
+        raise UserError(
+            f"{path}: has both build(config) and train(config, loop), a loop of its own: one of "
+            "the two"
+        )
     if collisions := sorted(reserved & {f.name for f in dataclasses.fields(config_class)}):
         raise UserError(
             f"{path}: Config has a field {collisions[0]!r}, which is the command's own option"

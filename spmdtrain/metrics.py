@@ -45,7 +45,24 @@ def weighted_sums(
     for name in ("step", "split"):
         if name in outputs:
             raise UserError(f"the objective's {name!r} is a word of the metrics file: rename it")
-    return {name: _sums(name, value, batch_size, mask) for name, value in outputs.items()}
+    return {
+        name: _sums(f"the objective's {name!r}", value, batch_size, mask)
+        for name, value in outputs.items()
+    }
+
+
+def weighted_mean(
+    values: jax.typing.ArrayLike, weights: jax.typing.ArrayLike | None = None
+) -> jax.Array:
+    """The mean of values over a global batch, a f32 scalar; 0 where nothing counts.
+
+    `values`: leading dim B. `weights` broadcast against them from the left: (B,), or one a token;
+    what has weight 0 does not count, be it NaN. Raises `UserError` for other shapes.
+    """
+    values = jnp.asarray(values)
+    given = values if weights is None else Weighted(values, weights)
+    size = values.shape[0] if values.ndim else 0
+    return mean(_sums("what weighted_mean is given", given, size, None))
 
 
 def check_no_pairs(outputs: Mapping[str, Any], batch: Any) -> None:
@@ -81,38 +98,36 @@ def check_precise(outputs: Mapping[str, Any]) -> None:
         )
 
 
-def _sums(name: str, value: Any, batch_size: int, mask: jax.Array | None) -> Sums:
+def _sums(what: str, value: Any, batch_size: int, mask: jax.Array | None) -> Sums:
     if isinstance(value, tuple):
         if len(value) != 2:
-            raise UserError(
-                f"the objective's {name!r} is a tuple of {len(value)}: (values, weights)"
-            )
+            raise UserError(f"{what} is a tuple of {len(value)}: (values, weights)")
         values, weights = jnp.asarray(value[0]), jnp.asarray(value[1], jnp.float32)
         weights = jax.lax.stop_gradient(weights)  # how much a value counts is not trained
     else:
         values, weights = jnp.asarray(value), jnp.ones((), jnp.float32)
     if values.ndim == 0 or values.shape[0] != batch_size:
         raise UserError(
-            f"the objective's {name!r} has shape {values.shape}: it must hold a value for each of "
+            f"{what} has shape {values.shape}: it must hold a value for each of "
             f"the {batch_size} examples of the batch (leading dim {batch_size}), not their mean"
         )
-    weights = _expand(name, weights, values)
+    weights = _expand(what, weights, values)
     if mask is not None:
-        weights = weights * _expand(name, mask, values)
+        weights = weights * _expand(what, mask, values)
     weights = jnp.broadcast_to(weights, values.shape)
     # What counts nothing must not spoil the sum either, even where it is NaN.
     counted = jnp.where(weights == 0, 0.0, values.astype(jnp.float32)) * weights
     return Sums(counted.sum(), weights.sum())
 
 
-def _expand(name: str, weights: jax.Array, values: jax.Array) -> jax.Array:
+def _expand(what: str, weights: jax.Array, values: jax.Array) -> jax.Array:
     """`weights` with dims added at the end, so that they broadcast from the leading dim on."""
     fits = weights.ndim <= values.ndim and all(
         w in (1, v) for w, v in zip(weights.shape, values.shape, strict=False)
     )
     if not fits:
         raise UserError(
-            f"the objective's {name!r} has weights of shape {weights.shape}, which do not "
+            f"{what} has weights of shape {weights.shape}, which do not "
             f"broadcast against values of shape {values.shape} from the leading dim on"
         )
     return weights.reshape(weights.shape + (1,) * (values.ndim - weights.ndim))

@@ -26,6 +26,7 @@ from spmdtrain.config import RunConfig, check, resolve
 from spmdtrain.data import as_dataset
 from spmdtrain.errors import ExitCode, Preempted, UserError, exit_code_of
 from spmdtrain.experiment import ExperimentFile, load_experiment
+from spmdtrain.loop import Loop
 from spmdtrain.mesh import cpu_devices_in_environment
 from spmdtrain.placement import on_own_devices, resolve_on_devices
 from spmdtrain.terminal import Terminal
@@ -181,6 +182,10 @@ def execute(command: Command) -> int:
         raise UserError("--workdir must be given with several processes: a folder that all can see")
     # Resolved before build: it is to see the batch size and the learning rate that will be used.
     config = resolve_on_devices(config)
+    if experiment_file.has_own_loop and options.mode == "train" and not options.show_sharding:
+        with Loop(config) as loop:
+            experiment_file.module.train(config, loop)
+        return ExitCode.DONE
     experiment = experiment_file.build(config)
     trainer = Trainer.of(experiment, config)
     if spec.has_ps:

@@ -3,9 +3,9 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from etils import epath
@@ -14,7 +14,7 @@ from spmdtrain import failing, phases, processes
 from spmdtrain.checkpoint import Checkpoints, check_can_be_saved
 from spmdtrain.config import RunConfig, as_json
 from spmdtrain.data import Dataset, as_dataset, fingerprint
-from spmdtrain.errors import NonFiniteError, StorageError, UserError, did_you_mean
+from spmdtrain.errors import NonFiniteError, Preempted, StorageError, UserError, did_you_mean
 from spmdtrain.identity import (
     Identity,
     changes,
@@ -27,7 +27,7 @@ from spmdtrain.manifest import Damaged, Manifest
 from spmdtrain.restore import agreed, load_state, newest_good, saved_in
 from spmdtrain.retention import Retention
 from spmdtrain.signals import StopSignals
-from spmdtrain.step import Steps, TrainState
+from spmdtrain.step import TrainState
 from spmdtrain.storage import folder_of, is_url
 from spmdtrain.terminal import Terminal
 from spmdtrain.writers import RunFiles, Status, evaluator_metrics
@@ -35,12 +35,27 @@ from spmdtrain.writers import RunFiles, Status, evaluator_metrics
 _LOOK_AHEAD = 1.0  # seconds between two looks of several processes at process 0's clock
 
 
+class Trained(Protocol):
+    """What a run trains, as far as its files go."""
+
+    @property
+    def abstract_state(self) -> TrainState: ...
+
+    @property
+    def shardings(self) -> TrainState: ...
+
+    @property
+    def metric_names(self) -> Callable[[Any], Iterable[str]] | None:
+        """What an evaluation of such rows gives; None where nobody knows before it is made."""
+        ...
+
+
 @dataclass
 class Session:
     """One call of `fit`, from `open` to the closing of its files."""
 
     config: RunConfig
-    train: Dataset
+    train: Dataset | None
     validation: Dataset | None
     test: Dataset | None
     total: int  # steps of the whole run; less, once a callback has asked to stop
@@ -59,7 +74,7 @@ class Session:
         stack: contextlib.ExitStack,
         config: RunConfig,
         splits: Mapping[str, Any],
-        steps: Steps,
+        trained: Trained,
         terminal: Terminal,
         clock: Callable[[], float],
     ) -> "Session":
@@ -68,13 +83,19 @@ class Session:
         `splits` are `train`, `validation` and `test`. Raises `UserError`.
         """
         data = {n: as_dataset(x, f"{n} data") for n, x in splits.items() if x is not None}
-        train = data["train"]
-        total = config.total_steps(len(train))
+        train = data.get("train")
+        if train is None and config.steps is None:
+            raise UserError("without a dataset there are no epochs: give steps")
+        total = config.total_steps(0 if train is None else len(train))
         profiled = config.profile_range()
         if profiled and (config.workdir is None or profiled[1] > total):
             raise UserError(
                 f"profile_steps is {config.profile_steps}: it needs a workdir "
                 f"({config.workdir}), and no more than the run's {total} steps"
+            )
+        if config.eval_at_checkpoints and (config.workdir is None or "validation" not in data):
+            raise UserError(
+                "eval_at_checkpoints needs a workdir for the checkpoints, and a validation split"
             )
         if profiled and is_url(str(config.workdir)):
             raise UserError(f"profile_steps: the profiler writes no trace to {config.workdir}")
@@ -82,10 +103,12 @@ class Session:
             if config.workdir is None:
                 raise UserError("evaluated_by is 'evaluator': it needs a workdir, where it looks")
             data.pop("validation", None)
-        elif config.best_metric != "loss" and "validation" not in data:
-            raise UserError(f"best_metric is {config.best_metric!r}: it needs a validation split")
-        elif config.best_metric != "loss":
-            names = steps.metric_names(data["validation"].rows(np.arange(1)))
+        elif config.best_metric != "loss" and trained.metric_names is not None:
+            if "validation" not in data:
+                raise UserError(
+                    f"best_metric is {config.best_metric!r}: it needs a validation split"
+                )
+            names = list(trained.metric_names(data["validation"].rows(np.arange(1))))
             if config.best_metric not in names:
                 raise UserError(
                     f"best_metric is {config.best_metric!r}, which no evaluation gives."
@@ -93,9 +116,9 @@ class Session:
                 )
         identity = Identity(
             config=as_json(config),
-            dataset=fingerprint(train),
-            leaves=describe_leaves(steps.abstract_state),
-            optimizer=describe_optimizer(steps.abstract_state.opt_state),
+            dataset={} if train is None else fingerprint(train),
+            leaves=describe_leaves(trained.abstract_state),
+            optimizer=describe_optimizer(trained.abstract_state.opt_state),
         )
         # Before anything is written: processes that differ would train nonsense, or wait for ever.
         if processes.count() > 1:
@@ -108,7 +131,7 @@ class Session:
             # Without a workdir there is nothing to save to, and Ctrl-C keeps its usual meaning.
             stack.enter_context(signals)
         if config.workdir is not None:
-            check_can_be_saved(steps.abstract_state)
+            check_can_be_saved(trained.abstract_state)
             if processes.is_chief():
                 files = stack.enter_context(contextlib.closing(RunFiles(config.workdir)))
             processes.barrier()  # the folder is there, and no other run has it
@@ -147,7 +170,7 @@ class Session:
 
     # -- going on from a checkpoint ------------------------------------------------------------
 
-    def resume(self, steps: Steps) -> TrainState | None:
+    def resume(self, trained: Trained) -> TrainState | None:
         """The state of the newest good checkpoint, as `resume` says; None where there is none.
 
         Damaged ones are set aside once a good one is found. Where none is good, `UserError`:
@@ -166,7 +189,7 @@ class Session:
 
         def load(folder: epath.Path, manifest: Manifest) -> TrainState:
             check_same_run(manifest.identity, self.identity, str(folder))
-            return load_state(folder, manifest, steps.abstract_state, steps.shardings)
+            return load_state(folder, manifest, trained.abstract_state, trained.shardings)
 
         tell = self.journal.terminal.line
         try:
@@ -199,18 +222,30 @@ class Session:
 
     # -- what is due ---------------------------------------------------------------------------
 
-    def evaluation_due(self, step: int) -> bool:
-        """Whether to evaluate the validation split after `step`."""
+    def evaluation_due(self, step: int, *, saved: bool) -> bool:
+        """Whether to evaluate the validation split after `step`, which is `saved` or not."""
         if self.validation is None:
             return False
-        return step == self.total or self.config.evaluates_at(step, len(self.train))
+        return self.look_due(step) or (saved and self.config.eval_at_checkpoints)
+
+    def look_due(self, step: int) -> bool:
+        """Whether `step` is one to evaluate after, if there is anything to evaluate with."""
+        return step == self.total or self.config.evaluates_at(step, self._num_examples)
 
     def save_due(self, step: int) -> bool:
         """Whether to save after `step`, by count or by time."""
         if self.checkpoints is None:
             return False
         by_time = self._time_to_save(step)
-        return by_time or step == self.total or self.config.saves_at(step, len(self.train))
+        return by_time or self.saves_by_count(step)
+
+    def saves_by_count(self, step: int) -> bool:
+        """Whether `step` is one to save after, whatever the time."""
+        return step == self.total or self.config.saves_at(step, self._num_examples)
+
+    @property
+    def _num_examples(self) -> int:
+        return 0 if self.train is None else len(self.train)
 
     def _time_to_save(self, step: int) -> bool:
         """Whether `checkpoint_every_seconds` have passed, by process 0's clock.
@@ -250,7 +285,21 @@ class Session:
                 self.checkpoints.wait()
             phases.saved(self.saved_step)
 
-    def failed(self, error: BaseException) -> None:
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """Around all that the run does: where it does not come to its end, say why."""
+        try:
+            yield
+        except Preempted as stop:
+            self.journal.end(Status.PREEMPTED, self.saved_step, stop.signal)
+            raise
+        except BaseException as error:
+            self._failed(error)
+            if isinstance(error, SystemExit):
+                failing.check_exit(error)
+            raise
+
+    def _failed(self, error: BaseException) -> None:
         """Say why the run ends; raises `StorageError` where what was being saved failed, too."""
         # That is worth waiting for, if all are still there to save it: each of several processes
         # sees for itself that a loss is no number, but other errors may be one's own.

@@ -74,15 +74,18 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 def owner_of(name: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | None:
     """The parameter that a leaf of the state belongs to: one whose path ends the leaf's own.
 
-    `opt_state/0/mu/blocks/q` belongs to `params/blocks/q`; what is no part of the parameters, the
-    optimizer's state or the average belongs to none. Of several, that of the leaf's shape.
+    `opt_state/0/mu/blocks/q` belongs to `params/blocks/q`, and of several optimizers
+    `opt_state/actor/0/mu/q` to `params/actor/q`; what is no part of the parameters, the optimizer's
+    state or the average belongs to none. Of several, that of the leaf's shape.
     """
     root, *parts = name.split("/")
     if root not in ("params", *STATE):
         return None
-    tails = ("/".join(["params", *parts[start:]]) for start in range(len(parts) + 1))
-    found = [tail for tail in tails if tail in parameters]
-    of_its_shape = [tail for tail in found if parameters[tail] == shape]
+    tails = [parts[start:] for start in range(len(parts) + 1)]
+    tails += [parts[:1] + tail for tail in tails]
+    names = ["/".join(["params", *tail]) for tail in tails]
+    found = [name for name in names if name in parameters]
+    of_its_shape = [name for name in found if parameters[name] == shape]
     return next(iter(of_its_shape + found), None)
 
 
@@ -125,6 +128,14 @@ class Layout:
         self.replicates_params = not used
         """Whether every device has all parameters, whatever axes the mesh has."""
         self._gathers = bool(used & set(BATCH_AXES))
+
+    def bring(self, tree: PyTree, of: Callable[[Any], PyTree]) -> PyTree:
+        """What rests in host memory, brought to the devices; `of` says which part of the state."""
+
+        def brought(x: jax.Array, resting: Sharding, there: Sharding) -> jax.Array:
+            return x if resting == there else jax.device_put(x, there)
+
+        return jax.tree.map(brought, tree, of(self.shardings), of(self.on_device))
 
     def whole(self, params: PyTree) -> PyTree:
         """Parameters as the model reads them: split at most as the rules say.

@@ -251,7 +251,7 @@ class Steps:
         )
 
     def _train(self, state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
-        state = self._on_device(state, lambda of: of)
+        state = self.layout.bring(state, lambda of: of)
         key = jax.random.fold_in(state.key, state.step)
         trained, frozen = self._parted(state.params)
         found = self._gradients(trained, frozen, state.model_state, batch, key)
@@ -266,8 +266,8 @@ class Steps:
         finite = [jnp.isfinite(means["loss"])]
         # To look at the old parameters too would keep them from being overwritten in place: a
         # third of a small step's time. So only what may be infinite on purpose is compared.
-        finite += [_stays_finite(state.params, params), _stays_finite(state.opt_state, opt_state)]
-        finite += [_stays_finite(state.model_state, model_state, arrays_too=True)]
+        finite += [stays_finite(state.params, params), stays_finite(state.opt_state, opt_state)]
+        finite += [stays_finite(state.model_state, model_state, arrays_too=True)]
         return after, StepOutput(means, jnp.stack(finite))
 
     def _objective_sums(
@@ -318,14 +318,6 @@ class Steps:
             return self._cast(x) if name in ("", "0", *INPUTS) else x
 
         return jax.tree_util.tree_map_with_path(cast, batch)
-
-    def _on_device(self, tree: PyTree, of: Callable[[TrainState], PyTree]) -> PyTree:
-        """What rests in host memory, brought to the devices; `of` says which part of the state."""
-
-        def brought(x: jax.Array, resting: Sharding, there: Sharding) -> jax.Array:
-            return x if resting == there else jax.device_put(x, there)
-
-        return jax.tree.map(brought, tree, of(self.shardings), of(self.layout.on_device))
 
     # -- what is trained -----------------------------------------------------------------------
 
@@ -382,7 +374,7 @@ class Steps:
 
     def _in_eval(self, function: Function, variables: Variables, batch: PyTree) -> PyTree:
         """What a function of (model, batch) gives, the model in eval mode."""
-        own = self.as_parameters(self._on_device(variables, lambda of: of.variables))
+        own = self.as_parameters(self.layout.bring(variables, lambda of: of.variables))
         values = Variables(self._to_compute(own.params), own.model_state)
         key, inputs = jax.random.key(0), self._input(batch)
         return self._adapter.run(function, values, inputs, key, Mode.EVAL)[0]
@@ -455,7 +447,7 @@ def model_output(model: Any, batch: PyTree) -> PyTree:
     return model(batch[0] if isinstance(batch, tuple) else batch)
 
 
-def _stays_finite(before: PyTree, after: PyTree, *, arrays_too: bool = False) -> jax.Array:
+def stays_finite(before: PyTree, after: PyTree, *, arrays_too: bool = False) -> jax.Array:
     """Whether no element became NaN or infinite.
 
     A scalar that was infinite before is meant so (the best loss yet, say), and is none of it;

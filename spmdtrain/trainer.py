@@ -1,6 +1,5 @@
 """The heart: `Trainer`, and one loop that trains, looks, saves and stops."""
 
-import collections
 import contextlib
 import dataclasses
 import itertools
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -31,7 +29,7 @@ from spmdtrain.experiment import Experiment
 from spmdtrain.identity import Identity, check_same_run
 from spmdtrain.initial import initial_state, load_values
 from spmdtrain.journal import Metrics
-from spmdtrain.metrics import loss_first
+from spmdtrain.late import LateReader, how_far_ahead
 from spmdtrain.phases import Phase, within
 from spmdtrain.placement import place, prepare, under
 from spmdtrain.profiling import ProfiledSteps
@@ -41,7 +39,7 @@ from spmdtrain.session import Session
 from spmdtrain.sharding import Rule, check_placed
 from spmdtrain.sharding_table import ShardingTable, tabulate
 from spmdtrain.signals import StopSignals
-from spmdtrain.step import HEALTH, StepOutput, Steps, TrainState, first_non_finite, model_output
+from spmdtrain.step import Steps, TrainState, model_output
 from spmdtrain.terminal import Terminal
 from spmdtrain.writers import Split, Status
 
@@ -99,8 +97,7 @@ class Trainer:
         self._train_step: Any = None
         self._compiled_for: PyTree = None  # the shapes of the batch it was compiled for
         self._restored: Variables | None = None  # what to evaluate with where nothing was trained
-        # Many undone steps at once can abort the in-process all-reduce of virtual devices.
-        self._in_flight = 2 if self.placement.is_virtual() else 8
+        self._in_flight = how_far_ahead(self.placement)
         self._steps = Steps(
             adapter=self._adapter,
             objective=objective,
@@ -193,18 +190,12 @@ class Trainer:
             stack.callback(setattr, self, "_fitting", False)
             self._fitting = True
             self._start(run)
+            stack.enter_context(run.ending())
             try:
                 self._loop(run)
                 self._finish(run)
-            except Preempted as stop:
-                run.journal.end(Status.PREEMPTED, run.saved_step, stop.signal)
-                raise
-            except BaseException as error:
-                if isinstance(error, NonFiniteError):
-                    self.state = None  # nothing to go on from: a next fit restores or starts anew
-                run.failed(error)
-                if isinstance(error, SystemExit):
-                    failing.check_exit(error)
+            except NonFiniteError:
+                self.state = None  # nothing to go on from: a next fit restores or starts anew
                 raise
         found = run.journal.latest
         return FitResult(self.step, found[Split.TRAIN], found[Split.EVAL], found[Split.TEST])
@@ -250,7 +241,7 @@ class Trainer:
             threads=config.data_threads,
         )
         train_step, batches = self._compiled(run, batches)
-        in_flight: collections.deque[tuple[int, StepOutput]] = collections.deque()
+        late = LateReader(run, self.placement, lambda: self.state, self._logged)
         # Of several processes, the first: the others' traces would come into the same files.
         profiled = config.profile_range() if processes.is_chief() else None
         profile = ProfiledSteps(profiled, config.workdir)
@@ -271,22 +262,20 @@ class Trainer:
                     self._check_placed("after the first step")
 
                 # Outputs are read some steps late, so that the host never waits for the devices.
-                in_flight.append((step, output))
-                if len(in_flight) > self._in_flight:
-                    self._read(run, *in_flight.popleft())
+                late.add(step, output)
                 self._call(Moment.STEP, step)
 
                 if self._stop_asked:
                     run.total = step
                 # From here on, what one process decides all have to: see `processes`.
-                look, save = run.evaluation_due(step), run.save_due(step)
+                save = run.save_due(step)
+                look = run.evaluation_due(step, saved=save)
                 preempted = run.signals.asked()
                 if not (look or preempted or save or step == run.total):
                     continue
 
                 # No state is judged or saved before its own finite flag is known.
-                while in_flight:
-                    self._read(run, *in_flight.popleft())
+                late.catch_up()
                 # Evaluation comes before the save, which records how good the state is.
                 seen = self._look(run, step) if look else None
                 # While it was looked at, a callback or a signal may have asked to stop.
@@ -344,24 +333,8 @@ class Trainer:
         if self.config.jit:  # steps that are not compiled leave arrays where they compute them
             check_placed(self.state, self._steps.shardings, when)
 
-    def _read(self, run: Session, step: int, output: StepOutput) -> None:
-        """Take a step's numbers from the device: stop if they are none, log them if it is time."""
-        with within(Phase.STEP):  # here a process waits for the others
-            finite = np.asarray(output.finite)
-        if not finite.all():
-            wrong = " and ".join(np.array(HEALTH)[~finite])
-            where = first_non_finite(self.state)
-            raise NonFiniteError(
-                f"step {step}: {wrong} not finite (loss {float(output.metrics['loss'])}"
-                + (f"; {where} is the first such array" if where else "")
-                + ")"
-            )
-        if run.config.logs_at(step, run.total):
-            metrics = loss_first({name: float(x) for name, x in output.metrics.items()})
-            run.journal.trained(step, run.total, metrics)
-            self._call(Moment.LOG, step, metrics)
-        else:
-            self.terminal.advance(step)
+    def _logged(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._call(Moment.LOG, step, metrics)
 
     def _look(self, run: Session, step: int) -> Metrics | None:
         """Evaluate the validation split; None where a signal to stop cut it off."""
@@ -373,7 +346,7 @@ class Trainer:
     def _make_up(self, run: Session, step: int) -> None:
         """Make the evaluation that a signal to stop cut off before this start."""
         told = run.config.workdir is None or run.journal.recall(Split.EVAL, step)
-        if step and run.evaluation_due(step) and not told:
+        if step and run.evaluation_due(step, saved=run.saves_by_count(step)) and not told:
             self._seen(run, step)
 
     def _seen(self, run: Session, step: int) -> Metrics:

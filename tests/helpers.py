@@ -17,6 +17,7 @@ DIGITS = REPOSITORY / "experiments" / "digits_mlp.py"
 LINEAR = REPOSITORY / "experiments" / "linear_regression.py"
 MNIST = REPOSITORY / "experiments" / "mnist_mlp.py"
 GPT = REPOSITORY / "experiments" / "shakespeare_gpt.py"
+GAN = REPOSITORY / "experiments" / "digits_gan.py"
 
 TEXT = "".join(f"{i} green bottles, hanging on the wall\n" for i in range(99, 0, -1)) * 3
 

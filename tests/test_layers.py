@@ -15,7 +15,7 @@ PACKAGE = Path(spmdtrain.__file__).parent
 LAYERS = [
     {"errors", "config", "cluster", "tfconfig", "doctor", "phases", "rendezvous", "strategies"},
     {"adapters", "hlo", "idx", "mesh", "metrics", "permutation", "profiling", "processes"}
-    | {"collectives", "placement", "reductions", "remat", "jaxprs"}
+    | {"collectives", "placement", "reductions", "remat", "replicas", "jaxprs"}
     | {
         "retention",
         "sharding",
@@ -28,8 +28,9 @@ LAYERS = [
         "failing",
     },
     {"callbacks", "checkpoint", "data", "evaluate", "experiment", "export", "identity", "journal"}
-    | {"gradients", "initial", "manifest", "restore", "session", "sharding_table", "step"},
-    {"trainer", "evaluator"},
+    | {"images", "image_cache", "image_decoding", "keras_model"}
+    | {"gradients", "initial", "late", "manifest", "restore", "session", "sharding_table", "step"},
+    {"trainer", "loop", "evaluator"},
     {"run", "launch", "children", "deaths", "hangs", "tasks", "plan", "checkpoints"},
 ]
 ASIDE = {"models", "testing", "testing_steps"}

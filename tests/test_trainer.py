@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import metrics
+from helpers import metrics, saved_steps
 from jax.sharding import PartitionSpec
 
 from spmdtrain import (
@@ -437,3 +437,47 @@ def test_data_that_is_no_numbers_is_refused_by_its_array() -> None:
         trainer().fit({"name": np.array(["a"] * 8)}, steps=1)
     with pytest.raises(UserError, match="validation data is empty"):
         trainer().fit((X, Y), validation=(X[:0], Y[:0]), steps=1)
+
+
+def test_an_evaluation_at_each_checkpoint(tmp_path: Path) -> None:
+    """At 4, 8 and the end, and not at the end of epochs, of 5 steps each."""
+    options: dict[str, Any] = {"workdir": str(tmp_path), "global_batch_size": 8}
+    fitted = trainer(**options, eval_at_checkpoints=True, checkpoint_every_steps=4)
+    fitted.fit((X, Y), validation=(X, Y), steps=10)
+    assert evaluated_steps(tmp_path) == [4, 8, 10]
+    manifests = (tmp_path / "checkpoints" / str(step) / "manifest.json" for step in (8, 10))
+    losses = [json.loads(path.read_text())["metrics"]["loss"] for path in manifests]
+    assert losses == [line["loss"] for line in metrics(tmp_path, "eval")[1:]]
+
+
+def test_an_evaluation_at_each_checkpoint_and_by_count(tmp_path: Path) -> None:
+    clock = iter(np.arange(0, 1000, 1.0))
+    fitted = trainer(
+        workdir=str(tmp_path),
+        eval_at_checkpoints=True,
+        eval_every_steps=4,
+        checkpoint_every_seconds=6.0,
+        clock=lambda: float(next(clock)),
+    )
+    fitted.fit((X, Y), validation=(X, Y), steps=10)
+    saved = set(saved_steps(tmp_path))
+    assert len(saved) > 1 and saved != {10}
+    assert set(evaluated_steps(tmp_path)) == saved | {4, 8, 10}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"workdir": "there"}], ids=["no workdir", "no validation split"]
+)
+def test_an_evaluation_at_checkpoints_needs_both(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    validation = None if options else (X, Y)
+    with pytest.raises(UserError, match="eval_at_checkpoints needs a workdir"):
+        trainer(**options, eval_at_checkpoints=True).fit((X, Y), validation=validation, steps=1)
+    with pytest.raises(UserError, match="an evaluator evaluates each checkpoint by itself"):
+        trainer(**options, eval_at_checkpoints=True, evaluated_by="evaluator")
+
+
+def evaluated_steps(workdir: Path) -> list[int]:
+    return [line["step"] for line in metrics(workdir, "eval")]

@@ -1,0 +1,144 @@
+"""A generative adversarial network on 8 x 8 digits: two models, two optimizers, a loop of its own.
+
+Expected: after 150 epochs, in about a minute on two CPU cores, a distance of about 0.9 to digits
+that were never seen (noise begins near 20; unseen digits are at 0.3 from those that train).
+
+    python -m spmdtrain.run --config experiments/digits_gan.py
+
+The distance is Frechet's, between Gaussians fitted to the pixels of generated and of real digits
+(Heusel et al. 2017, arXiv:1706.08500, without their network). The workdir gets samples.png. The
+digits come with scikit-learn (extra `examples`).
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from digits_mlp import load_digits
+from etils import epath
+
+from spmdtrain import Loop, Mode, RunConfig, TrainState, Variables, adapt, weighted_mean
+from spmdtrain.models import MLP
+
+PIXELS = 64
+SAMPLES = 512  # generated to measure the distance
+
+Batch = dict[str, jax.Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    epochs: int | None = 150
+    global_batch_size: int | None = 64
+    learning_rate: float | None = 1e-3
+    cpu_devices: int | None = 8
+    log_every: int = 100
+    eval_every_steps: int | None = 500
+    checkpoint_every_steps: int | None = 500
+    best_metric: str = "distance"
+    hidden: tuple[int, ...] = (128, 128)
+    """Widths of the hidden layers of both models."""
+    noise: int = 32
+    """Dims of what digits are generated from."""
+
+
+def train(config: Config, loop: Loop) -> None:
+    """What the command calls: the loop itself."""
+    generator = adapt(partial(MLP, config.noise, config.hidden, PIXELS))
+    critic = adapt(partial(MLP, PIXELS, config.hidden, 1))
+    optimizer = optax.adam(config.learning_rate, b1=0.5)
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        models = {"generator": generator, "critic": critic}
+        params = {
+            name: model.init(model.given, jax.random.fold_in(key, number)).params
+            for number, (name, model) in enumerate(models.items())
+        }
+        return {"params": params, "opt_state": {n: optimizer.init(p) for n, p in params.items()}}
+
+    def generate(params: Any, noise: jax.Array) -> jax.Array:
+        return jax.nn.sigmoid(call(generator, params, noise))
+
+    def score(params: Any, pixels: jax.Array) -> jax.Array:
+        return call(critic, params, pixels)[:, 0]
+
+    def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Any]:
+        real = batch["image"].reshape(-1, PIXELS)
+        noise = jax.random.normal(key, (len(real), config.noise))
+        params, opt_state = dict(state.params), dict(state.opt_state)
+
+        def critic_loss(of: Any, made: jax.Array) -> jax.Array:
+            right = cross_entropy(score(of, real), 0.9)  # not 1: it is never to be quite sure
+            return weighted_mean(right + cross_entropy(score(of, made), 0.0))
+
+        def generator_loss(of: Any, judge: Any) -> jax.Array:
+            return weighted_mean(cross_entropy(score(judge, generate(of, noise)), 1.0))
+
+        losses = {}
+        for name, loss, given in (
+            ("critic", critic_loss, generate(params["generator"], noise)),
+            ("generator", generator_loss, params["critic"]),
+        ):
+            losses[name], gradients = jax.value_and_grad(loss)(params[name], given)
+            updates, opt_state[name] = optimizer.update(gradients, opt_state[name])
+            params[name] = optax.apply_updates(params[name], updates)
+        after = replace(state, params=params, opt_state=opt_state)
+        return after, {f"{name}_loss": loss for name, loss in losses.items()}
+
+    images, validation, _ = load_digits()
+    unseen = validation.rows(np.arange(len(validation)))["image"].reshape(-1, PIXELS)
+    noise = np.random.default_rng(config.seed).standard_normal((SAMPLES, config.noise), np.float32)
+    sample = loop.compile(lambda params: generate(params, jnp.asarray(noise)))
+
+    state = loop.start(init, train=images)
+    compiled = loop.compile_step(step)
+    for batch in loop.batches():
+        state, output = compiled(state, batch)
+        loop.record(state, output)
+        if loop.evaluation_due():
+            made = np.asarray(sample(state.params["generator"]))
+            loop.evaluated({"distance": distance(made, unseen)})
+    made = np.asarray(sample(state.params["generator"]))
+    if config.workdir is not None and jax.process_index() == 0:
+        draw(made[:64], epath.Path(config.workdir) / "samples.png")
+
+
+def call(model: Any, params: Any, x: jax.Array) -> jax.Array:
+    """A model without batch statistics or dropout, as a pure function."""
+    result: jax.Array
+    result, _ = model.run(
+        lambda model, x: model(x), Variables(params, {}), x, jax.random.key(0), Mode.TRAIN
+    )
+    return result
+
+
+def cross_entropy(logits: jax.Array, target: float) -> jax.Array:
+    return optax.sigmoid_binary_cross_entropy(logits, jnp.full_like(logits, target))
+
+
+def distance(one: np.ndarray, other: np.ndarray) -> float:
+    """Frechet's distance between Gaussians fitted to rows of pixels, (N, D) and (M, D)."""
+    means = [x.mean(0, dtype=np.float64) for x in (one, other)]
+    spreads = [np.cov(x.astype(np.float64), rowvar=False) for x in (one, other)]
+    # The eigenvalues of a product of two covariances are real and not negative, rounding apart.
+    common = np.sqrt(np.linalg.eigvals(spreads[0] @ spreads[1]).real.clip(min=0)).sum()
+    apart = float(np.square(means[0] - means[1]).sum())
+    return apart + float(np.trace(spreads[0]) + np.trace(spreads[1]) - 2 * common)
+
+
+def draw(pixels: np.ndarray, path: epath.Path) -> None:
+    """64 digits as a picture of 8 x 8 of them."""
+    import io
+
+    from PIL import Image
+
+    digits = np.pad(pixels.reshape(8, 8, 8, 8), ((0, 0), (0, 0), (1, 1), (1, 1)))
+    rows = (255 * digits.transpose(0, 2, 1, 3).reshape(80, 80)).astype(np.uint8)
+    picture = Image.fromarray(rows).resize((640, 640), Image.Resampling.BOX)
+    with io.BytesIO() as file:
+        picture.save(file, "PNG")
+        path.write_bytes(file.getvalue())

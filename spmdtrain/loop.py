@@ -1,0 +1,479 @@
+"""The pieces of a run, for loops of one's own: several optimizers, a GAN, reinforcement learning.
+
+The `Trainer` is one loop made of them. Here the loop is the user's; data, placement, checkpoints,
+logs and the ways to end are the run's, as there.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from spmdtrain import failing, hlo, metrics, processes
+from spmdtrain.config import Purpose, RunConfig, derive_seed, resolve, with_options
+from spmdtrain.data import Augment, as_dataset, ordered_batches, process_rows, train_batches
+from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.late import LateReader
+from spmdtrain.metrics import loss_first
+from spmdtrain.phases import Phase, within
+from spmdtrain.placement import place, prepare, under
+from spmdtrain.replicas import PerReplica
+from spmdtrain.session import Session
+from spmdtrain.sharding import Layout, Rule, check_placed, named_leaves
+from spmdtrain.step import StepOutput, TrainState, stays_finite
+from spmdtrain.terminal import Terminal
+from spmdtrain.writers import Split, Status
+
+PyTree = Any
+Init = Callable[[jax.Array], Mapping[str, PyTree]]
+"""key -> the state's parts by name: `params`, and what there is of the others (see `PARTS`)."""
+Step = Callable[[TrainState, PyTree, jax.Array], tuple[TrainState, Mapping[str, Any]]]
+"""(state, batch, key) -> the state after it, and metrics: scalars by name."""
+
+PARTS = ("params", "opt_state", "averaged", "model_state")
+
+# What the Trainer's own step does, and a step of one's own has to do by itself.
+_OF_THE_TRAINER: Mapping[str, Any] = {
+    "microbatches": 1,
+    "compute_dtype": "float32",
+    "remat": "none",
+    "frozen": (),
+    "ema_decay": None,
+    "jit": True,
+    "init_from": None,
+    "evaluated_by": "training",
+    "eval_at_checkpoints": False,
+    "profile_steps": None,
+}
+
+
+class Loop:
+    """What a training loop of one's own is made of.
+
+        with Loop(strategy="mirrored", steps=1000, workdir="runs/mine") as loop:
+            state = loop.start(init, train=images)
+            step = loop.compile_step(function)
+            for batch in loop.batches():
+                state, output = step(state, batch)
+                loop.record(state, output)
+
+    `options` are fields of `RunConfig`, and change `config`. Raises `UserError` for anything wrong
+    in them, and for those that only the `Trainer` heeds.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig | None = None,
+        *,
+        terminal: Terminal | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        **options: Any,
+    ) -> None:
+        config = with_options(config or RunConfig(), options, "Loop")
+        for name, only in _OF_THE_TRAINER.items():
+            if getattr(config, name) != only:
+                raise UserError(
+                    f"{name} is {getattr(config, name)!r}, which the Trainer's own step heeds: "
+                    "in a loop of your own, the step does what you write"
+                )
+        if config.collectives.reduction != "automatic" or config.collectives.reduce_dtype:
+            raise UserError(
+                "collectives.reduction and reduce_dtype are for the Trainer's own step: in a loop "
+                "of your own, per_replica(...) gives gradients to reduce as you like"
+            )
+        prepare(config)
+        self.placement = place(config)
+        self.config = resolve(config, batch_shards=self.placement.batch_shards)
+        self.terminal = terminal or Terminal(quiet=not processes.is_chief())
+        self.step = 0
+        """Steps recorded so far, of the whole run."""
+        self._clock = clock
+        self._stack = contextlib.ExitStack()
+        self._entered = False
+        self._run: Session | None = None
+        self._layout: Layout | None = None
+        self._augment: Augment | None = None
+        self._state: TrainState | None = None
+        self._late: LateReader | None = None
+        self._done = self._saved = 0  # up to which step what was due is done; and what is saved
+        self._stop = False
+        self._seen: dict[str, float] | None = None
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The device mesh; None under the default strategy."""
+        return self.placement.mesh
+
+    @property
+    def total(self) -> int:
+        """Steps of the whole run."""
+        return self._started().total
+
+    # -- beginning and end ---------------------------------------------------------------------
+
+    def __enter__(self) -> "Loop":
+        self._entered = True
+        self._stack.enter_context(under(self.placement))
+        return self
+
+    def start(
+        self,
+        init: Init,
+        *,
+        train: Any = None,
+        rules: Sequence[Rule] = (),
+        augment: Augment | None = None,
+    ) -> TrainState:
+        """The state to go on from: the workdir's newest checkpoint, else what `init` makes.
+
+        `init(key)` is compiled, so that each array is born in its place. `train`: a dataset or
+        arrays, for `batches`. Raises `UserError`.
+        """
+        if not self._entered or self._run is not None:
+            raise UserError("start() is called once, within `with Loop(...) as loop:`")
+        keys = [jax.random.key(derive_seed(self.config.seed, p)) for p in _PURPOSES]
+        begin = _beginning(init)
+        abstract = jax.eval_shape(begin, *keys)
+        self._layout = Layout(abstract, self.placement, rules, self.config.sharding)
+        self._augment = augment
+        run = Session.open(
+            self._stack,
+            self.config,
+            {"train": train},
+            _Placed(abstract, self._layout.shardings),
+            self.terminal,
+            self._clock,
+        )
+        self._stack.enter_context(failing.at_work(run.failed_elsewhere))
+        with within(Phase.RESTORE, 0):
+            state = run.resume(_Placed(abstract, self._layout.shardings))
+            if state is None:
+                when = "after the initialisation"
+                state = jax.jit(begin, out_shardings=self._layout.shardings)(*keys)
+            else:
+                when = "as restored"
+        check_placed(state, self._layout.shardings, when)
+        self._run, self._state = run, state
+        self._late = LateReader(run, self.placement, lambda: self._state)
+        self.step = self._done = self._saved = int(state.step)
+        run.journal.begin(self.step, self.placement)
+        self._stack.enter_context(run.ending())
+        if run.start_due(self.step):
+            run.save(state, self.step, None, stopped=False)
+        return state
+
+    def __exit__(self, *error: Any) -> bool | None:
+        try:
+            if error[0] is None and self._run is not None:
+                self._finish(self._run)
+        except BaseException as own:
+            if not self._stack.__exit__(type(own), own, own.__traceback__):
+                raise
+            return None
+        return self._stack.__exit__(*error)
+
+    def _finish(self, run: Session) -> None:
+        self._do_what_is_due()
+        if self.step != self._saved:  # the loop was left before its end: the next start goes on
+            self._save(run)
+        run.await_save()
+        run.journal.end(Status.FINISHED, self.step)
+
+    # -- data ----------------------------------------------------------------------------------
+
+    def batches(self) -> Iterator[PyTree]:
+        """The training batches from here to the end of the run, placed on the mesh.
+
+        Between two of them what is due is done: logs, checkpoints, a stop that was asked for. So
+        each step is to be recorded before the next batch is taken.
+        """
+        run = self._started()
+        if run.train is None:
+            raise UserError("batches() is of the dataset that start(train=...) is given")
+        config = self.config
+        assert config.global_batch_size is not None
+        batches = train_batches(
+            run.train,
+            config.global_batch_size,
+            self.placement.batch,
+            seed=config.seed,
+            shuffle=config.shuffle,
+            start=self.step,
+            stop=run.total,
+            augment=self._augment,
+            threads=config.data_threads,
+        )
+        for _ in self.steps():
+            with within(Phase.LOAD):
+                batch = next(batches)
+            yield batch
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps to make, from 1: `batches`, for what makes its own data."""
+        run = self._started()
+        run.journal.train_goes_on(self.step)
+        with self.terminal.progress("train", done=self.step, total=run.total):
+            while self.step < run.total:
+                step = self.step + 1
+                yield step
+                if self.step != step:
+                    raise UserError(
+                        f"step {step} is not recorded: call record(state, output) once a step"
+                    )
+                self._do_what_is_due()
+
+    def examples(self, data: Any) -> Iterator[tuple[PyTree, jax.Array]]:
+        """All examples of a dataset once, in order: placed batches of (rows, mask).
+
+        The mask, (B,), is 0 for what only fills up the last batch: a weight for `weighted_mean`.
+        """
+        assert self.config.global_batch_size is not None
+        batches, _ = ordered_batches(
+            as_dataset(data),
+            self.config.global_batch_size,
+            self.placement.batch,
+            threads=self.config.data_threads,
+        )
+        return batches
+
+    def place(self, batch: PyTree) -> PyTree:
+        """A global batch of NumPy arrays, the same in all processes, split over the mesh."""
+        sharding = self.placement.batch
+        for name, leaf in named_leaves(batch).items():
+            size = np.shape(leaf)[:1]
+            if not size or size[0] % self.placement.batch_shards:
+                raise UserError(
+                    f"{name or 'the array'} of shape {np.shape(leaf)}: its leading dim does not "
+                    f"divide over {self.placement.batch_shards} devices"
+                )
+
+        def placed(leaf: Any) -> jax.Array:
+            array = np.asarray(leaf)
+            local = array[process_rows(sharding, len(array))]
+            return jax.make_array_from_process_local_data(sharding, local, array.shape)
+
+        return jax.tree.map(placed, batch)
+
+    # -- programs ------------------------------------------------------------------------------
+
+    def compile_step(
+        self, function: Step
+    ) -> Callable[[TrainState, PyTree], tuple[TrainState, StepOutput]]:
+        """A step, compiled with the strategy's shardings for the batches that it is given.
+
+        `function(state, batch, key)` returns the state after one step and its metrics; step number
+        and key are counted on for it. The state is donated: use what it returns. Whatever of it
+        rests in host memory is in device memory within.
+        """
+        assert self._started() and self._layout is not None and self._state is not None
+        layout, abstract = self._layout, jax.tree.map(jax.typeof, self._state)
+
+        def counted(state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
+            state = layout.bring(state, lambda of: of)
+            after, told = function(state, batch, jax.random.fold_in(state.key, state.step))
+            _check_state(after, abstract)
+            after = dataclasses.replace(after, step=state.step + 1, key=state.key)
+            means = _scalars(told)
+            finite = [jnp.isfinite(jnp.stack(list(means.values()))).all()]
+            for field in ("params", "opt_state", "model_state"):
+                finite.append(stays_finite(getattr(state, field), getattr(after, field)))
+            return after, StepOutput(means, jnp.stack(finite))
+
+        everywhere = self.placement.everywhere
+        jitted = jax.jit(
+            counted,
+            in_shardings=(layout.shardings, self.placement.batch),
+            out_shardings=(layout.shardings, everywhere),
+            donate_argnums=0,
+        )
+        compiled: dict[Any, Any] = {}
+
+        def step(state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
+            leaves, treedef = jax.tree.flatten(jax.tree.map(jax.typeof, batch))
+            key = (treedef, *leaves)
+            if key not in compiled:
+                compiled[key] = self._compiled(jitted, state, batch)
+            with within(Phase.STEP):
+                after, output = compiled[key](state, batch)
+            if len(compiled) == 1 and self.step == self._done == 0:
+                check_placed(after, layout.shardings, "after the first step")
+            return after, output
+
+        return step
+
+    def _compiled(self, jitted: Any, state: TrainState, batch: PyTree) -> Any:
+        began = time.perf_counter()
+        with self.terminal.waiting("compiling the step"), within(Phase.COMPILE):
+            compiled = jitted.lower(state, batch).compile()
+        if processes.is_chief():
+            found = hlo.told(compiled.as_text(), self.mesh)
+            seconds = time.perf_counter() - began
+            program = f"step compiled in {seconds:.1f} s: {found}"
+            self._started().journal.introduce(self.placement, state.params, program)
+        self._started().journal.train_goes_on(self.step)
+        return compiled
+
+    def compile(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """Any other function of arrays, compiled; each process gets all of its result."""
+        jitted = jax.jit(function, out_shardings=self.placement.everywhere)
+
+        def call(*args: PyTree) -> PyTree:
+            with under(self.placement):
+                return jitted(*jax.tree.map(_in_device_memory, args))
+
+        return call
+
+    # -- what the run is told ------------------------------------------------------------------
+
+    def record(self, state: TrainState, output: StepOutput) -> None:
+        """One step is made: its state, to be saved when that is due, and its numbers.
+
+        They are read and logged some steps late. Raises `NonFiniteError` where they are none.
+        """
+        run = self._started()
+        assert self._late is not None
+        if self.step >= run.total:
+            raise UserError(f"all {run.total} steps of the run are made: take them from batches()")
+        self.step += 1
+        self._state = state
+        self._late.add(self.step, output)
+
+    def evaluation_due(self) -> bool:
+        """Whether an evaluation is due after the step just recorded, as `eval_every_steps` says."""
+        return self._started().look_due(self.step)
+
+    def evaluated(self, found: Mapping[str, Any], split: str = "eval") -> None:
+        """Write the metrics of an evaluation after the step just recorded; `split`: eval, test.
+
+        Those of eval say how good the checkpoint of this step is.
+        """
+        run = self._started()
+        assert self._late is not None
+        if split not in (Split.EVAL, Split.TEST):
+            raise UserError(f"there is no split {split!r}.{did_you_mean(split, ['eval', 'test'])}")
+        self._late.catch_up()
+        told = loss_first({name: float(value) for name, value in found.items()})
+        if not run.journal.recall(Split(split), self.step):
+            run.journal.evaluated(Split(split), self.step, told)
+        if split == Split.EVAL:
+            best = self.config.best_metric
+            if best != "loss" and best not in told:
+                raise UserError(
+                    f"best_metric is {best!r}, which this evaluation does not give."
+                    + did_you_mean(best, told)
+                )
+            self._seen = told
+
+    def stop(self) -> None:
+        """End the run with the step just recorded, as if it were the last.
+
+        All processes have to call it alike. The same command then finds the run finished, unless
+        it asks for more steps.
+        """
+        self._stop = True
+
+    def _do_what_is_due(self) -> None:
+        run = self._started()
+        assert self._late is not None
+        if self._done == self.step:
+            return
+        self._done = self.step
+        if self._stop:
+            run.total = self.step
+        # From here on, what one process decides all have to: see `processes`.
+        save, preempted = run.save_due(self.step), run.signals.asked()
+        if not (self._seen or save or preempted or self.step == run.total):
+            return
+        self._late.catch_up()
+        if save or preempted:
+            self._save(run)
+        if preempted:
+            run.await_save()  # what is told to be saved is saved
+            run.signals.stop_if_received()
+        self._seen = None
+        run.journal.train_goes_on(self.step)
+
+    def _save(self, run: Session) -> None:
+        assert self._late is not None and self._state is not None
+        self._late.catch_up()
+        run.save(self._state, self.step, self._seen, stopped=self._stop)
+        self._saved = self.step
+
+    def _started(self) -> Session:
+        if self._run is None:
+            raise UserError("the loop has not begun: call start(init) first")
+        return self._run
+
+
+_PURPOSES = (Purpose.INIT, Purpose.STEP)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placed:
+    """A state's shapes and places."""
+
+    abstract_state: TrainState
+    shardings: TrainState
+    metric_names: None = None
+
+
+def _beginning(init: Init) -> Callable[[jax.Array, jax.Array], TrainState]:
+    def begin(init_key: jax.Array, step_key: jax.Array) -> TrainState:
+        parts = init(init_key)
+        names = list(parts) if isinstance(parts, Mapping) else type(parts).__name__
+        if not isinstance(parts, Mapping) or "params" not in parts:
+            raise UserError(f"init returned {names}: it must return a dictionary with 'params'")
+        if unknown := [name for name in parts if name not in PARTS]:
+            raise UserError(
+                f"init returned {unknown[0]!r}, which is no part of the state."
+                + did_you_mean(unknown[0], PARTS)
+            )
+        empty: dict[str, PyTree] = {name: {} for name in PARTS}
+        return TrainState(step=jnp.zeros((), jnp.int32), key=step_key, **empty | dict(parts))
+
+    return begin
+
+
+def _check_state(after: Any, before: TrainState) -> None:
+    if not isinstance(after, TrainState):
+        raise UserError(
+            f"the step returned a {type(after).__name__}: it must return the state after it, "
+            "dataclasses.replace(state, params=...), and the metrics"
+        )
+    was, now = named_leaves(before), named_leaves(after)
+    for name in [*was, *(name for name in now if name not in was)]:
+        one, other = (_told(tree.get(name)) for tree in (was, now))
+        if one != other:
+            raise UserError(f"the step made {name} of the state, {one}, into {other}")
+
+
+def _told(leaf: Any) -> str:
+    return "nothing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def _scalars(told: Any) -> dict[str, jax.Array]:
+    if not isinstance(told, Mapping) or not told:
+        raise UserError(f"the step's metrics are {told!r}: they must be scalars by name")
+    found = {}
+    for name, value in told.items():
+        if isinstance(value, metrics.Sums):
+            value = metrics.mean(value)
+        if isinstance(value, PerReplica) or jnp.shape(value):
+            raise UserError(
+                f"the step's metric {name!r} is {value!r}: reduce it to one number, by "
+                "weighted_mean, say"
+            )
+        found[name] = jnp.asarray(value, jnp.float32)
+    return found
+
+
+def _in_device_memory(x: Any) -> Any:
+    if isinstance(x, jax.Array) and x.sharding.memory_kind == "pinned_host":
+        return jax.device_put(x, x.sharding.with_memory_kind("device"))
+    return x

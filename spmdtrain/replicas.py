@@ -1,0 +1,160 @@
+"""Functions that each replica computes on its own examples, and what has to become of the results.
+
+Elsewhere in spmdtrain every value is global. Here alone there is one for each replica, as a type of
+its own, so that it cannot be taken for a global one: it has to be reduced first.
+"""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from spmdtrain.errors import UserError
+from spmdtrain.mesh import BATCH_AXES
+from spmdtrain.placement import Placement, current_strategy, under
+from spmdtrain.sharding import named_leaves
+from spmdtrain.strategies import DEFAULT
+
+PyTree = Any
+
+
+@jax.tree_util.register_pytree_node_class
+class PerReplica:
+    """A value for each replica, made by `per_replica`; to be reduced before it is used.
+
+    Anything else done with it, arithmetic or a call of `jnp`, raises `TypeError`. It may leave a
+    jitted function as it is.
+    """
+
+    def __init__(self, stacked: PyTree) -> None:
+        self._stacked = stacked  # arrays of leading dim R, in the order of the batch's parts
+
+    def sum(self) -> PyTree:
+        """The sum over the replicas: global arrays of the shape that each replica gave."""
+        return jax.tree.map(lambda x: x.sum(0), self._stacked)
+
+    def mean(self, weights: jax.typing.ArrayLike | None = None) -> PyTree:
+        """The mean over all examples: of arrays (b, ...) a replica, arrays of shape (...).
+
+        `weights`: (B,), of the global batch's examples; 0 where nothing counts. Raises `UserError`
+        for values that have no dim of examples: how many went into them is not known.
+        """
+        return jax.tree.map(lambda x: _mean_over_examples(x, weights), self.gather())
+
+    def gather(self) -> PyTree:
+        """The values of all examples, in the batch's order: of (b, ...) a replica, (B, ...).
+
+        Raises `UserError` for values that have no dim of examples: those `stack` brings together.
+        """
+        for name, x in named_leaves(self._stacked).items():
+            if x.ndim < 2:
+                raise UserError(
+                    f"each replica's {name or 'value'} is a single number, without a dim of "
+                    "examples: return values by example, or sum() or stack() what there is"
+                )
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), self._stacked)
+
+    def stack(self) -> PyTree:
+        """Each replica's value: global arrays with a new leading dim of R."""
+        return self._stacked
+
+    def local(self) -> list[PyTree]:
+        """The values of the replicas on this process's devices, as NumPy arrays.
+
+        Raises `UserError` while JAX traces: there, no process has any.
+        """
+        parts = jax.tree.map(_local_parts, self._stacked)
+        leaves, treedef = jax.tree.flatten(parts, is_leaf=lambda x: isinstance(x, list))
+        return [treedef.unflatten(one) for one in zip(*leaves, strict=True)]
+
+    def tree_flatten(self) -> tuple[tuple[PyTree], None]:
+        """For JAX: what crosses the border of a jitted function."""
+        return (self._stacked,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[PyTree]) -> "PerReplica":
+        """For JAX: the way back."""
+        return cls(*children)
+
+    def __repr__(self) -> str:
+        return f"PerReplica({jax.tree.map(jnp.shape, self._stacked)})"
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
+            "a value for each replica is no global value: reduce it first, by sum(), mean(), "
+            "gather() or stack(), or look at local()"
+        )
+
+    __array__ = __float__ = __int__ = __index__ = __bool__ = __complex__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = (
+        _refuse
+    )
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuse
+    __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __eq__ = __ne__ = _refuse  # type: ignore[assignment]
+    __len__ = __iter__ = __getitem__ = __format__ = _refuse  # type: ignore[assignment]
+    __hash__ = object.__hash__
+
+
+def per_replica(function: Callable[..., PyTree], batch: PyTree, *whole: PyTree) -> PerReplica:
+    """`function(examples, *whole)` on each replica, of its own part of the batch.
+
+    `batch`: global arrays of leading dim B. `whole`: what every replica gets in full, parameters,
+    say. Gradients that `function` takes are those of its own examples. Within it there is no mesh:
+    collectives over the axes of the batch aside, replicas do not see each other. Of a replica that
+    is several devices (tensor parallel), each computes the whole of it. Raises `UserError` where B
+    does not divide.
+    """
+    placement = current_strategy()
+    sizes = {name: jnp.shape(x)[:1] for name, x in named_leaves(batch).items()}
+    replicas = placement.batch_shards
+    for name, size in sizes.items():
+        if not size or size[0] % replicas:
+            raise UserError(
+                f"per_replica: the batch's {name or 'array'} has {size[0] if size else 'no'} "
+                f"examples, which do not divide over {replicas} replicas"
+            )
+
+    def local(examples: PyTree, *whole: PyTree) -> PyTree:
+        with under(Placement(DEFAULT, None)):
+            found = function(examples, *whole)
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], found)
+
+    if placement.mesh is None:
+        return PerReplica(local(batch, *whole))
+    split, everywhere = PartitionSpec(BATCH_AXES), PartitionSpec()
+    # Unchecked: what a replica computes is its own, whatever it is.
+    program = jax.shard_map(
+        local,
+        mesh=placement.mesh,
+        in_specs=(split, *[everywhere] * len(whole)),
+        out_specs=split,
+        check_vma=False,
+    )
+    return PerReplica(program(batch, *whole))
+
+
+def _mean_over_examples(x: jax.Array, weights: jax.typing.ArrayLike | None) -> jax.Array:
+    if weights is None:
+        return x.mean(0)
+    weights = jnp.asarray(weights, jnp.float32)
+    if weights.shape != x.shape[:1]:
+        raise UserError(
+            f"mean: weights of shape {weights.shape} for {x.shape[0]} examples: one for each"
+        )
+    weights = weights.reshape(-1, *[1] * (x.ndim - 1))
+    total = weights.sum()
+    counted = jnp.where(weights == 0, 0.0, x).astype(jnp.float32) * weights
+    return jnp.where(total == 0, 0.0, counted.sum(0) / jnp.where(total == 0, 1, total))
+
+
+def _local_parts(x: jax.Array) -> list[np.ndarray]:
+    if isinstance(x, jax.core.Tracer):
+        raise UserError("local() is for outside of jitted functions, where there are values")
+    parts = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+    # A part may hold several replicas: where the compiler has left the values on fewer devices.
+    return [row for start in sorted(parts) for row in np.asarray(parts[start])]

@@ -1,0 +1,508 @@
+"""Loops of one's own: what they are given, what is done for them, and what is refused."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import metrics, saved_steps, small_experiment, status
+from jax.sharding import PartitionSpec as P
+
+from spmdtrain import (
+    FunctionModel,
+    Loop,
+    MeshSpec,
+    NonFiniteError,
+    PerReplica,
+    Rule,
+    ShardingOptions,
+    Trainer,
+    TrainState,
+    UserError,
+    current_strategy,
+    load_params,
+    per_replica,
+    weighted_mean,
+)
+from spmdtrain.run import main
+from spmdtrain.terminal import Terminal
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(40, 16)).astype(np.float32)
+Y = (X @ RNG.normal(size=(16, 8))).astype(np.float32)
+OPTIMIZER = optax.adam(0.05)
+STEPS = 12
+
+
+def loop(**options: Any) -> Loop:
+    defaults: dict[str, Any] = {
+        "steps": STEPS,
+        "global_batch_size": 16,
+        "log_every": 1,
+        "terminal": Terminal(quiet=True),
+    }
+    return Loop(**defaults | options)
+
+
+def init(key: jax.Array) -> dict[str, Any]:
+    params = {"w": 0.1 * jax.random.normal(key, (16, 8)), "b": jnp.zeros(8)}
+    return {"params": params, "opt_state": OPTIMIZER.init(params)}
+
+
+def losses(params: Any, batch: Any) -> jax.Array:
+    x, y = batch
+    return jnp.square(x @ params["w"] + params["b"] - y).mean(-1)
+
+
+def step(state: TrainState, batch: Any, key: jax.Array) -> tuple[TrainState, dict[str, Any]]:
+    loss, gradients = jax.value_and_grad(lambda p: weighted_mean(losses(p, batch)))(state.params)
+    updates, opt_state = OPTIMIZER.update(gradients, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    drawn = jax.random.uniform(key)
+    return replace(state, params=params, opt_state=opt_state), {"loss": loss, "drawn": drawn}
+
+
+def trained(*, stop_before: int | None = None, **options: Any) -> tuple[dict[str, Any], list[Any]]:
+    """The final parameters, and the numbers of each step."""
+    told = []
+    with loop(**options) as own:
+        state = own.start(init, train=(X, Y))
+        compiled = own.compile_step(step)
+        for batch in own.batches():
+            state, output = compiled(state, batch)
+            own.record(state, output)
+            told.append({name: float(value) for name, value in output.metrics.items()})
+            if own.step == stop_before:
+                break
+        return jax.device_get(state.params), told
+
+
+# -- the same numbers ------------------------------------------------------------------------------
+
+
+def test_it_makes_the_steps_that_a_trainer_makes() -> None:
+    """The same examples in the same order, the same initial values, the same updates."""
+    trainer = Trainer(
+        model=FunctionModel(lambda key: init(key)["params"]),
+        objective=lambda params, batch: {"loss": losses(params, batch)},
+        optimizer=OPTIMIZER,
+        terminal=Terminal(quiet=True),
+    )
+    result = trainer.fit((X, Y), steps=STEPS, global_batch_size=16)
+    params, told = trained()
+    assert trainer.state is not None and len(told) == STEPS
+    for name, array in jax.device_get(trainer.state.params).items():
+        np.testing.assert_allclose(params[name], array, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(told[-1]["loss"], result.train["loss"], rtol=1e-6)
+    assert len({one["drawn"] for one in told}) == STEPS  # a key for each step
+
+
+SMALL = {"sharding": ShardingOptions(min_size=8)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "default"},
+        {"strategy": "one_device"},
+        {"strategy": "zero", **SMALL},
+        {"strategy": "fully_sharded", **SMALL},
+        {"strategy": "central_storage"},
+        {"strategy": "hybrid+fully_sharded", **SMALL},
+    ],
+    ids=lambda options: options["strategy"],
+)
+def test_every_strategy_gives_the_same_numbers(options: dict[str, Any]) -> None:
+    expected, told = trained()
+    params, own = trained(**options)
+    np.testing.assert_allclose(
+        [one["loss"] for one in own], [one["loss"] for one in told], rtol=1e-5
+    )
+    assert [one["drawn"] for one in own] == [one["drawn"] for one in told]
+    np.testing.assert_allclose(params["w"], expected["w"], rtol=1e-4, atol=1e-6)
+
+
+def test_the_state_is_where_the_strategy_says_and_the_rules() -> None:
+    rules = [Rule("w", P(None, "tensor"))]
+    options = {"strategy": "fully_sharded+tensor_parallel", "mesh": MeshSpec(tensor=2), **SMALL}
+    with loop(**options) as own:
+        state = own.start(init, train=(X, Y), rules=rules)
+        compiled = own.compile_step(step)
+        assert current_strategy().name == "fully_sharded+tensor_parallel"
+        for _ in range(2):
+            moments = state.opt_state[0].mu
+            for leaf in (state.params["w"], moments["w"]):
+                assert leaf.sharding.spec == P("fsdp", "tensor")
+            for leaf in (state.params["b"], moments["b"]):
+                assert leaf.sharding.spec == P("fsdp")
+            state, output = compiled(state, next(own.batches()))
+            own.record(state, output)
+    assert current_strategy().name == "default"
+
+
+def test_the_optimizers_of_several_models_follow_their_models() -> None:
+    def several(key: jax.Array) -> dict[str, Any]:
+        params = {name: init(key)["params"] for name in ("actor", "critic")}
+        optimizers = {name: OPTIMIZER.init(params[name]) for name in params}
+        return {"params": params, "opt_state": optimizers}
+
+    rules = [Rule("actor/w", P("data")), Rule("critic/w", P(None, "data"))]
+    with loop() as own:
+        state = own.start(several, rules=rules)
+        for name, spec in {"actor": P("data"), "critic": P(None, "data")}.items():
+            assert state.params[name]["w"].sharding.spec == spec
+            assert state.opt_state[name][0].nu["w"].sharding.spec == spec
+
+
+def test_the_state_rests_in_host_memory_and_other_functions_read_it() -> None:
+    with loop(strategy="central_storage") as own:
+        state = own.start(init, train=(X, Y))
+        assert state.params["w"].sharding.memory_kind == "pinned_host"
+        compiled, total = own.compile_step(step), own.compile(lambda p: p["w"].sum())
+        before = float(np.asarray(state.params["w"]).sum())
+        np.testing.assert_allclose(total(state.params), before, rtol=1e-5)
+        state, _ = compiled(state, next(own.batches()))
+        assert state.params["w"].sharding.memory_kind == "pinned_host"
+
+
+# -- interrupted -----------------------------------------------------------------------------------
+
+
+def test_it_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path: Path) -> None:
+    whole, told = trained(workdir=str(tmp_path / "whole"), checkpoint_every_steps=4)
+    options: dict[str, Any] = {"workdir": str(tmp_path / "parts"), "checkpoint_every_steps": 4}
+    _, first = trained(**options, steps=5)
+    params, second = trained(**options)
+    assert [*first, *second] == told
+    for name, array in whole.items():
+        np.testing.assert_array_equal(params[name], array)
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+    assert status(tmp_path / "parts")["status"] == "finished"
+    assert saved_steps(tmp_path / "whole") == [4, 8, 12]
+    np.testing.assert_array_equal(load_params(str(tmp_path / "whole"))["w"], whole["w"])
+
+
+def test_a_loop_that_is_left_early_has_saved_and_goes_on_from_there(tmp_path: Path) -> None:
+    _, told = trained(workdir=str(tmp_path), stop_before=7)
+    assert len(told) == 7 and saved_steps(tmp_path) == [7]
+    assert status(tmp_path)["step"] == 7
+    assert len(trained(workdir=str(tmp_path))[1]) == STEPS - 7
+
+
+def test_a_loop_that_is_stopped_is_finished(tmp_path: Path) -> None:
+    def stopped() -> int:
+        with loop(workdir=str(tmp_path), checkpoint_every_steps=7) as own:
+            state = own.start(init, train=(X, Y))
+            compiled, made = own.compile_step(step), 0
+            for batch in own.batches():
+                state, output = compiled(state, batch)
+                own.record(state, output)
+                made += 1
+                if own.step == 7:
+                    own.stop()
+            return made
+
+    assert stopped() == 7 and saved_steps(tmp_path) == [7]
+    assert stopped() == 0  # a longer one goes on
+    assert len(trained(workdir=str(tmp_path), steps=STEPS + 1)[1]) == STEPS + 1 - 7
+
+
+def test_an_exception_in_the_loop_ends_the_run_as_failed(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="mine"), loop(workdir=str(tmp_path)) as own:
+        own.start(init, train=(X, Y))
+        raise RuntimeError("mine")
+    assert status(tmp_path)["status"] == "failed"
+    assert status(tmp_path)["reason"] == "RuntimeError: mine"
+    trained(workdir=str(tmp_path))
+    assert status(tmp_path)["status"] == "finished"
+
+
+@pytest.mark.parametrize("where", ["a metric", "a parameter"])
+def test_numbers_that_are_none_end_the_run(tmp_path: Path, where: str) -> None:
+    def spoiled(state: TrainState, batch: Any, key: jax.Array) -> tuple[TrainState, Any]:
+        after, told = step(state, batch, key)
+        bad = jnp.where(state.step == 5, jnp.nan, 0.0)
+        if where == "a metric":
+            return after, {"critic_loss": told["loss"] + bad, "fine": told["loss"]}
+        params = after.params | {"b": after.params["b"] + bad}
+        return replace(after, params=params), {"fine": told["loss"]}
+
+    words = {
+        "a metric": r"step 6: loss not finite \(critic_loss nan\)",
+        "a parameter": r"step 6: params not finite \(params/b is the first such array\)",
+    }
+    with (
+        pytest.raises(NonFiniteError, match=words[where]),
+        loop(workdir=str(tmp_path), checkpoint_every_steps=2) as own,
+    ):
+        state = own.start(init, train=(X, Y))
+        compiled = own.compile_step(spoiled)
+        for batch in own.batches():
+            state, output = compiled(state, batch)
+            own.record(state, output)
+    assert saved_steps(tmp_path) == [2, 4]
+    assert status(tmp_path)["status"] == "failed"
+
+
+# -- what is due -----------------------------------------------------------------------------------
+
+
+def test_evaluations_are_written_and_say_which_checkpoint_is_best(tmp_path: Path) -> None:
+    scores = {4: 3.0, 8: 1.0, 12: 2.0}
+    options = {
+        **{"workdir": str(tmp_path), "eval_every_steps": 4, "checkpoint_every_steps": 2},
+        **{"keep_latest": 1, "best_metric": "score"},
+    }
+    with loop(**options) as own:
+        state = own.start(init, train=(X, Y))
+        compiled = own.compile_step(step)
+        for batch in own.batches():
+            state, output = compiled(state, batch)
+            own.record(state, output)
+            if own.evaluation_due():
+                own.evaluated({"score": jnp.float32(scores[own.step])})
+        own.evaluated({"score": 0.5}, split="test")
+    assert [(m["step"], m["score"]) for m in metrics(tmp_path, "eval")] == list(scores.items())
+    assert metrics(tmp_path, "test") == [{"step": 12, "split": "test", "score": 0.5}]
+    assert saved_steps(tmp_path) == [8, 12]
+    words = "best_metric is 'score', which this evaluation does not give"
+    with pytest.raises(UserError, match=words), loop(**options | {"steps": 13}) as own:
+        own.start(init, train=(X, Y))
+        own.evaluated({"loss": 1.0})
+
+
+def test_an_evaluation_counts_every_example_once() -> None:
+    """40 examples in batches of 16: the last one is filled up."""
+    params = jax.device_get(init(jax.random.key(1))["params"])
+    with loop() as own:
+        sums = own.compile(
+            lambda params, rows, mask: ((losses(params, rows) * mask).sum(), mask.sum())
+        )
+        found = [sums(params, rows, mask) for rows, mask in own.examples((X, Y))]
+    total, count = np.sum(found, axis=0)
+    assert count == 40 and len(found) == 3
+    np.testing.assert_allclose(total / count, np.asarray(losses(params, (X, Y))).mean(), rtol=1e-5)
+
+
+def test_without_a_dataset_the_batches_are_placed_by_hand(tmp_path: Path) -> None:
+    with loop(workdir=str(tmp_path), checkpoint_every_steps=5) as own:
+        state = own.start(init)
+        compiled = own.compile_step(step)
+        seen = []
+        for number in own.steps():
+            batch = own.place((X[:16] * number, Y[:16]))
+            assert batch[0].sharding == own.placement.batch
+            np.testing.assert_array_equal(batch[0], X[:16] * number)
+            state, output = compiled(state, batch)
+            own.record(state, output)
+            seen.append(number)
+        with pytest.raises(UserError, match=r"batches\(\) is of the dataset"):
+            next(own.batches())
+    assert seen == list(range(1, STEPS + 1)) and saved_steps(tmp_path) == [5, 10, 12]
+    words = "without a dataset there are no epochs"
+    with pytest.raises(UserError, match=words), loop(steps=None, epochs=1) as own:
+        own.start(init)
+
+
+def test_a_batch_of_another_size_is_compiled_again() -> None:
+    with loop() as own:
+        state = own.start(init)
+        compiled = own.compile_step(step)
+        for size in (8, 24, 8):
+            state, output = compiled(state, own.place((X[:size], Y[:size])))
+            own.record(state, output)
+        assert int(state.step) == own.step == 3
+
+
+def test_values_of_each_replica_within_a_step() -> None:
+    def by_hand(state: TrainState, batch: Any, key: jax.Array) -> tuple[TrainState, Any]:
+        own = per_replica(
+            lambda rows, p: jax.value_and_grad(lambda p: losses(p, rows).sum())(p),
+            batch,
+            state.params,
+        )
+        loss, gradients = jax.tree.map(lambda x: x / 16, own.sum())
+        updates, opt_state = OPTIMIZER.update(gradients, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return replace(state, params=params, opt_state=opt_state), {"loss": loss}
+
+    expected, told = trained()
+    with loop() as own:
+        state = own.start(init, train=(X, Y))
+        compiled = own.compile_step(by_hand)
+        for batch, one in zip(own.batches(), told, strict=True):
+            state, output = compiled(state, batch)
+            own.record(state, output)
+            np.testing.assert_allclose(output.metrics["loss"], one["loss"], rtol=1e-5)
+    np.testing.assert_allclose(state.params["w"], expected["w"], rtol=1e-5, atol=1e-6)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"microbatches": 2}, "microbatches is 2, which the Trainer's own step heeds"),
+        ({"compute_dtype": "bfloat16"}, "compute_dtype is 'bfloat16'"),
+        ({"ema_decay": 0.9}, "ema_decay is 0.9"),
+        ({"jit": False}, "jit is False"),
+        ({"frozen": ("w",)}, "frozen is"),
+        ({"profile_steps": "1:2"}, "profile_steps is"),
+        ({"evaluated_by": "evaluator"}, "evaluated_by is"),
+        ({"stepss": 3}, "Loop has no option 'stepss'. Did you mean 'steps'"),
+        ({"global_batch_size": 12}, "12"),
+    ],
+)
+def test_options_that_a_loop_would_ignore_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        loop(**options)
+
+
+def bad_init(*parts: Any) -> Any:
+    return lambda key: dict(parts)
+
+
+@pytest.mark.parametrize(
+    ("begin", "words"),
+    [
+        (lambda key: jnp.ones(3), "init returned ArrayImpl|init returned .*Tracer"),
+        (bad_init(("opt_state", {})), r"init returned \['opt_state'\]"),
+        (bad_init(("params", {}), ("param", {})), "'param', which is no part of the state.*params"),
+    ],
+)
+def test_an_init_says_what_is_wrong(begin: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words), loop() as own:
+        own.start(begin)
+
+
+def wrong_step(change: Any) -> Any:
+    return lambda state, batch, key: change(*step(state, batch, key))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s, m: (s.params, m), "the step returned a dict: it must return the state"),
+        (
+            lambda s, m: (replace(s, params=s.params | {"w": s.params["w"].T}), m),
+            r"the step made params/w of the state, float32\[16, 8\], into float32\[8, 16\]",
+        ),
+        (
+            lambda s, m: (replace(s, params={"w": s.params["w"]}), m),
+            r"made params/b of the state, float32\[8\], into nothing",
+        ),
+        (
+            lambda s, m: (replace(s, model_state={"n": jnp.ones(2)}), m),
+            r"made model_state/n of the state, nothing, into float32\[2\]",
+        ),
+        (lambda s, m: (s, m["loss"]), "metrics are .*: they must be scalars by name"),
+        (lambda s, m: (s, {"loss": s.params["b"]}), r"metric 'loss' is .*reduce it to one number"),
+        (
+            lambda s, m: (s, {"loss": PerReplica(s.params["b"])}),
+            r"metric 'loss' is PerReplica\(\(8,\)\): reduce it",
+        ),
+    ],
+)
+def test_a_step_says_what_is_wrong(change: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words), loop() as own:
+        state = own.start(init, train=(X, Y))
+        own.compile_step(wrong_step(change))(state, next(own.batches()))
+
+
+def test_a_loop_says_how_it_is_used() -> None:
+    own = loop()
+    with pytest.raises(UserError, match="within `with Loop"):
+        own.start(init)
+    with loop() as own:
+        for call in (own.evaluation_due, lambda: own.compile_step(step), lambda: next(own.steps())):
+            with pytest.raises(UserError, match=r"call start\(init\) first"):
+                call()
+        state = own.start(init, train=(X, Y))
+        with pytest.raises(UserError, match="called once"):
+            own.start(init)
+        with pytest.raises(UserError, match="there is no split 'evaluation'"):
+            own.evaluated({}, split="evaluation")
+        with pytest.raises(UserError, match=r"of shape \(12, 16\): its leading dim does"):
+            own.place(X[:12])
+        compiled, batches = own.compile_step(step), own.batches()
+        state, output = compiled(state, next(batches))
+        with pytest.raises(UserError, match="step 1 is not recorded"):
+            next(batches)
+        own.record(state, output)
+        for batch in own.batches():
+            state, output = compiled(state, batch)
+            own.record(state, output)
+        with pytest.raises(UserError, match="all 12 steps of the run are made"):
+            own.record(state, output)
+
+
+# -- by the command --------------------------------------------------------------------------------
+
+TRAIN = """
+def train(config, loop):
+    import jax.numpy as jnp
+    from dataclasses import replace
+    from spmdtrain import weighted_mean
+
+    def step(state, batch, key):
+        x, y = batch
+        loss = weighted_mean((x - y) ** 2)
+        return replace(state, params=state.params * 0.9), {"loss": loss}
+
+    x = np.linspace(-1, 1, config.examples, dtype=np.float32)
+    state = loop.start(lambda key: {"params": jnp.ones(8)}, train=(x, 2 * x))
+    compiled = loop.compile_step(step)
+    for batch in loop.batches():
+        state, output = compiled(state, batch)
+        loop.record(state, output)
+"""
+
+
+@pytest.fixture
+def own_loop(tmp_path: Path) -> Iterator[Path]:
+    text = small_experiment(tmp_path).read_text()
+    path = tmp_path / "own.py"
+    path.write_text(text[: text.index("def build")] + TRAIN)
+    yield path
+
+
+def test_the_command_runs_a_loop(
+    own_loop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--config", str(own_loop), "--workdir", str(tmp_path / "run")]
+    assert main([*arguments, "--steps", "3"]) == 0
+    assert "step 3/3" in capsys.readouterr().out
+    assert main([*arguments, "--strategy", "zero"]) == 0
+    out = capsys.readouterr().out
+    assert "resumed from step 3" in out and "zero, mesh data=8" in out
+    np.testing.assert_allclose(load_params(str(tmp_path / "run")), 0.9**4, rtol=1e-6)
+    assert [m["step"] for m in metrics(tmp_path / "run", "train")] == [1, 3, 4]
+    written = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert written["config"]["strategy"] == "zero"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--mode", "evaluate"), ("--mode", "predict"), ("--show-sharding",), ("--role", "evaluate")],
+)
+def test_what_a_loop_of_its_own_has_not_is_refused(
+    own_loop: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(own_loop), *options]) == 2
+    assert "has a loop of its own, train(config, loop), which can only train" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_file_has_one_of_the_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = small_experiment(tmp_path)
+    path.write_text(path.read_text() + TRAIN)
+    assert main(["--config", str(path)]) == 2
+    assert "has both build(config) and train(config, loop)" in capsys.readouterr().err

@@ -1,0 +1,196 @@
+"""Values for each replica: what may be done with them, and what they come to."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmdtrain import MeshSpec, PerReplica, RunConfig, UserError, per_replica, weighted_mean
+from spmdtrain.placement import Placement, place, under
+from spmdtrain.reductions import all_reduce
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(16, 3)).astype(np.float32), RNG.normal(size=16).astype(np.float32)
+W = RNG.normal(size=3).astype(np.float32)
+
+
+def placed(strategy: str = "mirrored", **mesh: Any) -> Placement:
+    return place(RunConfig(strategy=strategy, mesh=MeshSpec(**mesh)))
+
+
+def squares(examples: Any, w: Any) -> Any:
+    x, y = examples
+    return (x @ w - y) ** 2
+
+
+def gradient(examples: Any, w: Any) -> Any:
+    return jax.grad(lambda w: squares(examples, w).sum())(w)
+
+
+PLACES = [
+    ("default", {}, 1),
+    ("mirrored", {}, 8),
+    ("mirrored", {"tensor": 2}, 4),
+    ("hybrid", {}, 8),
+    ("fully_sharded", {"data": 2, "fsdp": 4}, 8),
+]
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(("strategy", "mesh", "replicas"), PLACES)
+def test_each_replica_computes_its_part_of_the_batch(
+    strategy: str, mesh: dict[str, int], replicas: int, jit: bool
+) -> None:
+    def both(batch: Any, w: Any) -> PerReplica:
+        return per_replica(
+            lambda rows, w: {"of": squares(rows, w), "g": gradient(rows, w)}, batch, w
+        )
+
+    with under(placed(strategy, **mesh)):
+        found = (jax.jit(both) if jit else both)((X, Y), W)
+    expected = (X @ W - Y) ** 2
+    cut = (np.split(array, replicas) for array in (X, Y))
+    parts = [2 * x.T @ (x @ W - y) for x, y in zip(*cut, strict=True)]
+    np.testing.assert_allclose(found.stack()["g"], parts, rtol=2e-5, atol=1e-5)
+    np.testing.assert_allclose(found.sum()["g"], sum(parts), rtol=2e-5, atol=1e-5)
+    local = found.local()
+    assert len(local) == replicas
+    for one, part in zip(local, parts, strict=True):
+        assert isinstance(one["g"], np.ndarray)
+        np.testing.assert_allclose(one["g"], part, rtol=2e-5, atol=1e-5)
+    values = PerReplica(found.stack()["of"])
+    np.testing.assert_allclose(values.gather(), expected, rtol=2e-5)
+    np.testing.assert_allclose(values.mean(), expected.mean(), rtol=2e-5)
+    np.testing.assert_allclose(values.mean(Y), np.average(expected, weights=Y), rtol=1e-3)
+
+
+def test_summed_by_hand_it_is_the_gradient_of_the_whole_batch() -> None:
+    """What tf.distribute's run and reduce come to; within, replicas may also meet by themselves."""
+    whole = jax.grad(lambda w: weighted_mean((X @ w - Y) ** 2))(W)
+    with under(placed()):
+        summed = jax.jit(lambda: per_replica(gradient, (X, Y), W).sum() / len(X))()
+        met = per_replica(lambda rows, w: all_reduce(gradient(rows, w), ("data",)), (X, Y), W)
+    np.testing.assert_allclose(summed, whole, rtol=1e-5)
+    for one in met.local():
+        np.testing.assert_allclose(one / len(X), whole, rtol=1e-5)
+
+
+OPERATIONS: dict[str, Callable[[Any], Any]] = {
+    "plus": lambda v: v + 1,
+    "right plus": lambda v: 1 + v,
+    "array plus": lambda v: jnp.ones(8) + v,
+    "numpy plus": lambda v: np.ones(8) + v,
+    "minus": lambda v: 2.0 - v,
+    "times": lambda v: v * v,
+    "over": lambda v: v / 8,
+    "less": lambda v: v < 1,
+    "equal": lambda v: v == 1,
+    "negative": operator.neg,
+    "float": float,
+    "bool": bool,
+    "len": len,
+    "iter": list,
+    "item": lambda v: v[0],
+    "format": lambda v: f"{v:.3f}",
+    "numpy": np.asarray,
+    "jax": jnp.asarray,
+    "sum": jnp.sum,
+    "mean": weighted_mean,
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_used_unreduced_it_is_an_error(operation: Callable[[Any], Any]) -> None:
+    with under(placed()):
+        value = per_replica(lambda x: x.sum(), Y)
+    with pytest.raises(TypeError, match=r"reduce it first, by sum\(\), mean\(\)|got.*PerReplica"):
+        operation(value)
+    with pytest.raises(TypeError):
+        jax.jit(lambda v: operation(v))(value)
+
+
+def test_the_gradient_of_one_is_an_error() -> None:
+    with under(placed()), pytest.raises(TypeError):
+        jax.grad(lambda w: per_replica(lambda y, w: (w * y).sum(), Y, w))(1.0)
+
+
+def test_what_has_no_dim_of_examples_has_no_mean() -> None:
+    with under(placed()):
+        total = per_replica(lambda y: {"total": y.sum()}, Y)
+    for reduce in (total.mean, total.gather):
+        with pytest.raises(UserError, match="each replica's total is a single number"):
+            reduce()
+    np.testing.assert_allclose(total.stack()["total"], Y.reshape(8, 2).sum(1), rtol=1e-6)
+    with under(placed()), pytest.raises(UserError, match=r"of shape \(3,\) for 16 examples"):
+        per_replica(lambda y: y, Y).mean(np.ones(3))
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    with under(placed()), pytest.raises(UserError, match=r"y has 12 examples, .* over 8 replicas"):
+        per_replica(lambda batch: batch, {"x": X, "y": Y[:12]})
+    with under(placed()), pytest.raises(UserError, match="array has no examples"):
+        per_replica(lambda batch: batch, 3.0)
+
+
+def test_there_are_no_local_values_while_jax_traces() -> None:
+    with under(placed()), pytest.raises(UserError, match="outside of jitted functions"):
+        jax.jit(lambda: per_replica(lambda y: y, Y).local())()
+
+
+def test_it_leaves_a_jitted_function_as_its_own_type() -> None:
+    with under(placed()):
+        found = jax.jit(lambda: per_replica(lambda y: y.max(), Y))()
+    assert isinstance(found, PerReplica) and repr(found) == "PerReplica((8,))"
+    np.testing.assert_array_equal(found.stack(), Y.reshape(8, 2).max(1))
+
+
+# -- the weighted mean -----------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.integers(1, 40),
+    tokens=st.integers(0, 3),
+    seed=st.integers(0, 10_000),
+    of=st.sampled_from(["example", "token", "none"]),
+)
+def test_the_weighted_mean_is_that_of_numpy(size: int, tokens: int, seed: int, of: str) -> None:
+    draw = np.random.default_rng(seed)
+    values = draw.normal(size=(size, tokens) if tokens else size).astype(np.float32)
+    if of == "none":
+        np.testing.assert_allclose(weighted_mean(values), values.mean(), rtol=1e-5, atol=1e-6)
+        return
+    weights = draw.integers(0, 3, size if of == "example" else values.shape).astype(np.float32)
+    full = weights.reshape(weights.shape + (1,) * (values.ndim - weights.ndim))
+    spoiled = np.where(full == 0, np.nan, values)
+    full = np.broadcast_to(full, values.shape)
+    expected = np.average(values, weights=full) if full.sum() else 0.0
+    np.testing.assert_allclose(weighted_mean(spoiled, weights), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_weighted_mean_says_what_is_wrong() -> None:
+    with pytest.raises(UserError, match=r"what weighted_mean is given has weights of shape \(3,\)"):
+        weighted_mean(X, W)
+    with pytest.raises(UserError, match="a value for each of the 0 examples"):
+        weighted_mean(jnp.float32(3))
+
+
+def test_the_strategy_within_a_replica_is_the_default() -> None:
+    from spmdtrain import current_strategy
+
+    seen: list[str] = []
+
+    def look(y: Any) -> Any:
+        seen.append(current_strategy().name)
+        return y
+
+    with under(placed("fully_sharded")):
+        per_replica(look, Y)
+        seen.append(current_strategy().name)
+    assert seen == ["default", "fully_sharded"]
