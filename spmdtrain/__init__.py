@@ -18,6 +18,8 @@ _HOMES = {
     "FitResult": "trainer",
     "FunctionModel": "adapters",
     "Gather": "sharding",
+    "ImageFolder": "images",
+    "KerasModel": "keras_model",
     "LinenModel": "adapters",
     "Loop": "loop",
     "Manifest": "manifest",
@@ -63,6 +65,8 @@ __all__ = [
     "FitResult",
     "FunctionModel",
     "Gather",
+    "ImageFolder",
+    "KerasModel",
     "LinenModel",
     "Loop",
     "Manifest",
@@ -108,6 +112,8 @@ if TYPE_CHECKING:
     from spmdtrain.experiment import Experiment
     from spmdtrain.export import export_params
     from spmdtrain.idx import find_idx, read_idx
+    from spmdtrain.images import ImageFolder
+    from spmdtrain.keras_model import KerasModel
     from spmdtrain.loop import Loop
     from spmdtrain.manifest import Manifest
     from spmdtrain.metrics import Weighted, weighted_mean

@@ -71,12 +71,16 @@ def adapt(model: Any) -> Adapter:
         # As host arrays: wherever the user's own arrays live, the mesh may be somewhere else.
         given = jax.tree.map(lambda leaf: leaf if _is_key(leaf) else np.asarray(leaf), state)
         return NnxModel(lambda given, rngs: nnx.merge(graph, given), given)
-    if callable(model) and not _is_linen(model):
+    hint = ""
+    if _is_from(model, "flax.linen"):
+        hint = ": wrap it in LinenModel(module, example_input)"
+    elif _is_from(model, "keras"):
+        hint = ": wrap it in KerasModel(model)"
+    elif callable(model):
         return NnxModel(lambda _, rngs: model(rngs=rngs), {})
-    hint = ": wrap it in LinenModel(module, example_input)" if _is_linen(model) else ""
     raise UserError(
         f"model is a {type(model).__module__}.{type(model).__name__}{hint}. It must be an nnx "
-        "module, a function of rngs that makes one, a LinenModel or a FunctionModel"
+        "module, a function of rngs that makes one, a LinenModel, KerasModel or FunctionModel"
     )
 
 
@@ -84,8 +88,9 @@ def _is_key(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
-def _is_linen(model: Any) -> bool:
-    return any(cls.__module__.startswith("flax.linen") for cls in type(model).__mro__)
+def _is_from(model: Any, library: str) -> bool:
+    """Whether the model is of a class of that library's, or of one made from such a class."""
+    return any(f"{cls.__module__}.".startswith(f"{library}.") for cls in type(model).__mro__)
 
 
 # -- flax.nnx ------------------------------------------------------------------------------------

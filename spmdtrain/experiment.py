@@ -32,7 +32,8 @@ class Experiment:
     """What `build(config)` returns."""
 
     model: Any
-    """An nnx module, or a function of `rngs` that makes one, or a LinenModel or FunctionModel."""
+    """An nnx module, or a function of `rngs` that makes one; a LinenModel, KerasModel or
+    FunctionModel."""
     objective: Function
     """(model, batch) -> per-example values by name, "loss" among them."""
     optimizer: optax.GradientTransformation

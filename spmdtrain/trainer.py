@@ -60,8 +60,9 @@ class Trainer:
     """Trains, evaluates and predicts with one model on one device mesh.
 
     `model`: an nnx module, a function of `rngs` that makes one (it is then made in its place on
-    the mesh), a `LinenModel` or a `FunctionModel`. `objective(model, batch)` returns per-example
-    values by name, "loss" among them. `options` are fields of `RunConfig`, and change `config`.
+    the mesh), a `LinenModel`, a `KerasModel` or a `FunctionModel`. `objective(model, batch)`
+    returns per-example values by name, "loss" among them. `options` are fields of `RunConfig`, and
+    change `config`.
     Without a `workdir` nothing is written. Raises `UserError` for anything wrong in them.
     """
 

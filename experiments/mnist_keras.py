@@ -1,0 +1,86 @@
+"""The multi-layer perceptron of mnist_mlp, written as Keras code.
+
+Expected: on the 10,000 images of the t10k files alone (8,000 of them for training), test accuracy
+0.935 to 0.96 after 5 epochs, in about 15 seconds on two cores; with all four files as mnist_mlp.
+
+    python -m spmdtrain.run --config experiments/mnist_keras.py --data-dir FOLDER
+
+Keras comes with the extra `keras`. FOLDER holds the IDX files, as mnist_mlp says.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+from mnist_mlp import load_mnist
+
+from spmdtrain import Experiment, Rule, RunConfig, UserError
+from spmdtrain.keras_model import KerasModel
+
+os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
+
+try:
+    import keras
+except ImportError:
+    raise UserError("Keras is missing: pip install 'spmdtrain[keras]'") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    epochs: int | None = 5
+    global_batch_size: int | None = 32
+    learning_rate: float | None = 1e-3
+    hidden: tuple[int, ...] = (256, 256)
+    """Widths of the hidden layers."""
+
+
+def mlp(hidden: tuple[int, ...]) -> Any:
+    """(B, 28, 28) of bytes to (B, 10) logits."""
+    layers = [keras.layers.Rescaling(1 / 255), keras.layers.Flatten()]
+    # Named, as the names become those of the parameters: Keras would number them by itself.
+    layers += [
+        keras.layers.Dense(width, activation="relu", name=f"hidden_{number}")
+        for number, width in enumerate(hidden)
+    ]
+    layers += [keras.layers.Dense(10, name="logits")]
+    return keras.Sequential([keras.Input((28, 28)), *layers], name="mlp")
+
+
+def rules(hidden: tuple[int, ...]) -> list[Rule]:
+    """In pairs of hidden layers: of the first a device has some outputs, of the second inputs."""
+    split = []
+    for first in range(0, len(hidden), 2):
+        second = f"hidden_{first + 1}" if first + 1 < len(hidden) else "logits"
+        split += [
+            Rule(f"mlp/hidden_{first}/kernel$", PartitionSpec(None, "tensor")),
+            Rule(f"mlp/hidden_{first}/bias$", PartitionSpec("tensor")),
+            Rule(f"mlp/{second}/kernel$", PartitionSpec("tensor", None)),
+        ]
+    return split
+
+
+def objective(model: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    logits = model(batch["image"]).astype(jnp.float32)  # whatever the model computes in
+    return {
+        "loss": optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]),
+        "accuracy": logits.argmax(-1) == batch["label"],
+    }
+
+
+def build(config: Config) -> Experiment:
+    train, validation, test = load_mnist(config.data_dir)
+    assert config.learning_rate is not None
+    keras.utils.set_random_seed(config.seed)  # Keras draws the initial values by itself
+    return Experiment(
+        model=KerasModel(mlp(config.hidden)),
+        objective=objective,
+        optimizer=optax.adam(config.learning_rate),
+        rules=rules(config.hidden),
+        train=train,
+        validation=validation,
+        test=test,
+    )

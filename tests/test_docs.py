@@ -1,0 +1,81 @@
+"""The code that the documentation shows."""
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import REPOSITORY, saved_steps, status
+
+from spmdtrain import load_params
+from spmdtrain.sharding import named_leaves
+
+DOCS = REPOSITORY / "docs"
+
+
+def blocks(name: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / name).read_text(), re.M | re.S)
+
+
+def run_in(folder: Path, monkeypatch: pytest.MonkeyPatch, code: list[str]) -> dict[str, Any]:
+    monkeypatch.chdir(folder)
+    found: dict[str, Any] = {"__name__": "shown"}
+    for number, block in enumerate(code):
+        exec(compile(block, f"block {number}", "exec"), found)
+    return found
+
+
+def test_the_way_over_from_tf_distribute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = blocks("coming-from-tf-distribute.md")
+    before = [block for block in shown if block.startswith("# tf.distribute\n")]
+    after = [block for block in shown if block.startswith("# spmdtrain\n")]
+    # Side by side: each has its counterpart, just behind it.
+    assert shown == [block for pair in zip(before, after, strict=True) for block in pair]
+    assert len(after) == 5
+    for block in before:
+        ast.parse(block)
+    found = run_in(tmp_path, monkeypatch, after)
+    assert found["found"]["accuracy"] > 0.8 and found["predictions"].shape == (100, 3)
+    assert int(found["state"].step) == 4 * 400 // 64
+    # Its loop makes the very steps that the first trainer made.
+    first, own = (named_leaves(load_params(f"runs/{run}")) for run in ("first", "own"))
+    for name, array in first.items():
+        np.testing.assert_allclose(own[name], array, rtol=1e-4, atol=1e-6, err_msg=name)
+    assert status(tmp_path / "runs" / "best")["status"] == "finished"
+    assert len(found["losses"]) <= 20
+    assert saved_steps(tmp_path / "runs" / "model") == [40]
+
+
+def test_a_loop_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run_in(tmp_path, monkeypatch, blocks("loops.md"))
+    params = found["state"].params
+    np.testing.assert_allclose(params["slope"], 3, atol=0.3)
+    np.testing.assert_allclose(params["offset"], 2, atol=0.1)
+
+
+NAMES = """
+scope run reduce get_strategy experimental_distribute_dataset experimental_local_results
+make_experimental_numpy_dataset compute_average_loss num_replicas_in_sync
+CommunicationImplementation
+NcclAllReduce HierarchicalCopyAllReduce ReductionToOneDevice TPUClusterResolver
+initialize_tpu_system ModelCheckpoint BackupAndRestore load_model TrainSpec EvalSpec
+cache prefetch shuffle AutoShardPolicy ClusterCoordinator MirroredStrategy
+MultiWorkerMirroredStrategy TPUStrategy OneDeviceStrategy CentralStorageStrategy
+ParameterServerStrategy variable_partitioner
+model_dir tf_random_seed save_summary_steps save_checkpoints_steps save_checkpoints_secs
+session_config keep_checkpoint_max keep_checkpoint_every_n_hours log_step_count_steps
+train_distribute device_fn protocol eval_distribute experimental_distribute
+experimental_max_worker_delay_secs session_creation_timeout_secs checkpoint_save_graph_def
+"""
+
+
+def test_every_name_is_mapped() -> None:
+    rows = [
+        line.split("|")[1]
+        for line in (DOCS / "coming-from-tf-distribute.md").read_text().splitlines()
+        if line.startswith("|")
+    ]
+    known = " ".join(rows)
+    assert [name for name in NAMES.split() if not re.search(rf"\b{name}\b", known)] == []

@@ -1,0 +1,853 @@
+"""Folders of images: which files, in which split, decoded to which pixels, whoever reads them."""
+
+import errno
+import io
+import itertools
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from fake_gcs import Stored, fake_gcs
+from helpers import REPOSITORY, environment, small_experiment
+from hypothesis import given, settings
+from PIL import Image, ImageFile
+
+from spmdtrain import image_decoding, images
+from spmdtrain.data import Dataset
+from spmdtrain.errors import StorageError, UserError
+from spmdtrain.images import SPLITS, ImageFolder, split_of
+from spmdtrain.permutation import permuted
+from spmdtrain.run import main
+from spmdtrain.terminal import Terminal
+
+DATA = Path(os.environ.get("SPMDTRAIN_DATA", REPOSITORY.parent / "shared" / "data"))
+
+
+def folder_of(folder: Path, pictures: Mapping[str, Any]) -> Path:
+    """A folder with pictures by path: arrays or Pillow's images are saved, bytes written."""
+    for name, picture in pictures.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(picture, bytes):
+            path.write_bytes(picture)
+        else:
+            image = picture if isinstance(picture, Image.Image) else Image.fromarray(picture)
+            image.save(path)
+    return folder
+
+
+def plain(value: int, height: int = 2, width: int = 2) -> np.ndarray:
+    """One grey value everywhere."""
+    return np.full((height, width, 3), value, np.uint8)
+
+
+def numbered(folder: Path, count: int, name: str = "a/{:03}.png") -> Path:
+    """A folder of so many pictures, each of one grey value: its number."""
+    return folder_of(folder, {name.format(n): plain(n) for n in range(count)})
+
+
+def everything(dataset: ImageFolder) -> dict[str, np.ndarray]:
+    return dataset.rows(np.arange(len(dataset)))
+
+
+def values(dataset: ImageFolder) -> list[int]:
+    """The first byte of each picture."""
+    return everything(dataset)["image"][:, 0, 0, 0].tolist()
+
+
+def noise(height: int = 16, width: int = 16, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
+
+
+def decoded(tmp_path: Path, name: str, picture: Any, size: int | tuple[int, int] = 1) -> np.ndarray:
+    """What a dataset makes of one picture."""
+    dataset = ImageFolder(folder_of(tmp_path / "one", {f"a/{name}": picture}), size)
+    (image,) = everything(dataset)["image"]
+    return image
+
+
+@pytest.fixture
+def decodes(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The contents of the files that were decoded from now on."""
+    seen: list[bytes] = []
+
+    def count(content: bytes, size: tuple[int, int]) -> np.ndarray:
+        seen.append(content)
+        return image_decoding.decode(content, size)
+
+    monkeypatch.setattr(images, "decode", count)
+    return seen
+
+
+@pytest.fixture
+def flowers() -> Path:
+    """The folder of real photographs; skips where it is absent."""
+    folder = DATA / "tf_flowers_small"
+    if not folder.is_dir():
+        pytest.skip(f"no real data: {folder} is absent (SPMDTRAIN_DATA says where it is)")
+    return folder
+
+
+# -- pixels ----------------------------------------------------------------------------------------
+
+
+def palette(*transparency: int) -> bytes:
+    """A PNG of two pixels from a palette: red, then green; with the alpha of each, if given."""
+    image = Image.new("P", (2, 1))
+    image.putpalette([255, 0, 0, 0, 255, 0])
+    image.putpixel((1, 0), 1)
+    options = {"transparency": bytes(transparency)} if transparency else {}
+    return saved(image, "PNG", **options)
+
+
+def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def png(depth: int, colour: int, rows: bytes, transparency: bytes | None = None) -> bytes:
+    """A PNG of 2 x 1 pixels by hand, for what Pillow does not write."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        checksum = zlib.crc32(kind + data)
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", checksum)
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 2, 1, depth, colour, 0, 0, 0))
+    hidden = b"" if transparency is None else chunk(b"tRNS", transparency)
+    pixels = chunk(b"IDAT", zlib.compress(b"\0" + rows))
+    return b"\x89PNG\r\n\x1a\n" + header + hidden + pixels + chunk(b"IEND", b"")
+
+
+RED, GREEN, WHITE, BLACK = (255, 0, 0), (0, 255, 0), (255, 255, 255), (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "left", "right"),
+    [
+        ("grey.png", png(8, 0, b"\x64\x07"), (100, 100, 100), (7, 7, 7)),
+        ("bits.png", png(1, 0, b"\x40"), BLACK, WHITE),
+        ("colours.png", png(8, 2, bytes([1, 2, 3, 4, 5, 6])), (1, 2, 3), (4, 5, 6)),
+        ("palette.png", palette(), RED, GREEN),
+        ("palette.gif", saved(Image.open(io.BytesIO(palette())), "GIF"), RED, GREEN),
+        # What is transparent lies on white: (1 - 51 / 255) of white and 51 / 255 of the colour.
+        ("palette_alpha.png", palette(0, 255), WHITE, GREEN),
+        ("palette_some.png", palette(51, 255), (255, 204, 204), GREEN),
+        ("alpha.png", png(8, 6, bytes([9, 8, 7, 0, 9, 8, 7, 255])), WHITE, (9, 8, 7)),
+        ("grey_alpha.png", png(8, 4, bytes([0, 51, 50, 255])), (204, 204, 204), (50, 50, 50)),
+        (
+            "key.png",
+            png(8, 2, bytes([1, 2, 3, 4, 5, 6]), bytes([0, 4, 0, 5, 0, 6])),
+            (1, 2, 3),
+            WHITE,
+        ),
+        # 16 bits: the upper byte
+        ("deep.png", png(16, 0, b"\x12\x34\xff\xff"), (0x12, 0x12, 0x12), WHITE),
+        ("deep_key.png", png(16, 0, b"\x12\x34\x12\x33", b"\x12\x34"), WHITE, (0x12, 0x12, 0x12)),
+        ("deep_colours.png", png(16, 2, bytes(range(12))), (0, 2, 4), (6, 8, 10)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_kind_of_pixel_becomes_rgb(
+    tmp_path: Path, name: str, content: bytes, left: tuple[int, ...], right: tuple[int, ...]
+) -> None:
+    image = decoded(tmp_path, name, content, size=(1, 2))
+    assert image.dtype == np.uint8
+    assert image.tolist() == [[list(left), list(right)]]
+
+
+def test_cmyk_becomes_rgb(tmp_path: Path) -> None:
+    content = saved(Image.new("CMYK", (8, 8), (0, 128, 255, 30)), "JPEG", quality=100)
+    # (255 - ink) * (255 - black) / 255, to what a JPEG loses.
+    np.testing.assert_allclose(decoded(tmp_path, "a.jpg", content)[0, 0], (225, 112, 0), atol=2)
+
+
+@pytest.mark.parametrize("kind", ["WEBP", "BMP", "PNG"])
+def test_the_content_says_what_a_file_is_not_its_name(tmp_path: Path, kind: str) -> None:
+    picture = noise()
+    content = saved(
+        Image.fromarray(picture), kind, **({"lossless": True} if kind == "WEBP" else {})
+    )
+    np.testing.assert_array_equal(decoded(tmp_path, "a.jpg", content, size=16), picture)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "MPO", "WEBP", "PNG"])
+def test_of_several_frames_the_first_is_taken(tmp_path: Path, kind: str) -> None:
+    frames = [Image.fromarray(plain(value, 16, 16)) for value in (40, 200)]
+    content = saved(frames[0], kind, save_all=True, append_images=frames[1:])
+    assert abs(int(decoded(tmp_path, "a.jpg", content)[0, 0, 0]) - 40) <= 2
+
+
+SEEN: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+    1: lambda stored: stored,
+    2: np.fliplr,
+    3: lambda stored: np.rot90(stored, 2),
+    4: np.flipud,
+    5: lambda stored: stored.transpose(1, 0, 2),
+    6: lambda stored: np.rot90(stored, -1),
+    7: lambda stored: np.rot90(stored.transpose(1, 0, 2), 2),
+    8: np.rot90,
+    9: lambda stored: stored,  # means nothing
+}
+
+
+@pytest.mark.parametrize("orientation", SEEN)
+def test_the_orientation_of_a_camera_is_undone(tmp_path: Path, orientation: int) -> None:
+    stored = noise(4, 6)
+    expected = SEEN[orientation](stored)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = saved(Image.fromarray(stored), "PNG", exif=exif)
+    image = decoded(tmp_path, "a.png", content, size=expected.shape[:2])
+    np.testing.assert_array_equal(image, expected)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("exif", [b"what is this", b"II*\0\x08\0\0\0\x09\0\x12\x01"])
+def test_damaged_metadata_harms_no_pixels_and_is_not_noise(
+    tmp_path: Path, kind: str, exif: bytes, recwarn: pytest.WarningsRecorder
+) -> None:
+    content = saved(Image.fromarray(plain(77, 8, 8)), kind, exif=b"Exif\0\0" + exif)
+    assert abs(int(decoded(tmp_path, "a.jpg", content)[0, 0, 0]) - 77) <= 1
+    assert not recwarn.list
+
+
+def test_size_is_of_both_sides_or_of_each_and_the_aspect_ratio_is_not_kept(tmp_path: Path) -> None:
+    picture = np.concatenate([plain(10, 32, 64), plain(250, 32, 64)], axis=1)
+    assert decoded(tmp_path, "a.png", picture, size=4).shape == (4, 4, 3)
+    image = decoded(tmp_path, "a.png", picture, size=(3, 4))
+    assert image.shape == (3, 4, 3)
+    # All of it is seen, and the middle stays where it was.
+    assert image[:, 0].max() == 10 and image[:, -1].min() == 250
+    assert image[:, 1].max() < 60 and image[:, 2].min() > 200
+
+
+def test_resizing_averages_over_all_that_a_pixel_covers(tmp_path: Path) -> None:
+    lines = np.zeros((64, 64, 3), np.uint8)
+    lines[:, ::8] = 255  # sampling between few of the pixels would find none of them, or only them
+    image = decoded(tmp_path, "a.png", lines, size=4)
+    np.testing.assert_allclose(image[:, 1:-1], 255 / 8, atol=4)
+
+
+def test_a_dataset_is_bytes_and_labels(tmp_path: Path) -> None:
+    names = {"b/x.png": plain(1), "a/y.png": plain(2), "a/x.png": plain(3)}
+    dataset = ImageFolder(folder_of(tmp_path, names), 2)
+    assert isinstance(dataset, Dataset) and len(dataset) == 3
+    rows = dataset.rows(np.array([2, 0, 0]))
+    assert rows["image"].shape == (3, 2, 2, 3) and rows["image"].dtype == np.uint8
+    assert rows["image"][:, 0, 0, 0].tolist() == [1, 3, 3]
+    assert rows["label"].tolist() == [1, 0, 0] and rows["label"].dtype == np.int32
+    none = dataset.rows(np.array([], np.int64))
+    assert none["image"].shape == (0, 2, 2, 3) and none["label"].shape == (0,)
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_files_are_sorted_by_class_and_name_and_others_ignored(tmp_path: Path) -> None:
+    wanted = [
+        *("a/B.JPG", "a/b.bmp", "a/deep/er/c.gif", "a/é.webp", "a/🌻.png"),
+        *("a-b/x.jpeg", "b/10.png", "b/9.png"),  # "a-b/" would be before "a/"
+    ]
+    others = [
+        *("LICENSE.txt", ".hidden/x.png", "a/.x.png", "a/Thumbs.db", "a/.git/x.png", "b/x.png.txt"),
+        *("a/png", "b/x.tiff", ".x.png"),
+    ]
+    for name in reversed([*wanted, *others]):
+        folder_of(tmp_path, {name: b"?"})
+    dataset = ImageFolder(tmp_path, 2)
+    assert list(dataset.files) == wanted
+    assert dataset.classes == ("a", "a-b", "b")
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ([], "flowers: no such folder"),
+        (["."], "flowers: not a folder"),
+        (["LICENSE.txt", ".a/x.png"], "flowers: holds no folders: a class of images is a folder"),
+        (["a/x.png", "b/x.txt"], r"flowers/b: holds no images \(.bmp, .gif, .jpeg.*so it is no cl"),
+        (
+            ["a/x.png", "y.png", "z.jpg"],
+            "flowers: 2 images lie beside the folders of the classes, the first 'y.png'",
+        ),
+    ],
+)
+def test_a_folder_without_classes_of_images_is_refused(
+    tmp_path: Path, names: list[str], expected: str
+) -> None:
+    folder = tmp_path / "flowers"
+    if names == ["."]:
+        folder.touch()
+    else:
+        folder_of(folder, dict.fromkeys(names, b"?"))
+    with pytest.raises(UserError, match=expected):
+        ImageFolder(folder, 2)
+
+
+IN_A_BUCKET = """
+import numpy as np
+from spmdtrain.images import ImageFolder
+
+dataset = ImageFolder("gs://bucket/data", 2, threads=3)
+rows = dataset.rows(np.arange(len(dataset)))
+print(dataset.files, rows["image"][:, 0, 0, 0].tolist(), rows["label"].tolist())
+"""
+
+
+def test_a_folder_may_be_in_a_bucket() -> None:
+    with fake_gcs() as storage:
+        for name, value in {"a/0.png": 5, "b/1.png": 6, "a/deep/2.png": 7}.items():
+            content = saved(Image.fromarray(plain(value)), "PNG")
+            storage.objects[f"data/{name}"] = Stored(content, 1)
+        printed = subprocess.run(
+            [sys.executable, "-c", IN_A_BUCKET],
+            env=environment() | storage.environment(),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=100,
+        ).stdout
+    assert printed == "('a/0.png', 'a/deep/2.png', 'b/1.png') [5, 7, 6] [0, 0, 1]\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"size": 0}, "size is 0: it is one number of pixels, or"),
+        ({"size": (2, 2, 3)}, r"size is \(2, 2, 3\)"),
+        ({"size": 2.5}, r"size is 2\.5"),
+        ({"threads": 0}, "threads is 0: at least 1"),
+        ({"broken": "skipp"}, "no broken 'skipp'. Did you mean 'skip'"),
+        ({"cache": "disc"}, "no cache 'disc'. Did you mean 'disk'"),
+        ({"cache": "disk"}, "needs cache_dir"),
+        ({"cache": "disk", "cache_dir": "gs://a/b"}, "is gs:/.*local folder"),
+        ({"split": "trian"}, "no split 'trian'. Did you mean 'train'"),
+        ({"splits": {"a": 0.5, "b": 0.4}}, r"add up to 1: a 0\.5 \+ b 0\.4 = 0\.9"),
+        ({"splits": {"a": 1.5, "b": -0.5}}, r"positive fractions: a 1\.5 \+ b -0\.5"),
+        ({"splits": {"a": float("nan")}}, "positive fractions"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(
+    tmp_path: Path, options: dict[str, Any], expected: str
+) -> None:
+    numbered(tmp_path, 3)
+    with pytest.raises(UserError, match=expected):
+        ImageFolder(tmp_path, **{"size": 2, **options})
+
+
+def test_without_pillow_one_line_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "PIL.JpegImagePlugin", None)
+    with pytest.raises(UserError, match=r"need Pillow.*\(pip install 'spmdtrain\[images\]'\)$"):
+        ImageFolder(numbered(tmp_path, 3), 2)
+
+
+# -- splits ----------------------------------------------------------------------------------------
+
+
+def test_the_split_of_a_name_is_the_same_for_ever() -> None:
+    # The first bytes of `printf NAME | sha256sum`, as a fraction of all there are.
+    expected = {"daisy/1.jpg": 0.776036, "roses/été.jpg": 0.212501, "tulips/b/🌷.png": 0.602763}
+    for name, fraction in expected.items():
+        ends = {"below": fraction - 1e-6, "here": 2e-6, "above": 1 - fraction - 1e-6}
+        assert split_of(name, ends) == "here", name
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(weights=st.lists(st.integers(1, 8), min_size=1, max_size=4), salt=st.text(max_size=5))
+def test_splits_are_about_as_large_as_asked(weights: list[int], salt: str) -> None:
+    splits = {str(n): weight / sum(weights) for n, weight in enumerate(weights)}
+    count = 4000
+    found = [split_of(f"{salt}/{number}.jpg", splits) for number in range(count)]
+    for name, fraction in splits.items():
+        spread = 5 * (count * fraction * (1 - fraction)) ** 0.5
+        assert abs(found.count(name) - count * fraction) <= spread
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(few=st.sets(st.integers(0, 99), min_size=40, max_size=60))
+def test_other_files_move_none_from_its_split(
+    tmp_path_factory: pytest.TempPathFactory, few: set[int]
+) -> None:
+    folder = tmp_path_factory.mktemp("splits")
+    by_split = []
+    for numbers in (few, range(100)):
+        folder_of(folder, {f"{n % 2}/{n}.jpg": b"?" for n in numbers})
+        by_split.append({s: set(ImageFolder(folder, 2, split=s).files) for s in SPLITS})
+    before, after = by_split
+    there = set(ImageFolder(folder, 2).files)
+    assert set.union(*after.values()) == there and sum(map(len, after.values())) == len(there)
+    for split in SPLITS:
+        assert before[split] <= after[split]
+        assert before[split]
+
+
+def test_labels_are_those_of_the_whole_folder_in_every_split(tmp_path: Path) -> None:
+    files = {f"{name}/{n}.png": plain(ord(name)) for name in "abc" for n in range(3)}
+    files |= {f"b/{n}.png": plain(ord("b")) for n in range(60)}
+    folder = folder_of(tmp_path, files)
+    for split in SPLITS:
+        dataset = ImageFolder(folder, 2, split=split)
+        assert dataset.classes == ("a", "b", "c")
+        rows = everything(dataset)
+        assert (rows["label"] + ord("a") == rows["image"][:, 0, 0, 0]).all()
+
+
+def test_an_empty_split_is_an_error_with_the_counts(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, {"a/0.jpg": b"?", "a/1.jpg": b"?"})
+    counts = dict.fromkeys(SPLITS, 0)
+    for file in ("a/0.jpg", "a/1.jpg"):
+        counts[split_of(file)] += 1
+    said = ", ".join(f"{split} {count}" for split, count in counts.items())
+    empty = next(split for split, count in counts.items() if not count)
+    with pytest.raises(UserError, match=rf"the split '{empty}' is empty \({said}\)"):
+        ImageFolder(folder, 2, split=empty)
+
+
+def test_names_that_are_no_text_have_a_split(tmp_path: Path) -> None:
+    folder = numbered(tmp_path, 1)
+    os.rename(os.fsencode(folder / "a" / "000.png"), os.fsencode(folder / "a") + b"/\xff.png")
+    dataset = ImageFolder(folder, 2, split="all", splits={"all": 1.0})
+    assert values(dataset) == [0]
+
+
+# -- broken files ----------------------------------------------------------------------------------
+
+PHOTO = saved(Image.fromarray(noise(64, 64)), "JPEG")
+BROKEN = {
+    "cut.jpg": (PHOTO[: len(PHOTO) // 2], "image file is truncated"),
+    "almost.jpg": (PHOTO[:-2], "image file is truncated"),
+    "cut.png": (saved(Image.fromarray(noise(64, 64)), "PNG")[:3000], "truncated"),
+    "empty.jpg": (b"", "it is empty: none of JPEG, PNG, WEBP, GIF, BMP"),
+    "text.jpg": (b"hello", "it begins with 68 65 6c 6c 6f: none of JPEG"),
+    "program.jpg": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "none of JPEG"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_named(tmp_path: Path, name: str) -> None:
+    content, reason = BROKEN[name]
+    dataset = ImageFolder(folder_of(numbered(tmp_path, 3), {f"a/{name}": content}), 2)
+    place = dataset.files.index(f"a/{name}")
+    dataset.rows(np.array([0, 1, 2]))
+    with pytest.raises(UserError, match=rf"{name}: a broken image: .*{reason}.*broken='skip'") as e:
+        dataset.rows(np.array([0, place, 1]))
+    assert "\n" not in str(e.value) and "BytesIO" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("limit", "reason"),
+    [(3000, "64 x 64 = 4,096 pixels are more than 3,000, PIL"), (1000, r"\(4096 pixels\) exceeds")],
+)
+def test_a_decompression_bomb_is_not_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, reason: str
+) -> None:
+    dataset = ImageFolder(folder_of(tmp_path, {"a/bomb.png": noise(64, 64)}), 2)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+    with pytest.raises(UserError, match=rf"bomb\.png: a broken image: .*{reason}"):
+        everything(dataset)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4096)
+    assert everything(dataset)["image"].shape == (1, 2, 2, 3)
+
+
+def test_broken_files_are_skipped_counted_and_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = {f"{place}/{name}": content for place in "ac" for name, (content, _) in BROKEN.items()}
+    folder = folder_of(numbered(tmp_path, 30), bad)
+    dataset = ImageFolder(folder, 2, broken="skip")
+    assert values(dataset) == list(range(30))
+    assert dataset.classes == ("a", "c")  # numbers of labels do not depend on what is broken
+    assert list(dataset.skipped) == sorted(bad)
+    for file, reason in dataset.skipped.items():
+        assert re.search(BROKEN[file[2:]][1], reason)
+    said = capsys.readouterr().err
+    assert said == (
+        f"{folder}: 12 of 42 images are broken; the first is a/almost.jpg: "
+        f"{dataset.skipped['a/almost.jpg']}. They are left out\n"
+    )
+
+
+def test_nothing_is_said_where_nothing_is_broken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = ImageFolder(numbered(tmp_path, 30), 2, broken="skip", split="train")
+    assert len(dataset) > 9 and dataset.skipped == {}
+    assert capsys.readouterr() == ("", "")
+
+
+def test_where_all_are_broken_none_is_left(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, {"a/x.png": b"", "a/y.png": b""})
+    with pytest.raises(UserError, match=r"2 of 2 images are broken; .*a/x\.png: it is empty.*None"):
+        ImageFolder(folder, 2, broken="skip")
+
+
+def test_a_file_that_cannot_be_read_is_never_skipped(tmp_path: Path) -> None:
+    folder = numbered(tmp_path, 3)
+    (folder / "a" / "x.jpg").symlink_to(folder / "gone.jpg")
+    with pytest.raises(UserError, match=r"x\.jpg: cannot be read: .*No such file"):
+        ImageFolder(folder, 2, broken="skip")
+
+
+def test_a_long_look_for_broken_files_shows_a_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars: list[str] = []
+
+    class Shown(Terminal):
+        def progress(self, description: str, *, done: int, total: int) -> Any:
+            bars.append(f"{description} {done}/{total}")
+            return super().progress(description, done=done, total=total)
+
+    monkeypatch.setattr(images, "Terminal", Shown)
+    ImageFolder(numbered(tmp_path, 30), 2, broken="skip", threads=1)
+    assert bars == []
+    monkeypatch.setattr(images, "_PATIENCE", -1)
+    ImageFolder(tmp_path, 2, broken="skip", threads=1)
+    assert bars == ["checking 0/30"]
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_broken_file_ends_a_run_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], threads: int
+) -> None:
+    folder = numbered(tmp_path / "data", 64)
+    order = permuted(np.arange(64), size=64, seed=0, epochs=np.zeros(64, np.int64))
+    # Of the seventh batch, and not among those few that a run looks at first.
+    looked_at = np.linspace(0, 63, 16).astype(int)
+    file = folder / "a" / f"{next(n for n in order[48:] if n not in looked_at):03}.png"
+    file.write_bytes(b"what")
+    config = small_experiment(
+        tmp_path,
+        ("from spmdtrain ", "from spmdtrain.images import ImageFolder\nfrom spmdtrain "),
+        ("    x, y = batch\n", '    x = batch["image"].mean((1, 2, 3))[:, None] / 255; y = x\n'),
+        ("    data = (x, 3 * x + 2)\n", "    data = ImageFolder(config.data_dir, 2)\n"),
+    )
+    options = ["--data-dir", folder, "--workdir", tmp_path / "run", "--steps", 8, "--log-every", 1]
+    options += ["--global-batch-size", 8, "--data-threads", threads]
+    command = ["--config", *map(str, (config, *options))]
+    assert main(command) == 2
+    printed = capsys.readouterr()
+    assert printed.err == (
+        f"error: {file}: a broken image: it begins with 77 68 61 74: none of JPEG, PNG, WEBP, GIF, "
+        "BMP. Mend it, or take it away; broken='skip' leaves such files out\n"
+    )
+    assert "step 2/8" in printed.out
+    Image.fromarray(plain(5)).save(file)
+    assert main(command) == 0
+
+
+# -- threads and caches ----------------------------------------------------------------------------
+
+CACHES: list[dict[str, Any]] = [
+    {"cache": "none"},
+    {"cache": "none", "threads": 1},
+    {"cache": "memory", "threads": 5},
+    {"cache": "disk", "threads": 3},
+    {"cache": "disk", "threads": 1},
+    {"cache": "memory", "broken": "skip"},
+]
+
+
+def test_the_rows_are_the_same_however_they_are_read(tmp_path: Path) -> None:
+    pictures = {f"{n % 3}/{n}.png": noise(20 + n, 30 - n, seed=n) for n in range(20)}
+    folder = folder_of(tmp_path / "data", pictures)
+    expected = {
+        file: image_decoding.decode((folder / file).read_bytes(), (9, 7)) for file in pictures
+    }
+    asked = [np.random.default_rng(n).integers(0, 20, 8) for n in range(12)]
+    for options in CACHES:
+        dataset = ImageFolder(folder, (9, 7), cache_dir=tmp_path / "cache", **options)
+        found: list[Any] = [None] * len(asked)
+
+        def read(number: int, dataset: ImageFolder = dataset, found: list[Any] = found) -> None:
+            found[number] = dataset.rows(asked[number])
+
+        readers = [threading.Thread(target=read, args=(n,)) for n in range(len(asked))]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        for indices, rows in zip(asked, found, strict=True):
+            for index, image, label in zip(indices, rows["image"], rows["label"], strict=True):
+                np.testing.assert_array_equal(image, expected[dataset.files[index]])
+                assert str(label) == dataset.files[index][0]
+
+
+@pytest.mark.parametrize("threads", [3, None])
+def test_as_many_are_decoded_at_a_time_as_there_are_threads_or_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int | None
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(7)))
+    wanted = threads or 7
+    together, lock = threading.Barrier(wanted, timeout=20), threading.Lock()
+    decoding, most = 0, 0
+
+    def meet(content: bytes, size: tuple[int, int]) -> np.ndarray:
+        nonlocal decoding, most
+        with lock:
+            decoding += 1
+            most = max(most, decoding)
+        together.wait()
+        time.sleep(0.02)  # if there were more, they would come in now
+        with lock:
+            decoding -= 1
+        return image_decoding.decode(content, size)
+
+    dataset = ImageFolder(numbered(tmp_path, 2 * wanted), 2, threads=threads)
+    monkeypatch.setattr(images, "decode", meet)
+    assert values(dataset) == list(range(2 * wanted))
+    assert most == wanted
+
+
+def test_only_the_rows_asked_for_are_read(tmp_path: Path, decodes: list[bytes]) -> None:
+    dataset = ImageFolder(numbered(tmp_path, 9), 2, split=None)
+    dataset.rows(np.array([7, 2]))
+    assert {*decodes} == {(tmp_path / "a" / f"00{n}.png").read_bytes() for n in (2, 7)}
+    assert len(decodes) == 2
+
+
+def test_memory_decodes_each_once_and_hands_out_copies(
+    tmp_path: Path, decodes: list[bytes]
+) -> None:
+    dataset = ImageFolder(numbered(tmp_path, 9), 2, cache="memory", threads=2)
+    readers = [threading.Thread(target=everything, args=(dataset,)) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    rows = everything(dataset)
+    rows["image"][:] = 99
+    rows["label"][:] = 99
+    assert values(dataset) == list(range(9))
+    assert everything(dataset)["label"].tolist() == [0] * 9
+    assert len(decodes) == 9
+    everything(ImageFolder(tmp_path, 2))
+    assert len(decodes) == 18
+
+
+@pytest.mark.parametrize("cache", ["memory", "disk"])
+def test_looking_for_broken_files_fills_the_cache(
+    tmp_path: Path, decodes: list[bytes], cache: Any
+) -> None:
+    folder = numbered(tmp_path / "data", 30)
+    dataset = ImageFolder(folder, 2, broken="skip", cache=cache, cache_dir=tmp_path / "cache")
+    assert len(decodes) == 30
+    assert values(dataset) == list(range(30))
+    assert len(decodes) == 30
+
+
+def test_a_mended_file_is_read_again(tmp_path: Path) -> None:
+    dataset = ImageFolder(folder_of(tmp_path, {"a/x.png": b""}), 2, cache="memory")
+    with pytest.raises(UserError, match="it is empty"):
+        everything(dataset)
+    folder_of(tmp_path, {"a/x.png": plain(5)})
+    assert values(dataset) == [5]
+
+
+def on_disk(folder: Path, size: int | tuple[int, int] = 2, **options: Any) -> ImageFolder:
+    return ImageFolder(
+        folder / "data", size, cache="disk", cache_dir=folder / "new" / "c", **options
+    )
+
+
+def stored(folder: Path) -> list[Path]:
+    """The files of the cache, those half written too."""
+    return sorted(path for path in (folder / "new" / "c").rglob("*") if path.is_file())
+
+
+def test_a_disk_cache_outlives_the_process(tmp_path: Path, decodes: list[bytes]) -> None:
+    numbered(tmp_path / "data", 9)
+    assert values(on_disk(tmp_path)) == list(range(9))
+    assert len(decodes) == 9 and len(stored(tmp_path)) == 9
+    assert values(on_disk(tmp_path)) == list(range(9))
+    (tmp_path / "data").rename(tmp_path / "elsewhere")
+    (tmp_path / "data").symlink_to(tmp_path / "elsewhere")
+    assert values(on_disk(tmp_path)) == list(range(9))  # names and places do not matter
+    assert len(decodes) == 9
+
+
+def test_another_picture_of_the_same_name_length_and_time_is_seen(tmp_path: Path) -> None:
+    file = folder_of(tmp_path / "data", {"a/x.bmp": plain(1)}) / "a" / "x.bmp"
+    assert values(on_disk(tmp_path)) == [1]
+    before = file.stat()
+    folder_of(tmp_path / "data", {"a/x.bmp": plain(2)})
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert values(on_disk(tmp_path)) == [2]
+
+
+def test_another_size_or_way_of_decoding_is_another_example(
+    tmp_path: Path, decodes: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder_of(tmp_path / "data", {"a/x.png": noise()})
+    sizes = [(6, 6), (4, 9), (9, 4)]  # the last two with as many bytes as the first
+    for size in sizes * 2:
+        shape = everything(on_disk(tmp_path, size))["image"].shape[1:3]
+        assert shape == size
+    assert len(decodes) == 3
+    changes = [
+        (image_decoding, "_VERSION", 2),
+        (image_decoding, "_libraries", lambda: "pillow=99"),
+        (ImageFile, "LOAD_TRUNCATED_IMAGES", True),
+    ]
+    for number, change in enumerate(changes, 4):
+        monkeypatch.setattr(*change)
+        everything(on_disk(tmp_path, (6, 6)))
+        everything(on_disk(tmp_path, (6, 6)))
+        assert len(decodes) == number
+
+
+def test_the_libraries_that_decode_are_part_of_the_recipe() -> None:
+    import PIL
+
+    assert f"pillow={PIL.__version__} jpeg=" in image_decoding.recipe()
+    assert "None" not in image_decoding.recipe()
+
+
+def flip(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+@pytest.mark.parametrize("damage", [flip, lambda content: content[:-1], lambda content: b""])
+def test_a_damaged_file_of_the_cache_is_made_again(
+    tmp_path: Path, decodes: list[bytes], damage: Callable[[bytes], bytes]
+) -> None:
+    folder_of(tmp_path / "data", {"a/x.png": plain(5)})
+    everything(on_disk(tmp_path))
+    (file,) = stored(tmp_path)
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    assert everything(on_disk(tmp_path))["image"].tolist() == [plain(5).tolist()]
+    assert file.read_bytes() == whole and len(decodes) == 2
+
+
+def test_a_file_of_the_cache_under_another_name_is_not_believed(tmp_path: Path) -> None:
+    numbered(tmp_path / "data", 2)
+    everything(on_disk(tmp_path))
+    one, other = stored(tmp_path)
+    shutil.copy(one, other)
+    assert values(on_disk(tmp_path)) == [0, 1]
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from spmdtrain.images import ImageFolder
+
+whole = Path.write_bytes
+
+def half(path, content):
+    whole(path, content[: len(content) // 2])
+    os.kill(os.getpid(), 9)
+
+Path.write_bytes = half
+ImageFolder(sys.argv[1], 2, cache="disk", cache_dir=sys.argv[2]).rows(np.arange(1))
+"""
+
+
+def test_a_process_killed_while_it_writes_leaves_nothing_to_be_read(tmp_path: Path) -> None:
+    folder_of(tmp_path / "data", {"a/x.png": plain(5)})
+    arguments = [sys.executable, "-c", KILLED, str(tmp_path / "data"), str(tmp_path / "new" / "c")]
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == -9, ended.stderr
+    (half,) = stored(tmp_path)
+    assert half.name.startswith(".") and half.stat().st_size == (32 + 12) // 2
+    assert values(on_disk(tmp_path)) == [5]
+    assert len(stored(tmp_path)) == 2
+
+
+def test_two_that_fill_a_cache_at_once_do_not_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder_of(tmp_path / "data", {"a/x.png": plain(5)})
+    both = threading.Barrier(2, timeout=20)
+    whole = Path.write_bytes
+
+    def meet(path: Path, content: Any) -> int:
+        whole(path, content[:20])
+        both.wait()  # each has written half
+        return whole(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", meet)
+    readers = [threading.Thread(target=lambda: everything(on_disk(tmp_path))) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    assert not both.broken
+    assert len(stored(tmp_path)) == 1
+    monkeypatch.setattr(images, "decode", None)  # what there is, is taken
+    assert values(on_disk(tmp_path)) == [5]
+
+
+def test_a_cache_may_be_deleted_at_any_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbered(tmp_path / "data", 5)
+    dataset = on_disk(tmp_path)
+    everything(dataset)
+    shutil.rmtree(tmp_path / "new")
+    assert values(dataset) == list(range(5)) and len(stored(tmp_path)) == 5
+    shutil.rmtree(tmp_path / "new")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", lambda *_, **__: None)  # deleted right after it was made
+        assert values(dataset) == list(range(5)) and stored(tmp_path) == []
+
+
+def test_a_full_disk_is_an_error_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbered(tmp_path / "data", 1)
+    dataset = on_disk(tmp_path)
+
+    def full(path: Path, content: bytes) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(StorageError, match=r"No space left.*make room, or do without"):
+        everything(dataset)
+    assert stored(tmp_path) == []
+
+
+def test_a_cache_that_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "new").touch()
+    numbered(tmp_path / "data", 1)
+    with pytest.raises(UserError, match=r"cache_dir: .*(File exists|Not a directory)"):
+        on_disk(tmp_path)
+
+
+# -- real photographs ------------------------------------------------------------------------------
+
+
+def test_real_photographs(flowers: Path, tmp_path: Path) -> None:
+    every = ImageFolder(flowers, (48, 64), cache="disk", cache_dir=tmp_path / "cache")
+    assert every.classes == ("daisy", "dandelion", "roses", "sunflowers", "tulips")
+    rows = everything(every)
+    assert np.bincount(rows["label"]).tolist() == [40] * 5
+    np.testing.assert_allclose(rows["image"].mean((0, 1, 2)), (127.1, 113.9, 79.4), atol=1)
+    assert rows["image"].std() > 60 and rows["image"].min() < 5 and rows["image"].max() > 250
+    sunflowers = rows["image"][rows["label"] == 3].mean((0, 1, 2))
+    assert sunflowers[0] > sunflowers[2] + 50  # are yellow: more red than blue
+    parts = [ImageFolder(flowers, (48, 64), split=split, broken="skip") for split in SPLITS]
+    assert [len(part) for part in parts] == [165, 16, 19]
+    assert not any(part.skipped for part in parts)
+    assert sorted(itertools.chain(*(part.files for part in parts))) == sorted(every.files)
+    again = ImageFolder(flowers, (48, 64), cache="disk", cache_dir=tmp_path / "cache")
+    np.testing.assert_array_equal(everything(again)["image"], rows["image"])
