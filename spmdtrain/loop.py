@@ -271,7 +271,8 @@ class Loop:
         and key are counted on for it. The state is donated: use what it returns. Whatever of it
         rests in host memory is in device memory within.
         """
-        assert self._started() and self._layout is not None and self._state is not None
+        self._started()
+        assert self._layout is not None and self._state is not None
         layout, abstract = self._layout, jax.tree.map(jax.typeof, self._state)
 
         def counted(state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:

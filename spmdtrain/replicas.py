@@ -67,7 +67,8 @@ class PerReplica:
         Raises `UserError` while JAX traces: there, no process has any.
         """
         parts = jax.tree.map(_local_parts, self._stacked)
-        leaves, treedef = jax.tree.flatten(parts, is_leaf=lambda x: isinstance(x, list))
+        found: Any = jax.tree.flatten(parts, is_leaf=lambda x: isinstance(x, list))
+        leaves, treedef = found
         return [treedef.unflatten(one) for one in zip(*leaves, strict=True)]
 
     def tree_flatten(self) -> tuple[tuple[PyTree], None]:
@@ -95,8 +96,8 @@ class PerReplica:
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuse
     __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __eq__ = __ne__ = _refuse  # type: ignore[assignment]
-    __len__ = __iter__ = __getitem__ = __format__ = _refuse  # type: ignore[assignment]
+    __eq__ = __ne__ = _refuse
+    __len__ = __iter__ = __getitem__ = __format__ = _refuse
     __hash__ = object.__hash__
 
 

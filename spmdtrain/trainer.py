@@ -220,6 +220,7 @@ class Trainer:
     def _loop(self, run: Session) -> None:
         config, first = run.config, self.step
         assert self.state is not None and config.global_batch_size is not None
+        assert run.train is not None
         self._call(Moment.FIT_START, first)
         if run.start_due(first):
             self._save(run, 0, None)

@@ -1,12 +1,14 @@
 """Models that the experiments share; nothing in the library depends on them."""
 
 from spmdtrain.models.mlp import MLP, MLP_RULES, mlp_rules
+from spmdtrain.models.mobilenet import MobileNetV2
 from spmdtrain.models.transformer import TRANSFORMER_RULES, Transformer, TransformerConfig
 
 __all__ = [
     "MLP",
     "MLP_RULES",
     "TRANSFORMER_RULES",
+    "MobileNetV2",
     "Transformer",
     "TransformerConfig",
     "mlp_rules",
