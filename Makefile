@@ -18,9 +18,10 @@ train: $(READY) ## train the default experiment; ARGS are its options
 	$(RUN) spmdtrain.run --config experiments/digits_mlp.py $(ARGS)
 
 test: lint ## lint, types and tests
-	$(RUN) pytest --numprocesses 2 --dist loadfile -m 'not drill'
+	$(RUN) pytest --numprocesses 2 --dist loadfile -m 'not slow and not drill'
 
-drill: $(READY) ## the slow tests: what happens when processes fail, and longer matrices
+drill: $(READY) ## longer matrices, and what happens when processes fail
+	$(RUN) pytest --numprocesses 2 --dist loadfile -m 'slow and not drill'
 	$(RUN) pytest -m drill
 
 lint: $(READY) ## check style, format and types

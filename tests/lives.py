@@ -32,12 +32,12 @@ INITIALISED = ("default", "fully_sharded")
 
 
 def cell(rows: Sequence[Row]) -> pytest.MarkDecorator:
-    """A test for each row, the products of strategies in the drill."""
+    """A test for each row, the products of strategies among the slow ones."""
     few = [row for row in rows if row.strategy in STRATEGIES and "tensor 2" not in row.name]
     return pytest.mark.parametrize(
         "row",
         [
-            pytest.param(row, id=row.name, marks=[] if row in few else pytest.mark.drill)
+            pytest.param(row, id=row.name, marks=[] if row in few else pytest.mark.slow)
             for row in rows
         ],
     )

@@ -275,6 +275,7 @@ def test_init_from_starts_with_the_other_runs_parameters(
 # -- options ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_steps_and_a_per_device_batch_replace_their_defaults_and_are_stored_resolved(
     tmp_path: Path,
 ) -> None:

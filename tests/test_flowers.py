@@ -250,7 +250,7 @@ def test_batch_statistics_are_those_of_the_global_batch(
         np.testing.assert_allclose(step.statistics["stem/norm/var"], of_all, rtol=1e-5)
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 def test_loss_and_gradients_of_all_blocks_are_equal_on_1_4_and_8_devices(pictures: Path) -> None:
     experiment, config = built(pictures, image_size=64, global_batch_size=32)
     trained = trainer_on(8, experiment, config)
@@ -264,6 +264,7 @@ def test_loss_and_gradients_of_all_blocks_are_equal_on_1_4_and_8_devices(picture
 # -- the command -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_learns_evaluates_and_predicts(
     pictures: Path, tmp_path: Path, shallow: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,7 +287,7 @@ def test_it_learns_evaluates_and_predicts(
     assert np.mean(right) == pytest.approx(test["accuracy"])
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 def test_interrupted_and_resumed_it_ends_with_the_same_bits(
     pictures: Path, tmp_path: Path, shallow: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -299,7 +300,7 @@ def test_interrupted_and_resumed_it_ends_with_the_same_bits(
     assert sums_of(halves / "checkpoints" / "10") == sums_of(whole / "checkpoints" / "10")
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 def test_fully_sharded_and_from_a_cache_on_disk_the_losses_are_the_same(
     pictures: Path, tmp_path: Path, shallow: None
 ) -> None:

@@ -21,6 +21,7 @@ def trained(workdir: Path, *options: object) -> list[float]:
     return [line[name] for line in lines for name in ("critic_loss", "generator_loss")]
 
 
+@pytest.mark.slow
 def test_both_models_learn_and_go_on_with_the_same_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -42,6 +43,7 @@ def test_both_models_learn_and_go_on_with_the_same_bits(
     assert set(load_params(str(whole))) == {"critic", "generator"}
 
 
+@pytest.mark.slow
 def test_split_parameters_give_the_same_losses(tmp_path: Path) -> None:
     options = ("--steps", 6, "--log-every", 1)
     expected = trained(tmp_path / "mirrored", *options)

@@ -207,7 +207,7 @@ def test_parameters_of_16_bits_keep_their_optimizer_s_dtypes() -> None:
     assert jax.tree.map(lambda x: x.dtype, of.state) == before
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 def test_a_step_without_jit_is_the_same() -> None:
     found = [
         gradients(mlp(model=partial(nnx.Linear, 6, 4), microbatches=2, mesh=on(1), jit=jit), (X, Y))
@@ -351,7 +351,7 @@ def test_the_products_of_a_bfloat16_step_are_in_bfloat16() -> None:
         assert {str(x.aval.dtype) for dot in products for x in dot.invars} == {dtype}
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 def test_bfloat16_gradients_are_near_those_of_float32_and_metrics_as_exact() -> None:
     exact = gradients(mlp(), (X, Y))
     for microbatches in (1, 4):
@@ -482,9 +482,8 @@ PROGRAMS: dict[str, tuple[Any, dict[str, tuple[int, int]]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "looped" else pytest.mark.drill) for n in PROGRAMS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_policy_computes_again_what_it_says_and_changes_no_number(name: str) -> None:
     model, programs = PROGRAMS[name]
     shapes = jax.eval_shape(lambda: (X, Y))
@@ -536,7 +535,7 @@ def test_rematerialisation_takes_less_memory() -> None:
     assert needed["none"] > 2.8 * layers
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 def test_dropout_draws_the_same_again_when_it_is_computed_again() -> None:
     model = partial(MLP, 6, [8, 8], 4, dropout=0.5)
     expected = gradients(mlp(model=model, microbatches=2), (X, Y))
@@ -552,11 +551,11 @@ FROZEN = {"layers/0/kernel", "layers/0/bias", "layers/1/kernel"}
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, marks=pytest.mark.drill),
+        pytest.param({}, marks=pytest.mark.slow),
         {"microbatches": 4},
-        pytest.param({"mesh": on(1)}, marks=pytest.mark.drill),
+        pytest.param({"mesh": on(1)}, marks=pytest.mark.slow),
         pytest.param(
-            {"strategy": "zero", "sharding": ShardingOptions(min_size=1)}, marks=pytest.mark.drill
+            {"strategy": "zero", "sharding": ShardingOptions(min_size=1)}, marks=pytest.mark.slow
         ),
         {"strategy": "fully_sharded", "sharding": ShardingOptions(min_size=1)},
         {"collectives": BY_HAND, "microbatches": 2},
@@ -580,7 +579,7 @@ def test_frozen_parameters_keep_every_bit_and_have_no_optimizer_state(
         assert (np.asarray(average) == before[name]).all() == (name in FROZEN), name
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 def test_the_others_are_trained_as_if_nothing_were_frozen() -> None:
     expected = gradients(mlp(), (X, Y))
     for microbatches in (1, 4):
@@ -617,7 +616,7 @@ def test_patterns_that_freeze_nothing_or_all_are_refused(
         mlp(frozen=frozen)
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 def test_a_frozen_run_goes_on_where_it_was_to_the_bit(tmp_path: Path) -> None:
     def options(name: str) -> dict[str, Any]:
         optimizer = optax.adamw(0.01)
@@ -632,7 +631,7 @@ def test_a_frozen_run_goes_on_where_it_was_to_the_bit(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 def test_the_command_freezes_by_path(tmp_path: Path) -> None:
     path = small_experiment(tmp_path)
     workdir = tmp_path / "run"
@@ -650,7 +649,7 @@ def test_the_command_freezes_by_path(tmp_path: Path) -> None:
 # -- optimizers ------------------------------------------------------------------------------------
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 def test_clipping_and_a_schedule_are_the_same_on_any_devices() -> None:
     rates = [0.5, 0.25, 0.25, 0.125]
     schedule = optax.piecewise_constant_schedule(0.5, {1: 0.5, 3: 0.5})

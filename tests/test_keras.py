@@ -187,7 +187,7 @@ def test_evaluate_and_predict_are_those_of_keras() -> None:
     assert fitted.evaluate(ragged) == found  # no statistics were taken, and nothing dropped
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # three compilations of 50 convolutions
 def test_mobilenet_trains_as_in_keras() -> None:
     size, classes = 64, 10
@@ -256,6 +256,7 @@ def test_dropout_is_active_in_training_alone_and_each_call_draws_its_own() -> No
     assert fitted.state.model_state == {}  # the random stream is derived each step
 
 
+@pytest.mark.slow
 def test_masks_are_the_same_on_any_number_of_devices_and_others_each_step() -> None:
     still = optax.sgd(0.0)
     one, eight = (losses_of(made(functional, 0.5), n, optimizer=still) for n in (1, 8))
@@ -265,6 +266,7 @@ def test_masks_are_the_same_on_any_number_of_devices_and_others_each_step() -> N
     assert len(set(repeated)) == STEPS
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     whole = losses_of(made(sequential, 0.5))
     where: dict[str, Any] = {"workdir": str(tmp_path)}

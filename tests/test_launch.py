@@ -35,7 +35,7 @@ def mark(name): Path(name).touch()
 def wait_for(*names):
     while not all(Path(name).exists() for name in names): time.sleep(0.01)
 """
-BOUND = 90  # seconds for what takes one or two, on a machine with other work
+BOUND = 30  # seconds for what takes one or two, on a machine with other work
 
 
 def launcher(folder: Path, script: str, *options: object) -> list[str]:

@@ -72,11 +72,11 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-FEW = ("mirrored in microbatches", "hybrid", "zero in microbatches")  # the others are drills
+FEW = ("mirrored in microbatches", "hybrid", "zero in microbatches")  # the others are slow
 
 
 @pytest.mark.parametrize(
-    "place", [pytest.param(p, marks=[] if p in FEW else pytest.mark.drill) for p in PLACES]
+    "place", [pytest.param(p, marks=[] if p in FEW else pytest.mark.slow) for p in PLACES]
 )
 @pytest.mark.parametrize("reduction", [all_reduce, hierarchical])
 def test_a_reduction_by_hand_gives_the_numbers_of_the_whole_batch(
@@ -103,7 +103,7 @@ def test_without_a_mesh_there_is_nothing_to_reduce() -> None:
     check_equal(gradients(tokens(reduction=never, strategy="default"), BATCH), expected())
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 def test_a_step_without_jit_reduces_too() -> None:
     check_equal(gradients(tokens(reduction=all_reduce, mesh=on(1), jit=False), BATCH), expected())
 
@@ -254,7 +254,7 @@ def test_the_error_names_what_asked() -> None:
             fit(model=Normalized, reduction=None, collectives=options)
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 def test_what_is_not_drawn_or_not_split_is_no_reason_to_refuse() -> None:
     fit(model=partial(MLP, 6, [8], 6, dropout=0.0))
     # Rules that say that all is whole, and a strategy that finds nothing large enough to split.
@@ -302,6 +302,7 @@ def contrastive(model: Any, batch: Any) -> dict[str, jax.Array]:
     return {"loss": -jax.nn.log_softmax(likeness)[jnp.arange(len(x)), jnp.arange(len(x))]}
 
 
+@pytest.mark.slow
 def test_an_objective_that_compares_examples_is_refused_by_hand_alone() -> None:
     with pytest.raises(UserError, match="depend on other examples of the batch"):
         fit(objective=contrastive)

@@ -30,6 +30,8 @@ from spmdtrain.run import main
 from spmdtrain.storage import folder_of
 from spmdtrain.writers import RunFiles, Split, Status
 
+pytestmark = pytest.mark.slow  # to a bucket, simulated, every file takes its time
+
 WORKDIR = "gs://bucket/deep/run"
 OFTEN = ("--checkpoint-every-steps", 2, "--keep-latest", 2, "--log-every", 1)
 

@@ -244,6 +244,7 @@ def worse_and_worse(workdir: Path, steps: int, **options: Any) -> list[int]:
     return saved_steps(workdir)
 
 
+@pytest.mark.slow
 def test_fifty_saves_of_a_run_that_gets_worse_leave_n_and_m(tmp_path: Path) -> None:
     options = {"eval_every_steps": 4}
     assert worse_and_worse(tmp_path, 25, **options) == [4, 8, 23, 24, 25]
@@ -252,6 +253,7 @@ def test_fifty_saves_of_a_run_that_gets_worse_leave_n_and_m(tmp_path: Path) -> N
     assert losses == sorted(set(losses)) and len(losses) == 12 + 2  # uphill, and at both ends
 
 
+@pytest.mark.slow
 def test_a_metric_of_ones_own_and_its_direction_say_which_is_best(tmp_path: Path) -> None:
     best = {"best_metric": "loss", "best_direction": "max", "eval_every_steps": 1}
     assert worse_and_worse(tmp_path / "max", 6, keep_latest=1, **best) == [5, 6]

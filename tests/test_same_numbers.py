@@ -90,7 +90,7 @@ def first_batch(trainer: Trainer, experiment: Experiment, config: RunConfig, ste
     )
 
 
-@pytest.fixture(params=["digits", pytest.param("mnist", marks=pytest.mark.drill), "linear"])
+@pytest.fixture(params=["digits", pytest.param("mnist", marks=pytest.mark.slow), "linear"])
 def shipped(request: pytest.FixtureRequest) -> tuple[Experiment, RunConfig]:
     if request.param == "digits":
         return build(DIGITS, epochs=None, steps=300)
@@ -133,6 +133,7 @@ def test_loss_and_gradients_from_a_common_state_are_equal_on_1_2_4_and_8_devices
                 )
 
 
+@pytest.mark.slow
 def test_the_first_ten_losses_are_equal_on_1_2_4_and_8_devices(
     shipped: tuple[Experiment, RunConfig],
 ) -> None:

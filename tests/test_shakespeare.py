@@ -316,6 +316,7 @@ def test_a_prompt_of_other_characters_is_refused_and_says_which() -> None:
         gpt.prompts(gpt.Config(prompt="Zaë"), vocabulary)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other", [None, pytest.param(8, marks=pytest.mark.drill)], ids=["on one", "on eight"]
 )

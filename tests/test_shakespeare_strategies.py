@@ -29,7 +29,7 @@ from lives import (
 from matrix import ROWS, Row, accepted
 from processes import job, show
 
-pytestmark = pytest.mark.drill
+pytestmark = pytest.mark.slow
 
 # Every array is large enough to be split.
 OPTIONS = ("--preset", "tiny", "--no-unroll", "--sharding.min-size", "64", *CADENCE)
@@ -149,6 +149,7 @@ topologies = pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 2)],
 
 
 @topologies
+@pytest.mark.drill
 @cell([row for row in IN_PROCESSES if row.name == "fully_sharded"])
 def test_processes_train(
     row: Row,
@@ -170,6 +171,7 @@ def test_processes_train(
     np.testing.assert_allclose(found, validation(default.lines), rtol=1e-3)
 
 
+@pytest.mark.drill
 @cell(IN_PROCESSES)
 def test_processes_from_a_common_state(
     row: Row,

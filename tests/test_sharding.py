@@ -795,7 +795,7 @@ def test_a_state_that_is_born_elsewhere_stops_the_run() -> None:
     assert str(caught.value) == f"after the initialisation, {WRONG}"
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 def test_a_state_that_is_restored_elsewhere_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

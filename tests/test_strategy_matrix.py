@@ -146,7 +146,7 @@ def test_restore_from_another(row: Row, lives: Lives) -> None:
 # -- by the command --------------------------------------------------------------------------------
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 @cell(accepted("train"))
 def test_the_command_trains_goes_on_and_evaluates(
     row: Row, lives: Lives, default: Life, tmp_path: Path, capsys: pytest.CaptureFixture[str]

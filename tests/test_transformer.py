@@ -51,7 +51,7 @@ def gradients(model: Transformer, tokens: jax.Array) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf) for name, leaf in named_leaves(nnx.to_pure_dict(found)).items()}
 
 
-@pytest.mark.parametrize("positions", ["rotary", "learned"])
+@pytest.mark.parametrize("positions", [pytest.param("rotary", marks=pytest.mark.slow), "learned"])
 def test_a_token_sees_itself_and_those_before_it_alone(positions: str) -> None:
     model, tokens = small(positions=positions), some_tokens()
     before = forward(model, tokens)
@@ -97,7 +97,7 @@ def test_a_loop_computes_what_the_unrolled_layers_do() -> None:
         np.testing.assert_allclose(one[name], other[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 def test_every_parameter_of_every_layer_takes_part() -> None:
     found = gradients(small(positions="learned", tied=False), some_tokens(length=17))
     names = {"embedding", "positions", "head", "norm", "blocks/attention/norm", "blocks/mlp/norm"}
@@ -137,7 +137,7 @@ def test_it_computes_in_the_dtype_of_its_parameters() -> None:
     assert [str(v.aval.dtype) for e in loops for v in e.outvars] == ["bfloat16"]
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 def test_dropout_is_for_training_and_draws_anew() -> None:
     model, tokens = small(dropout=0.5), some_tokens()
     np.testing.assert_array_equal(forward(model, tokens), forward(model, tokens))
@@ -235,7 +235,7 @@ NORMS = {"blocks/attention/norm", "blocks/mlp/norm"}  # no rule is for them
 SMALLEST = "norm"
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "mesh", "axes", "axes_of_optimizer"),
     [
