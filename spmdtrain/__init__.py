@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BATCH_AXES": "mesh",
     "Adapter": "adapters",
     "ArrayDataset": "data",
     "Collectives": "config",
@@ -56,6 +57,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "BATCH_AXES",
     "Adapter",
     "ArrayDataset",
     "Collectives",
@@ -116,6 +118,7 @@ if TYPE_CHECKING:
     from spmdtrain.keras_model import KerasModel
     from spmdtrain.loop import Loop
     from spmdtrain.manifest import Manifest
+    from spmdtrain.mesh import BATCH_AXES
     from spmdtrain.metrics import Weighted, weighted_mean
     from spmdtrain.placement import constrain, current_strategy, resolve_on_devices
     from spmdtrain.remat import rematerialize

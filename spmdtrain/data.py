@@ -75,10 +75,12 @@ class ArrayDataset:
 class Subset:
     """The examples of `dataset` at `indices` (whole numbers, shape (n,)), in that order."""
 
-    dataset: Dataset
+    dataset: Any
+    """A dataset, or arrays."""
     indices: np.ndarray
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dataset", as_dataset(self.dataset))
         indices, length = np.asarray(self.indices), len(self.dataset)
         if indices.ndim != 1 or indices.dtype.kind not in "iu":
             raise UserError(
@@ -102,8 +104,12 @@ class Subset:
 class Mapped:
     """`dataset` with a function applied to the rows that are read, many examples at once."""
 
-    dataset: Dataset
+    dataset: Any
+    """A dataset, or arrays."""
     function: Callable[[PyTree], PyTree]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dataset", as_dataset(self.dataset))
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -318,7 +324,7 @@ def _placed(
                 f"the dataset gave {local.shape[0]} rows, shape {local.shape}, for {local_rows} "
                 "indices"
             )
-        _check_fits(local)
+        check_fits(local)
         shape = (batch_size, *local.shape[1:])
         return jax.make_array_from_process_local_data(sharding, local, shape)
 
@@ -329,7 +335,7 @@ def _placed(
         waiting.extend(itertools.islice(placed, 1))
 
 
-def _check_fits(local: np.ndarray) -> None:
+def check_fits(local: np.ndarray) -> None:
     """JAX without x64 keeps the lower 32 bits of an integer: refuse what has more."""
     kept = jax.dtypes.canonicalize_dtype(local.dtype)
     if local.dtype.kind not in "iu" or kept == local.dtype:

@@ -85,14 +85,15 @@ class ExperimentFile:
     @property
     def has_own_loop(self) -> bool:
         """Whether it trains by itself, by `train(config, loop)`, and builds nothing."""
-        return hasattr(self.module, "train")
+        return not callable(getattr(self.module, "build", None))
 
     def build(self, config: RunConfig) -> Experiment:
         """The experiment's objects for this configuration."""
         if self.has_own_loop:
             raise UserError(
                 f"{self.path} has a loop of its own, train(config, loop), which can only train: "
-                "to evaluate and predict otherwise takes build(config)"
+                "--mode evaluate, --mode predict, --role evaluate and --show-sharding are for "
+                "files with build(config)"
             )
         experiment = _guarded(self.path, lambda: self.module.build(config))
         if not isinstance(experiment, Experiment):
@@ -129,10 +130,10 @@ def load_experiment(name: str, reserved: frozenset[str]) -> ExperimentFile:
     ):
         raise UserError(f"{path}: has no dataclass Config(RunConfig)")
     _guarded(path, lambda: get_type_hints(config_class, include_extras=True))
-    entries = [n for n in ("build", "train") if callable(getattr(module, n, None))]
-    if not entries:
+    build, train = (getattr(module, name, None) for name in ("build", "train"))
+    if not callable(build) and not callable(train):
         raise UserError(f"{path}: has no function build(config), and no train(config, loop)")
-    if len(entries) > 1:
+    if callable(build) and getattr(train, "__module__", None) == module.__name__:
         raise UserError(
             f"{path}: has both build(config) and train(config, loop), a loop of its own: one of "
             "the two"

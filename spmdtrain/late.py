@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from spmdtrain.errors import NonFiniteError
+from spmdtrain.errors import NonFiniteError, UserError
 from spmdtrain.metrics import loss_first
 from spmdtrain.phases import Phase, within
 from spmdtrain.placement import Placement
@@ -38,29 +38,45 @@ class LateReader:
         # Many undone steps at once can abort the in-process all-reduce of virtual devices.
         self._ahead = how_far_ahead(placement)
         self._in_flight: collections.deque[tuple[int, StepOutput]] = collections.deque()
+        self._failed: NonFiniteError | None = None
 
     def add(self, step: int, output: StepOutput) -> None:
         """A step that has been dispatched."""
+        self._check_sound()
         self._in_flight.append((step, output))
         if len(self._in_flight) > self._ahead:
             self._read(*self._in_flight.popleft())
 
     def catch_up(self) -> None:
         """Read all that is left: no state is judged or saved before its own flag is known."""
+        self._check_sound()
         while self._in_flight:
             self._read(*self._in_flight.popleft())
 
+    def _check_sound(self) -> None:
+        """Whoever has caught the error has no sound state all the same."""
+        if self._failed is not None:
+            raise self._failed
+
     def _read(self, step: int, output: StepOutput) -> None:
         run = self._run
+        if output.number is not None and (made := int(output.number)) != step:
+            raise UserError(
+                f"step {step} is recorded with the output of step {made}: record(state, output) "
+                "comes once after each call of the compiled step, which makes one step"
+            )
         with within(Phase.STEP):  # here a process waits for the others
             finite = np.asarray(output.finite)
         if not finite.all():
             wrong = " and ".join(np.array(HEALTH)[~finite])
             values = {name: float(x) for name, x in output.metrics.items()}
             told = [f"{n} {x}" for n, x in values.items() if n == "loss" or not math.isfinite(x)]
-            if where := first_non_finite(self._state()):
+            state = self._state()
+            where = None if state is None or state.step.is_deleted() else first_non_finite(state)
+            if where is not None:
                 told.append(f"{where} is the first such array")
-            raise NonFiniteError(f"step {step}: {wrong} not finite ({'; '.join(told)})")
+            self._failed = NonFiniteError(f"step {step}: {wrong} not finite ({'; '.join(told)})")
+            raise self._failed
         if run.config.logs_at(step, run.total):
             metrics = loss_first({name: float(x) for name, x in output.metrics.items()})
             run.journal.trained(step, run.total, metrics)

@@ -6,6 +6,7 @@ logs and the ways to end are the run's, as there.
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,12 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from spmdtrain import failing, hlo, metrics, processes
+from spmdtrain import collectives, failing, hlo, processes
 from spmdtrain.config import Purpose, RunConfig, derive_seed, resolve, with_options
-from spmdtrain.data import Augment, as_dataset, ordered_batches, process_rows, train_batches
-from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.data import (
+    Augment,
+    as_dataset,
+    check_fits,
+    ordered_batches,
+    process_rows,
+    train_batches,
+)
+from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
 from spmdtrain.late import LateReader
-from spmdtrain.metrics import loss_first
+from spmdtrain.metrics import check_names, loss_first
 from spmdtrain.phases import Phase, within
 from spmdtrain.placement import place, prepare, under
 from spmdtrain.replicas import PerReplica
@@ -93,6 +101,12 @@ class Loop:
         self.terminal = terminal or Terminal(quiet=not processes.is_chief())
         self.step = 0
         """Steps recorded so far, of the whole run."""
+        strategy = self.placement.strategy
+        self._compiler_options = collectives.compiler_options(
+            config.collectives,
+            self.placement.devices[0].platform,
+            gathers=strategy.shards_params or strategy.shards_optimizer,
+        )
         self._clock = clock
         self._stack = contextlib.ExitStack()
         self._entered = False
@@ -101,14 +115,21 @@ class Loop:
         self._augment: Augment | None = None
         self._state: TrainState | None = None
         self._late: LateReader | None = None
-        self._done = self._saved = 0  # up to which step what was due is done; and what is saved
-        self._stop = False
-        self._seen: dict[str, float] | None = None
+        # The step that this start goes on from; that up to which what was due is done; that saved.
+        self._first = self._done = self._saved = 0
+        self._stop = self._over = False
+        self._seen: tuple[int, dict[str, float]] | None = None  # an evaluation, and of which step
+        self._bar = contextlib.ExitStack()
 
     @property
     def mesh(self) -> Mesh | None:
         """The device mesh; None under the default strategy."""
         return self.placement.mesh
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether `start` has been called."""
+        return self._run is not None
 
     @property
     def total(self) -> int:
@@ -161,7 +182,7 @@ class Loop:
         check_placed(state, self._layout.shardings, when)
         self._run, self._state = run, state
         self._late = LateReader(run, self.placement, lambda: self._state)
-        self.step = self._done = self._saved = int(state.step)
+        self.step = self._first = self._done = self._saved = int(state.step)
         run.journal.begin(self.step, self.placement)
         self._stack.enter_context(run.ending())
         if run.start_due(self.step):
@@ -169,6 +190,7 @@ class Loop:
         return state
 
     def __exit__(self, *error: Any) -> bool | None:
+        self._bar.close()
         try:
             if error[0] is None and self._run is not None:
                 self._finish(self._run)
@@ -176,14 +198,22 @@ class Loop:
             if not self._stack.__exit__(type(own), own, own.__traceback__):
                 raise
             return None
+        finally:
+            self._over = True
         return self._stack.__exit__(*error)
 
     def _finish(self, run: Session) -> None:
+        assert self._late is not None
         self._do_what_is_due()
-        if self.step != self._saved:  # the loop was left before its end: the next start goes on
+        self._late.catch_up()
+        if self.step != self._saved:
             self._save(run)
         run.await_save()
-        run.journal.end(Status.FINISHED, self.step)
+        if self.step < run.total:
+            why = f"the loop was left after {self.step} of {run.total} steps"
+            run.journal.end(Status.PREEMPTED, self.step, why)
+        else:
+            run.journal.end(Status.FINISHED, self.step)
 
     # -- data ----------------------------------------------------------------------------------
 
@@ -217,16 +247,21 @@ class Loop:
     def steps(self) -> Iterator[int]:
         """The numbers of the steps to make, from 1: `batches`, for what makes its own data."""
         run = self._started()
+        self._do_what_is_due()  # of the last step, where another iteration was left after it
         run.journal.train_goes_on(self.step)
-        with self.terminal.progress("train", done=self.step, total=run.total):
-            while self.step < run.total:
-                step = self.step + 1
-                yield step
-                if self.step != step:
-                    raise UserError(
-                        f"step {step} is not recorded: call record(state, output) once a step"
-                    )
-                self._do_what_is_due()
+        # Not of this generator, which may be kept: it ends with the loop in any case.
+        self._bar.close()
+        self._bar.enter_context(self.terminal.progress("train", done=self.step, total=run.total))
+        while self.step < run.total:
+            step = self.step + 1
+            yield step
+            if self.step != step:
+                raise UserError(
+                    f"step {step} was recorded {self.step + 1 - step} times: call "
+                    "record(state, output) once for each batch"
+                )
+            self._do_what_is_due()
+        self._bar.close()
 
     def examples(self, data: Any) -> Iterator[tuple[PyTree, jax.Array]]:
         """All examples of a dataset once, in order: placed batches of (rows, mask).
@@ -255,6 +290,7 @@ class Loop:
 
         def placed(leaf: Any) -> jax.Array:
             array = np.asarray(leaf)
+            check_fits(array)
             local = array[process_rows(sharding, len(array))]
             return jax.make_array_from_process_local_data(sharding, local, array.shape)
 
@@ -281,10 +317,13 @@ class Loop:
             _check_state(after, abstract)
             after = dataclasses.replace(after, step=state.step + 1, key=state.key)
             means = _scalars(told)
-            finite = [jnp.isfinite(jnp.stack(list(means.values()))).all()]
-            for field in ("params", "opt_state", "model_state"):
-                finite.append(stays_finite(getattr(state, field), getattr(after, field)))
-            return after, StepOutput(means, jnp.stack(finite))
+            finite = [
+                jnp.isfinite(jnp.stack(list(means.values()))).all(),
+                stays_finite(state.params, after.params),
+                stays_finite(state.opt_state, after.opt_state),
+                stays_finite(state.model_state, after.model_state, arrays_too=True),
+            ]
+            return after, StepOutput(means, jnp.stack(finite), after.step)
 
         everywhere = self.placement.everywhere
         jitted = jax.jit(
@@ -292,6 +331,7 @@ class Loop:
             in_shardings=(layout.shardings, self.placement.batch),
             out_shardings=(layout.shardings, everywhere),
             donate_argnums=0,
+            compiler_options=self._compiler_options or None,
         )
         compiled: dict[Any, Any] = {}
 
@@ -302,7 +342,7 @@ class Loop:
                 compiled[key] = self._compiled(jitted, state, batch)
             with within(Phase.STEP):
                 after, output = compiled[key](state, batch)
-            if len(compiled) == 1 and self.step == self._done == 0:
+            if self.step == self._first:
                 check_placed(after, layout.shardings, "after the first step")
             return after, output
 
@@ -320,9 +360,30 @@ class Loop:
         self._started().journal.train_goes_on(self.step)
         return compiled
 
+    def whole(self, params: PyTree) -> PyTree:
+        """Within a step, parameters as a model reads them: gathered, where a strategy splits them.
+
+        The state's own, all of them. XLA may otherwise move activations instead, which is less for
+        small batches, and more for large ones.
+        """
+        self._started()
+        assert self._layout is not None
+        return self._layout.whole(params)
+
     def compile(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Any other function of arrays, compiled; each process gets all of its result."""
-        jitted = jax.jit(function, out_shardings=self.placement.everywhere)
+
+        def reduced(*args: PyTree) -> PyTree:
+            found = function(*args)
+            leaves = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, PerReplica))
+            if any(isinstance(leaf, PerReplica) for leaf in leaves):
+                raise UserError(
+                    "what compile() makes gives each process all of its result: reduce a value "
+                    "for each replica within, or take jax.jit, which leaves it where it is"
+                )
+            return found
+
+        jitted = jax.jit(reduced, out_shardings=self.placement.everywhere)
 
         def call(*args: PyTree) -> PyTree:
             with under(self.placement):
@@ -341,6 +402,7 @@ class Loop:
         assert self._late is not None
         if self.step >= run.total:
             raise UserError(f"all {run.total} steps of the run are made: take them from batches()")
+        _check_there(state, self.step)
         self.step += 1
         self._state = state
         self._late.add(self.step, output)
@@ -352,31 +414,36 @@ class Loop:
     def evaluated(self, found: Mapping[str, Any], split: str = "eval") -> None:
         """Write the metrics of an evaluation after the step just recorded; `split`: eval, test.
 
-        Those of eval say how good the checkpoint of this step is.
+        All processes call it alike. Told before the next batch is taken, those of eval say how
+        good this step's checkpoint is. Raises `NonFiniteError` for a loss that is no number.
         """
         run = self._started()
         assert self._late is not None
         if split not in (Split.EVAL, Split.TEST):
             raise UserError(f"there is no split {split!r}.{did_you_mean(split, ['eval', 'test'])}")
+        check_names(found, "the metric")
         self._late.catch_up()
         told = loss_first({name: float(value) for name, value in found.items()})
+        if not math.isfinite(told.get("loss", 0.0)):
+            raise NonFiniteError(f"step {self.step}: the {split} loss is {told['loss']}")
+        best = self.config.best_metric
+        if split == Split.EVAL and best != "loss" and best not in told:
+            raise UserError(
+                f"best_metric is {best!r}, which this evaluation does not give."
+                + did_you_mean(best, told)
+            )
         if not run.journal.recall(Split(split), self.step):
             run.journal.evaluated(Split(split), self.step, told)
         if split == Split.EVAL:
-            best = self.config.best_metric
-            if best != "loss" and best not in told:
-                raise UserError(
-                    f"best_metric is {best!r}, which this evaluation does not give."
-                    + did_you_mean(best, told)
-                )
-            self._seen = told
+            self._seen = self.step, told
 
     def stop(self) -> None:
-        """End the run with the step just recorded, as if it were the last.
+        """End the run with the step just recorded, as its last one.
 
-        All processes have to call it alike. The same command then finds the run finished, unless
-        it asks for more steps.
+        All processes call it alike. The same command then finds the run finished, unless it asks
+        for more steps.
         """
+        self._started().total = self.step
         self._stop = True
 
     def _do_what_is_due(self) -> None:
@@ -385,11 +452,9 @@ class Loop:
         if self._done == self.step:
             return
         self._done = self.step
-        if self._stop:
-            run.total = self.step
         # From here on, what one process decides all have to: see `processes`.
         save, preempted = run.save_due(self.step), run.signals.asked()
-        if not (self._seen or save or preempted or self.step == run.total):
+        if not (self._metrics() or save or preempted or self.step == run.total):
             return
         self._late.catch_up()
         if save or preempted:
@@ -397,19 +462,35 @@ class Loop:
         if preempted:
             run.await_save()  # what is told to be saved is saved
             run.signals.stop_if_received()
-        self._seen = None
         run.journal.train_goes_on(self.step)
 
     def _save(self, run: Session) -> None:
         assert self._late is not None and self._state is not None
+        _check_there(self._state, self.step)
         self._late.catch_up()
-        run.save(self._state, self.step, self._seen, stopped=self._stop)
+        run.save(self._state, self.step, self._metrics(), stopped=self._stop)
         self._saved = self.step
 
+    def _metrics(self) -> dict[str, float] | None:
+        """What an evaluation of the step just recorded has found."""
+        step, found = self._seen or (None, None)
+        return found if step == self.step else None
+
     def _started(self) -> Session:
+        if self._over:
+            raise UserError("the loop is over: it ends with its `with`")
         if self._run is None:
             raise UserError("the loop has not begun: call start(init) first")
         return self._run
+
+
+def _check_there(state: TrainState, step: int) -> None:
+    """The arrays of a state that a step has been made from are the next state's."""
+    if state.step.is_deleted():
+        raise UserError(
+            f"the state after step {step} is gone: the compiled step has taken its memory for the "
+            "next one. record(state, output) gets what the step returned, before anything else"
+        )
 
 
 _PURPOSES = (Purpose.INIT, Purpose.STEP)
@@ -461,10 +542,9 @@ def _told(leaf: Any) -> str:
 def _scalars(told: Any) -> dict[str, jax.Array]:
     if not isinstance(told, Mapping) or not told:
         raise UserError(f"the step's metrics are {told!r}: they must be scalars by name")
+    check_names(told, "the step's metric")
     found = {}
     for name, value in told.items():
-        if isinstance(value, metrics.Sums):
-            value = metrics.mean(value)
         if isinstance(value, PerReplica) or jnp.shape(value):
             raise UserError(
                 f"the step's metric {name!r} is {value!r}: reduce it to one number, by "

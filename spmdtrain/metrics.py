@@ -1,6 +1,6 @@
 """The weighted-sum contract: objectives give per-example values, the mean is taken here."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -42,13 +42,18 @@ def weighted_sums(
             f"the objective returned {got}: it must return a dictionary of per-example values "
             'with "loss" among them'
         )
-    for name in ("step", "split"):
-        if name in outputs:
-            raise UserError(f"the objective's {name!r} is a word of the metrics file: rename it")
+    check_names(outputs, "the objective's")
     return {
         name: _sums(f"the objective's {name!r}", value, batch_size, mask)
         for name, value in outputs.items()
     }
+
+
+def check_names(names: Iterable[str], whose: str) -> None:
+    """Refuse names of metrics that mean something else in the metrics file."""
+    for name in ("step", "split"):
+        if name in names:
+            raise UserError(f"{whose} {name!r} is a word of the metrics file: rename it")
 
 
 def weighted_mean(
@@ -60,8 +65,10 @@ def weighted_mean(
     what has weight 0 does not count, be it NaN. Raises `UserError` for other shapes.
     """
     values = jnp.asarray(values)
+    if values.ndim == 0:
+        raise UserError("weighted_mean is of the values of a batch, and is given a single number")
     given = values if weights is None else Weighted(values, weights)
-    size = values.shape[0] if values.ndim else 0
+    size = values.shape[0]
     return mean(_sums("what weighted_mean is given", given, size, None))
 
 

@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdtrain.errors import UserError
 from spmdtrain.mesh import BATCH_AXES
 from spmdtrain.placement import Placement, current_strategy, under
 from spmdtrain.sharding import named_leaves
-from spmdtrain.strategies import DEFAULT
+from spmdtrain.strategies import AXES, DEFAULT
 
 PyTree = Any
 
@@ -26,40 +26,46 @@ class PerReplica:
     """A value for each replica, made by `per_replica`; to be reduced before it is used.
 
     Anything else done with it, arithmetic or a call of `jnp`, raises `TypeError`. It may leave a
-    jitted function as it is.
+    jitted function as it is, as a pytree: `jax.tree` functions see the arrays of all replicas.
     """
 
-    def __init__(self, stacked: PyTree) -> None:
+    def __init__(self, stacked: PyTree, examples: int) -> None:
         self._stacked = stacked  # arrays of leading dim R, in the order of the batch's parts
+        self._examples = examples  # that each replica has seen
 
     def sum(self) -> PyTree:
         """The sum over the replicas: global arrays of the shape that each replica gave."""
         return jax.tree.map(lambda x: x.sum(0), self._stacked)
 
     def mean(self, weights: jax.typing.ArrayLike | None = None) -> PyTree:
-        """The mean over all examples: of arrays (b, ...) a replica, arrays of shape (...).
+        """The mean over all examples, in f32: of arrays (b, ...) a replica, arrays of shape (...).
 
         `weights`: (B,), of the global batch's examples; 0 where nothing counts. Raises `UserError`
-        for values that have no dim of examples: how many went into them is not known.
+        for values that have no dim of the replica's b examples: `stack().mean(0)` is the mean over
+        the replicas, of a gradient, say.
         """
-        return jax.tree.map(lambda x: _mean_over_examples(x, weights), self.gather())
+        return jax.tree.map(lambda x: _mean_over_examples(x, weights), self._by_example())
 
     def gather(self) -> PyTree:
         """The values of all examples, in the batch's order: of (b, ...) a replica, (B, ...).
 
         Raises `UserError` for values that have no dim of examples: those `stack` brings together.
         """
+        return _everywhere(self._by_example())
+
+    def _by_example(self) -> PyTree:
         for name, x in named_leaves(self._stacked).items():
-            if x.ndim < 2:
+            if x.shape[1:2] != (self._examples,):
                 raise UserError(
-                    f"each replica's {name or 'value'} is a single number, without a dim of "
-                    "examples: return values by example, or sum() or stack() what there is"
+                    f"each replica's {name or 'value'} has shape {x.shape[1:]}, without a leading "
+                    f"dim of its {self._examples} examples: return values by example, or reduce "
+                    "what there is by sum() or stack()"
                 )
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), self._stacked)
 
     def stack(self) -> PyTree:
         """Each replica's value: global arrays with a new leading dim of R."""
-        return self._stacked
+        return _everywhere(self._stacked)
 
     def local(self) -> list[PyTree]:
         """The values of the replicas on this process's devices, as NumPy arrays.
@@ -71,14 +77,14 @@ class PerReplica:
         leaves, treedef = found
         return [treedef.unflatten(one) for one in zip(*leaves, strict=True)]
 
-    def tree_flatten(self) -> tuple[tuple[PyTree], None]:
+    def tree_flatten(self) -> tuple[tuple[PyTree], int]:
         """For JAX: what crosses the border of a jitted function."""
-        return (self._stacked,), None
+        return (self._stacked,), self._examples
 
     @classmethod
-    def tree_unflatten(cls, _: None, children: tuple[PyTree]) -> "PerReplica":
+    def tree_unflatten(cls, examples: int, children: tuple[PyTree]) -> "PerReplica":
         """For JAX: the way back."""
-        return cls(*children)
+        return cls(*children, examples)
 
     def __repr__(self) -> str:
         return f"PerReplica({jax.tree.map(jnp.shape, self._stacked)})"
@@ -105,10 +111,10 @@ def per_replica(function: Callable[..., PyTree], batch: PyTree, *whole: PyTree) 
     """`function(examples, *whole)` on each replica, of its own part of the batch.
 
     `batch`: global arrays of leading dim B. `whole`: what every replica gets in full, parameters,
-    say. Gradients that `function` takes are those of its own examples. Within it there is no mesh:
-    collectives over the axes of the batch aside, replicas do not see each other. Of a replica that
-    is several devices (tensor parallel), each computes the whole of it. Raises `UserError` where B
-    does not divide.
+    say. Gradients that `function` takes are those of its own examples. Within it replicas meet
+    only in collectives over `BATCH_AXES` (a gradient *through* `psum` is that of all replicas'
+    sums), and `current_strategy()` is the default one. Of a replica that is several devices
+    (tensor parallel), each computes the whole of it. Raises `UserError` where B does not divide.
     """
     placement = current_strategy()
     sizes = {name: jnp.shape(x)[:1] for name, x in named_leaves(batch).items()}
@@ -119,37 +125,55 @@ def per_replica(function: Callable[..., PyTree], batch: PyTree, *whole: PyTree) 
                 f"per_replica: the batch's {name or 'array'} has {size[0] if size else 'no'} "
                 f"examples, which do not divide over {replicas} replicas"
             )
+    if len(set(sizes.values())) != 1:
+        raise UserError(f"per_replica: the batch's arrays differ in their examples: {sizes}")
 
     def local(examples: PyTree, *whole: PyTree) -> PyTree:
         with under(Placement(DEFAULT, None)):
             found = function(examples, *whole)
         return jax.tree.map(lambda x: jnp.asarray(x)[None], found)
 
-    if placement.mesh is None:
-        return PerReplica(local(batch, *whole))
     split, everywhere = PartitionSpec(BATCH_AXES), PartitionSpec()
     # Unchecked: what a replica computes is its own, whatever it is.
     program = jax.shard_map(
         local,
-        mesh=placement.mesh,
+        mesh=placement.mesh or _mesh_of_one(placement),
         in_specs=(split, *[everywhere] * len(whole)),
         out_specs=split,
         check_vma=False,
     )
-    return PerReplica(program(batch, *whole))
+    examples = next(iter(sizes.values()))[0]
+    return PerReplica(program(batch, *whole), examples // replicas)
+
+
+def _mesh_of_one(placement: Placement) -> Mesh:
+    """Without a mesh, too, the axes have names, so that the same function runs."""
+    return Mesh(np.array(placement.devices).reshape([1] * len(AXES)), AXES)
+
+
+def _everywhere(tree: PyTree) -> PyTree:
+    """Arrays that are split over processes made whole in each; others are left to XLA."""
+
+    def whole(x: jax.Array) -> jax.Array:
+        if isinstance(x, jax.core.Tracer) or x.is_fully_addressable:
+            return x
+        assert isinstance(x.sharding, NamedSharding)
+        places = NamedSharding(x.sharding.mesh, PartitionSpec())
+        found: jax.Array = jax.jit(lambda x: x, out_shardings=places)(x)
+        return found
+
+    return jax.tree.map(whole, tree)
 
 
 def _mean_over_examples(x: jax.Array, weights: jax.typing.ArrayLike | None) -> jax.Array:
-    if weights is None:
-        return x.mean(0)
-    weights = jnp.asarray(weights, jnp.float32)
+    weights = jnp.asarray(jnp.ones(x.shape[0]) if weights is None else weights, jnp.float32)
     if weights.shape != x.shape[:1]:
         raise UserError(
             f"mean: weights of shape {weights.shape} for {x.shape[0]} examples: one for each"
         )
     weights = weights.reshape(-1, *[1] * (x.ndim - 1))
     total = weights.sum()
-    counted = jnp.where(weights == 0, 0.0, x).astype(jnp.float32) * weights
+    counted = jnp.where(weights == 0, 0.0, x.astype(jnp.float32)) * weights
     return jnp.where(total == 0, 0.0, counted.sum(0) / jnp.where(total == 0, 1, total))
 
 

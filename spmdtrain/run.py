@@ -182,14 +182,17 @@ def execute(command: Command) -> int:
         raise UserError("--workdir must be given with several processes: a folder that all can see")
     # Resolved before build: it is to see the batch size and the learning rate that will be used.
     config = resolve_on_devices(config)
+    terminal = Terminal(quiet=not processes.is_chief())
+    if spec.has_ps:
+        terminal.line("TF_CONFIG lists ps tasks: not used, the training is synchronous")
     if experiment_file.has_own_loop and options.mode == "train" and not options.show_sharding:
-        with Loop(config) as loop:
+        with Loop(config, terminal=terminal) as loop:
             experiment_file.module.train(config, loop)
+            if not loop.has_begun:
+                raise UserError(f"{experiment_file.path}: train(config, loop) never calls start()")
         return ExitCode.DONE
     experiment = experiment_file.build(config)
-    trainer = Trainer.of(experiment, config)
-    if spec.has_ps:
-        trainer.terminal.line("TF_CONFIG lists ps tasks: not used, the training is synchronous")
+    trainer = Trainer.of(experiment, config, terminal=terminal)
     if options.show_sharding:
         sharding_table.show(trainer.terminal, trainer.sharding_table())
     if options.mode == "train":

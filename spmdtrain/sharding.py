@@ -76,14 +76,15 @@ def owner_of(name: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | 
 
     `opt_state/0/mu/blocks/q` belongs to `params/blocks/q`, and of several optimizers
     `opt_state/actor/0/mu/q` to `params/actor/q`; what is no part of the parameters, the optimizer's
-    state or the average belongs to none. Of several, that of the leaf's shape.
+    state or the average belongs to none. Of several, that of the leaf's shape, then the longest.
     """
     root, *parts = name.split("/")
     if root not in ("params", *STATE):
         return None
     tails = [parts[start:] for start in range(len(parts) + 1)]
-    tails += [parts[:1] + tail for tail in tails]
-    names = ["/".join(["params", *tail]) for tail in tails]
+    if not "".join(parts[:1]).isdecimal():  # a number is a place in a chain of optimizers
+        tails += [parts[:1] + tail for tail in tails]
+    names = ["/".join(["params", *tail]) for tail in sorted(tails, key=len, reverse=True)]
     found = [name for name in names if name in parameters]
     of_its_shape = [name for name in found if parameters[name] == shape]
     return next(iter(of_its_shape + found), None)

@@ -57,6 +57,7 @@ class StepOutput:
 
     metrics: dict[str, jax.Array]  # f32 scalars: weighted means over the global batch
     finite: jax.Array  # bool (4,): whether each of `HEALTH` is, of this loss and the updated state
+    number: jax.Array | None = None  # int32: which step it is, where that is to be checked
 
 
 class Steps:

@@ -348,7 +348,9 @@ class Trainer:
     def _make_up(self, run: Session, step: int) -> None:
         """Make the evaluation that a signal to stop cut off before this start."""
         told = run.config.workdir is None or run.journal.recall(Split.EVAL, step)
-        if step and run.evaluation_due(step, saved=run.saves_by_count(step)) and not told:
+        # A save by the clock may have been due there.
+        saved = run.saves_by_count(step) or run.config.checkpoint_every_seconds is not None
+        if step and run.evaluation_due(step, saved=saved) and not told:
             self._seen(run, step)
 
     def _seen(self, run: Session, step: int) -> Metrics:

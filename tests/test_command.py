@@ -347,6 +347,7 @@ def test_eager_steps_give_the_same_losses(
     np.testing.assert_allclose(eager, jitted, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_newest_and_the_best_checkpoints_are_kept_also_by_a_run_that_goes_on(
     tmp_path: Path,
 ) -> None:

@@ -754,6 +754,7 @@ def evaluator(
     )
 
 
+@pytest.mark.slow
 def test_beside_a_training_that_keeps_but_one_checkpoint(tmp_path: Path) -> None:
     config, workdir = small_experiment(tmp_path), tmp_path / "run"
     options = ("--steps", 40, "--checkpoint-every-steps", 1, "--eval-every-steps", 1)

@@ -154,6 +154,7 @@ class Dropped(nnx.Module):
         return self.dropout(x @ self.each[...])
 
 
+@pytest.mark.slow
 def test_dropout_draws_for_each_microbatch_the_same_on_any_devices() -> None:
     def objective(model: Any, x: jax.Array) -> dict[str, jax.Array]:
         return {"loss": model(x)}
@@ -548,15 +549,14 @@ FREEZING = ("layers/0", "layers/1/kernel$")
 FROZEN = {"layers/0/kernel", "layers/0/bias", "layers/1/kernel"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, marks=pytest.mark.slow),
+        {},
         {"microbatches": 4},
-        pytest.param({"mesh": on(1)}, marks=pytest.mark.slow),
-        pytest.param(
-            {"strategy": "zero", "sharding": ShardingOptions(min_size=1)}, marks=pytest.mark.slow
-        ),
+        {"mesh": on(1)},
+        {"strategy": "zero", "sharding": ShardingOptions(min_size=1)},
         {"strategy": "fully_sharded", "sharding": ShardingOptions(min_size=1)},
         {"collectives": BY_HAND, "microbatches": 2},
         {"compute_dtype": "bfloat16", "remat": "full"},

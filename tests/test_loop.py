@@ -15,6 +15,7 @@ from helpers import metrics, saved_steps, small_experiment, status
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain import (
+    Collectives,
     FunctionModel,
     Loop,
     MeshSpec,
@@ -31,6 +32,7 @@ from spmdtrain import (
     weighted_mean,
 )
 from spmdtrain.run import main
+from spmdtrain.sharding import owner_of
 from spmdtrain.terminal import Terminal
 
 RNG = np.random.default_rng(0)
@@ -109,14 +111,13 @@ SMALL = {"sharding": ShardingOptions(min_size=8)}
 @pytest.mark.parametrize(
     "options",
     [
-        {"strategy": "default"},
-        {"strategy": "one_device"},
-        {"strategy": "zero", **SMALL},
-        {"strategy": "fully_sharded", **SMALL},
-        {"strategy": "central_storage"},
-        {"strategy": "hybrid+fully_sharded", **SMALL},
+        pytest.param({"strategy": name, **SMALL}, id=name, marks=marks)
+        for names, marks in (
+            (("default", "fully_sharded"), []),
+            (("one_device", "zero", "central_storage", "hybrid+fully_sharded"), pytest.mark.slow),
+        )
+        for name in names
     ],
-    ids=lambda options: options["strategy"],
 )
 def test_every_strategy_gives_the_same_numbers(options: dict[str, Any]) -> None:
     expected, told = trained()
@@ -160,6 +161,54 @@ def test_the_optimizers_of_several_models_follow_their_models() -> None:
             assert state.opt_state[name][0].nu["w"].sharding.spec == spec
 
 
+def test_an_optimizers_leaf_belongs_to_the_parameter_of_the_longest_path() -> None:
+    shapes = {"params/actor/w": (4, 3), "params/w": (4, 3), "params/0/w": (3,), "params/1/w": (2,)}
+    assert owner_of("opt_state/actor/0/mu/w", (4, 3), shapes) == "params/actor/w"
+    assert owner_of("opt_state/0/mu/w", (4, 3), shapes) == "params/w"
+    assert owner_of("opt_state/0/mu/1/w", (2,), shapes) == "params/1/w"
+    assert (
+        owner_of(
+            "opt_state/0/v_row/1/w", (3,), {n: s for n, s in shapes.items() if n != "params/w"}
+        )
+        == "params/1/w"
+    )
+
+
+def test_an_infinity_on_purpose_is_no_failure() -> None:
+    def masked(key: jax.Array) -> dict[str, Any]:
+        return init(key) | {"model_state": {"mask": jnp.array([0.0, -jnp.inf])}}
+
+    with loop() as own:
+        state = own.start(masked, train=(X, Y))
+        compiled = own.compile_step(step)
+        for batch in own.batches():
+            state, output = compiled(state, batch)
+            own.record(state, output)
+    assert own.step == STEPS
+
+
+def test_parameters_may_be_gathered_for_the_model() -> None:
+    """Then the examples stay where they are."""
+
+    def gathering(state: TrainState, batch: Any, key: jax.Array) -> tuple[TrainState, Any]:
+        def loss_of(params: Any) -> jax.Array:
+            return weighted_mean(losses(own.whole(params), batch))
+
+        loss, gradients = jax.value_and_grad(loss_of)(state.params)
+        updates, opt_state = OPTIMIZER.update(gradients, state.opt_state)
+        params = optax.apply_updates(state.params, updates)
+        return replace(state, params=params, opt_state=opt_state), {"loss": loss}
+
+    _, told = trained()
+    with loop(strategy="fully_sharded", **SMALL) as own:
+        state = own.start(init, train=(X, Y))
+        compiled = own.compile_step(gathering)
+        for batch, one in zip(own.batches(), told, strict=True):
+            state, output = compiled(state, batch)
+            own.record(state, output)
+            np.testing.assert_allclose(output.metrics["loss"], one["loss"], rtol=1e-5)
+
+
 def test_the_state_rests_in_host_memory_and_other_functions_read_it() -> None:
     with loop(strategy="central_storage") as own:
         state = own.start(init, train=(X, Y))
@@ -191,8 +240,83 @@ def test_it_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path: Path) -> No
 def test_a_loop_that_is_left_early_has_saved_and_goes_on_from_there(tmp_path: Path) -> None:
     _, told = trained(workdir=str(tmp_path), stop_before=7)
     assert len(told) == 7 and saved_steps(tmp_path) == [7]
-    assert status(tmp_path)["step"] == 7
+    left = {"status": "preempted", "step": 7, "reason": "the loop was left after 7 of 12 steps"}
+    assert status(tmp_path) | left == status(tmp_path)
     assert len(trained(workdir=str(tmp_path))[1]) == STEPS - 7
+    assert status(tmp_path)["status"] == "finished"
+
+
+@pytest.mark.parametrize("how", ["epochs", "next"])
+def test_what_is_due_is_done_however_batches_are_taken(tmp_path: Path, how: str) -> None:
+    with loop(workdir=str(tmp_path), checkpoint_every_steps=5) as own:
+        state = own.start(init, train=(X, Y))
+        compiled = own.compile_step(step)
+        while own.step < own.total:
+            for batch in [next(own.batches())] if how == "next" else own.batches():
+                state, output = compiled(state, batch)
+                own.record(state, output)
+                if own.step == 5:
+                    own.evaluated({"loss": 123.0})
+                if own.step % 5 == 0:
+                    break
+    assert saved_steps(tmp_path) == [5, 10, 12]
+    manifests = [tmp_path / "checkpoints" / str(n) / "manifest.json" for n in (5, 10)]
+    found = [json.loads(path.read_text())["metrics"] for path in manifests]
+    assert found == [{"loss": 123.0}, None]  # an evaluation is of its own step alone
+
+
+def test_a_caught_error_leaves_no_sound_state(tmp_path: Path) -> None:
+    def spoiled(state: TrainState, batch: Any, key: jax.Array) -> tuple[TrainState, Any]:
+        after, told = step(state, batch, key)
+        bad = jnp.where(state.step == 3, jnp.nan, 0.0)
+        return replace(after, params=jax.tree.map(lambda x: x + bad, after.params)), told
+
+    with (
+        pytest.raises(NonFiniteError, match="step 4: params"),
+        loop(workdir=str(tmp_path), checkpoint_every_steps=4) as own,
+    ):
+        state = own.start(init, train=(X, Y))
+        compiled = own.compile_step(spoiled)
+        try:
+            for batch in own.batches():
+                state, output = compiled(state, batch)
+                own.record(state, output)
+        except NonFiniteError:
+            pass
+    assert saved_steps(tmp_path) == [] and status(tmp_path)["status"] == "failed"
+
+
+def test_each_call_of_the_step_is_recorded_once_and_in_time(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UserError, match="step 1 is recorded with the output of step 2"),
+        loop() as own,
+    ):
+        state = own.start(init, train=(X, Y))
+        compiled = own.compile_step(step)
+        for batch in own.batches():
+            state, _ = compiled(state, batch)
+            state, output = compiled(state, batch)
+            own.record(state, output)
+    with pytest.raises(UserError, match="step 1 was recorded 2 times"), loop() as own:
+        state = own.start(init, train=(X, Y))
+        compiled = own.compile_step(step)
+        for batch in own.batches():
+            state, output = compiled(state, batch)
+            own.record(state, output)
+            own.record(state, output)
+    words = "the state after step 1 is gone"
+    with pytest.raises(UserError, match=words), loop(workdir=str(tmp_path)) as own:
+        state = own.start(init, train=(X, Y))
+        compiled = own.compile_step(step)
+        for batch in own.batches():
+            state, output = compiled(state, batch)
+            if own.step == 1:
+                break
+            own.record(state, output)
+    with pytest.raises(UserError, match="the state after step 0 is gone"), loop() as own:
+        begun = own.start(init, train=(X, Y))
+        _, output = own.compile_step(step)(begun, next(own.batches()))
+        own.record(begun, output)
 
 
 def test_a_loop_that_is_stopped_is_finished(tmp_path: Path) -> None:
@@ -206,6 +330,7 @@ def test_a_loop_that_is_stopped_is_finished(tmp_path: Path) -> None:
                 made += 1
                 if own.step == 7:
                     own.stop()
+                    assert own.evaluation_due()
             return made
 
     assert stopped() == 7 and saved_steps(tmp_path) == [7]
@@ -358,6 +483,8 @@ def test_values_of_each_replica_within_a_step() -> None:
         ({"evaluated_by": "evaluator"}, "evaluated_by is"),
         ({"stepss": 3}, "Loop has no option 'stepss'. Did you mean 'steps'"),
         ({"global_batch_size": 12}, "12"),
+        ({"collectives": Collectives(bytes_per_pack=4)}, "XLA has no threshold on CPU"),
+        ({"collectives": Collectives(reduction="all_reduce")}, "per_replica"),
     ],
 )
 def test_options_that_a_loop_would_ignore_are_refused(options: dict[str, Any], words: str) -> None:
@@ -402,10 +529,14 @@ def wrong_step(change: Any) -> Any:
             lambda s, m: (replace(s, model_state={"n": jnp.ones(2)}), m),
             r"made model_state/n of the state, nothing, into float32\[2\]",
         ),
+        (
+            lambda s, m: (s, {"step": m["loss"]}),
+            "the step's metric 'step' is a word of the metrics",
+        ),
         (lambda s, m: (s, m["loss"]), "metrics are .*: they must be scalars by name"),
         (lambda s, m: (s, {"loss": s.params["b"]}), r"metric 'loss' is .*reduce it to one number"),
         (
-            lambda s, m: (s, {"loss": PerReplica(s.params["b"])}),
+            lambda s, m: (s, {"loss": PerReplica(s.params["b"], 2)}),
             r"metric 'loss' is PerReplica\(\(8,\)\): reduce it",
         ),
     ],
@@ -431,9 +562,17 @@ def test_a_loop_says_how_it_is_used() -> None:
             own.evaluated({}, split="evaluation")
         with pytest.raises(UserError, match=r"of shape \(12, 16\): its leading dim does"):
             own.place(X[:12])
+        with pytest.raises(UserError, match="which do not fit int32"):
+            own.place(np.full(8, 2**40))
+        with pytest.raises(UserError, match="each process all of its result"):
+            own.compile(lambda y: per_replica(lambda y: y, y))(own.place(Y[:8]))
+        with pytest.raises(NonFiniteError, match="step 0: the test loss is nan"):
+            own.evaluated({"loss": np.nan}, split="test")
+        with pytest.raises(UserError, match="the metric 'split' is a word"):
+            own.evaluated({"split": 1.0})
         compiled, batches = own.compile_step(step), own.batches()
         state, output = compiled(state, next(batches))
-        with pytest.raises(UserError, match="step 1 is not recorded"):
+        with pytest.raises(UserError, match="step 1 was recorded 0 times"):
             next(batches)
         own.record(state, output)
         for batch in own.batches():
@@ -441,6 +580,8 @@ def test_a_loop_says_how_it_is_used() -> None:
             own.record(state, output)
         with pytest.raises(UserError, match="all 12 steps of the run are made"):
             own.record(state, output)
+    with pytest.raises(UserError, match="the loop is over"):
+        next(own.batches())
 
 
 # -- by the command --------------------------------------------------------------------------------
@@ -499,6 +640,21 @@ def test_what_a_loop_of_its_own_has_not_is_refused(
     assert "has a loop of its own, train(config, loop), which can only train" in (
         capsys.readouterr().err
     )
+
+
+def test_a_train_that_begins_nothing_is_told(
+    own_loop: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = own_loop.read_text()
+    own_loop.write_text(text[: text.index("def train")] + "def train(config, loop): pass\n")
+    assert main(["--config", str(own_loop)]) == 2
+    assert "train(config, loop) never calls start()" in capsys.readouterr().err
+
+
+def test_what_is_called_train_beside_a_build_may_be_something_else(tmp_path: Path) -> None:
+    path = small_experiment(tmp_path)
+    path.write_text(path.read_text() + "\ntrain, test = (1, 2), (3, 4)\n")
+    assert main(["--config", str(path), "--workdir", str(tmp_path / "run")]) == 0
 
 
 def test_a_file_has_one_of_the_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

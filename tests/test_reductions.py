@@ -119,6 +119,7 @@ def differences(reduction: Reduction) -> dict[str, float]:
     return {name: float(found[name].ravel()[0] / x.ravel()[0]) for name, x in expected().items()}
 
 
+@pytest.mark.slow
 def test_a_wrong_reduction_is_seen_in_the_numbers() -> None:
     mean = differences(lambda gradients, axes: jax.lax.pmean(gradients, axes))
     assert mean.pop("loss") == pytest.approx(1) and mean.pop("off") == pytest.approx(1)
@@ -218,6 +219,7 @@ def fit(**options: Any) -> None:
     trainer(**defaults | options).fit(PAIRS, steps=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -284,6 +286,7 @@ def test_small_gradients_do_not_vanish_in_float16() -> None:
     np.testing.assert_allclose(sent, exact, rtol=1e-2, atol=1e-3 * np.abs(exact).max())
 
 
+@pytest.mark.slow
 def test_a_reduction_that_leaves_devices_apart_is_refused() -> None:
     with pytest.raises(UserError, match=r"gradients of its own, of layers/0/bias for one"):
         fit(reduction=lambda gradients, axes: gradients)

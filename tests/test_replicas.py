@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdtrain import MeshSpec, PerReplica, RunConfig, UserError, per_replica, weighted_mean
+from spmdtrain import (
+    BATCH_AXES,
+    MeshSpec,
+    PerReplica,
+    RunConfig,
+    UserError,
+    per_replica,
+    weighted_mean,
+)
 from spmdtrain.placement import Placement, place, under
 from spmdtrain.reductions import all_reduce
 
@@ -64,7 +72,8 @@ def test_each_replica_computes_its_part_of_the_batch(
     for one, part in zip(local, parts, strict=True):
         assert isinstance(one["g"], np.ndarray)
         np.testing.assert_allclose(one["g"], part, rtol=2e-5, atol=1e-5)
-    values = PerReplica(found.stack()["of"])
+    with under(placed(strategy, **mesh)):
+        values = per_replica(squares, (X, Y), W)
     np.testing.assert_allclose(values.gather(), expected, rtol=2e-5)
     np.testing.assert_allclose(values.mean(), expected.mean(), rtol=2e-5)
     np.testing.assert_allclose(values.mean(Y), np.average(expected, weights=Y), rtol=1e-3)
@@ -75,10 +84,12 @@ def test_summed_by_hand_it_is_the_gradient_of_the_whole_batch() -> None:
     whole = jax.grad(lambda w: weighted_mean((X @ w - Y) ** 2))(W)
     with under(placed()):
         summed = jax.jit(lambda: per_replica(gradient, (X, Y), W).sum() / len(X))()
-        met = per_replica(lambda rows, w: all_reduce(gradient(rows, w), ("data",)), (X, Y), W)
     np.testing.assert_allclose(summed, whole, rtol=1e-5)
-    for one in met.local():
-        np.testing.assert_allclose(one / len(X), whole, rtol=1e-5)
+    for strategy in ("mirrored", "default", "hybrid"):
+        with under(placed(strategy)):
+            met = per_replica(lambda *of: all_reduce(gradient(*of), BATCH_AXES), (X, Y), W)
+        for one in met.local():
+            np.testing.assert_allclose(one / len(X), whole, rtol=1e-5)
 
 
 OPERATIONS: dict[str, Callable[[Any], Any]] = {
@@ -124,9 +135,15 @@ def test_what_has_no_dim_of_examples_has_no_mean() -> None:
     with under(placed()):
         total = per_replica(lambda y: {"total": y.sum()}, Y)
     for reduce in (total.mean, total.gather):
-        with pytest.raises(UserError, match="each replica's total is a single number"):
+        with pytest.raises(UserError, match=r"each replica's total has shape \(\), without"):
             reduce()
     np.testing.assert_allclose(total.stack()["total"], Y.reshape(8, 2).sum(1), rtol=1e-6)
+    with under(placed()):
+        slopes = per_replica(gradient, (X, Y), W)
+    words = r"value has shape \(3,\), without a leading dim of its 2 examples"
+    with pytest.raises(UserError, match=words):
+        slopes.mean()
+    np.testing.assert_allclose(slopes.stack().mean(0), slopes.sum() / 8, rtol=1e-5)
     with under(placed()), pytest.raises(UserError, match=r"of shape \(3,\) for 16 examples"):
         per_replica(lambda y: y, Y).mean(np.ones(3))
 
@@ -134,6 +151,8 @@ def test_what_has_no_dim_of_examples_has_no_mean() -> None:
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     with under(placed()), pytest.raises(UserError, match=r"y has 12 examples, .* over 8 replicas"):
         per_replica(lambda batch: batch, {"x": X, "y": Y[:12]})
+    with under(placed()), pytest.raises(UserError, match="arrays differ in their examples"):
+        per_replica(lambda batch: batch, {"x": X, "y": Y[:8]})
     with under(placed()), pytest.raises(UserError, match="array has no examples"):
         per_replica(lambda batch: batch, 3.0)
 
@@ -177,7 +196,7 @@ def test_the_weighted_mean_is_that_of_numpy(size: int, tokens: int, seed: int, o
 def test_a_weighted_mean_says_what_is_wrong() -> None:
     with pytest.raises(UserError, match=r"what weighted_mean is given has weights of shape \(3,\)"):
         weighted_mean(X, W)
-    with pytest.raises(UserError, match="a value for each of the 0 examples"):
+    with pytest.raises(UserError, match="is given a single number"):
         weighted_mean(jnp.float32(3))
 
 

@@ -86,6 +86,7 @@ def test_the_order_of_earlier_tokens_counts(positions: str) -> None:
         np.testing.assert_allclose(last[0], last[1], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_loop_computes_what_the_unrolled_layers_do() -> None:
     loop, unrolled, tokens = small(unroll=False), small(), some_tokens()
     np.testing.assert_allclose(
@@ -108,6 +109,7 @@ def test_every_parameter_of_every_layer_takes_part() -> None:
         assert all(np.abs(part).max() > 0 for part in parts), name
 
 
+@pytest.mark.slow
 def test_rows_without_a_token_count_nothing() -> None:
     padded, tokens = small(), some_tokens(length=17)
     exact = small(rows=SMALL.vocabulary)
