@@ -5,6 +5,8 @@ PYTHON ?= python3
 
 VENV = .venv
 RUN = $(VENV)/bin/python -m
+# Two workers that take whole files, in the order of tests/conftest.py.
+SHARED = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # Written last: where it is missing, a set-up was interrupted, and the next begins anew.
 READY = $(VENV)/.ready
 
@@ -18,10 +20,10 @@ train: $(READY) ## train the default experiment; ARGS are its options
 	$(RUN) spmdtrain.run --config experiments/digits_mlp.py $(ARGS)
 
 test: lint ## lint, types and tests
-	$(RUN) pytest --numprocesses 2 --dist loadfile -m 'not slow and not drill'
+	$(RUN) pytest $(SHARED) -m 'not slow and not drill'
 
 drill: $(READY) ## longer matrices, and what happens when processes fail
-	$(RUN) pytest --numprocesses 2 --dist loadfile -m 'slow and not drill'
+	$(RUN) pytest $(SHARED) -m 'slow and not drill'
 	$(RUN) pytest -m drill
 
 lint: $(READY) ## check style, format and types

@@ -13,6 +13,19 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 DATA = Path(os.environ.get("SPMDTRAIN_DATA", REPOSITORY.parent / "shared" / "data"))
 
+# Workers take whole files: the long ones first, or the last of them keeps one worker alone.
+LONG = (
+    *("shakespeare_strategies", "flowers", "strategy_matrix", "gradients", "reductions"),
+    *("resume", "same_numbers", "command", "keras", "faults", "shakespeare", "transformer"),
+    *("restore", "remote", "launch", "retention", "loop", "gan", "processes", "docs"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of long files first, in each file in their order."""
+    places = {f"test_{name}": place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
+
 
 @pytest.fixture(autouse=True, scope="session")
 def eight_devices() -> None:
