@@ -15,11 +15,8 @@ from spmdtrain.errors import UserError
 # TensorStore raises ValueErrors that begin with a status code and end with bracketed details.
 _STATUS = re.compile(r"([A-Z][A-Z_]+): (.*)", re.DOTALL)
 _DETAILS = re.compile(r" \[[a-z_]+=")
-_LATE = (
-    "Event loop is closed",
-    "Encountered error while reading array index",
-    "coroutine 'Store._get_array_metadatas' was never awaited",
-)
+_LATE = ("Event loop is closed", "Encountered error while reading array index", "coroutine '")
+_NEVER_AWAITED = r"coroutine '\S+' was never awaited"
 # Codes that speak of what is stored. All others say only that it cannot be got at now.
 _DAMAGE = {
     *("DATA_LOSS", "NOT_FOUND", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "OUT_OF_RANGE"),
@@ -153,4 +150,4 @@ def hush_late_answers() -> None:
 
     sys.unraisablehook = show_others
     logging.getLogger("asyncio").addFilter(is_other)
-    warnings.filterwarnings("ignore", _LATE[-1], RuntimeWarning)
+    warnings.filterwarnings("ignore", _NEVER_AWAITED, RuntimeWarning)

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +44,7 @@ from spmdtrain.manifest import Damaged, Manifest
 from spmdtrain.models import MLP
 from spmdtrain.restore import load_state
 from spmdtrain.step import TrainState
-from spmdtrain.storage import is_damage
+from spmdtrain.storage import hush_late_answers, is_damage
 
 FLIPS = 200
 KILLS = 20
@@ -573,6 +574,22 @@ def test_a_lost_folder_ends_the_run(tmp_path: Path) -> None:
     assert "Traceback" not in rest
     assert status(workdir)["status"] == "failed"
     assert len(saved_steps_of(tmp_path / "elsewhere")) >= 3
+
+
+def test_after_a_failure_what_orbax_leaves_unawaited_is_not_told() -> None:
+    """Which of its coroutines that are differs from run to run."""
+
+    def save_many() -> Any:
+        async def write_fragment() -> None: ...
+
+        return write_fragment()
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        hush_late_answers.__wrapped__()
+        save_many()  # gone at once, and nobody waited for it
+        warnings.warn("others are heard", RuntimeWarning, stacklevel=1)
+    assert [str(warning.message) for warning in told] == ["others are heard"]
 
 
 @pytest.mark.drill
