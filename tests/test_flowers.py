@@ -207,6 +207,7 @@ def steps(pictures: Path) -> dict[int, Step]:
         return {devices: step_on(devices, experiment, config) for devices in (1, 2, 8)}
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_are_equal_on_1_2_and_8_devices(steps: dict[int, Step]) -> None:
     moved = [name for name, gradient in steps[1].gradients.items() if np.abs(gradient).max() > 1e-4]
     assert len(moved) > 0.7 * len(steps[1].gradients)
@@ -214,6 +215,7 @@ def test_loss_and_gradients_are_equal_on_1_2_and_8_devices(steps: dict[int, Step
         assert_same(steps[devices], steps[1], f"on {devices} devices")
 
 
+@pytest.mark.slow
 def test_batch_statistics_are_those_of_the_global_batch(
     steps: dict[int, Step], pictures: Path, shallow: None
 ) -> None:

@@ -227,6 +227,7 @@ def kill(workdir: Path) -> Path:
     return workdir
 
 
+@pytest.mark.slow
 def test_a_run_stopped_or_killed_ends_as_if_nothing_had_been(
     uninterrupted: Path, tmp_path: Path
 ) -> None:

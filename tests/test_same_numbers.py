@@ -93,7 +93,7 @@ def first_batch(trainer: Trainer, experiment: Experiment, config: RunConfig, ste
 @pytest.fixture(params=["digits", pytest.param("mnist", marks=pytest.mark.slow), "linear"])
 def shipped(request: pytest.FixtureRequest) -> tuple[Experiment, RunConfig]:
     if request.param == "digits":
-        return build(DIGITS, epochs=None, steps=300)
+        return build(DIGITS, epochs=None, steps=120)
     if request.param == "mnist":
         data_dir = str(request.getfixturevalue("mnist"))
         return build(MNIST, data_dir=data_dir, epochs=None, steps=200)
