@@ -18,15 +18,12 @@ import optax
 from jax.sharding import PartitionSpec
 from mnist_mlp import load_mnist
 
-from spmdtrain import Experiment, Rule, RunConfig, UserError
-from spmdtrain.keras_model import KerasModel
+from spmdtrain import Experiment, Rule, RunConfig
+from spmdtrain.keras_model import KerasModel, import_keras
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
 
-try:
-    import keras
-except ImportError:
-    raise UserError("Keras is missing: pip install 'spmdtrain[keras]'") from None
+keras = import_keras()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,8 +86,10 @@ class Journal:
         if self.files:
             self.files.write_status(Status.RUNNING, step)
 
-    def end(self, status: Status, step: int, reason: str | None = None) -> None:
-        """What has become of the run; `step` is the last one that was saved."""
+    def end(
+        self, status: Status, step: int, reason: str | None = None, *, saved: bool = True
+    ) -> None:
+        """What has become of the run; `step` is the last one, which may have been `saved`."""
         if self.files:
             try:
                 self.files.write_status(status, step, reason)
@@ -96,9 +98,10 @@ class Journal:
                     raise
                 self.terminal.line(str(error))  # and on with what ended the run
         if status is Status.PREEMPTED:
-            saved = f"saved step {step:,}; start again to go on from there"
-            where = self.config.workdir
-            self.terminal.line(f"{reason}: {saved if where else 'nothing saved, as no workdir'}")
+            done = f"saved step {step:,}; start again to go on from there"
+            if not (self.config.workdir and saved):
+                done = "nothing saved" + (", as no workdir" if not self.config.workdir else "")
+            self.terminal.line(f"{reason}: {done}")
         if status is Status.FINISHED:
             where = f"; files in {self.config.workdir}" if self.files else ""
             self.terminal.line(f"finished at step {step:,}{where}")

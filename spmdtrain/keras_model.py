@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmdtrain import processes
 from spmdtrain.adapters import Function, Mode, Variables
 from spmdtrain.errors import UserError
+from spmdtrain.storage import one_line
 
 PyTree = Any
 
@@ -30,7 +31,7 @@ class KerasModel:
     """
 
     def __init__(self, model: Any, *inputs: PyTree, **kwargs: Any) -> None:
-        keras = _keras()
+        keras = import_keras()
         if not isinstance(model, keras.Model):
             raise UserError(f"KerasModel takes a keras.Model, and this is a {type(model).__name__}")
         if not model.built:
@@ -151,12 +152,17 @@ class BoundKeras:
 # -- what is refused -------------------------------------------------------------------------------
 
 
-def _keras() -> Any:
-    """Keras, which has to run on JAX and leave the devices to us."""
+def import_keras() -> Any:
+    """Keras, on its JAX backend. Raises `UserError` where it is missing, or on another one."""
     try:
         keras: Any = importlib.import_module("keras")
-    except ImportError:
-        raise UserError("Keras is missing: pip install 'spmdtrain[keras]'") from None
+    except ImportError as error:
+        if error.name == "keras":
+            raise UserError("Keras is missing: pip install 'spmdtrain[keras]'") from None
+        raise UserError(  # of a backend that is not installed, most often
+            f"Keras cannot be imported ({one_line(error)}): set KERAS_BACKEND=jax in the "
+            "environment"
+        ) from error
     if (backend := keras.backend.backend()) != "jax":
         raise UserError(
             f"Keras runs on its {backend} backend: set KERAS_BACKEND=jax in the environment, "

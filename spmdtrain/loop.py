@@ -28,10 +28,18 @@ from spmdtrain.data import (
 )
 from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
 from spmdtrain.late import LateReader
-from spmdtrain.metrics import check_names, loss_first
+from spmdtrain.loop_checks import (
+    Init,
+    Step,
+    beginning,
+    check_state,
+    numbers,
+    scalars,
+    state_and_metrics,
+)
 from spmdtrain.phases import Phase, within
 from spmdtrain.placement import place, prepare, under
-from spmdtrain.replicas import PerReplica
+from spmdtrain.replicas import NotReducedError, replicas_in
 from spmdtrain.session import Session
 from spmdtrain.sharding import Layout, Rule, check_placed, named_leaves
 from spmdtrain.step import StepOutput, TrainState, stays_finite
@@ -39,13 +47,6 @@ from spmdtrain.terminal import Terminal
 from spmdtrain.writers import Split, Status
 
 PyTree = Any
-Init = Callable[[jax.Array], Mapping[str, PyTree]]
-"""key -> the state's parts by name: `params`, and what there is of the others (see `PARTS`)."""
-Step = Callable[[TrainState, PyTree, jax.Array], tuple[TrainState, Mapping[str, Any]]]
-"""(state, batch, key) -> the state after it, and metrics: scalars by name."""
-
-PARTS = ("params", "opt_state", "averaged", "model_state")
-
 # What the Trainer's own step does, and a step of one's own has to do by itself.
 _OF_THE_TRAINER: Mapping[str, Any] = {
     "microbatches": 1,
@@ -115,10 +116,14 @@ class Loop:
         self._augment: Augment | None = None
         self._state: TrainState | None = None
         self._late: LateReader | None = None
-        # The step that this start goes on from; that up to which what was due is done; that saved.
-        self._first = self._done = self._saved = 0
+        # The step that this start goes on from; that up to which what was due is done.
+        self._first = self._done = 0
+        self._saved: int | None = None  # the newest that there is a checkpoint of
         self._stop = self._over = False
         self._seen: tuple[int, dict[str, float]] | None = None  # an evaluation, and of which step
+        self._evaluated: set[tuple[str, int]] = set()  # splits and steps, in this start
+        self.left_early = False
+        """Whether the loop was left, by `break` say, before its last step and without `stop()`."""
         self._bar = contextlib.ExitStack()
 
     @property
@@ -159,7 +164,7 @@ class Loop:
         if not self._entered or self._run is not None:
             raise UserError("start() is called once, within `with Loop(...) as loop:`")
         keys = [jax.random.key(derive_seed(self.config.seed, p)) for p in _PURPOSES]
-        begin = _beginning(init)
+        begin = beginning(init)
         abstract = jax.eval_shape(begin, *keys)
         self._layout = Layout(abstract, self.placement, rules, self.config.sharding)
         self._augment = augment
@@ -178,15 +183,15 @@ class Loop:
                 when = "after the initialisation"
                 state = jax.jit(begin, out_shardings=self._layout.shardings)(*keys)
             else:
-                when = "as restored"
+                when, self._saved = "as restored", int(state.step)
         check_placed(state, self._layout.shardings, when)
         self._run, self._state = run, state
         self._late = LateReader(run, self.placement, lambda: self._state)
-        self.step = self._first = self._done = self._saved = int(state.step)
+        self.step = self._first = self._done = int(state.step)
         run.journal.begin(self.step, self.placement)
         self._stack.enter_context(run.ending())
         if run.start_due(self.step):
-            run.save(state, self.step, None, stopped=False)
+            self._save(run)
         return state
 
     def __exit__(self, *error: Any) -> bool | None:
@@ -203,15 +208,18 @@ class Loop:
         return self._stack.__exit__(*error)
 
     def _finish(self, run: Session) -> None:
-        assert self._late is not None
+        assert self._late is not None and self._state is not None
         self._do_what_is_due()
         self._late.catch_up()
-        if self.step != self._saved:
+        # Where a step was made and none recorded, there is no state, not even the first.
+        nothing = self.step == self._first and self._state.step.is_deleted()
+        if self.step != self._saved and not nothing:
             self._save(run)
         run.await_save()
-        if self.step < run.total:
+        self.left_early = self.step < run.total
+        if self.left_early:
             why = f"the loop was left after {self.step} of {run.total} steps"
-            run.journal.end(Status.PREEMPTED, self.step, why)
+            run.journal.end(Status.PREEMPTED, self.step, why, saved=self.step == self._saved)
         else:
             run.journal.end(Status.FINISHED, self.step)
 
@@ -281,11 +289,16 @@ class Loop:
         """A global batch of NumPy arrays, the same in all processes, split over the mesh."""
         sharding = self.placement.batch
         for name, leaf in named_leaves(batch).items():
-            size = np.shape(leaf)[:1]
-            if not size or size[0] % self.placement.batch_shards:
+            what, shards = name or "the array", self.placement.batch_shards
+            if not (shape := np.shape(leaf)):
                 raise UserError(
-                    f"{name or 'the array'} of shape {np.shape(leaf)}: its leading dim does not "
-                    f"divide over {self.placement.batch_shards} devices"
+                    f"place: {what} is a single number: a batch is NumPy arrays of a leading dim "
+                    "of examples (a list is a tree of its items)"
+                )
+            if shape[0] % shards:
+                raise UserError(
+                    f"place: {what} of shape {shape}: its leading dim does not divide over "
+                    f"{shards} devices"
                 )
 
         def placed(leaf: Any) -> jax.Array:
@@ -313,10 +326,13 @@ class Loop:
 
         def counted(state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
             state = layout.bring(state, lambda of: of)
-            after, told = function(state, batch, jax.random.fold_in(state.key, state.step))
-            _check_state(after, abstract)
+            key = jax.random.fold_in(state.key, state.step)
+            after, told = state_and_metrics(function(state, batch, key))
+            check_state(after, abstract)
+            if after.step is not state.step or after.key is not state.key:
+                raise UserError("the step changed step or key of the state, which count themselves")
             after = dataclasses.replace(after, step=state.step + 1, key=state.key)
-            means = _scalars(told)
+            means = scalars(told)
             finite = [
                 jnp.isfinite(jnp.stack(list(means.values()))).all(),
                 stays_finite(state.params, after.params),
@@ -336,6 +352,7 @@ class Loop:
         compiled: dict[Any, Any] = {}
 
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
+            _check_there(state, self.step)
             leaves, treedef = jax.tree.flatten(jax.tree.map(jax.typeof, batch))
             key = (treedef, *leaves)
             if key not in compiled:
@@ -375,9 +392,8 @@ class Loop:
 
         def reduced(*args: PyTree) -> PyTree:
             found = function(*args)
-            leaves = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, PerReplica))
-            if any(isinstance(leaf, PerReplica) for leaf in leaves):
-                raise UserError(
+            if replicas_in(found):
+                raise NotReducedError(
                     "what compile() makes gives each process all of its result: reduce a value "
                     "for each replica within, or take jax.jit, which leaves it where it is"
                 )
@@ -402,6 +418,11 @@ class Loop:
         assert self._late is not None
         if self.step >= run.total:
             raise UserError(f"all {run.total} steps of the run are made: take them from batches()")
+        if not isinstance(output, StepOutput):
+            raise UserError(
+                f"record(state, output) is given a {type(output).__name__}: the output is the "
+                "second value that the compiled step returns"
+            )
         _check_there(state, self.step)
         self.step += 1
         self._state = state
@@ -421,21 +442,38 @@ class Loop:
         assert self._late is not None
         if split not in (Split.EVAL, Split.TEST):
             raise UserError(f"there is no split {split!r}.{did_you_mean(split, ['eval', 'test'])}")
-        check_names(found, "the metric")
         self._late.catch_up()
-        told = loss_first({name: float(value) for name, value in found.items()})
+        told = numbers(found)
         if not math.isfinite(told.get("loss", 0.0)):
             raise NonFiniteError(f"step {self.step}: the {split} loss is {told['loss']}")
+        if (split, self.step) in self._evaluated:
+            raise UserError(
+                f"evaluated() was called twice for {split} after step {self.step}: give all of its "
+                "metrics at once"
+            )
+        if split == Split.EVAL:
+            self._check_best(told)
+            self._seen = self.step, told
+        self._evaluated.add((split, self.step))
+        if not run.journal.recall(Split(split), self.step):
+            run.journal.evaluated(Split(split), self.step, told)
+
+    def _check_best(self, told: Mapping[str, float]) -> None:
+        """Whether an evaluation says which checkpoint is best."""
         best = self.config.best_metric
-        if split == Split.EVAL and best != "loss" and best not in told:
+        if best in told:
+            return
+        # The default has not been asked for: then none is best, and that is said once.
+        if best != "loss":
             raise UserError(
                 f"best_metric is {best!r}, which this evaluation does not give."
                 + did_you_mean(best, told)
             )
-        if not run.journal.recall(Split(split), self.step):
-            run.journal.evaluated(Split(split), self.step, told)
-        if split == Split.EVAL:
-            self._seen = self.step, told
+        if self.config.workdir and self.config.keep_best and not self._evaluated:
+            self.terminal.line(
+                "no checkpoint will be kept as the best: best_metric is 'loss', which this "
+                f"evaluation does not give ({', '.join(told)})"
+            )
 
     def stop(self) -> None:
         """End the run with the step just recorded, as its last one.
@@ -486,10 +524,13 @@ class Loop:
 
 def _check_there(state: TrainState, step: int) -> None:
     """The arrays of a state that a step has been made from are the next state's."""
+    if not isinstance(state, TrainState):
+        raise UserError(f"the state is a {type(state).__name__}: it is what start() returned")
     if state.step.is_deleted():
         raise UserError(
-            f"the state after step {step} is gone: the compiled step has taken its memory for the "
-            "next one. record(state, output) gets what the step returned, before anything else"
+            f"the state is gone (step {step} is the last one recorded): the compiled step has "
+            "taken its memory for the next state, which it returned: go on with that, and give "
+            "record(state, output) that, before anything else"
         )
 
 
@@ -503,55 +544,6 @@ class _Placed:
     abstract_state: TrainState
     shardings: TrainState
     metric_names: None = None
-
-
-def _beginning(init: Init) -> Callable[[jax.Array, jax.Array], TrainState]:
-    def begin(init_key: jax.Array, step_key: jax.Array) -> TrainState:
-        parts = init(init_key)
-        names = list(parts) if isinstance(parts, Mapping) else type(parts).__name__
-        if not isinstance(parts, Mapping) or "params" not in parts:
-            raise UserError(f"init returned {names}: it must return a dictionary with 'params'")
-        if unknown := [name for name in parts if name not in PARTS]:
-            raise UserError(
-                f"init returned {unknown[0]!r}, which is no part of the state."
-                + did_you_mean(unknown[0], PARTS)
-            )
-        empty: dict[str, PyTree] = {name: {} for name in PARTS}
-        return TrainState(step=jnp.zeros((), jnp.int32), key=step_key, **empty | dict(parts))
-
-    return begin
-
-
-def _check_state(after: Any, before: TrainState) -> None:
-    if not isinstance(after, TrainState):
-        raise UserError(
-            f"the step returned a {type(after).__name__}: it must return the state after it, "
-            "dataclasses.replace(state, params=...), and the metrics"
-        )
-    was, now = named_leaves(before), named_leaves(after)
-    for name in [*was, *(name for name in now if name not in was)]:
-        one, other = (_told(tree.get(name)) for tree in (was, now))
-        if one != other:
-            raise UserError(f"the step made {name} of the state, {one}, into {other}")
-
-
-def _told(leaf: Any) -> str:
-    return "nothing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
-
-
-def _scalars(told: Any) -> dict[str, jax.Array]:
-    if not isinstance(told, Mapping) or not told:
-        raise UserError(f"the step's metrics are {told!r}: they must be scalars by name")
-    check_names(told, "the step's metric")
-    found = {}
-    for name, value in told.items():
-        if isinstance(value, PerReplica) or jnp.shape(value):
-            raise UserError(
-                f"the step's metric {name!r} is {value!r}: reduce it to one number, by "
-                "weighted_mean, say"
-            )
-        found[name] = jnp.asarray(value, jnp.float32)
-    return found
 
 
 def _in_device_memory(x: Any) -> Any:

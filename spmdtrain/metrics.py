@@ -50,7 +50,10 @@ def weighted_sums(
 
 
 def check_names(names: Iterable[str], whose: str) -> None:
-    """Refuse names of metrics that mean something else in the metrics file."""
+    """Refuse names of metrics that are none, or mean something else in the metrics file."""
+    for name in names:
+        if not isinstance(name, str):
+            raise UserError(f"{whose} {name!r} is named by a {type(name).__name__}: give it a name")
     for name in ("step", "split"):
         if name in names:
             raise UserError(f"{whose} {name!r} is a word of the metrics file: rename it")

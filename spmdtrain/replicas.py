@@ -4,6 +4,7 @@ Elsewhere in spmdtrain every value is global. Here alone there is one for each r
 its own, so that it cannot be taken for a global one: it has to be reduced first.
 """
 
+import contextvars
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -15,18 +16,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spmdtrain.errors import UserError
 from spmdtrain.mesh import BATCH_AXES
 from spmdtrain.placement import Placement, current_strategy, under
-from spmdtrain.sharding import named_leaves
+from spmdtrain.sharding import named_leaves, path_name
 from spmdtrain.strategies import AXES, DEFAULT
 
 PyTree = Any
+
+_within = contextvars.ContextVar("_within", default=False)  # a function of `per_replica`
+
+
+class NotReducedError(UserError, TypeError):
+    """A value for each replica was used where a global one is needed."""
 
 
 @jax.tree_util.register_pytree_node_class
 class PerReplica:
     """A value for each replica, made by `per_replica`; to be reduced before it is used.
 
-    Anything else done with it, arithmetic or a call of `jnp`, raises `TypeError`. It may leave a
-    jitted function as it is, as a pytree: `jax.tree` functions see the arrays of all replicas.
+    Anything else done with it, arithmetic or a call of `jnp`, raises `NotReducedError`, a
+    `TypeError`. It may go into another `per_replica`, where each replica gets its own again, and
+    leave a jitted function as it is, as a pytree: `jax.tree` functions see the arrays of all
+    replicas.
     """
 
     def __init__(self, stacked: PyTree, examples: int) -> None:
@@ -90,7 +99,7 @@ class PerReplica:
         return f"PerReplica({jax.tree.map(jnp.shape, self._stacked)})"
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError(
+        raise NotReducedError(
             "a value for each replica is no global value: reduce it first, by sum(), mean(), "
             "gather() or stack(), or look at local()"
         )
@@ -110,28 +119,36 @@ class PerReplica:
 def per_replica(function: Callable[..., PyTree], batch: PyTree, *whole: PyTree) -> PerReplica:
     """`function(examples, *whole)` on each replica, of its own part of the batch.
 
-    `batch`: global arrays of leading dim B. `whole`: what every replica gets in full, parameters,
-    say. Gradients that `function` takes are those of its own examples. Within it replicas meet
-    only in collectives over `BATCH_AXES` (a gradient *through* `psum` is that of all replicas'
-    sums), and `current_strategy()` is the default one. Of a replica that is several devices
-    (tensor parallel), each computes the whole of it. Raises `UserError` where B does not divide.
+    `batch`: global arrays of leading dim B, and values for each replica, of which each gets its
+    own. `whole`: what every replica gets in full, parameters, say. Gradients that `function` takes
+    are those of its own examples. Within it replicas meet only in collectives over `BATCH_AXES` (a
+    gradient *through* `psum` is that of all replicas' sums), and `current_strategy()` is the
+    default one. Of a replica that is several devices (tensor parallel), each computes the whole of
+    it. Raises `UserError` where B does not divide.
     """
+    if _within.get():
+        raise UserError("per_replica within per_replica: there, everything is one replica's own")
+    if replicas_in(whole):
+        raise NotReducedError(
+            "per_replica: what every replica gets in full holds a value for each replica: reduce "
+            "it first, or give it with the batch, where each gets its own"
+        )
     placement = current_strategy()
-    sizes = {name: jnp.shape(x)[:1] for name, x in named_leaves(batch).items()}
-    replicas = placement.batch_shards
-    for name, size in sizes.items():
-        if not size or size[0] % replicas:
-            raise UserError(
-                f"per_replica: the batch's {name or 'array'} has {size[0] if size else 'no'} "
-                f"examples, which do not divide over {replicas} replicas"
-            )
-    if len(set(sizes.values())) != 1:
-        raise UserError(f"per_replica: the batch's arrays differ in their examples: {sizes}")
+    flat: Any = jax.tree.flatten(batch, is_leaf=_is_per_replica)
+    parts, treedef = flat
+    examples = _examples(batch, placement.batch_shards)
 
-    def local(examples: PyTree, *whole: PyTree) -> PyTree:
-        with under(Placement(DEFAULT, None)):
-            found = function(examples, *whole)
-        return jax.tree.map(lambda x: jnp.asarray(x)[None], found)
+    def own(part: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: x[0], part._stacked) if _is_per_replica(part) else part
+
+    def local(parts: list[PyTree], *whole: PyTree) -> PyTree:
+        token = _within.set(True)
+        try:
+            with under(Placement(DEFAULT, None)):
+                found = function(treedef.unflatten(map(own, parts)), *whole)
+        finally:
+            _within.reset(token)
+        return jax.tree.map(_as_one_of_many, found)
 
     split, everywhere = PartitionSpec(BATCH_AXES), PartitionSpec()
     # Unchecked: what a replica computes is its own, whatever it is.
@@ -142,8 +159,48 @@ def per_replica(function: Callable[..., PyTree], batch: PyTree, *whole: PyTree) 
         out_specs=split,
         check_vma=False,
     )
-    examples = next(iter(sizes.values()))[0]
-    return PerReplica(program(batch, *whole), examples // replicas)
+    return PerReplica(program(parts, *whole), examples)
+
+
+def replicas_in(tree: PyTree) -> list[PerReplica]:
+    """The values for each replica that a tree holds."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=_is_per_replica) if _is_per_replica(x)]
+
+
+def _is_per_replica(x: Any) -> bool:
+    return isinstance(x, PerReplica)
+
+
+def _examples(batch: PyTree, replicas: int) -> int:
+    """How many each replica gets. Raises `UserError` for a batch that does not divide."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_per_replica)
+    earlier = [x for _, x in leaves if _is_per_replica(x)]
+    arrays = {path_name(path): jnp.shape(x) for path, x in leaves if not _is_per_replica(x)}
+    for value in earlier:
+        if {x.shape[0] for x in jax.tree.leaves(value._stacked)} - {replicas}:
+            raise UserError(f"per_replica: {value!r} is not of the {replicas} replicas here")
+    for name, shape in arrays.items():
+        what = f"per_replica: the batch's {name or 'array'}"
+        if not shape:
+            raise UserError(f"{what} is a single number: it needs a leading dim of examples")
+        if shape[0] % replicas:
+            raise UserError(
+                f"{what} has {shape[0]} examples, which do not divide over {replicas} replicas"
+            )
+    counts = {shape[0] for shape in arrays.values()}
+    if len(counts) > 1:
+        raise UserError(f"per_replica: the batch's arrays differ in their examples: {arrays}")
+    if not counts and not earlier:
+        raise UserError("per_replica: the batch holds no arrays")
+    return counts.pop() // replicas if counts else earlier[0]._examples
+
+
+def _as_one_of_many(x: Any) -> jax.Array:
+    if not isinstance(x, (bool, int, float, complex, jax.Array, np.ndarray, np.generic)):
+        raise UserError(
+            f"per_replica: the function returned a {type(x).__name__}: it must return arrays"
+        )
+    return jnp.asarray(x)[None]
 
 
 def _mesh_of_one(placement: Placement) -> Mesh:

@@ -190,7 +190,7 @@ def execute(command: Command) -> int:
             experiment_file.module.train(config, loop)
             if not loop.has_begun:
                 raise UserError(f"{experiment_file.path}: train(config, loop) never calls start()")
-        return ExitCode.DONE
+        return ExitCode.PREEMPTED if loop.left_early else ExitCode.DONE
     experiment = experiment_file.build(config)
     trainer = Trainer.of(experiment, config, terminal=terminal)
     if options.show_sharding:
@@ -213,10 +213,10 @@ def execute(command: Command) -> int:
     predictions = trainer.predict(splits[name])
     if not processes.is_chief():  # who alone writes
         return ExitCode.DONE
+    path = write_predictions(config.workdir, predictions)  # first: what it costs is not to be lost
     if experiment.present is not None:
         for line in experiment.present(predictions):
             trainer.terminal.line(line)
-    path = write_predictions(config.workdir, predictions)
     rows = jax.tree.leaves(predictions)[0].shape[0]
     trainer.terminal.line(f"predictions for the {rows:,} examples of {name}: {path}")
     return ExitCode.DONE

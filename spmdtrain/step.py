@@ -83,6 +83,11 @@ class Steps:
         self._adapter, self._objective, self._predict = adapter, objective, predict
         self._ema_decay, self._config, self._placement = config.ema_decay, config, placement
         self._compute_dtype = jnp.dtype(config.compute_dtype)
+        if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+            raise UserError(
+                f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}: it must "
+                "be of optax, optax.adam(1e-3) say"
+            )
         self._optimizer = optax.with_extra_args_support(optimizer)
         self._frozen = [re.compile(pattern) for pattern in config.frozen]
         with under(placement):  # models may ask what they run under

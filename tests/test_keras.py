@@ -1,6 +1,8 @@
 """Keras models through the same seam: what Keras' own training would have given, and more."""
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -529,17 +531,28 @@ def test_mnist_learns_in_one_epoch(mnist: Path, tmp_path: Path) -> None:
     assert lines and "P(None, 'tensor')" in lines[0]
 
 
-@pytest.mark.drill
-def test_without_keras_or_on_another_backend_the_experiment_says_what_to_do(mnist: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        ("numpy", "Keras runs on its numpy backend: set KERAS_BACKEND=jax"),
+        ("tensorflow", r"Keras cannot be imported \(.*tensorflow.*\): set KERAS_BACKEND=jax"),
+    ],
+)
+def test_on_another_backend_the_experiment_says_what_to_do(
+    mnist: Path, backend: str, words: str
+) -> None:
+    if backend == "tensorflow" and importlib.util.find_spec("tensorflow"):
+        pytest.skip("TensorFlow is installed, so Keras can be imported on it")
     ended = subprocess.run(
         [sys.executable, "-m", "spmdtrain.run", "--config", MNIST_KERAS, "--data-dir", mnist],
-        env=environment() | {"KERAS_BACKEND": "numpy"},
+        env=environment() | {"KERAS_BACKEND": backend},
         capture_output=True,
         text=True,
         timeout=200,
     )
     assert ended.returncode == 2
-    assert ended.stderr.startswith("error: Keras runs on its numpy backend: set KERAS_BACKEND=jax")
+    assert re.match(f"error: {words}", ended.stderr), ended.stderr
 
 
 EXPERIMENT = '''"""A small Keras network on noise."""

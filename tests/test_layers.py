@@ -29,7 +29,17 @@ LAYERS = [
     },
     {"callbacks", "checkpoint", "data", "evaluate", "experiment", "export", "identity", "journal"}
     | {"images", "image_cache", "image_decoding", "keras_model"}
-    | {"gradients", "initial", "late", "manifest", "restore", "session", "sharding_table", "step"},
+    | {
+        "gradients",
+        "initial",
+        "late",
+        "loop_checks",
+        "manifest",
+        "restore",
+        "session",
+        "sharding_table",
+        "step",
+    },
     {"trainer", "loop", "evaluator"},
     {"run", "launch", "children", "deaths", "hangs", "tasks", "plan", "checkpoints"},
 ]

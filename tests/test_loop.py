@@ -246,6 +246,27 @@ def test_a_loop_that_is_left_early_has_saved_and_goes_on_from_there(tmp_path: Pa
     assert status(tmp_path)["status"] == "finished"
 
 
+def test_a_loop_that_is_left_before_its_first_step_has_saved_too(tmp_path: Path) -> None:
+    with loop(workdir=str(tmp_path)) as own:
+        own.start(init, train=(X, Y))
+    assert saved_steps(tmp_path) == [0] and own.left_early
+    assert "saved" not in status(tmp_path)["reason"]
+
+
+def test_that_no_checkpoint_will_be_the_best_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with loop(workdir=str(tmp_path), terminal=Terminal()) as own:
+        state = own.start(init, train=(X, Y))
+        compiled = own.compile_step(step)
+        for batch in own.batches():
+            state, output = compiled(state, batch)
+            own.record(state, output)
+            own.evaluated({"distance": 1.0})
+    words = "best_metric is 'loss', which this evaluation does not give (distance)"
+    assert capsys.readouterr().out.count(words) == 1
+
+
 @pytest.mark.parametrize("how", ["epochs", "next"])
 def test_what_is_due_is_done_however_batches_are_taken(tmp_path: Path, how: str) -> None:
     with loop(workdir=str(tmp_path), checkpoint_every_steps=5) as own:
@@ -304,7 +325,7 @@ def test_each_call_of_the_step_is_recorded_once_and_in_time(tmp_path: Path) -> N
             state, output = compiled(state, batch)
             own.record(state, output)
             own.record(state, output)
-    words = "the state after step 1 is gone"
+    words = r"the state is gone \(step 1 is the last"
     with pytest.raises(UserError, match=words), loop(workdir=str(tmp_path)) as own:
         state = own.start(init, train=(X, Y))
         compiled = own.compile_step(step)
@@ -313,10 +334,20 @@ def test_each_call_of_the_step_is_recorded_once_and_in_time(tmp_path: Path) -> N
             if own.step == 1:
                 break
             own.record(state, output)
-    with pytest.raises(UserError, match="the state after step 0 is gone"), loop() as own:
+    with pytest.raises(UserError, match=r"gone \(step 0 is the last"), loop() as own:
         begun = own.start(init, train=(X, Y))
         _, output = own.compile_step(step)(begun, next(own.batches()))
         own.record(begun, output)
+    with pytest.raises(UserError, match=r"gone \(step 1 is the last"), loop() as own:
+        begun = own.start(init, train=(X, Y))
+        compiled = own.compile_step(step)
+        for batch in own.batches():
+            state, output = compiled(begun, batch)  # the first state, again and again
+            own.record(state, output)
+    with pytest.raises(UserError, match="is given a dict: the output is the second"), loop() as own:
+        state = own.start(init, train=(X, Y))
+        state, output = own.compile_step(step)(state, next(own.batches()))
+        own.record(state, output.metrics)  # type: ignore[arg-type]
 
 
 def test_a_loop_that_is_stopped_is_finished(tmp_path: Path) -> None:
@@ -499,7 +530,7 @@ def bad_init(*parts: Any) -> Any:
 @pytest.mark.parametrize(
     ("begin", "words"),
     [
-        (lambda key: jnp.ones(3), "init returned ArrayImpl|init returned .*Tracer"),
+        (lambda key: jnp.ones(3), r"init returned float32\[3\]: it must return a dictionary"),
         (bad_init(("opt_state", {})), r"init returned \['opt_state'\]"),
         (bad_init(("params", {}), ("param", {})), "'param', which is no part of the state.*params"),
     ],
@@ -516,7 +547,24 @@ def wrong_step(change: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda s, m: (s.params, m), "the step returned a dict: it must return the state"),
+        (lambda s, m: (s.params, m), "the step returned a dict first: that must be the state"),
+        (lambda s, m: None, "the step returned nothing: it must return two things"),
+        (lambda s, m: s, "the step returned a TrainState: it must return two things"),
+        (
+            lambda s, m: (replace(s, params=s.params | {"b": 1.0}), m),
+            r"made params/b of the state, float32\[8\], into a Python float",
+        ),
+        (
+            lambda s, m: (replace(s, params=PerReplica(s.params, 2)), m),
+            "the step put PerReplica.*, a value for each replica, into the state",
+        ),
+        (
+            lambda s, m: (replace(s, step=s.step + 5), m),
+            "changed step or key of the state, which count themselves",
+        ),
+        (lambda s, m: (s, {1: m["loss"]}), "metric 1 is named by a int"),
+        (lambda s, m: (s, {"loss": {"a": m["loss"]}}), "'loss' is a dict: it must be one real"),
+        (lambda s, m: (s, {"loss": m["loss"] * 1j}), r"'loss' is complex64\[\]: .* one real"),
         (
             lambda s, m: (replace(s, params=s.params | {"w": s.params["w"].T}), m),
             r"the step made params/w of the state, float32\[16, 8\], into float32\[8, 16\]",
@@ -558,6 +606,13 @@ def test_a_loop_says_how_it_is_used() -> None:
         state = own.start(init, train=(X, Y))
         with pytest.raises(UserError, match="called once"):
             own.start(init)
+        with pytest.raises(UserError, match="place: 0 is a single number"):
+            own.place([1, 2, 3, 4, 5, 6, 7, 8])
+        with (
+            loop() as other,
+            pytest.raises(UserError, match="is given a dict: it takes a function"),
+        ):
+            other.start({"params": 1})  # type: ignore[arg-type]
         with pytest.raises(UserError, match="there is no split 'evaluation'"):
             own.evaluated({}, split="evaluation")
         with pytest.raises(UserError, match=r"of shape \(12, 16\): its leading dim does"):
@@ -568,8 +623,18 @@ def test_a_loop_says_how_it_is_used() -> None:
             own.compile(lambda y: per_replica(lambda y: y, y))(own.place(Y[:8]))
         with pytest.raises(NonFiniteError, match="step 0: the test loss is nan"):
             own.evaluated({"loss": np.nan}, split="test")
-        with pytest.raises(UserError, match="the metric 'split' is a word"):
-            own.evaluated({"split": 1.0})
+        for found, words in (
+            ({"split": 1.0}, "the evaluation's metric 'split' is a word"),
+            ({}, "the evaluation's metrics are empty"),
+            (None, "the evaluation's metrics are nothing"),
+            ({"loss": "a"}, "metric 'loss' is a str: it must be one real"),
+            ({"loss": np.ones(2)}, r"metric 'loss' is float64\[2\]: reduce it"),
+        ):
+            with pytest.raises(UserError, match=words):
+                own.evaluated(found)  # type: ignore[arg-type]
+        own.evaluated({"loss": 1.0})
+        with pytest.raises(UserError, match="called twice for eval after step 0"):
+            own.evaluated({"distance": 1.0})
         compiled, batches = own.compile_step(step), own.batches()
         state, output = compiled(state, next(batches))
         with pytest.raises(UserError, match="step 1 was recorded 0 times"):
@@ -640,6 +705,31 @@ def test_what_a_loop_of_its_own_has_not_is_refused(
     assert "has a loop of its own, train(config, loop), which can only train" in (
         capsys.readouterr().err
     )
+
+
+def test_a_loop_that_is_left_early_is_to_be_run_again(
+    own_loop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--config", str(own_loop), "--workdir", str(tmp_path / "run")]
+    whole = own_loop.read_text()
+    own_loop.write_text(whole + "        if loop.step == 2: break\n")
+    assert main([*arguments, "--steps", "3"]) == 75
+    assert "left after 2 of 3 steps: saved step 2; start again" in capsys.readouterr().out
+    own_loop.write_text(whole)
+    assert main([*arguments, "--steps", "3"]) == 0
+    assert "resumed from step 2" in capsys.readouterr().out
+
+
+def test_a_value_that_was_not_reduced_is_bad_input(
+    own_loop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = own_loop.read_text().replace(
+        "loss = weighted_mean((x - y) ** 2)",
+        "import spmdtrain; loss = 1 + spmdtrain.per_replica(lambda x: x.sum(), x)",
+    )
+    own_loop.write_text(text)
+    assert main(["--config", str(own_loop), "--workdir", str(tmp_path / "run")]) == 2
+    assert "a value for each replica is no global value: reduce it" in capsys.readouterr().err
 
 
 def test_a_train_that_begins_nothing_is_told(

@@ -158,8 +158,30 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
         per_replica(lambda batch: batch, {"x": X, "y": Y[:12]})
     with under(placed()), pytest.raises(UserError, match="arrays differ in their examples"):
         per_replica(lambda batch: batch, {"x": X, "y": Y[:8]})
-    with under(placed()), pytest.raises(UserError, match="array has no examples"):
+    with under(placed()), pytest.raises(UserError, match="array is a single number"):
         per_replica(lambda batch: batch, 3.0)
+    with under(placed()), pytest.raises(UserError, match="the batch holds no arrays"):
+        per_replica(lambda batch: batch, {})
+    with under(placed()), pytest.raises(UserError, match="the function returned a str"):
+        per_replica(lambda batch: "a", Y)
+
+
+def test_each_replica_gets_its_own_of_what_an_earlier_one_made() -> None:
+    with under(placed()):
+        doubled = per_replica(lambda y: {"y": 2 * y, "sum": y.sum()}, Y)
+        again = per_replica(lambda of: of["y"] - of["sum"], doubled)
+        beside = per_replica(lambda of: of[0]["sum"] * of[1], (doubled, Y))
+        parts = Y.reshape(8, 2)
+        sums = parts.sum(1, keepdims=True)
+        np.testing.assert_allclose(again.gather(), (2 * parts - sums).ravel(), rtol=1e-5)
+        np.testing.assert_allclose(beside.gather(), (sums * parts).ravel(), rtol=1e-5)
+        np.testing.assert_allclose(per_replica(lambda y: y["sum"], doubled).sum(), Y.sum(), 1e-5)
+        with pytest.raises(TypeError, match="gets in full holds a value for each replica"):
+            per_replica(lambda y, whole: y, Y, doubled)
+        with pytest.raises(UserError, match="within per_replica"):
+            per_replica(lambda y: per_replica(lambda z: z, y).sum(), Y)
+    with under(placed(data=4, tensor=2)), pytest.raises(UserError, match="not of the 4 replicas"):
+        per_replica(lambda y: y, doubled)
 
 
 def test_there_are_no_local_values_while_jax_traces() -> None:
