@@ -188,8 +188,8 @@ def test_a_loss_that_is_no_number_is_exit_3_in_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("rank", "number"),
-    [(0, signal.SIGTERM), (1, signal.SIGTERM), (0, signal.SIGINT), (1, signal.SIGINT)],
-    ids=["SIGTERM-chief", "SIGTERM-worker", "SIGINT-chief", "SIGINT-worker"],
+    [(0, signal.SIGTERM), (1, signal.SIGTERM), (0, signal.SIGINT)],
+    ids=["SIGTERM-chief", "SIGTERM-worker", "SIGINT-chief"],
 )
 def test_a_signal_to_one_saves_at_one_step_in_all(
     tmp_path: Path, whole: Path, rank: int, number: signal.Signals
@@ -328,7 +328,12 @@ def test_a_second_of_an_index_that_comes_late_is_refused_and_the_job_goes_on(
 def test_a_workdir_that_is_not_shared_is_refused(tmp_path: Path) -> None:
     """Each process would write its part of every checkpoint into a folder of its own."""
     workdir = tmp_path / "run"
-    line = command(drill(tmp_path), "--workdir", workdir)
+    python, *_, config, _, _ = command(drill(tmp_path), "--workdir", workdir)
+    hurried = (
+        "import sys; from spmdtrain import checkpoint, run; checkpoint._SHOWS_WITHIN = 3.0; "
+        "sys.exit(run.main(sys.argv[1:]))"
+    )
+    line = [python, "-uc", hurried, "--config", config, "--workdir", str(workdir)]
     mount = f'mount -t tmpfs none {workdir} && mkdir {workdir}/checkpoints && exec "$@"'
     workdir.mkdir()
 

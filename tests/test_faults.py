@@ -303,7 +303,7 @@ def test_a_checkpoint_under_another_name_is_not_taken_for_it(
     assert bits(load_params(str(folder.parent))) == bits(load_params(str(small_runs / "six")))
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 def test_reading_while_a_run_goes_on_always_finds_a_good_one(tmp_path: Path) -> None:
     """With one checkpoint kept, what a reader has just listed is gone the next moment."""
     options = ("--checkpoint-every-steps", 1, "--keep-latest", 1, "--keep-best", 0)
@@ -445,7 +445,7 @@ def killed_again_and_again(experiment: Path, workdir: Path, seed: int, kills: in
     assert ended.returncode == 0 and f"resumed from step {reached} of" in ended.stdout, ended.stderr
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 def test_killed_twenty_times_a_run_goes_on_from_its_newest_and_ends_with_the_same_bits(
     tmp_path: Path,
 ) -> None:
@@ -495,7 +495,7 @@ def in_own_mounts(script: str, *options: object) -> subprocess.CompletedProcess[
 SAVING = ("--hidden", 128, "--steps", 40, "--checkpoint-every-steps", 10, "--keep-latest", 99)
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_with_more_room_it_goes_on(tmp_path: Path) -> None:
     disk, copy, workdir = tmp_path / "disk", tmp_path / "copy", tmp_path / "disk" / "run"
     disk.mkdir()
@@ -524,7 +524,7 @@ def test_a_full_disk_ends_the_run_and_with_more_room_it_goes_on(tmp_path: Path) 
     assert f"resumed from step {failed - 10} of" in (tmp_path / "again.out").read_text()
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 def test_a_folder_that_becomes_read_only_ends_the_run(tmp_path: Path) -> None:
     workdir, folder = tmp_path / "run", tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
@@ -559,7 +559,7 @@ def saved_steps_of(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 def test_a_lost_folder_ends_the_run(tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     process = start(
@@ -592,7 +592,7 @@ def test_after_a_failure_what_orbax_leaves_unawaited_is_not_told() -> None:
     assert [str(warning.message) for warning in told] == ["others are heard"]
 
 
-@pytest.mark.drill
+@pytest.mark.slow
 def test_a_file_that_may_not_be_written_ends_the_run_within_the_next_save(tmp_path: Path) -> None:
     """A limit on the size of files: what a save cannot write is known when it is waited for."""
     workdir = tmp_path / "run"
