@@ -1,8 +1,9 @@
 """MobileNetV2 on photographs of flowers: Adam, batch 32, cross-entropy, from random weights.
 
 Expected: with 200 photographs, of which 165 train, 2 epochs end in about 3 minutes on two busy
-CPU cores, most of them compilation, where guessing would be (loss 1.6 to 1.8). With --epochs 30 the
-training loss comes to about 1.4 (accuracy 0.4) and the test's accuracy to 0.3: from random
+CPU cores, most of them compilation, where guessing would be (loss 1.6 to 1.8). On 8 virtual devices
+compilation takes more than twice as long: give --cpu-devices 1 for a first try. With --epochs 30
+the training loss comes to about 1.4 (accuracy 0.4) and the test's accuracy to 0.3: from random
 weights so few pictures teach little.
 
     python -m spmdtrain.run --config experiments/flowers_mobilenet.py --data-dir FOLDER
@@ -28,6 +29,7 @@ from etils import epath
 from spmdtrain import Experiment, RunConfig, UserError
 from spmdtrain.images import ImageFolder
 from spmdtrain.models import MobileNetV2
+from spmdtrain.terminal import printable
 
 URL = "http://download.tensorflow.org/example_images/flower_photos.tgz"
 CACHE = "~/.cache/spmdtrain/images"
@@ -54,8 +56,9 @@ class Config(RunConfig):
     """How far training pictures are moved at most, as a fraction of their side."""
     cache: Literal["none", "memory", "disk"] = "memory"
     """Where decoded pictures are kept, so that each is decoded but once."""
-    cache_dir: str = CACHE
-    """The folder for cache=disk; it may be deleted at any time."""
+    cache_dir: str | None = None
+    """The folder for cache=disk, ~/.cache/spmdtrain/images by default; it may be deleted at any
+    time."""
     broken: Literal["error", "skip"] = "error"
     """Whether a file that cannot be decoded ends the run, or is left out."""
 
@@ -83,6 +86,9 @@ def load(config: Config) -> dict[str, ImageFolder]:
         )
     if not epath.Path(config.data_dir).expanduser().is_dir():
         raise UserError(f"{config.data_dir}: no such folder; {URL} holds the flowers")
+    cache_dir = config.cache_dir
+    if config.cache == "disk" and cache_dir is None:
+        cache_dir = CACHE
     return {
         split: ImageFolder(
             config.data_dir,
@@ -90,7 +96,7 @@ def load(config: Config) -> dict[str, ImageFolder]:
             split=split,
             broken=config.broken,
             cache=config.cache,
-            cache_dir=config.cache_dir if config.cache == "disk" else None,
+            cache_dir=cache_dir,
         )
         for split in ("train", "validation", "test")
     }
@@ -139,7 +145,7 @@ def present(classes: Sequence[str], files: Sequence[str], predictions: np.ndarra
     odds = np.exp(predictions - predictions.max(-1, keepdims=True))
     likely = odds / odds.sum(-1, keepdims=True)
     for file, row in zip(files, likely, strict=True):
-        yield f"{file}: {classes[row.argmax()]} ({row.max():.0%})"
+        yield f"{printable(file)}: {printable(classes[row.argmax()])} ({row.max():.0%})"
 
 
 def check_ranges(config: Config) -> None:

@@ -242,7 +242,7 @@ def execute(options: Options) -> int:
 def _console() -> "Console":
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, emoji=False)
     if not console.is_terminal:
         console.width = 1000  # a file has no edge: a wide table is not to be cut off
     return console

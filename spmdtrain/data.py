@@ -9,7 +9,7 @@ import collections
 import functools
 import itertools
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -165,14 +165,27 @@ def as_dataset(data: Any, what: str = "the dataset") -> Dataset:
 
 
 def fingerprint(dataset: Dataset) -> dict[str, Any]:
-    """What tells one dataset from another: length, shapes, dtypes, and a sum over a few rows."""
+    """What tells one dataset from another: length, shapes, dtypes, and a sum over a few rows.
+
+    And the classes, by name, where it has any.
+    """
     rows = dataset.rows(np.unique(np.linspace(0, len(dataset) - 1, 16).astype(np.int64)))
     leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(rows).items()}
-    return {
+    classes = classes_of(dataset)
+    return ({"classes": list(classes)} if classes else {}) | {
         "examples": len(dataset),
         "arrays": {n: f"{x.dtype}{list(x.shape[1:])}" for n, x in leaves.items()},
         "crc32": functools.reduce(lambda crc, x: zlib.crc32(x.tobytes(), crc), leaves.values(), 0),
     }
+
+
+def classes_of(dataset: Any) -> Sequence[str]:
+    """What a dataset, or the one below a `Subset` or `Mapped`, calls its labels; else nothing."""
+    while isinstance(dataset, (Subset, Mapped)):
+        dataset = dataset.dataset
+    found = getattr(dataset, "classes", ())
+    named = isinstance(found, (tuple, list)) and all(isinstance(name, str) for name in found)
+    return found if named else ()
 
 
 # -- which examples make up batch k ---------------------------------------------------------------

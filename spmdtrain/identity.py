@@ -2,14 +2,16 @@
 
 import dataclasses
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from spmdtrain.config import RunConfig
 from spmdtrain.errors import UserError
 from spmdtrain.sharding import named_leaves
 from spmdtrain.step import TrainState
+from spmdtrain.terminal import printable
 
 # Whatever else changes, these would change what is being computed.
 _FIXED = ("seed", "global_batch_size", "shuffle")
@@ -25,11 +27,19 @@ class Identity:
     config: Mapping[str, Any]
     """The resolved configuration."""
     dataset: Mapping[str, Any]
-    """Length, shapes, dtypes and a check sum of the training data."""
+    """Length, shapes, dtypes and a check sum of the training data; classes, where it has names of
+    them."""
+
     leaves: Mapping[str, str]
     """Every array of the state by its path, as `float32[784,128]`."""
     optimizer: str
     """The optimizer's transformations by the names of their states, those without arrays too."""
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """The classes trained on, in the order of their labels; empty where they have no names."""
+        found: Sequence[str] = self.dataset.get("classes", ())
+        return found
 
 
 def describe_leaves(state: TrainState) -> dict[str, str]:
@@ -61,11 +71,13 @@ def check_same_run(saved: Identity, now: Identity, source: str) -> None:
                 f"{source} was trained with {name}={there}, this run has {here}: give "
                 f"{_option(name, there)}{_INSTEAD.get(name, '')}, or another workdir"
             )
+    remedy = _remedy(saved.config, now.config, "data_dir")
+    check_same_classes(saved.classes, now.classes, f"{source} was", f"; {remedy}")
     for name, here in now.dataset.items():
-        if saved.dataset.get(name) != here:
+        if name != "classes" and saved.dataset.get(name) != here:
             raise UserError(
                 f"{source} was trained on other data: {name} was {saved.dataset.get(name)}, and "
-                f"is {here} now; {_remedy(saved.config, now.config, 'data_dir')}"
+                f"is {here} now; {remedy}"
             )
     remedy = _remedy(saved.config, now.config)
     _check_same_leaves(saved.leaves, now.leaves, source, remedy)
@@ -74,6 +86,28 @@ def check_same_run(saved: Identity, now: Identity, source: str) -> None:
             f"{source} is of another optimizer: opt_state is {saved.optimizer} there and "
             f"{now.optimizer} here; {remedy}{_start_from(source)}"
         )
+
+
+def check_same_classes(
+    trained: Sequence[str], here: Sequence[str], who: str, remedy: str = ""
+) -> None:
+    """Raise `UserError` where labels mean other classes; where either has no names, they may not.
+
+    `who` begins the message: "the model was".
+    """
+    if not trained or not here or list(trained) == list(here):
+        return
+    pairs = zip_longest(trained, here, fillvalue="nothing")
+    before, now = next((one, other) for one, other in pairs if one != other)
+    raise UserError(
+        f"{who} trained on the classes {_in_short(trained)}; this data has {_in_short(here)} (the "
+        f"first that differs: {printable(before)}, here {printable(now)}){remedy}"
+    )
+
+
+def _in_short(names: Sequence[str]) -> str:
+    shown = names if len(names) <= 5 else [*names[:3], f"... ({len(names)})"]
+    return printable(", ".join(shown))
 
 
 def check_same_model(

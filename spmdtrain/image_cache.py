@@ -25,8 +25,11 @@ class ImageCache:
     def __post_init__(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            what = "a link to nowhere" if self.folder.is_symlink() else "a file"
+            raise UserError(f"cache_dir: {self.folder} is {what}: give a folder") from error
         except OSError as error:
-            raise UserError(f"cache_dir: {one_line(error)}") from error
+            raise UserError(f"cache_dir: {one_line(error)}: give a folder") from error
 
     def key(self, content: bytes) -> str:
         """The name of what the bytes of a file are decoded to."""
@@ -42,7 +45,7 @@ class ImageCache:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise StorageError(f"the cache of images: {one_line(error)}") from error
+            raise StorageError(self._failed(error)) from error
         pixels = stored[_SUM:]
         if stored[:_SUM] != _sum(key, pixels):
             return None
@@ -62,9 +65,13 @@ class ImageCache:
         except OSError as error:
             with contextlib.suppress(OSError):  # nobody reads what stays behind
                 temporary.unlink()
-            raise StorageError(
-                f"the cache of images: {one_line(error)}: make room, or do without (cache='none')"
-            ) from error
+            raise StorageError(self._failed(error)) from error
+
+    def _failed(self, error: OSError) -> str:
+        return (
+            f"the cache of images in {self.folder}: {one_line(error)}: make room (all of this "
+            "folder may be deleted at any time), or do without (cache='none')"
+        )
 
     def _path(self, key: str) -> Path:
         return self.folder / key[:2] / key

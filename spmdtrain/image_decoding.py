@@ -14,11 +14,16 @@ from spmdtrain.storage import one_line
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp"})
 """What the names of pictures end with, in lower or upper case."""
 
+OTHER_SUFFIXES = frozenset(
+    {".avif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jxl", ".tga", ".tif", ".tiff"}
+)
+"""Of pictures that are not read: a person would miss them."""
+
 # Tried by content, not by name: a PNG called .jpg is common. No others, as some of Pillow's many
 # readers start programs. "JPEG" also reads the several pictures in one file that phones write.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 
-_VERSION = 1
+_VERSION = 2
 """Of this code: another number wherever the pixels of any file become others."""
 
 # Of the tag 0x0112 of EXIF: what stores the picture upright.
@@ -82,6 +87,8 @@ def decode(content: bytes, size: tuple[int, int]) -> np.ndarray:
     try:
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
             _check_pixels(*image.size)
+            if image.mode == "RGB" and "16B" in str(image.tile):
+                _shorten_key(image)
             image.load()
             rgb = _rgb(_upright(image))
             return np.asarray(rgb.resize((width, height), Image.Resampling.BILINEAR))
@@ -115,6 +122,12 @@ def _upright(image: Any) -> Any:
     except Exception:  # damaged metadata around whole pixels: shown as stored, as viewers do
         return image
     return image if turn is None else image.transpose(Image.Transpose[turn])
+
+
+def _shorten_key(image: Any) -> None:
+    """Of 16-bit colours the upper bytes are read: of the one that is transparent, too."""
+    if (key := image.info.get("transparency")) is not None:
+        image.info["transparency"] = tuple(value >> 8 for value in key)
 
 
 def _rgb(image: Any) -> Any:

@@ -45,8 +45,10 @@ def initial_state(steps: Steps, config: RunConfig, tell: Tell) -> TrainState:
     )
 
 
-def load_values(path: str, steps: Steps, config: RunConfig, tell: Tell) -> tuple[Variables, int]:
-    """The model's values in a checkpoint, of this or of another run, and its step.
+def load_values(
+    path: str, steps: Steps, config: RunConfig, tell: Tell
+) -> tuple[Variables, Manifest]:
+    """The model's values in a checkpoint, of this or of another run, and what is known of it.
 
     `path` is a workdir or one of its checkpoints/STEP. Raises `UserError`.
     """
@@ -58,4 +60,4 @@ def load_values(path: str, steps: Steps, config: RunConfig, tell: Tell) -> tuple
     found = newest_good(source, load, tell, by_all=True)
     step = found.manifest.step
     tell(f"parameters of step {step} from {source.path(step)}")
-    return found.value, step
+    return found.value, found.manifest

@@ -201,9 +201,9 @@ def tell_reason(code: int, reason: str, *, own: bool = True) -> None:
     """
     folder, task = os.environ.get(LAUNCH), os.environ.get(TASK)
     if folder and task:
-        content = json.dumps({"code": int(code), "reason": reason, "own": own})
+        content = json.dumps({"code": int(code), "reason": _as_text(reason), "own": own})
         with contextlib.suppress(FileExistsError), path(folder, task, "reason").open("x") as file:
-            file.write(content)
+            file.write(content)  # all ASCII, as JSON is written here
 
 
 def job_ended() -> str | None:
@@ -213,9 +213,14 @@ def job_ended() -> str | None:
     """
     folder = os.environ.get(LAUNCH)
     try:
-        return (Path(folder) / "ended").read_text() if folder else None
+        return (Path(folder) / "ended").read_text("utf-8") if folder else None
     except FileNotFoundError:
         return None
+
+
+def _as_text(reason: str) -> str:
+    """A reason may name a file, and names need not be text: what is none is escaped."""
+    return reason.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 # The side of the launcher.
@@ -285,7 +290,7 @@ def read_reason(folder: str | os.PathLike[str], task: str) -> Reason | None:
 def write_ended(folder: str | os.PathLike[str], how: str) -> None:
     """Tell `job_ended` how the training has ended."""
     written = Path(folder) / "ended.new"
-    written.write_text(how)
+    written.write_text(_as_text(how), "utf-8")
     written.replace(Path(folder) / "ended")
 
 

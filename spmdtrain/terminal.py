@@ -1,6 +1,7 @@
 """What a person sees: a progress bar on a terminal, lines in a log file, a table at the end."""
 
 import contextlib
+import re
 import time
 from collections.abc import Iterator, Mapping
 
@@ -15,6 +16,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
+# What would end a line, or change how a terminal shows it; and halves of pairs, which are no text.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _REFRESH = 0.1  # seconds; more often nobody sees, and each time costs
 
 
@@ -42,6 +45,11 @@ def byte_size(count: int) -> str:
     return f"{value:.0f} GB"
 
 
+def printable(name: object) -> str:
+    """A file's name, say, so that it is shown in one line, whatever is in it."""
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], str(name))
+
+
 class Rate:
     """Steps a second since the last reading, leaving out what is not training."""
 
@@ -64,7 +72,7 @@ class Terminal:
     """Writes to standard output; `quiet` writes nothing."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self.console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+        self.console = Console(quiet=quiet, highlight=False, soft_wrap=True, emoji=False)
         if not self.console.is_terminal:
             self.console.width = 1000  # a file has no edge: a wide table is not to be cut off
         self._progress: Progress | None = None
@@ -72,7 +80,9 @@ class Terminal:
         self._shown = 0.0
 
     def line(self, text: str) -> None:
-        """One line, above the progress bar where there is one."""
+        """One line, above the progress bar where there is one; escaped what cannot be written."""
+        encoding = self.console.encoding
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
         self.console.print(text, markup=False)
 
     @contextlib.contextmanager

@@ -21,12 +21,13 @@ from spmdtrain.data import (
     Augment,
     Dataset,
     as_dataset,
+    classes_of,
     ordered_batches,
     train_batches,
 )
 from spmdtrain.errors import NonFiniteError, Preempted, UserError
 from spmdtrain.experiment import Experiment
-from spmdtrain.identity import Identity, check_same_run
+from spmdtrain.identity import Identity, check_same_classes, check_same_run
 from spmdtrain.initial import initial_state, load_values
 from spmdtrain.journal import Metrics
 from spmdtrain.late import LateReader, how_far_ahead
@@ -98,6 +99,7 @@ class Trainer:
         self._train_step: Any = None
         self._compiled_for: PyTree = None  # the shapes of the batch it was compiled for
         self._restored: Variables | None = None  # what to evaluate with where nothing was trained
+        self._restored_from: Identity | None = None  # what that was trained with
         self._in_flight = how_far_ahead(self.placement)
         self._steps = Steps(
             adapter=self._adapter,
@@ -399,6 +401,7 @@ class Trainer:
     def predict(self, data: Any, *, global_batch_size: int | None = None) -> PyTree:
         """Predictions for a dataset: NumPy arrays of leading dim N, in its order."""
         dataset, variables = as_dataset(data), self._variables()
+        self._check_classes(dataset)
         batch_size = self._padded_batch(global_batch_size)
         evaluate.check_same_data(dataset, batch_size)
         batches = self._ordered("predict", dataset, batch_size, self._what_stops())
@@ -417,16 +420,25 @@ class Trainer:
             path = init_from if workdir is None or not agreed(saved_in(workdir)).steps else workdir
         if path is None:
             raise UserError(f"workdir {workdir} holds no checkpoint, and init_from is not given")
-        self._restored, step = load_values(path, self._steps, self.config, self.terminal.line)
-        return step
+        tell = self.terminal.line
+        self._restored, manifest = load_values(path, self._steps, self.config, tell)
+        self._restored_from = manifest.identity
+        return manifest.step
 
     def _evaluate(self, dataset: Dataset, batch_size: int, may_stop: Callable[[], None]) -> Metrics:
         variables = self._variables()
+        self._check_classes(dataset)
         batches = self._ordered("evaluate", dataset, batch_size, may_stop)
         with within(Phase.EVALUATE):
             return evaluate.evaluate(
                 self._steps.evaluate, variables, batches, in_flight=self._in_flight
             )
+
+    def _check_classes(self, dataset: Dataset) -> None:
+        """Raise `UserError` where the labels mean other classes than those trained on."""
+        trained = self._identity if self.state is not None else self._restored_from
+        if trained is not None:
+            check_same_classes(trained.classes, classes_of(dataset), "the model was")
 
     def _what_stops(self) -> Callable[[], None]:
         """What is called at each batch, to raise where a signal has come.

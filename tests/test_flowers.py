@@ -324,6 +324,28 @@ def test_broken_pictures_end_the_run_or_are_left_out(
     assert left.files == whole.files[1:] and len(left) == len(whole) - 1
 
 
+def test_the_folder_of_the_cache_is_for_the_cache_on_disk_alone(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flowers, "CACHE", str(tmp_path / "usual"))
+    own = str(tmp_path / "own")
+    for options, place in (({}, "usual"), ({"cache_dir": own}, "own")):
+        config = flowers.Config(data_dir=str(pictures), cache="disk", **options)
+        flowers.load(config)["test"].rows(np.array([0]))
+        assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [place]
+        shutil.rmtree(tmp_path / place)
+    flowers.load(flowers.Config(data_dir=str(pictures)))
+    with pytest.raises(UserError, match="cache_dir is for cache='disk', and cache is 'memory'"):
+        flowers.load(flowers.Config(data_dir=str(pictures), cache_dir=own))
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_name_does_not_end_the_line_of_a_prediction() -> None:
+    files = ("a\nb/c.png", "d/\x1be.png")
+    lines = list(flowers.present(("a\nb", "d"), files, np.array([[9.0, 0.0], [0.0, 9.0]])))
+    assert lines == [r"a\nb/c.png: a\nb (100%)", r"d/\x1be.png: d (100%)"]
+
+
 def test_without_the_flowers_it_says_where_to_get_them(tmp_path: Path) -> None:
     nowhere, gone = together(
         lambda: run(FLOWERS, cwd=tmp_path),

@@ -1,11 +1,13 @@
 """Folders of images: which files, in which split, decoded to which pixels, whoever reads them."""
 
+import contextlib
 import errno
 import io
 import itertools
 import os
 import re
 import shutil
+import stat
 import struct
 import subprocess
 import sys
@@ -13,24 +15,29 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+import optax
 import pytest
 from fake_gcs import Stored, fake_gcs
+from flax import nnx
 from helpers import REPOSITORY, environment, small_experiment
 from hypothesis import given, settings
 from PIL import Image, ImageFile
 
-from spmdtrain import image_decoding, images
-from spmdtrain.data import Dataset
+from spmdtrain import Trainer, cluster, image_decoding, images, phases
+from spmdtrain.data import Dataset, Mapped, Subset, fingerprint
 from spmdtrain.errors import StorageError, UserError
-from spmdtrain.images import SPLITS, ImageFolder, split_of
+from spmdtrain.identity import Identity, check_same_classes, check_same_run
+from spmdtrain.images import SPLITS, BrokenImageError, ImageFolder, split_of
 from spmdtrain.permutation import permuted
 from spmdtrain.run import main
 from spmdtrain.terminal import Terminal
+from spmdtrain.writers import RunFiles, Status, status_of
 
 DATA = Path(os.environ.get("SPMDTRAIN_DATA", REPOSITORY.parent / "shared" / "data"))
 
@@ -157,6 +164,18 @@ RED, GREEN, WHITE, BLACK = (255, 0, 0), (0, 255, 0), (255, 255, 255), (0, 0, 0)
         ("deep.png", png(16, 0, b"\x12\x34\xff\xff"), (0x12, 0x12, 0x12), WHITE),
         ("deep_key.png", png(16, 0, b"\x12\x34\x12\x33", b"\x12\x34"), WHITE, (0x12, 0x12, 0x12)),
         ("deep_colours.png", png(16, 2, bytes(range(12))), (0, 2, 4), (6, 8, 10)),
+        (
+            "deep_colours_key.png",
+            png(16, 2, bytes([1, 9, 2, 9, 3, 9, 9, 1, 9, 2, 9, 3]), bytes([9, 1, 9, 2, 9, 3])),
+            (1, 2, 3),
+            WHITE,
+        ),
+        (  # the lower bytes of what is transparent are the upper ones of what is not
+            "deep_colours_low.png",
+            png(16, 2, bytes([1, 9, 2, 9, 3, 9, 0, 1, 0, 2, 0, 3]), bytes([0, 1, 0, 2, 0, 3])),
+            (1, 2, 3),
+            WHITE,
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -297,11 +316,70 @@ def test_a_folder_without_classes_of_images_is_refused(
         ImageFolder(folder, 2)
 
 
+def test_a_folder_may_be_called_as_a_picture_is(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, {"a.png/x.png": plain(1), "b/c.jpg/d.gif/x.png": plain(2)})
+    dataset = ImageFolder(folder, 2)
+    assert dataset.files == ("a.png/x.png", "b/c.jpg/d.gif/x.png")
+    assert dataset.classes == ("a.png", "b") and values(dataset) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("link", "to"),
+    [("a/self", "."), ("a/up", ".."), ("out", ".."), ("here", "."), ("a/b/on", "../../b")],
+)
+def test_a_link_to_a_folder_above_itself_is_refused(tmp_path: Path, link: str, to: str) -> None:
+    folder = folder_of(tmp_path / "data", {"a/x.png": plain(1), "a/b/y.png": plain(2)})
+    (folder / "b").mkdir()
+    (folder / "b" / "back").symlink_to("../a")  # the last one's way round
+    (folder / link).symlink_to(to)
+    with pytest.raises(UserError, match=rf"(/{link}|back): a link to /.*, which it is in itself"):
+        ImageFolder(folder, 2)
+
+
+def test_other_links_are_followed(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "data", {"a/x.png": plain(1), "ab/y.png": plain(2)})
+    (folder / "c").symlink_to("a")
+    (folder / "ab" / "more").symlink_to("../a")  # beside it, and its own name begins with that
+    (folder / "a" / "z.png").symlink_to("x.png")
+    (folder / "gone").symlink_to("nowhere")
+    files = ["a/x.png", "a/z.png", "ab/more/x.png", "ab/more/z.png", "ab/y.png"]
+    assert [*ImageFolder(folder, 2).files] == [*files, "c/x.png", "c/z.png"]
+
+
+def test_what_is_no_file_is_broken_and_not_opened(tmp_path: Path) -> None:
+    folder = numbered(tmp_path, 3)
+    os.mkfifo(folder / "a" / "pipe.png")
+    assert stat.S_ISFIFO((folder / "a" / "pipe.png").stat().st_mode)
+    with pytest.raises(BrokenImageError, match=r"pipe\.png: a broken image: it is not a regular f"):
+        everything(ImageFolder(folder, 2))
+    dataset = ImageFolder(folder, 2, broken="skip")
+    assert dataset.skipped == {"a/pipe.png": "it is not a regular file"}
+    assert values(dataset) == [0, 1, 2]
+
+
+def test_pictures_of_kinds_that_are_not_read_are_counted_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("a/x.tif", "a/deep/y.TIF", "b/z.heic", "b/z.txt", "b/.z.tif", "w.tif")
+    folder = folder_of(numbered(tmp_path, 40), dict.fromkeys(names, b"?"))
+    folder_of(folder, {"b/x.png": plain(1)})
+    for split in SPLITS:
+        ImageFolder(folder, 2, split=split)
+    assert capsys.readouterr().err == (
+        f"{folder}: files of kinds that are not read are left out: .heic 1, .tif 2\n"
+    )
+
+
 IN_A_BUCKET = """
 import numpy as np
+from etils import epath
 from spmdtrain.images import ImageFolder
 
+kind = type(epath.Path("gs://bucket/data"))
+is_dir, asked = kind.is_dir, set()
+kind.is_dir = lambda path: asked.add(path.name) or is_dir(path)
 dataset = ImageFolder("gs://bucket/data", 2, threads=3)
+print(sorted(asked))
 rows = dataset.rows(np.arange(len(dataset)))
 print(dataset.files, rows["image"][:, 0, 0, 0].tolist(), rows["label"].tolist())
 """
@@ -320,7 +398,9 @@ def test_a_folder_may_be_in_a_bucket() -> None:
             check=True,
             timeout=100,
         ).stdout
-    assert printed == "('a/0.png', 'a/deep/2.png', 'b/1.png') [5, 7, 6] [0, 0, 1]\n"
+    names, printed = printed.splitlines()
+    assert names == "['a', 'b', 'data', 'deep']"  # a request each, and none a file
+    assert printed == "('a/0.png', 'a/deep/2.png', 'b/1.png') [5, 7, 6] [0, 0, 1]"
 
 
 @pytest.mark.parametrize(
@@ -329,7 +409,24 @@ def test_a_folder_may_be_in_a_bucket() -> None:
         ({"size": 0}, "size is 0: it is one number of pixels, or"),
         ({"size": (2, 2, 3)}, r"size is \(2, 2, 3\)"),
         ({"size": 2.5}, r"size is 2\.5"),
+        ({"size": True}, "size is True: it is"),
+        ({"size": "64"}, "size is '64': it is"),
+        ({"size": (64, "64")}, r"size is \(64, '64'\): it is"),
+        ({"size": None}, "size is None: it is"),
+        ({"size": 10**7}, "no memory for 1 pictures of 10000000 x 10000000 pixels, 300000 GB each"),
+        ({"size": 10**19}, "no memory for 1 pictures"),
         ({"threads": 0}, "threads is 0: at least 1"),
+        ({"threads": 2.5}, r"threads is 2\.5: at least 1"),
+        ({"threads": "2"}, "threads is '2': at least 1"),
+        ({"threads": True}, "threads is True: at least 1"),
+        ({"folder": ""}, "folder is '': it is the folder that holds"),
+        ({"splits": {}}, r"splits is \{\}: it must be fractions by name, at least one"),
+        ({"splits": [0.5, 0.5]}, r"splits is \[0\.5, 0\.5\]: it must be fractions by name"),
+        ({"splits": {"a": "x", "b": 0.5}}, "splits must be fractions: a is 'x'"),
+        ({"splits": {"a": True}}, "splits must be fractions: a is True"),
+        ({"cache": "disk", "cache_dir": ""}, "needs cache_dir"),
+        ({"cache_dir": "c"}, "cache_dir is for cache='disk', and cache is 'none': c"),
+        ({"cache_dir": "c", "cache": "memory"}, "cache_dir is for cache='disk', and cache is 'me"),
         ({"broken": "skipp"}, "no broken 'skipp'. Did you mean 'skip'"),
         ({"cache": "disc"}, "no cache 'disc'. Did you mean 'disk'"),
         ({"cache": "disk"}, "needs cache_dir"),
@@ -345,7 +442,33 @@ def test_options_that_mean_nothing_are_refused(
 ) -> None:
     numbered(tmp_path, 3)
     with pytest.raises(UserError, match=expected):
-        ImageFolder(tmp_path, **{"size": 2, **options})
+        ImageFolder(**{"folder": tmp_path, "size": 2, **options})
+
+
+def test_numbers_may_be_those_of_numpy(tmp_path: Path) -> None:
+    splits = {"a": np.float64(0.5), "b": np.float64(0.5)}
+    dataset = ImageFolder(numbered(tmp_path, 3), np.int64(2), threads=np.int32(2), splits=splits)  # type: ignore[arg-type]
+    assert dataset.size == (2, 2) and type(dataset.size[0]) is int
+    assert values(dataset) == [0, 1, 2]
+
+
+def test_rows_for_which_there_is_no_memory_are_an_error_of_one_line(tmp_path: Path) -> None:
+    dataset = ImageFolder(numbered(tmp_path, 1), (2**24, 2**4))
+    with pytest.raises(UserError, match=r"no memory for 1,000,000 pictures of 16777216 x 16 pix"):
+        dataset.rows(np.zeros(10**6, np.int8))
+
+
+def test_a_picture_for_which_there_is_no_memory_is_not_called_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(content: bytes, size: tuple[int, int]) -> np.ndarray:
+        raise MemoryError
+
+    dataset = ImageFolder(numbered(tmp_path, 1), 2)
+    monkeypatch.setattr(images, "decode", none)
+    with pytest.raises(UserError, match=r"000\.png: no memory to decode it to 2 x 2 pix") as error:
+        everything(dataset)
+    assert not isinstance(error.value, BrokenImageError)
 
 
 def test_without_pillow_one_line_says_what_to_install(
@@ -478,7 +601,7 @@ def test_broken_files_are_skipped_counted_and_told_in_one_line(
     said = capsys.readouterr().err
     assert said == (
         f"{folder}: 12 of 42 images are broken; the first is a/almost.jpg: "
-        f"{dataset.skipped['a/almost.jpg']}. They are left out\n"
+        f"{dataset.skipped['a/almost.jpg']}. No example is left of c. They are left out\n"
     )
 
 
@@ -499,7 +622,7 @@ def test_where_all_are_broken_none_is_left(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_never_skipped(tmp_path: Path) -> None:
     folder = numbered(tmp_path, 3)
     (folder / "a" / "x.jpg").symlink_to(folder / "gone.jpg")
-    with pytest.raises(UserError, match=r"x\.jpg: cannot be read: .*No such file"):
+    with pytest.raises(StorageError, match=r"x\.jpg: cannot be read: .*No such file"):
         ImageFolder(folder, 2, broken="skip")
 
 
@@ -519,6 +642,38 @@ def test_a_long_look_for_broken_files_shows_a_bar(
     monkeypatch.setattr(images, "_PATIENCE", -1)
     ImageFolder(tmp_path, 2, broken="skip", threads=1)
     assert bars == ["checking 0/30"]
+
+
+def test_classes_of_which_nothing_is_left_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = {f"{name}/x.png": b"" for name in "abc"} | {"c/y.png": plain(1)}
+    dataset = ImageFolder(folder_of(tmp_path, bad), 2, broken="skip")
+    assert dataset.classes == ("a", "b", "c")
+    said = capsys.readouterr().err
+    assert said.endswith(". No example is left of a, b. They are left out\n"), said
+
+
+def test_a_name_does_not_end_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of(tmp_path, {"a\nb/c\x1b\rd.png": b"", "a\nb/e.png": plain(1)})
+    with pytest.raises(UserError, match=r"/a\\nb/c\\x1b\\rd\.png: a broken image") as error:
+        everything(ImageFolder(folder, 2))
+    assert str(error.value).isprintable()
+    ImageFolder(folder, 2, broken="skip")
+    said = capsys.readouterr().err
+    assert r"the first is a\nb/c\x1b\rd.png: it is empty" in said and said.count("\n") == 1
+    (folder / "a\nb" / "f.png").symlink_to("gone")
+    with pytest.raises(StorageError, match=r"/a\\nb/f\.png: cannot be read") as unread:
+        ImageFolder(folder, 2).rows(np.array([2]))
+    assert str(unread.value).isprintable()
+
+
+def test_a_file_that_breaks_after_the_check_was_whole_before(tmp_path: Path) -> None:
+    dataset = ImageFolder(numbered(tmp_path, 3), 2, broken="skip")
+    (tmp_path / "a" / "001.png").write_bytes(b"")
+    with pytest.raises(BrokenImageError, match=r"empty.*\. It was whole when the run began: ") as e:
+        everything(dataset)
+    assert "skip" not in str(e.value)
 
 
 @pytest.mark.parametrize("threads", [0, 2])
@@ -547,6 +702,13 @@ def test_a_broken_file_ends_a_run_with_one_line(
         "BMP. Mend it, or take it away; broken='skip' leaves such files out\n"
     )
     assert "step 2/8" in printed.out
+    file.unlink()
+    file.symlink_to("gone")  # cannot be read now, but perhaps when it is tried again
+    assert main(command) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"failed: {file}: cannot be read: ")
+    assert printed.err.count("\n") == 1
+    file.unlink()
     Image.fromarray(plain(5)).save(file)
     assert main(command) == 0
 
@@ -571,7 +733,10 @@ def test_the_rows_are_the_same_however_they_are_read(tmp_path: Path) -> None:
     }
     asked = [np.random.default_rng(n).integers(0, 20, 8) for n in range(12)]
     for options in CACHES:
-        dataset = ImageFolder(folder, (9, 7), cache_dir=tmp_path / "cache", **options)
+        place: dict[str, Any] = (
+            {"cache_dir": tmp_path / "cache"} if options["cache"] == "disk" else {}
+        )
+        dataset = ImageFolder(folder, (9, 7), **place, **options)
         found: list[Any] = [None] * len(asked)
 
         def read(number: int, dataset: ImageFolder = dataset, found: list[Any] = found) -> None:
@@ -645,7 +810,8 @@ def test_looking_for_broken_files_fills_the_cache(
     tmp_path: Path, decodes: list[bytes], cache: Any
 ) -> None:
     folder = numbered(tmp_path / "data", 30)
-    dataset = ImageFolder(folder, 2, broken="skip", cache=cache, cache_dir=tmp_path / "cache")
+    place: dict[str, Any] = {"cache_dir": tmp_path / "cache"} if cache == "disk" else {}
+    dataset = ImageFolder(folder, 2, broken="skip", cache=cache, **place)
     assert len(decodes) == 30
     assert values(dataset) == list(range(30))
     assert len(decodes) == 30
@@ -657,6 +823,97 @@ def test_a_mended_file_is_read_again(tmp_path: Path) -> None:
         everything(dataset)
     folder_of(tmp_path, {"a/x.png": plain(5)})
     assert values(dataset) == [5]
+
+
+def test_where_one_picture_fails_the_others_are_not_decoded_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[bytes] = []
+
+    def slow(content: bytes, size: tuple[int, int]) -> np.ndarray:
+        begun.append(content)
+        time.sleep(0.05)
+        return image_decoding.decode(content, size)
+
+    folder = folder_of(numbered(tmp_path, 40), {"a/000.png": b"?"})
+    monkeypatch.setattr(images, "decode", slow)
+    for cache in ("none", "memory"):
+        dataset = ImageFolder(folder, 2, threads=1, cache=cache)
+        begun.clear()
+        with pytest.raises(BrokenImageError):
+            everything(dataset)
+        assert dataset.rows(np.array([39]))["image"].max() == 39
+        assert len(begun) <= 4  # the broken one, this one, and what had just been begun
+    begun.clear()
+    (folder / "a" / "000.png").unlink()
+    (folder / "a" / "000.png").symlink_to("gone")
+    with pytest.raises(StorageError):  # while all are checked
+        ImageFolder(folder, 2, threads=1, broken="skip")
+    ImageFolder(folder, 2, threads=1).rows(np.array([39]))
+    assert len(begun) <= 3
+
+
+def test_a_picture_that_another_thread_gave_up_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, waiting = threading.Event(), threading.Event()
+
+    def decode(content: bytes, size: tuple[int, int]) -> np.ndarray:
+        if content == b"?":
+            assert held.wait(20)
+        return image_decoding.decode(content, size)
+
+    folder = folder_of(numbered(tmp_path, 9), {"a/000.png": b"?"})
+    dataset = ImageFolder(folder, 2, threads=1, cache="memory")
+    monkeypatch.setattr(images, "decode", decode)
+    ask, found = dataset._decoded, list[Any]()
+
+    def tell(file: str) -> Any:
+        if file == "a/008.png" and threading.current_thread().name == "other":
+            waiting.set()
+        return ask(file)
+
+    monkeypatch.setattr(dataset, "_decoded", tell)
+
+    def fail() -> None:
+        with pytest.raises(BrokenImageError):
+            everything(dataset)
+
+    def read_others() -> None:
+        found.append(dataset.rows(np.arange(1, 9)))
+
+    failing = threading.Thread(target=fail)
+    failing.start()
+    other = threading.Thread(target=read_others, name="other")
+    other.start()
+    assert waiting.wait(20)  # both wait for the same pictures, and none of them has been begun
+    held.set()
+    failing.join(20)
+    other.join(20)
+    assert found[0]["image"][:, 0, 0, 0].tolist() == list(range(1, 9))
+
+
+LEAVING = """
+import sys, threading, time
+import numpy as np
+from spmdtrain import images
+
+def slow(content, size):
+    print("decoding", flush=True)
+    time.sleep(0.2)
+    return np.zeros((*size, 3), np.uint8)
+
+images.decode = slow
+dataset = images.ImageFolder(sys.argv[1], 2, threads=1)
+threading.Thread(target=lambda: dataset.rows(np.arange(40)), daemon=True).start()
+time.sleep(0.3)
+"""
+
+
+def test_a_process_that_ends_decodes_nothing_first(tmp_path: Path) -> None:
+    arguments = [sys.executable, "-c", LEAVING, str(numbered(tmp_path, 40))]
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=True)
+    assert 1 <= ended.stdout.count("decoding") <= 5
 
 
 def on_disk(folder: Path, size: int | tuple[int, int] = 2, **options: Any) -> ImageFolder:
@@ -701,7 +958,7 @@ def test_another_size_or_way_of_decoding_is_another_example(
         assert shape == size
     assert len(decodes) == 3
     changes = [
-        (image_decoding, "_VERSION", 2),
+        (image_decoding, "_VERSION", -1),
         (image_decoding, "_libraries", lambda: "pillow=99"),
         (ImageFile, "LOAD_TRUNCATED_IMAGES", True),
     ]
@@ -821,16 +1078,184 @@ def test_a_full_disk_is_an_error_that_says_so(
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(StorageError, match=r"No space left.*make room, or do without"):
+    there = re.escape(f"images in {tmp_path / 'new' / 'c'}: ")
+    advice = r"make room \(all of this folder may be deleted at any time\), or do without"
+    with pytest.raises(StorageError, match=f"{there}.*No space left.*{advice}"):
         everything(dataset)
     assert stored(tmp_path) == []
 
 
-def test_a_cache_that_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
-    (tmp_path / "new").touch()
+@pytest.mark.parametrize("kind", ["above", "file", "link"])
+def test_a_cache_that_cannot_be_is_refused_at_once(tmp_path: Path, kind: str) -> None:
     numbered(tmp_path / "data", 1)
-    with pytest.raises(UserError, match=r"cache_dir: .*(File exists|Not a directory)"):
+    place = tmp_path / "new" / "c"
+    if kind == "above":
+        (tmp_path / "new").touch()
+        expected = r"cache_dir: .*Not a directory.*: give a folder"
+    else:
+        (tmp_path / "new").mkdir()
+        place.touch() if kind == "file" else place.symlink_to("gone")
+        what = "a file" if kind == "file" else "a link to nowhere"
+        expected = rf"cache_dir: {re.escape(str(place))} is {what}: give a folder"
+    with pytest.raises(UserError, match=expected):
         on_disk(tmp_path)
+
+
+def test_what_does_not_belong_into_a_cache_is_named_and_may_be_deleted(tmp_path: Path) -> None:
+    numbered(tmp_path / "data", 1)
+    everything(on_disk(tmp_path))
+    (entry,) = stored(tmp_path)
+    advice = re.escape(f"{tmp_path / 'new' / 'c'}: ") + ".*all of this folder may be deleted"
+    entry.unlink()
+    entry.mkdir()
+    with pytest.raises(StorageError, match=advice):
+        everything(on_disk(tmp_path))
+    shutil.rmtree(entry.parent)
+    entry.parent.touch()
+    with pytest.raises(StorageError, match=advice):
+        everything(on_disk(tmp_path))
+
+
+# -- names that are no text ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_terminal_escapes_what_it_cannot_write(
+    monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding, write_through=True))
+    Terminal().line("a\udcffb é :smile:")
+    accent = "é" if encoding == "utf-8" else r"\xe9"
+    assert written.getvalue().decode(encoding) == rf"a\udcffb {accent} :smile:" + "\n"
+    written.truncate(0)
+    cluster._console().print(":smile:")
+    assert b":smile:" in written.getvalue()
+
+
+def test_a_reason_with_a_name_that_is_no_text_reaches_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(phases.LAUNCH, str(tmp_path))
+    monkeypatch.setenv(phases.TASK, "chief")
+    phases.tell_reason(2, "a\udcffé: broken")
+    told = phases.read_reason(tmp_path, "chief")
+    assert told == phases.Reason(2, r"a\udcffé: broken", True)
+    phases.write_ended(tmp_path, "failed: a\udcffé: broken")
+    assert phases.job_ended() == r"failed: a\udcffé: broken"
+    assert (tmp_path / "ended").read_bytes() == r"failed: a\udcffé: broken".encode()
+
+
+def test_the_status_of_a_run_may_tell_a_name_that_is_no_text(tmp_path: Path) -> None:
+    with contextlib.closing(RunFiles(str(tmp_path))) as files:
+        files.write_status(Status.FAILED, 3, "a\udcffé: broken")
+    found = status_of(str(tmp_path))
+    assert found == {"status": "failed", "step": 3, "reason": "a\udcffé: broken"}
+
+
+# -- the classes of a run --------------------------------------------------------------------------
+
+
+def experiment_on(folder: Path, *changes: tuple[str, str]) -> Path:
+    """The file of an experiment on the images in --data-dir."""
+    return small_experiment(
+        folder,
+        ("from spmdtrain ", "from spmdtrain.images import ImageFolder\nfrom spmdtrain "),
+        ("    x, y = batch\n", '    x = batch["image"].mean((1, 2, 3))[:, None] / 255; y = x\n'),
+        ("    data = (x, 3 * x + 2)\n", "    data = ImageFolder(config.data_dir, 2)\n"),
+        *changes,
+    )
+
+
+def test_a_run_knows_its_classes_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = numbered(tmp_path / "data", 8)
+    folder_of(folder, {f"roses/{n}.png": plain(n) for n in range(8)})
+    by = "predict=lambda model, batch: batch['label'],"
+    predicting = ("        train=data", f"        {by}\n        train=data")
+    config = experiment_on(tmp_path, predicting)
+    options = ["--data-dir", folder, "--workdir", tmp_path / "run", "--global-batch-size", 8]
+    command = ["--config", *map(str, (config, *options))]
+    assert main([*command, "--steps", "2"]) == 0
+    assert main([*command, "--mode", "evaluate"]) == 0
+    (folder / "a").rename(folder / "tulips")  # as many, and the first is now the second
+    for mode in ("evaluate", "predict"):
+        capsys.readouterr()
+        assert main([*command, "--mode", mode]) == 2
+        assert capsys.readouterr().err == (
+            "error: the model was trained on the classes a, roses; this data has roses, tulips "
+            "(the first that differs: a, here roses)\n"
+        )
+    assert not (tmp_path / "run" / "predictions.npz").exists()
+    assert main([*command, "--steps", "3"]) == 2
+    said = capsys.readouterr().err
+    assert "checkpoints/2 was trained on the classes a, roses; this data has roses, tul" in said
+    assert said.endswith("; give the same, or another workdir\n")
+    (folder / "tulips").rename(folder / "a")
+    assert main([*command, "--steps", "3"]) == 0
+
+
+def test_a_trainer_refuses_other_classes_than_it_was_trained_on(tmp_path: Path) -> None:
+    one, other = (
+        ImageFolder(folder_of(numbered(tmp_path / name, 8), {f"{name}/x.png": plain(9)}), 2)
+        for name in ("b", "c")
+    )
+    trainer = Trainer(
+        model=partial(nnx.Linear, 1, 1),
+        objective=lambda model, batch: {"loss": model(pixels(batch))[:, 0] ** 2},
+        predict=lambda model, batch: model(pixels(batch)),
+        optimizer=optax.sgd(0.1),
+    )
+    trainer.predict(other)  # was trained on nothing
+    trainer.fit(Subset(one, np.arange(8)), steps=1, global_batch_size=8)
+    trainer.evaluate(one)
+    trainer.predict({"image": np.zeros((8, 2, 2, 3), np.uint8)})  # has no names
+    for call in (trainer.evaluate, trainer.predict):
+        for wrapped in (other, Mapped(Subset(other, np.arange(9)), lambda rows: rows)):
+            with pytest.raises(
+                UserError, match=r"classes a, b; this data has a, c \(.*: b, here c"
+            ):
+                call(wrapped)
+
+
+def pixels(batch: Any) -> Any:
+    return batch["image"].mean((1, 2, 3))[:, None] / 255
+
+
+def test_the_names_of_classes_are_in_the_identity_only_where_there_are_any(tmp_path: Path) -> None:
+    dataset = ImageFolder(numbered(tmp_path, 3), 2)
+    assert fingerprint(dataset)["classes"] == ["a"]
+    assert "classes" not in fingerprint(Mapped(np.zeros(3), lambda rows: rows))
+    config = {"seed": 0, "global_batch_size": 8, "shuffle": True}
+    now = Identity(config, fingerprint(dataset), {}, "")
+    before = Identity(config, {k: v for k, v in now.dataset.items() if k != "classes"}, {}, "")
+    check_same_run(before, now, "an older checkpoint")
+    check_same_run(now, before, "a newer one")
+
+
+def test_many_classes_are_told_in_short() -> None:
+    many = [f"n{number:05}" for number in range(1000)]
+    with pytest.raises(UserError) as error:
+        check_same_classes(many, [*many[:700], "x\ny", *many[700:]], "the model was", "; give them")
+    assert str(error.value) == (
+        "the model was trained on the classes n00000, n00001, n00002, ... (1000); this data has "
+        "n00000, n00001, n00002, ... (1001) (the first that differs: n00700, here x\\ny); give them"
+    )
+    with pytest.raises(UserError, match="first that differs: n00999, here nothing"):
+        check_same_classes(many, many[:-1], "the model was")
+
+
+def test_predictions_are_kept_where_they_cannot_be_presented(tmp_path: Path) -> None:
+    parts = "predict=lambda model, batch: model(batch[0]),\n        present=lambda found: 1 / 0,\n"
+    changed = ("        train=data", f"        {parts}        train=data")
+    config = small_experiment(tmp_path, changed)
+    command = ["--config", str(config), "--workdir", str(tmp_path / "run"), "--steps", "1"]
+    assert main(command) == 0
+    with pytest.raises(ZeroDivisionError):
+        main([*command, "--mode", "predict"])
+    with np.load(tmp_path / "run" / "predictions.npz") as found:
+        assert found["predictions"].shape == (64, 1)
 
 
 # -- real photographs ------------------------------------------------------------------------------
