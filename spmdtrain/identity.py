@@ -29,7 +29,6 @@ class Identity:
     dataset: Mapping[str, Any]
     """Length, shapes, dtypes and a check sum of the training data; classes, where it has names of
     them."""
-
     leaves: Mapping[str, str]
     """Every array of the state by its path, as `float32[784,128]`."""
     optimizer: str
