@@ -410,8 +410,10 @@ def test_an_older_checkpoint_that_cannot_be_removed_is_no_failed_save(
 # -- kills -----------------------------------------------------------------------------------------
 
 STEPS = 160
-KILLED = ("--steps", STEPS, "--checkpoint-every-steps", 1, "--log-every", 1)
-KILLED += ("--eval-every-steps", STEPS)
+KILLED = (
+    *("--steps", STEPS, "--checkpoint-every-steps", 1, "--log-every", 1),
+    *("--eval-every-steps", STEPS),
+)
 # A megabyte beside the line, so that to save takes longer than to train.
 WIDE = """class Wide(nnx.Module):
     def __init__(self, rngs):
