@@ -58,9 +58,10 @@ class ShardingOptions:
 class Collectives:
     """How devices exchange what they have computed. What a backend cannot do is an error."""
 
-    reduction: Literal["automatic", "all_reduce", "hierarchical"] = "automatic"
-    """Who adds the gradients up: XLA where it sees fit, or each device computes its own and they
-    are reduced once, all at once or first within the groups of the replica axis."""
+    reduction: Literal["automatic", "all_reduce", "packed", "hierarchical"] | None = None
+    """Who adds the gradients up: XLA where it sees fit (automatic), or each device computes its own
+    and they are reduced once: array by array, packed into one, or first within the groups of the
+    replica axis. Where nothing is said, packed on CPU if that means the same, else automatic."""
     reduce_dtype: Literal["bfloat16", "float16"] | None = None
     """Reduce gradients in this dtype, not in their own."""
     bytes_per_pack: int | None = None
@@ -117,6 +118,8 @@ class RunConfig:
     """The folder that directly holds the data files."""
     shuffle: bool = True
     """Draw a new order of the training examples every epoch."""
+    data_on_device: bool = False
+    """Keep all training examples on each device, where steps take theirs by number."""
     data_threads: int = 0
     """Threads that read batches ahead; 0 reads between steps, right for data in memory."""
     mesh: MeshSpec = MeshSpec()
@@ -141,8 +144,14 @@ class RunConfig:
     evaluated_by: Literal["training", "evaluator"] = "training"
     """Who evaluates the validation split, and so says which checkpoint is best: the training
     itself, or an evaluator task beside it (--role evaluate)."""
+    steps_per_dispatch: int = 1
+    """Steps that devices make without the host, where nothing is due between them: signals and
+    callbacks wait so long."""
     jit: bool = True
     """Compile the steps; --no-jit runs them operation by operation, for debugging."""
+    compilation_cache: str | None = None
+    """Folder where compiled programs are kept for later starts; one of the user's
+    (~/.cache/spmdtrain) where nothing is said, and none for 'off'."""
     resume: Literal["auto", "never", "must"] = "auto"
     """Go on from the workdir's newest good checkpoint, never, or fail where there is none."""
     init_from: str | None = None
@@ -249,6 +258,7 @@ _POSITIVE = (
     "keep_every_steps",
     "keep_every_hours",
     "microbatches",
+    "steps_per_dispatch",
 )
 
 
@@ -275,6 +285,11 @@ def check(config: RunConfig) -> None:
         raise UserError(
             "eval_at_checkpoints is for evaluated_by 'training': an evaluator evaluates each "
             "checkpoint by itself"
+        )
+    if config.steps_per_dispatch > 1 and not config.jit:
+        raise UserError(
+            f"steps_per_dispatch is {config.steps_per_dispatch}, and jit is off: several steps are "
+            "one compiled program"
         )
     if config.ema_decay is not None and not 0 <= config.ema_decay < 1:
         raise UserError(f"ema_decay is {config.ema_decay}: it must be 0 or more, and below 1")
@@ -364,8 +379,8 @@ def _check_placement(config: RunConfig) -> None:
     ):
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise UserError(f"{name} is {value}: it must be above 0")
-    for option, idle in (("reduction", "automatic"), ("reduce_dtype", None)):
-        if getattr(collectives, option) != idle and not placed.has_mesh:
+    for option in ("reduction", "reduce_dtype"):
+        if getattr(collectives, option) not in (None, "automatic") and not placed.has_mesh:
             raise UserError(
                 f"collectives.{option}: strategy {placed.name} has no mesh to reduce over"
             )

@@ -1,15 +1,13 @@
-"""Data as a function of the step: which examples make up batch k, read and placed ahead.
+"""Data as a function of the step: which examples make up batch k.
 
 A dataset is random access: its length, and rows for an array of indices. The stream of training
 examples is the concatenation of each epoch's order, and batch k is the k-th slice of it,
 whatever the devices, the processes, and how often the run was interrupted.
 """
 
-import collections
 import functools
-import itertools
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -227,8 +225,7 @@ class TrainBatches:
         return self.steps
 
     def __getitem__(self, step: int) -> PyTree:
-        indices, epochs = self.examples(step)
-        indices, epochs = indices[self.local], epochs[self.local]
+        indices, epochs = self.own_examples(step)
         rows = self.dataset.rows(indices)
         if self.augment is None:
             return rows
@@ -241,6 +238,11 @@ class TrainBatches:
         indices, epochs = self._block(block, per_block * self.batch_size)
         rows = slice(batch * self.batch_size, (batch + 1) * self.batch_size)
         return indices[rows], epochs[rows]
+
+    def own_examples(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """The same of this process's rows alone."""
+        indices, epochs = self.examples(step)
+        return indices[self.local], epochs[self.local]
 
     def _make_block(self, block: int, length: int) -> tuple[np.ndarray, np.ndarray]:
         size = len(self.dataset)
@@ -282,80 +284,3 @@ class OrderedBatches:
         # A real row rather than zeros, so that no model meets a value it never could in the data.
         rows = self.dataset.rows(np.minimum(positions, last))
         return rows, (positions <= last).astype(np.float32)
-
-
-# -- reading and placing ahead --------------------------------------------------------------------
-
-
-def train_batches(
-    dataset: Dataset,
-    batch_size: int,
-    sharding: Sharding,
-    *,
-    seed: int,
-    shuffle: bool,
-    start: int,
-    stop: int,
-    augment: Augment | None = None,
-    threads: int = 0,
-) -> Iterator[PyTree]:
-    """The training batches `start` to `stop`, placed on the mesh."""
-    local = process_rows(sharding, batch_size)
-    batches = TrainBatches(dataset, batch_size, seed, shuffle, stop, local, augment)
-    return _placed(_read(batches, start, threads), sharding, batch_size)
-
-
-def ordered_batches(
-    dataset: Dataset, batch_size: int, sharding: Sharding, *, threads: int = 0
-) -> tuple[Iterator[tuple[PyTree, jax.Array]], int]:
-    """All examples once, as placed batches of (rows, mask), and the number of batches."""
-    batches = OrderedBatches(dataset, batch_size, process_rows(sharding, batch_size))
-    return _placed(_read(batches, 0, threads), sharding, batch_size), len(batches)
-
-
-def _read(batches: Any, start: int, threads: int) -> Iterator[PyTree]:
-    """The items from `start` on, read ahead by Grain in as many threads.
-
-    0 threads read when asked: faster for rows in memory, where a thread costs more than the read.
-    """
-    import grain
-
-    dataset: Any = grain.MapDataset.source(batches)
-    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
-    return iter(dataset[start:].to_iter_dataset(options))
-
-
-def _placed(
-    batches: Iterator[PyTree], sharding: Sharding, batch_size: int, *, ahead: int = 2
-) -> Iterator[PyTree]:
-    """Batches of this process's rows as global arrays on the mesh, `ahead` of their use."""
-    local_rows = len(process_rows(sharding, batch_size))
-
-    def on_mesh(local: np.ndarray) -> jax.Array:
-        if local.shape[0] != local_rows:
-            raise UserError(
-                f"the dataset gave {local.shape[0]} rows, shape {local.shape}, for {local_rows} "
-                "indices"
-            )
-        check_fits(local)
-        shape = (batch_size, *local.shape[1:])
-        return jax.make_array_from_process_local_data(sharding, local, shape)
-
-    placed = (jax.tree.map(on_mesh, batch) for batch in batches)
-    waiting = collections.deque(itertools.islice(placed, ahead))
-    while waiting:
-        yield waiting.popleft()
-        waiting.extend(itertools.islice(placed, 1))
-
-
-def check_fits(local: np.ndarray) -> None:
-    """JAX without x64 keeps the lower 32 bits of an integer: refuse what has more."""
-    kept = jax.dtypes.canonicalize_dtype(local.dtype)
-    if local.dtype.kind not in "iu" or kept == local.dtype:
-        return
-    narrow = np.iinfo(kept)
-    if local.size and not (narrow.min <= local.min() and local.max() <= narrow.max):
-        raise UserError(
-            f"the data holds integers from {local.min()} to {local.max()}, which do not fit "
-            f"{narrow.dtype}, all that JAX keeps of {local.dtype} unless jax_enable_x64 is set"
-        )

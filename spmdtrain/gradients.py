@@ -16,9 +16,10 @@ from jax.sharding import PartitionSpec, Sharding
 
 from spmdtrain import hlo, metrics
 from spmdtrain.errors import UserError
+from spmdtrain.jaxprs import equations
 from spmdtrain.mesh import BATCH_AXES
-from spmdtrain.placement import Placement, under
-from spmdtrain.reductions import Reduction
+from spmdtrain.placement import Placement, noticing, under
+from spmdtrain.reductions import Reduction, packed
 from spmdtrain.sharding import named_leaves
 from spmdtrain.strategies import DEFAULT
 
@@ -122,12 +123,15 @@ class Gradients:
         def local(params: PyTree, frozen: PyTree, batch: PyTree, key: jax.Array) -> Found:
             with under(Placement(DEFAULT, None)):  # on one device there is no mesh to lay out over
                 found = self._of(params, frozen, {}, batch, key)
-            counted = jax.lax.psum(found.metrics, BATCH_AXES)
             # Sums over a large batch could be too large for 16 bits on the way. Divided by its
             # size, which is known, rather than its weight, they need not wait for that.
             share = _scaled(found.gradients, 1 / size)
-            whole = _of_mean(reduction(share, BATCH_AXES), counted, of=size)
-            return found._replace(gradients=whole, metrics=counted)
+            if reduction is packed:  # the sums of loss and metrics in the same parcel
+                reduced, counted = packed((share, found.metrics), BATCH_AXES)
+            else:
+                reduced = reduction(share, BATCH_AXES)
+                counted = jax.lax.psum(found.metrics, BATCH_AXES)
+            return Found(_of_mean(reduced, counted, of=size), counted, found.model_state)
 
         size = jax.tree.leaves(batch)[0].shape[0]
 
@@ -163,9 +167,8 @@ def wide(dtype: Any) -> Any:
     return jnp.float32 if narrow else dtype
 
 
-def check_by_hand(
+def why_not_by_hand(
     gradients: Gradients,
-    what: str,
     *,
     replicates_params: bool,
     params: PyTree,
@@ -173,38 +176,46 @@ def check_by_hand(
     model_state: PyTree,
     batch: PyTree,
     values: Callable[[PyTree, PyTree, PyTree], PyTree],
-) -> None:
-    """Raise `UserError` where gradients reduced by hand would not be what XLA's are.
+) -> str | None:
+    """Why gradients reduced by hand would not be what XLA's are; None where they would be.
 
-    `what` is what asks for it; `values` gives the objective's values for parameters, frozen
-    ones and a batch. The other arguments are abstract.
+    `values` gives the objective's values for parameters, frozen ones and a batch. The other
+    arguments are abstract.
     """
-    asked = f"{what} reduces the gradients under shard_map, where each device computes on its own: "
     if not replicates_params:
-        raise UserError(
-            f"{asked}the strategy {gradients.placement.name} splits the parameters; use mirrored, "
+        return (
+            f"the strategy {gradients.placement.name} splits the parameters; use mirrored, "
             "zero, central_storage or hybrid, without rules"
         )
     if carried := jax.tree.leaves(model_state):
-        raise UserError(
-            f"{asked}the model carries state ({len(carried)} arrays: batch statistics, say), which "
+        return (
+            f"the model carries state ({len(carried)} arrays: batch statistics, say), which "
             "would be each device's own"
         )
-    single = dataclasses.replace(gradients, reduction=None)
+    single = dataclasses.replace(gradients, reduction=None, placement=Placement(DEFAULT, None))
     key = jax.random.key(0)
-    jaxpr = jax.make_jaxpr(single._of)(params, frozen, model_state, batch, key)
+    with noticing() as asked:
+        jaxpr = jax.make_jaxpr(single._of)(params, frozen, model_state, batch, key)
+    if asked:
+        return "the objective asks for the strategy that it runs under, none on a device alone"
+    if jaxpr.effects:
+        return (
+            f"the objective does more than to compute ({', '.join(map(str, jaxpr.effects))}), "
+            "which each device would do"
+        )
+    if {"sharding_constraint", "shard_map"} & {of.primitive.name for of in equations(jaxpr.jaxpr)}:
+        return "the objective lays arrays out over devices by itself"
     _, used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
     if used[-1]:  # the key, which is the last argument
-        raise UserError(
-            f"{asked}the model draws random numbers (dropout), which would be other ones there"
-        )
+        return "the model draws random numbers (dropout), which would be each device's own"
     if moved := _looks_across(gradients.placement, values, params, frozen, batch):
-        raise UserError(
-            f"{asked}the objective's values depend on other examples of the batch (a contrastive "
+        return (
+            "the objective's values depend on other examples of the batch (a contrastive "
             "loss, say), of which each device would see its own alone; or so it seems to XLA, "
             f"which moves {moved[0].op_name or 'some'} between devices (take_along_axis and optax "
             "pick values without)"
         )
+    return None
 
 
 def check_agrees(reduction: Reduction, placement: Placement, params: PyTree) -> None:

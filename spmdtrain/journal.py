@@ -49,16 +49,15 @@ class Journal:
         """From here on the time counts as training's."""
         self._rate.restart(step)
 
-    def trained(self, step: int, total: int, metrics: Metrics) -> None:
-        """The numbers of one train step."""
+    def trained(self, step: int, total: int, metrics: Metrics, *, made: int) -> None:
+        """The numbers of one train step; `made` are known to be done, which may be more."""
         self.latest[Split.TRAIN] = metrics
-        batch, rate = self.config.global_batch_size, self._rate.read(step)
+        batch, rate = self.config.global_batch_size, self._rate.read(made)
         assert batch is not None
         speed = {} if rate is None else {"examples/s": rate * batch, "steps/s": rate}
         if self.files:
-            self.files.write_metrics(step, Split.TRAIN, metrics)
             curves = {f"speed/{unit.replace('/s', '_per_second')}": v for unit, v in speed.items()}
-            self.files.write_curves(step, curves)
+            self.files.write_metrics(step, Split.TRAIN, metrics, curves)
         text = "  ".join([_words(metrics), *(f"{number(v)} {unit}" for unit, v in speed.items())])
         if self.terminal.has_bar:
             self.terminal.advance(step, text)

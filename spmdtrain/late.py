@@ -2,7 +2,8 @@
 
 import collections
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -36,14 +37,15 @@ class LateReader:
     ) -> None:
         self._run, self._state, self._logged = run, state, logged
         # Many undone steps at once can abort the in-process all-reduce of virtual devices.
-        self._ahead = how_far_ahead(placement)
-        self._in_flight: collections.deque[tuple[int, StepOutput]] = collections.deque()
+        several = run.config.steps_per_dispatch > 1
+        self._ahead = 2 if several else how_far_ahead(placement)
+        self._in_flight: collections.deque[tuple[Sequence[int], StepOutput]] = collections.deque()
         self._failed: NonFiniteError | None = None
 
-    def add(self, step: int, output: StepOutput) -> None:
-        """A step that has been dispatched."""
+    def add(self, steps: Sequence[int], output: StepOutput) -> None:
+        """What has been dispatched: one step, or several with an output of one more dim."""
         self._check_sound()
-        self._in_flight.append((step, output))
+        self._in_flight.append((steps, output))
         if len(self._in_flight) > self._ahead:
             self._read(*self._in_flight.popleft())
 
@@ -58,18 +60,30 @@ class LateReader:
         if self._failed is not None:
             raise self._failed
 
-    def _read(self, step: int, output: StepOutput) -> None:
-        run = self._run
-        if output.number is not None and (made := int(output.number)) != step:
+    def _read(self, steps: Sequence[int], output: StepOutput) -> None:
+        last = steps[-1]
+        if output.number is not None and (made := int(output.number)) != last:
             raise UserError(
-                f"step {step} is recorded with the output of step {made}: record(state, output) "
+                f"step {last} is recorded with the output of step {made}: record(state, output) "
                 "comes once after each call of the compiled step, which makes one step"
             )
         with within(Phase.STEP):  # here a process waits for the others
             finite = np.asarray(output.finite)
+        if len(steps) == 1:
+            self._read_one(last, last, finite, output.metrics)
+            return
+        told = {name: np.asarray(x) for name, x in output.metrics.items()}
+        for number, step in enumerate(steps):
+            of_step = {name: values[number] for name, values in told.items()}
+            self._read_one(step, last, finite[number], of_step)
+
+    def _read_one(
+        self, step: int, last: int, finite: np.ndarray, metrics: Mapping[str, Any]
+    ) -> None:
+        run = self._run
         if not finite.all():
             wrong = " and ".join(np.array(HEALTH)[~finite])
-            values = {name: float(x) for name, x in output.metrics.items()}
+            values = {name: float(x) for name, x in metrics.items()}
             told = [f"{n} {x}" for n, x in values.items() if n == "loss" or not math.isfinite(x)]
             state = self._state()
             where = None if state is None or state.step.is_deleted() else first_non_finite(state)
@@ -78,10 +92,10 @@ class LateReader:
             self._failed = NonFiniteError(f"step {step}: {wrong} not finite ({'; '.join(told)})")
             raise self._failed
         if run.config.logs_at(step, run.total):
-            metrics = loss_first({name: float(x) for name, x in output.metrics.items()})
-            run.journal.trained(step, run.total, metrics)
-            self._logged(step, metrics)
-        else:
+            found = loss_first({name: float(x) for name, x in metrics.items()})
+            run.journal.trained(step, run.total, found, made=last)
+            self._logged(step, found)
+        elif step == last:
             run.journal.terminal.advance(step)
 
 

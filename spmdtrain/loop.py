@@ -18,15 +18,9 @@ from jax.sharding import Mesh
 
 from spmdtrain import collectives, failing, hlo, processes
 from spmdtrain.config import Purpose, RunConfig, derive_seed, resolve, with_options
-from spmdtrain.data import (
-    Augment,
-    as_dataset,
-    check_fits,
-    ordered_batches,
-    process_rows,
-    train_batches,
-)
+from spmdtrain.data import Augment, as_dataset, process_rows
 from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
+from spmdtrain.feed import check_fits, ordered_batches, train_batches
 from spmdtrain.late import LateReader
 from spmdtrain.loop_checks import (
     Init,
@@ -42,7 +36,7 @@ from spmdtrain.placement import place, prepare, under
 from spmdtrain.replicas import NotReducedError, replicas_in
 from spmdtrain.session import Session
 from spmdtrain.sharding import Layout, Rule, check_placed, named_leaves
-from spmdtrain.step import StepOutput, TrainState, stays_finite
+from spmdtrain.step import StepOutput, TrainState, health
 from spmdtrain.terminal import Terminal
 from spmdtrain.writers import Split, Status
 
@@ -55,6 +49,8 @@ _OF_THE_TRAINER: Mapping[str, Any] = {
     "frozen": (),
     "ema_decay": None,
     "jit": True,
+    "steps_per_dispatch": 1,
+    "data_on_device": False,
     "init_from": None,
     "evaluated_by": "training",
     "eval_at_checkpoints": False,
@@ -91,7 +87,8 @@ class Loop:
                     f"{name} is {getattr(config, name)!r}, which the Trainer's own step heeds: "
                     "in a loop of your own, the step does what you write"
                 )
-        if config.collectives.reduction != "automatic" or config.collectives.reduce_dtype:
+        chosen = config.collectives.reduction not in (None, "automatic")
+        if chosen or config.collectives.reduce_dtype:
             raise UserError(
                 "collectives.reduction and reduce_dtype are for the Trainer's own step: in a loop "
                 "of your own, per_replica(...) gives gradients to reduce as you like"
@@ -326,20 +323,14 @@ class Loop:
 
         def counted(state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
             state = layout.bring(state, lambda of: of)
-            key = jax.random.fold_in(state.key, state.step)
-            after, told = state_and_metrics(function(state, batch, key))
+            after, told = state_and_metrics(function(state, batch, state.step_key))
             check_state(after, abstract)
             if after.step is not state.step or after.key is not state.key:
                 raise UserError("the step changed step or key of the state, which count themselves")
             after = dataclasses.replace(after, step=state.step + 1, key=state.key)
             means = scalars(told)
-            finite = [
-                jnp.isfinite(jnp.stack(list(means.values()))).all(),
-                stays_finite(state.params, after.params),
-                stays_finite(state.opt_state, after.opt_state),
-                stays_finite(state.model_state, after.model_state, arrays_too=True),
-            ]
-            return after, StepOutput(means, jnp.stack(finite), after.step)
+            finite = health(jnp.stack(list(means.values())), state, after, layout.shardings)
+            return after, StepOutput(means, finite, after.step)
 
         everywhere = self.placement.everywhere
         jitted = jax.jit(
@@ -349,23 +340,24 @@ class Loop:
             donate_argnums=0,
             compiler_options=self._compiler_options or None,
         )
-        compiled: dict[Any, Any] = {}
+        compiled: set[Any] = set()
 
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
             _check_there(state, self.step)
             leaves, treedef = jax.tree.flatten(jax.tree.map(jax.typeof, batch))
             key = (treedef, *leaves)
             if key not in compiled:
-                compiled[key] = self._compiled(jitted, state, batch)
+                self._compile(jitted, state, batch)
+                compiled.add(key)
             with within(Phase.STEP):
-                after, output = compiled[key](state, batch)
+                after, output = jitted(state, batch)  # which finds it compiled
             if self.step == self._first:
                 check_placed(after, layout.shardings, "after the first step")
             return after, output
 
         return step
 
-    def _compiled(self, jitted: Any, state: TrainState, batch: PyTree) -> Any:
+    def _compile(self, jitted: Any, state: TrainState, batch: PyTree) -> None:
         began = time.perf_counter()
         with self.terminal.waiting("compiling the step"), within(Phase.COMPILE):
             compiled = jitted.lower(state, batch).compile()
@@ -375,7 +367,6 @@ class Loop:
             program = f"step compiled in {seconds:.1f} s: {found}"
             self._started().journal.introduce(self.placement, state.params, program)
         self._started().journal.train_goes_on(self.step)
-        return compiled
 
     def whole(self, params: PyTree) -> PyTree:
         """Within a step, parameters as a model reads them: gathered, where a strategy splits them.
@@ -426,7 +417,7 @@ class Loop:
         _check_there(state, self.step)
         self.step += 1
         self._state = state
-        self._late.add(self.step, output)
+        self._late.add([self.step], output)
 
     def evaluation_due(self) -> bool:
         """Whether an evaluation is due after the step just recorded, as `eval_every_steps` says."""

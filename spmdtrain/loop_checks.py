@@ -41,7 +41,8 @@ def beginning(init: Init) -> Callable[[jax.Array, jax.Array], TrainState]:
                 + did_you_mean(unknown[0], PARTS)
             )
         empty: dict[str, PyTree] = {name: {} for name in PARTS}
-        return TrainState(step=jnp.zeros((), jnp.int32), key=step_key, **empty | dict(parts))
+        numbers = jax.random.key_data(step_key)
+        return TrainState(step=jnp.zeros((), jnp.int32), key=numbers, **empty | dict(parts))
 
     return begin
 

@@ -1,9 +1,11 @@
 """Where a run's arrays live: a strategy on real devices, and what library code may ask of it."""
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from spmdtrain import collectives, distributed, processes
+from spmdtrain.compilation import keep_programs
 from spmdtrain.config import Collectives, Config, MeshSpec, RunConfig, resolve
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.mesh import (
@@ -109,8 +112,31 @@ def current_strategy() -> Placement:
 
     Outside a run, the default strategy, without a mesh.
     """
+    if (asked := _asked.get()) is not None:
+        asked.append("current_strategy")
+    return _strategy()
+
+
+def _strategy() -> Placement:
     found: Placement | None = _current.value
     return found or Placement(DEFAULT, None)
+
+
+_asked: ContextVar[list[str] | None] = ContextVar("asked", default=None)
+
+
+@contextlib.contextmanager
+def noticing() -> Iterator[list[str]]:
+    """Within, every call of `current_strategy` leaves a mark in the list; `constrain` does nothing.
+
+    For whoever wants to know whether a function would be another without the strategy.
+    """
+    asked: list[str] = []
+    token = _asked.set(asked)
+    try:
+        yield asked
+    finally:
+        _asked.reset(token)
 
 
 def under(placement: Placement) -> AbstractContextManager[Any]:
@@ -135,8 +161,8 @@ def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
         )
     if len(set(named)) < len(named):
         raise ValueError(f"constrain: {spec} names an axis twice (batch is {BATCH_AXES})")
-    placement = current_strategy()
-    if placement.mesh is None or placement.mesh.size == 1:
+    placement = _strategy()
+    if placement.mesh is None or placement.mesh.size == 1 or _asked.get() is not None:
         return x
     entries: list[object] = []
     for size, entry in zip(x.shape, spec, strict=True):
@@ -155,6 +181,7 @@ def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
 
 def prepare(config: RunConfig) -> None:
     """Join the job, and set what JAX reads when its devices are first used."""
+    keep_programs(config.compilation_cache)
     distributed.initialize()
     make_cpu_devices(config.cpu_devices)
     collectives.prepare(config.collectives, processes.count())

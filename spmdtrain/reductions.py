@@ -1,10 +1,12 @@
 """Gradients reduced by hand, under `shard_map`: an option beside XLA's own all-reduce."""
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 PyTree = Any
 Reduction = Callable[[PyTree, tuple[str, ...]], PyTree]
@@ -36,7 +38,41 @@ def hierarchical(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
     return jax.tree.map(reduce, gradients)
 
 
-NAMED = {"all_reduce": all_reduce, "hierarchical": hierarchical}
+_WIDTH = 256
+_ALONE = 2**19  # elements above which an array is worth a call of its own, and not worth a copy
+
+
+def packed(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """The same sums, of small arrays joined into one for each dtype.
+
+    Gloo makes a call for each array, which takes a millisecond, however small that is. They are
+    joined as rows of two dims: of one, XLA on CPU takes hundreds of times as long.
+    """
+    leaves, structure = jax.tree.flatten(gradients)
+    groups = collections.defaultdict(list)
+    for place, x in enumerate(leaves):
+        if x.size <= _ALONE:
+            groups[x.dtype].append(place)
+        else:
+            leaves[place] = jax.lax.psum(x, axes)
+    for places in groups.values():
+        rows = [_as_rows(leaves[place]) for place in places]
+        # The barriers keep XLA from making one loop of the joining and what comes before or after.
+        whole = jnp.concatenate(jax.lax.optimization_barrier(rows))
+        whole = jax.lax.optimization_barrier(jax.lax.psum(whole, axes))
+        ends = np.cumsum([len(part) for part in rows])
+        for place, part in zip(places, jnp.split(whole, ends[:-1]), strict=True):
+            like = leaves[place]
+            leaves[place] = part.ravel()[: like.size].reshape(like.shape)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _as_rows(x: jax.Array) -> jax.Array:
+    """Its elements as rows of `_WIDTH`, the last one filled up with zeros."""
+    return jnp.pad(x.ravel(), (0, -x.size % _WIDTH)).reshape(-1, _WIDTH)
+
+
+NAMED = {"all_reduce": all_reduce, "packed": packed, "hierarchical": hierarchical}
 
 
 def in_dtype(reduction: Reduction, dtype: str) -> Reduction:

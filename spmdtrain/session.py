@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -219,6 +220,45 @@ class Session:
                 f"workdir {self.config.workdir} holds step {self.saved_step}, and this trainer has "
                 f"made {step}: another has gone on there; take a new Trainer, which resumes from it"
             )
+
+    # -- what devices make without the host ----------------------------------------------------
+
+    def dispatches(self, first: int) -> Iterator[range]:
+        """The steps from after `first` on, as they are dispatched: one, or several at once.
+
+        `steps_per_dispatch` of them where nothing is due between, else one: for each other number
+        a program would have to be compiled.
+        """
+        size, step, free = self.config.steps_per_dispatch, first, first
+        while step < self.total:
+            if size == 1:
+                step += 1
+                yield range(step, step + 1)
+                continue
+            # `free` is the last step that one dispatch from here could make.
+            while free < min(step + size, self.total) and (free == step or not self._ends(free)):
+                free += 1
+            count = size if free == step + size else 1
+            yield range(step + 1, step + count + 1)
+            step += count
+
+    def check_dispatches(self) -> None:
+        """Raise `UserError` where so many steps never come together."""
+        size = self.config.steps_per_dispatch
+        if size == 1 or self.total < size:
+            return
+        if all(len(steps) == 1 for steps in itertools.islice(self.dispatches(0), 4 * size)):
+            raise UserError(
+                f"steps_per_dispatch is {size}, and the steps between evaluations, checkpoints "
+                "and profiles are fewer"
+            )
+
+    def _ends(self, step: int) -> bool:
+        """Whether something is to be done between `step` and the next."""
+        saved = self.checkpoints is not None and self.saves_by_count(step)
+        profiled = self.config.profile_range()
+        around = profiled is not None and step in (profiled[0] - 1, profiled[1])
+        return saved or around or self.evaluation_due(step, saved=saved)
 
     # -- what is due ---------------------------------------------------------------------------
 

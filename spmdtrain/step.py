@@ -1,5 +1,6 @@
 """The state, and the four programs that make, train and use it. All of them are compiled here."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from spmdtrain import collectives, metrics
 from spmdtrain.adapters import Adapter, Function, Mode, Variables
 from spmdtrain.config import Purpose, RunConfig, derive_seed
 from spmdtrain.errors import UserError
-from spmdtrain.gradients import Gradients, check_agrees, check_by_hand, wide
+from spmdtrain.feed import Rows, examples_of, of_first, of_several
+from spmdtrain.gradients import Gradients, check_agrees, why_not_by_hand, wide
 from spmdtrain.jaxprs import equations
 from spmdtrain.placement import Placement, under
-from spmdtrain.reductions import NAMED, Reduction, all_reduce, in_dtype
+from spmdtrain.reductions import NAMED, Reduction, all_reduce, in_dtype, packed
 from spmdtrain.remat import with_policy
 from spmdtrain.sharding import Layout, Rule, named_leaves, path_name
 
@@ -35,7 +37,12 @@ class TrainState:
     opt_state: PyTree
     averaged: PyTree  # moving average of params; an empty dictionary where none is kept
     model_state: PyTree  # batch statistics and the like
-    key: jax.Array  # step k draws from fold_in(key, k)
+    key: jax.Array  # uint32: the numbers of the random key that all steps' keys come from
+
+    @property
+    def step_key(self) -> jax.Array:
+        """What the next step draws from: fold_in(key, step)."""
+        return jax.random.fold_in(jax.random.wrap_key_data(self.key), self.step)
 
     @property
     def variables(self) -> Variables:
@@ -63,9 +70,10 @@ class StepOutput:
 class Steps:
     """The programs of one model, objective and optimizer under one strategy.
 
-    `init`, `train`, `evaluate` and `predict` are jitted functions of global arrays (or plain
-    ones, without `jit`). `layout` says where each leaf of the state lives. What `config` says of
-    the step is done here: precision, microbatches, averaging, what is frozen. Raises `UserError`.
+    `init`, `train_program`, `evaluate` and `predict` are jitted functions of global arrays (or
+    plain ones, without `jit`). `layout` says where each leaf of the state lives. What `config` says
+    of the step is done here: precision, microbatches, averaging, what is frozen. Raises
+    `UserError`.
     """
 
     def __init__(
@@ -117,13 +125,7 @@ class Steps:
             in_shardings=(self._places, everywhere, everywhere),
             out_shardings=self.shardings,
         )
-        # The old state is donated: its memory becomes the new one's.
-        self.train = self._compile(
-            self._train,
-            in_shardings=(self.shardings, batch),
-            out_shardings=(self.shardings, everywhere),
-            donate_argnums=0,
-        )
+        self._train_programs: dict[tuple[bool, bool], Any] = {}
         self.evaluate = self._compile(
             self._evaluate,
             in_shardings=(variables, batch, batch),
@@ -157,7 +159,7 @@ class Steps:
                 f"reduction is {own!r}: it must be a function of (gradients, axes); "
                 f"collectives.reduction takes names: {', '.join(NAMED)}"
             )
-        if options.reduction != "automatic":
+        if options.reduction not in (None, "automatic"):
             if own is not None:
                 raise UserError(
                     f"collectives.reduction is {options.reduction}, and a reduction function is "
@@ -173,25 +175,24 @@ class Steps:
             return eager(function)
         return jax.jit(function, compiler_options=self._compiler_options or None, **options)
 
-    def check(self, batch: PyTree) -> None:
-        """Raise `UserError` where a train step of such a batch would not compute what it should."""
-        batch = jax.eval_shape(lambda batch: batch, batch)
-        trained, frozen = self._parted(self.abstract_state.params)
+    def settle(self, batch: PyTree, steps: int = 1) -> str:
+        """Decide, for such a batch of so many steps, what reduces the gradients; its choice told.
+
+        Raises `UserError` where a train step of it would not compute what it should.
+        """
+        batch = jax.eval_shape(lambda batch: examples_of(of_first(batch, steps)), batch)
         if self._compute_dtype != jnp.float32:
             self._check_computes(batch)
-        if self._gradients.reduction is None:
-            return
-        options = self._config.collectives
+        if self._config.steps_per_dispatch > 1:
+            self._check_loops(batch)
+        options, by_hand = self._config.collectives, self._gradients.reduction is not None
+        if not by_hand and not self._may_pack():
+            return ""
+        trained, frozen = self._parted(self.abstract_state.params)
         if self._own_reduction is not None:
             check_agrees(self._own_reduction, self._placement, trained)
-        asked = "a reduction of your own"
-        if options.reduction != "automatic":
-            asked = f"collectives.reduction={options.reduction}"
-        elif options.reduce_dtype is not None:
-            asked = f"collectives.reduce_dtype={options.reduce_dtype}"
-        check_by_hand(
+        why_not = why_not_by_hand(
             self._gradients,
-            asked,
             replicates_params=self.layout.replicates_params,
             params=trained,
             frozen=frozen,
@@ -199,6 +200,52 @@ class Steps:
             batch=batch,
             values=self._values,
         )
+        if by_hand and why_not:
+            asked = "a reduction of your own"
+            if options.reduction is not None:
+                asked = f"collectives.reduction={options.reduction}"
+            elif options.reduce_dtype is not None:
+                asked = f"collectives.reduce_dtype={options.reduce_dtype}"
+            raise UserError(
+                f"{asked} reduces the gradients under shard_map, where each device computes on its "
+                f"own: {why_not}"
+            )
+        if why_not:
+            return f"; reduced by XLA, as {why_not}"
+        if not by_hand:
+            self._train_programs.clear()
+            self._gradients = dataclasses.replace(self._gradients, reduction=packed)
+        return ""
+
+    def _may_pack(self) -> bool:
+        """Whether gradients are packed if that computes the same, as nobody has said otherwise.
+
+        On CPU that is faster, with several processes three times. GPU and TPU have links of their
+        own, and XLA joins what it sends over them.
+        """
+        strategy = self._placement.strategy
+        replicates = self.layout.replicates_params and not (
+            strategy.shards_params or strategy.shards_optimizer
+        )
+        on_cpu = self._placement.devices[0].platform == "cpu"
+        several = self._placement.batch_shards > 1
+        unsaid = self._config.collectives.reduction is None and self._config.jit
+        return unsaid and on_cpu and several and replicates
+
+    def _check_loops(self, batch: PyTree) -> None:
+        """XLA on CPU has fast convolutions, which it does not use within a loop."""
+        if self._placement.devices[0].platform != "cpu":
+            return
+        state, key = self.abstract_state, jax.random.key(0)
+        program = jax.make_jaxpr(self._outputs)(
+            *self._parted(state.params), batch, state.model_state, key
+        )
+        if any(of.primitive.name == "conv_general_dilated" for of in equations(program.jaxpr)):
+            raise UserError(
+                f"steps_per_dispatch is {self._config.steps_per_dispatch}, and the model has "
+                "convolutions: within the loop that several steps are, XLA on CPU computes them "
+                "many times slower; use 1 there"
+            )
 
     def _check_computes(self, batch: PyTree) -> None:
         """Precision that is asked for, and given up at the model's door, would only cost digits."""
@@ -253,12 +300,40 @@ class Steps:
             opt_state=self._optimizer.init(self._parted(params)[0]),
             averaged={} if self._ema_decay is None else jax.tree.map(_widened, params),
             model_state=model_state,
-            key=step_key,
+            # Its numbers, as JAX dispatches a program on typed keys by way of Python.
+            key=jax.random.key_data(step_key),
         )
 
+    def train_program(self, steps: int = 1, *, by_number: bool = False) -> Any:
+        """What makes so many steps: (state, batch) -> (state, output), compiled when first called.
+
+        The batch of several has one more dim in front, and so has the output. `by_number` says
+        that it is `Rows`.
+        """
+        key = (steps > 1, by_number)
+        if key not in self._train_programs:
+            batch: Any = self._placement.batch if steps == 1 else of_several(self._placement.batch)
+            if by_number:
+                batch = Rows(batch, self._placement.everywhere)
+            # The old state is donated: its memory becomes the new one's.
+            self._train_programs[key] = self._compile(
+                self._train if steps == 1 else self._train_several,
+                in_shardings=(self.shardings, batch),
+                out_shardings=(self.shardings, self._placement.everywhere),
+                donate_argnums=0,
+            )
+        return self._train_programs[key]
+
+    def _train_several(self, state: TrainState, batches: PyTree) -> tuple[TrainState, StepOutput]:
+        if isinstance(batches, Rows):
+            numbers, arrays = batches.indices, batches.arrays
+            return jax.lax.scan(lambda s, of: self._train(s, Rows(of, arrays)), state, numbers)
+        return jax.lax.scan(self._train, state, batches)
+
     def _train(self, state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
+        batch = examples_of(batch)
         state = self.layout.bring(state, lambda of: of)
-        key = jax.random.fold_in(state.key, state.step)
+        key = state.step_key
         trained, frozen = self._parted(state.params)
         found = self._gradients(trained, frozen, state.model_state, batch, key)
         means = {name: metrics.mean(value) for name, value in found.metrics.items()}
@@ -269,12 +344,7 @@ class Steps:
         params = self.layout.resting(_joined(optax.apply_updates(trained, updates), frozen))
         averaged = self._average(state.averaged, params, state.step)
         after = TrainState(state.step + 1, params, opt_state, averaged, model_state, state.key)
-        finite = [jnp.isfinite(means["loss"])]
-        # To look at the old parameters too would keep them from being overwritten in place: a
-        # third of a small step's time. So only what may be infinite on purpose is compared.
-        finite += [stays_finite(state.params, params), stays_finite(state.opt_state, opt_state)]
-        finite += [stays_finite(state.model_state, model_state, arrays_too=True)]
-        return after, StepOutput(means, jnp.stack(finite))
+        return after, StepOutput(means, health(means["loss"], state, after, self.shardings))
 
     def _objective_sums(
         self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
@@ -453,7 +523,29 @@ def model_output(model: Any, batch: PyTree) -> PyTree:
     return model(batch[0] if isinstance(batch, tuple) else batch)
 
 
-def stays_finite(before: PyTree, after: PyTree, *, arrays_too: bool = False) -> jax.Array:
+def health(loss: jax.Array, before: TrainState, after: TrainState, places: TrainState) -> jax.Array:
+    """Whether each of `HEALTH` is finite after a step, bool (4,).
+
+    `loss` may be several numbers; `places` are the state's shardings.
+
+    To look at the old parameters too would keep them from being overwritten in place: a third of a
+    small step's time. So only what may be infinite on purpose is compared.
+    """
+    return jnp.stack(
+        [
+            jnp.isfinite(loss).all(),
+            stays_finite(before.params, after.params, places.params),
+            stays_finite(before.opt_state, after.opt_state, places.opt_state),
+            stays_finite(
+                before.model_state, after.model_state, places.model_state, arrays_too=True
+            ),
+        ]
+    )
+
+
+def stays_finite(
+    before: PyTree, after: PyTree, places: PyTree, *, arrays_too: bool = False
+) -> jax.Array:
     """Whether no element became NaN or infinite.
 
     A scalar that was infinite before is meant so (the best loss yet, say), and is none of it;
@@ -462,11 +554,29 @@ def stays_finite(before: PyTree, after: PyTree, *, arrays_too: bool = False) -> 
     sound = [
         (jnp.isfinite(y) | (jnp.isinf(x) & ~jnp.isnan(y))).all()
         if arrays_too or y.ndim == 0
-        else jnp.isfinite(y).all()
-        for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+        else _all_finite(y, place)
+        for x, y, place in zip(*map(jax.tree.leaves, (before, after, places)), strict=True)
         if jnp.issubdtype(y.dtype, jnp.inexact)
     ]
     return jnp.array(sound).all()
+
+
+def _all_finite(x: jax.Array, place: Sharding) -> jax.Array:
+    """Whether all elements of an array of one dim or more are.
+
+    XLA:CPU compares them one by one: with it, a step of a small network takes a quarter longer.
+    Products with zeros, which are NaN for what is not finite, take it nothing.
+    """
+    device: Any = next(iter(place.device_set))
+    on_cpu = device.platform == "cpu"
+    if (
+        on_cpu
+        and place.is_fully_replicated
+        and x.ndim > 1
+        and x.dtype in (jnp.float32, jnp.float64)
+    ):
+        x = x.reshape(-1, x.shape[-1]) @ jnp.zeros(x.shape[-1], x.dtype)
+    return jnp.isfinite(x).all()
 
 
 def first_non_finite(tree: PyTree) -> str | None:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 # What would end a line, or change how a terminal shows it; and halves of pairs, which are no text.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-_REFRESH = 0.1  # seconds; more often nobody sees, and each time costs
+_REFRESH = 0.25  # seconds; more often nobody sees, and each time costs
 
 
 def number(value: float) -> str:
@@ -59,13 +59,15 @@ class Rate:
     def restart(self, step: int) -> None:
         """Begin to measure at `step`, now."""
         self._step, self._time = step, time.perf_counter()
+        self._rate: float | None = None
 
     def read(self, step: int) -> float | None:
-        """Steps a second up to `step`, and begin anew; None where no step was made."""
+        """Steps a second up to `step`, and begin anew; the last reading where no step was made."""
         now, steps = time.perf_counter(), step - self._step
-        rate = steps / (now - self._time) if steps > 0 and now > self._time else None
-        self._step, self._time = step, now
-        return rate
+        if steps > 0 and now > self._time:
+            self._rate = steps / (now - self._time)
+            self._step, self._time = step, now
+        return self._rate
 
 
 class Terminal:
@@ -110,6 +112,7 @@ class Terminal:
                 TimeRemainingColumn(),
                 console=self.console,
                 expand=True,
+                refresh_per_second=1 / _REFRESH,  # each time takes a millisecond or two
             )
             self._progress.start()
         assert self._progress is not None

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,16 +16,10 @@ from spmdtrain import evaluate, failing, hlo, processes
 from spmdtrain.adapters import Function, Variables, adapt
 from spmdtrain.callbacks import Callbacks, Event, Moment, by_moment
 from spmdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig, for_built, resolve
-from spmdtrain.data import (
-    Augment,
-    Dataset,
-    as_dataset,
-    classes_of,
-    ordered_batches,
-    train_batches,
-)
+from spmdtrain.data import Augment, Dataset, as_dataset, classes_of
 from spmdtrain.errors import NonFiniteError, Preempted, UserError
 from spmdtrain.experiment import Experiment
+from spmdtrain.feed import on_devices, ordered_batches, train_batches
 from spmdtrain.identity import Identity, check_same_classes, check_same_run
 from spmdtrain.initial import initial_state, load_values
 from spmdtrain.journal import Metrics
@@ -88,6 +81,10 @@ class Trainer:
         self.placement = place(self.config)
         self.state: TrainState | None = None  # once `fit` has begun
         self.terminal = terminal or Terminal(quiet=not processes.is_chief())
+        if augment is not None and self.config.data_on_device:
+            raise UserError(
+                "data_on_device is for examples as they are, and augment makes new ones on the host"
+            )
         self._adapter = adapt(model)
         self._augment = augment
         self._callbacks = by_moment(callbacks or {})
@@ -96,8 +93,9 @@ class Trainer:
         self._stop_asked = False
         self._calling = self._fitting = False  # whether a callback is being called; `fit`
         self._identity: Identity | None = None  # what `state` was trained with
-        self._train_step: Any = None
-        self._compiled_for: PyTree = None  # the shapes of the batch it was compiled for
+        # Of programs by the steps they make: the shapes they are for, and what is told of them.
+        self._compiled: dict[int, tuple[PyTree, str]] = {}
+        self._examples: tuple[Dataset, PyTree] | None = None  # all of a dataset's, on the devices
         self._restored: Variables | None = None  # what to evaluate with where nothing was trained
         self._restored_from: Identity | None = None  # what that was trained with
         self._in_flight = how_far_ahead(self.placement)
@@ -148,7 +146,9 @@ class Trainer:
             raise UserError("jit is off: the steps are not compiled")
         shapes = jax.eval_shape(lambda batch: batch, batch)
         with under(self.placement):  # models may ask what they run under
-            compiled: jax.stages.Compiled = self._steps.train.lower(
+            self._steps.settle(shapes)
+            program = self._steps.train_program()
+            compiled: jax.stages.Compiled = program.lower(
                 self._steps.abstract_state, shapes
             ).compile()
         return compiled
@@ -205,6 +205,7 @@ class Trainer:
 
     def _start(self, run: Session) -> None:
         """Find the state to go on from: this run's newest checkpoint, else another's, else none."""
+        run.check_dispatches()
         self._stop_asked = False
         self._restored = None  # from here on there is a state of its own
         if self.state is None:
@@ -243,30 +244,35 @@ class Trainer:
             stop=run.total,
             augment=self._augment,
             threads=config.data_threads,
+            sizes=map(len, run.dispatches(first)),
+            arrays=self._on_devices(run.train) if config.data_on_device else None,
         )
-        train_step, batches = self._compiled(run, batches)
+        programs: dict[int, Callable[..., Any]] = {}  # by the steps they make
         late = LateReader(run, self.placement, lambda: self.state, self._logged)
         # Of several processes, the first: the others' traces would come into the same files.
         profiled = config.profile_range() if processes.is_chief() else None
         profile = ProfiledSteps(profiled, config.workdir)
         if profiled and first >= profiled[1]:
             self.terminal.line(f"nothing to profile: step {first} is past {config.profile_steps}")
-        run.journal.train_goes_on(first)
 
         with self.terminal.progress("train", done=first, total=run.total), profile:
-            for step in range(first + 1, run.total + 1):
-                profile.before(step)
+            for steps in run.dispatches(first):  # one step, or several as one
+                step = steps[-1]
                 with within(Phase.LOAD, step):
                     batch = next(batches)
+                if len(steps) not in programs:
+                    programs[len(steps)] = self._compile(run, len(steps), batch)
+                    run.journal.train_goes_on(steps[0] - 1)
+                profile.before(steps[0])
                 # The update is only dispatched: the devices work while the host goes on.
                 with within(Phase.STEP):
-                    self.state, output = train_step(self.state, batch)
+                    self.state, output = programs[len(steps)](self.state, batch)
                 profile.after(step, output)
-                if step == first + 1:
+                if steps[0] == first + 1:
                     self._check_placed("after the first step")
 
                 # Outputs are read some steps late, so that the host never waits for the devices.
-                late.add(step, output)
+                late.add(steps, output)
                 self._call(Moment.STEP, step)
 
                 if self._stop_asked:
@@ -309,28 +315,34 @@ class Trainer:
 
     # -- the loop's parts ----------------------------------------------------------------------
 
-    def _compiled(
-        self, run: Session, batches: Iterator[PyTree]
-    ) -> tuple[Callable[..., Any], Iterator[PyTree]]:
-        """The train step, compiled for the first batch, and the batches; says what they are."""
+    def _compile(self, run: Session, steps: int, batch: PyTree) -> Callable[..., Any]:
+        """The program of so many steps of such batches, compiled; says what is about to run."""
         assert self.state is not None
-        with within(Phase.LOAD):
-            first, train_step = next(batches), self._steps.train
-        program = "steps are not compiled"
-        began = time.perf_counter()
-        shapes = jax.tree.map(jax.typeof, first)
-        if self._compiled_for != shapes:  # not again for a second fit
+        began, shapes = time.perf_counter(), jax.tree.map(jax.typeof, batch)
+        by_number = run.config.data_on_device
+        if self._compiled.get(steps, (None, ""))[0] != shapes:  # not again for a second fit
+            told = "steps are not compiled"
             with self.terminal.waiting("compiling the train step"), within(Phase.COMPILE):
-                self._steps.check(first)
-                self._train_step = self.compile_step(first) if run.config.jit else train_step
-            self._compiled_for = shapes
-        if run.config.jit:
-            train_step, seconds = self._train_step, time.perf_counter() - began
-            if processes.is_chief():  # who alone tells it
-                found = hlo.told(train_step.as_text(), self.mesh)
-                program = f"step compiled in {seconds:.1f} s: {found}"
-        run.journal.introduce(self.placement, self.state.params, program)
-        return train_step, itertools.chain([first], batches)
+                settled = self._steps.settle(batch, steps)
+                program = self._steps.train_program(steps, by_number=by_number)
+                if run.config.jit:
+                    # For the state itself: so the jitted function, which is dispatched faster than
+                    # what is compiled here, finds it compiled.
+                    compiled = program.lower(self.state, batch).compile()
+                    seconds = time.perf_counter() - began
+                    told = f"step compiled in {seconds:.1f} s"
+                    if processes.is_chief():  # who alone tells it
+                        told += f": {hlo.told(compiled.as_text() or '', self.mesh)}{settled}"
+            self._compiled[steps] = shapes, told
+        run.journal.introduce(self.placement, self.state.params, self._compiled[steps][1])
+        return self._steps.train_program(steps, by_number=by_number)
+
+    def _on_devices(self, dataset: Dataset) -> PyTree:
+        """All examples of a dataset, where they have not been put there for an earlier fit."""
+        if self._examples is None or self._examples[0] is not dataset:
+            with self.terminal.waiting("putting the examples on the devices"), within(Phase.LOAD):
+                self._examples = dataset, on_devices(dataset, self.placement)
+        return self._examples[1]
 
     def _check_placed(self, when: str) -> None:
         """What the rules ask for is what every leaf of the state has."""

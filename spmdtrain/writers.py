@@ -65,6 +65,9 @@ class Writer(enum.StrEnum):
         return f"{stem}{extension}" if self is Writer.TRAINING else f"{stem}.{self}{extension}"
 
 
+_NONE: Mapping[str, float] = {}
+
+
 class RunFiles:
     """`config.json`, `metrics.jsonl`, `status.json` and `tensorboard/` under one workdir.
 
@@ -83,6 +86,8 @@ class RunFiles:
         # A sibling: TensorBoard shows each folder as a run, and follows but one file in it.
         self._curves_name = writer.file("tensorboard")
         self.folder = folder_of(workdir)
+        self._lines = self.folder / self._lines_name
+        self._all_curves = self.folder / self._curves_name
         self._curves: _Curves | None = None
         self._purge_from: int | None = None
         self._status_lock, self._failed = threading.Lock(), False
@@ -97,6 +102,7 @@ class RunFiles:
                 if not is_url(workdir):
                     stack.enter_context(_lock(lock, writer))
                 self._grown = self._growing(stack)
+                self._metrics = self._grown / self._lines_name
                 self._whole = self._whole_lines()
             except failures(workdir) as error:
                 raise UserError(
@@ -116,10 +122,6 @@ class RunFiles:
     def _whole_lines(self) -> int:
         """How many bytes of the metrics are lines that were written to their end."""
         return self._metrics.read_bytes().rfind(b"\n") + 1 if self._metrics.exists() else 0
-
-    @property
-    def _metrics(self) -> Path:
-        return self._grown / self._lines_name
 
     def write_config(self, config: Mapping[str, Any], *, mesh: str, devices: Sequence[Any]) -> None:
         """Write `config.json`: the configuration, and what it runs on."""
@@ -145,24 +147,33 @@ class RunFiles:
             finally:
                 self._replace(self.folder / "status.json", json.dumps(content) + "\n")
 
-    def write_metrics(self, step: int, split: Split, metrics: Mapping[str, float]) -> None:
-        """Add a line to the metrics and points to the curves. A non-finite value is null."""
+    def write_metrics(
+        self,
+        step: int,
+        split: Split,
+        metrics: Mapping[str, float],
+        curves: Mapping[str, float] = _NONE,
+    ) -> None:
+        """Add a line to the metrics, and points to the curves, more than these where given.
+
+        A non-finite value is null in the line.
+        """
         finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
         line = json.dumps({"step": step, "split": split} | finite) + "\n"
         # Closed each time, so that no line is ever lost.
-        with _written(self.folder / self._lines_name), self._metrics.open("ab") as file:
+        with _written(self._lines), open(self._metrics, "ab") as file:
             # What a full disk left of a line is not to stand in the middle once there is room.
             file.truncate(min(self._whole, file.tell()))
             file.write(line.encode())
             file.flush()
             self._whole = file.tell()
-        self.write_curves(step, {f"{split}/{name}": value for name, value in metrics.items()})
+        own = {f"{split}/{name}": value for name, value in metrics.items()}
+        self._write_curves(step, own | dict(curves))
         if self._clock() - self._synced_at >= _SYNC_SECONDS[split]:
             self.sync()
 
-    def write_curves(self, step: int, points: Mapping[str, float]) -> None:
-        """Add points to the TensorBoard curves alone."""
-        with _written(self.folder / self._curves_name):
+    def _write_curves(self, step: int, points: Mapping[str, float]) -> None:
+        with _written(self._all_curves):
             if self._curves is None:
                 curves = _Curves(self._grown / self._curves_name, self._purge_from)
                 self._curves = self._closing.enter_context(contextlib.closing(curves))
@@ -258,10 +269,11 @@ class _Curves:
         self._write(step, session_log=SessionLog(status=SessionLog.START))
 
     def add(self, step: int, points: Mapping[str, float]) -> None:
-        from tensorboardX.summary import scalar
+        from tensorboardX.proto.summary_pb2 import Summary
 
-        for name, value in points.items():
-            self._write(step, summary=scalar(name, value))
+        # One record of all: most of what a record takes is its check sums, which Python computes.
+        values = [Summary.Value(tag=name, simple_value=x) for name, x in points.items()]
+        self._write(step, summary=Summary(value=values))
 
     def _write(self, step: int, **content: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event

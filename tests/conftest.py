@@ -4,6 +4,8 @@ import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+# What one test has compiled the next ones need not.
+os.environ["XDG_CACHE_HOME"] = os.path.abspath(f"{__file__}/../../.pytest_cache/xdg")
 
 from pathlib import Path
 

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spmdtrain import MeshSpec, Trainer
+from spmdtrain.config import Collectives
 from spmdtrain.models import MLP
 from spmdtrain.placement import current_strategy
 from spmdtrain.terminal import Terminal
@@ -34,6 +35,7 @@ def mirrored(**options: Any) -> Trainer:
         optimizer=optax.adam(1e-3),
         mesh=MeshSpec(data=8),
         strategy="mirrored",
+        collectives=Collectives(reduction="automatic"),
         terminal=Terminal(quiet=True),
     )
 

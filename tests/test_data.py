@@ -25,11 +25,10 @@ from spmdtrain.data import (
     all_rows,
     as_dataset,
     fingerprint,
-    ordered_batches,
     process_rows,
-    train_batches,
 )
 from spmdtrain.errors import UserError
+from spmdtrain.feed import ordered_batches, train_batches
 from spmdtrain.mesh import batch_sharding, build_mesh
 from spmdtrain.permutation import permuted
 

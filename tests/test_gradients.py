@@ -275,7 +275,8 @@ def test_xla_adds_no_more_than_a_copy_and_on_cpu_reduces_each_microbatch() -> No
     # second half of this test has nothing to say any more, and neither has docs/step.md.
     mesh = mlp(mesh=on(8)).mesh
     assert mesh is not None
-    whole, parts = (wide(64, microbatches=m) for m in (1, 4))
+    by_xla = Collectives(reduction="automatic")
+    whole, parts = (wide(64, microbatches=m, collectives=by_xla) for m in (1, 4))
     added = parts.memory.temp_size_in_bytes - whole.memory.temp_size_in_bytes
     assert added <= WIDE + KERNEL / 4
     assert in_loops(whole.text, mesh) == []

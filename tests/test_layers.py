@@ -15,7 +15,7 @@ PACKAGE = Path(spmdtrain.__file__).parent
 LAYERS = [
     {"errors", "config", "cluster", "tfconfig", "doctor", "phases", "rendezvous", "strategies"},
     {"adapters", "hlo", "idx", "mesh", "metrics", "permutation", "profiling", "processes"}
-    | {"collectives", "placement", "reductions", "remat", "replicas", "jaxprs"}
+    | {"collectives", "compilation", "placement", "reductions", "remat", "replicas", "jaxprs"}
     | {
         "retention",
         "sharding",
@@ -27,7 +27,17 @@ LAYERS = [
         "distributed",
         "failing",
     },
-    {"callbacks", "checkpoint", "data", "evaluate", "experiment", "export", "identity", "journal"}
+    {
+        "callbacks",
+        "checkpoint",
+        "data",
+        "evaluate",
+        "feed",
+        "experiment",
+        "export",
+        "identity",
+        "journal",
+    }
     | {"images", "image_cache", "image_decoding", "keras_model"}
     | {
         "gradients",

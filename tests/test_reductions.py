@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers import metrics, run, small_experiment
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from steps import (
     check_equal,
     gradients,
@@ -28,8 +28,11 @@ from steps import (
 
 from spmdtrain import MeshSpec, Rule, Trainer, UserError
 from spmdtrain.config import Collectives, ShardingOptions
+from spmdtrain.mesh import build_mesh
 from spmdtrain.models import MLP
-from spmdtrain.reductions import Reduction, all_reduce, hierarchical
+from spmdtrain.placement import constrain, current_strategy
+from spmdtrain.reductions import Reduction, all_reduce, hierarchical, packed
+from spmdtrain.terminal import Terminal
 from spmdtrain.testing_steps import CompiledStep, compiled_step
 
 BATCH = tokens_batch(np.random.default_rng(5))
@@ -78,7 +81,7 @@ FEW = ("mirrored in microbatches", "hybrid", "zero in microbatches")  # the othe
 @pytest.mark.parametrize(
     "place", [pytest.param(p, marks=[] if p in FEW else pytest.mark.slow) for p in PLACES]
 )
-@pytest.mark.parametrize("reduction", [all_reduce, hierarchical])
+@pytest.mark.parametrize("reduction", [all_reduce, hierarchical, packed])
 def test_a_reduction_by_hand_gives_the_numbers_of_the_whole_batch(
     reduction: Reduction, place: str
 ) -> None:
@@ -340,3 +343,137 @@ def test_the_command_takes_a_reduction_by_name(tmp_path: Path) -> None:
     assert "reduce-scatter" in done.stdout
     losses = [line["loss"] for line in metrics(tmp_path / "run", "train")]
     assert losses[-1] < losses[0]
+
+
+# -- where nothing is said -------------------------------------------------------------------------
+
+PACKED: dict[str, dict[str, Any]] = {
+    "mirrored": {},
+    "mirrored in microbatches": {"microbatches": 4},
+    "hybrid": {"strategy": "hybrid"},
+    "central storage": {"strategy": "central_storage"},
+    "beside an axis that splits nothing": {"mesh": MeshSpec(data=4, tensor=2)},
+}
+
+
+@pytest.mark.parametrize("place", PACKED)
+def test_on_cpu_gradients_are_packed_into_one_array(place: str) -> None:
+    of = tokens(**PACKED[place])
+    check_equal(gradients(of, BATCH), expected())
+    (one,) = compiled_step(of, BATCH).collectives
+    # Rows of 256 for each of three gradients, and of two sums and two weights of the metrics.
+    assert (one.kind, one.arrays, one.bytes) == ("all-reduce", 1, 7 * 256 * 4)
+
+
+def test_xla_reduces_them_where_that_is_asked_for() -> None:
+    of = tokens(collectives=Collectives(reduction="automatic"))
+    check_equal(gradients(of, BATCH), expected())
+    found = compiled_step(of, BATCH).collectives
+    assert sum(one.bytes for one in found) == GRADIENTS + METRICS
+
+
+class Drops(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.dropout(self.linear(x))
+
+
+class Normalises(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(x)
+
+
+def plain(model: Any, batch: Any) -> dict[str, jax.Array]:
+    return {"loss": (model(batch) ** 2).mean(-1)}
+
+
+def contrasts(model: Any, batch: Any) -> dict[str, jax.Array]:
+    out = model(batch)
+    return {"loss": jax.nn.logsumexp(out @ out.T, -1)}
+
+
+def prints(model: Any, batch: Any) -> dict[str, jax.Array]:
+    jax.debug.callback(lambda x: None, batch.sum())
+    return plain(model, batch)
+
+
+def asks(model: Any, batch: Any) -> dict[str, jax.Array]:
+    return {"loss": plain(model, batch)["loss"] * current_strategy().batch_shards}
+
+
+def lays_out(model: Any, batch: Any) -> dict[str, jax.Array]:
+    out = jax.lax.with_sharding_constraint(model(batch), placed())
+    return {"loss": out.mean(-1)}
+
+
+def hints(model: Any, batch: Any) -> dict[str, jax.Array]:
+    return {"loss": (constrain(model(batch), "batch", None) ** 2).mean(-1)}
+
+
+def placed() -> Any:
+    return NamedSharding(build_mesh(MeshSpec(data=8)), PartitionSpec(("replica", "data", "fsdp")))
+
+
+@pytest.mark.parametrize(
+    ("model", "objective", "why"),
+    [
+        (Drops, plain, "the model draws random numbers"),
+        (Normalises, plain, "the model carries state"),
+        (partial(nnx.Linear, 4, 4), contrasts, "depend on other examples of the batch"),
+        (partial(nnx.Linear, 4, 4), prints, "does more than to compute"),
+        (partial(nnx.Linear, 4, 4), asks, "asks for the strategy that it runs under"),
+        (partial(nnx.Linear, 4, 4), lays_out, "lays arrays out over devices by itself"),
+        (partial(nnx.Linear, 4, 4), plain, ""),
+        (partial(nnx.Linear, 4, 4), hints, ""),
+    ],
+)
+def test_xla_reduces_them_where_packing_would_mean_something_else_and_that_is_told(
+    model: Any, objective: Any, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x = np.random.default_rng(2).normal(size=(16, 4)).astype(np.float32)
+    losses = []
+    for chosen in (None, "automatic"):
+        options = Collectives(reduction=chosen)
+        of = trainer(
+            model=model,
+            objective=objective,
+            optimizer=optax.sgd(0.1),
+            global_batch_size=16,
+            collectives=options,
+            terminal=Terminal(),
+        )
+        losses.append(of.fit(x, steps=3).train["loss"])
+        (told,) = [x for x in capsys.readouterr().out.splitlines() if "step compiled" in x]
+        if chosen is None:
+            assert ("reduced by XLA, as" in told) == bool(why) and why in told, told
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6 if why else 1e-5)
+
+
+def test_large_arrays_travel_alone_and_dtypes_apart() -> None:
+    mesh = build_mesh(MeshSpec(data=8))
+    draws = np.random.default_rng(4)
+    shapes = {"large": (1024, 640), "flat": (300,), "one": (), "none": (0, 3), "wide": (2, 2, 5)}
+    tree = {
+        name: draws.normal(size=(8, *shape)).astype(np.float32) for name, shape in shapes.items()
+    }
+    tree["half"] = draws.normal(size=(8, 7)).astype(np.float16)
+
+    def local(tree: Any) -> Any:
+        own = jax.tree.map(lambda x: x[0], tree)
+        return packed(own, ("data",))
+
+    split, whole = PartitionSpec("data"), PartitionSpec()
+    program = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=whole))
+    found = program(tree)
+    for name, x in tree.items():
+        tolerance = 1e-2 if name == "half" else 1e-5
+        np.testing.assert_allclose(found[name], x.sum(0), rtol=tolerance, atol=tolerance)
+        assert found[name].dtype == x.dtype and found[name].shape == x.shape[1:]
+    text = str(jax.make_jaxpr(program)(tree))
+    assert len(re.findall(r"psum(?:_invariant)?\[", text)) == 3, text

@@ -295,7 +295,7 @@ def test_curves_that_cannot_be_written_end_a_run(
     open_full = partial(open, "/dev/full", "wb")
     monkeypatch.setattr("tensorboardX.record_writer.open_file", lambda path: open_full())
     files = RunFiles(str(tmp_path))
-    files.write_curves(1, {"speed": 1.0})
+    files.write_metrics(1, Split.TRAIN, {"loss": 1.0}, {"speed": 1.0})
     with pytest.raises(StorageError, match=r"tensorboard cannot be written: .*No space left"):
         files.write_status(Status.RUNNING, 1)
     with pytest.raises(StorageError, match=r"tensorboard cannot be written"):

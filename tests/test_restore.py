@@ -659,7 +659,7 @@ def test_a_manifest_is_read_without_any_array(plain: Run, copy: Path) -> None:
     leaves = found.identity.leaves
     assert leaves["params/layers/0/kernel"] == "bfloat16[4,8]"
     assert leaves["opt_state/0/nu/layers/1/kernel"] == "float32[8,1]"
-    assert (leaves["step"], leaves["key"]) == ("int32[]", "key<fry>[]")
+    assert (leaves["step"], leaves["key"]) == ("int32[]", "uint32[2]")
     assert set(leaves) == set(found.sums) == set(named_leaves(plain.state))
     loss = metrics(plain.workdir, "eval")[-1]["loss"]
     assert found.metrics == {"loss": loss}
@@ -685,7 +685,7 @@ def test_show_prints_the_arrays_and_the_facts(
     assert list(table) == list(named_leaves(plain.state))
     assert table["params/layers/0/kernel"] == ["bfloat16[4,8]", "64 B"]
     assert table["opt_state/0/mu/layers/1/kernel"] == ["float32[8,1]", "32 B"]
-    assert table["step"] == ["int32[]", "4 B"] and table["key"] == ["key<fry>[]", ""]
+    assert table["step"] == ["int32[]", "4 B"] and table["key"] == ["uint32[2]", "8 B"]
     facts = dict(line.split(": ", 1) for line in printed.splitlines() if ": " in line)
     assert (facts["step"], facts["parameters"]) == ("6", "49")
     assert facts["saved"].endswith(" min ago")

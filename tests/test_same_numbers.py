@@ -17,7 +17,8 @@ from helpers import DIGITS, LINEAR, MNIST
 
 from spmdtrain import Experiment, MeshSpec, Trainer, TrainState, hlo
 from spmdtrain.config import RunConfig, resolve
-from spmdtrain.data import as_dataset, train_batches
+from spmdtrain.data import as_dataset
+from spmdtrain.feed import train_batches
 from spmdtrain.sharding import named_leaves
 from spmdtrain.terminal import Terminal
 
@@ -65,11 +66,11 @@ class Gradients:
             step=jnp.asarray(np.asarray(state.step)),
             params=jax.device_get(state.params),
             model_state=jax.device_get(state.model_state),
-            key=jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(state.key)))),
+            key=jnp.asarray(np.asarray(state.key)),
         )
         batch = first_batch(self.trainer, self.experiment, self.config, int(state.step))
         assert len(jax.tree.leaves(batch)[0].sharding.device_set) == self.devices
-        after, output = steps.train(jax.device_put(common, steps.shardings), batch)
+        after, output = steps.train_program()(jax.device_put(common, steps.shardings), batch)
         found = {name: np.asarray(x) for name, x in named_leaves(after.opt_state.trace).items()}
         return float(output.metrics["loss"]), found
 
@@ -134,10 +135,8 @@ def test_loss_and_gradients_from_a_common_state_are_equal_on_1_2_4_and_8_devices
 
 
 @pytest.mark.slow
-def test_the_first_ten_losses_are_equal_on_1_2_4_and_8_devices(
-    shipped: tuple[Experiment, RunConfig],
-) -> None:
-    experiment, config = shipped
+def test_the_first_ten_losses_are_equal_on_1_2_4_and_8_devices(mnist: Path) -> None:
+    experiment, config = build(MNIST, data_dir=str(mnist), epochs=None, steps=200)
     losses: dict[int, list[float]] = {devices: [] for devices in DEVICES}
     for devices in DEVICES:
         trainer_on(
@@ -175,7 +174,7 @@ def test_the_step_on_one_device_holds_no_collective() -> None:
 def compiled(trainer: Trainer, experiment: Experiment, config: RunConfig) -> str:
     """The optimized HLO of the train step that `fit` would run."""
     steps, batch = trainer._steps, first_batch(trainer, experiment, config, 0)
-    text: str = steps.train.lower(steps.abstract_state, batch).compile().as_text()
+    text: str = steps.train_program().lower(steps.abstract_state, batch).compile().as_text()
     return text
 
 

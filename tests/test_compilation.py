@@ -1,0 +1,133 @@
+"""Compiled programs that are kept: for later starts, whole or not at all, and never in the way."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import command, environment, metrics, small_experiment, together
+
+from spmdtrain import compilation
+
+
+def train(
+    folder: Path, name: str, *options: object, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Train the small experiment in a run of its own."""
+    path = folder / "small.py"
+    path = path if path.exists() else small_experiment(folder)
+    ended = subprocess.run(
+        command(path, "--workdir", folder / name, *options),
+        env=environment(1) | {"XDG_CACHE_HOME": str(folder / "home")} | variables,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended
+
+
+def programs(folder: Path) -> dict[str, int]:
+    """Files of a cache and when they were last of use."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.name: path.stat().st_mtime_ns for path in files}
+
+
+def test_a_second_start_compiles_nothing_and_computes_the_same(tmp_path: Path) -> None:
+    logs = {"JAX_EXPLAIN_CACHE_MISSES": "1"}
+    first = train(tmp_path, "first", **logs)
+    kept = programs(tmp_path / "home" / "spmdtrain" / "programs")
+    assert any(name.startswith("jit__train-") for name in kept)
+    assert any(name.startswith("jit__init-") for name in kept)
+    assert "CACHE MISS" in first.stderr or "Not writing" in first.stderr
+    second = train(tmp_path, "second", **logs)
+    now = programs(tmp_path / "home" / "spmdtrain" / "programs")
+    assert now.keys() == kept.keys()
+    assert all(now[name] > kept[name] for name in kept if name.startswith("jit__"))
+    assert "jit__train" not in second.stderr
+    assert metrics(tmp_path / "first") == metrics(tmp_path / "second")
+
+
+@pytest.mark.slow
+def test_where_programs_are_kept_can_be_said(tmp_path: Path) -> None:
+    named, own = tmp_path / "named", tmp_path / "own"
+    together(
+        lambda: train(tmp_path, "a", "--compilation-cache", named),
+        lambda: train(tmp_path, "b", JAX_COMPILATION_CACHE_DIR=str(own)),
+    )
+    assert programs(named) and not (tmp_path / "home").exists()
+    assert named.stat().st_mode & 0o777 == 0o700
+    train(tmp_path, "c", "--compilation-cache", "off")
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_there_and_a_damaged_file_only_cost_time(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    ended = train(tmp_path, "a", "--compilation-cache", tmp_path / "file")
+    assert ended.stderr == ""
+    folder = tmp_path / "programs"
+    train(tmp_path, "b", "--compilation-cache", folder)
+    (step,) = folder.glob("jit__train-*")
+    whole = step.read_bytes()
+    step.write_bytes(whole[: len(whole) // 2])
+    ended = train(tmp_path, "c", "--compilation-cache", folder)
+    assert "Error reading persistent compilation cache entry for 'jit__train'" in ended.stderr
+    assert step.stat().st_size > len(whole) * 0.9  # it has been put right
+    assert train(tmp_path, "d", "--compilation-cache", folder).stderr == ""
+    assert metrics(tmp_path / "a") == metrics(tmp_path / "c") == metrics(tmp_path / "d")
+
+
+def test_a_file_appears_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = compilation._Folder(tmp_path)
+    assert folder.get("a") is None
+    folder.put("a", b"1" * 1000)
+    assert folder.get("a") == b"1" * 1000
+    folder.put("a", b"2" * 10)
+    assert folder.get("a") == b"2" * 10
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    folder.put("a", b"3")
+    folder.put("b", b"3")
+    assert folder.get("a") == b"2" * 10 and folder.get("b") is None
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_what_was_of_no_use_for_the_longest_time_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = compilation._Folder(tmp_path)
+    for number, name in enumerate("abcd"):
+        folder.put(name, bytes(100))
+        os.utime(tmp_path / name, (number, number))
+    assert folder.get("a") is not None  # which is of use again
+    monkeypatch.setattr(compilation, "_MOST_BYTES", 250)
+    compilation._make_room(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "d"]
+
+
+def test_hosts_of_other_processors_do_not_share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = compilation._processor()
+    assert here == compilation._processor()
+    read_text = Path.read_text
+
+    def other(path: Path, *args: object) -> str:
+        text = read_text(path)
+        return text.replace("flags\t", "flags\tavx9000 ") if "cpuinfo" in str(path) else text
+
+    monkeypatch.setattr(Path, "read_text", other)
+    assert compilation._processor() != here
+
+
+@pytest.mark.slow
+def test_eight_devices_and_one_keep_programs_of_their_own(tmp_path: Path) -> None:
+    for devices in (1, 2, 1, 2):
+        train(tmp_path, f"{devices}", JAX_NUM_CPU_DEVICES=str(devices))
+    found = [[line["loss"] for line in metrics(tmp_path / str(n))] for n in (1, 2)]
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)

@@ -1,0 +1,337 @@
+"""Several steps at once, and data on the devices: the same numbers, fewer words with the host."""
+
+import itertools
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import DIGITS, metrics, run, saved_steps
+from hypothesis import given
+
+from spmdtrain import (
+    Event,
+    FunctionModel,
+    MeshSpec,
+    NonFiniteError,
+    Subset,
+    Trainer,
+    UserError,
+)
+from spmdtrain.config import ShardingOptions
+from spmdtrain.data import ArrayDataset
+from spmdtrain.session import Session
+from spmdtrain.sharding import named_leaves
+from spmdtrain.terminal import Terminal
+
+GENERATOR = np.random.default_rng(7)
+X = GENERATOR.normal(size=(80, 4)).astype(np.float32)
+Y = (X @ np.array([[1.0], [-2.0], [0.5], [3.0]], np.float32)).astype(np.float32)
+
+
+def squared_error(model: Any, batch: Any) -> dict[str, jax.Array]:
+    x, y = batch
+    return {"loss": (model(x) - y) ** 2}
+
+
+def trainer(**options: Any) -> Trainer:
+    defaults: dict[str, Any] = {
+        "model": partial(nnx.Linear, 4, 1),
+        "objective": squared_error,
+        "optimizer": optax.adam(0.05),
+        "global_batch_size": 8,
+        "terminal": Terminal(quiet=True),
+    }
+    return Trainer(**defaults | options)
+
+
+def losses(workdir: Path, **options: Any) -> list[float]:
+    """The loss of each step of 23, with evaluations at 10 and 20."""
+    fitted = trainer(workdir=str(workdir), log_every=1, **options)
+    assert fitted.fit((X, Y), validation=(X, Y), steps=23).step == 23
+    return [line["loss"] for line in metrics(workdir)]
+
+
+# -- which steps are made together -----------------------------------------------------------------
+
+
+@given(
+    size=st.integers(1, 9),
+    first=st.integers(0, 20),
+    total=st.integers(1, 60),
+    ends=st.sets(st.integers(1, 60)),
+)
+def test_each_step_is_made_once_and_nothing_due_is_passed_over(
+    size: int, first: int, total: int, ends: set[int]
+) -> None:
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(steps_per_dispatch=size), total=total, _ends=ends.__contains__
+    )
+    found = list(Session.dispatches(run, first))
+    assert list(itertools.chain(*found)) == list(range(first + 1, total + 1))
+    assert {len(steps) for steps in found} <= {1, size}  # two programs at most
+    for steps in found:
+        assert not ends & set(steps[:-1])
+    # One step alone is made only where so many would pass over what is due, or the end.
+    for steps in found:
+        if len(steps) < size:
+            window = range(steps[0], steps[0] + size)
+            assert window[-1] > total or ends & set(window[:-1])
+
+
+def test_steps_that_never_come_together_are_an_error() -> None:
+    message = "steps_per_dispatch is 8, and the steps between .* are fewer"
+    with pytest.raises(UserError, match=message):
+        trainer(steps_per_dispatch=8, eval_every_steps=5).fit((X, Y), validation=(X, Y), steps=40)
+    fitted = trainer(steps_per_dispatch=8, eval_every_steps=5)
+    assert fitted.fit((X, Y), steps=40).step == 40  # there is nothing to evaluate
+    assert trainer(steps_per_dispatch=50).fit((X, Y), steps=7).step == 7  # all there are
+
+
+# -- the same numbers ------------------------------------------------------------------------------
+
+SMALL = ShardingOptions(min_size=1)
+PLACES: dict[str, dict[str, Any]] = {
+    "one device": {"mesh": MeshSpec(devices=(0,))},
+    "no mesh": {"strategy": "default"},
+    "8 devices": {},
+    "zero": {"strategy": "zero", "sharding": SMALL},
+    "fully_sharded": {
+        "strategy": "fully_sharded",
+        "sharding": SMALL,
+        "mesh": MeshSpec(fsdp=4, data=2),
+    },
+    "an average": {"ema_decay": 0.9, "microbatches": 2, "mesh": MeshSpec(devices=(0, 1))},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_numbers_are_those_of_single_steps(tmp_path: Path, place: str) -> None:
+    options = PLACES[place]
+    expected = losses(tmp_path / "a", **options)
+    assert len(expected) == 23 + 3 and max(expected[:5]) > 2 * expected[-1]
+    ways: list[dict[str, Any]] = [
+        {"steps_per_dispatch": 5},
+        {"data_on_device": True},
+        {"steps_per_dispatch": 5, "data_on_device": True},
+    ]
+    for number, way in enumerate(ways):
+        found = losses(tmp_path / str(number), **options, **way)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=str(way))
+
+
+def test_random_numbers_and_the_state_of_a_model_are_those_of_single_steps(tmp_path: Path) -> None:
+    class Noisy(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.linear = nnx.Linear(4, 1, rngs=rngs)
+            self.norm = nnx.BatchNorm(4, momentum=0.5, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.linear(self.dropout(self.norm(x)))
+
+    found = []
+    for way in ({}, {"steps_per_dispatch": 4, "data_on_device": True}):
+        fitted = trainer(model=Noisy, **way)
+        fitted.fit((X, Y), steps=9)
+        found.append(named_leaves(jax.device_get(fitted.state)))
+    for name, leaf in found[0].items():
+        np.testing.assert_allclose(found[1][name], leaf, rtol=2e-5, atol=1e-6, err_msg=name)
+    assert not np.allclose(found[0]["model_state/norm/mean"], 0)
+
+
+def test_a_run_cut_in_two_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
+    options = {"steps_per_dispatch": 5, "data_on_device": True, "checkpoint_every_steps": 10}
+    whole = losses(tmp_path / "whole", **options)
+    cut = trainer(workdir=str(tmp_path / "cut"), log_every=1, **options)
+    cut.fit((X, Y), validation=(X, Y), steps=13)
+    assert saved_steps(tmp_path / "cut") == [10, 13]
+    found = losses(tmp_path / "cut", **options)
+    # Step 13 was evaluated as the last one, then.
+    assert len(found) == len(whole) + 1
+    del found[len([x for x in metrics(tmp_path / "cut") if x["step"] <= 13]) - 1]
+    np.testing.assert_allclose(found, whole, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_command_takes_both(tmp_path: Path) -> None:
+    found = []
+    for name, options in (("a", ()), ("b", ("--steps-per-dispatch", 10, "--data-on-device"))):
+        workdir = tmp_path / name
+        ended = run(DIGITS, "--steps", 60, "--workdir", workdir, *options, devices=1)
+        assert ended.returncode == 0, ended.stderr
+        found.append([(line["step"], line["loss"]) for line in metrics(workdir)])
+    assert [step for step, _ in found[0]] == [step for step, _ in found[1]]
+    np.testing.assert_allclose([x for _, x in found[1]], [x for _, x in found[0]], rtol=1e-4)
+
+
+# -- what is told ----------------------------------------------------------------------------------
+
+
+def test_callbacks_are_called_after_each_dispatch_and_its_logged_steps(tmp_path: Path) -> None:
+    heard: dict[str, list[int]] = {"step": [], "log": [], "evaluation": [], "checkpoint": []}
+
+    def hear(event: Event) -> None:
+        heard[event.moment].append(event.step)
+        assert event.moment != "step" or event.trainer.step == event.step
+
+    fitted = trainer(
+        workdir=str(tmp_path),
+        steps_per_dispatch=4,
+        log_every=3,
+        callbacks=dict.fromkeys(heard, hear),
+    )
+    fitted.fit((X, Y), validation=(X, Y), epochs=2)
+    assert heard["step"] == [4, 8, 9, 10, 14, 18, 19, 20]
+    assert heard["log"] == [1, 3, 6, 9, 12, 15, 18, 20]
+    assert heard["evaluation"] == heard["checkpoint"] == [10, 20]
+
+
+def test_a_stop_comes_after_the_dispatch_it_is_asked_in() -> None:
+    def stop(event: Event) -> None:
+        event.trainer.stop()
+
+    fitted = trainer(steps_per_dispatch=6, callbacks={"step": stop})
+    assert fitted.fit((X, Y), steps=60).step == 6
+
+
+def test_the_step_that_went_wrong_is_named() -> None:
+    x = X.copy()
+    x[8 * 6 + 1] = np.nan
+    for way in ({}, {"steps_per_dispatch": 5}, {"steps_per_dispatch": 5, "data_on_device": True}):
+        fitted = trainer(shuffle=False, **way)
+        with pytest.raises(NonFiniteError, match=r"step 7: loss and params and opt_state not fin"):
+            fitted.fit((x, Y), steps=10)
+        assert fitted.state is None
+
+
+def test_speed_is_that_of_whole_dispatches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps that are read at once were not made in no time."""
+    fitted = trainer(steps_per_dispatch=20, log_every=5, terminal=Terminal())
+    fitted.fit((X, Y), steps=60)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    told = [line.split("  ")[2:4] for line in lines]
+    assert len(lines) == 1 + 12
+    assert told[2] == told[3] == told[4] and "steps/s" in told[3][1]
+
+
+# -- what cannot be --------------------------------------------------------------------------------
+
+
+def test_steps_that_are_not_compiled_are_made_one_by_one() -> None:
+    with pytest.raises(UserError, match="steps_per_dispatch is 2, and jit is off"):
+        trainer(steps_per_dispatch=2, jit=False)
+    found = trainer(data_on_device=True, jit=False).fit((X, Y), steps=3)
+    expected = trainer().fit((X, Y), steps=3)
+    np.testing.assert_allclose(found.train["loss"], expected.train["loss"], rtol=1e-5)
+
+
+def test_convolutions_in_a_loop_are_refused_on_cpu() -> None:
+    class Convolves(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.conv = nnx.Conv(1, 1, (3,), rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.conv(x[..., None]).mean((1, 2))[:, None]
+
+    with pytest.raises(UserError, match=r"steps_per_dispatch is 3, and the model has convolutions"):
+        trainer(model=Convolves, steps_per_dispatch=3).fit((X, Y), steps=6)
+    assert trainer(model=Convolves, data_on_device=True).fit((X, Y), steps=2).step == 2
+
+
+def test_examples_that_are_made_anew_cannot_rest_on_the_devices() -> None:
+    with pytest.raises(UserError, match="data_on_device is for examples as they are, and augment"):
+        trainer(data_on_device=True, augment=lambda example, generator: example)
+
+
+def test_any_dataset_can_rest_on_the_devices_and_is_read_once() -> None:
+    asked: list[int] = []
+
+    class Told(ArrayDataset):
+        def rows(self, indices: np.ndarray) -> Any:
+            asked.extend(indices.tolist())
+            return super().rows(indices)
+
+    every = np.arange(0, 80, 2)
+    fitted = trainer(data_on_device=True)
+    fitted.fit(dataset := Subset(Told((X, Y)), every), steps=12)
+    fitted.fit(dataset, steps=40)
+    single = trainer()
+    single.fit((X[every], Y[every]), steps=40)
+    for name, leaf in named_leaves(single.state).items():
+        np.testing.assert_allclose(named_leaves(fitted.state)[name], leaf, rtol=1e-5, err_msg=name)
+    # Beside the first example, for its shapes, and those of the fingerprints (16 each).
+    assert len(asked) == len(every) + 1 + 2 * 16
+
+
+def test_numbers_that_devices_would_cut_off_are_refused_there_too() -> None:
+    ids = {"x": X, "y": Y, "id": np.array([2**40] * 80)}
+    with pytest.raises(UserError, match="do not fit int32"):
+        trainer(data_on_device=True).fit(ids, steps=1)
+
+
+def test_batches_of_other_shapes_are_refused_as_the_step_would_be_compiled_anew() -> None:
+    class Grows(ArrayDataset):
+        asked = 0
+
+        def rows(self, indices: np.ndarray) -> Any:
+            x, y = super().rows(indices)
+            self.asked += 1
+            return (x if self.asked < 6 else np.concatenate([x, x], 1)), y
+
+    with pytest.raises(UserError, match=r"gave 0 float32\[8, 8\], 1 .* after 0 float32\[8, 4\], 1"):
+        trainer().fit(Grows((X, Y)), steps=20)
+
+
+# -- what the host does not do again ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["default", "mirrored", "zero", "central_storage"])
+def test_the_step_is_compiled_once(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Calls of the jitted function find what was compiled ahead of them."""
+    fitted = trainer(strategy=strategy, sharding=SMALL)
+    with jax.log_compiles():
+        fitted.fit((X, Y), steps=6)
+    compiled = [r.getMessage() for r in caplog.records if "jit(_train)" in r.getMessage()]
+    finished = [text for text in compiled if text.startswith("Finished XLA compilation")]
+    assert len(finished) == 1, compiled
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("shape", [(), (5,), (3, 7), (2, 3, 4), (1, 1)])
+@pytest.mark.parametrize("devices", [1, 8])
+def test_whatever_is_not_finite_is_seen_wherever_it_is(
+    wrong: float, shape: tuple[int, ...], devices: int
+) -> None:
+    """Each element of each array: the sums in which they are looked for lose none of them."""
+
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        return {"w": jnp.ones(shape), "other": jnp.full((4, 4), 3e38)}  # its sums are too large
+
+    def objective(model: Any, batch: jax.Array) -> dict[str, jax.Array]:
+        return {"loss": model(batch)}
+
+    for place in list(np.ndindex(shape))[:: max(1, int(np.prod(shape)) // 4)]:
+        spoilt = np.zeros(shape, np.float32)
+        spoilt[place] = wrong
+
+        def update(updates: Any, state: Any, params: Any = None, spoilt: Any = spoilt) -> Any:
+            return {"w": jnp.asarray(spoilt), "other": jnp.zeros((4, 4))}, state
+
+        fitted = trainer(
+            model=FunctionModel(init, lambda params, x: x[:, 0] * params["w"].ravel()[0]),
+            objective=objective,
+            optimizer=optax.GradientTransformation(lambda params: optax.EmptyState(), update),
+            mesh=MeshSpec(devices=tuple(range(devices))),
+        )
+        with pytest.raises(NonFiniteError, match="step 1: params not finite"):
+            fitted.fit(X, steps=1)

@@ -1,0 +1,24 @@
+"""A long run with nothing but its steps: what goes wrong once in thousands of them."""
+
+import math
+from pathlib import Path
+
+import pytest
+from helpers import DIGITS, metrics, run
+
+STEPS = 20_000
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("reduction", ["packed", "automatic"])
+def test_twenty_thousand_steps_on_eight_virtual_devices(reduction: str, tmp_path: Path) -> None:
+    """Without a bound of the steps under way, the in-process all-reduce can end the process."""
+    ended = run(
+        *(DIGITS, "--steps", STEPS, "--eval-every-steps", STEPS, "--dropout", 0),
+        *("--checkpoint-every-steps", STEPS, "--log-every", 1000, "--workdir", tmp_path),
+        *("--collectives.reduction", reduction),
+        devices=8,
+    )
+    assert ended.returncode == 0, ended.stderr
+    losses = [line["loss"] for line in metrics(tmp_path, "train")]
+    assert len(losses) == 21 and all(map(math.isfinite, losses)) and losses[-1] < 0.1 * losses[0]
