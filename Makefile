@@ -10,11 +10,11 @@ SHARED = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # Written last: where it is missing, a set-up was interrupted, and the next begins anew.
 READY = $(VENV)/.ready
 
-.PHONY: help train test drill lint format clean
+.PHONY: help train test drill bench bench-setup lint format clean
 
 help: ## list the targets
 	@echo 'usage: make TARGET [PYTHON=python3.12] [ARGS="--steps 100"]'
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' Makefile
 
 train: $(READY) ## train the default experiment; ARGS are its options
 	$(RUN) spmdtrain.run --config experiments/digits_mlp.py $(ARGS)
@@ -25,6 +25,16 @@ test: lint ## lint, types and tests
 drill: $(READY) ## longer matrices, and what happens when processes fail
 	$(RUN) pytest $(SHARED) -m 'slow and not drill'
 	$(RUN) pytest -m drill
+
+bench: $(READY) ## compare with what else one could take; BENCH_FLAGS=--quick for 3 minutes
+	$(VENV)/bin/python benchmarks/bench.py $(BENCH_FLAGS)
+	$(VENV)/bin/python benchmarks/report.py
+
+bench-setup: ## the environments of the benchmark's other frameworks, in .bench
+	$(PYTHON) -m venv .bench/torch
+	.bench/torch/bin/python -m pip install --quiet torch lightning numpy
+	$(PYTHON) -m venv .bench/tensorflow
+	.bench/tensorflow/bin/python -m pip install --quiet tensorflow numpy
 
 lint: $(READY) ## check style, format and types
 	$(RUN) ruff check .

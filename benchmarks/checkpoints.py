@@ -1,14 +1,19 @@
-"""How long a save stops training, against a copy of the same state to the host.
+"""W6: how long a save stops training, against a copy of the same state to the host.
 
-    python benchmarks/checkpoints.py [MEGABYTES]
+    python benchmarks/checkpoints.py [--megabytes 200 ...] [--json FILE]
 
-Prints one line for each number of devices; the ratios are what to look at.
+Prints one line for each size and number of devices; the ratios are what to look at. Parameters and
+Adam's moments take 12 bytes a parameter: 120 MB are 10 million of them.
 """
 
+import argparse
+import json
 import statistics
-import sys
 import tempfile
 import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,13 +41,14 @@ def state_of(megabytes: float, devices: int, spec: PartitionSpec) -> TrainState:
         {str(n): jax.device_put(jnp.full((rows, 512), n + 0.5), place) for n in range(16)}
         for _ in range(3)
     ]
-    key = jax.device_put(jax.random.key(0), NamedSharding(mesh, PartitionSpec()))
+    numbers = jax.random.key_data(jax.random.key(0))
+    key = jax.device_put(numbers, NamedSharding(mesh, PartitionSpec()))
     step = jax.device_put(jnp.int32(1), NamedSharding(mesh, PartitionSpec()))
     return TrainState(step, trees[0], (trees[1], trees[2]), {}, {}, key)
 
 
-def measure(megabytes: float, devices: int, spec: PartitionSpec) -> str:
-    """Median blocking time of a save, and of a copy, of the same state."""
+def measure(megabytes: float, devices: int, spec: PartitionSpec) -> dict[str, Any]:
+    """Seconds that saves of a state took, and copies of it to the host, in turns."""
     update = jax.jit(lambda tree: jax.tree.map(lambda x: x * 1.0009765625, tree))
     state = state_of(megabytes, devices, spec)
     identity = Identity(config={}, dataset={}, leaves={}, optimizer="")
@@ -62,15 +68,38 @@ def measure(megabytes: float, devices: int, spec: PartitionSpec) -> str:
             checkpoints.wait()
             whole.append(time.perf_counter() - began)
         checkpoints.close()
-    copy, block, all_ = (statistics.median(times[1:]) for times in (copies, blocked, whole))
+    return {
+        "megabytes": megabytes,
+        "devices": devices,
+        "split": bool(tuple(spec)),
+        "copies": copies[1:],
+        "blocked": blocked[1:],
+        "first blocked": blocked[0],
+        "whole": whole[1:],
+    }
+
+
+def told(found: Mapping[str, Any]) -> str:
+    """One line about what `measure` found."""
+    copy, block, whole = (statistics.median(found[n]) for n in ("copies", "blocked", "whole"))
+    first = found["first blocked"]
     return (
-        f"{devices} devices, {spec}: copy {copy * 1e3:.0f} ms; a save blocks {block * 1e3:.0f} ms "
-        f"({block / copy:.2f} of the copy; the first {blocked[0] * 1e3:.0f} ms) and is whole after "
-        f"{all_ * 1e3:.0f} ms"
+        f"{found['megabytes']:g} MB on {found['devices']} devices"
+        f"{', split' if found['split'] else ''}: copy {copy * 1e3:.0f} ms; a save blocks "
+        f"{block * 1e3:.0f} ms ({block / copy:.2f} of the copy; the first {first * 1e3:.0f} ms) "
+        f"and is whole after {whole * 1e3:.0f} ms"
     )
 
 
 if __name__ == "__main__":
-    amount = float(sys.argv[1]) if len(sys.argv) > 1 else 200.0
-    for count, split in ((1, PartitionSpec()), (8, PartitionSpec("data")), (8, PartitionSpec())):
-        print(measure(amount, count, split), flush=True)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[200.0])
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    results = []
+    for amount in given.megabytes:
+        for count, spec in ((1, PartitionSpec()), (8, PartitionSpec("data")), (8, PartitionSpec())):
+            results.append(measure(amount, count, spec))
+            print(told(results[-1]), flush=True)
+            if given.json:
+                given.json.write_text(json.dumps(results, indent=1) + "\n")

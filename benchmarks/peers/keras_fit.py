@@ -1,0 +1,87 @@
+"""Keras on JAX: `fit` as its documentation shows it, an epoch a segment."""
+
+import os
+
+os.environ["KERAS_BACKEND"] = "jax"
+
+from gate import Gate
+from work import CLASSES, CONTEXT, LEARNING_RATE, TOKENS, Work
+
+gate, work = Gate(), Work.from_arguments()
+os.environ["JAX_NUM_CPU_DEVICES"] = str(work.devices)
+
+from typing import Any
+
+import keras
+from keras import layers
+
+gate.mark("imported")
+if work.devices > 1:
+    keras.distribution.set_distribution(keras.distribution.DataParallel(auto_shard_dataset=False))
+
+
+class AtTheGate(keras.callbacks.Callback):
+    """Stands at the gate between epochs, where `fit` has read the metrics of the last step."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        gate.wait() or os._exit(0)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        gate.mark("first step")
+
+
+def mlp() -> Any:
+    return keras.Sequential(
+        [
+            keras.Input((28, 28)),
+            layers.Rescaling(1 / 255),
+            layers.Flatten(),
+            layers.Dense(256, activation="relu"),
+            layers.Dense(256, activation="relu"),
+            layers.Dense(CLASSES),
+        ]
+    )
+
+
+def resnet() -> Any:
+    def conv(x: Any, width: int, size: int, stride: int) -> Any:
+        return layers.Conv2D(width, size, stride, padding="same", use_bias=False)(x)
+
+    inputs = keras.Input((32, 32, 3))
+    x = layers.Rescaling(1 / 255)(inputs)
+    x = layers.ReLU()(layers.Conv2D(16, 3, padding="same")(x))
+    for width, stride in ((16, 1), (32, 2), (64, 2)):
+        y = layers.ReLU()(layers.BatchNormalization()(conv(x, width, 3, stride)))
+        y = layers.BatchNormalization()(conv(y, width, 3, 1))
+        x = layers.ReLU()(layers.Add()([y, x if stride == 1 else conv(x, width, 1, stride)]))
+    return keras.Model(inputs, layers.Dense(CLASSES)(layers.GlobalAveragePooling2D()(x)))
+
+
+def transformer() -> Any:
+    """Six blocks of width 384, as the other peers'; positions are learned, what costs less."""
+    inputs = keras.Input((CONTEXT,), dtype="int32")
+    table = layers.Embedding(TOKENS, 384)
+    x = table(inputs)
+    for _ in range(6):
+        y = layers.RMSNormalization()(x)
+        x = layers.Add()(
+            [x, layers.MultiHeadAttention(6, 64, use_bias=False)(y, y, use_causal_mask=True)]
+        )
+        y = layers.RMSNormalization()(x)
+        y = layers.Dense(1536, activation="gelu", use_bias=False)(y)
+        x = layers.Add()([x, layers.Dense(384, use_bias=False)(y)])
+    return keras.Model(inputs, layers.Dense(TOKENS, use_bias=False)(layers.RMSNormalization()(x)))
+
+
+images, labels = work.arrays()
+rows = work.segment * work.batch_size
+model = {"mlp": mlp, "resnet": resnet, "transformer": transformer}[work.workload]()
+model.compile(
+    optimizer=keras.optimizers.Adam(LEARNING_RATE),
+    loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    metrics=["accuracy"],
+    steps_per_execution=work.per_dispatch,
+)
+model.fit(
+    images[:rows], labels[:rows], batch_size=work.batch_size, epochs=10**6, callbacks=[AtTheGate()]
+)

@@ -1,0 +1,115 @@
+"""The models of the workloads, for the peers that train flax modules: the floor, and spmdtrain."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from work import CLASSES, CONTEXT, LEARNING_RATE, TOKENS, Work
+
+from spmdtrain.models import MLP, Transformer, TransformerConfig
+
+
+@dataclass(frozen=True)
+class Net:
+    """A model, and what is trained on."""
+
+    make: Callable[..., nnx.Module]
+    """(rngs=) -> the model."""
+    objective: Callable[[Any, Any], dict[str, jax.Array]]
+    """(model, {"image", "label"}) -> values of each example: loss, accuracy."""
+    optimizer: optax.GradientTransformation
+
+
+class Block(nnx.Module):
+    """Two convolutions beside a shortcut."""
+
+    def __init__(self, inside: int, outside: int, stride: int, rngs: nnx.Rngs) -> None:
+        def conv(a: int, b: int, size: int, by: int) -> nnx.Conv:
+            return nnx.Conv(a, b, (size, size), by, use_bias=False, rngs=rngs)
+
+        self.first = conv(inside, outside, 3, stride)
+        self.second = conv(outside, outside, 3, 1)
+        self.norms = nnx.List([nnx.BatchNorm(outside, rngs=rngs) for _ in range(2)])
+        self.shortcut = None if stride == 1 else conv(inside, outside, 1, stride)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = nnx.relu(self.norms[0](self.first(x)))
+        y = self.norms[1](self.second(y))
+        return nnx.relu(y + (x if self.shortcut is None else self.shortcut(x)))
+
+
+class ResNet(nnx.Module):
+    """A small one for pictures of 32 x 32: 16, 32 and 64 channels."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.stem = nnx.Conv(3, 16, (3, 3), rngs=rngs)
+        widths = [(16, 16, 1), (16, 32, 2), (32, 64, 2)]
+        self.blocks = nnx.List([Block(*each, rngs=rngs) for each in widths])
+        self.head = nnx.Linear(64, CLASSES, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nnx.relu(self.stem(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((1, 2)))
+
+
+class Leaves(nnx.Module):
+    """Next to no work in many arrays."""
+
+    def __init__(self, count: int, rngs: nnx.Rngs) -> None:
+        self.arrays = nnx.List([nnx.Param(jnp.ones(4)) for _ in range(count)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.asarray(sum(jnp.sum(array[...]) for array in self.arrays)) * x.mean(-1)
+
+
+def net_of(work: Work) -> Net:
+    """What a workload trains."""
+    if work.workload == "transformer":
+        return Net(_transformer, _next_token, optax.adam(LEARNING_RATE))
+    if work.workload == "leaves":
+        return Net(
+            lambda rngs: Leaves(work.leaves, rngs),
+            lambda model, batch: {"loss": model(batch["image"])},
+            optax.sgd(LEARNING_RATE),
+        )
+    if work.workload == "resnet":
+        return Net(ResNet, _classified, optax.adam(LEARNING_RATE))
+    return Net(_mlp, _classified, optax.adam(LEARNING_RATE))
+
+
+def _mlp(rngs: nnx.Rngs) -> nnx.Module:
+    return MLP(784, (256, 256), CLASSES, rngs=rngs)
+
+
+def _transformer(rngs: nnx.Rngs) -> nnx.Module:
+    """10.6 million parameters."""
+    config = TransformerConfig(
+        vocabulary=TOKENS,
+        rows=TOKENS,
+        layers=6,
+        width=384,
+        heads=6,
+        hidden=1536,
+        context=CONTEXT,
+        unroll=True,
+    )
+    return Transformer(config, rngs=rngs)
+
+
+def _classified(model: Any, batch: Any) -> dict[str, jax.Array]:
+    logits = model(batch["image"].astype(jnp.float32) / 255)
+    return {
+        "loss": optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]),
+        "accuracy": logits.argmax(-1) == batch["label"],
+    }
+
+
+def _next_token(model: Any, batch: Any) -> dict[str, jax.Array]:
+    logits = model(batch["image"])
+    return {"loss": optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])}

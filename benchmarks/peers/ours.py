@@ -1,0 +1,66 @@
+"""spmdtrain as one uses it: with its files, and a bar at a terminal."""
+
+from gate import Gate
+from work import Work
+
+gate, work = Gate(), Work.from_arguments()
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_NUM_CPU_DEVICES"] = str(work.devices)
+if work.processes > 1:
+    host, port = gate.address.split(":")
+    tasks = [f"{host}:{int(port) + n}" for n in range(work.processes)]
+    task = {"type": "worker", "index": gate.rank}
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": tasks}, "task": task})
+
+import jax
+from nets import net_of
+
+from spmdtrain import ArrayDataset, Collectives, Trainer, feed, trainer
+
+gate.mark("imported")
+options: dict[str, Any] = {}
+if work.per_dispatch > 1:
+    options = {"steps_per_dispatch": work.per_dispatch, "data_on_device": True}
+if "--automatic" in sys.argv:
+    options["collectives"] = Collectives(reduction="automatic")
+train_batches = feed.train_batches
+
+
+def gated(*arguments: Any, **options: Any) -> Iterator[Any]:
+    """The batches as the loop takes them, which stops between segments once all steps are done."""
+    due = made = 0
+    for batch in train_batches(*arguments, **options):
+        if made >= due:
+            jax.block_until_ready(run.state)
+            gate.wait(steps=made - due + work.segment) or os._exit(0)
+            due = made + work.segment
+        leaf = jax.tree.leaves(batch)[0]
+        made += leaf.shape[0] if leaf.shape[0] != work.batch_size else 1
+        yield batch
+        if made == 1 or made == work.per_dispatch:
+            jax.block_until_ready(run.state)
+            gate.mark("first step")
+
+
+vars(trainer)["train_batches"] = gated
+net = net_of(work)
+images, labels = work.arrays()
+# One for all processes; the benchmark removes what is in its temporary folder.
+workdir = Path(tempfile.gettempdir()) / f"spmdtrain-{gate.address.replace(':', '-')}"
+run = Trainer(
+    model=net.make,
+    objective=net.objective,
+    optimizer=net.optimizer,
+    global_batch_size=work.batch_size,
+    workdir=str(workdir),
+    **options,
+)
+run.fit(ArrayDataset({"image": images, "label": labels}), epochs=10_000)
