@@ -518,6 +518,7 @@ def test_a_keras_model_alone_is_told_what_to_do() -> None:
 MNIST_KERAS = REPOSITORY / "experiments" / "mnist_keras.py"
 
 
+@pytest.mark.slow
 def test_mnist_learns_in_one_epoch(mnist: Path, tmp_path: Path) -> None:
     options = ("--strategy", "tensor_parallel", "--mesh.tensor", 2, "--show-sharding")
     ended = run(
