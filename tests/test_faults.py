@@ -43,7 +43,7 @@ from spmdtrain.checkpoints import main as checkpoints
 from spmdtrain.manifest import Damaged, Manifest
 from spmdtrain.models import MLP
 from spmdtrain.restore import load_state
-from spmdtrain.step import TrainState
+from spmdtrain.state import TrainState
 from spmdtrain.storage import hush_late_answers, is_damage
 
 FLIPS = 200
@@ -161,6 +161,11 @@ def test_a_file_that_is_cut_or_missing_is_named(
     load(folder)
 
 
+# Orbax compresses what it writes: a flipped bit makes other numbers, which only the sums know, or
+# what cannot be decompressed. Which of them hangs on where in the file an array came to lie.
+WRONG_ARRAY = r"(params|opt_state)/\S+ (is not what was saved: its check sum is|cannot be read)"
+
+
 def damage(workdir: Path, step: int) -> None:
     """Flip one bit in the largest file of a checkpoint: it holds an array."""
     path = max(files(workdir / "checkpoints" / str(step)), key=lambda path: path.stat().st_size)
@@ -188,7 +193,7 @@ def test_a_damaged_newest_falls_back_loudly_and_ends_with_the_same_bits(
     trainer(workdir, steps=6, checkpoint_every_steps=1).fit(examples())
     told = capsys.readouterr().out
     first, second = re.findall(r"checkpoint \S+/(\d) is damaged: (.*); trying the one before", told)
-    assert first[0] == "4" and re.match(r"(params|opt_state)/\S*kernel is not what was", first[1])
+    assert first[0] == "4" and re.match(WRONG_ARRAY, first[1])
     assert second == (
         "3",
         "manifest.json is missing: the save did not end, or something else made it",
@@ -242,7 +247,7 @@ def test_verify_says_of_each_checkpoint_what_is_wrong(
     four, three, two = (
         line for line in capsys.readouterr().out.splitlines() if line.startswith("│")
     )
-    assert "kernel is not what was saved: its check sum is" in four
+    assert re.search(WRONG_ARRAY, four)
     assert re.search(rf"{cut.name} has [\d,]+ bytes, and had", three)
     assert two.split()[-2] == "good"
 
