@@ -28,7 +28,6 @@ drill: $(READY) ## longer matrices, and what happens when processes fail
 
 bench: $(READY) ## compare with what else one could take; BENCH_FLAGS=--quick for 3 minutes
 	$(VENV)/bin/python benchmarks/bench.py $(BENCH_FLAGS)
-	$(VENV)/bin/python benchmarks/report.py
 
 bench-setup: ## the environments of the benchmark's other frameworks, in .bench
 	$(PYTHON) -m venv .bench/torch

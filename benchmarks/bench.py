@@ -1,13 +1,17 @@
 """spmdtrain beside the bare loop and what else one could take: `make bench`.
 
-    python benchmarks/bench.py [--quick] [--rounds 9] [--only NAME ...] [--results FOLDER]
+    python benchmarks/bench.py [--quick] [--rounds 9] [--only NAME ...] [--accelerator]
 
 Each line of the plan is a workload and the peers that train it. What a round took is written to
-FOLDER/NAME.json when it is over; `report.py` makes docs/benchmarks.md of these files. Peers whose
-environment is not there (`make bench-setup`) are left out, and named.
+FOLDER/NAME.json when it is over (--results FOLDER; benchmarks/results where nothing is said);
+`report.py` makes docs/benchmarks.md of these files. Peers whose environment is not there
+(`make bench-setup`) are left out, and named; BENCH_TORCH names another Python that has PyTorch.
+Lines called accelerator-... are for a machine that has one, and are run by --accelerator alone.
 """
 
 import argparse
+import contextlib
+import datetime
 import json
 import os
 import platform
@@ -16,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,19 +31,22 @@ from compare import HERE, Peer
 from work import Work
 
 ENVIRONMENTS = HERE.parent / ".bench"
-TORCH = str(ENVIRONMENTS / "torch" / "bin" / "python")
+TORCH = os.environ.get("BENCH_TORCH", str(ENVIRONMENTS / "torch" / "bin" / "python"))
 TENSORFLOW = str(ENVIRONMENTS / "tensorflow" / "bin" / "python")
 
 FLOOR = Peer("floor", "floor.py")
+UNPLACED = Peer("floor, batches not placed", "floor.py", ("--unplaced",))
+WITH_FLAX = Peer("floor with flax", "floor.py", ("--flax",))
 OURS = Peer("spmdtrain", "ours.py")
-FAST = Peer("spmdtrain, 50 steps a dispatch", "ours.py", ("--per-dispatch=50",))
+FAST = Peer("spmdtrain, 50 steps a dispatch, data on device", "ours.py", ("--per-dispatch=50",))
 AUTOMATIC = Peer("spmdtrain, reduced by XLA", "ours.py", ("--automatic",))
 KERAS = Peer("Keras on JAX", "keras_fit.py")
 KERAS_10 = Peer("Keras on JAX, 10 steps an execution", "keras_fit.py", ("--per-dispatch=10",))
 EAGER = Peer("PyTorch eager", "torch_loop.py", (), TORCH)
+COMPILED = Peer("PyTorch compiled", "torch_gpt.py", (), TORCH)
 LIGHTNING = Peer("Lightning", "lightning_fit.py", (), TORCH)
-TF_FIT = Peer("TensorFlow fit", "tf_fit.py", (), TENSORFLOW)
-TF_LOOP = Peer("TensorFlow custom loop", "tf_fit.py", ("--custom",), TENSORFLOW)
+TF_FIT = Peer("TensorFlow fit", "tf_fit.py", (), TENSORFLOW, 5)
+TF_LOOP = Peer("TensorFlow custom loop", "tf_fit.py", ("--custom",), TENSORFLOW, 5)
 
 
 @dataclass(frozen=True)
@@ -59,26 +66,27 @@ def rows_by(name: str, way: str, python: str = sys.executable) -> Peer:
 
 
 ROWS = (
-    ("floor", "numpy"),
+    ("NumPy", "numpy"),
     ("spmdtrain", "spmdtrain"),
     ("Grain's DataLoader", "grain"),
     ("PyTorch's DataLoader", "torch", TORCH),
     ("tf.data", "tensorflow", TENSORFLOW),
 )
+RESULTS = HERE / "results"
 PICTURES = ENVIRONMENTS / "pictures"
-SINGLE = (FLOOR, OURS, FAST, KERAS, KERAS_10, TF_LOOP, TF_FIT, EAGER, LIGHTNING)
+SINGLE = (FLOOR, UNPLACED, OURS, FAST, KERAS, KERAS_10, TF_LOOP, TF_FIT, EAGER, LIGHTNING)
 LINES = [
-    Line("w1-batch-32", Work("mlp", 32, 1000), SINGLE, quick=True),
-    Line("w1-batch-512", Work("mlp", 512, 100), SINGLE),
+    Line("w1-batch-32", Work("mlp", 32, 2000), SINGLE, quick=True),  # an epoch, and so a save
+    Line("w1-batch-512", Work("mlp", 512, 125), SINGLE),  # the same
     Line(
         "w1-2-devices",
         Work("mlp", 32, 500, devices=2),
-        (FLOOR, OURS, AUTOMATIC, FAST, KERAS, TF_FIT),
+        (FLOOR, UNPLACED, OURS, AUTOMATIC, FAST, KERAS, TF_FIT),
     ),
     Line(
         "w1-8-devices",
         Work("mlp", 32, 200, devices=8),
-        (FLOOR, OURS, AUTOMATIC, FAST, KERAS, TF_FIT),
+        (FLOOR, UNPLACED, OURS, AUTOMATIC, FAST, KERAS, TF_FIT),
     ),
     Line(
         "w1-2-processes",
@@ -93,36 +101,59 @@ LINES = [
         "w5-pictures",
         Work("images", 32, 4, data=str(PICTURES)),
         (
-            Peer("floor", "pictures.py", ("--way=one",)),
+            Peer("spmdtrain, 1 thread", "pictures.py", ("--way=one",)),
             Peer("spmdtrain", "pictures.py", ("--way=all",)),
             Peer("tf.data", "pictures.py", ("--way=tensorflow",), TENSORFLOW),
         ),
     ),
     *(
-        Line(f"w7-{n}-leaves", Work("leaves", 32, 2000 // (1 + n // 100), leaves=n), (FLOOR, OURS))
+        Line(
+            f"w7-{n}-leaves",
+            Work("leaves", 32, 2000 // (1 + n // 100), leaves=n),
+            (FLOOR, UNPLACED, OURS),
+        )
         for n in (10, 100, 500, 2000)
+    ),
+    Line("accelerator-w1-batch-32", Work("mlp", 32, 1000, accelerator=1), (FLOOR, OURS, FAST)),
+    Line("accelerator-w1-batch-512", Work("mlp", 512, 1000, accelerator=1), (FLOOR, OURS, FAST)),
+    Line("accelerator-w2-resnet", Work("resnet", 32, 500, accelerator=1), (FLOOR, OURS)),
+    Line(
+        "accelerator-w3-transformer",
+        Work("transformer", 8, 200, accelerator=1),
+        (FLOOR, OURS, COMPILED),
+    ),
+    Line(
+        "accelerator-gpt2-small",
+        Work("gpt2-small", 16, 20, accelerator=1),
+        (FLOOR, OURS, COMPILED),
     ),
 ]
 
 
 CHECKPOINTS, START = "w6-checkpoints", "start"
 NAMES = [*(line.name for line in LINES), CHECKPOINTS, START]
+ACCELERATOR = [line.name for line in LINES if line.work.accelerator]
 
 
-def machine() -> dict[str, object]:
-    """Where the numbers are from."""
+def said(*command: str) -> str:
+    """What a command writes."""
+    done = subprocess.run(command, stdout=-1, stderr=subprocess.DEVNULL, text=True, check=True)
+    return done.stdout.strip()
+
+
+def origin() -> dict[str, Any]:
+    """Where the numbers are from: what was measured, when, and on what."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "keras", "numpy", "grain")
     versions = {name: version(name) for name in packages}
-    for python, others in ((TORCH, ["torch", "lightning"]), (TENSORFLOW, ["tensorflow"])):
-        if Path(python).exists():
-            asked = f"from importlib.metadata import version; print(*map(version, {others}))"
-            found = subprocess.run(
-                [python, "-c", asked], capture_output=True, text=True, check=True
-            )
-            versions |= dict(zip(others, found.stdout.split(), strict=True))
+    for python, name in ((TORCH, "torch"), (TORCH, "lightning"), (TENSORFLOW, "tensorflow")):
+        asked = f"from importlib.metadata import version; print(version({name!r}))"
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):  # it is not there
+            versions[name] = said(python, "-c", asked)
     return {
+        "commit": said("git", "-C", str(HERE), "describe", "--always", "--dirty"),
+        "time": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
         "processor": names[0] if names else platform.processor(),
         "cpus": compare.THREADS,
         "python": platform.python_version(),
@@ -130,15 +161,15 @@ def machine() -> dict[str, object]:
     }
 
 
-def starts(rounds: int, file: Path) -> dict[str, Any]:
+def starts(rounds: int, file: Path, origin: dict[str, Any]) -> dict[str, Any]:
     """Seconds from the start of a process to its first step, without a cache of programs and with.
 
     The floor is given one as well: JAX's own, of all programs.
     """
-    result: dict[str, Any] = {"work": vars(STARTED), "rounds": []}
+    result: dict[str, Any] = {"origin": origin, "work": vars(STARTED), "rounds": []}
     for _ in range(rounds):
         turn: dict[str, Any] = {"load": os.getloadavg()[0]}
-        for peer in (FLOOR, OURS, KERAS):
+        for peer in (FLOOR, WITH_FLAX, OURS, KERAS):
             with tempfile.TemporaryDirectory() as folder:
                 caches = {
                     "XDG_CACHE_HOME": folder,
@@ -161,16 +192,24 @@ STARTED = Work("mlp", 32, 1)
 def main() -> int:
     """The benchmark; 1 where one of its lines is void."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two lines, 3 rounds")
+    parser.add_argument("--quick", action="store_true", help="two lines, 3 rounds of a quarter")
     parser.add_argument("--rounds", type=int, help="rounds of each line; 9 where nothing is said")
+    parser.add_argument("--accelerator", action="store_true", help="the lines for one, alone")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=[])
-    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument(
+        "--results", type=Path, help="else benchmarks/results; .bench/quick of --quick"
+    )
     given = parser.parse_args()
+    results = given.results or (ENVIRONMENTS / "quick" if given.quick else RESULTS)
     quick = [line.name for line in LINES if line.quick]
-    chosen = given.only or (quick if given.quick else NAMES)
+    on_processor = [name for name in NAMES if name not in ACCELERATOR]
+    chosen = ACCELERATOR if given.accelerator else quick if given.quick else on_processor
+    chosen = given.only or chosen
     rounds = given.rounds or (3 if given.quick else 9)
-    given.results.mkdir(parents=True, exist_ok=True)
-    (given.results / "machine.json").write_text(json.dumps(machine(), indent=1) + "\n")
+    results.mkdir(parents=True, exist_ok=True)
+    found_on = origin()
+    if given.accelerator:
+        found_on |= json.loads(said(sys.executable, str(HERE / "peers" / "matmul.py")))
     void = []
     for line in LINES:
         if line.name not in chosen:
@@ -180,8 +219,9 @@ def main() -> int:
             images.make(Path(line.work.data))
         load = os.getloadavg()[0]
         print(f"{line.name}: {len(line.peers)} peers, load {load:.2f}", file=sys.stderr)
-        file = given.results / f"{line.name}.json"
-        result = compare.compare(line.peers, line.work, rounds, file)
+        file = results / f"{line.name}.json"
+        work = replace(line.work, segment=line.work.segment // 4) if given.quick else line.work
+        result = compare.compare(line.peers, work, rounds, file, found_on)
         print_table(line.name, compare.table(result))
         if result["missing"]:
             print(f"left out: {', '.join(result['missing'])} (make bench-setup)")
@@ -189,15 +229,21 @@ def main() -> int:
             void.append(line.name)
             print("VOID: the floor against itself is more than 5 % off")
     if CHECKPOINTS in chosen:
-        file = given.results / f"{CHECKPOINTS}.json"
+        file = results / f"{CHECKPOINTS}.json"
         sizes = ["--megabytes", "120", "1200", "--json", str(file)]
         subprocess.run([sys.executable, str(HERE / "checkpoints.py"), *sizes], check=True)
+        saves = {"origin": found_on, "saves": json.loads(file.read_text())}
+        file.write_text(json.dumps(saves, indent=1) + "\n")
     if START in chosen:
-        found = starts(min(rounds, 5), given.results / f"{START}.json")
+        found = starts(min(rounds, 5), results / f"{START}.json", found_on)
         for name in found["rounds"][0]:
             if name != "load":
                 seconds = [turn[name]["first step"] for turn in found["rounds"]]
                 print(f"{name}: first step after {statistics.median(seconds):.2f} s")
+    if results == RESULTS:
+        import report  # which needs what is said above
+
+        report.PAGE.write_text(report.page(results))
     return 1 if void else 0
 
 

@@ -18,16 +18,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-jax.config.update("jax_num_cpu_devices", 8)
-
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdtrain.checkpoint import Checkpoints
 from spmdtrain.identity import Identity
 from spmdtrain.retention import Retention
-from spmdtrain.step import TrainState
+from spmdtrain.state import TrainState
 
 REPEATS = 5
 
@@ -92,6 +89,7 @@ def told(found: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
     parser = argparse.ArgumentParser()
     parser.add_argument("--megabytes", type=float, nargs="+", default=[200.0])
     parser.add_argument("--json", type=Path)

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,10 +28,15 @@ from gate import ADDRESS, ANSWERS, RANK, STARTED
 from work import Work
 
 THREADS = len(os.sched_getaffinity(0))
-"""Of each peer, whatever its library would take by itself."""
+"""Of each peer, among its processes, by the variables of OpenMP; XLA takes all processors."""
 VOID = 0.05
 """How far the floor may be from itself in the median."""
-AGAIN = "floor, again"
+INHERITED = ("JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS", "TF_CONFIG")
+"""Variables of the caller's that no peer is to see."""
+HIDDEN = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+"""Variables that keep peers to the processor."""
+SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+"""So that each takes of an accelerator's memory what it needs, and the others have room."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,8 @@ class Peer:
     program: str
     arguments: tuple[str, ...] = ()
     python: str = sys.executable
+    share: int = 1
+    """It makes one step where others make so many: slow ones would take most of the time."""
 
     @property
     def is_there(self) -> bool:
@@ -54,6 +61,8 @@ class Running:
     """A peer's processes, at their gates or in a segment."""
 
     peer: Peer
+    steps: int
+    """Of a segment."""
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     answers: list[TextIO] = field(default_factory=list)
 
@@ -73,6 +82,7 @@ class Running:
             found.append(json.loads(line))
         told = dict(found[0])
         if "seconds" in told:
+            told.setdefault("steps", self.steps)
             told["seconds"] = max(each["seconds"] for each in found)
             told["cpu seconds"] = sum(each["cpu seconds"] for each in found)
         told["peak MB"] = sum(each["peak MB"] for each in found)
@@ -82,14 +92,16 @@ class Running:
 @contextlib.contextmanager
 def running(peer: Peer, work: Work, log: Path, **variables: str) -> Iterator[Running]:
     """A peer at its first gate; killed at the end. It writes to a terminal, kept in `log`."""
-    found = Running(peer)
+    work = replace(work, segment=max(1, work.segment // peer.share))
+    found = Running(peer, work.segment)
     with contextlib.ExitStack() as stack:
         own_files = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         address = f"127.0.0.1:{_free_port(work.processes)}"
         for rank in range(work.processes):
             inside, outside = os.pipe()
             terminal, own = pty.openpty()
-            limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(THREADS))
+            threads = str(max(1, THREADS // work.processes))
+            limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads)
             program = str(HERE / "peers" / peer.program)
             process = subprocess.Popen(
                 [peer.python, "-u", program, *work.arguments, *peer.arguments],
@@ -98,13 +110,16 @@ def running(peer: Peer, work: Work, log: Path, **variables: str) -> Iterator[Run
                 stderr=own,
                 pass_fds=[outside],
                 text=True,
-                env=os.environ
+                env={name: x for name, x in os.environ.items() if name not in INHERITED}
                 | limits
+                | (SHARED if work.accelerator else HIDDEN)
                 | {ANSWERS: str(outside), STARTED: str(time.time())}
-                | {RANK: str(rank), ADDRESS: address, "JAX_PLATFORMS": "cpu"}
-                | {"CUDA_VISIBLE_DEVICES": "", "TERM": "xterm", "TMPDIR": own_files}
+                | {RANK: str(rank), ADDRESS: address}
+                | {"TERM": "xterm", "TMPDIR": own_files, "XDG_CACHE_HOME": own_files}
                 | variables,
             )
+            assert process.stdin is not None
+            stack.callback(process.stdin.close)
             stack.callback(process.wait)
             stack.callback(process.kill)
             os.close(outside)
@@ -131,30 +146,41 @@ def _free_port(count: int) -> int:
 
 
 def _keep(terminal: int, log: Path) -> None:
-    with contextlib.suppress(OSError), log.open("wb") as file:  # an error ends the terminal
+    with (
+        os.fdopen(terminal, "rb", closefd=True),
+        log.open("wb") as file,
+        contextlib.suppress(OSError),  # which ends the terminal
+    ):
         while content := os.read(terminal, 1 << 16):
             file.write(content)
 
 
-def compare(peers: Sequence[Peer], work: Work, rounds: int, file: Path) -> dict[str, Any]:
-    """Run the peers, the first of which is the floor; the result, written after each round."""
+def compare(
+    peers: Sequence[Peer], work: Work, rounds: int, file: Path, origin: dict[str, Any]
+) -> dict[str, Any]:
+    """Run the peers, the first of which is the floor; the result, written after each round.
+
+    `origin` is what else the file is to say: the machine, the commit, the time.
+    """
     floor, *others = peers
-    again = Peer(AGAIN, floor.program, floor.arguments, floor.python)
-    result: dict[str, Any] = {"work": vars(work), "threads": THREADS, "start": {}, "rounds": []}
+    again = replace(floor, name=f"{floor.name}, again")
+    result: dict[str, Any] = {"origin": origin, "work": vars(work), "threads": THREADS}
+    result |= {"floor": floor.name, "start": {}, "rounds": []}
     result["missing"] = [peer.name for peer in others if not peer.is_there]
     with contextlib.ExitStack() as stack:
         each = []
         for peer in (floor, again, *(peer for peer in others if peer.is_there)):
-            # One starts after the other has made its first steps.
             log = file.with_name(f"{file.stem} {peer.name}.log".replace(" ", "-"))
             one = stack.enter_context(running(peer, work, log))
             each.append(one)
-            one.turn()
+            # One starts after the other has made its first steps, and saved a first time if it
+            # does: none of that counts.
             result["start"][peer.name] = one.turn()["since start"]
+            one.turn()
         for number in range(rounds):
             turn: dict[str, Any] = {"load": os.getloadavg()[0]}
-            for place in range(len(each)):
-                one = each[(place + number) % len(each)]
+            turned = each[number % len(each) :] + each[: number % len(each)]
+            for one in reversed(turned) if number % 2 else turned:  # none follows always the same
                 told = one.turn()
                 del told["since start"]
                 turn[one.peer.name] = told
@@ -175,43 +201,32 @@ class Ratio:
 
 def ratio(result: dict[str, Any], peer: str) -> Ratio:
     """Of a peer, from what `compare` wrote."""
-    work = result["work"]
-    of = [_per_step(turn["floor"], work) / _per_step(turn[peer], work) for turn in result["rounds"]]
+    floor = result["floor"]
+    of = [_per_step(turn[floor]) / _per_step(turn[peer]) for turn in result["rounds"]]
     return Ratio(statistics.median(of), min(of), max(of))
 
 
-def _per_step(told: dict[str, Any], work: dict[str, Any]) -> float:
-    return float(told["seconds"] / told.get("steps", work["segment"]))
+def _per_step(told: dict[str, Any]) -> float:
+    return float(told["seconds"] / told["steps"])
 
 
 def seconds_a_step(result: dict[str, Any], peer: str) -> float:
     """The median over the rounds."""
-    work = result["work"]
-    return statistics.median(_per_step(turn[peer], work) for turn in result["rounds"])
+    return statistics.median(_per_step(turn[peer]) for turn in result["rounds"])
 
 
 def is_void(result: dict[str, Any]) -> bool:
     """Whether the floor is too far from itself."""
-    return abs(ratio(result, AGAIN).median - 1) > VOID
+    return abs(ratio(result, f"{result['floor']}, again").median - 1) > VOID
 
 
 def table(result: dict[str, Any]) -> list[list[str]]:
     """Rows of words, the heading first."""
-    rows = [
-        [
-            "",
-            "ratio",
-            "from",
-            "to",
-            "us a step",
-            "examples/s",
-            "CPUs",
-            "peak MB",
-            "import s",
-            "first step s",
-        ]
-    ]
+    heading = "ratio,from,to,us a step,examples/s,CPUs,peak MB,import s,first step s"
+    rows = [["", *heading.split(",")]]
     work = result["work"]
+    if work["accelerator"]:
+        rows[0].append("device MB")
     for name in result["start"]:
         turns = [turn[name] for turn in result["rounds"]]
         found, step = ratio(result, name), seconds_a_step(result, name)
@@ -229,4 +244,6 @@ def table(result: dict[str, Any]) -> list[list[str]]:
                 f"{start.get('first step', float('nan')):.2f}",
             ]
         )
+        if work["accelerator"]:
+            rows[-1].append(f"{max(x['device peak MB'] for x in turns):,.0f}")
     return rows

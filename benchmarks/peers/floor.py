@@ -1,5 +1,7 @@
 """The floor: the loop that one would write by hand with `jax.jit`, and nothing around it.
 
+With `--unplaced` each batch goes to the step as NumPy made it, which on CPU costs less.
+With `--flax` W1's model is the one that spmdtrain trains, and not written by hand as well.
 The state is donated, the next batch is placed while the step runs, and the loss is read every 100
 steps. On several devices no more than two steps are under way, as more can abort the process.
 """
@@ -10,6 +12,7 @@ from work import CLASSES, LEARNING_RATE, Work
 gate, work = Gate(), Work.from_arguments()
 
 import os
+import sys
 
 os.environ["JAX_NUM_CPU_DEVICES"] = str(work.devices)
 
@@ -25,6 +28,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 gate.mark("imported")
 if work.processes > 1:
     jax.distributed.initialize(gate.address, work.processes, gate.rank)
+if work.accelerator:
+    gate.device_peak = lambda: (jax.devices()[0].memory_stats() or {})["peak_bytes_in_use"]
 Params = Any
 Found = tuple[jax.Array, tuple[jax.Array, Any]]
 
@@ -51,7 +56,7 @@ def mlp_loss(params: Params, state: Any, images: jax.Array, labels: jax.Array) -
 
 
 optimizer = optax.adam(LEARNING_RATE)
-if work.workload == "mlp":
+if work.workload == "mlp" and "--flax" not in sys.argv:
     params, model_state = mlp()
     loss_of = mlp_loss
 else:  # the same flax modules that others train, split once into plain lists
@@ -59,12 +64,13 @@ else:  # the same flax modules that others train, split once into plain lists
     from nets import net_of
 
     net = net_of(work)
-    optimizer = net.optimizer
+    optimizer, dtype = net.optimizer, net.compute_dtype
     graph, *parts = nnx.split(net.make(rngs=nnx.Rngs(0)), nnx.Param, ...)
     made: list[tuple[list[Any], Any]] = [jax.tree.flatten(part) for part in parts]
     (params, of_params), (model_state, of_state) = made
 
     def loss_of(params: Params, state: Any, images: jax.Array, labels: jax.Array) -> Found:
+        params = [x.astype(dtype) for x in params]
         model = nnx.merge(graph, of_params.unflatten(params), of_state.unflatten(state))
         found = net.objective(model, {"image": images, "label": labels})
         _, *now = nnx.split(model, nnx.Param, ...)
@@ -87,7 +93,7 @@ split = NamedSharding(mesh, PartitionSpec("data"))
 everywhere = NamedSharding(mesh, PartitionSpec())
 
 
-def batches() -> Iterator[tuple[jax.Array, jax.Array]]:
+def batches() -> Iterator[Any]:
     images, labels = work.arrays()
     draws, size = np.random.default_rng(0), work.batch_size
     own = slice(gate.rank * size // work.processes, (gate.rank + 1) * size // work.processes)
@@ -96,7 +102,9 @@ def batches() -> Iterator[tuple[jax.Array, jax.Array]]:
         for start in range(0, len(order) - size + 1, size):
             rows = order[start : start + size][own]
             batch = (images[rows], labels[rows])
-            if work.processes == 1:
+            if "--unplaced" in sys.argv:
+                yield batch
+            elif work.processes == 1:
                 yield jax.device_put(batch, split)
             else:
                 yield tuple(jax.make_array_from_process_local_data(split, x) for x in batch)

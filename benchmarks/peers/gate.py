@@ -9,6 +9,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -38,6 +39,8 @@ class Gate:
         self._answers: TextIO = os.fdopen(int(os.environ[ANSWERS]), "w")
         self._begun: _Clock | None = None
         self._since_start: dict[str, float] = {}
+        self.device_peak: Callable[[], float] | None = None
+        """Gives the most bytes that the accelerator had in use."""
         self.rank = int(os.environ[RANK])
         self.address = os.environ[ADDRESS]
 
@@ -57,6 +60,8 @@ class Gate:
             answer["seconds"] = now.wall - self._begun.wall
             answer["cpu seconds"] = now.cpu - self._begun.cpu
         answer["peak MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        if self.device_peak is not None:
+            answer["device peak MB"] = self.device_peak() / 2**20
         print(json.dumps(answer), file=self._answers, flush=True)
         again = sys.stdin.readline().strip() == "go"
         self._begun = _Clock.now()

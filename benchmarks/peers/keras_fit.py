@@ -5,7 +5,7 @@ import os
 os.environ["KERAS_BACKEND"] = "jax"
 
 from gate import Gate
-from work import CLASSES, CONTEXT, LEARNING_RATE, TOKENS, Work
+from work import CLASSES, LEARNING_RATE, TRANSFORMERS, Work
 
 gate, work = Gate(), Work.from_arguments()
 os.environ["JAX_NUM_CPU_DEVICES"] = str(work.devices)
@@ -58,19 +58,25 @@ def resnet() -> Any:
 
 
 def transformer() -> Any:
-    """Six blocks of width 384, as the other peers'; positions are learned, what costs less."""
-    inputs = keras.Input((CONTEXT,), dtype="int32")
-    table = layers.Embedding(TOKENS, 384)
+    """As the other peers', but for positions: it has none, what costs less."""
+    shape = TRANSFORMERS[work.workload]
+    inputs = keras.Input((shape.context,), dtype="int32")
+    table = layers.ReversibleEmbedding(shape.rows, shape.width)
     x = table(inputs)
-    for _ in range(6):
+    for _ in range(shape.layers):
         y = layers.RMSNormalization()(x)
-        x = layers.Add()(
-            [x, layers.MultiHeadAttention(6, 64, use_bias=False)(y, y, use_causal_mask=True)]
+        attention = layers.MultiHeadAttention(
+            shape.heads, shape.width // shape.heads, use_bias=False
         )
+        x = layers.Add()([x, attention(y, y, use_causal_mask=True)])
         y = layers.RMSNormalization()(x)
-        y = layers.Dense(1536, activation="gelu", use_bias=False)(y)
-        x = layers.Add()([x, layers.Dense(384, use_bias=False)(y)])
-    return keras.Model(inputs, layers.Dense(TOKENS, use_bias=False)(layers.RMSNormalization()(x)))
+        y = layers.Dense(4 * shape.width, activation=squared_relu, use_bias=False)(y)
+        x = layers.Add()([x, layers.Dense(shape.width, use_bias=False)(y)])
+    return keras.Model(inputs, table(layers.RMSNormalization()(x), reverse=True))
+
+
+def squared_relu(x: Any) -> Any:
+    return keras.ops.square(keras.ops.relu(x))
 
 
 images, labels = work.arrays()

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from work import CLASSES, CONTEXT, LEARNING_RATE, TOKENS, Work
-
-from spmdtrain.models import MLP, Transformer, TransformerConfig
+from work import CLASSES, LEARNING_RATE, TRANSFORMERS, Shape, Work
 
 
 @dataclass(frozen=True)
@@ -22,6 +21,21 @@ class Net:
     objective: Callable[[Any, Any], dict[str, jax.Array]]
     """(model, {"image", "label"}) -> values of each example: loss, accuracy."""
     optimizer: optax.GradientTransformation
+    compute_dtype: str = "float32"
+
+
+class Dense(nnx.Module):
+    """Three layers, ReLU between them."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        sizes = [(784, 256), (256, 256), (256, CLASSES)]
+        self.layers = nnx.List([nnx.Linear(*size, rngs=rngs) for size in sizes])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x.reshape(x.shape[0], -1)
+        for layer in self.layers[:-1]:
+            x = nnx.relu(layer(x))
+        return self.layers[-1](x)
 
 
 class Block(nnx.Module):
@@ -70,8 +84,9 @@ class Leaves(nnx.Module):
 
 def net_of(work: Work) -> Net:
     """What a workload trains."""
-    if work.workload == "transformer":
-        return Net(_transformer, _next_token, optax.adam(LEARNING_RATE))
+    if shape := TRANSFORMERS.get(work.workload):
+        dtype = "bfloat16" if shape.sixteen_bits else "float32"
+        return Net(partial(_transformer, shape), _next_token, optax.adam(LEARNING_RATE), dtype)
     if work.workload == "leaves":
         return Net(
             lambda rngs: Leaves(work.leaves, rngs),
@@ -80,23 +95,21 @@ def net_of(work: Work) -> Net:
         )
     if work.workload == "resnet":
         return Net(ResNet, _classified, optax.adam(LEARNING_RATE))
-    return Net(_mlp, _classified, optax.adam(LEARNING_RATE))
+    return Net(Dense, _classified, optax.adam(LEARNING_RATE))
 
 
-def _mlp(rngs: nnx.Rngs) -> nnx.Module:
-    return MLP(784, (256, 256), CLASSES, rngs=rngs)
+def _transformer(shape: Shape, rngs: nnx.Rngs) -> nnx.Module:
+    from spmdtrain.models import Transformer, TransformerConfig
 
-
-def _transformer(rngs: nnx.Rngs) -> nnx.Module:
-    """10.6 million parameters."""
     config = TransformerConfig(
-        vocabulary=TOKENS,
-        rows=TOKENS,
-        layers=6,
-        width=384,
-        heads=6,
-        hidden=1536,
-        context=CONTEXT,
+        vocabulary=shape.tokens,
+        rows=shape.rows,
+        layers=shape.layers,
+        width=shape.width,
+        heads=shape.heads,
+        hidden=4 * shape.width,
+        context=shape.context,
+        positions="learned" if shape.learned else "rotary",
         unroll=True,
     )
     return Transformer(config, rngs=rngs)

@@ -23,15 +23,30 @@ if work.processes > 1:
 import jax
 from nets import net_of
 
-from spmdtrain import ArrayDataset, Collectives, Trainer, feed, trainer
+from spmdtrain import ArrayDataset, Collectives, Trainer, checkpoint, feed, trainer
 
 gate.mark("imported")
-options: dict[str, Any] = {}
+net = net_of(work)
+options: dict[str, Any] = {"compute_dtype": net.compute_dtype}
+if work.accelerator:
+    gate.device_peak = lambda: (jax.devices()[0].memory_stats() or {})["peak_bytes_in_use"]
 if work.per_dispatch > 1:
-    options = {"steps_per_dispatch": work.per_dispatch, "data_on_device": True}
+    options |= {"steps_per_dispatch": work.per_dispatch, "data_on_device": True}
 if "--automatic" in sys.argv:
     options["collectives"] = Collectives(reduction="automatic")
 train_batches = feed.train_batches
+
+
+saving: list[checkpoint.Checkpoints] = []  # one for each save of the segment
+save = checkpoint.Checkpoints.save
+
+
+def noted(self: checkpoint.Checkpoints, *arguments: Any, **options: Any) -> None:
+    saving.append(self)
+    save(self, *arguments, **options)
+
+
+checkpoint.Checkpoints.save = noted  # type: ignore[method-assign]
 
 
 def gated(*arguments: Any, **options: Any) -> Iterator[Any]:
@@ -40,7 +55,10 @@ def gated(*arguments: Any, **options: Any) -> Iterator[Any]:
     for batch in train_batches(*arguments, **options):
         if made >= due:
             jax.block_until_ready(run.state)
-            gate.wait(steps=made - due + work.segment) or os._exit(0)
+            for one in saving:  # what is being written still is this segment's
+                one.wait()
+            gate.wait(steps=made - due + work.segment, saves=len(saving)) or os._exit(0)
+            saving.clear()
             due = made + work.segment
         leaf = jax.tree.leaves(batch)[0]
         made += leaf.shape[0] if leaf.shape[0] != work.batch_size else 1
@@ -51,7 +69,6 @@ def gated(*arguments: Any, **options: Any) -> Iterator[Any]:
 
 
 vars(trainer)["train_batches"] = gated
-net = net_of(work)
 images, labels = work.arrays()
 # One for all processes; the benchmark removes what is in its temporary folder.
 workdir = Path(tempfile.gettempdir()) / f"spmdtrain-{gate.address.replace(':', '-')}"

@@ -84,5 +84,5 @@ gate.mark("imported")
 while gate.wait():
     for _ in range(work.segment):
         next(stream)
-    gate.mark("first step")
+        gate.mark("first step")
 os._exit(0)

@@ -4,7 +4,7 @@ With `--custom`, the custom training loop of its tutorials instead, under `strat
 """
 
 from gate import Gate
-from work import CLASSES, LEARNING_RATE, Work
+from work import CLASSES, LEARNING_RATE, ROWS, Work
 
 gate, work = Gate(), Work.from_arguments()
 
@@ -62,12 +62,10 @@ with strategy.scope():
         metrics=["accuracy"],
         steps_per_execution=work.per_dispatch,
     )
-rows = work.segment * work.batch_size
-data = tf.data.Dataset.from_tensor_slices(tuple(x[:rows] for x in work.arrays()))
-data = data.cache().shuffle(min(rows, 60_000)).batch(work.batch_size, drop_remainder=True)
-data = data.prefetch(2)
+data = tf.data.Dataset.from_tensor_slices(work.arrays())
+data = data.cache().shuffle(ROWS).repeat().batch(work.batch_size, drop_remainder=True).prefetch(2)
 if "--custom" not in sys.argv:
-    model.fit(data, epochs=10**6, callbacks=[AtTheGate()])
+    model.fit(data, epochs=10**6, steps_per_epoch=work.segment, callbacks=[AtTheGate()])
 
 with strategy.scope():
     optimizer.build(model.trainable_variables)
@@ -88,10 +86,10 @@ def train_step(batch: Any) -> Any:
     return strategy.reduce("sum", strategy.run(replica, args=batch), axis=None)
 
 
-spread = strategy.experimental_distribute_dataset(data)
+spread = iter(strategy.experimental_distribute_dataset(data))
 while gate.wait():
-    for step, batch in enumerate(spread):
-        loss = train_step(batch)
+    for step in range(work.segment):
+        loss = train_step(next(spread))
         if step % 100 == 0:
             float(loss)
             gate.mark("first step")

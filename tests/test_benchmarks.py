@@ -1,0 +1,74 @@
+"""The benchmark's own arithmetic: peers take turns, and what they took becomes the page."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+PEER = f"""
+import sys, time
+sys.path.insert(0, {str(BENCHMARKS / "peers")!r})
+from gate import Gate
+from work import Work
+gate, work = Gate(), Work.from_arguments()
+gate.mark("imported")
+while gate.wait(saves=1):
+    for step in range(work.segment):
+        time.sleep(float(sys.argv[-1]))
+        gate.mark("first step")
+"""
+ORIGIN = {"cpus": 2, "processor": "a processor", "python": "3", "versions": {"jax": "1"}}
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
+    import compare
+    import report
+
+    return compare, report
+
+
+def test_a_peer_is_told_by_its_ratio_to_the_floor(tmp_path: Path, modules: Any) -> None:
+    compare, report = modules
+    program = tmp_path / "peer.py"
+    program.write_text(PEER)
+    peers = [
+        compare.Peer("floor", str(program), ("0.02",)),
+        compare.Peer("spmdtrain", str(program), ("0.04",)),
+        compare.Peer("slow", str(program), ("0.08",), share=5),
+        compare.Peer("absent", str(program), (), str(tmp_path / "python")),
+    ]
+    file = tmp_path / "w1-batch-32.json"
+    origin = ORIGIN | {"time": "today", "commit": "abc"}
+    result = compare.compare(peers, compare.Work("mlp", 32, 10), 4, file, origin)
+    assert result == json.loads(file.read_text())
+    assert list(result["start"]) == ["floor", "floor, again", "spmdtrain", "slow"]
+    orders = [[name for name in turn if name != "load"] for turn in result["rounds"]]
+    assert orders[0] == list(result["start"])
+    assert orders[1] == ["floor", "slow", "spmdtrain", "floor, again"]
+    assert compare.ratio(result, "spmdtrain").median == pytest.approx(0.5, rel=0.3)
+    # A fifth of the steps, and four times as long each.
+    assert result["rounds"][0]["slow"]["steps"] == 2
+    assert compare.ratio(result, "slow").median == pytest.approx(0.25, rel=0.3)
+
+    page = report.page(tmp_path)
+    assert "4 rounds of 10 steps" in page and "2 processors (a processor), no accelerator" in page
+    assert "spmdtrain saved 4 times; left out: absent; today, commit abc" in page
+    assert "Not measured" in page
+    for slower, void in ((1.0, False), (1.2, True)):
+        for turn in result["rounds"]:
+            turn["floor, again"]["seconds"] = turn["floor"]["seconds"] * slower
+        assert compare.is_void(result) == void
+
+
+def test_a_peer_that_ends_is_named(tmp_path: Path, modules: Any) -> None:
+    compare, _ = modules
+    program = tmp_path / "peer.py"
+    program.write_text("raise SystemExit(3)")
+    peers = [compare.Peer("floor", str(program))]
+    with pytest.raises(RuntimeError, match="floor ended with code 3"):
+        compare.compare(peers, compare.Work("mlp", 32, 1), 1, tmp_path / "result.json", {})
