@@ -36,12 +36,12 @@ _HOMES = {
     "ShardingOptions": "config",
     "StorageError": "errors",
     "Subset": "data",
-    "TrainState": "step",
+    "TrainState": "state",
     "Trainer": "trainer",
     "UserError": "errors",
     "Variables": "adapters",
     "Weighted": "metrics",
-    "adapt": "adapters",
+    "adapt": "adapting",
     "constrain": "placement",
     "current_strategy": "placement",
     "export_params": "export",
@@ -105,7 +105,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from spmdtrain.adapters import Adapter, FunctionModel, LinenModel, Mode, Variables, adapt
+    from spmdtrain.adapters import Adapter, FunctionModel, LinenModel, Mode, Variables
+    from spmdtrain.adapting import adapt
     from spmdtrain.callbacks import Event, Moment
     from spmdtrain.config import Collectives, MeshSpec, RunConfig, ShardingOptions
     from spmdtrain.data import ArrayDataset, Dataset, Mapped, Subset
@@ -125,7 +126,7 @@ if TYPE_CHECKING:
     from spmdtrain.replicas import PerReplica, per_replica
     from spmdtrain.restore import load_params, read_manifest
     from spmdtrain.sharding import Gather, Rule
-    from spmdtrain.step import TrainState
+    from spmdtrain.state import TrainState
     from spmdtrain.trainer import FitResult, Trainer
 
 

@@ -2,10 +2,12 @@
 
 import contextlib
 import datetime
+import importlib
 import itertools
 import logging
 import math
 import os
+import re
 import secrets
 import shutil
 import time
@@ -17,9 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
-from etils import epath
-from orbax.checkpoint import checkpoint_managers as policies
+from etils import epath, epy
 
 from spmdtrain import manifest, processes
 from spmdtrain.errors import StorageError, UserError
@@ -27,7 +27,7 @@ from spmdtrain.identity import Identity
 from spmdtrain.manifest import Damaged, Manifest
 from spmdtrain.retention import Record, Retention
 from spmdtrain.sharding import path_name
-from spmdtrain.step import TrainState
+from spmdtrain.state import TrainState
 from spmdtrain.storage import (
     absolute,
     failures,
@@ -36,6 +36,9 @@ from spmdtrain.storage import (
     why_failed,
 )
 from spmdtrain.sums import as_text, read_parts, start_sums
+
+with epy.lazy_imports():  # as it takes long, and a run's first step can come before
+    import orbax.checkpoint as ocp
 
 PyTree = Any
 
@@ -48,12 +51,25 @@ ITEMS: Mapping[str, tuple[str, ...]] = {
 }
 
 _REMOVED = ".removed"
-_MIN_SLICE = 2**20  # bytes
 _SHOWS_WITHIN = 45.0  # seconds in which a new file shows on a network file system
 _numbers = itertools.count()  # of saves: the same in all processes, as they save together
 
 # Orbax tells through absl of every step it takes; what goes wrong it raises.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+
+
+def steps_in(folder: epath.Path) -> list[int]:
+    """The steps whose checkpoints in a folder were written to their end, ascending.
+
+    None where there is no such folder: a bucket has only those that hold something.
+    """
+
+    def is_step(path: epath.Path) -> bool:
+        named = re.fullmatch("0|[1-9][0-9]*", path.name) is not None
+        return named and path.is_dir() and bool(ocp.utils.is_checkpoint_finalized(path))
+
+    paths = folder.iterdir() if folder.exists() else ()
+    return sorted(int(path.name) for path in paths if is_step(path))
 
 
 def items_of(state: TrainState) -> dict[str, dict[str, PyTree]]:
@@ -76,32 +92,6 @@ def raw_keys(tree: PyTree) -> PyTree:
         return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=leaf.sharding)
 
     return jax.tree.map(raw, tree)
-
-
-def _handler() -> ocp.PyTreeCheckpointHandler:
-    """Orbax' own, but for one thing: a process alone copies what is replicated from one device.
-
-    To slice it up among all of them is for those of several hosts, and for what is large; else it
-    takes several times as long as the copy, and to compile.
-    """
-    arrays = ocp.type_handlers.ArrayHandler(
-        use_replica_parallel=processes.count() > 1,
-        min_slice_bytes_for_replica_parallel=_MIN_SLICE,
-    )
-    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-
-
-def by_all() -> Any:
-    """Orbax' options for all processes of the job.
-
-    With the processes named, it waits for them without the devices, which may be more in one
-    process than in another.
-    """
-    count = processes.count()
-    return ocp.options.MultiprocessingOptions(
-        primary_host=0, active_processes=set(range(count)) if count > 1 else None
-    )
 
 
 def check_shared(folder: Path) -> None:
@@ -144,13 +134,6 @@ def check_can_be_saved(state: PyTree) -> None:
         seen[called] = name
 
 
-class _Manager(ocp.CheckpointManager):  # type: ignore[misc]
-    """Orbax' own, which would put a step of ours among JAX's points to stop at."""
-
-    def reached_preemption(self, step: int) -> bool:
-        return False
-
-
 class Checkpoints:
     """The checkpoints that one run writes: `STEP/` holds the state after that many updates.
 
@@ -175,6 +158,7 @@ class Checkpoints:
         self._retention, self._evaluated = retention, evaluated
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="remove-checkpoints")
         self._teller = ThreadPoolExecutor(1, thread_name_prefix="tell-check-sums")
+        self._manager: Any = None  # once something has been saved
         self._saving: _Save | None = None
         self._told: Future[None] | None = None  # what this process adds to the sums
         self._failed = self._abandoned = False
@@ -183,29 +167,10 @@ class Checkpoints:
                 folder.mkdir(parents=True, exist_ok=True)
             if processes.count() > 1 and not is_url(folder):
                 check_shared(Path(folder))
-            self._manager = _Manager(
-                folder,
-                options=ocp.CheckpointManagerOptions(
-                    create=False,
-                    multiprocessing_options=by_all(),
-                    # What a killed run left half-written goes before the first save.
-                    cleanup_tmp_directories=True,
-                    lightweight_initialize=True,  # our manifests hold times and metrics
-                    # One that is removed loses its name first: half of it is never counted.
-                    todelete_subdir=None if is_url(folder) else _REMOVED,
-                    preservation_policy=_Policy(self._keep),
-                    async_options=ocp.AsyncOptions(
-                        post_finalization_callback=self._seal,
-                        # Else a folder that cannot be written shows after minutes of waiting.
-                        create_directories_asynchronously=False,
-                    ),
-                ),
-                item_handlers={item: _handler() for item in ITEMS},
-            )
             self._opened = self._folder_identity()
             self._records: dict[int, Record] = {}
             if processes.is_chief():
-                self._records = {s: r for s in self._manager.all_steps() if (r := self._record(s))}
+                self._records = {s: r for s in steps_in(folder) if (r := self._record(s))}
         # The newest that is known to be whole.
         self.saved_step = processes.broadcast(max(self._records, default=0))
         self._remove()
@@ -243,6 +208,8 @@ class Checkpoints:
         with self._failing():
             if self._folder_identity() != self._opened:
                 raise FileNotFoundError("the folder is gone: removed, or no longer mounted")
+            if self._manager is None:
+                self._manager = self._open_manager()
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -250,6 +217,10 @@ class Checkpoints:
                 ),
                 force=True,
             )
+
+    def get_ready(self) -> None:
+        """Import, beside whatever goes on, what the first save needs: else it takes longer."""
+        self._teller.submit(importlib.import_module, "spmdtrain.orbax_manager")
 
     def wait(self) -> None:
         """Return when nothing is being saved any more; raises `StorageError`, but only once."""
@@ -272,7 +243,8 @@ class Checkpoints:
         finally:
             # A failure that was raised already is raised again by Orbax.
             with contextlib.suppress(Exception) if self._failed else contextlib.nullcontext():
-                self._manager.close()
+                if self._manager is not None:
+                    self._manager.close()
             self._remover.shutdown()
             self._teller.shutdown()
             if self._failed and self._folder_identity() == self._opened:
@@ -306,8 +278,20 @@ class Checkpoints:
                 names.append(name)
             names = processes.broadcast(names)
             self.saved_step = processes.broadcast(max(self._records, default=0))
-            self._manager.reload()
+            if self._manager is not None:
+                self._manager.reload()
         return names
+
+    def _open_manager(self) -> Any:
+        from spmdtrain.orbax_manager import open_manager
+
+        return open_manager(
+            self.folder,
+            ITEMS,
+            seal=self._seal,
+            keep=self._keep,
+            removed=None if is_url(self.folder) else _REMOVED,
+        )
 
     # -- sealing -------------------------------------------------------------------------------
 
@@ -433,18 +417,3 @@ class _Save:
     def key_of(self, rank: int | None = None) -> str:
         """Under which a process, this one by default, tells what it adds to the sums."""
         return f"sums/{self.number}/{processes.rank() if rank is None else rank}"
-
-
-@dataclass(frozen=True)
-class _Policy:
-    """Our retention in the form in which Orbax asks for it."""
-
-    keep: Callable[[Sequence[int]], list[bool]]
-
-    def should_preserve(
-        self,
-        checkpoints: Sequence[policies.PolicyCheckpointInfo],
-        *,
-        context: policies.PreservationContext,
-    ) -> list[bool]:
-        return self.keep([info.step for info in checkpoints])

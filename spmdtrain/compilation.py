@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import re
 import tempfile
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from jax._src.compilation_cache_interface import CacheInterface
 OFF = "off"
 _MOST_BYTES = 4 * 2**30
 _WORTH_KEEPING = 0.05  # seconds that a program took to compile
+# JAX's names, and those of what a killed process left: in a user's folder may be other files.
+_PROGRAM = re.compile(r".+-[0-9a-f]{64}(-cache|-atime)?|\.new-\w+")
 
 
 def keep_programs(folder: str | None) -> None:
@@ -64,9 +67,10 @@ class _Folder(CacheInterface):
         file = self._path / key
         try:
             content = file.read_bytes()
-            os.utime(file)  # of use until now
         except OSError:
             return None
+        with contextlib.suppress(OSError):  # of use until now, where that can be written
+            os.utime(file)
         return content
 
     def put(self, key: str, value: bytes) -> None:
@@ -82,9 +86,10 @@ class _Folder(CacheInterface):
 
 
 def _make_room(path: Path) -> None:
-    """Remove what was not used for the longest time, where there is too much."""
+    """Remove the programs that were not used for the longest time, where there are too many."""
     with contextlib.suppress(OSError):
-        found = [(entry.stat(), entry.path) for entry in os.scandir(path) if entry.is_file()]
+        programs = [entry for entry in os.scandir(path) if _PROGRAM.fullmatch(entry.name)]
+        found = [(entry.stat(), entry.path) for entry in programs if entry.is_file()]
         found.sort(key=lambda each: each[0].st_mtime)
         size = sum(stat.st_size for stat, _ in found)
         for stat, name in found:

@@ -10,7 +10,7 @@ from typing import Any
 from spmdtrain.config import RunConfig
 from spmdtrain.errors import UserError
 from spmdtrain.sharding import named_leaves
-from spmdtrain.step import TrainState
+from spmdtrain.state import TrainState
 from spmdtrain.terminal import printable
 
 # Whatever else changes, these would change what is being computed.

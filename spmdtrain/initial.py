@@ -14,7 +14,8 @@ from spmdtrain.config import RunConfig, as_json
 from spmdtrain.errors import UserError
 from spmdtrain.manifest import Manifest
 from spmdtrain.restore import find, load_model, newest_good
-from spmdtrain.step import Steps, TrainState
+from spmdtrain.state import TrainState
+from spmdtrain.step import Steps
 
 PyTree = Any
 Tell = Callable[[str], None]

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 
 from spmdtrain.errors import NonFiniteError, UserError
+from spmdtrain.health import HEALTH, first_non_finite
 from spmdtrain.metrics import loss_first
 from spmdtrain.phases import Phase, within
 from spmdtrain.placement import Placement
 from spmdtrain.session import Session
-from spmdtrain.step import HEALTH, StepOutput, TrainState, first_non_finite
+from spmdtrain.state import TrainState
+from spmdtrain.step import StepOutput
 
 Logged = Callable[[int, Mapping[str, float]], None]
 

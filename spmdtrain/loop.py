@@ -21,6 +21,7 @@ from spmdtrain.config import Purpose, RunConfig, derive_seed, resolve, with_opti
 from spmdtrain.data import Augment, as_dataset, process_rows
 from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
 from spmdtrain.feed import check_fits, ordered_batches, train_batches
+from spmdtrain.health import health
 from spmdtrain.late import LateReader
 from spmdtrain.loop_checks import (
     Init,
@@ -36,7 +37,8 @@ from spmdtrain.placement import place, prepare, under
 from spmdtrain.replicas import NotReducedError, replicas_in
 from spmdtrain.session import Session
 from spmdtrain.sharding import Layout, Rule, check_placed, named_leaves
-from spmdtrain.step import StepOutput, TrainState, health
+from spmdtrain.state import TrainState
+from spmdtrain.step import StepOutput
 from spmdtrain.terminal import Terminal
 from spmdtrain.writers import Split, Status
 

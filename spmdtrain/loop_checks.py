@@ -11,7 +11,7 @@ from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.metrics import check_names, loss_first
 from spmdtrain.replicas import NotReducedError, replicas_in
 from spmdtrain.sharding import named_leaves
-from spmdtrain.step import TrainState
+from spmdtrain.state import TrainState
 
 PyTree = Any
 Init = Callable[[jax.Array], Mapping[str, PyTree]]

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,18 +11,17 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
-from etils import epath
+from etils import epath, epy
 from jax.sharding import Sharding
 
 from spmdtrain import processes
 from spmdtrain.adapters import Variables
-from spmdtrain.checkpoint import ITEMS, items_of, raw_keys
+from spmdtrain.checkpoint import ITEMS, items_of, raw_keys, steps_in
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.identity import check_same_model, describe_leaves
 from spmdtrain.manifest import NAME, Damaged, Manifest
 from spmdtrain.sharding import named_leaves, path_name
-from spmdtrain.step import TrainState, average_of
+from spmdtrain.state import TrainState, average_of
 from spmdtrain.storage import (
     absolute,
     folder_of,
@@ -33,6 +31,9 @@ from spmdtrain.storage import (
     why_failed,
 )
 from spmdtrain.sums import as_text, read_parts, start_sums, sums
+
+with epy.lazy_imports():  # as it takes long, and is for what is restored alone
+    import orbax.checkpoint as ocp
 
 PyTree = Any
 T = TypeVar("T")
@@ -70,14 +71,7 @@ def saved_in(workdir: str) -> Source:
 
 def _listed(folder: epath.Path) -> Source:
     with _reachable(folder):
-        paths = list(folder.iterdir()) if folder.exists() else []
-        return Source(folder, sorted(int(path.name) for path in paths if _is_step(path)))
-
-
-def _is_step(path: epath.Path) -> bool:
-    """Whether a folder is a checkpoint that was written to its end, going by its name."""
-    named = re.fullmatch("0|[1-9][0-9]*", path.name) is not None
-    return named and path.is_dir() and ocp.utils.is_checkpoint_finalized(path)
+        return Source(folder, steps_in(folder))
 
 
 def find(path: str | os.PathLike[str]) -> Source:

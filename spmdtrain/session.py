@@ -28,7 +28,7 @@ from spmdtrain.manifest import Damaged, Manifest
 from spmdtrain.restore import agreed, load_state, newest_good, saved_in
 from spmdtrain.retention import Retention
 from spmdtrain.signals import StopSignals
-from spmdtrain.step import TrainState
+from spmdtrain.state import TrainState
 from spmdtrain.storage import folder_of, is_url
 from spmdtrain.terminal import Terminal
 from spmdtrain.writers import RunFiles, Status, evaluator_metrics

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spmdtrain.sharding import describe, field_of, named_leaves, owner_of
-from spmdtrain.step import TrainState
+from spmdtrain.state import TrainState
 from spmdtrain.terminal import Terminal, byte_size
 
 _SPEC, _FIRST_SIZE = 3, 4  # the number of a column

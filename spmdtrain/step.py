@@ -17,44 +17,16 @@ from spmdtrain.adapters import Adapter, Function, Mode, Variables
 from spmdtrain.config import Purpose, RunConfig, derive_seed
 from spmdtrain.errors import UserError
 from spmdtrain.feed import Rows, examples_of, of_first, of_several
-from spmdtrain.gradients import Gradients, check_agrees, why_not_by_hand, wide
+from spmdtrain.gradients import Gradients, check_agrees, why_not_by_hand
+from spmdtrain.health import health
 from spmdtrain.jaxprs import equations
 from spmdtrain.placement import Placement, under
 from spmdtrain.reductions import NAMED, Reduction, all_reduce, in_dtype, packed
 from spmdtrain.remat import with_policy
 from spmdtrain.sharding import Layout, Rule, named_leaves, path_name
+from spmdtrain.state import TrainState, first_average
 
 PyTree = Any
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
-    """Everything that must survive an interruption."""
-
-    step: jax.Array  # int32: updates made so far
-    params: PyTree
-    opt_state: PyTree
-    averaged: PyTree  # moving average of params; an empty dictionary where none is kept
-    model_state: PyTree  # batch statistics and the like
-    key: jax.Array  # uint32: the numbers of the random key that all steps' keys come from
-
-    @property
-    def step_key(self) -> jax.Array:
-        """What the next step draws from: fold_in(key, step)."""
-        return jax.random.fold_in(jax.random.wrap_key_data(self.key), self.step)
-
-    @property
-    def variables(self) -> Variables:
-        """What the model is evaluated with: the averaged parameters where an average is kept.
-
-        These are wider than the model's own where those are less than f32 (see `average_of`).
-        """
-        averaged = jax.tree.leaves(self.averaged)
-        return Variables(self.averaged if averaged else self.params, self.model_state)
-
-
-HEALTH = ("loss", "params", "opt_state", "model_state")
 
 
 @jax.tree_util.register_dataclass
@@ -106,8 +78,9 @@ class Steps:
         self.layout = Layout(self.abstract_state, placement, rules, config.sharding)
         self.shardings: TrainState = self.layout.shardings
         self._own_reduction = reduction
+        self._asked_reduction = self._reduction(reduction)
         self._gradients = Gradients(
-            self._objective_sums, config.microbatches, placement, self._reduction(reduction)
+            self._objective_sums, config.microbatches, placement, self._asked_reduction
         )
         variables = self.shardings.variables
         batch, everywhere = placement.batch, placement.everywhere
@@ -136,6 +109,16 @@ class Steps:
             in_shardings=(variables, batch),
             out_shardings=everywhere,  # every process gets all predictions, to hand them out
         )
+
+    @property
+    def placed_state(self) -> TrainState:
+        """The abstract state with the sharding of each leaf: what stands for a real one."""
+        placed: TrainState = jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            self.abstract_state,
+            self.shardings,
+        )
+        return placed
 
     def _given_places(self, otherwise: Sharding) -> PyTree:
         """Where the arrays that a module is given with go: where they will be in the state."""
@@ -175,6 +158,11 @@ class Steps:
             return eager(function)
         return jax.jit(function, compiler_options=self._compiler_options or None, **options)
 
+    @property
+    def tries_reduction(self) -> bool:
+        """Whether `settle` runs something on the devices, all processes together."""
+        return self._own_reduction is not None
+
     def settle(self, batch: PyTree, steps: int = 1) -> str:
         """Decide, for such a batch of so many steps, what reduces the gradients; its choice told.
 
@@ -185,7 +173,7 @@ class Steps:
             self._check_computes(batch)
         if self._config.steps_per_dispatch > 1:
             self._check_loops(batch)
-        options, by_hand = self._config.collectives, self._gradients.reduction is not None
+        options, by_hand = self._config.collectives, self._asked_reduction is not None
         if not by_hand and not self._may_pack():
             return ""
         trained, frozen = self._parted(self.abstract_state.params)
@@ -210,12 +198,10 @@ class Steps:
                 f"{asked} reduces the gradients under shard_map, where each device computes on its "
                 f"own: {why_not}"
             )
-        if why_not:
-            return f"; reduced by XLA, as {why_not}"
-        if not by_hand:
+        if not by_hand and self._gradients.reduction is not (found := None if why_not else packed):
             self._train_programs.clear()
-            self._gradients = dataclasses.replace(self._gradients, reduction=packed)
-        return ""
+            self._gradients = dataclasses.replace(self._gradients, reduction=found)
+        return f"; reduced by XLA, as {why_not}" if why_not else ""
 
     def _may_pack(self) -> bool:
         """Whether gradients are packed if that computes the same, as nobody has said otherwise.
@@ -298,7 +284,7 @@ class Steps:
             step=jnp.zeros((), jnp.int32),
             params=params,
             opt_state=self._optimizer.init(self._parted(params)[0]),
-            averaged={} if self._ema_decay is None else jax.tree.map(_widened, params),
+            averaged={} if self._ema_decay is None else first_average(params),
             model_state=model_state,
             # Its numbers, as JAX dispatches a program on typed keys by way of Python.
             key=jax.random.key_data(step_key),
@@ -493,19 +479,6 @@ def _joined(params: PyTree, frozen: PyTree) -> PyTree:
     )
 
 
-def average_of(params: PyTree) -> PyTree:
-    """The abstract average of abstract parameters.
-
-    In f32 at least: in bfloat16 an average of decay 0.999 would stand still, as each of its steps
-    is smaller than half the distance to the next number.
-    """
-    return jax.eval_shape(lambda params: jax.tree.map(_widened, params), params)
-
-
-def _widened(x: jax.Array) -> jax.Array:
-    return jnp.array(x, wide(x.dtype))
-
-
 # What a batch may call the model's input: what is predicted from, and cast to compute in.
 INPUTS = ("image", "inputs", "x", "tokens")
 
@@ -521,70 +494,6 @@ def model_output(model: Any, batch: PyTree) -> PyTree:
             )
         return model(batch[inputs[0]])
     return model(batch[0] if isinstance(batch, tuple) else batch)
-
-
-def health(loss: jax.Array, before: TrainState, after: TrainState, places: TrainState) -> jax.Array:
-    """Whether each of `HEALTH` is finite after a step, bool (4,).
-
-    `loss` may be several numbers; `places` are the state's shardings.
-
-    To look at the old parameters too would keep them from being overwritten in place: a third of a
-    small step's time. So only what may be infinite on purpose is compared.
-    """
-    return jnp.stack(
-        [
-            jnp.isfinite(loss).all(),
-            stays_finite(before.params, after.params, places.params),
-            stays_finite(before.opt_state, after.opt_state, places.opt_state),
-            stays_finite(
-                before.model_state, after.model_state, places.model_state, arrays_too=True
-            ),
-        ]
-    )
-
-
-def stays_finite(
-    before: PyTree, after: PyTree, places: PyTree, *, arrays_too: bool = False
-) -> jax.Array:
-    """Whether no element became NaN or infinite.
-
-    A scalar that was infinite before is meant so (the best loss yet, say), and is none of it;
-    with `arrays_too`, so is an element of an array (a mask).
-    """
-    sound = [
-        (jnp.isfinite(y) | (jnp.isinf(x) & ~jnp.isnan(y))).all()
-        if arrays_too or y.ndim == 0
-        else _all_finite(y, place)
-        for x, y, place in zip(*map(jax.tree.leaves, (before, after, places)), strict=True)
-        if jnp.issubdtype(y.dtype, jnp.inexact)
-    ]
-    return jnp.array(sound).all()
-
-
-def _all_finite(x: jax.Array, place: Sharding) -> jax.Array:
-    """Whether all elements of an array of one dim or more are.
-
-    XLA:CPU compares them one by one: with it, a step of a small network takes a quarter longer.
-    Products with zeros, which are NaN for what is not finite, take it nothing.
-    """
-    device: Any = next(iter(place.device_set))
-    on_cpu = device.platform == "cpu"
-    if (
-        on_cpu
-        and place.is_fully_replicated
-        and x.ndim > 1
-        and x.dtype in (jnp.float32, jnp.float64)
-    ):
-        x = x.reshape(-1, x.shape[-1]) @ jnp.zeros(x.shape[-1], x.dtype)
-    return jnp.isfinite(x).all()
-
-
-def first_non_finite(tree: PyTree) -> str | None:
-    """The path of the first array that holds a NaN or an infinity."""
-    for name, leaf in named_leaves(tree).items():
-        if jnp.issubdtype(leaf.dtype, jnp.inexact) and not bool(jnp.isfinite(leaf).all()):
-            return name
-    return None
 
 
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:

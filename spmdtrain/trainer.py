@@ -12,14 +12,15 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from spmdtrain import evaluate, failing, hlo, processes
-from spmdtrain.adapters import Function, Variables, adapt
+from spmdtrain import evaluate, failing, processes
+from spmdtrain.adapters import Function, Variables
+from spmdtrain.adapting import adapt
 from spmdtrain.callbacks import Callbacks, Event, Moment, by_moment
 from spmdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig, for_built, resolve
 from spmdtrain.data import Augment, Dataset, as_dataset, classes_of
 from spmdtrain.errors import NonFiniteError, Preempted, UserError
 from spmdtrain.experiment import Experiment
-from spmdtrain.feed import on_devices, ordered_batches, train_batches
+from spmdtrain.feed import abstract_batch, on_devices, ordered_batches, train_batches
 from spmdtrain.identity import Identity, check_same_classes, check_same_run
 from spmdtrain.initial import initial_state, load_values
 from spmdtrain.journal import Metrics
@@ -27,13 +28,15 @@ from spmdtrain.late import LateReader, how_far_ahead
 from spmdtrain.phases import Phase, within
 from spmdtrain.placement import place, prepare, under
 from spmdtrain.profiling import ProfiledSteps
+from spmdtrain.programs import Programs
 from spmdtrain.reductions import Reduction
 from spmdtrain.restore import agreed, saved_in
 from spmdtrain.session import Session
 from spmdtrain.sharding import Rule, check_placed
 from spmdtrain.sharding_table import ShardingTable, tabulate
 from spmdtrain.signals import StopSignals
-from spmdtrain.step import Steps, TrainState, model_output
+from spmdtrain.state import TrainState
+from spmdtrain.step import Steps, model_output
 from spmdtrain.terminal import Terminal
 from spmdtrain.writers import Split, Status
 
@@ -93,8 +96,6 @@ class Trainer:
         self._stop_asked = False
         self._calling = self._fitting = False  # whether a callback is being called; `fit`
         self._identity: Identity | None = None  # what `state` was trained with
-        # Of programs by the steps they make: the shapes they are for, and what is told of them.
-        self._compiled: dict[int, tuple[PyTree, str]] = {}
         self._examples: tuple[Dataset, PyTree] | None = None  # all of a dataset's, on the devices
         self._restored: Variables | None = None  # what to evaluate with where nothing was trained
         self._restored_from: Identity | None = None  # what that was trained with
@@ -109,6 +110,7 @@ class Trainer:
             reduction=reduction,
             config=self.config,
         )
+        self._programs = Programs(self._steps, self.placement, self.config)
 
     @classmethod
     def of(cls, experiment: Experiment, config: RunConfig, **keywords: Any) -> "Trainer":
@@ -192,6 +194,8 @@ class Trainer:
             stack.enter_context(failing.at_work(run.failed_elsewhere))
             stack.callback(setattr, self, "_fitting", False)
             self._fitting = True
+            # Nothing is left compiling behind the back of whoever has called.
+            stack.callback(self._programs.wait)
             self._start(run)
             stack.enter_context(run.ending())
             try:
@@ -209,6 +213,7 @@ class Trainer:
         self._stop_asked = False
         self._restored = None  # from here on there is a state of its own
         if self.state is None:
+            self._compile_ahead(run)
             with within(Phase.RESTORE, 0):
                 resumed = run.resume(self._steps)
                 tell = self.terminal.line
@@ -246,6 +251,7 @@ class Trainer:
             threads=config.data_threads,
             sizes=map(len, run.dispatches(first)),
             arrays=self._on_devices(run.train) if config.data_on_device else None,
+            by_step=config.jit,
         )
         programs: dict[int, Callable[..., Any]] = {}  # by the steps they make
         late = LateReader(run, self.placement, lambda: self.state, self._logged)
@@ -270,6 +276,8 @@ class Trainer:
                 profile.after(step, output)
                 if steps[0] == first + 1:
                     self._check_placed("after the first step")
+                    if run.checkpoints is not None:
+                        run.checkpoints.get_ready()
 
                 # Outputs are read some steps late, so that the host never waits for the devices.
                 late.add(steps, output)
@@ -318,24 +326,30 @@ class Trainer:
     def _compile(self, run: Session, steps: int, batch: PyTree) -> Callable[..., Any]:
         """The program of so many steps of such batches, compiled; says what is about to run."""
         assert self.state is not None
-        began, shapes = time.perf_counter(), jax.tree.map(jax.typeof, batch)
-        by_number = run.config.data_on_device
-        if self._compiled.get(steps, (None, ""))[0] != shapes:  # not again for a second fit
-            told = "steps are not compiled"
-            with self.terminal.waiting("compiling the train step"), within(Phase.COMPILE):
-                settled = self._steps.settle(batch, steps)
-                program = self._steps.train_program(steps, by_number=by_number)
-                if run.config.jit:
-                    # For the state itself: so the jitted function, which is dispatched faster than
-                    # what is compiled here, finds it compiled.
-                    compiled = program.lower(self.state, batch).compile()
-                    seconds = time.perf_counter() - began
-                    told = f"step compiled in {seconds:.1f} s"
-                    if processes.is_chief():  # who alone tells it
-                        told += f": {hlo.told(compiled.as_text() or '', self.mesh)}{settled}"
-            self._compiled[steps] = shapes, told
-        run.journal.introduce(self.placement, self.state.params, self._compiled[steps][1])
-        return self._steps.train_program(steps, by_number=by_number)
+        with self.terminal.waiting("compiling the train step"), within(Phase.COMPILE):
+            program = self._programs.get(steps, batch)
+        run.journal.introduce(self.placement, self.state.params, program.told)
+        return program.call
+
+    def _compile_ahead(self, run: Session) -> None:
+        """Begin to compile what the loop will ask for, if it is going to make any steps."""
+        config = run.config
+        assert run.train is not None and config.global_batch_size is not None
+        source = config.workdir and agreed(saved_in(config.workdir))
+        first = source.steps[-1] if source and source.steps else 0
+        if first >= run.total or self._steps.tries_reduction:
+            return
+        steps = len(next(run.dispatches(first)))
+        shapes = abstract_batch(
+            run.train,
+            config.global_batch_size,
+            self.placement,
+            augment=self._augment,
+            steps=steps,
+            by_number=config.data_on_device,
+            by_step=config.jit,
+        )
+        self._programs.begin(steps, shapes)
 
     def _on_devices(self, dataset: Dataset) -> PyTree:
         """All examples of a dataset, where they have not been put there for an earlier fit."""

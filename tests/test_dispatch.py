@@ -1,7 +1,7 @@
 """Several steps at once, and data on the devices: the same numbers, fewer words with the host."""
 
 import itertools
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 from helpers import DIGITS, metrics, run, saved_steps
 from hypothesis import given
+from linear import trainer
 
 from spmdtrain import (
     Event,
@@ -22,7 +23,6 @@ from spmdtrain import (
     MeshSpec,
     NonFiniteError,
     Subset,
-    Trainer,
     UserError,
 )
 from spmdtrain.config import ShardingOptions
@@ -34,22 +34,6 @@ from spmdtrain.terminal import Terminal
 GENERATOR = np.random.default_rng(7)
 X = GENERATOR.normal(size=(80, 4)).astype(np.float32)
 Y = (X @ np.array([[1.0], [-2.0], [0.5], [3.0]], np.float32)).astype(np.float32)
-
-
-def squared_error(model: Any, batch: Any) -> dict[str, jax.Array]:
-    x, y = batch
-    return {"loss": (model(x) - y) ** 2}
-
-
-def trainer(**options: Any) -> Trainer:
-    defaults: dict[str, Any] = {
-        "model": partial(nnx.Linear, 4, 1),
-        "objective": squared_error,
-        "optimizer": optax.adam(0.05),
-        "global_batch_size": 8,
-        "terminal": Terminal(quiet=True),
-    }
-    return Trainer(**defaults | options)
 
 
 def losses(workdir: Path, **options: Any) -> list[float]:
@@ -269,8 +253,8 @@ def test_any_dataset_can_rest_on_the_devices_and_is_read_once() -> None:
     single.fit((X[every], Y[every]), steps=40)
     for name, leaf in named_leaves(single.state).items():
         np.testing.assert_allclose(named_leaves(fitted.state)[name], leaf, rtol=1e-5, err_msg=name)
-    # Beside the first example, for its shapes, and those of the fingerprints (16 each).
-    assert len(asked) == len(every) + 1 + 2 * 16
+    # Beside an example for its shapes, here and there, and those of the fingerprints (16 each).
+    assert len(asked) == len(every) + 2 + 2 * 16
 
 
 def test_numbers_that_devices_would_cut_off_are_refused_there_too() -> None:
@@ -288,8 +272,37 @@ def test_batches_of_other_shapes_are_refused_as_the_step_would_be_compiled_anew(
             self.asked += 1
             return (x if self.asked < 6 else np.concatenate([x, x], 1)), y
 
-    with pytest.raises(UserError, match=r"gave 0 float32\[8, 8\], 1 .* after 0 float32\[8, 4\], 1"):
+    with pytest.raises(UserError, match=r"gave 0 float32\[8\], 1 .* after 0 float32\[4\], 1"):
         trainer().fit(Grows((X, Y)), steps=20)
+
+
+class Short:
+    """A dataset that gives other rows than it was asked for, beyond the first."""
+
+    def __init__(self, change: Callable[[np.ndarray], np.ndarray]) -> None:
+        self.change = change
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def rows(self, indices: np.ndarray) -> Any:
+        x = X[indices]
+        return (x if len(x) == 1 else self.change(x)), Y[indices]
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (lambda x: x[:-5], r"gave 75 rows, shape \(75, 4\), for 80 indices"),
+        (lambda x: x[:, :1], r"gave 0 float32\[1\], 1 .* after 0 float32\[4\], 1"),
+        (lambda x: x.astype(np.int32), r"gave 0 int32\[4\], 1 .* after 0 float32\[4\], 1"),
+    ],
+)
+def test_data_on_devices_is_all_of_it_and_alike(
+    change: Callable[[np.ndarray], np.ndarray], told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        trainer(data_on_device=True).fit(Short(change), steps=3)
 
 
 # -- what the host does not do again ---------------------------------------------------------------
@@ -299,8 +312,11 @@ def test_batches_of_other_shapes_are_refused_as_the_step_would_be_compiled_anew(
 def test_the_step_is_compiled_once(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
     """Calls of the jitted function find what was compiled ahead of them."""
     fitted = trainer(strategy=strategy, sharding=SMALL)
-    with jax.log_compiles():
+    jax.config.update("jax_log_compiles", True)  # of all threads
+    try:
         fitted.fit((X, Y), steps=6)
+    finally:
+        jax.config.update("jax_log_compiles", False)
     compiled = [r.getMessage() for r in caplog.records if "jit(_train)" in r.getMessage()]
     finished = [text for text in compiled if text.startswith("Finished XLA compilation")]
     assert len(finished) == 1, compiled

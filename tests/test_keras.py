@@ -21,7 +21,7 @@ from processes import codes, job
 from steps import primitives
 
 from spmdtrain import Collectives, MeshSpec, Rule, ShardingOptions, Trainer, UserError, load_params
-from spmdtrain.adapters import adapt
+from spmdtrain.adapting import adapt
 from spmdtrain.keras_model import KerasModel
 from spmdtrain.sharding import named_leaves
 from spmdtrain.terminal import Terminal

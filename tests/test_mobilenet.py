@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from steps import equations
 
 from spmdtrain import MeshSpec, UserError
-from spmdtrain.adapters import Adapter, Mode, Variables, adapt
+from spmdtrain.adapters import Adapter, Mode, Variables
+from spmdtrain.adapting import adapt
 from spmdtrain.config import RunConfig
 from spmdtrain.models import MobileNetV2, mobilenet
 from spmdtrain.placement import place

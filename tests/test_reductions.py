@@ -477,3 +477,23 @@ def test_large_arrays_travel_alone_and_dtypes_apart() -> None:
         assert found[name].dtype == x.dtype and found[name].shape == x.shape[1:]
     text = str(jax.make_jaxpr(program)(tree))
     assert len(re.findall(r"psum(?:_invariant)?\[", text)) == 3, text
+
+
+def test_each_batch_is_judged_by_itself() -> None:
+    """What is right for one may be wrong for the next."""
+
+    def objective(model: Any, batch: Any) -> dict[str, jax.Array]:
+        loss = (model(batch["x"]) - batch["y"]) ** 2
+        return {"loss": loss * loss.mean() if "together" in batch else loss}
+
+    steps = Trainer(
+        model=partial(nnx.Linear, 4, 1),
+        objective=objective,
+        optimizer=optax.sgd(0.1),
+        global_batch_size=8,
+        terminal=Terminal(quiet=True),
+    )._steps
+    alone = {"x": np.ones((8, 4), np.float32), "y": np.ones((8, 1), np.float32)}
+    for batch, packs in ((alone, True), (alone | {"together": np.ones(8)}, False), (alone, True)):
+        told = steps.settle(batch)
+        assert (steps._gradients.reduction is packed, told == "") == (packs, packs), told

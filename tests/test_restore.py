@@ -39,7 +39,7 @@ from spmdtrain import (
     load_params,
     read_manifest,
 )
-from spmdtrain.adapters import adapt
+from spmdtrain.adapting import adapt
 from spmdtrain.checkpoint import Checkpoints
 from spmdtrain.config import as_json
 from spmdtrain.identity import Identity, describe_leaves, describe_optimizer

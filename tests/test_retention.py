@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdtrain import Trainer, UserError
-from spmdtrain.adapters import adapt
+from spmdtrain.adapting import adapt
 from spmdtrain.checkpoint import Checkpoints
 from spmdtrain.config import MeshSpec, RunConfig, as_json
 from spmdtrain.identity import Identity, describe_leaves, describe_optimizer
@@ -27,7 +27,8 @@ from spmdtrain.manifest import Manifest
 from spmdtrain.placement import place
 from spmdtrain.restore import load_state
 from spmdtrain.retention import Record, Retention
-from spmdtrain.step import Steps, TrainState, model_output
+from spmdtrain.state import TrainState
+from spmdtrain.step import Steps, model_output
 from spmdtrain.terminal import Terminal
 
 START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)

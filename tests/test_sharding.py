@@ -21,7 +21,7 @@ from spmdtrain.errors import UserError
 from spmdtrain.placement import Placement, place
 from spmdtrain.restore import load_state
 from spmdtrain.sharding import Gather, Layout, Rule, check_placed, describe, named_leaves
-from spmdtrain.step import TrainState
+from spmdtrain.state import TrainState
 from spmdtrain.terminal import Terminal
 
 P = PartitionSpec

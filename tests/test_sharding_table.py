@@ -23,7 +23,7 @@ from rich.console import Console
 
 from spmdtrain.sharding import named_leaves, path_name
 from spmdtrain.sharding_table import Held, Row, ShardingTable, narrow, show, summary, tabulate
-from spmdtrain.step import TrainState, average_of
+from spmdtrain.state import TrainState, average_of
 from spmdtrain.terminal import Terminal
 
 P = PartitionSpec

@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import linear
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 from helpers import metrics, saved_steps
 from jax.sharding import PartitionSpec
+from linear import squared_error
 
 from spmdtrain import (
     Event,
@@ -24,31 +26,18 @@ from spmdtrain import (
     Trainer,
     UserError,
 )
-from spmdtrain.adapters import adapt
+from spmdtrain.adapting import adapt
 from spmdtrain.data import as_dataset
 from spmdtrain.placement import place
 from spmdtrain.sharding import Rule, named_leaves
 from spmdtrain.step import Steps, model_output
-from spmdtrain.terminal import Terminal
 
 X = np.random.default_rng(1).normal(size=(40, 4)).astype(np.float32)
 Y = (X @ np.array([[1.0], [-2.0], [0.5], [3.0]], np.float32)).astype(np.float32)
 
 
-def squared_error(model: Any, batch: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
-    x, y = batch
-    return {"loss": (model(x) - y) ** 2}
-
-
 def trainer(**options: Any) -> Trainer:
-    defaults: dict[str, Any] = {
-        "model": partial(nnx.Linear, 4, 1),
-        "objective": squared_error,
-        "optimizer": optax.sgd(0.05),
-        "global_batch_size": 8,
-        "terminal": Terminal(quiet=True),
-    }
-    return Trainer(**defaults | options)
+    return linear.trainer(**{"optimizer": optax.sgd(0.05)} | options)
 
 
 def test_without_a_workdir_nothing_is_written(
