@@ -99,7 +99,7 @@ LINES = [
     Line("w5-rows", Work("mlp", 32, 2000), tuple(rows_by(*each) for each in ROWS)),
     Line(
         "w5-pictures",
-        Work("images", 32, 4, data=str(PICTURES)),
+        Work("images", 32, 40, data=str(PICTURES)),
         (
             Peer("spmdtrain, 1 thread", "pictures.py", ("--way=one",)),
             Peer("spmdtrain", "pictures.py", ("--way=all",)),

@@ -24,7 +24,7 @@ PyTree = Any
 Augment = Callable[[PyTree, np.random.Generator], PyTree]
 """(example, generator) -> example; what is drawn depends on seed, example and epoch alone."""
 
-_BLOCK = 4096  # positions permuted at once: enough to spread NumPy's cost a call over many batches
+_BLOCK = 16384  # positions permuted at once: enough to spread NumPy's cost a call over many batches
 
 
 # -- datasets --------------------------------------------------------------------------------------
@@ -61,12 +61,17 @@ class ArrayDataset:
         if len(lengths) > 1:
             raise UserError(f"the arrays of a dataset differ in their number of examples: {shapes}")
         (self._length,) = lengths
+        self._leaves: list[np.ndarray]
+        self._structure: Any
+        self._leaves, self._structure = jax.tree.flatten(self.arrays)
 
     def __len__(self) -> int:
         return self._length
 
     def rows(self, indices: np.ndarray) -> PyTree:
-        return jax.tree.map(lambda array: array[indices], self.arrays)
+        # Of numbers NumPy is faster by index, of longer rows by `take`.
+        found = [x[indices] if x.ndim == 1 else x.take(indices, axis=0) for x in self._leaves]
+        return self._structure.unflatten(found)
 
 
 @dataclass(frozen=True)
@@ -218,8 +223,10 @@ class TrainBatches:
     augment: Augment | None = None
 
     def __post_init__(self) -> None:
+        self._per_block = max(1, _BLOCK // self.batch_size)  # batches
         # A few blocks, as threads that read ahead may stand in different ones.
         self._block = functools.lru_cache(maxsize=4)(self._make_block)
+        self._own_block = functools.lru_cache(maxsize=4)(self._make_own_block)
 
     def __len__(self) -> int:
         return self.steps
@@ -233,23 +240,30 @@ class TrainBatches:
 
     def examples(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Index and epoch of each example of global batch `step`."""
-        per_block = max(1, _BLOCK // self.batch_size)
-        block, batch = divmod(step, per_block)
-        indices, epochs = self._block(block, per_block * self.batch_size)
-        rows = slice(batch * self.batch_size, (batch + 1) * self.batch_size)
-        return indices[rows], epochs[rows]
+        indices, epochs = self._block(step // self._per_block)
+        batch = step % self._per_block
+        return indices[batch], epochs[batch]
 
     def own_examples(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """The same of this process's rows alone."""
-        indices, epochs = self.examples(step)
-        return indices[self.local], epochs[self.local]
+        indices, epochs = self._own_block(step // self._per_block)
+        batch = step % self._per_block
+        return indices[batch], epochs[batch]
 
-    def _make_block(self, block: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        size = len(self.dataset)
-        epochs, positions = np.divmod(np.arange(block * length, (block + 1) * length), size)
+    def _make_own_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        indices, epochs = self._block(block)
+        return indices[:, self.local], epochs[:, self.local]
+
+    def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of several batches, one in a row."""
+        size, length = len(self.dataset), self._per_block * self.batch_size
+        positions = np.arange(block * length, (block + 1) * length)
+        epochs = positions // size
+        positions -= epochs * size
         if self.shuffle:
             positions = permuted(positions, size=size, seed=self.seed, epochs=epochs)
-        return positions, epochs
+        shape = (self._per_block, self.batch_size)
+        return positions.reshape(shape), epochs.reshape(shape)
 
     def _augmented(self, rows: PyTree, indices: np.ndarray, epochs: np.ndarray) -> PyTree:
         assert self.augment is not None

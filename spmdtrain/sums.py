@@ -35,7 +35,7 @@ def read_parts(started: Mapping[str, Any]) -> dict[str, int]:
 
     A copy of one and the same part counts in one process only.
     """
-    return {name: sum(map(int, parts)) for name, parts in started.items()}
+    return {name: sum(np.asarray(part).item() for part in parts) for name, parts in started.items()}
 
 
 def as_text(totals: Mapping[str, int]) -> dict[str, str]:
@@ -49,7 +49,7 @@ def sums(tree: Any) -> dict[str, str]:
 
 
 def _start(leaf: Any) -> list[Any]:
-    """The sums of a leaf's parts."""
+    """The sums of a leaf's parts, each an int or an array of one element."""
     if not isinstance(leaf, jax.Array):
         return [_sum(np.asarray(leaf))]
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -76,7 +76,7 @@ def _on_devices(leaf: jax.Array) -> list[Any]:
         return [_sum(np.asarray(part.data), _starts(part.index), leaf.shape) for part in parts]
     found = _jit_part_sums(leaf.sharding.mesh, leaf.sharding.spec, leaf.shape)(leaf)
     first = {part.device for part in parts}
-    return [shard.data[0] for shard in found.addressable_shards if shard.device in first]
+    return [shard.data for shard in found.addressable_shards if shard.device in first]
 
 
 def _starts(index: tuple[slice, ...]) -> list[int]:

@@ -46,7 +46,11 @@ WAYS = {"one": lambda: by_spmdtrain(1), "all": by_spmdtrain, "tensorflow": by_te
 stream = WAYS[sys.argv[-1].removeprefix("--way=")]()
 gate.mark("imported")
 while gate.wait():
-    for _ in range(work.segment):
+    # Some make batches while others have their turn.
+    for _ in range(work.segment // 4):
         next(stream)
         gate.mark("first step")
+    gate.begin()
+    for _ in range(work.segment):
+        next(stream)
 os._exit(0)
