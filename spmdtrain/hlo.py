@@ -3,11 +3,12 @@
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from jax.sharding import Mesh
 
+from spmdtrain.hlo_module import Module, arrays_of
 from spmdtrain.terminal import byte_size
 
 KINDS = (
@@ -15,21 +16,12 @@ KINDS = (
     *("collective-permute", "collective-broadcast"),
 )
 
-# One instruction a line: `%name = SHAPE opcode(operands), attributes`. A `-start` stands for its
-# `-done` too. Before the opcode, no `=` but that of a bounded dim (`<=`) is let through, so that
-# a name within the attributes is never taken for an opcode.
-_INSTRUCTION = re.compile(
-    r"\s*(?:ROOT )?%?[\w.\-]+ = (?P<shape>(?:[^=]|<=)*?) "
-    rf"(?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\((?P<attributes>.*)"
-)
-_COMMENT = re.compile(r"/\*.*?\*/")
 _LAYOUT = re.compile(r"\{[^{}]*\}")
-_ARRAY = re.compile(r"(\w+)\[([^\]]*)\]")
 _ELEMENT = re.compile(r"\([^()]*\)|\w+\[[^\]]*\]")  # of a tuple: an inner tuple, or an array
-_OP_NAME = re.compile(r'metadata=\{[^{}]*?op_name="((?:[^"\\]|\\.)*)"')
 # A TPU writes one collective several times, in each fusion that carries a part of it along.
 # The channel alone is not enough to know these by: a function called twice keeps its channel.
 _PIECE = re.compile(r'(channel_id=\d+).*(chain_id="\d+").*"async_collective_fusion_config"')
+_IS_SYNC = '"is_sync":true'
 
 _LISTS = re.compile(r"(replica_groups|source_target_pairs)=\{([\d,{} ]*)\}")
 _IOTA = re.compile(r"replica_groups=(\[[\d,]+\])<=(\[[\d,]+\](?:T\([\d,]+\))?)")
@@ -52,6 +44,10 @@ class Collective:
             result buffer, an upper bound.
         arrays: How many arrays travel together.
         op_name: The JAX operation it comes from (one of them, if XLA combined several), or "".
+        line: The line of the user's that it comes from, or "".
+        times: How often it runs in a step: as often as the loops turn that it is in.
+        overlapped: Whether XLA lets other instructions run meanwhile.
+        group: The partition ids of one of its groups; empty if unknown.
     """
 
     kind: str
@@ -60,43 +56,70 @@ class Collective:
     bytes: int
     arrays: int
     op_name: str
+    line: str = ""
+    times: float = 1
+    overlapped: bool = False
+    group: tuple[int, ...] = field(default=(), compare=False)
 
 
 def collectives(hlo_text: str, mesh: Mesh) -> list[Collective]:
     """The collectives of a compiled step: `collectives(compiled.as_text(), mesh)`.
 
-    In the order of the text, each as often as it is written: in a loop's body, once. Those whose
-    groups are single devices move nothing and are left out. A device's id is XLA's partition id,
-    its position in `mesh.devices.flat`. Groups that cannot be read are no error, they leave
-    `axes` empty and `group_size` 0: a report must not end a run.
+    In the order of the text, each once however often it runs. Those whose groups are single devices
+    move nothing and are left out. A device's id is XLA's partition id, its position in
+    `mesh.devices.flat`. Groups that cannot be read are no error, they leave `axes` empty and
+    `group_size` 0: a report must not end a run.
     """
-    found = []
-    pieces: set[tuple[str, ...]] = set()
-    for line in hlo_text.splitlines():
-        if (match := _INSTRUCTION.match(_COMMENT.sub("", line))) is None:
-            continue
-        kind, attributes = match["kind"], match["attributes"]
-        if piece := _PIECE.search(attributes):
-            if (kind, *piece.groups()) in pieces:
+    return collectives_of(Module(hlo_text), mesh)
+
+
+def collectives_of(module: Module, mesh: Mesh) -> list[Collective]:
+    """The same of a program that is read already."""
+    found: list[Collective] = []
+    pieces: dict[tuple[str, ...], int] = {}
+    inside_async = {
+        name
+        for computation in module.computations.values()
+        for one in computation.instructions.values()
+        if one.opcode == "async-start"
+        for _, name in one.called
+    }
+    for computation in module.computations.values():
+        for one in computation.instructions.values():
+            kind, started = one.opcode.removesuffix("-start"), one.opcode.endswith("-start")
+            if kind not in KINDS:
                 continue
-            pieces.add((kind, *piece.groups()))
-        groups = _groups(attributes, mesh.size)
-        group_size = 0 if groups is None else groups.shape[1]
-        if group_size == 1:
-            continue
-        sizes = _array_bytes(match["shape"], kind, started=match["start"] is not None)
-        whole = max(group_size, 1) if kind == "reduce-scatter" else 1
-        op_name = _OP_NAME.search(attributes)
-        found.append(
-            Collective(
-                kind=kind,
-                axes=() if groups is None else _axes(groups, mesh),
-                group_size=group_size,
-                bytes=sum(sizes) * whole,
-                arrays=len(sizes),
-                op_name=op_name[1] if op_name else "",
+            times = module.times.get(computation.name, 1)
+            piece = _PIECE.search(one.attributes)
+            if piece and (kind, *piece.groups()) in pieces:
+                # All of it has run as often as the piece that ran least.
+                place = pieces[kind, *piece.groups()]
+                found[place] = replace(found[place], times=min(times, found[place].times))
+                continue
+            groups = _groups(one.attributes, mesh.size)
+            group_size = 0 if groups is None else groups.shape[1]
+            if group_size == 1:
+                continue
+            if piece:
+                pieces[kind, *piece.groups()] = len(found)
+            sizes = _array_bytes(one.shape, kind, started=started)
+            whole = max(group_size, 1) if kind == "reduce-scatter" else 1
+            waits = _IS_SYNC in one.attributes
+            aside = started or piece is not None or computation.name in inside_async
+            found.append(
+                Collective(
+                    kind=kind,
+                    axes=() if groups is None else _axes(groups, mesh),
+                    group_size=group_size,
+                    bytes=sum(sizes) * whole,
+                    arrays=len(sizes),
+                    op_name=one.op_name,
+                    line=module.line_of(one),
+                    times=times,
+                    overlapped=aside and not waits,
+                    group=() if groups is None else tuple(groups[0].tolist()),
+                )
             )
-        )
     return found
 
 
@@ -127,13 +150,7 @@ def _array_bytes(shape: str, kind: str, started: bool) -> list[int]:
         elements = _ELEMENT.findall(shape[1:-1])
         if len(elements) > 1 and (kind != "all-reduce" or elements[0].startswith("(")):
             shape = elements[1]
-    sizes = []
-    for element_type, dims in _ARRAY.findall(shape):
-        # A type's first number is its width in bits: bf16, f8e4m3fn, s4, c64. A token has none.
-        width = re.search(r"\d+", "pred8" if element_type == "pred" else element_type)
-        if width:
-            sizes.append(math.ceil(math.prod(_numbers(dims)) * int(width[0]) / 8))
-    return sizes
+    return [array.bytes for array in arrays_of(shape) if array.dtype != "token"]
 
 
 def _axes(groups: np.ndarray, mesh: Mesh) -> tuple[str, ...]:

@@ -1,9 +1,11 @@
 """Devices and the named axes they are arranged in."""
 
+import contextlib
 import math
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -45,17 +47,50 @@ def cpu_devices_in_environment() -> str | None:
     return next((f for f in os.environ.get("XLA_FLAGS", "").split() if f.startswith(flag)), None)
 
 
+_elsewhere: ContextVar[Sequence[jax.Device] | None] = ContextVar("elsewhere", default=None)
+
+
+@contextlib.contextmanager
+def devices_elsewhere(devices: Sequence[jax.Device]) -> Iterator[None]:
+    """Within, meshes are laid over these and not over what is here: to compile for them."""
+    token = _elsewhere.set(devices)
+    try:
+        yield
+    finally:
+        _elsewhere.reset(token)
+
+
+def default_device() -> jax.Device:
+    """The device of what is not laid over a mesh."""
+    if elsewhere := _elsewhere.get():
+        return elsewhere[0]
+    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
+
+
+def _visible(platform: str | None = None) -> list[jax.Device]:
+    """All devices there are to choose from; of one platform, none where it is not there."""
+    if elsewhere := _elsewhere.get():
+        return [device for device in elsewhere if platform in (None, device.platform)]
+    try:
+        return jax.devices(platform)
+    except RuntimeError:
+        if platform is None:
+            raise
+        return []
+
+
 def choose_devices(names: tuple[str | int, ...]) -> list[jax.Device]:
     """The devices of these names, an index (`0`, `"3"`) or platform and index (`"gpu:0"`).
 
     No names mean all devices. Raises `UserError` for a device that is not there.
     """
     if not names:
-        return jax.devices()
+        return _visible()
     chosen = [_device(str(name)) for name in names]
     if len(set(chosen)) != len(chosen):
         raise UserError(f"mesh.devices names a device twice: {' '.join(map(str, names))}")
-    for process, name in enumerate(processes.names()):
+    for process, name in enumerate(processes.names() if _elsewhere.get() is None else ()):
         if process not in {device.process_index for device in chosen}:
             raise UserError(
                 f"mesh.devices names none of the devices of {name}: {' '.join(map(str, names))}; "
@@ -66,10 +101,7 @@ def choose_devices(names: tuple[str | int, ...]) -> list[jax.Device]:
 
 def _device(name: str) -> jax.Device:
     platform, _, index = name.rpartition(":")
-    try:
-        visible = jax.devices(platform or None)
-    except RuntimeError:
-        visible = []
+    visible = _visible(platform or None)
     if not index.isdecimal() or int(index) >= len(visible):
         where = f" of platform {platform}" if platform else ""
         seen = ", ".join(f"{d.platform}:{i}" for i, d in enumerate(visible)) or "none"
@@ -170,9 +202,10 @@ def _hosts(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
     """The devices by what links them: those of a slice, else those of a host."""
     where: dict[jax.Device, Any] = {d: getattr(d, "slice_index", 0) for d in devices}
     if len(set(where.values())) == 1:
-        # Several processes may share a host.
-        names = processes.gather(socket.gethostname()) if processes.count() > 1 else [""]
-        where = {device: names[device.process_index] for device in devices}
+        where = {device: device.process_index for device in devices}
+        if processes.count() > 1:  # several may share a host
+            names = processes.gather(socket.gethostname())
+            where = {device: names[device.process_index] for device in devices}
     groups: dict[Any, list[jax.Device]] = {}
     for device in devices:
         groups.setdefault(where[device], []).append(device)

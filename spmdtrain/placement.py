@@ -23,6 +23,7 @@ from spmdtrain.mesh import (
     build_mesh,
     choose_devices,
     count_of,
+    default_device,
     describe,
     make_cpu_devices,
 )
@@ -45,7 +46,7 @@ class Placement:
     @property
     def devices(self) -> list[jax.Device]:
         """The devices in use, in mesh order."""
-        return [_default_device()] if self.mesh is None else list(self.mesh.devices.flat)
+        return [default_device()] if self.mesh is None else list(self.mesh.devices.flat)
 
     @property
     def batch_shards(self) -> int:
@@ -65,7 +66,7 @@ class Placement:
     def sharding(self, spec: PartitionSpec) -> Sharding:
         """The sharding of an array of that spec, in device memory."""
         if self.mesh is None:
-            return SingleDeviceSharding(_default_device())
+            return SingleDeviceSharding(default_device())
         return NamedSharding(self.mesh, spec)
 
     def size(self, axis: str) -> int:
@@ -80,11 +81,6 @@ class Placement:
     def axes(self) -> str:
         """`data=4 tensor=2`: the axes in use."""
         return "none" if self.mesh is None else describe(self.mesh)
-
-
-def _default_device() -> jax.Device:
-    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
 
 
 def place(config: RunConfig) -> Placement:

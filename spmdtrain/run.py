@@ -78,7 +78,8 @@ RESERVED = frozenset({f.name for f in dataclasses.fields(Options)} | {"topology"
 class Command:
     """A command line, understood."""
 
-    options: Options
+    options: Any
+    """The command's own."""
     experiment: ExperimentFile
     config: RunConfig
     source: str | None
@@ -106,8 +107,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return failing.fail(ExitCode.INTERRUPTED, why, stop, lambda: print(why, file=sys.stderr))
 
 
-def parse(arguments: Sequence[str]) -> Command:
-    """The command line, read in two steps: the experiment's file says what options there are."""
+def parse(
+    arguments: Sequence[str], of: type = Options, prog: str = "python -m spmdtrain.run"
+) -> Command:
+    """A command line, read in two steps: the experiment's file says what options there are.
+
+    `of` are the command's own, `config` and `preset` among them.
+    """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--config")
     first.add_argument("--preset")
@@ -116,15 +122,13 @@ def parse(arguments: Sequence[str]) -> Command:
     except argparse.ArgumentError as error:
         raise UserError(str(error)) from error
     if known.config is None:
-        tyro.cli(_command(RunConfig(), __doc__), args=arguments, prog="python -m spmdtrain.run")
+        tyro.cli(_command(RunConfig(), __doc__, of), args=arguments, prog=prog)
         raise AssertionError("tyro ends where --config is missing")
     experiment = load_experiment(known.config, RESERVED)
     default = experiment.preset(known.preset)
     given = {a.split("=")[0].lstrip("-").replace("-", "_") for a in arguments if a[:2] == "--"}
     default = _without_replaced(default, given)
-    command: Any = tyro.cli(
-        _command(default, experiment.doc), args=arguments, prog="python -m spmdtrain.run"
-    )
+    command: Any = tyro.cli(_command(default, experiment.doc, of), args=arguments, prog=prog)
     config = command.experiment
     check(config)
     if "cpu_devices" in given and (setting := cpu_devices_in_environment()):
@@ -136,13 +140,13 @@ def parse(arguments: Sequence[str]) -> Command:
     return Command(command, experiment, config, source, own_workdir)
 
 
-def _command(default: RunConfig, description: str | None) -> Any:
+def _command(default: RunConfig, description: str | None, of: type) -> Any:
     """The command's options and the experiment's as one flat dataclass for tyro."""
     config: Any = Annotated[type(default), tyro.conf.arg(name="")]
     return dataclasses.make_dataclass(
         "Command",
         [("experiment", config, dataclasses.field(default=default))],
-        bases=(Options,),
+        bases=(of,),
         frozen=True,
         kw_only=True,
         namespace={"__doc__": description},

@@ -144,16 +144,20 @@ class Trainer:
 
         Raises `UserError` where steps are not to be compiled.
         """
+        with under(self.placement):  # models may ask what they run under
+            return self.trace_step(batch).lower().compile()
+
+    def trace_step(self, batch: PyTree) -> jax.stages.Traced:
+        """The same as JAX has traced it, for whoever reads or lowers it elsewhere."""
         if not self.config.jit:
             raise UserError("jit is off: the steps are not compiled")
         shapes = jax.eval_shape(lambda batch: batch, batch)
-        with under(self.placement):  # models may ask what they run under
+        with under(self.placement):
             self._steps.settle(shapes)
-            program = self._steps.train_program()
-            compiled: jax.stages.Compiled = program.lower(
+            traced: jax.stages.Traced = self._steps.train_program().trace(
                 self._steps.abstract_state, shapes
-            ).compile()
-        return compiled
+            )
+        return traced
 
     def stop(self) -> None:
         """End the run after the step being made, as if it were the last.

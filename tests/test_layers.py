@@ -15,18 +15,18 @@ PACKAGE = Path(spmdtrain.__file__).parent
 LAYERS = [
     set(words.split())
     for words in (
-        "cluster config doctor errors phases rendezvous strategies tfconfig",
+        "chips cluster config doctor errors phases rendezvous strategies tfconfig topologies",
         """
-        adapters adapting collectives compilation distributed failing hlo idx jaxprs mesh
-        metrics nnx_model permutation placement processes profiling reductions remat
-        replicas retention sharding signals storage sums terminal writers
+        adapters adapting collectives compilation distributed estimate failing hlo
+        hlo_module idx jaxprs mesh metrics nnx_model permutation placement processes profiling
+        reductions remat replicas retention sharding signals storage sums terminal traffic writers
         """,
         """
-        callbacks checkpoint data evaluate experiment export feed gradients health identity
+        callbacks checkpoint data evaluate experiment export feed flops gradients health identity
         image_cache image_decoding images initial journal keras_model late loop_checks
         manifest orbax_manager programs restore session sharding_table state step
         """,
-        "evaluator loop trainer",
+        "evaluator loop planning trainer",
         "checkpoints children deaths hangs launch plan run tasks",
     )
 ]

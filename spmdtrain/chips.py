@@ -1,0 +1,143 @@
+"""What accelerators can do at most: a table, with where its numbers are from."""
+
+from dataclasses import dataclass
+
+GB, GIB, TERA = 10**9, 2**30, 10**12
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One chip, as its maker describes it; rates are peaks, in units a second.
+
+    Attributes:
+        name: As topologies spell it: "v5e", "h100".
+        flops: Floating-point operations on bfloat16.
+        memory: Bytes that one JAX device of it may fill; less than what is soldered on.
+        bandwidth: Bytes between the chip and its memory.
+        links: How many links to other chips it has; of a GPU one, which is its NVLink.
+        link: Bytes over one link, in one direction.
+        network: Bytes to other slices or hosts, in one direction.
+        torus: The dims of a whole torus of such chips; 0 where all chips of a host see each other.
+        devices: JAX devices to a chip.
+        source: Where the peaks are written.
+    """
+
+    name: str
+    flops: float
+    memory: int
+    bandwidth: float
+    links: int
+    link: float
+    network: float
+    torus: int
+    devices: int
+    source: str
+
+
+_TPU = "https://cloud.google.com/tpu/docs/"
+_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+
+# The memory of a TPU is what its compiler lets a program have ("exceeds available HBM"), found by
+# compiling programs that are too big; that of a GPU what JAX takes of it, three quarters of all,
+# is an option of the user's and so not in here.
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            name="v3",
+            flops=123 * TERA,
+            memory=int(15.48 * GIB),
+            bandwidth=900 * GB,
+            links=4,
+            link=70 * GB,
+            network=12.5 * GB,
+            torus=2,
+            devices=2,
+            source=_TPU + "v3",
+        ),
+        Chip(
+            name="v4",
+            flops=275 * TERA,
+            memory=int(30.75 * GIB),
+            bandwidth=1200 * GB,
+            links=6,
+            link=50 * GB,
+            network=6.25 * GB,
+            torus=3,
+            devices=1,
+            source=_TPU + "v4",
+        ),
+        Chip(
+            name="v5e",
+            flops=197 * TERA,
+            memory=int(15.75 * GIB),
+            bandwidth=819 * GB,
+            links=4,
+            link=50 * GB,
+            network=3.125 * GB,
+            torus=2,
+            devices=1,
+            source=_TPU + "v5e",
+        ),
+        Chip(
+            name="v5p",
+            flops=459 * TERA,
+            memory=int(95.74 * GIB),
+            bandwidth=2765 * GB,
+            links=6,
+            link=100 * GB,
+            network=6.25 * GB,
+            torus=3,
+            devices=1,
+            source=_TPU + "v5p",
+        ),
+        Chip(
+            name="v6e",
+            flops=918 * TERA,
+            memory=int(31.25 * GIB),
+            bandwidth=1638 * GB,
+            links=4,
+            link=100 * GB,
+            network=12.5 * GB,
+            torus=2,
+            devices=1,
+            source=_TPU + "v6e",
+        ),
+        Chip(
+            name="a100",
+            flops=312 * TERA,
+            memory=80 * GB,
+            bandwidth=2039 * GB,
+            links=1,
+            link=300 * GB,
+            network=25 * GB,
+            torus=0,
+            devices=1,
+            source=_NVIDIA + "a100/",
+        ),
+        Chip(
+            name="h100",
+            flops=989 * TERA,
+            memory=80 * GB,
+            bandwidth=3350 * GB,
+            links=1,
+            link=450 * GB,
+            network=50 * GB,
+            torus=0,
+            devices=1,
+            source=_NVIDIA + "h100/",
+        ),
+        Chip(
+            name="h200",
+            flops=989 * TERA,
+            memory=141 * GB,
+            bandwidth=4800 * GB,
+            links=1,
+            link=450 * GB,
+            network=50 * GB,
+            torus=0,
+            devices=1,
+            source=_NVIDIA + "h200/",
+        ),
+    )
+}

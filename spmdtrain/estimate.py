@@ -1,0 +1,118 @@
+"""How long a step takes at least, and how long it may take: a model, of peaks and of links.
+
+The bound is strict: no step is faster, whatever the program. The estimate is not: it takes the
+program that was compiled, and lets all that XLA can overlap be overlapped.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spmdtrain.topologies import Topology
+
+_HOP = 1e-6  # seconds from a chip to its neighbour, "How to Scale Your Model" (jax-ml.github.io)
+_WRAPS = {"v5e": 16, "v6e": 16}  # chips in a dim that closes to a ring; of others, multiples of 4
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins the devices of a group.
+
+    Attributes:
+        bandwidth: Bytes a second out of each device, over all that it can use at once.
+        hops: From one end of the group to the other.
+        name: In words.
+    """
+
+    bandwidth: float
+    hops: int
+    name: str
+
+
+def link_between(kind: str, devices: Sequence[Any], of: Topology) -> Link:
+    """What joins these devices: links of a torus, NVLink, or the network between hosts or slices.
+
+    Of a permute, the devices are a chain, of which each is taken to send to its neighbour.
+
+    A ring in each dim of the torus along which they differ; where the whole dim is theirs and
+    closes to a ring, both of its directions.
+    """
+    assert of.chip is not None
+    chip = of.chip
+    if of.platform == "gpu":
+        if len({device.id // of.shape[1] for device in devices}) > 1:
+            return Link(chip.network, 1, "the network between hosts")
+        return Link(chip.link, 1, "NVLink")
+    if len({getattr(device, "slice_index", 0) for device in devices}) > 1:
+        return Link(chip.network, 1, "the network between slices")
+    bandwidth, hops = 0.0, 0
+    for dim, size in enumerate(of.shape):
+        places = {device.coords[dim] for device in devices}
+        if len(places) == 1:
+            continue
+        closed = len(places) == size and size % _WRAPS.get(chip.name, 4) == 0
+        bandwidth += chip.link * (2 if closed else 1)
+        hops += len(places) // 2 if closed else max(places) - min(places)
+    if not bandwidth:  # two devices of a chip
+        return Link(chip.bandwidth, 0, "the chip")
+    if kind == "collective-permute":
+        return Link(chip.link, 1, "a link")
+    return Link(bandwidth, hops, "links")
+
+
+def seconds(kind: str, whole: float, group: int, link: Link) -> float:
+    """How long a collective of `whole` bytes takes in a group of devices, at the least.
+
+    Each device has to send what others need: of an all-gather or reduce-scatter (g - 1) / g of the
+    whole in rings, of an all-reduce that twice.
+    """
+    if group < 2:
+        return 0.0
+    share = whole * (group - 1) / group
+    match kind:
+        case "all-reduce":
+            share *= 2
+        case "all-to-all" | "ragged-all-to-all":
+            share /= group  # each device has a part of the whole, and keeps one of its parts
+        case "collective-permute" | "collective-broadcast":
+            share = whole
+    return max(share / link.bandwidth, _HOP * link.hops)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one step.
+
+    Attributes:
+        compute: Its products at the chip's peak.
+        memory: What its instructions read and write.
+        waiting: Collectives during which nothing else runs.
+        overlapped: Collectives beside which something else runs.
+        least_memory: To read all arguments and write all results once.
+    """
+
+    compute: float
+    memory: float
+    waiting: float
+    overlapped: float
+    least_memory: float
+
+    @property
+    def bound(self) -> float:
+        """Below this it cannot be."""
+        return max(self.compute, self.least_memory, self.overlapped + self.waiting)
+
+    @property
+    def estimate(self) -> float:
+        """What it may take."""
+        return max(self.compute, self.memory, self.overlapped) + self.waiting
+
+    @property
+    def rules(self) -> str:
+        """What the estimate is made of most."""
+        parts = {
+            "compute": self.compute,
+            "memory": self.memory,
+            "collectives": self.overlapped + self.waiting,
+        }
+        return max(parts, key=lambda name: parts[name])

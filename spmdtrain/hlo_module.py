@@ -1,0 +1,276 @@
+"""The text of a compiled program, read: its instructions, and how often each of them runs."""
+
+import functools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# One instruction a line: `%name = SHAPE opcode(operands), attributes`. Before the opcode, no `=`
+# but that of a bounded dim (`<=`) is let through, so that no name within the attributes is taken
+# for it.
+_INSTRUCTION = re.compile(
+    r"\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>(?:[^=]|<=)*?) "
+    r"(?P<opcode>[a-z][\w\-]*)\((?P<rest>.*)"
+)
+_COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_NAMES = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(
+    r"\b(calls|body|condition|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
+    r"|\b(branch_computations|called_computations)=\{([^{}]*)\}"
+)
+_KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_ARRAY = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<dims>[^\]]*)\](?:\{(?P<layout>[^{}]*)\})?")
+_INDEX = re.compile(r"\bindex=(\d+)")
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_SOURCE = re.compile(r'source_file="((?:[^"\\]|\\.)*)" source_line=(\d+)')
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array of a shape: its XLA dtype, its dims, and its memory space (0 is the main one)."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    space: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Without padding; a token has none."""
+        # A type's first number is its width in bits: bf16, f8e4m3fn, s4, c64.
+        width = re.search(r"\d+", "pred8" if self.dtype == "pred" else self.dtype)
+        return math.ceil(math.prod(self.dims) * int(width[0]) / 8) if width else 0
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    inside: str
+    """What is between the parentheses: of a constant its value, of a parameter its number."""
+    attributes: str
+    is_root: bool
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Array, ...]:
+        """The arrays of its result."""
+        return arrays_of(self.shape)
+
+    @property
+    def called(self) -> list[tuple[str, str]]:
+        """The computations it calls, with what they are to it: (body, NAME), say."""
+        found = []
+        for one, name, several, names in _CALLED.findall(self.attributes):
+            found += [(one, name)] if one else [(several, of) for of in _NAMES.findall(names)]
+        return found
+
+    @property
+    def op_name(self) -> str:
+        """The JAX operation it comes from (one of them, if XLA joined several), or ""."""
+        match = _OP_NAME.search(self.attributes)
+        return match[1] if match else ""
+
+
+def arrays_of(shape: str) -> tuple[Array, ...]:
+    """The arrays of `f32[8,128]{1,0:T(8,128)S(1)}`, or of a tuple of such."""
+    found = []
+    for match in _ARRAY.finditer(shape):
+        space = re.search(r"S\((\d+)\)", match["layout"] or "")
+        dims = tuple(int(n) for n in re.findall(r"\d+", match["dims"]))
+        found.append(Array(match["dtype"], dims, int(space[1]) if space else 0))
+    return tuple(found)
+
+
+@dataclass
+class Computation:
+    """A function of the program: its instructions by name, in order."""
+
+    name: str
+    instructions: dict[str, Instruction] = field(default_factory=dict)
+
+    @property
+    def root(self) -> Instruction:
+        """What it returns."""
+        return next(one for one in self.instructions.values() if one.is_root)
+
+
+class Module:
+    """A compiled program, from `compiled.as_text()`."""
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, Computation] = {}
+        self.entry = ""
+        self._tables: dict[str, dict[int, str]] = defaultdict(dict)
+        current: Computation | None = None
+        table = ""
+        for line in text.splitlines():
+            if match := _INSTRUCTION.match(_COMMENT.sub("", line)):
+                # A part of a program, without a heading, is one computation.
+                found = current or self.computations.setdefault("", Computation(""))
+                one = _instruction(match)
+                found.instructions[one.name] = one
+            elif match := _COMPUTATION.match(line):
+                current = Computation(match["name"])
+                self.computations[current.name] = current
+                self.entry = current.name if match["entry"] else self.entry
+            elif line.startswith("}"):
+                current = None
+            elif line in _TABLES:
+                table = line
+            elif table and (row := re.match(r"(\d+) (.*)", line)):
+                self._tables[table][int(row[1])] = row[2]
+        self.times, self._fused = self._times()
+
+    def instructions(self) -> Iterator[tuple[Instruction, Computation, float]]:
+        """Each instruction that runs by itself, its computation, and how often it runs in a step.
+
+        What is inside fusions and reductions is none of these.
+        """
+        for name, times in self.times.items():
+            computation = self.computations[name]
+            if name not in self._fused:
+                for one in computation.instructions.values():
+                    yield one, computation, times
+
+    def _times(self) -> tuple[dict[str, float], set[str]]:
+        """How often each computation runs in a step, and those that are within a fusion."""
+        times: dict[str, float] = defaultdict(float)
+        fused: set[str] = set()
+        if self.entry in self.computations:
+            times[self.entry] = 1
+        # The text has a computation before those that call it.
+        for name in reversed(self.computations):
+            if name not in times:
+                continue
+            for one in self.computations[name].instructions.values():
+                called = one.called if one.opcode in _CALLING else []
+                trips = self.trips(one, self.computations[name]) or 1
+                for role, inner in called:
+                    if inner in self.computations:
+                        times[inner] += times[name] * (trips + (role == "condition"))
+                    if one.opcode == "fusion" or name in fused:
+                        fused.add(inner)
+        return times, fused
+
+    def trips(self, loop: Instruction, within: Computation) -> int | None:
+        """How often a `while` turns, None where that cannot be told.
+
+        GPU and CPU write it; on TPU it is the constant of the condition, where that is `i < N`
+        and i counts from a constant by ones.
+        """
+        if loop.opcode != "while":
+            return None
+        if known := _KNOWN_TRIPS.search(loop.attributes):
+            return int(known[1])
+        roles = dict(loop.called)
+        compared = self._compared(self.computations[roles["condition"]])
+        if compared is None:
+            return None
+        index, limit = compared
+        start = self._initial(loop, within, index)
+        return None if start is None else max(0, limit - start)
+
+    def _compared(self, condition: Computation) -> tuple[int, int] | None:
+        """The element of the loop's state that is compared, and the number it has to be less than.
+
+        The comparison may have been put into a fusion, to which both are given.
+        """
+        root, given = condition.root, condition.instructions
+        operands = [given[name] for name in root.operands if name in given]
+        if root.opcode == "fusion":
+            ((_, inner),) = root.called
+            body = self.computations[inner]
+            root, parameters = body.root, operands
+            operands = []
+            for name in root.operands:
+                one = body.instructions[name]
+                if one.opcode == "parameter":
+                    one = parameters[int(one.inside)]
+                operands.append(one)
+        if root.opcode != "compare" or "direction=LT" not in root.attributes or len(operands) != 2:
+            return None
+        counter, limit = operands
+        index = _INDEX.search(counter.attributes)
+        if counter.opcode != "get-tuple-element" or limit.opcode != "constant" or not index:
+            return None
+        return int(index[1]), int(limit.inside)
+
+    def _initial(self, loop: Instruction, within: Computation, index: int) -> int | None:
+        state = within.instructions.get(loop.operands[0])
+        if state is None or state.opcode != "tuple":
+            return None
+        first = within.instructions.get(state.operands[index])
+        while first is not None and first.opcode in ("copy", "bitcast"):
+            first = within.instructions.get(first.operands[0])
+        return int(first.inside) if first is not None and first.opcode == "constant" else None
+
+    def line_of(self, one: Instruction) -> str:
+        """The line of the user's that an instruction comes from, `file.py:12 (name)`, or "".
+
+        The innermost frame that is neither of a library nor of this package's core; "" where there
+        is none, as for what the optimizer does.
+        """
+        if match := _SOURCE.search(one.attributes):
+            return f"{match[1]}:{match[2]}"
+        match = _FRAME.search(one.attributes)
+        frame = int(match[1]) if match else 0
+        lines = []
+        while frame and (row := self._tables["StackFrames"].get(frame)):
+            location = _numbers(row, "file_location_id")
+            frame = _numbers(row, "parent_frame_id") - 1  # so it is written
+            where = self._tables["FileLocations"].get(location, "")
+            file = self._tables["FileNames"].get(_numbers(where, "file_name_id"), "").strip('"')
+            name = self._tables["FunctionNames"].get(_numbers(where, "function_name_id"), "")
+            lines.append((file, f"{file}:{_numbers(where, 'line')} ({name.strip(chr(34))})"))
+        return next((line for file, line in lines if not is_library(file)), "")
+
+
+_CALLING = ("while", "call", "conditional", "async-start", "fusion")
+
+
+def _numbers(row: str, name: str) -> int:
+    match = re.search(rf"\b{name}=(\d+)", row)
+    return int(match[1]) if match else 0
+
+
+_CORE = str(Path(__file__).parent)
+
+
+def is_library(file: str) -> bool:
+    """Whether code is neither the user's nor one of the models that come along."""
+    return "site-packages" in file or file.startswith("<frozen") or str(Path(file).parent) == _CORE
+
+
+def _closing(rest: str) -> int:
+    depth = 1
+    for place, letter in enumerate(rest):
+        depth += (letter == "(") - (letter == ")")
+        if not depth:
+            return place
+    return len(rest)
+
+
+def _instruction(match: re.Match[str]) -> Instruction:
+    rest = match["rest"]
+    end = rest.find(")")
+    if "(" in rest[:end]:  # a tuple, or a number that is complex
+        end = _closing(rest)
+    inside = rest[:end]
+    return Instruction(
+        name=match["name"],
+        shape=match["shape"],
+        opcode=match["opcode"],
+        operands=tuple(_NAMES.findall(inside)),
+        inside=inside,
+        attributes=rest[end + 1 :],
+        is_root=match["root"] is not None,
+    )
