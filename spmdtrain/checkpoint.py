@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import importlib
 import itertools
-import logging
 import math
 import os
 import re
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import absl.logging
 import jax
 import jax.numpy as jnp
 from etils import epath, epy
@@ -54,8 +54,9 @@ _REMOVED = ".removed"
 _SHOWS_WITHIN = 45.0  # seconds in which a new file shows on a network file system
 _numbers = itertools.count()  # of saves: the same in all processes, as they save together
 
-# Orbax tells through absl of every step it takes; what goes wrong it raises.
-logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+# Orbax tells through absl of every step it takes; what goes wrong it raises. absl is imported
+# before, as a logger of its name that is not its own would not know who has called it.
+absl.logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pathname)
 
 
 def steps_in(folder: epath.Path) -> list[int]:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,8 @@ with epy.lazy_imports():  # as it takes long, and is for what is restored alone
 PyTree = Any
 T = TypeVar("T")
 
+_LOOKS, _BETWEEN_LOOKS = 3, 0.02  # seconds
+
 
 # -- which one ---------------------------------------------------------------------------------
 
@@ -70,8 +73,19 @@ def saved_in(workdir: str) -> Source:
 
 
 def _listed(folder: epath.Path) -> Source:
+    """The checkpoints in a folder, perhaps none.
+
+    While a run keeps but one, the next may come and the last go between two names of a listing:
+    where there seems to be none, another look tells.
+    """
     with _reachable(folder):
-        return Source(folder, steps_in(folder))
+        steps = steps_in(folder)
+        for _ in range(_LOOKS):
+            if steps or not folder.exists():
+                break
+            time.sleep(_BETWEEN_LOOKS)
+            steps = steps_in(folder)
+        return Source(folder, steps)
 
 
 def find(path: str | os.PathLike[str]) -> Source:

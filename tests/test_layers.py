@@ -111,6 +111,18 @@ print(sorted({"flax", "orbax.checkpoint", "grain", "keras", "PIL"} & set(sys.mod
     assert python(code) == "[]"
 
 
+def test_orbax_logs_nothing_though_it_is_imported_late() -> None:
+    code = """
+import sys
+sys.stderr = sys.stdout
+import spmdtrain.checkpoint, orbax.checkpoint
+for file in ("/lib/orbax/checkpoint/manager.py", "/lib/other.py"):
+    exec(compile("from absl import logging; logging.error('from ' + file)", file, "exec"))
+"""
+    (line,) = python(code).splitlines()
+    assert line.endswith("from /lib/other.py")
+
+
 def test_every_exported_name_is_there() -> None:
     for name in spmdtrain.__all__:
         found = getattr(spmdtrain, name)
