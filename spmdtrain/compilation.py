@@ -1,4 +1,4 @@
-"""Programs that were compiled once are kept for later starts, in a folder of the user's."""
+"""How programs are compiled, and kept for later starts in a folder of the user's."""
 
 import contextlib
 import hashlib
@@ -6,11 +6,16 @@ import os
 import platform
 import re
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from jax._src import compilation_cache
 from jax._src.compilation_cache_interface import CacheInterface
+from jax.sharding import Sharding
+
+from spmdtrain.errors import UserError
 
 OFF = "off"
 _MOST_BYTES = 4 * 2**30
@@ -42,10 +47,14 @@ def keep_programs(folder: str | None) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _WORTH_KEEPING)
 
 
+def cache_folder() -> Path:
+    """Of the user's, for what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmdtrain"
+
+
 def _own_folder() -> Path:
     """One for each kind of processor: a home may be shared by hosts that differ."""
-    above = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(above) / "spmdtrain" / "programs" / _processor()
+    return cache_folder() / "programs" / _processor()
 
 
 def _processor() -> str:
@@ -55,6 +64,40 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         told += sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))})
     return hashlib.blake2b("\n".join(told).encode(), digest_size=8).hexdigest()
+
+
+Value = str | int | bool | float
+
+
+def compiler_options(
+    given: Sequence[str], ours: Mapping[str, Value], place: Sharding
+) -> dict[str, Value]:
+    """The user's own options (NAME=VALUE) and ours, for programs on the devices of `place`.
+
+    Raises `UserError` for what XLA does not know there; to find out, it compiles next to nothing.
+    """
+    options = dict(ours)
+    for option in given:
+        name, _, value = option.partition("=")
+        if name in options:
+            raise UserError(f"compiler_option {name} is given twice, or set by another option")
+        options[name] = _typed(value)
+    if given:
+        nothing = jax.jit(lambda: jnp.zeros(()), out_shardings=place, compiler_options=options)
+        try:
+            nothing.lower().compile()
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            raise UserError(f"compiler_option {' '.join(given)}: {error}") from error
+    return options
+
+
+def _typed(value: str) -> Value:
+    if value in ("true", "True", "false", "False"):
+        return value in ("true", "True")
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(value)
+    return value
 
 
 class _Folder(CacheInterface):
@@ -74,15 +117,20 @@ class _Folder(CacheInterface):
         return content
 
     def put(self, key: str, value: bytes) -> None:
-        # A program that is not kept is compiled again, and nothing else.
-        with contextlib.suppress(OSError):
-            handle, name = tempfile.mkstemp(dir=self._path, prefix=".new-")
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(value)
-                os.replace(name, self._path / key)
-            except OSError:
-                os.unlink(name)
+        keep_file(self._path / key, value)
+
+
+def keep_file(path: Path, content: bytes) -> None:
+    """Write a file that is there whole or not at all; what cannot be kept is made again."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            os.replace(name, path)
+        except OSError:
+            os.unlink(name)
 
 
 def _make_room(path: Path) -> None:

@@ -152,6 +152,8 @@ class RunConfig:
     compilation_cache: str | None = None
     """Folder where compiled programs are kept for later starts; one of the user's
     (~/.cache/spmdtrain) where nothing is said, and none for 'off'."""
+    compiler_option: tuple[str, ...] = ()
+    """Options of XLA's to compile the steps with, NAME=VALUE each."""
     resume: Literal["auto", "never", "must"] = "auto"
     """Go on from the workdir's newest good checkpoint, never, or fail where there is none."""
     init_from: str | None = None
@@ -281,6 +283,10 @@ def check(config: RunConfig) -> None:
                 f"{one} is {getattr(config, one)} and {other} is {getattr(config, other)}: "
                 "give one of the two"
             )
+    for option in config.compiler_option:
+        name, equals, _ = option.partition("=")
+        if not (name and equals):
+            raise UserError(f"compiler_option is {option!r}: it must be NAME=VALUE")
     if config.eval_at_checkpoints and config.evaluated_by == "evaluator":
         raise UserError(
             "eval_at_checkpoints is for evaluated_by 'training': an evaluator evaluates each "

@@ -4,10 +4,12 @@ The bound is strict: no step is faster, whatever the program. The estimate is no
 program that was compiled, and lets all that XLA can overlap be overlapped.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spmdtrain.chips import Chip
 from spmdtrain.topologies import Topology
 
 _HOP = 1e-6  # seconds from a chip to its neighbour, "How to Scale Your Model" (jax-ml.github.io)
@@ -40,11 +42,13 @@ def link_between(kind: str, devices: Sequence[Any], of: Topology) -> Link:
     assert of.chip is not None
     chip = of.chip
     if of.platform == "gpu":
-        if len({device.id // of.shape[1] for device in devices}) > 1:
-            return Link(chip.network, 1, "the network between hosts")
+        hosts = Counter(device.id // of.shape[1] for device in devices)
+        if len(hosts) > 1:
+            return _between(hosts, chip, "the network between hosts")
         return Link(chip.link, 1, "NVLink")
-    if len({getattr(device, "slice_index", 0) for device in devices}) > 1:
-        return Link(chip.network, 1, "the network between slices")
+    slices = Counter(getattr(device, "slice_index", 0) for device in devices)
+    if len(slices) > 1:
+        return _between(slices, chip, "the network between slices")
     bandwidth, hops = 0.0, 0
     for dim, size in enumerate(of.shape):
         places = {device.coords[dim] for device in devices}
@@ -60,23 +64,33 @@ def link_between(kind: str, devices: Sequence[Any], of: Topology) -> Link:
     return Link(bandwidth, hops, "links")
 
 
-def seconds(kind: str, whole: float, group: int, link: Link) -> float:
-    """How long a collective of `whole` bytes takes in a group of devices, at the least.
+def _between(groups: Counter[int], chip: Chip, name: str) -> Link:
+    """A network to which each device has a way of its own: those of one host send side by side."""
+    return Link(min(chip.network * max(groups.values()), chip.links * chip.link), 1, name)
 
-    Each device has to send what others need: of an all-gather or reduce-scatter (g - 1) / g of the
-    whole in rings, of an all-reduce that twice.
+
+def wire_bytes(kind: str, whole: float, group: int) -> float:
+    """What each device of a group sends at the least in a collective of `whole` bytes.
+
+    Of an all-gather or reduce-scatter what others need, (g - 1) / g of the whole; of an all-reduce
+    that twice.
     """
     if group < 2:
         return 0.0
     share = whole * (group - 1) / group
     match kind:
         case "all-reduce":
-            share *= 2
+            return 2 * share
         case "all-to-all" | "ragged-all-to-all":
-            share /= group  # each device has a part of the whole, and keeps one of its parts
+            return share / group  # a device has a part of the whole, and keeps a part of that
         case "collective-permute" | "collective-broadcast":
-            share = whole
-    return max(share / link.bandwidth, _HOP * link.hops)
+            return whole
+    return share
+
+
+def seconds(kind: str, whole: float, group: int, link: Link) -> float:
+    """How long a collective of `whole` bytes takes in a group that has its link for itself."""
+    return max(wire_bytes(kind, whole, group) / link.bandwidth, _HOP * link.hops * (group > 1))
 
 
 @dataclass(frozen=True)
@@ -89,6 +103,7 @@ class Times:
         waiting: Collectives during which nothing else runs.
         overlapped: Collectives beside which something else runs.
         least_memory: To read all arguments and write all results once.
+        least_links: To send what is sent over all links of a chip at once.
     """
 
     compute: float
@@ -96,11 +111,12 @@ class Times:
     waiting: float
     overlapped: float
     least_memory: float
+    least_links: float
 
     @property
     def bound(self) -> float:
         """Below this it cannot be."""
-        return max(self.compute, self.least_memory, self.overlapped + self.waiting)
+        return max(self.compute, self.least_memory, self.least_links)
 
     @property
     def estimate(self) -> float:

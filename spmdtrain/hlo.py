@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from jax.sharding import Mesh
 
-from spmdtrain.hlo_module import Module, arrays_of
+from spmdtrain.hlo_module import Instruction, Module, arrays_of
 from spmdtrain.terminal import byte_size
 
 KINDS = (
@@ -21,6 +21,10 @@ _ELEMENT = re.compile(r"\([^()]*\)|\w+\[[^\]]*\]")  # of a tuple: an inner tuple
 # A TPU writes one collective several times, in each fusion that carries a part of it along.
 # The channel alone is not enough to know these by: a function called twice keeps its channel.
 _PIECE = re.compile(r'(channel_id=\d+).*(chain_id="\d+").*"async_collective_fusion_config"')
+# Between slices of TPUs a collective is sent by the hosts, each slice's part of it.
+_BETWEEN_SLICES = re.compile(
+    r'_xla_megascale_target="\{([\d,]+)\}.*_xla_megascale_transfer_type="(\w+)"'
+)
 _IS_SYNC = '"is_sync":true'
 
 _LISTS = re.compile(r"(replica_groups|source_target_pairs)=\{([\d,{} ]*)\}")
@@ -86,10 +90,12 @@ def collectives_of(module: Module, mesh: Mesh) -> list[Collective]:
     }
     for computation in module.computations.values():
         for one in computation.instructions.values():
+            times = module.times.get(computation.name, 1)
+            if one.opcode == "send" and (sent := _BETWEEN_SLICES.search(one.attributes)):
+                found.append(_between_slices(one, sent, times, module, mesh))
             kind, started = one.opcode.removesuffix("-start"), one.opcode.endswith("-start")
             if kind not in KINDS:
                 continue
-            times = module.times.get(computation.name, 1)
             piece = _PIECE.search(one.attributes)
             if piece and (kind, *piece.groups()) in pieces:
                 # All of it has run as often as the piece that ran least.
@@ -121,6 +127,25 @@ def collectives_of(module: Module, mesh: Mesh) -> list[Collective]:
                 )
             )
     return found
+
+
+def _between_slices(
+    one: Instruction, sent: re.Match[str], times: float, module: Module, mesh: Mesh
+) -> Collective:
+    slices = len(_numbers(sent[1]))
+    group = np.arange(slices) * (mesh.size // slices)  # a mesh has one slice after the other
+    return Collective(
+        kind=sent[2].lower().replace("_", "-"),
+        axes=_axes(group[None], mesh),
+        group_size=slices,
+        bytes=one.arrays[0].bytes,
+        arrays=1,
+        op_name=one.op_name,
+        line=module.line_of(one),
+        times=times,
+        overlapped=True,
+        group=tuple(group.tolist()),
+    )
 
 
 def describe(found: Sequence[Collective], mesh: Mesh) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from spmdtrain import collectives, failing, hlo, processes
+from spmdtrain.compilation import compiler_options
 from spmdtrain.config import Purpose, RunConfig, derive_seed, resolve, with_options
 from spmdtrain.data import Augment, as_dataset, process_rows
 from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
@@ -102,10 +103,13 @@ class Loop:
         self.step = 0
         """Steps recorded so far, of the whole run."""
         strategy = self.placement.strategy
-        self._compiler_options = collectives.compiler_options(
+        ours = collectives.compiler_options(
             config.collectives,
             self.placement.devices[0].platform,
             gathers=strategy.shards_params or strategy.shards_optimizer,
+        )
+        self._compiler_options = compiler_options(
+            self.config.compiler_option, ours, self.placement.everywhere
         )
         self._clock = clock
         self._stack = contextlib.ExitStack()

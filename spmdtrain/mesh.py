@@ -195,7 +195,20 @@ def _grid(shape: tuple[int, ...], devices: Sequence[jax.Device], spec: MeshSpec)
     # All devices: let JAX lay the mesh along the links between them. A chosen few: as chosen.
     if spec.devices:
         return np.array(devices).reshape(shape)
-    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    slices: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        slices.setdefault(getattr(device, "slice_index", 0), []).append(device)
+    if len(slices) == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    # JAX lays out one slice. The slow network between them is for one axis, the first that can.
+    over = next((axis for axis, size in enumerate(shape) if size % len(slices) == 0), None)
+    if over is None:
+        raise UserError(
+            f"mesh: none of the axes' sizes ({', '.join(map(str, shape))}) divides over "
+            f"{len(slices)} slices"
+        )
+    part = (*shape[:over], shape[over] // len(slices), *shape[over + 1 :])
+    return np.concatenate([_grid(part, of_one, spec) for of_one in slices.values()], over)
 
 
 def _hosts(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:

@@ -39,7 +39,7 @@ class Options:
     """Where it is to run: v5e:4x4, v5p:8x8x8, v5e:16x16@2 (two slices) or cpu:8; several with
     commas between them."""
     json: bool = False
-    """Print one JSON object for each topology, in a list, and nothing else."""
+    """Print a list of one JSON object for each topology, and nothing else."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,13 +64,18 @@ def execute(arguments: Sequence[str]) -> int:
     for topology in asked:
         with terminal.waiting(f"planning for {topology}"):
             found.append(_elsewhere(arguments, topology))
-        if not quiet:
+        if "error" in found[-1]:  # the other topologies may do
+            print(f"error: {found[-1]['error']}", file=sys.stderr)
+        elif not quiet:
             show(terminal, found[-1])
-    if quiet:
+    plans = [plan for plan in found if "error" not in plan]
+    if quiet and plans:
         print(json.dumps(found, indent=1))
-    elif len(found) > 1:
-        terminal.console.print(side_by_side(found))
-    return ExitCode.FAILED if any(plan["fits"] is False for plan in found) else ExitCode.DONE
+    elif len(plans) > 1:
+        terminal.console.print(side_by_side(plans))
+    if len(plans) < len(found):
+        return ExitCode.BAD_INPUT
+    return ExitCode.FAILED if any(plan["fits"] is False for plan in plans) else ExitCode.DONE
 
 
 # -- a process for each topology -------------------------------------------------------------------
@@ -80,7 +85,7 @@ def execute(arguments: Sequence[str]) -> int:
 
 
 def _elsewhere(arguments: Sequence[str], topology: Topology) -> dict[str, Any]:
-    """The plan that a process of its own makes. Raises `UserError`."""
+    """The plan that a process of its own makes, or the error that is meant for the user."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "plan.json"
         told = {_TOPOLOGY: str(topology), _ANSWER: str(answer)}
@@ -100,8 +105,6 @@ def _elsewhere(arguments: Sequence[str], topology: Topology) -> dict[str, Any]:
             sys.stderr.write(errors)
             raise RuntimeError(f"planning for {topology} ended with code {child.returncode}")
         found: dict[str, Any] = json.loads(answer.read_text())
-    if "error" in found:
-        raise UserError(found["error"])
     return found
 
 
@@ -125,7 +128,8 @@ def _answer(arguments: Sequence[str]) -> int:
         topology = topologies.parse(os.environ[_TOPOLOGY])
         found = planning.plan(command.experiment, command.config, topology)
     except UserError as error:
-        answer.write_text(json.dumps({"error": str(error)}))
+        told = {"topology": os.environ[_TOPOLOGY], "error": str(error)}
+        answer.write_text(json.dumps(told))
         return ExitCode.BAD_INPUT
     answer.write_text(json.dumps(as_json(found)))
     return ExitCode.DONE
@@ -195,8 +199,8 @@ def verdict(plan: dict[str, Any]) -> str:
     part = f"{byte_size(memory['peak'])} of {byte_size(memory['limit'])}"
     if plan["fits"]:
         return f"fits: {part}, {1 - memory['peak'] / memory['limit']:.0%} left"
-    if memory["temporaries"] is None and memory["code"] == 0:
-        part += ", and more: it was not compiled to the end"
+    if memory["temporaries"] is None:
+        part += " for the state and the batch alone"
     return f"does not fit: {part}"
 
 
@@ -258,10 +262,8 @@ def _short(where: str) -> str:
 
 def _brief(seconds: float) -> str:
     """Three digits: `26.2 ms`, `3.40 us`."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if seconds * scale >= 1:
-            return f"{seconds * scale:#.3g} {unit}"
-    return f"{seconds * 1e6:#.3g} us"
+    unit, scale = ("us", 1e6) if seconds < 1e-3 else ("ms", 1e3) if seconds < 1 else ("s", 1)
+    return f"{seconds * scale:#.3g}".rstrip(".") + f" {unit}"
 
 
 def _time(plan: dict[str, Any]) -> Table:

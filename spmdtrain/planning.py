@@ -2,18 +2,23 @@
 
 import contextlib
 import dataclasses
+import hashlib
+import importlib.metadata
 import importlib.util
+import json
 import math
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import topologies as jax_topologies
 
 from spmdtrain import estimate, mesh
-from spmdtrain.compilation import OFF
+from spmdtrain.compilation import OFF, cache_folder, keep_file
 from spmdtrain.config import Collectives, RunConfig
 from spmdtrain.data import as_dataset
 from spmdtrain.errors import UserError
@@ -43,7 +48,7 @@ class Memory:
         other: Step, key, and the model's own state.
         inputs: The batch.
         temporaries: Gradients, activations and whatever else the step makes and forgets. None
-            where the compiler did not say, as it refused the program.
+            where the state alone is too big, and nothing was compiled.
         results: What the step returns that is not in the place of an argument.
         code: The program.
         peak: All that together, at the worst moment.
@@ -134,6 +139,15 @@ def environment(topology: Topology) -> dict[str, str]:
     return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(topology.devices)}
 
 
+_CUDA = "jax-cuda12-plugin"
+
+
+def _version(package: str) -> str:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return "none"
+
+
 def _has_cuda() -> bool:
     with contextlib.suppress(ImportError):
         return importlib.util.find_spec("jax_plugins.xla_cuda12") is not None
@@ -161,6 +175,8 @@ def devices_of(topology: Topology) -> list[jax.Device]:
             )
         if topology.slices > 1:
             options = {"num_slices": topology.slices}
+        if topology.chips == 1:
+            options["chips_per_host_bounds"] = [1, 1, 1]
         if chip.name == "v4":
             options["chip_config_name"] = "megacore"
         platform, name = "tpu", f"{chip.name}:{shape}"
@@ -177,6 +193,7 @@ def plan(file: ExperimentFile, config: RunConfig, topology: Topology) -> Plan:
     Raises `UserError`.
     """
     # Programs for what is not there cannot be read back, and kept ones have lost their lines.
+    kept = config.compilation_cache
     config = dataclasses.replace(config, compilation_cache=OFF, workdir=None, cpu_devices=None)
     devices = devices_of(topology)
     with mesh.devices_elsewhere(devices):
@@ -203,32 +220,18 @@ def plan(file: ExperimentFile, config: RunConfig, topology: Topology) -> Plan:
         notes = [
             f"{line}: a loop whose turns nobody knows, counted once" for line in flops.unknown_loops
         ]
-        module, refusal = None, ""
-        if topology.platform == "gpu" and devices[0].platform == "cpu":
-            notes.append(
-                "partitioned for virtual devices, as the CUDA plugin is not installed (pip install "
-                "'spmdtrain[cuda12]'): temporaries are a rough estimate, and so are collectives in "
-                "16 bits"
-            )
+        found: Found | None = None
         if memory.fits is not False:  # else the state alone is too big: nothing is worth compiling
-            try:
-                compiled = traced.lower().compile()
-            except jax.errors.JaxRuntimeError as error:
-                refusal = str(error)
-                if "RESOURCE_EXHAUSTED" not in refusal:
-                    raise
-            if refusal:
-                memory = _refused(memory, refusal)
-                notes += [f"the compiler: {_short(Exception(refusal))}"]
-            else:
-                memory = _measured(memory, compiled.memory_analysis())
-                module = Module(compiled.as_text() or "")
+            found = compiled(traced, trainer.mesh, topology, config, keep=kept != OFF)
         moved: list[Moved] = []
         times = None
-        if module is not None:
-            found = [] if trainer.mesh is None else collectives_of(module, trainer.mesh)
-            moved = [_moved(one, trainer.placement, topology) for one in found]
-            times = _times(topology, flops, memory, moved, module)
+        if found is not None and found.refusal:
+            memory = _refused(memory, found.refusal)
+            notes.append(f"the compiler: {_short(Exception(found.refusal))}")
+        elif found is not None:
+            memory = _measured(memory, found.memory)
+            moved = [_moved(one, trainer.placement, topology) for one in found.collectives]
+            times = _times(topology, flops, memory, moved, found.traffic)
     return Plan(
         topology=str(topology),
         chips=topology.chips,
@@ -248,6 +251,77 @@ def plan(file: ExperimentFile, config: RunConfig, topology: Topology) -> Plan:
 def _automatic(config: RunConfig) -> Collectives:
     given = config.collectives
     return given if given.reduction else dataclasses.replace(given, reduction="automatic")
+
+
+# -- compiling -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is read off a compiled step."""
+
+    memory: dict[str, int]
+    """What XLA says of it, by its own names; empty where it was refused."""
+    collectives: list[Collective]
+    traffic: float
+    """See `bytes_moved`."""
+    refusal: str = ""
+    """Why it was not compiled."""
+
+
+def compiled(
+    traced: jax.stages.Traced,
+    on: jax.sharding.Mesh | None,
+    topology: Topology,
+    config: RunConfig,
+    *,
+    keep: bool,
+) -> Found:
+    """Compile a step, or find what was read off the same one before.
+
+    Kept is the summary: XLA can write programs for what is not there, and not read them back.
+    """
+    lowered = traced.lower()
+    path = cache_folder() / "plans" / f"{_key(lowered, topology, config)}.json"
+    if keep and path.exists():
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # then it is made anew
+            return _read(path)
+    try:
+        program = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        found = Found({}, [], 0, str(error))
+    else:
+        module = Module(program.as_text() or "")
+        found = Found(
+            memory={name: getattr(program.memory_analysis(), name) for name in _SIZES},
+            collectives=[] if on is None else collectives_of(module, on),
+            traffic=bytes_moved(module),
+        )
+    if keep:
+        keep_file(path, json.dumps(dataclasses.asdict(found)).encode())
+    return found
+
+
+def _read(path: Path) -> Found:
+    found = json.loads(path.read_text())
+    collectives = [
+        Collective(**{**one, "axes": tuple(one["axes"]), "group": tuple(one["group"])})
+        for one in found.pop("collectives")
+    ]
+    return Found(**found, collectives=collectives)
+
+
+def _key(lowered: jax.stages.Lowered, topology: Topology, config: RunConfig) -> str:
+    """Of all that the summary hangs on: program, lines, options, compilers, and our readers."""
+    here = Path(__file__).parent
+    readers = ("hlo.py", "hlo_module.py", "planning.py", "traffic.py")
+    parts = [str(topology), lowered.as_text(debug_info=True), os.environ.get("XLA_FLAGS", "")]
+    parts += [repr(config.compiler_option), repr(config.collectives)]
+    parts += [f"{name} {_version(name)}" for name in ("jax", "jaxlib", "libtpu", _CUDA)]
+    parts += [(here / name).read_text() for name in readers]
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -277,21 +351,21 @@ def _held(trainer: Trainer, batch: Any, topology: Topology) -> Memory:
     )
 
 
-def _measured(memory: Memory, found: Any) -> Memory:
+_SIZES = (
+    *("argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes"),
+    *("temp_size_in_bytes", "generated_code_size_in_bytes"),
+)
+
+
+def _measured(memory: Memory, found: Mapping[str, int]) -> Memory:
     """With what the compiler says of its program."""
-    results = found.output_size_in_bytes - found.alias_size_in_bytes
-    peak = (
-        found.argument_size_in_bytes
-        + found.temp_size_in_bytes
-        + results
-        + found.generated_code_size_in_bytes
-    )
+    arguments, outputs, aliased, temporaries, code = (found[name] for name in _SIZES)
     return dataclasses.replace(
         memory,
-        temporaries=found.temp_size_in_bytes,
-        results=results,
-        code=found.generated_code_size_in_bytes,
-        peak=peak,
+        temporaries=temporaries,
+        results=outputs - aliased,
+        code=code,
+        peak=arguments + temporaries + outputs - aliased + code,
     )
 
 
@@ -300,7 +374,9 @@ def _refused(memory: Memory, refusal: str) -> Memory:
     if match is None:
         return dataclasses.replace(memory, peak=max(memory.peak, (memory.limit or 0) + 1))
     needed, limit = (_size(text) for text in match.groups())
-    return dataclasses.replace(memory, peak=needed, limit=limit)
+    return dataclasses.replace(
+        memory, temporaries=max(0, needed - memory.peak), peak=needed, limit=limit
+    )
 
 
 def _size(text: str) -> int:
@@ -341,17 +417,21 @@ def _moved(one: Collective, placement: Placement, topology: Topology) -> Moved:
 
 
 def _times(
-    topology: Topology, flops: Flops, memory: Memory, moved: Sequence[Moved], module: Module
+    topology: Topology, flops: Flops, memory: Memory, moved: Sequence[Moved], traffic: float
 ) -> estimate.Times | None:
     chip = topology.chip
     if chip is None:
         return None
     known = [one for one in moved if not math.isnan(one.seconds)]
     state = memory.params + memory.optimizer + memory.average + memory.other
+    sent = sum(
+        one.times * estimate.wire_bytes(one.kind, one.bytes, one.group_size) for one in moved
+    )
     return estimate.Times(
         compute=flops.total / (topology.chips * chip.flops),
-        memory=bytes_moved(module) * chip.devices / chip.bandwidth,
+        memory=traffic * chip.devices / chip.bandwidth,
         waiting=sum(one.seconds for one in known if not one.overlapped),
         overlapped=sum(one.seconds for one in known if one.overlapped),
         least_memory=(2 * state + memory.inputs) * chip.devices / chip.bandwidth,
+        least_links=sent / (chip.links * chip.link),
     )

@@ -14,6 +14,7 @@ from jax.sharding import Sharding
 
 from spmdtrain import collectives, metrics
 from spmdtrain.adapters import Adapter, Function, Mode, Variables
+from spmdtrain.compilation import compiler_options
 from spmdtrain.config import Purpose, RunConfig, derive_seed
 from spmdtrain.errors import UserError
 from spmdtrain.feed import Rows, examples_of, of_first, of_several
@@ -84,11 +85,12 @@ class Steps:
         )
         variables = self.shardings.variables
         batch, everywhere = placement.batch, placement.everywhere
-        self._compiler_options = collectives.compiler_options(
+        ours = collectives.compiler_options(
             config.collectives,
             placement.devices[0].platform,
             gathers=placement.strategy.shards_params or placement.strategy.shards_optimizer,
         )
+        self._compiler_options = compiler_options(config.compiler_option, ours, everywhere)
 
         # The state is born in its place: no device ever holds more than its share, of what a
         # module brings along neither.

@@ -1,0 +1,379 @@
+"""`python -m spmdtrain.plan`, as it ships: what it says is what the trainer's own step then is."""
+
+import importlib.util
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from helpers import DIGITS, GPT, TEXT, environment
+
+from spmdtrain import Trainer, estimate, planning, run, topologies
+from spmdtrain.config import resolve
+from spmdtrain.errors import UserError
+from spmdtrain.experiment import load_experiment
+from spmdtrain.hlo_module import Module
+from spmdtrain.plan import Options, as_json, main
+
+PARAMETERS = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10  # of digits_mlp
+
+
+def plan(config: Path, *options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "spmdtrain.plan", "--config", str(config), *map(str, options)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def planned(config: Path, *options: object) -> dict[str, Any]:
+    """The one plan that `--json` prints, made here, where there are 8 devices."""
+    arguments = ["--config", str(config), *map(str, options)]
+    if "--topology" not in arguments:
+        arguments += ["--topology", "cpu:8"]
+    command = run.parse(arguments, Options)
+    topology = topologies.parse(command.options.topology)
+    return as_json(planning.plan(command.experiment, command.config, topology))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "input.txt").write_text(TEXT)
+    return folder
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "zero", "fully_sharded"])
+def test_on_cpu_it_is_what_the_compiled_step_and_the_live_arrays_say(strategy: str) -> None:
+    found = planned(DIGITS, "--strategy", strategy)
+
+    file = load_experiment(str(DIGITS), frozenset())
+    config = resolve(file.config_class(strategy=strategy, compilation_cache="off"), batch_shards=8)
+    experiment = file.build(config)
+    trainer = Trainer.of(experiment, config)
+    batch = experiment.train.rows(np.arange(64))
+    compiled: Any = trainer.compile_step(batch).memory_analysis()
+    memory = found["memory"]
+    state = [memory[name] for name in ("params", "optimizer", "average", "other")]
+    assert sum(state) + memory["inputs"] == compiled.argument_size_in_bytes
+    assert memory["temporaries"] == compiled.temp_size_in_bytes
+    assert memory["results"] == compiled.output_size_in_bytes - compiled.alias_size_in_bytes
+
+    live = trainer._steps.init(0)
+
+    def held(tree: Any) -> int:
+        return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+    assert memory["params"] == held(live.params)
+    assert memory["optimizer"] == held(live.opt_state)
+    assert found["fits"] is None and found["time"] is None  # nobody knows how fast this CPU is
+
+
+def test_a_mirrored_step_sends_each_gradient_once() -> None:
+    found = planned(DIGITS)
+    sent = sum(one["bytes"] * one["times"] for one in found["collectives"])
+    assert {one["kind"] for one in found["collectives"]} == {"all-reduce"}
+    assert 4 * PARAMETERS <= sent < 4 * PARAMETERS + 64  # and two metrics
+    assert {tuple(one["axes"]) for one in found["collectives"]} == {("data",)}
+    assert found["flops"]["step"] == 6 * 64 * (64 * 128 + 128 * 128 + 128 * 10) - 2 * 64 * 64 * 128
+
+
+def test_loops_count_as_often_as_they_turn(text: Path) -> None:
+    options = ("--preset", "tiny", "--layers", 5, "--data-dir", text)
+    sharded = ("--strategy", "fully_sharded", "--sharding.min_size", 1)
+    looped, unrolled = (
+        planned(GPT, *options, *sharded, flag) for flag in ("--no-unroll", "--unroll")
+    )
+
+    def sent(found: dict[str, Any]) -> float:
+        kinds = ("all-gather",)
+        return sum(x["bytes"] * x["times"] for x in found["collectives"] if x["kind"] in kinds)
+
+    assert {one["times"] for one in unrolled["collectives"]} == {1}
+    assert 5 in {one["times"] for one in looped["collectives"]}
+    assert math.isclose(sent(looped), sent(unrolled), rel_tol=0.25)
+    assert math.isclose(looped["flops"]["step"], unrolled["flops"]["step"], rel_tol=0.01)
+    lines = {one["line"].partition(" (")[0].rpartition("/")[2] for one in looped["collectives"]}
+    assert any(line.startswith("transformer.py:") for line in lines)
+
+
+@pytest.mark.slow
+def test_a_compiler_option_passes_through_and_a_summary_is_kept_for_each(tmp_path: Path) -> None:
+    options = ("--topology", "cpu:8", "--dropout", 0, "--collectives.reduction", "all_reduce")
+    apart = ("--compiler-option", "xla_disable_hlo_passes=cpu-all-reduce-combiner")
+    env = environment() | {"XDG_CACHE_HOME": str(tmp_path)}
+
+    def reduces(*more: str) -> int:
+        ended = subprocess.run(
+            [
+                *(sys.executable, "-m", "spmdtrain.plan", "--config", str(DIGITS), "--json"),
+                *map(str, options),
+                *more,
+            ],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert ended.returncode == 0, ended.stderr
+        (found,) = json.loads(ended.stdout)
+        return len(found["collectives"])
+
+    kept = tmp_path / "spmdtrain" / "plans"
+    together = reduces()
+    assert len(list(kept.iterdir())) == 1
+    assert reduces(*apart) > together
+    first, _ = sorted(kept.iterdir(), key=lambda path: path.stat().st_mtime)
+    # What is kept is what is told again.
+    summary = json.loads(first.read_text())
+    first.write_text(json.dumps(summary | {"collectives": summary["collectives"] * 3}))
+    assert reduces() == 3 * together
+    assert len(list(kept.iterdir())) == 2
+    first.write_text("{")  # cut off: made anew
+    assert reduces() == together
+    ended = plan(DIGITS, *options, "--compiler-option", "xla_no_such=1")
+    assert ended.returncode == 2 and "No such compile option: 'xla_no_such'" in ended.stderr
+
+
+def test_what_is_too_big_is_refused_without_compiling(text: Path) -> None:
+    options = ("--width", 16384, "--layers", 24, "--data-dir", text)
+    began = time.monotonic()
+    ended = plan(GPT, *options, "--topology", "gpu:a100:1x8", "--strategy", "mirrored")
+    assert time.monotonic() - began < 60
+    assert ended.returncode == 1, ended.stderr
+    assert "does not fit: " in ended.stdout and "GB of 80.0 GB" in ended.stdout
+    assert "optimizer state" in ended.stdout
+    found = planned(GPT, *options, "--topology", "gpu:a100:1x8", "--strategy", "mirrored")
+    memory = found["memory"]
+    assert found["fits"] is False and memory["temporaries"] is None
+    assert memory["optimizer"] == 2 * memory["params"] + 8  # two moments, two counts
+
+
+def test_several_topologies_end_in_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What describes a job is not for the plan.
+    monkeypatch.setitem(os.environ, "TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:1"]}}')
+    monkeypatch.setitem(os.environ, "XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    ended = plan(DIGITS, "--topology", "gpu:h100:1x8,gpu:h100:2x8")
+    assert ended.returncode == 0, ended.stderr
+    *_, last = ended.stdout.split("\n\n") if "\n\n" in ended.stdout else [ended.stdout]
+    rows = [line for line in last.splitlines() if line.startswith("│ gpu:h100")]
+    assert [row.split()[3] for row in rows] == ["8", "16"]
+    assert "network between hosts" not in rows[0]
+
+
+@pytest.mark.parametrize(
+    ("topology", "told"),
+    [
+        ("v5x:4x4", "Did you mean 'v5p'?|Did you mean 'v5e'?"),
+        ("v5e:4", "2 dims, as in v5e:4x4"),
+        ("v5e:4y4", "'4y4' is no shape"),
+        ("v5p:0x4x4", "is no shape"),
+        ("v5e:4x4@x", "number of slices"),
+        ("gpu:h100:8", "HOSTSxGPUS"),
+        ("gpu:b7:1x8", "There are: h100, h200, a100"),
+        ("cpu:none", "cpu takes a number"),
+    ],
+)
+def test_a_topology_that_is_none(
+    topology: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(DIGITS), "--topology", topology]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert any(words in line for words in told.split("|"))
+
+
+def test_what_is_wrong_with_the_experiment_is_told_as_ever(text: Path) -> None:
+    ended = plan(DIGITS, "--topology", "cpu:8", "--mesh.data", 3)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert "data=3" in line and "8 devices" in line
+
+
+@pytest.mark.drill
+def test_ctrl_c_ends_it_and_what_it_began(text: Path) -> None:
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "spmdtrain.plan", "--config", str(GPT)),
+            *("--data-dir", str(text), "--topology", "cpu:8", "--layers", "24"),
+        ],
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    child = None
+    for _ in range(600):
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        if children:
+            (child,) = children
+            break
+        time.sleep(0.05)
+    assert child is not None
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130 and errors.strip() == "interrupted"
+    assert not Path(f"/proc/{child}").exists()
+
+
+# -- for chips that are not there ------------------------------------------------------------------
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+
+
+@needs_libtpu
+def test_on_a_tpu() -> None:
+    ended = plan(DIGITS, "--topology", "v5e:4x4", "--strategy", "mirrored", "--json")
+    assert ended.returncode == 0, ended.stderr
+    (found,) = json.loads(ended.stdout)
+    assert (found["chips"], found["fits"]) == (16, True)
+    memory = found["memory"]
+    assert memory["params"] == 4 * PARAMETERS and memory["code"] > 0
+    sent = sum(one["bytes"] * one["times"] for one in found["collectives"])
+    assert 4 * PARAMETERS <= sent < 4 * PARAMETERS + 64
+    time = found["time"]
+    assert 0 < time["bound"] <= time["estimate"]
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_what_the_compiler_refuses_has_its_figure(text: Path) -> None:
+    options = ("--width", 4096, "--heads", 32, "--layers", 5, "--context", 2048, "--no-unroll")
+    where = ("--topology", "v5e:1x1", "--global-batch-size", 16, "--data-dir", text)
+    ended = plan(GPT, *options, *where)
+    assert ended.returncode == 1, ended.stderr
+    assert re.search(r"does not fit: \d\d+\.?\d* GB of 16.9 GB\n", ended.stdout)
+    assert "note: the compiler: RESOURCE_EXHAUSTED" in ended.stdout
+    assert "unknown" not in ended.stdout
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_over_two_slices_of_tpus_the_network_between_them_is_one_axis() -> None:
+    options = ("--topology", "v5e:2x4@2", "--mesh.data", 8, "--mesh.tensor", 2, "--json")
+    ended = plan(DIGITS, *options, "--strategy", "tensor_parallel")
+    assert ended.returncode == 0, ended.stderr
+    (found,) = json.loads(ended.stdout)
+    assert found["devices"] == 16
+    between = [x for x in found["collectives"] if x["link"] == "the network between slices"]
+    assert {tuple(one["axes"]) for one in between} == {("data",)}
+    # Of what a chip has of the parameters, a quarter by each of the four that share it in a slice;
+    # XLA rounds up, at most to twice as much.
+    bias, last = 2 * 128 + 10, 128 * 10
+    own = (PARAMETERS - bias - last) // 2 + bias + last
+    sent = sum(one["bytes"] for one in between)
+    assert 4 * own / 4 <= sent <= 2 * 4 * own / 4
+    assert ("tensor",) in {tuple(x["axes"]) for x in found["collectives"] if x["link"] == "links"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
+def test_without_libtpu_it_says_which_extra_to_install() -> None:
+    ended = plan(DIGITS, "--topology", "v5e:4x4")
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert "pip install 'spmdtrain[tpu]'" in line
+
+
+# -- the model of links ----------------------------------------------------------------------------
+
+
+def torus(*shape: int) -> list[Any]:
+    return [
+        SimpleNamespace(id=n, coords=list(np.unravel_index(n, shape)), process_index=n // 4)
+        for n in range(math.prod(shape))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen", "bandwidth", "hops"),
+    [
+        ("v5e:4x4", slice(None), 100, 6),  # two dims that do not close
+        ("v5e:16x16", slice(None), 200, 16),  # two rings
+        ("v5e:16x16", slice(0, 16), 100, 8),  # one ring
+        ("v5e:4x4", slice(0, 2), 50, 1),  # a line
+        ("v5p:4x4x4", slice(None), 600, 6),
+        ("v5p:2x2x2", slice(None), 300, 3),
+    ],
+)
+def test_links_of_a_torus(name: str, chosen: slice, bandwidth: float, hops: int) -> None:
+    topology = topologies.parse(name)
+    link = estimate.link_between("all-reduce", torus(*topology.shape)[chosen], topology)
+    assert (link.bandwidth / 1e9, link.hops) == (bandwidth, hops)
+
+
+def test_gpus_of_a_host_and_of_two() -> None:
+    topology = topologies.parse("gpu:h100:2x8")
+    devices = [SimpleNamespace(id=n) for n in range(16)]
+    assert estimate.link_between("all-reduce", devices[:8], topology).name == "NVLink"
+    assert (
+        estimate.link_between("all-reduce", devices, topology).name == "the network between hosts"
+    )
+
+
+def test_seconds_of_collectives() -> None:
+    link = estimate.Link(bandwidth=1e9, hops=4, name="links")
+    assert estimate.seconds("all-gather", 8e9, 8, link) == pytest.approx(7)
+    assert estimate.seconds("reduce-scatter", 8e9, 8, link) == pytest.approx(7)
+    assert estimate.seconds("all-reduce", 8e9, 8, link) == pytest.approx(14)
+    assert estimate.seconds("collective-permute", 8e9, 8, link) == pytest.approx(8)
+    assert estimate.seconds("all-reduce", 8, 8, link) == pytest.approx(4e-6)
+    assert estimate.seconds("all-reduce", 8e9, 1, link) == 0
+    times = estimate.Times(
+        compute=3, memory=5, waiting=2, overlapped=4, least_memory=1, least_links=3.5
+    )
+    assert (times.bound, times.estimate, times.rules) == (3.5, 7, "collectives")
+
+
+# -- loops of a TPU's program, which does not say how often they turn ------------------------------
+
+TPU_LOOP = """HloModule jit_step
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[]{:T(128)}, f32[8]{0:T(128)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  %one = s32[]{:T(128)} constant(1)
+  %next = s32[]{:T(128)} add(%i, %one)
+  %x = f32[8]{0:T(128)} get-tuple-element(%p), index=1
+  %sum = f32[8]{0:T(128)} all-reduce(%x), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %t = (s32[]{:T(128)}, f32[8]{0:T(128)}) tuple(%next, %sum)
+}
+
+%condition (q: (s32[], f32[8])) -> pred[] {
+  %q = (s32[]{:T(128)}, f32[8]{0:T(128)}) parameter(0)
+  %j = s32[]{:T(128)} get-tuple-element(%q), index=0
+  %limit = s32[]{:T(128)} constant(LIMIT)
+  ROOT %less = pred[]{:T(512)} compare(%j, %limit), direction=LT
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0:T(128)} parameter(0)
+  %start = s32[]{:T(128)} constant(START)
+  %state = (s32[]{:T(128)}, f32[8]{0:T(128)}) tuple(%start, %a)
+  %loop = (s32[]{:T(128)}, f32[8]{0:T(128)}) while(%state), condition=%condition, body=%body
+  ROOT %out = f32[8]{0:T(128)} get-tuple-element(%loop), index=1
+}
+"""
+
+
+@pytest.mark.parametrize(("start", "limit", "times"), [(0, 12, 12), (2, 12, 10), (0, 1, 1)])
+def test_a_loop_counts_from_its_start_to_its_limit(start: int, limit: int, times: int) -> None:
+    module = Module(TPU_LOOP.replace("START", str(start)).replace("LIMIT", str(limit)))
+    found = {one.opcode: n for one, _, n in module.instructions()}
+    assert found["all-reduce"] == times and found["while"] == 1 and found["compare"] == times + 1
+
+
+def test_chips_that_nobody_has_are_refused_in_words() -> None:
+    with pytest.raises(UserError, match="a topology is TPU:SHAPE"):
+        topologies.parse("abacus")
