@@ -1,7 +1,7 @@
 """How long a step takes at least, and how long it may take: a model, of peaks and of links.
 
-The bound is strict: no step is faster, whatever the program. The estimate is not: it takes the
-program that was compiled, and lets all that XLA can overlap be overlapped.
+The bound is strict: no step of this program is faster. The estimate is not: it counts what each
+instruction reads and writes, and lets all that XLA can overlap be overlapped.
 """
 
 from collections import Counter
@@ -13,7 +13,11 @@ from spmdtrain.chips import Chip
 from spmdtrain.topologies import Topology
 
 _HOP = 1e-6  # seconds from a chip to its neighbour, "How to Scale Your Model" (jax-ml.github.io)
-_WRAPS = {"v5e": 16, "v6e": 16}  # chips in a dim that closes to a ring; of others, multiples of 4
+_WHOLE = {"v3": 32, "v5e": 16, "v6e": 16}  # chips in a dim that closes to a ring
+
+
+WITHIN = "the chip"
+"""What joins two devices of one chip."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +58,26 @@ def link_between(kind: str, devices: Sequence[Any], of: Topology) -> Link:
         places = {device.coords[dim] for device in devices}
         if len(places) == 1:
             continue
-        closed = len(places) == size and size % _WRAPS.get(chip.name, 4) == 0
+        closed = len(places) == size and _closes(size, of)
         bandwidth += chip.link * (2 if closed else 1)
         hops += len(places) // 2 if closed else max(places) - min(places)
     if not bandwidth:  # two devices of a chip
-        return Link(chip.bandwidth, 0, "the chip")
+        return Link(chip.bandwidth, 0, WITHIN)
     if kind == "collective-permute":
         return Link(chip.link, 1, "a link")
     return Link(bandwidth, hops, "links")
+
+
+def _closes(size: int, of: Topology) -> bool:
+    """Whether a dim of a slice is a ring.
+
+    v4 and v5p are cubes of 4 x 4 x 4 with optical links between them, so that slices of whole cubes
+    are tori; of the others only a whole pod's dim closes (https://cloud.google.com/tpu/docs).
+    """
+    assert of.chip is not None
+    if of.chip.torus == 3:
+        return all(dim % 4 == 0 for dim in of.shape)
+    return size == _WHOLE[of.chip.name]
 
 
 def _between(groups: Counter[int], chip: Chip, name: str) -> Link:
@@ -102,7 +118,7 @@ class Times:
         memory: What its instructions read and write.
         waiting: Collectives during which nothing else runs.
         overlapped: Collectives beside which something else runs.
-        least_memory: To read all arguments and write all results once.
+        least_memory: To read the state once.
         least_links: To send what is sent over all links of a chip at once.
     """
 
@@ -121,7 +137,8 @@ class Times:
     @property
     def estimate(self) -> float:
         """What it may take."""
-        return max(self.compute, self.memory, self.overlapped) + self.waiting
+        beside = max(self.compute, self.memory, self.overlapped)
+        return max(self.bound, beside + self.waiting)
 
     @property
     def rules(self) -> str:

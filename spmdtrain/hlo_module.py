@@ -128,6 +128,8 @@ class Module:
                 table = line
             elif table and (row := re.match(r"(\d+) (.*)", line)):
                 self._tables[table][int(row[1])] = row[2]
+        self.unknown_loops: list[Instruction] = []
+        """Those whose turns cannot be told: they count as one."""
         self.times, self._fused = self._times()
 
     def instructions(self) -> Iterator[tuple[Instruction, Computation, float]]:
@@ -153,7 +155,10 @@ class Module:
                 continue
             for one in self.computations[name].instructions.values():
                 called = one.called if one.opcode in _CALLING else []
-                trips = self.trips(one, self.computations[name]) or 1
+                trips = self.trips(one, self.computations[name])
+                if trips is None:
+                    trips = 1
+                    self.unknown_loops += [one] if one.opcode == "while" else []
                 for role, inner in called:
                     if inner in self.computations:
                         times[inner] += times[name] * (trips + (role == "condition"))
@@ -164,54 +169,68 @@ class Module:
     def trips(self, loop: Instruction, within: Computation) -> int | None:
         """How often a `while` turns, None where that cannot be told.
 
-        GPU and CPU write it; on TPU it is the constant of the condition, where that is `i < N`
-        and i counts from a constant by ones.
+        GPU and CPU write it. On TPU it is told by the loop itself, where its condition is `i < N`
+        and its body makes `i + K` of `i`, which begins with a constant.
         """
         if loop.opcode != "while":
             return None
         if known := _KNOWN_TRIPS.search(loop.attributes):
             return int(known[1])
         roles = dict(loop.called)
-        compared = self._compared(self.computations[roles["condition"]])
-        if compared is None:
+        condition, body = (self.computations[roles[role]] for role in ("condition", "body"))
+        compared = self._inner(condition.root, condition)
+        if compared is None or compared[0].opcode != "compare":
             return None
-        index, limit = compared
-        start = self._initial(loop, within, index)
-        return None if start is None else max(0, limit - start)
+        test, (counter, limit) = compared
+        index = _INDEX.search(counter.attributes) if counter else None
+        end = _constant(limit)
+        if "direction=LT" not in test.attributes or index is None or end is None:
+            return None
+        place = int(index[1])
+        start, step = self._initial(loop, within, place), self._step(body, place)
+        return None if start is None or not step else max(0, -((start - end) // step))
 
-    def _compared(self, condition: Computation) -> tuple[int, int] | None:
-        """The element of the loop's state that is compared, and the number it has to be less than.
+    def _inner(
+        self, one: Instruction | None, within: Computation
+    ) -> tuple[Instruction, list[Instruction | None]] | None:
+        """An instruction with its two operands; of a fusion, those of what is its result.
 
-        The comparison may have been put into a fusion, to which both are given.
+        What only copies is looked through.
         """
-        root, given = condition.root, condition.instructions
-        operands = [given[name] for name in root.operands if name in given]
-        if root.opcode == "fusion":
-            ((_, inner),) = root.called
-            body = self.computations[inner]
-            root, parameters = body.root, operands
-            operands = []
-            for name in root.operands:
-                one = body.instructions[name]
-                if one.opcode == "parameter":
-                    one = parameters[int(one.inside)]
-                operands.append(one)
-        if root.opcode != "compare" or "direction=LT" not in root.attributes or len(operands) != 2:
+        one = _source(one, within)
+        if one is None:
             return None
-        counter, limit = operands
-        index = _INDEX.search(counter.attributes)
-        if counter.opcode != "get-tuple-element" or limit.opcode != "constant" or not index:
-            return None
-        return int(index[1]), int(limit.inside)
+        given = [_source(within.instructions.get(name), within) for name in one.operands]
+        if one.opcode == "fusion":
+            ((_, name),) = one.called
+            body, outer = self.computations[name], given
+            found = _source(body.root, body)
+            if found is None:
+                return None
+            one, given = found, []
+            for operand in found.operands:
+                inner = _source(body.instructions.get(operand), body)
+                is_given = inner is not None and inner.opcode == "parameter"
+                given.append(outer[int(inner.inside)] if inner and is_given else inner)
+        return (one, given) if len(given) == 2 else None
 
     def _initial(self, loop: Instruction, within: Computation, index: int) -> int | None:
         state = within.instructions.get(loop.operands[0])
         if state is None or state.opcode != "tuple":
             return None
-        first = within.instructions.get(state.operands[index])
-        while first is not None and first.opcode in ("copy", "bitcast"):
-            first = within.instructions.get(first.operands[0])
-        return int(first.inside) if first is not None and first.opcode == "constant" else None
+        return _constant(_source(within.instructions.get(state.operands[index]), within))
+
+    def _step(self, body: Computation, index: int) -> int | None:
+        """What is added to an element of the state at each turn."""
+        if body.root.opcode != "tuple":
+            return None
+        found = self._inner(body.instructions.get(body.root.operands[index]), body)
+        if found is None or found[0].opcode != "add":
+            return None
+        counters = [x for x in found[1] if x is not None and x.opcode == "get-tuple-element"]
+        steps = [step for x in found[1] if (step := _constant(x)) is not None]
+        own = [x for x in counters if _INDEX.findall(x.attributes) == [str(index)]]
+        return steps[0] if own and steps else None
 
     def line_of(self, one: Instruction) -> str:
         """The line of the user's that an instruction comes from, `file.py:12 (name)`, or "".
@@ -232,6 +251,18 @@ class Module:
             name = self._tables["FunctionNames"].get(_numbers(where, "function_name_id"), "")
             lines.append((file, f"{file}:{_numbers(where, 'line')} ({name.strip(chr(34))})"))
         return next((line for file, line in lines if not is_library(file)), "")
+
+
+def _source(one: Instruction | None, within: Computation) -> Instruction | None:
+    """Of what an instruction is a copy."""
+    while one is not None and one.opcode in ("copy", "bitcast"):
+        one = within.instructions.get(one.operands[0])
+    return one
+
+
+def _constant(one: Instruction | None) -> int | None:
+    number = one is not None and one.opcode == "constant" and re.fullmatch(r"-?\d+", one.inside)
+    return int(one.inside) if one is not None and number else None
 
 
 _CALLING = ("while", "call", "conditional", "async-start", "fusion")

@@ -60,6 +60,11 @@ def devices_elsewhere(devices: Sequence[jax.Device]) -> Iterator[None]:
         _elsewhere.reset(token)
 
 
+def are_elsewhere() -> bool:
+    """Whether that is so, and nothing can be run on the devices."""
+    return _elsewhere.get() is not None
+
+
 def default_device() -> jax.Device:
     """The device of what is not laid over a mesh."""
     if elsewhere := _elsewhere.get():

@@ -57,6 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def execute(arguments: Sequence[str]) -> int:
     """Plan for each topology in a process of its own, and show what came of it."""
     command = run.parse(arguments, Options, "python -m spmdtrain.plan")
+    if command.experiment.has_own_loop:
+        raise UserError(
+            f"{command.experiment.path} has a loop of its own, train(config, loop): a plan is for "
+            "files with build(config)"
+        )
     asked = [topologies.parse(text.strip()) for text in command.options.topology.split(",")]
     quiet = command.options.json
     terminal = Terminal(quiet=quiet)
@@ -103,7 +108,8 @@ def _elsewhere(arguments: Sequence[str], topology: Topology) -> dict[str, Any]:
             _, errors = child.communicate()
         if not answer.exists():
             sys.stderr.write(errors)
-            raise RuntimeError(f"planning for {topology} ended with code {child.returncode}")
+            why = f"planning for {topology} ended with code {child.returncode}, see above"
+            return {"topology": str(topology), "error": why}
         found: dict[str, Any] = json.loads(answer.read_text())
     return found
 
@@ -144,7 +150,7 @@ def as_json(plan: planning.Plan) -> dict[str, Any]:
     del found["times"], found["steps"], found["flops_by_line"]
     found["flops"] = {
         "step": plan.flops,
-        "chip": plan.flops / plan.chips,
+        "chip": plan.flops / plan.used,
         "by_line": plan.flops_by_line,
     }
     for one in found["collectives"]:
@@ -154,7 +160,7 @@ def as_json(plan: planning.Plan) -> dict[str, Any]:
             "bound": times.bound,
             "estimate": times.estimate,
             "rules": times.rules,
-            "mfu": plan.mfu,
+            "of_peak": plan.of_peak,
             "examples_per_second": plan.global_batch_size / times.estimate,
             "steps": plan.steps,
             "run": plan.steps * times.estimate,
@@ -186,8 +192,8 @@ def show(terminal: Terminal, plan: dict[str, Any]) -> None:
 
 ASSUMED = (
     "All of this is an estimate: products at the chip's peak in bfloat16, memory and links at "
-    "theirs, and the input never late. The bound is what no step can beat; the estimate reads and "
-    "writes what each instruction of the compiled program does, caches unknown."
+    "theirs, and the input never late. No step of this program takes less than the bound; the "
+    "estimate reads and writes what each of its instructions does, caches unknown."
 )
 
 
@@ -280,8 +286,8 @@ def _time(plan: dict[str, Any]) -> Table:
     table.add_section()
     table.add_row("no less than", _brief(time["bound"]))
     table.add_row(f"estimate, mostly {time['rules']}", _brief(time["estimate"]))
-    table.add_row("model FLOPs", f"{plan['flops']['step']:.4g}")
-    table.add_row("MFU at best", f"{time['mfu']:.1%}")
+    table.add_row("FLOPs", f"{plan['flops']['step']:.4g}")
+    table.add_row("of the peak, at best", f"{time['of_peak']:.1%}")
     table.add_row("examples/s", f"{time['examples_per_second']:,.0f}")
     table.add_row(f"all {time['steps']:,} steps", duration(time["run"]))
     table.add_row("chip-hours", f"{time['chip_hours']:,.3g}")
@@ -290,7 +296,9 @@ def _time(plan: dict[str, Any]) -> Table:
 
 def side_by_side(plans: Sequence[dict[str, Any]]) -> Table:
     """Several topologies, a row each."""
-    table = Table("topology", "chips", "fits", "a device", "estimate", "examples/s", "MFU", "moves")
+    table = Table(
+        "topology", "chips", "fits", "a device", "estimate", "examples/s", "of peak", "moves"
+    )
     for plan in plans:
         time, memory = plan["time"], plan["memory"]
         kinds: dict[str, float] = defaultdict(float)
@@ -303,7 +311,7 @@ def side_by_side(plans: Sequence[dict[str, Any]]) -> Table:
             byte_size(memory["peak"]),
             _brief(time["estimate"]) if time else "",
             f"{time['examples_per_second']:,.0f}" if time else "",
-            f"{time['mfu']:.1%}" if time else "",
+            f"{time['of_peak']:.1%}" if time else "",
             ", ".join(f"{kind} {byte_size(int(size))}" for kind, size in kinds.items()),
         )
     return table

@@ -28,7 +28,8 @@ from spmdtrain.flops import Flops, count_flops
 from spmdtrain.hlo import Collective, collectives_of
 from spmdtrain.hlo_module import Module
 from spmdtrain.placement import Placement, resolve_on_devices
-from spmdtrain.terminal import Terminal
+from spmdtrain.sharding_table import Held
+from spmdtrain.terminal import Terminal, byte_size
 from spmdtrain.topologies import Topology, gpu_config
 from spmdtrain.traffic import bytes_moved
 from spmdtrain.trainer import Trainer
@@ -94,6 +95,8 @@ class Plan:
 
     topology: str
     chips: int
+    used: float
+    """Of these, how many the mesh has."""
     devices: int
     placement: str
     global_batch_size: int
@@ -112,8 +115,11 @@ class Plan:
         return self.memory.fits
 
     @property
-    def mfu(self) -> float | None:
-        """Of what the chips could compute in the estimated time, what the model needs."""
+    def of_peak(self) -> float | None:
+        """Of what the chips could compute in the estimated time, what they do.
+
+        With rematerialisation more than the model FLOPs utilization, which counts nothing twice.
+        """
         if self.times is None:
             return None
         return self.times.compute / self.times.estimate
@@ -220,6 +226,7 @@ def plan(file: ExperimentFile, config: RunConfig, topology: Topology) -> Plan:
         notes = [
             f"{line}: a loop whose turns nobody knows, counted once" for line in flops.unknown_loops
         ]
+        notes += _also(trainer, config, topology, devices)
         found: Found | None = None
         if memory.fits is not False:  # else the state alone is too big: nothing is worth compiling
             found = compiled(traced, trainer.mesh, topology, config, keep=kept != OFF)
@@ -231,10 +238,14 @@ def plan(file: ExperimentFile, config: RunConfig, topology: Topology) -> Plan:
         elif found is not None:
             memory = _measured(memory, found.memory)
             moved = [_moved(one, trainer.placement, topology) for one in found.collectives]
-            times = _times(topology, flops, memory, moved, found.traffic)
+            times = _times(topology, flops, trainer, moved, found.traffic)
+            notes += [
+                f"{line}: compiled to a loop whose turns nobody knows" for line in found.unknown
+            ]
     return Plan(
         topology=str(topology),
         chips=topology.chips,
+        used=_used(trainer, topology),
         devices=topology.devices,
         placement=f"{trainer.placement.name}, mesh {trainer.placement.axes}",
         global_batch_size=config.global_batch_size,
@@ -246,6 +257,42 @@ def plan(file: ExperimentFile, config: RunConfig, topology: Topology) -> Plan:
         times=times,
         notes=notes,
     )
+
+
+def _used(trainer: Trainer, topology: Topology) -> float:
+    per_chip = 1 if topology.chip is None else topology.chip.devices
+    return len(trainer.placement.devices) / per_chip
+
+
+def _also(
+    trainer: Trainer, config: RunConfig, topology: Topology, devices: Sequence[jax.Device]
+) -> list[str]:
+    """What the numbers do not tell."""
+    notes = []
+    if topology.platform == "gpu" and devices[0].platform == "cpu":
+        notes.append(
+            "partitioned for virtual devices, as the CUDA plugin is not installed (pip install "
+            "'spmdtrain[cuda12]'): temporaries are a rough estimate, and so are collectives in 16 "
+            "bits"
+        )
+    if (used := _used(trainer, topology)) < topology.chips:
+        notes.append(f"uses {used:g} of the {topology.chips} chips")
+    if trainer.tries_reduction:
+        notes.append("a run tries the experiment's own reduction on its devices first: not here")
+    if config.steps_per_dispatch > 1:
+        more = config.steps_per_dispatch - 1
+        notes.append(f"told of one step: a dispatch of several holds {more} more batches")
+    if host := _total(trainer).host:
+        notes.append(
+            f"{byte_size(host)} of a device's state are in its host's memory, and cross to the "
+            "device and back in each step: that is not in the times"
+        )
+    return notes
+
+
+def _total(trainer: Trainer) -> Held:
+    total = trainer.sharding_table().total
+    return total.own + total.optimizer + total.average
 
 
 def _automatic(config: RunConfig) -> Collectives:
@@ -265,6 +312,8 @@ class Found:
     collectives: list[Collective]
     traffic: float
     """See `bytes_moved`."""
+    unknown: list[str]
+    """Lines that were compiled to loops whose turns nobody knows."""
     refusal: str = ""
     """Why it was not compiled."""
 
@@ -291,13 +340,14 @@ def compiled(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        found = Found({}, [], 0, str(error))
+        found = Found({}, [], 0, [], str(error))
     else:
         module = Module(program.as_text() or "")
         found = Found(
             memory={name: getattr(program.memory_analysis(), name) for name in _SIZES},
             collectives=[] if on is None else collectives_of(module, on),
             traffic=bytes_moved(module),
+            unknown=[module.line_of(one) or one.name for one in module.unknown_loops],
         )
     if keep:
         keep_file(path, json.dumps(dataclasses.asdict(found)).encode())
@@ -417,21 +467,22 @@ def _moved(one: Collective, placement: Placement, topology: Topology) -> Moved:
 
 
 def _times(
-    topology: Topology, flops: Flops, memory: Memory, moved: Sequence[Moved], traffic: float
+    topology: Topology, flops: Flops, trainer: Trainer, moved: Sequence[Moved], traffic: float
 ) -> estimate.Times | None:
     chip = topology.chip
     if chip is None:
         return None
     known = [one for one in moved if not math.isnan(one.seconds)]
-    state = memory.params + memory.optimizer + memory.average + memory.other
     sent = sum(
-        one.times * estimate.wire_bytes(one.kind, one.bytes, one.group_size) for one in moved
+        one.times * estimate.wire_bytes(one.kind, one.bytes, one.group_size)
+        for one in moved
+        if one.link != estimate.WITHIN
     )
     return estimate.Times(
-        compute=flops.total / (topology.chips * chip.flops),
+        compute=flops.total / (_used(trainer, topology) * chip.flops),
         memory=traffic * chip.devices / chip.bandwidth,
         waiting=sum(one.seconds for one in known if not one.overlapped),
         overlapped=sum(one.seconds for one in known if one.overlapped),
-        least_memory=(2 * state + memory.inputs) * chip.devices / chip.bandwidth,
+        least_memory=_total(trainer).device * chip.devices / chip.bandwidth,
         least_links=sent / (chip.links * chip.link),
     )

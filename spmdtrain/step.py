@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Sharding
 
-from spmdtrain import collectives, metrics
+from spmdtrain import collectives, mesh, metrics
 from spmdtrain.adapters import Adapter, Function, Mode, Variables
 from spmdtrain.compilation import compiler_options
 from spmdtrain.config import Purpose, RunConfig, derive_seed
@@ -179,7 +179,7 @@ class Steps:
         if not by_hand and not self._may_pack():
             return ""
         trained, frozen = self._parted(self.abstract_state.params)
-        if self._own_reduction is not None:
+        if self._own_reduction is not None and not mesh.are_elsewhere():
             check_agrees(self._own_reduction, self._placement, trained)
         why_not = why_not_by_hand(
             self._gradients,

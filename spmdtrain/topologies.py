@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from spmdtrain.chips import CHIPS, Chip
 from spmdtrain.errors import UserError, did_you_mean
 
-_SHAPE = re.compile(r"\d+(x\d+)*")
+_SHAPE = re.compile(r"[0-9]+(x[0-9]+)*")
+_MOST_CPU_DEVICES = 4096
 _HELP = (
     "a topology is TPU:SHAPE (v5e:4x4, v5p:8x8x8; v5e:16x16@2 is two slices), "
     "gpu:MODEL:HOSTSxGPUS (gpu:h100:2x8) or cpu:DEVICES"
@@ -92,8 +93,11 @@ def parse(text: str) -> Topology:
     """The topology of that name. Raises `UserError`."""
     kind, _, rest = text.partition(":")
     if kind == "cpu":
-        if not rest.isdecimal() or int(rest) < 1:
-            raise UserError(f"--topology {text}: cpu takes a number of devices, as in cpu:8")
+        if not (rest.isascii() and rest.isdecimal() and 1 <= int(rest) <= _MOST_CPU_DEVICES):
+            raise UserError(
+                f"--topology {text}: cpu takes a number of devices up to {_MOST_CPU_DEVICES:,}, as "
+                "in cpu:8"
+            )
         return Topology(text, "cpu", None, (int(rest),))
     if kind == "gpu":
         kind, _, rest = rest.partition(":")
@@ -104,14 +108,14 @@ def parse(text: str) -> Topology:
         return Topology(text, "gpu", chip, shape)
     tpus = [name for name in CHIPS if name not in _GPUS]
     chip = _chip(text, kind, tpus)
-    rest, _, slices = rest.partition("@")
+    rest, at, slices = rest.partition("@")
     shape = _numbers(text, rest)
     if len(shape) != chip.torus:
         example = "x".join("4" * chip.torus)
         raise UserError(
             f"--topology {text}: a slice of {kind} has {chip.torus} dims, as in {kind}:{example}"
         )
-    if slices and (not slices.isdecimal() or int(slices) < 1):
+    if at and not (slices.isascii() and slices.isdecimal() and int(slices) >= 1):
         raise UserError(
             f"--topology {text}: what follows @ is a number of slices, as in {kind}:..@2"
         )
@@ -120,7 +124,7 @@ def parse(text: str) -> Topology:
 
 def _chip(text: str, name: str, known: Collection[str]) -> Chip:
     if name not in known:
-        raise UserError(f"--topology {text}: {did_you_mean(name, known)} {_HELP}")
+        raise UserError(f"--topology {text!r}: no such chip.{did_you_mean(name, known)} {_HELP}")
     return CHIPS[name]
 
 

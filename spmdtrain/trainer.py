@@ -20,7 +20,7 @@ from spmdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig, for_built, re
 from spmdtrain.data import Augment, Dataset, as_dataset, classes_of
 from spmdtrain.errors import NonFiniteError, Preempted, UserError
 from spmdtrain.experiment import Experiment
-from spmdtrain.feed import abstract_batch, on_devices, ordered_batches, train_batches
+from spmdtrain.feed import Rows, abstract_batch, on_devices, ordered_batches, train_batches
 from spmdtrain.identity import Identity, check_same_classes, check_same_run
 from spmdtrain.initial import initial_state, load_values
 from spmdtrain.journal import Metrics
@@ -135,6 +135,11 @@ class Trainer:
         """The model with the values trained so far, in eval mode: an nnx module again, say."""
         return self._adapter.merge(self._steps.in_device_memory(self._variables()))
 
+    @property
+    def tries_reduction(self) -> bool:
+        """Whether a reduction of the user's own is tried on the devices before the first step."""
+        return self._steps.tries_reduction
+
     def sharding_table(self) -> ShardingTable:
         """Where each array of the state lives and what it takes; nothing is allocated for it."""
         return tabulate(self._steps.abstract_state, self._steps.shardings)
@@ -148,13 +153,17 @@ class Trainer:
             return self.trace_step(batch).lower().compile()
 
     def trace_step(self, batch: PyTree) -> jax.stages.Traced:
-        """The same as JAX has traced it, for whoever reads or lowers it elsewhere."""
+        """The same as JAX has traced it, for whoever reads or lowers it elsewhere.
+
+        With `data_on_device` the batch is its examples' numbers and all examples, as `Rows`.
+        """
         if not self.config.jit:
             raise UserError("jit is off: the steps are not compiled")
-        shapes = jax.eval_shape(lambda batch: batch, batch)
+        by_number = isinstance(batch, Rows)
         with under(self.placement):
+            shapes = jax.eval_shape(lambda batch: batch, batch)
             self._steps.settle(shapes)
-            traced: jax.stages.Traced = self._steps.train_program().trace(
+            traced: jax.stages.Traced = self._steps.train_program(by_number=by_number).trace(
                 self._steps.abstract_state, shapes
             )
         return traced

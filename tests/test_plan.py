@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers import DIGITS, GPT, TEXT, environment
+from helpers import DIGITS, GAN, GPT, TEXT, environment
 
 from spmdtrain import Trainer, estimate, planning, run, topologies
 from spmdtrain.config import resolve
@@ -183,6 +183,9 @@ def test_several_topologies_end_in_a_table(monkeypatch: pytest.MonkeyPatch) -> N
         ("v5e:4x4@x", "number of slices"),
         ("gpu:h100:8", "HOSTSxGPUS"),
         ("gpu:b7:1x8", "There are: h100, h200, a100"),
+        ("v5e:4x4@", "number of slices"),
+        ("cpu:8,", "no such chip"),
+        ("cpu:99999999", "up to 4,096"),
         ("cpu:none", "cpu takes a number"),
     ],
 )
@@ -199,6 +202,33 @@ def test_what_is_wrong_with_the_experiment_is_told_as_ever(text: Path) -> None:
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert "data=3" in line and "8 devices" in line
+
+
+def test_an_experiment_with_its_own_loop_cannot_be_planned(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--config", str(GAN), "--topology", "cpu:8"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "train(config, loop): a plan is for files with build(config)" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        (("--data-on-device",), None),
+        (("--steps-per-dispatch", 10), "holds 9 more batches"),
+        (("--strategy", "one_device"), "uses 1 of the 8 chips"),
+        (("--strategy", "central_storage"), "and cross to the device and back in each step"),
+    ],
+)
+def test_options_of_the_run(options: tuple[object, ...], note: str | None) -> None:
+    found = planned(DIGITS, *options, "--topology", "gpu:h100:1x8", "--dropout", 0)
+    assert any("CUDA plugin is not installed" in one for one in found["notes"])
+    if note is not None:
+        assert any(note in one for one in found["notes"])
+    time = found["time"]
+    assert 0 < time["bound"] <= time["estimate"]
+    assert found["fits"] is True
 
 
 @pytest.mark.drill
@@ -343,8 +373,9 @@ TPU_LOOP = """HloModule jit_step
 %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
   %p = (s32[]{:T(128)}, f32[8]{0:T(128)}) parameter(0)
   %i = s32[]{:T(128)} get-tuple-element(%p), index=0
-  %one = s32[]{:T(128)} constant(1)
-  %next = s32[]{:T(128)} add(%i, %one)
+  %one = s32[]{:T(128)} constant(STEP)
+  %same = s32[]{:T(128)S(6)} copy(%i)
+  %next = s32[]{:T(128)} add(%same, %one)
   %x = f32[8]{0:T(128)} get-tuple-element(%p), index=1
   %sum = f32[8]{0:T(128)} all-reduce(%x), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add
   ROOT %t = (s32[]{:T(128)}, f32[8]{0:T(128)}) tuple(%next, %sum)
@@ -367,11 +398,25 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 """
 
 
-@pytest.mark.parametrize(("start", "limit", "times"), [(0, 12, 12), (2, 12, 10), (0, 1, 1)])
-def test_a_loop_counts_from_its_start_to_its_limit(start: int, limit: int, times: int) -> None:
-    module = Module(TPU_LOOP.replace("START", str(start)).replace("LIMIT", str(limit)))
+@pytest.mark.parametrize(
+    ("start", "step", "limit", "times"),
+    [(0, 1, 12, 12), (2, 1, 12, 10), (0, 1, 1, 1), (0, 2, 8, 4), (0, 3, 8, 3), (5, 1, 5, 0)],
+)
+def test_a_loop_counts_from_its_start_to_its_limit(
+    start: int, step: int, limit: int, times: int
+) -> None:
+    text = TPU_LOOP.replace("START", str(start)).replace("LIMIT", str(limit))
+    module = Module(text.replace("STEP", str(step)))
     found = {one.opcode: n for one, _, n in module.instructions()}
     assert found["all-reduce"] == times and found["while"] == 1 and found["compare"] == times + 1
+    assert module.unknown_loops == []
+
+
+def test_a_loop_whose_turns_cannot_be_told_is_known_to_be_so() -> None:
+    text = TPU_LOOP.replace("START", "0").replace("LIMIT", "8").replace("STEP", "1")
+    module = Module(text.replace("direction=LT", "direction=NE"))
+    assert [one.name for one in module.unknown_loops] == ["loop"]
+    assert {one.opcode: n for one, _, n in module.instructions()}["all-reduce"] == 1
 
 
 def test_chips_that_nobody_has_are_refused_in_words() -> None:

@@ -146,7 +146,7 @@ def test_what_is_wrong_with_a_step_is_told_by_fit_and_leaves_no_thread() -> None
     del fitted
     gc.collect()
     for _ in range(1000):  # a worker ends by itself, once nobody can give it work
-        if threading.active_count() == before:
+        if threading.active_count() <= before:  # those of earlier tests may end as well
             break
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
