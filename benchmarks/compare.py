@@ -164,7 +164,8 @@ def compare(
     """
     floor, *others = peers
     again = replace(floor, name=f"{floor.name}, again")
-    result: dict[str, Any] = {"origin": origin, "work": vars(work), "threads": THREADS}
+    told = vars(work) | {"data": Path(work.data).name}  # wherever that lies on this machine
+    result: dict[str, Any] = {"origin": origin, "work": told, "threads": THREADS}
     result |= {"floor": floor.name, "start": {}, "rounds": []}
     result["missing"] = [peer.name for peer in others if not peer.is_there]
     with contextlib.ExitStack() as stack:

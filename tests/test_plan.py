@@ -231,6 +231,24 @@ def test_options_of_the_run(options: tuple[object, ...], note: str | None) -> No
     assert found["fits"] is True
 
 
+def test_a_reduction_of_one_s_own_is_not_tried_on_devices_that_are_not_there(
+    tmp_path: Path,
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import dataclasses, jax\n"
+        f"import sys; sys.path.insert(0, {str(DIGITS.parent)!r})\n"
+        "from digits_mlp import Config, build as digits\n"
+        "def mean(gradients, axes):\n"
+        "    return jax.tree.map(lambda g: jax.lax.pmean(g, axes), gradients)\n"
+        "def build(config):\n"
+        "    return dataclasses.replace(digits(config), reduction=mean)\n"
+    )
+    found = planned(own, "--topology", "gpu:h100:1x8", "--dropout", 0)
+    assert any("own reduction" in note for note in found["notes"])
+    assert {one["kind"] for one in found["collectives"]} == {"all-reduce"}
+
+
 @pytest.mark.drill
 def test_ctrl_c_ends_it_and_what_it_began(text: Path) -> None:
     process = subprocess.Popen(
