@@ -20,6 +20,7 @@ class Chip:
         torus: The dims of a whole torus of such chips; 0 where all chips of a host see each other.
         devices: JAX devices to a chip.
         source: Where the peaks are written.
+        latency: Seconds that a collective of next to nothing takes; 0 where the links tell.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Chip:
     torus: int
     devices: int
     source: str
+    latency: float = 0.0
 
 
 _TPU = "https://cloud.google.com/tpu/docs/"

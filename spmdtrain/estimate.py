@@ -28,11 +28,13 @@ class Link:
         bandwidth: Bytes a second out of each device, over all that it can use at once.
         hops: From one end of the group to the other.
         name: In words.
+        latency: Seconds of any collective, beside those that its bytes take.
     """
 
     bandwidth: float
     hops: int
     name: str
+    latency: float = 0.0
 
 
 def link_between(kind: str, devices: Sequence[Any], of: Topology) -> Link:
@@ -45,6 +47,8 @@ def link_between(kind: str, devices: Sequence[Any], of: Topology) -> Link:
     """
     assert of.chip is not None
     chip = of.chip
+    if of.platform == "cpu":
+        return Link(chip.link, 0, "memory", chip.latency)
     if of.platform == "gpu":
         hosts = Counter(device.id // of.shape[1] for device in devices)
         if len(hosts) > 1:
@@ -106,7 +110,8 @@ def wire_bytes(kind: str, whole: float, group: int) -> float:
 
 def seconds(kind: str, whole: float, group: int, link: Link) -> float:
     """How long a collective of `whole` bytes takes in a group that has its link for itself."""
-    return max(wire_bytes(kind, whole, group) / link.bandwidth, _HOP * link.hops * (group > 1))
+    sending = max(wire_bytes(kind, whole, group) / link.bandwidth, _HOP * link.hops * (group > 1))
+    return sending + link.latency
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from spmdtrain import health
 from spmdtrain.hlo_module import is_library
 from spmdtrain.jaxprs import inner_jaxprs
 
+_AGAIN = "rematted_computation"  # as `jax.checkpoint` names what it computes again
+
 
 @dataclass
 class Flops:
@@ -24,11 +26,13 @@ class Flops:
 
     Attributes:
         total: Operations.
+        again: Of these, what rematerialisation computes a second time.
         by_line: The same by the line of the user's that asks for them, `file.py:12 (name)`.
         unknown_loops: Lines with a `while` whose turns nobody knows: its body counts once.
     """
 
     total: int = 0
+    again: int = 0
     by_line: Counter[str] = field(default_factory=Counter)
     unknown_loops: list[str] = field(default_factory=list)
 
@@ -41,33 +45,38 @@ def count_flops(jaxpr: Any) -> Flops:
     the model's.
     """
     found = Flops()
-    _count(getattr(jaxpr, "jaxpr", jaxpr), 1, found)
+    _count(getattr(jaxpr, "jaxpr", jaxpr), 1, found, again=False)
     return found
 
 
-def _count(jaxpr: Any, times: int, into: Flops) -> None:
+def _count(jaxpr: Any, times: int, into: Flops, *, again: bool) -> None:
+    outer = again
     for equation in jaxpr.eqns:
+        again = outer or _AGAIN in str(equation.source_info.name_stack)
         own = _OF_PRIMITIVE.get(equation.primitive.name)
         if own is not None:
             if _is_check(equation):
                 continue
             operations = times * own(equation)
             into.total += operations
+            into.again += operations * again
             into.by_line[_line(equation)] += operations
             continue
         if equation.primitive.name == "cond":
             branches = [count_flops(branch) for branch in equation.params["branches"]]
-            _add(max(branches, key=lambda branch: branch.total), times, into)
+            dearest = max(branches, key=lambda branch: branch.total)
+            _add(dearest, times, into, again=again)
             continue
         if equation.primitive.name == "while":
             into.unknown_loops += [_line(equation)] if _computes(equation) else []
         inside = times * _repeats(equation)
         for inner in inner_jaxprs(equation):
-            _count(inner, inside, into)
+            _count(inner, inside, into, again=again)
 
 
-def _add(found: Flops, times: int, into: Flops) -> None:
+def _add(found: Flops, times: int, into: Flops, *, again: bool) -> None:
     into.total += times * found.total
+    into.again += times * (found.total if again else found.again)
     for line, operations in found.by_line.items():
         into.by_line[line] += times * operations
     into.unknown_loops += found.unknown_loops

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from jax.sharding import Mesh
 
-from spmdtrain.hlo_module import Instruction, Module, arrays_of
+from spmdtrain.hlo_module import Array, Computation, Instruction, Module, arrays_of
+from spmdtrain.origins import Origins
 from spmdtrain.terminal import byte_size
 
 KINDS = (
@@ -33,6 +34,23 @@ _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? 
 
 
 @dataclass(frozen=True)
+class Carried:
+    """One array of a collective.
+
+    Attributes:
+        parameter: The model parameter that it is, or that is made of it; "" if that is unknown.
+        is_parameter: Whether it is that parameter itself, and not its gradient or its new value.
+        bytes: As in `Collective`.
+        elements: As many as these bytes are.
+    """
+
+    parameter: str
+    is_parameter: bool
+    bytes: int
+    elements: int
+
+
+@dataclass(frozen=True)
 class Collective:
     """One collective instruction of a compiled step.
 
@@ -52,6 +70,7 @@ class Collective:
         times: How often it runs in a step: as often as the loops turn that it is in.
         overlapped: Whether XLA lets other instructions run meanwhile.
         group: The partition ids of one of its groups; empty if unknown.
+        carries: Its arrays; empty where nobody asked.
     """
 
     kind: str
@@ -64,6 +83,7 @@ class Collective:
     times: float = 1
     overlapped: bool = False
     group: tuple[int, ...] = field(default=(), compare=False)
+    carries: tuple[Carried, ...] = ()
 
 
 def collectives(hlo_text: str, mesh: Mesh) -> list[Collective]:
@@ -77,8 +97,8 @@ def collectives(hlo_text: str, mesh: Mesh) -> list[Collective]:
     return collectives_of(Module(hlo_text), mesh)
 
 
-def collectives_of(module: Module, mesh: Mesh) -> list[Collective]:
-    """The same of a program that is read already."""
+def collectives_of(module: Module, mesh: Mesh, origins: Origins | None = None) -> list[Collective]:
+    """The same of a program that is read already; with `origins` also what each carries."""
     found: list[Collective] = []
     pieces: dict[tuple[str, ...], int] = {}
     inside_async = {
@@ -92,7 +112,11 @@ def collectives_of(module: Module, mesh: Mesh) -> list[Collective]:
         for one in computation.instructions.values():
             times = module.times.get(computation.name, 1)
             if one.opcode == "send" and (sent := _BETWEEN_SLICES.search(one.attributes)):
-                found.append(_between_slices(one, sent, times, module, mesh))
+                between = _between_slices(one, sent, times, module, mesh)
+                if origins is not None:
+                    carries = _carried(one, computation, one.arrays[:1], 1, origins)
+                    between = replace(between, carries=carries)
+                found.append(between)
             kind, started = one.opcode.removesuffix("-start"), one.opcode.endswith("-start")
             if kind not in KINDS:
                 continue
@@ -108,7 +132,7 @@ def collectives_of(module: Module, mesh: Mesh) -> list[Collective]:
                 continue
             if piece:
                 pieces[kind, *piece.groups()] = len(found)
-            sizes = _array_bytes(one.shape, kind, started=started)
+            arrays = _payload(one.shape, kind, started=started)
             whole = max(group_size, 1) if kind == "reduce-scatter" else 1
             waits = _IS_SYNC in one.attributes
             aside = started or piece is not None or computation.name in inside_async
@@ -117,16 +141,40 @@ def collectives_of(module: Module, mesh: Mesh) -> list[Collective]:
                     kind=kind,
                     axes=() if groups is None else _axes(groups, mesh),
                     group_size=group_size,
-                    bytes=sum(sizes) * whole,
-                    arrays=len(sizes),
+                    bytes=sum(array.bytes for array in arrays) * whole,
+                    arrays=len(arrays),
                     op_name=one.op_name,
                     line=module.line_of(one),
                     times=times,
                     overlapped=aside and not waits,
                     group=() if groups is None else tuple(groups[0].tolist()),
+                    carries=()
+                    if origins is None
+                    else _carried(one, computation, arrays, whole, origins),
                 )
             )
     return found
+
+
+def _carried(
+    one: Instruction,
+    within: Computation,
+    arrays: Sequence[Array],
+    whole: int,
+    origins: Origins,
+) -> tuple[Carried, ...]:
+    carried = []
+    for index, array in enumerate(arrays):
+        origin = origins.parameter_of(one, within, index)
+        carried.append(
+            Carried(
+                parameter=origin.parameter,
+                is_parameter=origin.is_source,
+                bytes=array.bytes * whole,
+                elements=math.prod(array.dims) * whole,
+            )
+        )
+    return tuple(carried)
 
 
 def _between_slices(
@@ -166,8 +214,8 @@ def told(hlo_text: str, mesh: Mesh | None) -> str:
     return "no collectives" if mesh is None else describe(collectives(hlo_text, mesh), mesh)
 
 
-def _array_bytes(shape: str, kind: str, started: bool) -> list[int]:
-    """The bytes of each result in `f32[8,128]{1,0:T(8,128)}`, or in a tuple of such."""
+def _payload(shape: str, kind: str, started: bool) -> list[Array]:
+    """The arrays of each result in `f32[8,128]{1,0:T(8,128)}`, or in a tuple of such."""
     shape = _LAYOUT.sub("", shape)
     if started and shape.startswith("("):
         # (operands, results, context ...). A plain all-reduce-start alone has only its results;
@@ -175,7 +223,7 @@ def _array_bytes(shape: str, kind: str, started: bool) -> list[int]:
         elements = _ELEMENT.findall(shape[1:-1])
         if len(elements) > 1 and (kind != "all-reduce" or elements[0].startswith("(")):
             shape = elements[1]
-    return [array.bytes for array in arrays_of(shape) if array.dtype != "token"]
+    return [array for array in arrays_of(shape) if array.dtype != "token"]
 
 
 def _axes(groups: np.ndarray, mesh: Mesh) -> tuple[str, ...]:

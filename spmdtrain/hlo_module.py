@@ -39,6 +39,9 @@ class Array:
     dims: tuple[int, ...]
     space: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
     @property
     def bytes(self) -> int:
         """Without padding; a token has none."""
@@ -109,6 +112,7 @@ class Module:
     def __init__(self, text: str) -> None:
         self.computations: dict[str, Computation] = {}
         self.entry = ""
+        self.heading = text.partition("\n")[0]
         self._tables: dict[str, dict[int, str]] = defaultdict(dict)
         current: Computation | None = None
         table = ""

@@ -9,22 +9,28 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from spmdtrain import planning, run, topologies
+from spmdtrain import measuring, plan_tables, planning, run, topologies
+from spmdtrain.advice import Advice, advise
+from spmdtrain.config import RunConfig
 from spmdtrain.errors import ExitCode, UserError, exit_code_of
-from spmdtrain.terminal import Terminal, byte_size, duration
+from spmdtrain.measuring import Measured
+from spmdtrain.sent import Traffic
+from spmdtrain.sharding_table import Row
+from spmdtrain.terminal import Terminal
 from spmdtrain.topologies import Topology
 
 # For a process that plans for one topology: which, and the file that its answer goes to.
 _TOPOLOGY, _ANSWER = "SPMDTRAIN_PLAN_TOPOLOGY", "SPMDTRAIN_PLAN_ANSWER"
-_MOST_ROWS = 12
+# Whether it is to measure instead, and what one that was to has measured.
+_MEASURES, _MEASURED = "SPMDTRAIN_PLAN_MEASURES", "SPMDTRAIN_PLAN_MEASURED"
+_DOING = "doing: "  # what begins its lines about that
+_COMMAND = "python -m spmdtrain.plan"
+_MOST_BUFFERS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +46,10 @@ class Options:
     commas between them."""
     json: bool = False
     """Print a list of one JSON object for each topology, and nothing else."""
+    advice: bool = True
+    """Try what is known to mend what is found to go wrong: each try compiles once more."""
+    measure: bool = False
+    """Also train for some seconds, on as many devices that are here: of cpu:8, say."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def execute(arguments: Sequence[str]) -> int:
     """Plan for each topology in a process of its own, and show what came of it."""
-    command = run.parse(arguments, Options, "python -m spmdtrain.plan")
+    command = run.parse(arguments, Options, _COMMAND)
     if command.experiment.has_own_loop:
         raise UserError(
             f"{command.experiment.path} has a loop of its own, train(config, loop): a plan is for "
@@ -67,17 +77,17 @@ def execute(arguments: Sequence[str]) -> int:
     terminal = Terminal(quiet=quiet)
     found = []
     for topology in asked:
-        with terminal.waiting(f"planning for {topology}"):
-            found.append(_elsewhere(arguments, topology))
+        with terminal.waiting(f"planning for {topology}") as say:
+            found.append(_planned(arguments, topology, command.options, say))
         if "error" in found[-1]:  # the other topologies may do
             print(f"error: {found[-1]['error']}", file=sys.stderr)
         elif not quiet:
-            show(terminal, found[-1])
+            plan_tables.show(terminal, found[-1])
     plans = [plan for plan in found if "error" not in plan]
     if quiet and plans:
         print(json.dumps(found, indent=1))
     elif len(plans) > 1:
-        terminal.console.print(side_by_side(plans))
+        plan_tables.show_scaling(terminal, plans)
     if len(plans) < len(found):
         return ExitCode.BAD_INPUT
     return ExitCode.FAILED if any(plan["fits"] is False for plan in plans) else ExitCode.DONE
@@ -89,27 +99,53 @@ def execute(arguments: Sequence[str]) -> int:
 # each topology has a process, which can be ended.
 
 
-def _elsewhere(arguments: Sequence[str], topology: Topology) -> dict[str, Any]:
-    """The plan that a process of its own makes, or the error that is meant for the user."""
+def _planned(
+    arguments: Sequence[str], topology: Topology, options: Options, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """The plan for one topology, with what was measured on it where that is asked for."""
+    told = {_TOPOLOGY: str(topology)}
+    if options.measure:
+        say(f"running on {topology}")
+        measured = _elsewhere(arguments, told | {_MEASURES: "1"}, measuring.environment(topology))
+        if "error" in measured:
+            return measured
+        told[_MEASURED] = json.dumps(measured)
+
+    def tell(what: str) -> None:
+        say(f"planning for {topology}: {what}")
+
+    return _elsewhere(arguments, told, planning.environment(topology), tell)
+
+
+def _elsewhere(
+    arguments: Sequence[str],
+    told: Mapping[str, str],
+    env: Mapping[str, str],
+    tell: Callable[[str], None] = lambda what: None,
+) -> dict[str, Any]:
+    """What a process of its own answers, or the error that is meant for the user."""
     with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "plan.json"
-        told = {_TOPOLOGY: str(topology), _ANSWER: str(answer)}
-        env = {k: v for k, v in os.environ.items() if k not in ("TF_CONFIG", "XLA_FLAGS")}
-        env |= planning.environment(topology) | told
-        child = subprocess.Popen(
-            [sys.executable, "-m", "spmdtrain.plan", *arguments],
-            env=env,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        answer, log = Path(folder) / "plan.json", Path(folder) / "stderr"
+        inherited = {k: v for k, v in os.environ.items() if k not in ("TF_CONFIG", "XLA_FLAGS")}
+        with log.open("w") as stderr:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "spmdtrain.plan", *arguments],
+                env=inherited | env | told | {_ANSWER: str(answer)},
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
+            )
         with _ended(child):
-            _, errors = child.communicate()
+            assert child.stdout is not None
+            for line in child.stdout:
+                if line.startswith(_DOING):
+                    tell(line.removeprefix(_DOING).strip())
+            child.wait()
         if not answer.exists():
-            sys.stderr.write(errors)
-            why = f"planning for {topology} ended with code {child.returncode}, see above"
-            return {"topology": str(topology), "error": why}
+            sys.stderr.write(log.read_text(errors="replace"))
+            why = f"planning for {told[_TOPOLOGY]} ended with code {child.returncode}, see above"
+            return {"topology": told[_TOPOLOGY], "error": why}
         found: dict[str, Any] = json.loads(answer.read_text())
     return found
 
@@ -127,41 +163,82 @@ def _ended(child: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def _answer(arguments: Sequence[str]) -> int:
-    """Plan for the one topology of this process, and write down what came of it."""
-    answer = Path(os.environ[_ANSWER])
+    """Plan for the one topology of this process, or measure there; write down what came of it."""
+    answer, topology = Path(os.environ[_ANSWER]), topologies.parse(os.environ[_TOPOLOGY])
+    found: dict[str, Any]
     try:
-        command = run.parse(arguments, Options, "python -m spmdtrain.plan")
-        topology = topologies.parse(os.environ[_TOPOLOGY])
-        found = planning.plan(command.experiment, command.config, topology)
+        command = run.parse(arguments, Options, _COMMAND)
+        if _MEASURES in os.environ:
+            measured = measuring.measure(command.experiment, command.config, topology)
+            found = dataclasses.asdict(measured)
+        else:
+            found = _plan(arguments, command, topology)
     except UserError as error:
-        told = {"topology": os.environ[_TOPOLOGY], "error": str(error)}
-        answer.write_text(json.dumps(told))
+        answer.write_text(json.dumps({"topology": str(topology), "error": str(error)}))
         return ExitCode.BAD_INPUT
-    answer.write_text(json.dumps(as_json(found)))
+    answer.write_text(json.dumps(found))
     return ExitCode.DONE
 
 
-def as_json(plan: planning.Plan) -> dict[str, Any]:
+def _plan(arguments: Sequence[str], command: run.Command, topology: Topology) -> dict[str, Any]:
+    measured = None
+    if _MEASURED in os.environ:
+        measured = measuring.from_json(json.loads(os.environ[_MEASURED]))
+        topology = measured.known(topology)
+
+    def planned(config: RunConfig, doing: str) -> planning.Plan:
+        def tell(what: str) -> None:
+            print(f"{_DOING}{doing}{what}", flush=True)
+
+        return planning.plan(command.experiment, config, topology, tell=tell)
+
+    def again(options: Sequence[str]) -> planning.Plan:
+        config = run.parse([*arguments, *options], Options, _COMMAND).config
+        return planned(config, f"with {' '.join(options)}: ")
+
+    plan = planned(command.config, "")
+    advised = advise(plan, command.config, topology, again) if command.options.advice else []
+    return as_json(plan, advised, measured)
+
+
+def as_json(
+    plan: planning.Plan, advised: Sequence[Advice] = (), measured: Measured | None = None
+) -> dict[str, Any]:
     """A plan as `--json` prints it: bytes of one device, seconds of one step."""
-    times = plan.times
-    found = dataclasses.asdict(plan)
-    found["fits"] = plan.fits
-    found["time"] = None
-    del found["times"], found["steps"], found["flops_by_line"]
-    found["flops"] = {
-        "step": plan.flops,
-        "chip": plan.flops / plan.used,
-        "by_line": plan.flops_by_line,
+    times, memory = plan.times, dataclasses.asdict(plan.memory)
+    found = {
+        "topology": plan.topology,
+        "chips": plan.chips,
+        "used": plan.used,
+        "devices": plan.devices,
+        "placement": plan.placement,
+        "global_batch_size": plan.global_batch_size,
+        "fits": plan.fits,
+        "memory": memory | {"buffers": list(map(dataclasses.asdict, plan.buffers[:_MOST_BUFFERS]))},
+        "state": [_parameter(row) for row in plan.rows],
+        "collectives": list(map(_collective, plan.collectives)),
+        "sent": _sent(plan.traffic),
+        "rematerialized": list(map(dataclasses.asdict, plan.rematerialized)),
+        "flops": {
+            "step": plan.flops,
+            "again": plan.flops_again,
+            "chip": plan.flops / plan.used,
+            "by_line": plan.flops_by_line,
+        },
+        "time": None,
+        "measured": None if measured is None else dataclasses.asdict(measured),
+        "advice": list(map(dataclasses.asdict, advised)),
+        "notes": plan.notes,
     }
-    for one in found["collectives"]:
-        one["seconds"] = None if math.isnan(one["seconds"]) else one["seconds"]
     if times is not None:
+        tokens = plan.global_batch_size * plan.tokens / times.estimate
         found["time"] = dataclasses.asdict(times) | {
             "bound": times.bound,
             "estimate": times.estimate,
             "rules": times.rules,
-            "of_peak": plan.of_peak,
+            "utilization": plan.utilization,
             "examples_per_second": plan.global_batch_size / times.estimate,
+            "tokens_per_second": tokens or None,
             "steps": plan.steps,
             "run": plan.steps * times.estimate,
             "chip_hours": plan.steps * times.estimate * plan.chips / 3600,
@@ -169,152 +246,28 @@ def as_json(plan: planning.Plan) -> dict[str, Any]:
     return found
 
 
-# -- what a person sees ----------------------------------------------------------------------------
+def _collective(one: planning.Moved) -> dict[str, Any]:
+    return dataclasses.asdict(one) | {"seconds": None if math.isnan(one.seconds) else one.seconds}
 
 
-def show(terminal: Terminal, plan: dict[str, Any]) -> None:
-    """Tables of one plan."""
-    terminal.line(
-        f"{plan['topology']}: {plan['chips']} chips, {plan['placement']}; "
-        f"global batch {plan['global_batch_size']}"
-    )
-    terminal.console.print(_memory(plan["memory"]))
-    terminal.line(verdict(plan))
-    if plan["collectives"]:
-        terminal.console.print(_collectives(plan["collectives"]))
-    if plan["time"]:
-        terminal.console.print(_time(plan))
-    for note in plan["notes"]:
-        terminal.line(f"note: {note}")
-    if plan["time"]:
-        terminal.line(ASSUMED)
-
-
-ASSUMED = (
-    "All of this is an estimate: products at the chip's peak in bfloat16, memory and links at "
-    "theirs, and the input never late. No step of this program takes less than the bound; the "
-    "estimate reads and writes what each of its instructions does, caches unknown."
-)
-
-
-def verdict(plan: dict[str, Any]) -> str:
-    """Whether it fits, in words."""
-    memory = plan["memory"]
-    if memory["limit"] is None:
-        return f"needs {byte_size(memory['peak'])} of each device; what there is nobody knows here"
-    part = f"{byte_size(memory['peak'])} of {byte_size(memory['limit'])}"
-    if plan["fits"]:
-        return f"fits: {part}, {1 - memory['peak'] / memory['limit']:.0%} left"
-    if memory["temporaries"] is None:
-        part += " for the state and the batch alone"
-    return f"does not fit: {part}"
-
-
-def _memory(memory: dict[str, Any]) -> Table:
-    table = Table("bytes on a device", "")
-    table.columns[1].justify = "right"
-    rows = {
-        "parameters": memory["params"],
-        "optimizer state": memory["optimizer"],
-        "moving average": memory["average"],
-        "model state, step, key": memory["other"],
-        "batch": memory["inputs"],
-        "gradients, activations, temporaries": memory["temporaries"],
-        "results": memory["results"],
-        "program": memory["code"],
+def _parameter(row: Row) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "shape": row.shape,
+        "dtype": row.dtype,
+        "bytes": row.own.device,
+        "parts": row.own.parts,
+        "optimizer_bytes": row.optimizer.device,
+        "optimizer_parts": row.optimizer.parts,
     }
-    for name, size in rows.items():
-        if size or size is None:
-            table.add_row(name, "unknown" if size is None else byte_size(size))
-    table.add_section()
-    table.add_row("in all", byte_size(memory["peak"]))
-    return table
 
 
-def _collectives(found: Sequence[dict[str, Any]]) -> Table:
-    """Those of one kind that one line makes, together; the longest first."""
-    together: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
-    for one in found:
-        where = one["line"] or one["op_name"]
-        together[one["kind"], tuple(one["axes"]), one["overlapped"], where].append(one)
-    rows = sorted(
-        together.items(),
-        key=lambda item: -sum((x["seconds"] or 0) or x["bytes"] * 1e-12 for x in item[1]),
-    )
-    table = Table("collective", "over", "times", "bytes", "takes", "beside", "from")
-    for column in table.columns[2:5]:
-        column.justify = "right"
-    for (kind, axes, overlapped, where), ones in rows[:_MOST_ROWS]:
-        seconds = [x["seconds"] for x in ones]
-        table.add_row(
-            kind,
-            " ".join(axes) or "?",
-            f"{sum(x['times'] for x in ones):g}",
-            byte_size(int(sum(x["bytes"] * x["times"] for x in ones))),
-            "" if None in seconds else _brief(sum(seconds)),
-            "other work" if overlapped else "nothing",
-            _short(where),
-        )
-    if len(rows) > _MOST_ROWS:
-        table.caption = f"and {len(rows) - _MOST_ROWS} shorter ones"
-    return table
-
-
-def _short(where: str) -> str:
-    """A line of the user's without the folders above its file."""
-    path, _, rest = where.rpartition("/")
-    return rest if path else where
-
-
-def _brief(seconds: float) -> str:
-    """Three digits: `26.2 ms`, `3.40 us`."""
-    unit, scale = ("us", 1e6) if seconds < 1e-3 else ("ms", 1e3) if seconds < 1 else ("s", 1)
-    return f"{seconds * scale:#.3g}".rstrip(".") + f" {unit}"
-
-
-def _time(plan: dict[str, Any]) -> Table:
-    time = plan["time"]
-    table = Table("a step, at best", "")
-    table.columns[1].justify = "right"
-    for name, seconds in (
-        ("products", time["compute"]),
-        ("memory", time["memory"]),
-        ("collectives beside other work", time["overlapped"]),
-        ("collectives beside nothing", time["waiting"]),
-    ):
-        table.add_row(name, _brief(seconds))
-    table.add_section()
-    table.add_row("no less than", _brief(time["bound"]))
-    table.add_row(f"estimate, mostly {time['rules']}", _brief(time["estimate"]))
-    table.add_row("FLOPs", f"{plan['flops']['step']:.4g}")
-    table.add_row("of the peak, at best", f"{time['of_peak']:.1%}")
-    table.add_row("examples/s", f"{time['examples_per_second']:,.0f}")
-    table.add_row(f"all {time['steps']:,} steps", duration(time["run"]))
-    table.add_row("chip-hours", f"{time['chip_hours']:,.3g}")
-    return table
-
-
-def side_by_side(plans: Sequence[dict[str, Any]]) -> Table:
-    """Several topologies, a row each."""
-    table = Table(
-        "topology", "chips", "fits", "a device", "estimate", "examples/s", "of peak", "moves"
-    )
-    for plan in plans:
-        time, memory = plan["time"], plan["memory"]
-        kinds: dict[str, float] = defaultdict(float)
-        for one in plan["collectives"]:
-            kinds[one["kind"]] += one["bytes"] * one["times"]
-        table.add_row(
-            plan["topology"],
-            str(plan["chips"]),
-            {True: "yes", False: "no", None: "?"}[plan["fits"]],
-            byte_size(memory["peak"]),
-            _brief(time["estimate"]) if time else "",
-            f"{time['examples_per_second']:,.0f}" if time else "",
-            f"{time['of_peak']:.1%}" if time else "",
-            ", ".join(f"{kind} {byte_size(int(size))}" for kind, size in kinds.items()),
-        )
-    return table
+def _sent(traffic: Traffic) -> dict[str, Any]:
+    return {
+        "bytes": traffic.bytes,
+        "least": traffic.least,
+        "by_parameter": list(map(dataclasses.asdict, traffic.by_parameter)),
+    }
 
 
 if __name__ == "__main__":

@@ -2,36 +2,35 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import math
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import topologies as jax_topologies
+from packaging.requirements import Requirement
 
 from spmdtrain import estimate, mesh
-from spmdtrain.compilation import OFF, cache_folder, keep_file
+from spmdtrain.compilation import OFF
 from spmdtrain.config import Collectives, RunConfig
 from spmdtrain.data import as_dataset
 from spmdtrain.errors import UserError
-from spmdtrain.experiment import ExperimentFile
+from spmdtrain.experiment import Experiment, ExperimentFile
 from spmdtrain.feed import abstract_batch
 from spmdtrain.flops import Flops, count_flops
-from spmdtrain.hlo import Collective, collectives_of
-from spmdtrain.hlo_module import Module
+from spmdtrain.hlo import Carried, Collective
 from spmdtrain.placement import Placement, resolve_on_devices
-from spmdtrain.sharding_table import Held
+from spmdtrain.sent import Traffic, least_sent, traffic_of
+from spmdtrain.sharding_table import Held, Row
+from spmdtrain.summaries import CUDA, Buffer, Found, Rematerialized, Use, compiled, version_of
 from spmdtrain.terminal import Terminal, byte_size
 from spmdtrain.topologies import Topology, gpu_config
-from spmdtrain.traffic import bytes_moved
 from spmdtrain.trainer import Trainer
 
 _REFUSED = re.compile(r"\(?([\d.]+[KMGT]?)\)? ?(?:of|exceeds available HBM) \(?([\d.]+[KMGT]?)\)?")
@@ -48,12 +47,14 @@ class Memory:
         average: The moving average of the parameters.
         other: Step, key, and the model's own state.
         inputs: The batch.
-        temporaries: Gradients, activations and whatever else the step makes and forgets. None
-            where the state alone is too big, and nothing was compiled.
+        temporaries: Whatever else the step makes and forgets. None where the state alone is too
+            big, and nothing was compiled.
         results: What the step returns that is not in the place of an argument.
         code: The program.
         peak: All that together, at the worst moment.
         limit: What a program may have there; None where nobody knows.
+        uses: Of the temporaries, what is there when they are most, by what it is for; the rest are
+            the gaps between arrays that come and go.
     """
 
     params: int
@@ -66,6 +67,7 @@ class Memory:
     code: int
     peak: int
     limit: int | None
+    uses: dict[Use, int] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool | None:
@@ -87,6 +89,7 @@ class Moved:
     seconds: float
     op_name: str
     line: str
+    carries: tuple[Carried, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,10 +103,20 @@ class Plan:
     devices: int
     placement: str
     global_batch_size: int
+    tokens: int
+    """Of one example; 0 where it has none."""
     steps: int
+    rows: list[Row]
+    """The state's parameters; see `ShardingTable`."""
     memory: Memory
+    buffers: list[Buffer]
+    """The temporary arrays of the worst moment, the largest first."""
     collectives: list[Moved]
+    traffic: Traffic
+    rematerialized: list[Rematerialized]
     flops: int
+    flops_again: int
+    """Of these, what rematerialisation computes a second time."""
     flops_by_line: dict[str, int]
     times: estimate.Times | None
     """None where nobody knows how fast the devices are."""
@@ -115,14 +128,11 @@ class Plan:
         return self.memory.fits
 
     @property
-    def of_peak(self) -> float | None:
-        """Of what the chips could compute in the estimated time, what they do.
-
-        With rematerialisation more than the model FLOPs utilization, which counts nothing twice.
-        """
-        if self.times is None:
+    def utilization(self) -> float | None:
+        """The model FLOPs utilization (MFU) at best: what is computed twice counts once."""
+        if self.times is None or not self.flops:
             return None
-        return self.times.compute / self.times.estimate
+        return self.times.compute / self.times.estimate * (1 - self.flops_again / self.flops)
 
 
 def environment(topology: Topology) -> dict[str, str]:
@@ -132,7 +142,9 @@ def environment(topology: Topology) -> dict[str, str]:
             "JAX_PLATFORMS": "cpu",  # where what an experiment builds is built
             "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks Google's servers which machine this is
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "TF_CPP_MIN_LOG_LEVEL": "2",
+            "TPU_STDERR_LOG_LEVEL": "1",  # so that the partitioner's warnings are read
+            "TPU_LOG_DIR": "disabled",
+            "TF_CPP_MIN_LOG_LEVEL": "1",
         }
     if topology.platform == "gpu" and _has_cuda():
         return {
@@ -140,18 +152,13 @@ def environment(topology: Topology) -> dict[str, str]:
             "CUDA_VISIBLE_DEVICES": "-1",
             "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
             "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # which would run kernels
-            "TF_CPP_MIN_LOG_LEVEL": "2",
+            "TF_CPP_MIN_LOG_LEVEL": "1",
         }
-    return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(topology.devices)}
-
-
-_CUDA = "jax-cuda12-plugin"
-
-
-def _version(package: str) -> str:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return "none"
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(topology.devices),
+        "TF_CPP_MIN_LOG_LEVEL": "1",
+    }
 
 
 def _has_cuda() -> bool:
@@ -189,74 +196,121 @@ def devices_of(topology: Topology) -> list[jax.Device]:
     try:
         found = jax_topologies.get_topology_desc(platform=platform, topology_name=name, **options)
     except Exception as error:  # of whatever class the plugin's are
-        raise UserError(f"--topology {topology}: {_short(error)}") from error
+        why = f"--topology {topology}: {_short(error)}"
+        if other := other_compiler(topology):
+            why += f" ({other})"
+        raise UserError(why) from error
     return list(found.devices)
 
 
-def plan(file: ExperimentFile, config: RunConfig, topology: Topology) -> Plan:
+def other_compiler(topology: Topology) -> str:
+    """Which compiler was found where JAX asks for another, in a sentence; "" where all is well."""
+    if topology.platform not in _COMPILERS:
+        return ""
+    extra, package = _COMPILERS[topology.platform]
+    has = version_of(package)
+    for text in importlib.metadata.requires("jax") or ():
+        asked = Requirement(text)
+        if asked.name != package or asked.marker is None:
+            continue
+        wanted = asked.marker.evaluate({"extra": extra})
+        if wanted and has != "none" and not asked.specifier.contains(has, prereleases=True):
+            return (
+                f"{package} {has} is installed, and jax {jax.__version__} was made with "
+                f"{package}{asked.specifier}: pip install 'spmdtrain[{extra}]'"
+            )
+    return ""
+
+
+_COMPILERS = {"tpu": ("tpu", "libtpu"), "gpu": ("cuda12", CUDA)}  # the extra, and the package
+
+
+Tell = Callable[[str], None]
+
+
+def plan(
+    file: ExperimentFile,
+    config: RunConfig,
+    topology: Topology,
+    *,
+    tell: Tell = lambda what: None,
+) -> Plan:
     """Compile the step of an experiment for a topology, and read what came of it.
 
-    Raises `UserError`.
+    `tell` is called with what is being done. Raises `UserError`.
     """
     # Programs for what is not there cannot be read back, and kept ones have lost their lines.
     kept = config.compilation_cache
     config = dataclasses.replace(config, compilation_cache=OFF, workdir=None, cpu_devices=None)
+    tell("building")
     devices = devices_of(topology)
+    virtual = topology.platform == "gpu" and devices[0].platform == "cpu"
     with mesh.devices_elsewhere(devices):
-        if topology.platform == "gpu" and devices[0].platform == "cpu":
+        if virtual:
             # What is faster between virtual devices is not what a GPU's compiler would do.
             config = dataclasses.replace(config, collectives=_automatic(config))
         config = resolve_on_devices(config)
         experiment = file.build(config)
         trainer = Trainer.of(experiment, config, terminal=Terminal(quiet=True))
-        train = as_dataset(experiment.train)
-        assert config.global_batch_size is not None
-        batch = abstract_batch(
-            train,
-            config.global_batch_size,
-            trainer.placement,
-            augment=experiment.augment,
-            steps=1,
-            by_number=config.data_on_device,
-            by_step=True,
-        )
+        batch = _batch(experiment, config, trainer.placement)
+        tell("tracing")
         traced = trainer.trace_step(batch)
         flops = count_flops(traced.jaxpr)
-        memory = _held(trainer, batch, topology)
-        notes = [
-            f"{line}: a loop whose turns nobody knows, counted once" for line in flops.unknown_loops
-        ]
-        notes += _also(trainer, config, topology, devices)
-        found: Found | None = None
+        table = trainer.sharding_table()
+        memory = _held(table.total, table.rows[-1], batch, trainer.placement, topology)
+        found = Found({}, [], 0, [])
         if memory.fits is not False:  # else the state alone is too big: nothing is worth compiling
-            found = compiled(traced, trainer.mesh, topology, config, keep=kept != OFF)
-        moved: list[Moved] = []
-        times = None
-        if found is not None and found.refusal:
-            memory = _refused(memory, found.refusal)
-            notes.append(f"the compiler: {_short(Exception(found.refusal))}")
-        elif found is not None:
-            memory = _measured(memory, found.memory)
-            moved = [_moved(one, trainer.placement, topology) for one in found.collectives]
-            times = _times(topology, flops, trainer, moved, found.traffic)
-            notes += [
-                f"{line}: compiled to a loop whose turns nobody knows" for line in found.unknown
-            ]
-    return Plan(
-        topology=str(topology),
-        chips=topology.chips,
-        used=_used(trainer, topology),
-        devices=topology.devices,
-        placement=f"{trainer.placement.name}, mesh {trainer.placement.axes}",
-        global_batch_size=config.global_batch_size,
-        steps=config.total_steps(len(train)),
-        memory=memory,
-        collectives=moved,
-        flops=flops.total,
-        flops_by_line=dict(flops.by_line.most_common()),
-        times=times,
-        notes=notes,
+            tell("compiling")
+            found = compiled(traced, trainer.mesh, str(topology), config, keep=kept != OFF)
+            memory = _measured(memory, found, topology)
+        moved = [_moved(one, trainer.placement, topology) for one in found.collectives]
+        return Plan(
+            topology=str(topology),
+            chips=topology.chips,
+            used=_used(trainer, topology),
+            devices=topology.devices,
+            placement=f"{trainer.placement.name}, mesh {trainer.placement.axes}",
+            global_batch_size=config.global_batch_size or 0,
+            tokens=_tokens(batch),
+            steps=config.total_steps(len(as_dataset(experiment.train))),
+            rows=table.rows[:-1],
+            memory=memory,
+            buffers=found.buffers,
+            collectives=moved,
+            traffic=_traffic(found, trainer, table.rows[:-1], config),
+            rematerialized=found.rematerialized,
+            flops=flops.total,
+            flops_again=flops.again,
+            flops_by_line=dict(flops.by_line.most_common()),
+            times=_times(topology, flops, trainer, moved, found) if found.traffic else None,
+            notes=_notes(trainer, config, topology, flops, found, virtual=virtual),
+        )
+
+
+def _batch(experiment: Experiment, config: RunConfig, placement: Placement) -> Any:
+    assert config.global_batch_size is not None
+    return abstract_batch(
+        as_dataset(experiment.train),
+        config.global_batch_size,
+        placement,
+        augment=experiment.augment,
+        steps=1,
+        by_number=config.data_on_device,
+        by_step=True,
     )
+
+
+def _tokens(batch: Any) -> int:
+    """Of one example: its longest sequence of whole numbers.
+
+    Of a sequence that is both what is read and what is to be predicted, one token is only that.
+    """
+    lengths = [
+        x.shape[1]
+        for x in jax.tree.leaves(getattr(batch, "arrays", batch))
+        if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.integer)
+    ]
+    return max(lengths, default=0) - (1 if len(lengths) == 1 else 0)
 
 
 def _used(trainer: Trainer, topology: Topology) -> float:
@@ -264,12 +318,25 @@ def _used(trainer: Trainer, topology: Topology) -> float:
     return len(trainer.placement.devices) / per_chip
 
 
-def _also(
-    trainer: Trainer, config: RunConfig, topology: Topology, devices: Sequence[jax.Device]
+def _notes(
+    trainer: Trainer,
+    config: RunConfig,
+    topology: Topology,
+    flops: Flops,
+    found: Found,
+    *,
+    virtual: bool,
 ) -> list[str]:
     """What the numbers do not tell."""
-    notes = []
-    if topology.platform == "gpu" and devices[0].platform == "cpu":
+    notes = [
+        f"{line}: a loop whose turns nobody knows, counted once" for line in flops.unknown_loops
+    ]
+    notes += [f"{line}: compiled to a loop whose turns nobody knows" for line in found.unknown]
+    if found.refusal:
+        notes.append(f"the compiler: {_short(Exception(found.refusal))}")
+    if other := other_compiler(topology):
+        notes.append(other)
+    if virtual:
         notes.append(
             "partitioned for virtual devices, as the CUDA plugin is not installed (pip install "
             "'spmdtrain[cuda12]'): temporaries are a rough estimate, and so are collectives in 16 "
@@ -300,88 +367,27 @@ def _automatic(config: RunConfig) -> Collectives:
     return given if given.reduction else dataclasses.replace(given, reduction="automatic")
 
 
-# -- compiling -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Found:
-    """What is read off a compiled step."""
-
-    memory: dict[str, int]
-    """What XLA says of it, by its own names; empty where it was refused."""
-    collectives: list[Collective]
-    traffic: float
-    """See `bytes_moved`."""
-    unknown: list[str]
-    """Lines that were compiled to loops whose turns nobody knows."""
-    refusal: str = ""
-    """Why it was not compiled."""
-
-
-def compiled(
-    traced: jax.stages.Traced,
-    on: jax.sharding.Mesh | None,
-    topology: Topology,
-    config: RunConfig,
-    *,
-    keep: bool,
-) -> Found:
-    """Compile a step, or find what was read off the same one before.
-
-    Kept is the summary: XLA can write programs for what is not there, and not read them back.
-    """
-    lowered = traced.lower()
-    path = cache_folder() / "plans" / f"{_key(lowered, topology, config)}.json"
-    if keep and path.exists():
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # then it is made anew
-            return _read(path)
-    try:
-        program = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        found = Found({}, [], 0, [], str(error))
-    else:
-        module = Module(program.as_text() or "")
-        found = Found(
-            memory={name: getattr(program.memory_analysis(), name) for name in _SIZES},
-            collectives=[] if on is None else collectives_of(module, on),
-            traffic=bytes_moved(module),
-            unknown=[module.line_of(one) or one.name for one in module.unknown_loops],
-        )
-    if keep:
-        keep_file(path, json.dumps(dataclasses.asdict(found)).encode())
-    return found
-
-
-def _read(path: Path) -> Found:
-    found = json.loads(path.read_text())
-    collectives = [
-        Collective(**{**one, "axes": tuple(one["axes"]), "group": tuple(one["group"])})
-        for one in found.pop("collectives")
-    ]
-    return Found(**found, collectives=collectives)
-
-
-def _key(lowered: jax.stages.Lowered, topology: Topology, config: RunConfig) -> str:
-    """Of all that the summary hangs on: program, lines, options, compilers, and our readers."""
-    here = Path(__file__).parent
-    readers = ("hlo.py", "hlo_module.py", "planning.py", "traffic.py")
-    parts = [str(topology), lowered.as_text(debug_info=True), os.environ.get("XLA_FLAGS", "")]
-    parts += [repr(config.compiler_option), repr(config.collectives)]
-    parts += [f"{name} {_version(name)}" for name in ("jax", "jaxlib", "libtpu", _CUDA)]
-    parts += [(here / name).read_text() for name in readers]
-    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+def _traffic(found: Found, trainer: Trainer, rows: Sequence[Row], config: RunConfig) -> Traffic:
+    """What is sent, and what has to be; nobody knows the least where tensors are split by rules."""
+    placement = trainer.placement
+    least = None
+    if placement.mesh is not None and placement.size("tensor") == 1 and config.microbatches == 1:
+        least = {}
+        for row in rows:
+            width = jnp.dtype(row.dtype).itemsize
+            compute = min(width, jnp.dtype(config.compute_dtype).itemsize)
+            least[row.name] = least_sent(
+                row, placement.batch_shards, compute_width=compute, width=width
+            )
+    return traffic_of(found.collectives, rows, least)
 
 
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def _held(trainer: Trainer, batch: Any, topology: Topology) -> Memory:
+def _held(total: Row, others: Row, batch: Any, placement: Placement, topology: Topology) -> Memory:
     """What is known without compiling: the state and the batch."""
-    total = trainer.sharding_table().total
-    other = trainer.sharding_table().rows[-1].own.device
-    placement = trainer.placement
+    other = others.own.device
     inputs = sum(
         math.prod((x.sharding or placement.batch).shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(batch)
@@ -401,29 +407,33 @@ def _held(trainer: Trainer, batch: Any, topology: Topology) -> Memory:
     )
 
 
-_SIZES = (
-    *("argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes"),
-    *("temp_size_in_bytes", "generated_code_size_in_bytes"),
-)
-
-
-def _measured(memory: Memory, found: Mapping[str, int]) -> Memory:
-    """With what the compiler says of its program."""
-    arguments, outputs, aliased, temporaries, code = (found[name] for name in _SIZES)
+def _measured(memory: Memory, found: Found, topology: Topology) -> Memory:
+    """With what the compiler says of its program, or of that which it has refused."""
+    uses: dict[Use, int] = defaultdict(int)
+    for buffer in found.buffers:
+        uses[buffer.use] += buffer.bytes
+    memory = dataclasses.replace(memory, uses=dict(uses))
+    if found.refusal:
+        return _refused(memory, found)
+    sizes = found.sizes
+    results, code = sizes["output"] - sizes["alias"], sizes["generated_code"]
+    temporaries = sizes["temp"]
+    if topology.platform == "tpu" and "total" in sizes:
+        # The others do not add up to what a TPU's allocator has found room for.
+        temporaries = max(0, sizes["total"] - sizes["argument"] - results)
     return dataclasses.replace(
         memory,
         temporaries=temporaries,
-        results=outputs - aliased,
+        results=results,
         code=code,
-        peak=arguments + temporaries + outputs - aliased + code,
+        peak=sizes["argument"] + temporaries + results + code,
     )
 
 
-def _refused(memory: Memory, refusal: str) -> Memory:
-    match = _REFUSED.search(refusal)
-    if match is None:
-        return dataclasses.replace(memory, peak=max(memory.peak, (memory.limit or 0) + 1))
-    needed, limit = (_size(text) for text in match.groups())
+def _refused(memory: Memory, found: Found) -> Memory:
+    match = _REFUSED.search(found.refusal)
+    needed, limit = map(_size, match.groups()) if match else ((memory.limit or 0) + 1, memory.limit)
+    needed = found.sizes.get("total", max(needed, memory.peak))
     return dataclasses.replace(
         memory, temporaries=max(0, needed - memory.peak), peak=needed, limit=limit
     )
@@ -463,11 +473,12 @@ def _moved(one: Collective, placement: Placement, topology: Topology) -> Moved:
         seconds=seconds,
         op_name=one.op_name,
         line=one.line,
+        carries=one.carries,
     )
 
 
 def _times(
-    topology: Topology, flops: Flops, trainer: Trainer, moved: Sequence[Moved], traffic: float
+    topology: Topology, flops: Flops, trainer: Trainer, moved: Sequence[Moved], found: Found
 ) -> estimate.Times | None:
     chip = topology.chip
     if chip is None:
@@ -480,7 +491,7 @@ def _times(
     )
     return estimate.Times(
         compute=flops.total / (_used(trainer, topology) * chip.flops),
-        memory=traffic * chip.devices / chip.bandwidth,
+        memory=found.traffic * chip.devices / chip.bandwidth,
         waiting=sum(one.seconds for one in known if not one.overlapped),
         overlapped=sum(one.seconds for one in known if one.overlapped),
         least_memory=_total(trainer).device * chip.devices / chip.bandwidth,

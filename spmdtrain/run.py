@@ -14,7 +14,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import jax
 import tyro
@@ -128,6 +128,7 @@ def parse(
     default = experiment.preset(known.preset)
     given = {a.split("=")[0].lstrip("-").replace("-", "_") for a in arguments if a[:2] == "--"}
     default = _without_replaced(default, given)
+    arguments = _together(arguments, default)
     command: Any = tyro.cli(_command(default, experiment.doc, of), args=arguments, prog=prog)
     config = command.experiment
     check(config)
@@ -151,6 +152,32 @@ def _command(default: RunConfig, description: str | None, of: type) -> Any:
         kw_only=True,
         namespace={"__doc__": description},
     )
+
+
+def _together(arguments: Sequence[str], of: RunConfig) -> list[str]:
+    """All values of an option that takes several after its first mention: else the last one counts.
+
+    So `--frozen a --frozen b` is `--frozen a b`.
+    """
+    several = {name for name, kind in get_type_hints(type(of)).items() if get_origin(kind) is tuple}
+    found: list[list[str]] = []  # an option with its values, or one argument
+    places: dict[str, list[str]] = {}
+    values: list[str] | None = None  # of the option that was mentioned last
+    for argument in arguments:
+        option, has_value, value = argument.partition("=")
+        name = option.removeprefix("--").replace("-", "_")
+        if argument.startswith("--") and name in several:
+            if name not in places:
+                places[name] = [option]
+                found.append(places[name])
+            values = places[name]
+            values += [value] if has_value else []
+        elif values is not None and not argument.startswith("--"):
+            values.append(argument)
+        else:
+            values = None
+            found.append([argument])
+    return [argument for part in found for argument in part]
 
 
 def _without_replaced(default: RunConfig, given: set[str]) -> RunConfig:

@@ -26,6 +26,11 @@ class Held:
     host: int = 0
     whole: int = 0
 
+    @property
+    def parts(self) -> int:
+        """Into how many equal ones it is split over device memories."""
+        return round(self.whole / self.device) if self.device else 1
+
     def __add__(self, other: "Held") -> "Held":
         return Held(self.device + other.device, self.host + other.host, self.whole + other.whole)
 
@@ -45,6 +50,8 @@ class Row:
     own: Held
     optimizer: Held
     average: Held
+    elements: int = 0
+    """Of the parameter; 0 of `other`."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +130,7 @@ def tabulate(abstract_state: TrainState, shardings: TrainState) -> ShardingTable
             own=of.own,
             optimizer=of.optimizer,
             average=of.average,
+            elements=math.prod(leaves[name].shape),
         )
         for name, of in sums.items()
     ]

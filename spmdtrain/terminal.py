@@ -3,7 +3,7 @@
 import contextlib
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from rich.console import Console
 from rich.progress import (
@@ -15,6 +15,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 # What would end a line, or change how a terminal shows it; and halves of pairs, which are no text.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -70,6 +71,16 @@ class Rate:
         return self._rate
 
 
+class _Since:
+    """A text, and the seconds since it was first shown."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._began = text, time.monotonic()
+
+    def __rich__(self) -> Text:
+        return Text(f"{self._text}, {time.monotonic() - self._began:.0f} s")
+
+
 class Terminal:
     """Writes to standard output; `quiet` writes nothing."""
 
@@ -88,13 +99,13 @@ class Terminal:
         self.console.print(text, markup=False)
 
     @contextlib.contextmanager
-    def waiting(self, text: str) -> Iterator[None]:
-        """Says what is being waited for, while it lasts."""
+    def waiting(self, text: str) -> Iterator[Callable[[str], None]]:
+        """Says what is being waited for, and for how long, while it lasts; yields what changes it."""
         if self.console.is_terminal:
-            with self.console.status(text):
-                yield
+            with self.console.status(_Since(text)) as status:
+                yield lambda text: status.update(_Since(text))
         else:
-            yield
+            yield lambda text: None
 
     @contextlib.contextmanager
     def progress(self, description: str, *, done: int, total: int) -> Iterator[None]:

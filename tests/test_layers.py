@@ -17,17 +17,18 @@ LAYERS = [
     for words in (
         "chips cluster config doctor errors phases rendezvous strategies tfconfig topologies",
         """
-        adapters adapting collectives compilation distributed estimate failing hlo
-        hlo_module idx jaxprs mesh metrics nnx_model permutation placement processes profiling
-        reductions remat replicas retention sharding signals storage sums terminal traffic writers
+        adapters adapting collectives compilation compiler_log distributed estimate failing hlo
+        hlo_module idx jaxprs live_ranges mesh metrics nnx_model origins permutation placement
+        processes profiling reductions remat replicas retention sharding signals storage sums
+        terminal traffic writers
         """,
         """
         callbacks checkpoint data evaluate experiment export feed flops gradients health identity
         image_cache image_decoding images initial journal keras_model late loop_checks
-        manifest orbax_manager programs restore session sharding_table state step
+        manifest orbax_manager programs restore sent session sharding_table state step summaries
         """,
-        "evaluator loop planning trainer",
-        "checkpoints children deaths hangs launch plan run tasks",
+        "advice evaluator loop measuring planning trainer",
+        "checkpoints children deaths hangs launch plan plan_tables run tasks",
     )
 ]
 ASIDE = {"models", "testing", "testing_steps"}

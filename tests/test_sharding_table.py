@@ -110,6 +110,7 @@ def test_a_row_a_parameter_with_the_leaves_of_the_optimizer_that_follow_it(mesh:
         own=Held(whole // 4, 0, whole),
         optimizer=Held(whole // 2, 0, 2 * whole),  # mu and nu
         average=Held(whole // 4, 0, whole),
+        elements=4 * 64 * 32,
     )
     # Not that of blocks/q, though both end in q; and its average is in f32.
     assert found["embed/q"].dtype == "bfloat16"

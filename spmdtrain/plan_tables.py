@@ -1,0 +1,334 @@
+"""What a person sees of plans: tables, and words."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from spmdtrain.terminal import Terminal, byte_size, duration
+
+_MOST_ROWS = 12
+_MOST_BUFFERS = 8
+_MOST_PARTS = 4
+_FULL = 0.8  # of a device's memory: from there on it is told what fills it
+_TOLD = 0.05  # of an excess
+_NOTICED = 0.05  # of a step
+
+
+def show(terminal: Terminal, plan: dict[str, Any]) -> None:
+    """Tables of one plan, as `--json` has it."""
+    terminal.line(
+        f"{plan['topology']}: {plan['chips']} chips, {plan['placement']}; "
+        f"global batch {plan['global_batch_size']}"
+    )
+    memory = plan["memory"]
+    terminal.console.print(_memory(memory))
+    terminal.line(verdict(plan))
+    if memory["buffers"] and (memory["limit"] or 0) * _FULL < memory["peak"]:
+        terminal.console.print(_buffers(memory["buffers"]))
+    if plan["collectives"]:
+        terminal.console.print(_collectives(plan["collectives"]))
+        terminal.line(_sent(plan["sent"]))
+    if plan["time"]:
+        terminal.console.print(_time(plan))
+    if plan["measured"]:
+        terminal.line(_measured(plan))
+    for one in plan["rematerialized"]:
+        terminal.line(f"note: {_rematerialized(one)}")
+    for note in plan["notes"]:
+        terminal.line(f"note: {note}")
+    for one in plan["advice"]:
+        terminal.line(f"advice: {_advice(one)}")
+    if plan["time"]:
+        terminal.line(ASSUMED)
+
+
+ASSUMED = (
+    "All of this is an estimate: products at the chip's peak in bfloat16, memory and links at "
+    "theirs, and the input never late. No step of this program takes less than the bound; the "
+    "estimate reads and writes what each of its instructions does, caches unknown."
+)
+
+
+def verdict(plan: dict[str, Any]) -> str:
+    """Whether it fits, in words."""
+    memory = plan["memory"]
+    if memory["limit"] is None:
+        return f"needs {byte_size(memory['peak'])} of each device; what there is nobody knows here"
+    part = f"{byte_size(memory['peak'])} of {byte_size(memory['limit'])}"
+    if plan["fits"]:
+        return f"fits: {part}, {1 - memory['peak'] / memory['limit']:.0%} left"
+    if memory["temporaries"] is None:
+        part += " for the state and the batch alone"
+    return f"does not fit: {part}"
+
+
+def _memory(memory: dict[str, Any]) -> Table:
+    table = Table("bytes on a device", "")
+    table.columns[1].justify = "right"
+    rows = {
+        "parameters": memory["params"],
+        "optimizer state": memory["optimizer"],
+        "moving average": memory["average"],
+        "model state, step, key": memory["other"],
+        "batch": memory["inputs"],
+        **_temporaries(memory),
+        "results": memory["results"],
+        "program": memory["code"],
+    }
+    for name, size in rows.items():
+        if size or size is None:
+            table.add_row(name, "unknown" if size is None else byte_size(size))
+    table.add_section()
+    table.add_row("in all", byte_size(memory["peak"]))
+    return table
+
+
+def _temporaries(memory: dict[str, Any]) -> dict[str, int | None]:
+    """What the step makes and forgets, by what it is for; what is left over are gaps."""
+    whole, uses = memory["temporaries"], memory["uses"]
+    if whole is None or not uses:
+        return {"gradients, activations, temporaries": whole}
+    return {**uses, "gaps between those": max(0, whole - sum(uses.values()))}
+
+
+def _buffers(buffers: Sequence[dict[str, Any]]) -> Table:
+    """The largest temporary arrays, those that are alike together."""
+    together: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for one in buffers:
+        where = " ".join(filter(None, (one["parameter"], _short(one["line"])))) or one["op_name"]
+        together[one["use"], one["shape"], where].append(one["bytes"])
+    table = Table("largest temporaries", "bytes", "shape on a device", "from")
+    table.columns[1].justify = "right"
+    rows = sorted(together.items(), key=lambda item: -sum(item[1]))
+    for (use, shape, where), sizes in rows[:_MOST_BUFFERS]:
+        times = f"{len(sizes)} x " if len(sizes) > 1 else ""
+        table.add_row(use, times + byte_size(sizes[0]), shape, where)
+    return table
+
+
+def _collectives(found: Sequence[dict[str, Any]]) -> Table:
+    """Those of one kind that one line makes, together; the longest first."""
+    together: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for one in found:
+        where = _short(one["line"]) or one["op_name"]
+        together[one["kind"], tuple(one["axes"]), one["overlapped"], where].append(one)
+    rows = sorted(
+        together.items(),
+        key=lambda item: -sum((x["seconds"] or 0) or x["bytes"] * 1e-12 for x in item[1]),
+    )
+    table = Table("collective", "over", "times", "bytes", "takes", "beside", "of", "from")
+    for column in table.columns[2:5]:
+        column.justify = "right"
+    for (kind, axes, overlapped, where), ones in rows[:_MOST_ROWS]:
+        seconds = [x["seconds"] for x in ones]
+        table.add_row(
+            kind,
+            " ".join(axes) or "?",
+            f"{sum(x['times'] for x in ones):g}",
+            byte_size(int(sum(x["bytes"] * x["times"] for x in ones))),
+            "" if None in seconds else _brief(sum(seconds)),
+            "other work" if overlapped else "nothing",
+            _of(ones),
+            where,
+        )
+    if len(rows) > _MOST_ROWS:
+        table.caption = f"and {len(rows) - _MOST_ROWS} shorter ones"
+    return table
+
+
+def _of(collectives: Sequence[dict[str, Any]]) -> str:
+    """The parameters that are carried, or what is made of them."""
+    names = [
+        x["parameter"] + ("" if x["is_parameter"] else "'")
+        for one in collectives
+        for x in one["carries"]
+        if x["parameter"]
+    ]
+    different = list(dict.fromkeys(names))
+    more = f", {len(different) - 2} more" if len(different) > 2 else ""
+    return ", ".join(different[:2]) + more
+
+
+def _short(where: str) -> str:
+    """A line of the user's without the folders above its file."""
+    path, _, rest = where.rpartition("/")
+    return rest if path else where
+
+
+def _brief(seconds: float) -> str:
+    """Three digits: `26.2 ms`, `3.40 us`."""
+    unit, scale = ("us", 1e6) if seconds < 1e-3 else ("ms", 1e3) if seconds < 1 else ("s", 1)
+    return f"{seconds * scale:#.3g}".rstrip(".") + f" {unit}"
+
+
+def _time(plan: dict[str, Any]) -> Table:
+    time = plan["time"]
+    table = Table("a step, at best", "")
+    table.columns[1].justify = "right"
+    for name, seconds in (
+        ("products", time["compute"]),
+        ("memory", time["memory"]),
+        ("collectives beside other work", time["overlapped"]),
+        ("collectives beside nothing", time["waiting"]),
+    ):
+        table.add_row(name, _brief(seconds))
+    table.add_section()
+    table.add_row("no less than", _brief(time["bound"]))
+    table.add_row(f"estimate, mostly {time['rules']}", _brief(time["estimate"]))
+    table.add_row("FLOPs", f"{plan['flops']['step']:.4g}")
+    if time["utilization"] is not None:
+        table.add_row("MFU, at best", f"{time['utilization']:.1%}")
+    table.add_row("examples/s", f"{time['examples_per_second']:,.0f}")
+    if time["tokens_per_second"]:
+        table.add_row("tokens/s", f"{time['tokens_per_second']:,.0f}")
+    table.add_row(f"all {time['steps']:,} steps", duration(time["run"]))
+    table.add_row("chip-hours", f"{time['chip_hours']:,.3g}")
+    return table
+
+
+def _sent(sent: dict[str, Any]) -> str:
+    """What a device sends in a step, against what it has to."""
+    text = f"each device sends {byte_size(int(sent['bytes']))} in a step"
+    if sent["least"] is None:
+        return text
+    excess = sent["bytes"] - sent["least"]
+    text += f"; the strategy needs {byte_size(int(sent['least']))}"
+    if excess < 0.01 * sent["bytes"]:
+        return text
+    text += f", so that {byte_size(int(excess))} are more than that"
+    more = [x for x in sent["by_parameter"] if x["bytes"] - x["least"] > _TOLD * excess]
+    parts = [
+        f"{byte_size(int(x['bytes'] - x['least']))} of {x['parameter']} ({x['how']})"
+        for x in more[:_MOST_PARTS]
+    ]
+    return f"{text}: {'; '.join(parts)}" if parts else text
+
+
+def _measured(plan: dict[str, Any]) -> str:
+    measured, time = plan["measured"], plan["time"]
+    text = f"measured on {measured['devices']}: a step in {_brief(measured['step'])}"
+    if time:
+        text += f", {measured['step'] / time['estimate']:.2f} times the estimate"
+    if measured["peak"]:
+        part = measured["peak"] / plan["memory"]["peak"]
+        text += (
+            f"; at most {byte_size(measured['peak'])} of a device, {part:.2f} times what is told"
+        )
+    return text
+
+
+def _rematerialized(one: dict[str, Any]) -> str:
+    where = " ".join(filter(None, (one["parameter"], _short(one["line"]))))
+    return (
+        f"{where or 'somewhere'}: {one['shape']} is made whole on every device, since XLA cannot go "
+        f"from {one['given']} to {one['wanted']} in another way; constrain it to one of the two "
+        "before or after (spmdtrain.constrain)"
+    )
+
+
+def _advice(one: dict[str, Any]) -> str:
+    before, after = one["without"], one["with_options"]
+    if after is None:
+        tried = f" (tried: {'; '.join(one['tried'])})" if one["tried"] else ""
+        return f"{one['finding']}; nothing known here mends it{tried}"
+    changes = [f"a device holds {byte_size(before['peak'])} -> {byte_size(after['peak'])}"]
+    changes.append(f"sends {byte_size(int(before['sent']))} -> {byte_size(int(after['sent']))}")
+    if before["estimate"] and after["estimate"]:
+        changes.append(f"a step {_brief(before['estimate'])} -> {_brief(after['estimate'])}")
+    elif after["estimate"]:
+        changes.append(f"a step then takes {_brief(after['estimate'])}")
+    return f"{one['finding']}. {one['options']}: {', '.join(changes)}"
+
+
+# -- several topologies ----------------------------------------------------------------------------
+
+
+def show_scaling(terminal: Terminal, plans: Sequence[dict[str, Any]]) -> None:
+    """Several topologies, a row each, and what changes from each to the next."""
+    terminal.console.print(_side_by_side(plans))
+    for before, after in itertools.pairwise(plans):
+        for event in events(before, after):
+            terminal.line(f"{before['topology']} to {after['topology']}: {event}")
+
+
+def _side_by_side(plans: Sequence[dict[str, Any]]) -> Table:
+    table = Table("topology", "chips", "fits", "a device", "estimate", "examples/s", "MFU", "moves")
+    for plan in plans:
+        time, memory = plan["time"], plan["memory"]
+        kinds: dict[str, float] = defaultdict(float)
+        for one in plan["collectives"]:
+            kinds[one["kind"]] += one["bytes"] * one["times"]
+        table.add_row(
+            plan["topology"],
+            str(plan["chips"]),
+            {True: "yes", False: "no", None: "?"}[plan["fits"]],
+            byte_size(memory["peak"]),
+            _brief(time["estimate"]) if time else "",
+            f"{time['examples_per_second']:,.0f}" if time else "",
+            f"{time['utilization']:.1%}" if time and time["utilization"] is not None else "",
+            ", ".join(f"{kind} {byte_size(int(size))}" for kind, size in kinds.items()),
+        )
+    return table
+
+
+def events(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    """What is not just more of the same between two topologies."""
+    if before["fits"] != after["fits"] and None not in (before["fits"], after["fits"]):
+        yield "fits" if after["fits"] else "does not fit any more"
+    yield from _divisions(before, after)
+    yield from _kinds(before, after)
+    links = [{one["link"] for one in plan["collectives"]} for plan in (before, after)]
+    for link in sorted(x for x in links[1] - links[0] if x.startswith("the network")):
+        yield f"collectives cross {link}"
+    times = before["time"], after["time"]
+    if all(times):
+        waits = [time["waiting"] / time["estimate"] for time in times]
+        if abs(waits[1] - waits[0]) > _NOTICED:
+            yield f"nothing runs but collectives in {waits[1]:.0%} of a step ({waits[0]:.0%} before)"
+        if times[0]["rules"] != times[1]["rules"]:
+            yield f"a step is mostly {times[1]['rules']} ({times[0]['rules']} before)"
+
+
+def _divisions(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    """State that is split, and not into as many more parts as there are more devices."""
+    grown = after["devices"] / before["devices"]
+    was = {row["name"]: row for row in before["state"]}
+    for what in ("parts", "optimizer_parts"):
+        stuck: dict[tuple[int, int], list[str]] = defaultdict(list)
+        for row in after["state"]:
+            old, new = was.get(row["name"], row)[what], row[what]
+            if old > 1 and new / old < grown:
+                stuck[old, new].append(f"{row['name']} {row['shape']}")
+        for (old, new), names in stuck.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            kept = "" if what == "parts" else "the optimizer's state of "
+            parts = (
+                f"still in {new} parts" if new == old else f"in {new} parts" if new > 1 else "whole"
+            )
+            yield f"{kept}{names[0]}{more}: {parts} ({old} before), on {grown:g} times the devices"
+
+
+def _kinds(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    """Parameters, or gradients, that cross in another kind of collective."""
+    was, now = _by_parameter(before), _by_parameter(after)
+    changed: dict[tuple[bool, str, str], list[str]] = defaultdict(list)
+    for (name, is_parameter), kinds in now.items():
+        old = was.get((name, is_parameter), set())
+        if old and kinds != old:
+            changed[is_parameter, ", ".join(sorted(old)), ", ".join(sorted(kinds))].append(name)
+    for (is_parameter, old_kinds, new_kinds), names in changed.items():
+        what = "" if is_parameter else "what is made of "
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield f"{what}{names[0]}{more}: crosses in {new_kinds} (in {old_kinds} before)"
+
+
+def _by_parameter(plan: dict[str, Any]) -> dict[tuple[str, bool], set[str]]:
+    found: dict[tuple[str, bool], set[str]] = defaultdict(set)
+    for one in plan["collectives"]:
+        for carried in one["carries"]:
+            if carried["parameter"]:
+                found[carried["parameter"], carried["is_parameter"]].add(one["kind"])
+    return found

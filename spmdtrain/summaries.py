@@ -1,0 +1,248 @@
+"""What is read off a compiled step, and kept, so that the same one is compiled once."""
+
+import contextlib
+import dataclasses
+import enum
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from spmdtrain.compilation import cache_folder, keep_file
+from spmdtrain.compiler_log import CompilerLog, kept_log
+from spmdtrain.config import RunConfig
+from spmdtrain.hlo import Carried, Collective, collectives_of
+from spmdtrain.hlo_module import Computation, Instruction, Module
+from spmdtrain.live_ranges import Fullest, read_dump
+from spmdtrain.origins import Origins
+from spmdtrain.traffic import bytes_moved
+
+CUDA = "jax-cuda12-plugin"
+_PACKAGES = ("jax", "jaxlib", "libtpu", CUDA)
+# Whose text decides what is read off a program.
+_READERS = (
+    *("compiler_log", "hlo", "hlo_module", "live_ranges", "origins", "summaries", "traffic"),
+)
+_SIZES = ("argument", "output", "alias", "temp", "generated_code")
+
+
+class Use(enum.StrEnum):
+    """What a temporary array is for."""
+
+    GRADIENT = "gradients"
+    ACTIVATION = "activations"
+    PARAMETER = "parameters, gathered or converted"
+    OTHER = "other temporaries"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A temporary array that is there when a device's memory is fullest.
+
+    Attributes:
+        bytes: As XLA lays it out, on one device.
+        use: What it is for.
+        shape: `bf16[8,1024]`, on one device.
+        parameter: The model parameter that it is a form of, or that is made of it, or "".
+        line: The line of the user's that it comes from, or "".
+        op_name: The JAX operation that it comes from, or "".
+    """
+
+    bytes: int
+    use: Use
+    shape: str
+    parameter: str
+    line: str
+    op_name: str
+
+
+@dataclass(frozen=True)
+class Rematerialized:
+    """An array that is made whole on each device, since XLA cannot split it anew in another way.
+
+    Attributes:
+        given: How it was split: parts of each dim, in XLA's words.
+        wanted: How it is needed.
+        shape: Of all of it.
+        parameter: The model parameter whose value or gradient it is, or "".
+        line: The line of the user's that needs it so, or "".
+    """
+
+    given: str
+    wanted: str
+    shape: str
+    parameter: str
+    line: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is read off a compiled step.
+
+    Attributes:
+        sizes: Bytes that XLA tells of by these names: argument, output, alias, temp,
+            generated_code; total is what its allocator has found room for. Empty where it was
+            refused, but for the total.
+        collectives: In the order of the program.
+        traffic: See `bytes_moved`.
+        unknown: Lines that were compiled to loops whose turns nobody knows.
+        buffers: The temporary arrays of the moment when memory is fullest, the largest first.
+        rematerialized: What the partitioner has warned of.
+        refusal: Why it was not compiled, or "".
+    """
+
+    sizes: dict[str, int]
+    collectives: list[Collective]
+    traffic: float
+    unknown: list[str]
+    buffers: list[Buffer] = field(default_factory=list)
+    rematerialized: list[Rematerialized] = field(default_factory=list)
+    refusal: str = ""
+
+
+def compiled(
+    traced: jax.stages.Traced,
+    on: jax.sharding.Mesh | None,
+    where: str,
+    config: RunConfig,
+    *,
+    keep: bool,
+) -> Found:
+    """Compile a step and read it, or find what was read off the same one before.
+
+    `where` is the topology's name. Kept is the summary: XLA can write programs for what is not
+    there, and not read them back.
+    """
+    lowered = traced.lower()
+    path = cache_folder() / "plans" / f"{_key(lowered, where, config)}.json"
+    if keep and path.exists():
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # then it is made anew
+            return _from_json(json.loads(path.read_text()))
+    found = _compile(lowered, on)
+    if keep:
+        keep_file(path, json.dumps(dataclasses.asdict(found)).encode())
+    return found
+
+
+def _compile(lowered: jax.stages.Lowered, on: jax.sharding.Mesh | None) -> Found:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        dumped: dict[str, str | bool] = {"xla_dump_to": name, "xla_dump_hlo_as_text": True}
+        with kept_log() as log:
+            program, refusal = None, ""
+            try:
+                program = lowered.compile(compiler_options=dumped)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                refusal = str(error)
+        fullest = read_dump(folder)
+        text = _dumped_module(folder) if program is None else program.as_text() or ""
+    module = Module(text)
+    origins = Origins(module, 1 if on is None else on.size)
+    sizes = {} if fullest is None else {"total": fullest.total}
+    buffers = [] if fullest is None else _buffers(fullest, module, origins)
+    rematerialized = _rematerialized(log, module, origins)
+    if program is None:
+        return Found(sizes, [], 0, [], buffers, rematerialized, refusal)
+    told = program.memory_analysis()
+    return Found(
+        sizes=sizes | {name: getattr(told, f"{name}_size_in_bytes") for name in _SIZES},
+        collectives=[] if on is None else collectives_of(module, on, origins),
+        traffic=bytes_moved(module),
+        unknown=[module.line_of(one) or one.name for one in module.unknown_loops],
+        buffers=buffers,
+        rematerialized=rematerialized,
+    )
+
+
+def _dumped_module(folder: Path) -> str:
+    """The program of which a compilation got as far as to see that it is too big."""
+    path = next(iter(folder.glob("*after_optimizations.txt")), None)
+    return "" if path is None else path.read_text()
+
+
+def _buffers(fullest: Fullest, module: Module, origins: Origins) -> list[Buffer]:
+    found = []
+    places = {
+        one.name: (one, computation)
+        for computation in module.computations.values()
+        for one in computation.instructions.values()
+    }
+    for live in fullest.live:
+        if live.name in places:
+            one, within = places[live.name]
+            found.append(_buffer(live.bytes, one, within, live.index, module, origins))
+        else:
+            found.append(Buffer(live.bytes, Use.OTHER, "", "", "", live.name))
+    return found
+
+
+def _buffer(
+    size: int, one: Instruction, within: Computation, index: int, module: Module, origins: Origins
+) -> Buffer:
+    origin = origins.parameter_of(one, within, index)
+    maker = origins.made_by(one, within, index)
+    if origin.parameter:
+        use = Use.PARAMETER if origin.is_source else Use.GRADIENT
+    else:
+        use = Use.ACTIVATION if "jvp(" in maker.op_name else Use.OTHER
+    return Buffer(
+        bytes=size,
+        use=use,
+        shape=str(one.arrays[index]) if index < len(one.arrays) else one.shape,
+        parameter=origin.parameter,
+        line=module.line_of(maker),
+        op_name=maker.op_name,
+    )
+
+
+def _rematerialized(log: CompilerLog, module: Module, origins: Origins) -> list[Rematerialized]:
+    """The partitioner's warnings, with what the program itself tells of those instructions."""
+    found = []
+    for one in log.rematerialized:
+        told = Module(one.operation)  # a program of a single line
+        (asked,) = told.computations[""].instructions.values()
+        parameter = ""
+        for computation in module.computations.values():
+            for other in computation.instructions.values():
+                if not parameter and asked.op_name and other.op_name == asked.op_name:
+                    parameter = origins.parameter_of(other, computation).parameter
+        shape = str(asked.arrays[0]) if asked.arrays else asked.shape
+        line = module.line_of(asked)
+        found.append(Rematerialized(one.given, one.wanted, shape, parameter, line))
+    return list(dict.fromkeys(found))
+
+
+def _from_json(found: dict[str, Any]) -> Found:
+    collectives = []
+    for one in found.pop("collectives"):
+        carries = tuple(Carried(**carried) for carried in one.pop("carries"))
+        axes, group = (tuple(one.pop(name)) for name in ("axes", "group"))
+        collectives.append(Collective(**one, axes=axes, group=group, carries=carries))
+    buffers = [Buffer(**{**one, "use": Use(one["use"])}) for one in found.pop("buffers")]
+    rematerialized = [Rematerialized(**one) for one in found.pop("rematerialized")]
+    return Found(**found, collectives=collectives, buffers=buffers, rematerialized=rematerialized)
+
+
+def version_of(package: str) -> str:
+    """The installed version of a package, or `none`."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return "none"
+
+
+def _key(lowered: jax.stages.Lowered, where: str, config: RunConfig) -> str:
+    """Of all that the summary hangs on: program, lines, options, compilers, and our readers."""
+    here = Path(__file__).parent
+    parts = [where, lowered.as_text(debug_info=True), os.environ.get("XLA_FLAGS", "")]
+    parts += [repr(config.compiler_option), repr(config.collectives)]
+    parts += [f"{name} {version_of(name)}" for name in _PACKAGES]
+    parts += [(here / f"{name}.py").read_text() for name in _READERS]
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
