@@ -56,7 +56,7 @@ class Advice:
         options: What to add to the command line; "" where nothing that was tried mends it.
         without: The figures of the plan as it is.
         with_options: Those with the options; None where there are none.
-        tried: What was tried, and mends nothing.
+        tried: What was tried before, or in vain, with why it does not do.
     """
 
     finding: str
@@ -84,7 +84,7 @@ def advise(plan: Plan, config: RunConfig, topology: Topology, again: Again) -> l
         findings = [
             *_giants(plan, config),
             *_undivided(plan, config),
-            *_reduced_twice(plan),
+            *_reduced_twice(plan, config),
             *_reduced_gathers(plan, topology),
             *_waiting(plan, topology),
         ]
@@ -107,7 +107,8 @@ def _try(
             return Advice(
                 finding.text, " ".join(options), _figures(plan), _figures(other), tuple(in_vain)
             )
-        in_vain.append(" ".join(options))
+        why = str(other) if isinstance(other, UserError) else "no better"
+        in_vain.append(f"{' '.join(options)}: {why}")
     return Advice(finding.text, "", _figures(plan), None, tuple(in_vain))
 
 
@@ -205,7 +206,7 @@ def _undivided(plan: Plan, config: RunConfig) -> Iterator[_Finding]:
     )
 
 
-def _reduced_twice(plan: Plan) -> Iterator[_Finding]:
+def _reduced_twice(plan: Plan, config: RunConfig) -> Iterator[_Finding]:
     """Parameters whose gradient crosses more than once: one that is used twice, say."""
     elements = {row.name: row.elements for row in plan.rows}
     crossed: dict[str, float] = defaultdict(float)
@@ -213,20 +214,24 @@ def _reduced_twice(plan: Plan) -> Iterator[_Finding]:
     for one in plan.collectives:
         if one.kind in ("all-reduce", "reduce-scatter"):
             for carried in one.carries:
-                if not carried.is_parameter and carried.parameter in elements:
-                    crossed[carried.parameter] += one.times * carried.elements
+                if not carried.is_parameter:
+                    whole = sum(elements[name] for name in carried.parameters)
+                    for name in carried.parameters:
+                        crossed[name] += one.times * carried.elements * elements[name] / whole
     again = [
         name
         for name, count in crossed.items()
         if count >= 1.9 * elements[name]
         and sent.get(name, 0) >= _NOT_WORTH_A_WORD * plan.traffic.bytes
     ]
+    once = ["--collectives.reduction", "all_reduce"]  # in the dtype of the parameters
+    narrow = config.compute_dtype == "bfloat16" and config.collectives.reduce_dtype is None
     if again:
         times = max(crossed[name] / elements[name] for name in again)
         yield _Finding(
             f"the gradient of {', '.join(again[:3])}{', ...' if len(again) > 3 else ''} is reduced "
             f"{times:.2g} times in a step: automatic partitioning does so for each use",
-            [["--collectives.reduction", "all_reduce"]],
+            [once, [*once, "--collectives.reduce-dtype", "bfloat16"]] if narrow else [once],
             lambda now, other: other.traffic.bytes < 0.98 * now.traffic.bytes,
         )
 
@@ -254,7 +259,9 @@ def _is_summed_gather(one: Moved) -> bool:
 
 def _waiting(plan: Plan, topology: Topology) -> Iterator[_Finding]:
     """Collectives during which nothing else runs."""
-    if plan.times is None or any(_reduced_gathers(plan, topology)):
+    if plan.times is None or topology.platform not in _OVERLAP:
+        return
+    if any(_reduced_gathers(plan, topology)):
         return
     part = plan.times.waiting / plan.times.estimate
     if part >= _NOT_WORTH_A_WORD:
@@ -262,7 +269,7 @@ def _waiting(plan: Plan, topology: Topology) -> Iterator[_Finding]:
         names = ", ".join(sorted(kinds))
         yield _Finding(
             f"during {part:.0%} of a step nothing runs but collectives ({names})",
-            [_compiler(options) for options in _OVERLAP.get(topology.platform, ())],
+            [_compiler(options) for options in _OVERLAP[topology.platform]],
             _is_faster,
         )
 

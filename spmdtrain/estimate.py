@@ -125,6 +125,7 @@ class Times:
         overlapped: Collectives beside which something else runs.
         least_memory: To read the state once.
         least_links: To send what is sent over all links of a chip at once.
+        serial: Whether one thing is done after the other, as a CPU does, and not side by side.
     """
 
     compute: float
@@ -133,6 +134,7 @@ class Times:
     overlapped: float
     least_memory: float
     least_links: float
+    serial: bool = False
 
     @property
     def bound(self) -> float:
@@ -142,7 +144,8 @@ class Times:
     @property
     def estimate(self) -> float:
         """What it may take."""
-        beside = max(self.compute, self.memory, self.overlapped)
+        parts = (self.compute, self.memory, self.overlapped)
+        beside = sum(parts) if self.serial else max(parts)
         return max(self.bound, beside + self.waiting)
 
     @property

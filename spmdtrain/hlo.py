@@ -38,13 +38,13 @@ class Carried:
     """One array of a collective.
 
     Attributes:
-        parameter: The model parameter that it is, or that is made of it; "" if that is unknown.
-        is_parameter: Whether it is that parameter itself, and not its gradient or its new value.
+        parameters: The model parameters that it is, or that are made of it.
+        is_parameter: Whether it is these themselves, and not their gradients or new values.
         bytes: As in `Collective`.
         elements: As many as these bytes are.
     """
 
-    parameter: str
+    parameters: tuple[str, ...]
     is_parameter: bool
     bytes: int
     elements: int
@@ -165,10 +165,10 @@ def _carried(
 ) -> tuple[Carried, ...]:
     carried = []
     for index, array in enumerate(arrays):
-        origin = origins.parameter_of(one, within, index)
+        origin = origins.parameters_of(one, within, index)
         carried.append(
             Carried(
-                parameter=origin.parameter,
+                parameters=origin.parameters,
                 is_parameter=origin.is_source,
                 bytes=array.bytes * whole,
                 elements=math.prod(array.dims) * whole,

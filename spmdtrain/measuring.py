@@ -1,7 +1,6 @@
 """What a step takes where its devices are at hand: the other half of a plan."""
 
 import dataclasses
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -10,12 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spmdtrain.chips import Chip
 from spmdtrain.compilation import OFF
 from spmdtrain.config import RunConfig
 from spmdtrain.errors import UserError
+from spmdtrain.estimate import wire_bytes
 from spmdtrain.experiment import ExperimentFile
 from spmdtrain.placement import resolve_on_devices
 from spmdtrain.terminal import Terminal
@@ -24,7 +24,7 @@ from spmdtrain.trainer import Trainer
 
 _SECONDS = 4.0  # of training, at the least
 _FEWEST = 5  # steps
-_ROUNDS = 5
+_ROUNDS = 9
 
 
 @dataclass(frozen=True)
@@ -103,33 +103,33 @@ def _check_devices(topology: Topology) -> None:
 
 # -- what a virtual device can do ------------------------------------------------------------------
 
+_SIDE = 128  # of the matrices
+_ELEMENTS = 2**16  # of the arrays: of the size that most of a small step's are, and in the caches
+
 
 def _virtual_device(topology: Topology) -> Chip:
-    """The rates of one of several virtual devices, all of which compute at once."""
-    devices = jax.devices()
-    mesh = jax.make_mesh((len(devices),), ("all",), devices=devices)
-    split = NamedSharding(mesh, PartitionSpec("all"))
+    """The rates of one of several virtual devices, all of which compute at once.
 
-    def per_device(*shape: int) -> jax.Array:
-        return jax.device_put(jnp.ones((len(devices), *shape)), split)
+    Each is the difference between many turns of a loop within a program and few.
+    """
+    mesh = jax.make_mesh((len(jax.devices()),), ("all",), axis_types=(AxisType.Auto,))
 
-    size = 384
-    product = _seconds(lambda x: jax.vmap(jnp.dot)(x, x), per_device(size, size))
-    elements = 2**20
-    copied = _seconds(lambda x: x + 1, per_device(elements))
+    def seconds(turn: Callable[[jax.Array], jax.Array], *shape: int) -> float:
+        x = jax.device_put(jnp.ones((mesh.size, *shape)), NamedSharding(mesh, PartitionSpec("all")))
+        few, many = (_seconds(_loop(turn, turns, mesh), x) for turns in _TURNS)
+        return max(many - few, 1e-9) / (_TURNS[1] - _TURNS[0])
 
-    def summed(x: jax.Array) -> jax.Array:
-        return jnp.sum(x, 0)
-
-    small, large = (_seconds(summed, per_device(n)) for n in (1, elements))
-    sent = 2 * 4 * elements * (len(devices) - 1) / max(1, len(devices))
+    product = seconds(lambda x: jnp.matmul(x, x) * 1e-3, _SIDE, _SIDE)
+    copied = seconds(lambda x: x * 0.999 + 0.1, _ELEMENTS)
+    small, large = (seconds(lambda x: jax.lax.psum(x, "all") * 0.1, n) for n in (1, _ELEMENTS))
+    sent = wire_bytes("all-reduce", 4 * _ELEMENTS, mesh.size)
     return Chip(
         name="cpu",
-        flops=2 * size**3 / product,
-        memory=_host_memory() // len(devices),
-        bandwidth=2 * 4 * elements / copied,
+        flops=2 * _SIDE**3 / product,
+        memory=0,  # which all share, and with whatever else runs
+        bandwidth=2 * 4 * _ELEMENTS / copied,
         links=1,
-        link=max(1.0, sent / max(large - small, 1e-9)),
+        link=max(sent, 1.0) / max(large - small, 1e-9),
         network=0.0,
         torus=0,
         devices=1,
@@ -138,16 +138,24 @@ def _virtual_device(topology: Topology) -> Chip:
     )
 
 
-def _seconds(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
-    compiled = jax.jit(function)
-    compiled(x).block_until_ready()
+_TURNS = (20, 220)
+
+
+def _loop(turn: Callable[[jax.Array], jax.Array], turns: int, mesh: Mesh) -> jax.stages.Wrapped:
+    def local(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, turns, lambda _, x: turn(x), x)
+
+    split = PartitionSpec("all")
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+    )
+
+
+def _seconds(function: jax.stages.Wrapped, x: jax.Array) -> float:
+    function(x).block_until_ready()
     found = []
     for _ in range(_ROUNDS):
         began = time.perf_counter()
-        compiled(x).block_until_ready()
+        function(x).block_until_ready()
         found.append(time.perf_counter() - began)
     return statistics.median(found)
-
-
-def _host_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -39,13 +39,18 @@ class Origin:
     """What a value is to the model.
 
     Attributes:
-        parameter: The model parameter, `dense/kernel`, that it is a form of, or that is made of it;
-            "" where there is none, or several.
-        is_source: Whether it is that parameter, moved or converted, and not what it becomes.
+        parameters: The model parameters, `dense/kernel`, that it is a form of, or that are made of
+            it.
+        is_source: Whether it is these, moved or converted, and not what they become.
     """
 
-    parameter: str
+    parameters: tuple[str, ...]
     is_source: bool
+
+    @property
+    def parameter(self) -> str:
+        """The only one, else ""."""
+        return self.parameters[0] if len(self.parameters) == 1 else ""
 
 
 @dataclass(frozen=True)
@@ -84,17 +89,15 @@ class Origins:
             int(result or 0): int(argument) for result, argument in _ALIASES.findall(module.heading)
         }
 
-    def parameter_of(self, one: Instruction, within: Computation, index: int = 0) -> Origin:
-        """The model parameter that a value is a form of, or that is made of it."""
+    def parameters_of(self, one: Instruction, within: Computation, index: int = 0) -> Origin:
+        """The model parameters that a value is a form of, or that are made of it."""
         value = _Value(within.name, one.name, index)
         for step in (self._behind, self._ahead):
             found = {path for path in self._reached(value, step) if path.startswith(_PARAMETERS)}
-            if len(found) == 1:
-                name = _path_name(found.pop().removeprefix(_PARAMETERS))
-                return Origin(name, step == self._behind)
             if found:
-                break
-        return Origin("", False)
+                names = sorted(_path_name(path.removeprefix(_PARAMETERS)) for path in found)
+                return Origin(tuple(names), step == self._behind)
+        return Origin((), False)
 
     def made_by(self, one: Instruction, within: Computation, index: int = 0) -> Instruction:
         """What computed a value that has only been moved since: the first that is found."""

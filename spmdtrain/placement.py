@@ -113,6 +113,11 @@ def current_strategy() -> Placement:
     return _strategy()
 
 
+def current_device() -> jax.Device:
+    """A device of those that the code that calls this runs on: all of them are of its kind."""
+    return _strategy().devices[0]
+
+
 def _strategy() -> Placement:
     found: Placement | None = _current.value
     return found or Placement(DEFAULT, None)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,8 +119,8 @@ def _planned(
 
 def _elsewhere(
     arguments: Sequence[str],
-    told: Mapping[str, str],
-    env: Mapping[str, str],
+    told: dict[str, str],
+    env: dict[str, str],
     tell: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
     """What a process of its own answers, or the error that is meant for the user."""

@@ -1,6 +1,7 @@
 """What a person sees of plans: tables, and words."""
 
 import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -141,15 +142,16 @@ def _collectives(found: Sequence[dict[str, Any]]) -> Table:
 
 def _of(collectives: Sequence[dict[str, Any]]) -> str:
     """The parameters that are carried, or what is made of them."""
-    names = [
-        x["parameter"] + ("" if x["is_parameter"] else "'")
-        for one in collectives
-        for x in one["carries"]
-        if x["parameter"]
-    ]
-    different = list(dict.fromkeys(names))
-    more = f", {len(different) - 2} more" if len(different) > 2 else ""
-    return ", ".join(different[:2]) + more
+    names: dict[str, list[str]] = defaultdict(list)
+    for one in collectives:
+        for carried in one["carries"]:
+            made = "new " if one["kind"] == "all-gather" else "gradient of "
+            names["" if carried["is_parameter"] else made] += carried["parameters"]
+    parts = []
+    for what, found in filter(operator.itemgetter(1), names.items()):
+        first, *others = dict.fromkeys(found)
+        parts.append(f"{what}{first}" + (f" and {len(others)} more" if others else ""))
+    return ", ".join(parts)
 
 
 def _short(where: str) -> str:
@@ -223,7 +225,7 @@ def _measured(plan: dict[str, Any]) -> str:
 def _rematerialized(one: dict[str, Any]) -> str:
     where = " ".join(filter(None, (one["parameter"], _short(one["line"]))))
     return (
-        f"{where or 'somewhere'}: {one['shape']} is made whole on every device, since XLA cannot go "
+        f"{where or 'somewhere'}: {one['shape']} is made whole on every device, as XLA cannot go "
         f"from {one['given']} to {one['wanted']} in another way; constrain it to one of the two "
         "before or after (spmdtrain.constrain)"
     )
@@ -232,7 +234,7 @@ def _rematerialized(one: dict[str, Any]) -> str:
 def _advice(one: dict[str, Any]) -> str:
     before, after = one["without"], one["with_options"]
     if after is None:
-        tried = f" (tried: {'; '.join(one['tried'])})" if one["tried"] else ""
+        tried = f" (tried {'; '.join(one['tried'])})" if one["tried"] else ""
         return f"{one['finding']}; nothing known here mends it{tried}"
     changes = [f"a device holds {byte_size(before['peak'])} -> {byte_size(after['peak'])}"]
     changes.append(f"sends {byte_size(int(before['sent']))} -> {byte_size(int(after['sent']))}")
@@ -287,7 +289,7 @@ def events(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     if all(times):
         waits = [time["waiting"] / time["estimate"] for time in times]
         if abs(waits[1] - waits[0]) > _NOTICED:
-            yield f"nothing runs but collectives in {waits[1]:.0%} of a step ({waits[0]:.0%} before)"
+            yield f"only collectives run in {waits[1]:.0%} of a step ({waits[0]:.0%} before)"
         if times[0]["rules"] != times[1]["rules"]:
             yield f"a step is mostly {times[1]['rules']} ({times[0]['rules']} before)"
 
@@ -329,6 +331,6 @@ def _by_parameter(plan: dict[str, Any]) -> dict[tuple[str, bool], set[str]]:
     found: dict[tuple[str, bool], set[str]] = defaultdict(set)
     for one in plan["collectives"]:
         for carried in one["carries"]:
-            if carried["parameter"]:
-                found[carried["parameter"], carried["is_parameter"]].add(one["kind"])
+            for name in carried["parameters"]:
+                found[name, carried["is_parameter"]].add(one["kind"])
     return found

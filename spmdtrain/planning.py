@@ -173,8 +173,9 @@ def devices_of(topology: Topology) -> list[jax.Device]:
     Without the CUDA plugin those of GPUs are virtual ones of the CPU.
     """
     chip = topology.chip
-    if chip is None or (topology.platform == "gpu" and not _has_cuda()):
+    if topology.platform == "cpu" or (topology.platform == "gpu" and not _has_cuda()):
         return jax.devices("cpu")
+    assert chip is not None
     options: dict[str, Any] = {}
     shape = "x".join(map(str, topology.shape))
     if topology.platform == "gpu":
@@ -403,7 +404,7 @@ def _held(total: Row, others: Row, batch: Any, placement: Placement, topology: T
         results=0,
         code=0,
         peak=state + inputs,
-        limit=None if topology.chip is None else topology.chip.memory,
+        limit=None if topology.chip is None else topology.chip.memory or None,
     )
 
 
@@ -496,4 +497,5 @@ def _times(
         overlapped=sum(one.seconds for one in known if one.overlapped),
         least_memory=_total(trainer).device * chip.devices / chip.bandwidth,
         least_links=sent / (chip.links * chip.link),
+        serial=topology.platform == "cpu",
     )

@@ -68,9 +68,14 @@ def traffic_of(
     elements = {row.name: row.elements for row in rows if row.elements}
     for one in collectives:
         for carried in one.carries:
-            name = carried.parameter if carried.parameter in elements else _REST
-            sizes[name] += one.times * wire_bytes(one.kind, carried.bytes, one.group_size)
-            crossed[name][one.kind] += one.times * carried.elements
+            # What several travel in together is shared out by their sizes.
+            names = [name for name in carried.parameters if name in elements] or [_REST]
+            whole = sum(elements.get(name, 1) for name in names)
+            sent = one.times * wire_bytes(one.kind, carried.bytes, one.group_size)
+            for name in names:
+                share = elements.get(name, 1) / whole
+                sizes[name] += share * sent
+                crossed[name][one.kind] += share * one.times * carried.elements
     found = [
         Sent(
             parameter=name,

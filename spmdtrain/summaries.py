@@ -187,9 +187,9 @@ def _buffers(fullest: Fullest, module: Module, origins: Origins) -> list[Buffer]
 def _buffer(
     size: int, one: Instruction, within: Computation, index: int, module: Module, origins: Origins
 ) -> Buffer:
-    origin = origins.parameter_of(one, within, index)
+    origin = origins.parameters_of(one, within, index)
     maker = origins.made_by(one, within, index)
-    if origin.parameter:
+    if origin.parameters:
         use = Use.PARAMETER if origin.is_source else Use.GRADIENT
     else:
         use = Use.ACTIVATION if "jvp(" in maker.op_name else Use.OTHER
@@ -213,7 +213,7 @@ def _rematerialized(log: CompilerLog, module: Module, origins: Origins) -> list[
         for computation in module.computations.values():
             for other in computation.instructions.values():
                 if not parameter and asked.op_name and other.op_name == asked.op_name:
-                    parameter = origins.parameter_of(other, computation).parameter
+                    parameter = origins.parameters_of(other, computation).parameter
         shape = str(asked.arrays[0]) if asked.arrays else asked.shape
         line = module.line_of(asked)
         found.append(Rematerialized(one.given, one.wanted, shape, parameter, line))
@@ -223,7 +223,10 @@ def _rematerialized(log: CompilerLog, module: Module, origins: Origins) -> list[
 def _from_json(found: dict[str, Any]) -> Found:
     collectives = []
     for one in found.pop("collectives"):
-        carries = tuple(Carried(**carried) for carried in one.pop("carries"))
+        carries = tuple(
+            Carried(**{**carried, "parameters": tuple(carried["parameters"])})
+            for carried in one.pop("carries")
+        )
         axes, group = (tuple(one.pop(name)) for name in ("axes", "group"))
         collectives.append(Collective(**one, axes=axes, group=group, carries=carries))
     buffers = [Buffer(**{**one, "use": Use(one["use"])}) for one in found.pop("buffers")]

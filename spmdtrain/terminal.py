@@ -100,7 +100,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def waiting(self, text: str) -> Iterator[Callable[[str], None]]:
-        """Says what is being waited for, and for how long, while it lasts; yields what changes it."""
+        """Says what is being waited for, and for how long; yields what changes the text."""
         if self.console.is_terminal:
             with self.console.status(_Since(text)) as status:
                 yield lambda text: status.update(_Since(text))

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from spmdtrain.errors import UserError
-from spmdtrain.placement import constrain, current_strategy
+from spmdtrain.placement import constrain, current_device
 from spmdtrain.remat import rematerialize
 from spmdtrain.sharding import Gather, Rule
 
@@ -168,13 +168,12 @@ def _attention(weights: dict[str, jax.Array], x: jax.Array, turn: _Turn) -> jax.
     # Queries, keys and values in front: each is then one piece of memory, which a CPU likes best.
     qkv = jnp.einsum("btd,dcnh->cbtnh", x, weights["qkv"])
     query, key, value = constrain(qkv, None, "batch", None, "tensor", None)
-    device = current_strategy().devices[0]
     mixed = jax.nn.dot_product_attention(
         turn(query),
         turn(key),
         value,
         is_causal=True,
-        implementation="cudnn" if is_fused(device, x.dtype, value.shape[-1]) else "xla",
+        implementation="cudnn" if is_fused(current_device(), x.dtype, value.shape[-1]) else "xla",
     )
     mixed = constrain(mixed, "batch", None, "tensor", None)
     return jnp.einsum("btnh,nhd->btd", mixed, weights["out"])
