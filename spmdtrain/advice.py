@@ -226,12 +226,16 @@ def _reduced_twice(plan: Plan, config: RunConfig) -> Iterator[_Finding]:
     ]
     once = ["--collectives.reduction", "all_reduce"]  # in the dtype of the parameters
     narrow = config.compute_dtype == "bfloat16" and config.collectives.reduce_dtype is None
+    of = strategy(config.strategy)
+    tries: list[list[str]] = []  # where each device has all parameters, gradients may cross by hand
+    if not (of.shards_params or of.needs_rules):
+        tries = [once, [*once, "--collectives.reduce-dtype", "bfloat16"]] if narrow else [once]
     if again:
         times = max(crossed[name] / elements[name] for name in again)
         yield _Finding(
             f"the gradient of {', '.join(again[:3])}{', ...' if len(again) > 3 else ''} is reduced "
             f"{times:.2g} times in a step: automatic partitioning does so for each use",
-            [once, [*once, "--collectives.reduce-dtype", "bfloat16"]] if narrow else [once],
+            tries,
             lambda now, other: other.traffic.bytes < 0.98 * now.traffic.bytes,
         )
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import jax
 
 # JAX has no public name for what it finds out about a cluster, nor for whether it has begun to use
 # devices.
-from jax._src import clusters, xla_bridge
+from jax._src import clusters, hardware_utils, xla_bridge
 
 from spmdtrain import cluster, failing, phases, processes
 from spmdtrain.cluster import ClusterSpec, Role
@@ -60,6 +61,7 @@ def initialize(
     global _settled
     if _settled:
         return
+    _leave_out_tpus()
     phases.begin()
     if hang_timeout is None:
         hang_timeout = 0.0 if phases.launched() else HANG_TIMEOUT
@@ -124,6 +126,19 @@ def stay_alone() -> None:
     global _settled
     phases.begin()
     _settled = True
+
+
+def _leave_out_tpus() -> None:
+    """Keeps JAX from looking for TPUs where there are none.
+
+    libtpu is installed to plan for them, too, and then says in many words that it finds none.
+    """
+    asked = jax.config.jax_platforms or "JAX_FORCE_TPU_INIT" in os.environ  # type: ignore[attr-defined]
+    if asked or xla_bridge.backends_are_initialized():
+        return
+    chips, _ = hardware_utils.num_available_tpu_chips_and_device_id()
+    if not chips:
+        xla_bridge._backend_factories.pop("tpu", None)
 
 
 def _party(spec: ClusterSpec, detect: bool, explicit: Explicit) -> _Party | None:

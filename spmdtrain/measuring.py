@@ -17,7 +17,7 @@ from spmdtrain.config import RunConfig
 from spmdtrain.errors import UserError
 from spmdtrain.estimate import wire_bytes
 from spmdtrain.experiment import ExperimentFile
-from spmdtrain.placement import resolve_on_devices
+from spmdtrain.placement import prepare, resolve_on_devices
 from spmdtrain.terminal import Terminal
 from spmdtrain.topologies import Topology
 from spmdtrain.trainer import Trainer
@@ -64,8 +64,9 @@ def environment(topology: Topology) -> dict[str, str]:
 
 def measure(file: ExperimentFile, config: RunConfig, topology: Topology) -> Measured:
     """Train an experiment for some seconds. Raises `UserError` where the devices are not here."""
-    _check_devices(topology)
     config = dataclasses.replace(config, workdir=None, cpu_devices=None, compilation_cache=OFF)
+    prepare(config)
+    _check_devices(topology)
     config = resolve_on_devices(config)
     experiment = file.build(config)
     trainer = Trainer.of(experiment, config, terminal=Terminal(quiet=True))

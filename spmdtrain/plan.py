@@ -28,7 +28,7 @@ from spmdtrain.topologies import Topology
 _TOPOLOGY, _ANSWER = "SPMDTRAIN_PLAN_TOPOLOGY", "SPMDTRAIN_PLAN_ANSWER"
 # Whether it is to measure instead, and what one that was to has measured.
 _MEASURES, _MEASURED = "SPMDTRAIN_PLAN_MEASURES", "SPMDTRAIN_PLAN_MEASURED"
-_DOING = "doing: "  # what begins its lines about that
+_DOING, _FOUND = "doing: ", "found: "  # what begins the lines that it prints
 _COMMAND = "python -m spmdtrain.plan"
 _MOST_BUFFERS = 12
 
@@ -78,11 +78,12 @@ def execute(arguments: Sequence[str]) -> int:
     found = []
     for topology in asked:
         with terminal.waiting(f"planning for {topology}") as say:
-            found.append(_planned(arguments, topology, command.options, say))
+            progress = _Progress(terminal, topology, say)
+            found.append(_planned(arguments, topology, command.options, progress))
         if "error" in found[-1]:  # the other topologies may do
             print(f"error: {found[-1]['error']}", file=sys.stderr)
-        elif not quiet:
-            plan_tables.show(terminal, found[-1])
+        else:
+            plan_tables.show_advice(terminal, found[-1])
     plans = [plan for plan in found if "error" not in plan]
     if quiet and plans:
         print(json.dumps(found, indent=1))
@@ -99,29 +100,41 @@ def execute(arguments: Sequence[str]) -> int:
 # each topology has a process, which can be ended.
 
 
+@dataclass(frozen=True)
+class _Progress:
+    """Shows what such a process tells of itself, a line each."""
+
+    terminal: Terminal
+    topology: Topology
+    say: Callable[[str], None]
+
+    def hear(self, line: str) -> None:
+        """What it does now, or the plan: advice takes longer, and comes after."""
+        if line.startswith(_DOING):
+            self.say(f"planning for {self.topology}: {line.removeprefix(_DOING).strip()}")
+        elif line.startswith(_FOUND):
+            plan_tables.show(self.terminal, json.loads(line.removeprefix(_FOUND)))
+
+
 def _planned(
-    arguments: Sequence[str], topology: Topology, options: Options, say: Callable[[str], None]
+    arguments: Sequence[str], topology: Topology, options: Options, progress: _Progress
 ) -> dict[str, Any]:
     """The plan for one topology, with what was measured on it where that is asked for."""
     told = {_TOPOLOGY: str(topology)}
     if options.measure:
-        say(f"running on {topology}")
+        progress.say(f"running on {topology}")
         measured = _elsewhere(arguments, told | {_MEASURES: "1"}, measuring.environment(topology))
         if "error" in measured:
             return measured
         told[_MEASURED] = json.dumps(measured)
-
-    def tell(what: str) -> None:
-        say(f"planning for {topology}: {what}")
-
-    return _elsewhere(arguments, told, planning.environment(topology), tell)
+    return _elsewhere(arguments, told, planning.environment(topology), progress.hear)
 
 
 def _elsewhere(
     arguments: Sequence[str],
     told: dict[str, str],
     env: dict[str, str],
-    tell: Callable[[str], None] = lambda what: None,
+    hear: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """What a process of its own answers, or the error that is meant for the user."""
     with tempfile.TemporaryDirectory() as folder:
@@ -139,8 +152,7 @@ def _elsewhere(
         with _ended(child):
             assert child.stdout is not None
             for line in child.stdout:
-                if line.startswith(_DOING):
-                    tell(line.removeprefix(_DOING).strip())
+                hear(line)
             child.wait()
         if not answer.exists():
             sys.stderr.write(log.read_text(errors="replace"))
@@ -197,6 +209,7 @@ def _plan(arguments: Sequence[str], command: run.Command, topology: Topology) ->
         return planned(config, f"with {' '.join(options)}: ")
 
     plan = planned(command.config, "")
+    print(f"{_FOUND}{json.dumps(as_json(plan, (), measured))}", flush=True)
     advised = advise(plan, command.config, topology, again) if command.options.advice else []
     return as_json(plan, advised, measured)
 

@@ -40,10 +40,14 @@ def show(terminal: Terminal, plan: dict[str, Any]) -> None:
         terminal.line(f"note: {_rematerialized(one)}")
     for note in plan["notes"]:
         terminal.line(f"note: {note}")
-    for one in plan["advice"]:
-        terminal.line(f"advice: {_advice(one)}")
     if plan["time"]:
         terminal.line(ASSUMED)
+
+
+def show_advice(terminal: Terminal, plan: dict[str, Any]) -> None:
+    """What would mend the plan, a line each."""
+    for one in plan["advice"]:
+        terminal.line(f"advice: {_advice(one)}")
 
 
 ASSUMED = (
@@ -237,7 +241,8 @@ def _advice(one: dict[str, Any]) -> str:
         tried = f" (tried {'; '.join(one['tried'])})" if one["tried"] else ""
         return f"{one['finding']}; nothing known here mends it{tried}"
     changes = [f"a device holds {byte_size(before['peak'])} -> {byte_size(after['peak'])}"]
-    changes.append(f"sends {byte_size(int(before['sent']))} -> {byte_size(int(after['sent']))}")
+    if before["sent"]:
+        changes.append(f"sends {byte_size(int(before['sent']))} -> {byte_size(int(after['sent']))}")
     if before["estimate"] and after["estimate"]:
         changes.append(f"a step {_brief(before['estimate'])} -> {_brief(after['estimate'])}")
     elif after["estimate"]:

@@ -27,7 +27,9 @@ from spmdtrain.flops import Flops, count_flops
 from spmdtrain.hlo import Carried, Collective
 from spmdtrain.placement import Placement, resolve_on_devices
 from spmdtrain.sent import Traffic, least_sent, traffic_of
+from spmdtrain.sharding import NotSplitError
 from spmdtrain.sharding_table import Held, Row
+from spmdtrain.strategies import strategy
 from spmdtrain.summaries import CUDA, Buffer, Found, Rematerialized, Use, compiled, version_of
 from spmdtrain.terminal import Terminal, byte_size
 from spmdtrain.topologies import Topology, gpu_config
@@ -252,7 +254,10 @@ def plan(
             config = dataclasses.replace(config, collectives=_automatic(config))
         config = resolve_on_devices(config)
         experiment = file.build(config)
-        trainer = Trainer.of(experiment, config, terminal=Terminal(quiet=True))
+        try:
+            trainer = Trainer.of(experiment, config, terminal=Terminal(quiet=True))
+        except NotSplitError as error:
+            raise UserError(f"{error}{_fewer_parts(experiment, config, topology)}") from error
         batch = _batch(experiment, config, trainer.placement)
         tell("tracing")
         traced = trainer.trace_step(batch)
@@ -286,6 +291,25 @@ def plan(
             times=_times(topology, flops, trainer, moved, found) if found.traffic else None,
             notes=_notes(trainer, config, topology, flops, found, virtual=virtual),
         )
+
+
+def _fewer_parts(experiment: Experiment, config: RunConfig, topology: Topology) -> str:
+    """What splits a state that does not divide over all devices, where anything does."""
+    if not strategy(config.strategy).shards_params:
+        return ""
+    most = config.sharding.max_shards or topology.devices
+    for parts in range(most - 1, 1, -1):
+        if topology.devices % parts:
+            continue
+        sharding = dataclasses.replace(config.sharding, max_shards=parts)
+        with contextlib.suppress(UserError):
+            fewer = dataclasses.replace(config, sharding=sharding)
+            total = _total(Trainer.of(experiment, fewer, terminal=Terminal(quiet=True)))
+            return (
+                f"; with --sharding.max-shards {parts} all of it divides, and a device has "
+                f"{byte_size(total.device)} of the state"
+            )
+    return ""
 
 
 def _batch(experiment: Experiment, config: RunConfig, placement: Placement) -> Any:

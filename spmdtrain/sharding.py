@@ -95,6 +95,10 @@ def field_of(name: str) -> str:
     return name.partition("/")[0]
 
 
+class NotSplitError(UserError):
+    """A strategy should split a large leaf of the state, and cannot."""
+
+
 class Layout:
     """The shardings of a state, from rules and a strategy.
 
@@ -285,7 +289,7 @@ class Layout:
         why = f"no dim divides ({dims}). Make a dim divide, or give"
         if axes == ["tensor"]:
             why = "over that only rules split. Give"
-        raise UserError(
+        raise NotSplitError(
             f"{name}, shape {tuple(leaf.shape)}, would be whole on each device, {byte_size(held)}: "
             f"strategy {self._placement.name} splits over {sizes}, no rule splits it, and {why} a "
             "rule for it: PartitionSpec() says that it is meant to be replicated (or raise "
