@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from spmdtrain.config import RunConfig
 from spmdtrain.errors import UserError
-from spmdtrain.planning import Moved, Plan
+from spmdtrain.planning import Moved, Plan, has_compiler
 from spmdtrain.sharding_table import Row
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import byte_size
@@ -108,6 +108,8 @@ def _try(
                 finding.text, " ".join(options), _figures(plan), _figures(other), tuple(in_vain)
             )
         why = str(other) if isinstance(other, UserError) else "no better"
+        if isinstance(other, Plan) and other.fits is False:
+            why = f"needs {byte_size(other.memory.peak)}"
         in_vain.append(f"{' '.join(options)}: {why}")
     return Advice(finding.text, "", _figures(plan), None, tuple(in_vain))
 
@@ -124,9 +126,9 @@ def _too_big(plan: Plan, config: RunConfig) -> _Finding:
     limit = plan.memory.limit or 0
     splits = _splits(plan, config)
     again = ["--remat", "full"] if config.remat == "none" else []
-    shards = plan.global_batch_size // config.microbatches
+    batch = plan.global_batch_size / plan.devices
     parts = [
-        ["--microbatches", str(m)] for m in (4, 16) if m > config.microbatches and not shards % m
+        ["--microbatches", str(m)] for m in (4, 16) if m > config.microbatches and batch % m == 0
     ]
     tries = [*splits, *([again] if again else []), *parts]
     best = splits[-1] if splits else []
@@ -263,7 +265,7 @@ def _is_summed_gather(one: Moved) -> bool:
 
 def _waiting(plan: Plan, topology: Topology) -> Iterator[_Finding]:
     """Collectives during which nothing else runs."""
-    if plan.times is None or topology.platform not in _OVERLAP:
+    if plan.times is None or not has_compiler(topology) or topology.platform not in _OVERLAP:
         return
     if any(_reduced_gathers(plan, topology)):
         return

@@ -13,6 +13,7 @@ from spmdtrain.terminal import Terminal, byte_size, duration
 _MOST_ROWS = 12
 _MOST_BUFFERS = 8
 _MOST_PARTS = 4
+_LONGEST_NAME = 40
 _FULL = 0.8  # of a device's memory: from there on it is told what fills it
 _TOLD = 0.05  # of an excess
 _NOTICED = 0.05  # of a step
@@ -103,7 +104,7 @@ def _buffers(buffers: Sequence[dict[str, Any]]) -> Table:
     """The largest temporary arrays, those that are alike together."""
     together: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for one in buffers:
-        where = " ".join(filter(None, (one["parameter"], _short(one["line"])))) or one["op_name"]
+        where = " ".join(filter(None, (one["parameter"], _where(one))))
         together[one["use"], one["shape"], where].append(one["bytes"])
     table = Table("largest temporaries", "bytes", "shape on a device", "from")
     table.columns[1].justify = "right"
@@ -118,7 +119,7 @@ def _collectives(found: Sequence[dict[str, Any]]) -> Table:
     """Those of one kind that one line makes, together; the longest first."""
     together: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
     for one in found:
-        where = _short(one["line"]) or one["op_name"]
+        where = _where(one)
         together[one["kind"], tuple(one["axes"]), one["overlapped"], where].append(one)
     rows = sorted(
         together.items(),
@@ -156,6 +157,14 @@ def _of(collectives: Sequence[dict[str, Any]]) -> str:
         first, *others = dict.fromkeys(found)
         parts.append(f"{what}{first}" + (f" and {len(others)} more" if others else ""))
     return ", ".join(parts)
+
+
+def _where(one: dict[str, Any]) -> str:
+    """The line that something comes from, else what JAX calls the operation."""
+    name = one["op_name"].removeprefix("jit(_train)/")
+    if len(name) > _LONGEST_NAME:
+        name = "..." + name[-_LONGEST_NAME:]
+    return _short(one["line"]) or name
 
 
 def _short(where: str) -> str:

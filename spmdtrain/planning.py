@@ -169,13 +169,18 @@ def _has_cuda() -> bool:
     return False
 
 
+def has_compiler(topology: Topology) -> bool:
+    """Whether its own compiler is used, and not that of virtual devices in its stead."""
+    return topology.platform != "gpu" or _has_cuda()
+
+
 def devices_of(topology: Topology) -> list[jax.Device]:
     """The devices of a topology, to compile for. Raises `UserError`.
 
     Without the CUDA plugin those of GPUs are virtual ones of the CPU.
     """
     chip = topology.chip
-    if topology.platform == "cpu" or (topology.platform == "gpu" and not _has_cuda()):
+    if topology.platform == "cpu" or not has_compiler(topology):
         return jax.devices("cpu")
     assert chip is not None
     options: dict[str, Any] = {}
@@ -247,7 +252,7 @@ def plan(
     config = dataclasses.replace(config, compilation_cache=OFF, workdir=None, cpu_devices=None)
     tell("building")
     devices = devices_of(topology)
-    virtual = topology.platform == "gpu" and devices[0].platform == "cpu"
+    virtual = not has_compiler(topology)
     with mesh.devices_elsewhere(devices):
         if virtual:
             # What is faster between virtual devices is not what a GPU's compiler would do.

@@ -82,7 +82,7 @@ def traffic_of(
             bytes=sizes[name],
             least=(least or {}).get(name, 0.0),
             how=", ".join(
-                kind if name == _REST else f"{kind} {count / elements[name]:.3g} times"
+                kind if name == _REST else f"{kind} {_often(count / elements[name])}"
                 for kind, count in crossed[name].items()
             ),
         )
@@ -90,3 +90,7 @@ def traffic_of(
     ]
     found.sort(key=lambda one: one.least - one.bytes)
     return Traffic(sum(sizes.values()), None if least is None else sum(least.values()), found)
+
+
+def _often(times: float) -> str:
+    return "once" if round(times, 2) == 1 else f"{times:.3g} times"

@@ -69,7 +69,7 @@ class Rematerialized:
     Attributes:
         given: How it was split: parts of each dim, in XLA's words.
         wanted: How it is needed.
-        shape: Of all of it.
+        shape: As the partitioner has it there, of a device if it was split before.
         parameter: The model parameter whose value or gradient it is, or "".
         line: The line of the user's that needs it so, or "".
     """

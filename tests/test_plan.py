@@ -17,35 +17,16 @@ import jax
 import numpy as np
 import pytest
 from helpers import DIGITS, GAN, GPT, TEXT, environment
+from plans import plan, planned
 
-from spmdtrain import Trainer, estimate, planning, run, topologies
+from spmdtrain import Trainer, estimate, planning, topologies
 from spmdtrain.config import resolve
 from spmdtrain.errors import UserError
 from spmdtrain.experiment import load_experiment
 from spmdtrain.hlo_module import Module
-from spmdtrain.plan import Options, as_json, main
+from spmdtrain.plan import main
 
 PARAMETERS = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10  # of digits_mlp
-
-
-def plan(config: Path, *options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "spmdtrain.plan", "--config", str(config), *map(str, options)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-
-
-def planned(config: Path, *options: object) -> dict[str, Any]:
-    """The one plan that `--json` prints, made here, where there are 8 devices."""
-    arguments = ["--config", str(config), *map(str, options)]
-    if "--topology" not in arguments:
-        arguments += ["--topology", "cpu:8"]
-    command = run.parse(arguments, Options)
-    topology = topologies.parse(command.options.topology)
-    return as_json(planning.plan(command.experiment, command.config, topology))
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +92,8 @@ def test_loops_count_as_often_as_they_turn(text: Path) -> None:
 
 @pytest.mark.slow
 def test_a_compiler_option_passes_through_and_a_summary_is_kept_for_each(tmp_path: Path) -> None:
-    options = ("--topology", "cpu:8", "--dropout", 0, "--collectives.reduction", "all_reduce")
+    options = ("--topology", "cpu:8", "--dropout", 0, "--no-advice")
+    options += ("--collectives.reduction", "all_reduce")
     apart = ("--compiler-option", "xla_disable_hlo_passes=cpu-all-reduce-combiner")
     env = environment() | {"XDG_CACHE_HOME": str(tmp_path)}
 
@@ -326,12 +308,33 @@ def test_over_two_slices_of_tpus_the_network_between_them_is_one_axis() -> None:
     assert ("tensor",) in {tuple(x["axes"]) for x in found["collectives"] if x["link"] == "links"}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
-def test_without_libtpu_it_says_which_extra_to_install() -> None:
-    ended = plan(DIGITS, "--topology", "v5e:4x4")
-    assert ended.returncode == 2
-    (line,) = ended.stderr.splitlines()
-    assert "pip install 'spmdtrain[tpu]'" in line
+def test_without_libtpu_it_says_which_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"not installed; pip install 'spmdtrain\[tpu\]'"):
+        planning.devices_of(topologies.parse("v5e:4x4"))
+
+
+def test_a_compiler_that_jax_was_not_made_with_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "version_of", lambda package: "0.0.11")
+    tpu, gpu = (planning.other_compiler(topologies.parse(x)) for x in ("v5e:4x4", "gpu:h100:1x8"))
+    assert tpu.startswith(f"libtpu 0.0.11 is installed, and jax {jax.__version__} was made with")
+    assert "pip install 'spmdtrain[tpu]'" in tpu and "pip install 'spmdtrain[cuda12]'" in gpu
+    monkeypatch.undo()
+    assert planning.other_compiler(topologies.parse("v5e:4x4")) == ""
+    assert planning.other_compiler(topologies.parse("cpu:8")) == ""
+
+
+@needs_libtpu
+def test_jax_does_not_look_for_tpus_where_there_are_none() -> None:
+    env = environment()
+    del env["JAX_PLATFORMS"]
+    program = (
+        "import spmdtrain; spmdtrain.initialize(); import jax; print(jax.devices()[0].platform)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=100
+    )
+    assert ended.stderr == "" and ended.stdout.strip() in ("cpu", "gpu", "tpu")
 
 
 # -- the model of links ----------------------------------------------------------------------------

@@ -1,0 +1,360 @@
+"""What a plan says of its figures: whose they are, what is too much, and what would mend it."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import DIGITS, GPT, TEXT
+from plans import advised, plan, planned
+
+from spmdtrain import plan_tables, run
+from spmdtrain.compiler_log import CompilerLog, kept_log
+from spmdtrain.live_ranges import Live, read_dump
+from spmdtrain.plan import Options
+from spmdtrain.summaries import Use
+
+NAMES = {f"layers/{n}/{kind}" for n in range(3) for kind in ("kernel", "bias")}
+PARAMETERS = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10  # of digits_mlp
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "input.txt").write_text(TEXT)
+    return folder
+
+
+def carried(found: dict[str, Any], *kinds: str, is_parameter: bool) -> set[str]:
+    return {
+        name
+        for one in found["collectives"]
+        if one["kind"] in kinds
+        for x in one["carries"]
+        if x["is_parameter"] == is_parameter
+        for name in x["parameters"]
+    }
+
+
+# -- whose it is -----------------------------------------------------------------------------------
+
+
+def test_each_collective_is_known_by_the_parameters_it_carries() -> None:
+    split = NAMES - {"layers/2/bias"}  # of 10 elements, over 8 devices
+    sharded = planned(DIGITS, "--strategy", "fully_sharded", "--sharding.min-size", 1)
+    assert carried(sharded, "all-gather", is_parameter=True) == split
+    assert carried(sharded, "all-reduce", "reduce-scatter", is_parameter=False) == NAMES
+    assert carried(sharded, "all-reduce", is_parameter=True) == set()
+
+    zero = planned(DIGITS, "--strategy", "zero", "--sharding.min-size", 1)
+    assert carried(zero, "all-gather", is_parameter=False) == split  # the new values
+    mirrored = planned(DIGITS)
+    assert carried(mirrored, "all-reduce", is_parameter=False) == NAMES
+
+
+def test_within_loops_too(text: Path) -> None:
+    options = ("--preset", "tiny", "--data-dir", text, "--no-unroll", "--sharding.min-size", 1)
+    found = planned(GPT, *options, "--strategy", "fully_sharded")
+    blocks = {
+        *("blocks/attention/qkv", "blocks/attention/out", "blocks/attention/norm"),
+        *("blocks/mlp/up", "blocks/mlp/down", "blocks/mlp/norm"),
+    }
+    whole = blocks | {"embedding", "norm"}
+    assert {row["name"] for row in found["state"]} == whole
+    assert carried(found, "all-gather", is_parameter=True) == whole
+    in_loop = [one for one in found["collectives"] if one["times"] == 2]
+    assert {n for one in in_loop for x in one["carries"] for n in x["parameters"]} <= blocks
+
+
+def test_what_fills_a_memory_is_told_by_what_it_is_for(text: Path) -> None:
+    options = ("--preset", "tiny", "--data-dir", text, "--global-batch-size", 64)
+    found = planned(GPT, *options, "--strategy", "mirrored", "--no-advice")
+    memory = found["memory"]
+    uses = memory["uses"]
+    assert 0.9 * memory["temporaries"] <= sum(uses.values()) <= memory["temporaries"]
+    assert uses[Use.ACTIVATION] > 0.5 * memory["temporaries"]
+    sizes = [one["bytes"] for one in memory["buffers"]]
+    assert sizes == sorted(sizes, reverse=True) and all(
+        one["line"] or one["parameter"] for one in memory["buffers"][:5]
+    )
+    # More examples make activations alone more.
+    more = planned(GPT, *options[:-1], 256, "--strategy", "mirrored")["memory"]["uses"]
+    assert more[Use.ACTIVATION] > 3 * uses[Use.ACTIVATION]
+    assert more.get(Use.GRADIENT, 0) <= 1.5 * uses.get(Use.GRADIENT, 1e6)
+
+
+def test_the_fullest_moment_is_told_from_the_ranges_in_which_values_live(tmp_path: Path) -> None:
+    start = tmp_path / "module_0001.step.after_optimizations"
+    report = "Memory Space: default (color=0)\nTotal bytes: 1000 (1.00KiB)\n"
+    Path(f"{start}-memory-usage-report.txt").write_text(report)
+    Path(f"{start}-buffer-assignment.txt").write_text(
+        "BufferAssignment:\n"
+        "allocation 0: size 400, parameter 0, shape |f32[100]| at ShapeIndex {}:\n"
+        " value: <1 a @0> (size=400,offset=0): f32[100]{0}\n"
+        "allocation 1: size 600, preallocated-temp:\n"
+        " value: <2 early @0> (size=300,offset=0): f32[75]{0}\n"
+        " value: <3 loop{1} (phi) @0> (size=300,offset=300): f32[75]{0}\n"
+        " value: <4 late{0} @0> (size=200,offset=0): f32[50]{0}\n"
+        " value: <5 same @0> (size=200,offset=0): f32[50]{0}\n"
+        "allocation 2: size 9999, color 1, preallocated-temp:\n"
+        " value: <6 fast @1> (size=9999,offset=0): f32[2499]{0:S(1)}\n"
+    )
+    ranges = "early{}:1-3\n    loop{1}:4-9\n    late{0}:5-7\n    same{}:6-8\n    fast{}:1-9\n"
+    Path(f"{start}-live-range.txt").write_text(f"HloLiveRange (max 9):\n    {ranges}")
+    found = read_dump(tmp_path)
+    assert found is not None and found.total == 1000
+    # `same` is made of `late` in its place: together they are 200, and nothing is there with early.
+    assert found.live == [Live("loop", 1, 300), Live("late", 0, 200)]
+    Path(f"{start}-live-range.txt").unlink()
+    assert read_dump(tmp_path) is None
+
+
+# -- what is sent ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "crossings"), [("mirrored", 2), ("zero", 2), ("fully_sharded", 3)]
+)
+def test_what_a_strategy_sends_at_the_least(strategy: str, crossings: int) -> None:
+    found = planned(DIGITS, "--strategy", strategy, "--sharding.min-size", 11)["sent"]
+    split = (PARAMETERS - 10) * crossings + 10 * 2  # the last bias is whole
+    assert found["least"] == pytest.approx(4 * split * 7 / 8)
+    if strategy == "mirrored":
+        assert found["bytes"] == pytest.approx(found["least"], abs=64)
+    else:  # sums are not scattered here, but added up whole and cut; parameters gathered once
+        assert found["bytes"] == pytest.approx(4 * (3 * PARAMETERS - 10) * 7 / 8, abs=200)
+    more = {one["parameter"]: one["bytes"] - one["least"] for one in found["by_parameter"]}
+    assert sum(more.values()) == pytest.approx(found["bytes"] - found["least"])
+    if strategy == "zero":
+        assert more["layers/1/kernel"] == pytest.approx(4 * 128 * 128 * 7 / 8)
+        (one,) = (x for x in found["by_parameter"] if x["parameter"] == "layers/1/kernel")
+        assert one["how"] in (
+            "all-reduce once, all-gather once",
+            "all-gather once, all-reduce once",
+        )
+
+
+# -- advice ----------------------------------------------------------------------------------------
+
+
+def test_an_embedding_that_is_used_twice_is_reduced_twice_and_how_to_mend_it(text: Path) -> None:
+    options = ("--preset", "tiny", "--data-dir", text, "--strategy", "mirrored")
+    where = ("--topology", "gpu:h100:1x8")
+    (one,) = advised(GPT, *options, *where)
+    assert "embedding is reduced 2 times" in one.finding
+    assert one.options == "--collectives.reduction all_reduce"
+    assert one.with_options is not None
+    rows, width = 64, 64
+    saved = one.without.sent - one.with_options.sent
+    assert saved == pytest.approx(2 * 7 / 8 * 4 * rows * width, rel=0.01)
+    untied = advised(GPT, *options, "--no-tied", *where)
+    assert not any("reduced" in other.finding for other in untied)
+
+
+def test_what_is_too_big_is_told_with_what_makes_it_fit(text: Path) -> None:
+    options = ("--width", 8192, "--layers", 8, "--heads", 32, "--data-dir", text)
+    where = ("--topology", "gpu:a100:1x8", "--strategy", "mirrored")
+    (one,) = advised(GPT, *options, *where)
+    assert one.without.fits is False
+    assert one.options == "--strategy zero" and one.with_options is not None
+    assert one.with_options.fits and one.with_options.peak < one.without.peak
+    assert one.tried == ()
+
+
+def test_a_parameter_that_fills_a_device_is_a_giant(tmp_path: Path) -> None:
+    wide = tmp_path / "wide.py"
+    wide.write_text(ONE_MATRIX)
+    options = ("--width", 40_000, "--topology", "gpu:a100:1x8", "--strategy")
+    (one,) = advised(wide, *options, "mirrored")
+    assert "weights (40000, 40000)" in one.finding and "whole on each of 8 devices" in one.finding
+    assert one.options == "--strategy zero" and one.with_options is not None
+    # The moments of Adam, in eight parts.
+    saved = one.without.peak - one.with_options.peak
+    assert saved == pytest.approx(2 * 4 * 40_000**2 * 7 / 8, rel=0.3)
+    assert advised(wide, *options, "fully_sharded") == []
+
+
+def test_dims_that_do_not_divide_and_into_how_many_parts_they_do(tmp_path: Path) -> None:
+    wide = tmp_path / "wide.py"
+    wide.write_text(ONE_MATRIX)
+    options = ("--width", 1002, "--topology", "gpu:a100:1x8", "--strategy", "fully_sharded")
+    ended = plan(wide, *options)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert "no dim divides (1002 = 125 * 8 + 2" in line
+    assert "with --sharding.max-shards 2 all of it divides, and a device has 6.02 MB" in line
+    (one,) = advised(wide, *options, "--sharding.replicated-limit", 2**30)
+    assert "no dim of weights (1002, 1002) divides over 8 devices" in one.finding
+    assert one.options == "--sharding.max-shards 2" and one.with_options is not None
+    assert one.with_options.peak < one.without.peak
+
+
+ONE_MATRIX = """
+from dataclasses import dataclass
+import jax, jax.numpy as jnp, numpy as np, optax
+from spmdtrain import Experiment, FunctionModel, RunConfig
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    steps: int = 3
+    batch_size_per_device: int = 1
+    width: int = 8
+
+def build(config):
+    def init(key):
+        return {"weights": jnp.zeros((config.width, config.width))}
+    def loss(model, batch):
+        return {"loss": jnp.square(batch["x"] @ model["weights"]).mean(-1)}
+    data = {"x": np.ones((64, config.width), np.float32)}
+    return Experiment(model=FunctionModel(init), objective=loss, train=data,
+                      optimizer=optax.adam(1e-3))
+"""
+
+
+# -- what changes between topologies, and what the partitioner warns of ----------------------------
+
+
+def test_what_changes_between_topologies() -> None:
+    options = ("--strategy", "fully_sharded", "--sharding.min-size", 1, "--no-advice")
+    ended = plan(DIGITS, *options, "--topology", "cpu:2,cpu:8")
+    assert ended.returncode == 0, ended.stderr
+    events = [line for line in ended.stdout.splitlines() if line.startswith("cpu:2 to cpu:8: ")]
+    assert events == [
+        f"cpu:2 to cpu:8: {what}layers/2/bias (10,): whole (2 before), on 4 times the devices"
+        for what in ("", "the optimizer's state of ")
+    ]
+
+
+def test_events_of_collectives_and_of_time() -> None:
+    def of(kind: str, waiting: float, rules: str, link: str) -> dict[str, Any]:
+        carries = [{"parameters": ["w"], "is_parameter": True}]
+        return {
+            "fits": True,
+            "devices": 8,
+            "state": [],
+            "collectives": [{"kind": kind, "carries": carries, "link": link}],
+            "time": {"waiting": waiting, "estimate": 1.0, "rules": rules},
+        }
+
+    before = of("all-gather", 0.0, "compute", "links")
+    after = of("all-reduce", 0.25, "collectives", "the network between slices")
+    assert list(plan_tables.events(before, before)) == []
+    assert list(plan_tables.events(before, after | {"fits": False})) == [
+        "does not fit any more",
+        "w: crosses in all-reduce (in all-gather before)",
+        "collectives cross the network between slices",
+        "only collectives run in 25% of a step (0% before)",
+        "a step is mostly collectives (compute before)",
+    ]
+
+
+def test_an_array_that_is_made_whole_is_told_with_its_line(tmp_path: Path) -> None:
+    config = tmp_path / "resharded.py"
+    source = ONE_MATRIX.replace("    def loss(model, batch):\n", RESHARDED)
+    config.write_text(source)
+    line = next(n for n, text in enumerate(source.splitlines(), 1) if "HERE" in text)
+    options = ("--width", 256, "--mesh.data", 2, "--mesh.tensor", 4, "--topology", "cpu:8")
+    found = planned(config, *options)
+    there, back = found["rematerialized"]  # in the forward pass, and in the backward pass
+    assert there["parameter"] == "weights" and there["shape"] == "f32[4,32,64]"
+    assert f"resharded.py:{line} " in there["line"] and "resharded.py:" in back["line"]
+    assert (there["given"], there["wanted"]) == (back["wanted"], back["given"])
+    ended = plan(config, *options, "--no-advice")
+    assert ended.returncode == 0, ended.stderr
+    told = " ".join(ended.stdout.split())
+    assert f"weights resharded.py:{line} (build" in told and "made whole on every device" in told
+    assert "Involuntary" not in ended.stdout + ended.stderr
+
+
+RESHARDED = """    def loss(model, batch):
+        from jax.sharding import NamedSharding, PartitionSpec as P
+        from spmdtrain.placement import current_strategy
+        mesh = current_strategy().mesh
+        def lay(x, *spec):
+            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+        weights = lay(jnp.sin(model["weights"]), ("tensor", "data"), None)
+        weights = lay(weights.reshape(-1, 32, 64), None, "tensor", "data")  # HERE
+        model = {"weights": weights.reshape(config.width, config.width)}
+"""
+
+
+def test_the_partitioners_warnings_are_read_in_both_spellings(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    told = "%reshape.0 = f32[8,32,64]{2,1,0} reshape(%x), sharding={devices=[8,1,1]<=[8]}"
+    line = (
+        "W1122 18:31:03 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization. The "
+        "compiler {} go from sharding {{devices=[8,1,1]<=[2,4]T(1,0)}} to {{devices=[1,4,2]<=[8]}} "
+        "{} for HLO operation{} {}. As the last resort"
+    )
+    log = CompilerLog(
+        [
+            line.format("cannot", "efficiently", "", told),
+            line.format("was not able to", "without doing a full rematerialization", ":", told),
+            "something else",
+        ]
+    )
+    (one,) = log.rematerialized  # the same twice
+    assert (one.given, one.wanted) == ("{devices=[8,1,1]<=[2,4]T(1,0)}", "{devices=[1,4,2]<=[8]}")
+    assert one.operation.startswith(told)
+    with pytest.raises(KeyError), kept_log() as log:
+        os.write(2, b"from C\n")
+        raise KeyError
+    assert log.lines == ["from C"] and "from C" in capfd.readouterr().err
+
+
+# -- options and measuring -------------------------------------------------------------------------
+
+
+def test_an_option_of_several_values_may_be_given_several_times() -> None:
+    given = ["--compiler-option", "a=1", "--steps", "5", "--compiler-option=b=2", "c=3"]
+    where = ["--config", str(DIGITS), "--topology", "cpu:8"]
+    config = run.parse([*where, *given, "--frozen", "x", "--frozen", "y"], Options).config
+    assert config.compiler_option == ("a=1", "b=2", "c=3")
+    assert (config.frozen, config.steps) == (("x", "y"), 5)
+
+
+def test_measuring_wants_the_devices_at_hand() -> None:
+    ended = plan(DIGITS, "--topology", "gpu:h100:1x8", "--measure")
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert "--measure runs on gpu:h100:1x8, 8 gpu devices, and here are" in line
+
+
+@pytest.mark.slow
+def test_the_predicted_order_of_six_configurations_is_the_measured(text: Path) -> None:
+    gpt = (GPT, "--data-dir", text, "--preset", "tiny")
+    split = ("--strategy", "fully_sharded", "--sharding.min-size", 1)
+    wide = ("--width", 128, "--heads", 8, "--batch-size-per-device", 16)
+    found = []
+    for config, *options in (
+        (DIGITS,),
+        (DIGITS, *split),
+        (*gpt, *split),
+        (*gpt, "--batch-size-per-device", 16),
+        (*gpt, *wide),
+        (*gpt, *split, "--width", 256, "--heads", 8, "--layers", 4),
+    ):
+        asked = ("--topology", "cpu:8", "--measure", "--no-advice", "--json")
+        ended = plan(Path(str(config)), *options, *asked)
+        assert ended.returncode == 0, ended.stderr
+        (one,) = json.loads(ended.stdout)
+        found.append((one["time"]["estimate"], one["measured"]["step"]))
+    predicted, measured = ([one[n] for one in found] for n in (0, 1))
+    assert predicted == sorted(predicted), found
+    assert measured == sorted(measured), found
+
+
+def test_tokens_and_what_is_computed_twice(text: Path) -> None:
+    options = ("--preset", "tiny", "--data-dir", text, "--topology", "gpu:h100:1x8")
+    none, full = (planned(GPT, *options, "--remat", remat) for remat in ("none", "full"))
+    context = 32
+    time = none["time"]
+    assert time["tokens_per_second"] == pytest.approx(time["examples_per_second"] * context)
+    assert none["flops"]["again"] == 0 < full["flops"]["again"]
+    assert full["flops"]["step"] - full["flops"]["again"] == none["flops"]["step"]
+    time = full["time"]
+    of_peak = time["compute"] / time["estimate"]
+    once = none["flops"]["step"] / full["flops"]["step"]
+    assert time["utilization"] == pytest.approx(of_peak * once)
