@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from jax.sharding import Mesh
 
-from spmdtrain.hlo_module import Array, Computation, Instruction, Module, arrays_of
+from spmdtrain.hlo_module import ASYNC, Array, Computation, Instruction, Module, arrays_of
 from spmdtrain.origins import Origins
 from spmdtrain.terminal import byte_size
 
@@ -105,7 +105,7 @@ def collectives_of(module: Module, mesh: Mesh, origins: Origins | None = None) -
         name
         for computation in module.computations.values()
         for one in computation.instructions.values()
-        if one.opcode == "async-start"
+        if one.opcode in ASYNC
         for _, name in one.called
     }
     for computation in module.computations.values():

@@ -269,7 +269,9 @@ def _constant(one: Instruction | None) -> int | None:
     return int(one.inside) if one is not None and number else None
 
 
-_CALLING = ("while", "call", "conditional", "async-start", "fusion")
+# A TPU's SparseCore has calls of its own, `call-start`, beside the program.
+ASYNC = ("async-start", "call-start")
+_CALLING = ("while", "call", "conditional", "fusion", *ASYNC)
 
 
 def _numbers(row: str, name: str) -> int:

@@ -18,7 +18,7 @@ _MOVES = frozenset(
         *("reduce-precision", "optimization-barrier", "opt-barrier", "reverse", "bitcast-convert"),
         *("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all"),
         *("collective-broadcast", "concatenate", "dynamic-update-slice", "select", "copy-start"),
-        *("copy-done", "async-done", "async-update", "custom-call"),
+        *("copy-done", "async-done", "async-update", "call-done", "custom-call"),
     )
 )
 # What makes other data of it: a gradient that meets one of these is no gradient after.
@@ -158,7 +158,7 @@ class Origins:
             case "while":
                 yield _Value(here, one.operands[0], index)
                 yield from self._result(self._module.computations[dict(one.called)["body"]], index)
-            case "fusion" | "call" | "async-start":
+            case "fusion" | "call" | "async-start" | "call-start":
                 ((_, name), *_) = one.called
                 yield from self._result(self._module.computations[name], index)
             case opcode if _base(opcode) in _MOVES:
@@ -184,7 +184,7 @@ class Origins:
                 case "while":
                     body = self._module.computations[dict(user.called)["body"]]
                     yield from (_Value(body.name, x.name, value.index) for x in _parameters(body))
-                case "fusion" | "call" | "async-start":
+                case "fusion" | "call" | "async-start" | "call-start":
                     ((_, name), *_) = user.called
                     inner = self._module.computations[name]
                     for x in _parameters(inner):
@@ -226,7 +226,8 @@ def _path_name(path: str) -> str:
 
 
 def _base(opcode: str) -> str:
-    return opcode.removesuffix("-start").removesuffix("-done") if opcode[:4] != "copy" else opcode
+    """`all-gather` of `all-gather-done`; what is known by its whole name stays as it is."""
+    return opcode if opcode in _MOVES else opcode.removesuffix("-start").removesuffix("-done")
 
 
 def _given(one: Instruction, index: int) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from spmdtrain.advice import Advice, advise
 from spmdtrain.config import RunConfig
 from spmdtrain.errors import ExitCode, UserError, exit_code_of
 from spmdtrain.measuring import Measured
+from spmdtrain.plan_tables import changes
 from spmdtrain.sent import Traffic
 from spmdtrain.sharding_table import Row
 from spmdtrain.terminal import Terminal
@@ -45,7 +46,8 @@ class Options:
     """Where it is to run: v5e:4x4, v5p:8x8x8, v5e:16x16@2 (two slices) or cpu:8; several with
     commas between them."""
     json: bool = False
-    """Print a list of one JSON object for each topology, and nothing else."""
+    """Print one JSON object and nothing else: the plan, or of several topologies all plans and what
+    changes between them."""
     advice: bool = True
     """Try what is known to mend what is found to go wrong: each try compiles once more."""
     measure: bool = False
@@ -86,7 +88,8 @@ def execute(arguments: Sequence[str]) -> int:
             plan_tables.show_advice(terminal, found[-1])
     plans = [plan for plan in found if "error" not in plan]
     if quiet and plans:
-        print(json.dumps(found, indent=1))
+        told = found[0] if len(found) == 1 else {"plans": found, "changes": changes(plans)}
+        print(json.dumps(told, indent=1))
     elif len(plans) > 1:
         plan_tables.show_scaling(terminal, plans)
     if len(plans) < len(found):

@@ -265,9 +265,17 @@ def _advice(one: dict[str, Any]) -> str:
 def show_scaling(terminal: Terminal, plans: Sequence[dict[str, Any]]) -> None:
     """Several topologies, a row each, and what changes from each to the next."""
     terminal.console.print(_side_by_side(plans))
-    for before, after in itertools.pairwise(plans):
-        for event in events(before, after):
-            terminal.line(f"{before['topology']} to {after['topology']}: {event}")
+    for change in changes(plans):
+        terminal.line(change)
+
+
+def changes(plans: Sequence[dict[str, Any]]) -> list[str]:
+    """What changes from each plan to the next, a line each."""
+    return [
+        f"{before['topology']} to {after['topology']}: {event}"
+        for before, after in itertools.pairwise(plans)
+        for event in events(before, after)
+    ]
 
 
 def _side_by_side(plans: Sequence[dict[str, Any]]) -> Table:

@@ -23,7 +23,9 @@ from spmdtrain import Trainer, estimate, planning, topologies
 from spmdtrain.config import resolve
 from spmdtrain.errors import UserError
 from spmdtrain.experiment import load_experiment
+from spmdtrain.hlo import collectives_of
 from spmdtrain.hlo_module import Module
+from spmdtrain.origins import Origins
 from spmdtrain.plan import main
 
 PARAMETERS = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10  # of digits_mlp
@@ -92,8 +94,8 @@ def test_loops_count_as_often_as_they_turn(text: Path) -> None:
 
 @pytest.mark.slow
 def test_a_compiler_option_passes_through_and_a_summary_is_kept_for_each(tmp_path: Path) -> None:
-    options = ("--topology", "cpu:8", "--dropout", 0, "--no-advice")
-    options += ("--collectives.reduction", "all_reduce")
+    cpu = ("--topology", "cpu:8", "--no-advice")
+    options = (*cpu, "--dropout", 0, "--collectives.reduction", "all_reduce")
     apart = ("--compiler-option", "xla_disable_hlo_passes=cpu-all-reduce-combiner")
     env = environment() | {"XDG_CACHE_HOME": str(tmp_path)}
 
@@ -110,7 +112,7 @@ def test_a_compiler_option_passes_through_and_a_summary_is_kept_for_each(tmp_pat
             timeout=200,
         )
         assert ended.returncode == 0, ended.stderr
-        (found,) = json.loads(ended.stdout)
+        found = json.loads(ended.stdout)
         return len(found["collectives"])
 
     kept = tmp_path / "spmdtrain" / "plans"
@@ -267,7 +269,7 @@ needs_libtpu = pytest.mark.skipif(
 def test_on_a_tpu() -> None:
     ended = plan(DIGITS, "--topology", "v5e:4x4", "--strategy", "mirrored", "--json")
     assert ended.returncode == 0, ended.stderr
-    (found,) = json.loads(ended.stdout)
+    found = json.loads(ended.stdout)
     assert (found["chips"], found["fits"]) == (16, True)
     memory = found["memory"]
     assert memory["params"] == 4 * PARAMETERS and memory["code"] > 0
@@ -295,7 +297,7 @@ def test_over_two_slices_of_tpus_the_network_between_them_is_one_axis() -> None:
     options = ("--topology", "v5e:2x4@2", "--mesh.data", 8, "--mesh.tensor", 2, "--json")
     ended = plan(DIGITS, *options, "--strategy", "tensor_parallel")
     assert ended.returncode == 0, ended.stderr
-    (found,) = json.loads(ended.stdout)
+    found = json.loads(ended.stdout)
     assert found["devices"] == 16
     between = [x for x in found["collectives"] if x["link"] == "the network between slices"]
     assert {tuple(one["axes"]) for one in between} == {("data",)}
@@ -443,3 +445,33 @@ def test_a_loop_whose_turns_cannot_be_told_is_known_to_be_so() -> None:
 def test_chips_that_nobody_has_are_refused_in_words() -> None:
     with pytest.raises(UserError, match="a topology is TPU:SHAPE"):
         topologies.parse("abacus")
+
+
+# -- a TPU's SparseCore, which moves beside the program --------------------------------------------
+
+SPARSE = """HloModule jit_step, input_output_alias={ {0}: (0, {}, may-alias) }
+
+%called (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0:T(128)} parameter(0)
+  ROOT %sum = f32[8]{0:T(128)} all-reduce(%x), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+}, execution_thread="sparsecore"
+
+ENTRY %main (w: f32[8]) -> (f32[8]) {
+  %w = f32[8]{0:T(128)} parameter(0), metadata={op_name="state.params[\\'dense\\'][\\'kernel\\']"}
+  %grad = f32[8]{0:T(128)} multiply(%w, %w)
+  %ready = s32[]{:S(2)} custom-call(), custom_call_target="PrepareAsyncCallStart"
+  %start = ((f32[8]{0}, token[]), f32[8]{0}, s32[]) call-start(%grad, %ready), to_apply=%called
+  %done = f32[8]{0:T(128)} call-done(%start)
+  %new = f32[8]{0:T(128)} subtract(%w, %done)
+  ROOT %out = (f32[8]{0:T(128)}) tuple(%new)
+}
+"""
+
+
+def test_what_the_sparse_core_moves_is_beside_other_work() -> None:
+    module = Module(SPARSE)
+    mesh = jax.make_mesh((8,), ("data",))
+    (one,) = collectives_of(module, mesh, Origins(module, 8))
+    assert (one.kind, one.overlapped, one.times, one.bytes) == ("all-reduce", True, 1, 32)
+    (carried,) = one.carries
+    assert (carried.parameters, carried.is_parameter) == (("dense/kernel",), False)

@@ -219,11 +219,18 @@ def test_what_changes_between_topologies() -> None:
     options = ("--strategy", "fully_sharded", "--sharding.min-size", 1, "--no-advice")
     ended = plan(DIGITS, *options, "--topology", "cpu:2,cpu:8")
     assert ended.returncode == 0, ended.stderr
-    events = [line for line in ended.stdout.splitlines() if line.startswith("cpu:2 to cpu:8: ")]
-    assert events == [
-        f"cpu:2 to cpu:8: {what}layers/2/bias (10,): whole (2 before), on 4 times the devices"
-        for what in ("", "the optimizer's state of ")
-    ]
+    told = [line for line in ended.stdout.splitlines() if line.startswith("cpu:2 to cpu:8: ")]
+    ended = plan(DIGITS, *options, "--topology", "cpu:2,cpu:8", "--json")
+    found = json.loads(ended.stdout)
+    assert [one["topology"] for one in found["plans"]] == ["cpu:2", "cpu:8"]
+    assert (
+        found["changes"]
+        == told
+        == [
+            f"cpu:2 to cpu:8: {what}layers/2/bias (10,): whole (2 before), on 4 times the devices"
+            for what in ("", "the optimizer's state of ")
+        ]
+    )
 
 
 def test_events_of_collectives_and_of_time() -> None:
@@ -339,7 +346,7 @@ def test_the_predicted_order_of_six_configurations_is_the_measured(text: Path) -
         asked = ("--topology", "cpu:8", "--measure", "--no-advice", "--json")
         ended = plan(Path(str(config)), *options, *asked)
         assert ended.returncode == 0, ended.stderr
-        (one,) = json.loads(ended.stdout)
+        one = json.loads(ended.stdout)
         found.append((one["time"]["estimate"], one["measured"]["step"]))
     predicted, measured = ([one[n] for one in found] for n in (0, 1))
     assert predicted == sorted(predicted), found
