@@ -4,6 +4,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import jax
+
 from spmdtrain.config import RunConfig
 from spmdtrain.errors import UserError
 from spmdtrain.planning import Moved, Plan, has_compiler
@@ -16,6 +18,7 @@ Again = Callable[[Sequence[str]], Plan]
 """Plans once more, with these options after the others. Raises `UserError`."""
 
 _NOT_WORTH_A_WORD = 0.02  # of the estimated time, of what is sent, or of a device's memory
+_SHORT = 1e-4  # seconds of a step: of shorter ones the start of each rules anyway
 _GIANT = 0.1  # of what a device may hold
 
 # Without these a TPU's compiler lets sums of zeros and of a device's part stand for a gather over
@@ -102,6 +105,8 @@ def _try(
                 known[options] = again(options)
             except UserError as error:  # not with this experiment, or on these devices
                 known[options] = error
+            except jax.errors.JaxRuntimeError as error:  # of the compiler's own
+                known[options] = UserError(str(error).partition("\n")[0][:200])
         other = known[options]
         if isinstance(other, Plan) and finding.mends(plan, other):
             return Advice(
@@ -109,7 +114,8 @@ def _try(
             )
         why = str(other) if isinstance(other, UserError) else "no better"
         if isinstance(other, Plan) and other.fits is False:
-            why = f"needs {byte_size(other.memory.peak)}"
+            least = "at least " if other.memory.temporaries is None else ""
+            why = f"needs {least}{byte_size(other.memory.peak)}"
         in_vain.append(f"{' '.join(options)}: {why}")
     return Advice(finding.text, "", _figures(plan), None, tuple(in_vain))
 
@@ -126,7 +132,7 @@ def _too_big(plan: Plan, config: RunConfig) -> _Finding:
     limit = plan.memory.limit or 0
     splits = _splits(plan, config)
     again = ["--remat", "full"] if config.remat == "none" else []
-    batch = plan.global_batch_size / plan.devices
+    batch = plan.global_batch_size / plan.batch_shards
     parts = [
         ["--microbatches", str(m)] for m in (4, 16) if m > config.microbatches and batch % m == 0
     ]
@@ -154,21 +160,22 @@ def _splits(plan: Plan, config: RunConfig) -> list[list[str]]:
 
 def _dividing(rows: Sequence[Row], devices: int) -> int:
     """The most parts, of as many devices, into which each large parameter has a dim to divide."""
-    dims = [[int(n) for n in row.shape.strip("(),").split(",") if n.strip()] for row in rows]
-    sizes = [row.elements for row in rows]
-    large = [d for d, size in zip(dims, sizes, strict=True) if size >= max(sizes) // 100]
+    most = max((row.elements for row in rows), default=0)
+    dims = [
+        [int(n) for n in row.shape.strip("(),").split(",") if n.strip()]
+        for row in rows
+        if row.elements >= max(2, most // 100)
+    ]
+    divisors = [parts for parts in range(devices, 0, -1) if devices % parts == 0]
     return next(
-        parts
-        for parts in range(devices, 0, -1)
-        if devices % parts == 0 and all(any(n % parts == 0 for n in d) for d in large)
+        (parts for parts in divisors if all(any(n % parts == 0 for n in d) for d in dims)), 1
     )
 
 
 def _giants(plan: Plan, config: RunConfig) -> Iterator[_Finding]:
     """A parameter that each device has whole, with what belongs to it, and that fills it."""
     limit = plan.memory.limit
-    splits = _splits(plan, config)
-    if not limit or not splits:
+    if not limit or not (splits := _splits(plan, config)):
         return
     held = {row: row.own.device + row.optimizer.device + row.average.device for row in plan.rows}
     giants = [row for row in plan.rows if held[row] >= _GIANT * limit]
@@ -187,15 +194,9 @@ def _giants(plan: Plan, config: RunConfig) -> Iterator[_Finding]:
 def _undivided(plan: Plan, config: RunConfig) -> Iterator[_Finding]:
     """Parameters that the strategy would split, had they a dim that divides."""
     of = strategy(config.strategy)
-    if not (of.shards_params or of.shards_optimizer):
-        return
-    whole = []
-    for row in plan.rows:
-        held = row.own if of.shards_params else row.optimizer
-        if held.device == held.whole and row.elements >= config.sharding.min_size:
-            whole.append(row)
+    whole = [row for row in plan.rows if row.name in plan.undivided]
     size = sum(row.own.device + row.optimizer.device for row in whole)
-    if size < _NOT_WORTH_A_WORD * plan.memory.peak:
+    if not whole or size < _NOT_WORTH_A_WORD * plan.memory.peak:
         return
     parts = _dividing(plan.rows, plan.devices)
     fully = [] if of.shards_params else ["--strategy", "fully_sharded"]
@@ -217,8 +218,9 @@ def _reduced_twice(plan: Plan, config: RunConfig) -> Iterator[_Finding]:
         if one.kind in ("all-reduce", "reduce-scatter"):
             for carried in one.carries:
                 if not carried.is_parameter:
-                    whole = sum(elements[name] for name in carried.parameters)
-                    for name in carried.parameters:
+                    names = [name for name in carried.parameters if name in elements]
+                    whole = sum(elements[name] for name in names)
+                    for name in names:
                         crossed[name] += one.times * carried.elements * elements[name] / whole
     again = [
         name
@@ -270,7 +272,7 @@ def _waiting(plan: Plan, topology: Topology) -> Iterator[_Finding]:
     if any(_reduced_gathers(plan, topology)):
         return
     part = plan.times.waiting / plan.times.estimate
-    if part >= _NOT_WORTH_A_WORD:
+    if part >= _NOT_WORTH_A_WORD and plan.times.estimate >= _SHORT:
         kinds = {one.kind for one in plan.collectives if not one.overlapped and one.seconds > 0}
         names = ", ".join(sorted(kinds))
         yield _Finding(
@@ -286,4 +288,4 @@ def _compiler(options: Sequence[str]) -> list[str]:
 
 def _is_faster(now: Plan, other: Plan) -> bool:
     assert now.times is not None
-    return other.times is not None and other.times.estimate < 0.995 * now.times.estimate
+    return other.times is not None and other.times.estimate < 0.99 * now.times.estimate

@@ -18,8 +18,11 @@ _REMATERIALIZES = re.compile(
 )
 
 
+LOG = "compiler-log-"  # what the name of its file in the folder for temporary files begins with
+
+
 @dataclass(frozen=True)
-class Rematerialized:
+class Resharded:
     """An array that the partitioner makes whole on each device, to split it in another way."""
 
     given: str
@@ -37,10 +40,10 @@ class CompilerLog:
     lines: list[str] = field(default_factory=list)
 
     @property
-    def rematerialized(self) -> list[Rematerialized]:
+    def resharded(self) -> list[Resharded]:
         """The partitioner's warnings of that kind, each once."""
         found = (_REMATERIALIZES.search(line) for line in self.lines)
-        return list(dict.fromkeys(Rematerialized(**match.groupdict()) for match in found if match))
+        return list(dict.fromkeys(Resharded(**match.groupdict()) for match in found if match))
 
 
 @contextlib.contextmanager
@@ -52,7 +55,8 @@ def kept_log() -> Iterator[CompilerLog]:
     log = CompilerLog()
     sys.stderr.flush()
     stderr = os.dup(2)
-    with tempfile.TemporaryFile("w+", errors="replace") as file:
+    # With a name: of a compiler that takes the process along, it is all that is left.
+    with tempfile.NamedTemporaryFile("w+", errors="replace", prefix=LOG) as file:
         os.dup2(file.fileno(), 2)
         try:
             yield log

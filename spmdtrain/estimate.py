@@ -101,11 +101,20 @@ def wire_bytes(kind: str, whole: float, group: int) -> float:
     match kind:
         case "all-reduce":
             return 2 * share
-        case "all-to-all" | "ragged-all-to-all":
-            return share / group  # a device has a part of the whole, and keeps a part of that
         case "collective-permute" | "collective-broadcast":
             return whole
     return share
+
+
+def least_bytes(kind: str, whole: float, group: int, of: Topology) -> float:
+    """What a chip sends at the very least for it, whatever the algorithm.
+
+    Of a group that has both devices of each chip a chip sends for both; and switches between GPUs
+    may add up (NVLink SHARP), so that each value is sent once.
+    """
+    assert of.chip is not None
+    sent = wire_bytes(kind, whole, max(1, group // of.chip.devices))
+    return sent / 2 if of.platform == "gpu" and kind == "all-reduce" else sent
 
 
 def seconds(kind: str, whole: float, group: int, link: Link) -> float:

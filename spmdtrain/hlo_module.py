@@ -4,7 +4,7 @@ import functools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,7 @@ _CALLED = re.compile(
 )
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _ARRAY = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<dims>[^\]]*)\](?:\{(?P<layout>[^{}]*)\})?")
-_INDEX = re.compile(r"\bindex=(\d+)")
+INDEX = re.compile(r"\bindex=(\d+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _SOURCE = re.compile(r'source_file="((?:[^"\\]|\\.)*)" source_line=(\d+)')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
@@ -91,6 +91,21 @@ def arrays_of(shape: str) -> tuple[Array, ...]:
         dims = tuple(int(n) for n in re.findall(r"\d+", match["dims"]))
         found.append(Array(match["dtype"], dims, int(space[1]) if space else 0))
     return tuple(found)
+
+
+def element_of(shape: str, path: Sequence[int]) -> str:
+    """The first array at a path within a shape, as people write it: `bf16[8,128]`."""
+    for place in path:
+        depth, parts = 0, [""]
+        for letter in shape[1:-1]:
+            depth += (letter in "([{") - (letter in ")]}")
+            if letter == "," and not depth:
+                parts.append("")
+            else:
+                parts[-1] += letter
+        shape = parts[place].strip() if place < len(parts) else ""
+    found = arrays_of(shape)
+    return str(found[0]) if found else shape
 
 
 @dataclass
@@ -186,7 +201,7 @@ class Module:
         if compared is None or compared[0].opcode != "compare":
             return None
         test, (counter, limit) = compared
-        index = _INDEX.search(counter.attributes) if counter else None
+        index = INDEX.search(counter.attributes) if counter else None
         end = _constant(limit)
         if "direction=LT" not in test.attributes or index is None or end is None:
             return None
@@ -233,7 +248,7 @@ class Module:
             return None
         counters = [x for x in found[1] if x is not None and x.opcode == "get-tuple-element"]
         steps = [step for x in found[1] if (step := _constant(x)) is not None]
-        own = [x for x in counters if _INDEX.findall(x.attributes) == [str(index)]]
+        own = [x for x in counters if INDEX.findall(x.attributes) == [str(index)]]
         return steps[0] if own and steps else None
 
     def line_of(self, one: Instruction) -> str:

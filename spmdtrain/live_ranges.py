@@ -21,8 +21,8 @@ class Live:
 
     name: str
     """Of the instruction that makes it."""
-    index: int
-    """Which of its results."""
+    path: tuple[int, ...]
+    """Which of its results, of a tuple; () where it has one."""
     bytes: int
 
 
@@ -57,7 +57,7 @@ def read_dump(folder: Path) -> Fullest | None:
     return Fullest(int(total[1]), _fullest(_values(assignment), _ranges(ranges)))
 
 
-_Name = tuple[str, int]
+_Name = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -78,21 +78,21 @@ def _values(text: str) -> dict[_Name, _Place]:
             allocation += 1
         elif counts and (match := _VALUE.match(line)):
             place = _Place(allocation, int(match["offset"]), int(match["size"]))
-            found[match["name"], _first(match["index"])] = place
+            found[match["name"], _path(match["index"])] = place
     return found
 
 
 def _ranges(text: str) -> dict[_Name, tuple[int, int]]:
     matches = map(_RANGE.match, text.splitlines())
     return {
-        (match["name"], _first(match["index"])): (int(match["start"]), int(match["end"]))
+        (match["name"], _path(match["index"])): (int(match["start"]), int(match["end"]))
         for match in matches
         if match
     }
 
 
-def _first(index: str | None) -> int:
-    return int((index or "0").split(",")[0] or 0)
+def _path(index: str | None) -> tuple[int, ...]:
+    return tuple(int(number) for number in (index or "").split(",") if number)
 
 
 def _fullest(values: dict[_Name, _Place], ranges: dict[_Name, tuple[int, int]]) -> list[Live]:
@@ -120,5 +120,5 @@ def _fullest(values: dict[_Name, _Place], ranges: dict[_Name, tuple[int, int]]) 
         if held > most:
             most = held
             best = [max(group, key=group.__getitem__) for group in there.values() if group]
-    live = [Live(name, index, values[name, index].bytes) for name, index in best]
+    live = [Live(name, path, values[name, path].bytes) for name, path in best]
     return sorted(live, key=lambda one: -one.bytes)

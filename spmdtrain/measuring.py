@@ -1,6 +1,7 @@
 """What a step takes where its devices are at hand: the other half of a plan."""
 
 import dataclasses
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +26,10 @@ from spmdtrain.trainer import Trainer
 _SECONDS = 4.0  # of training, at the least
 _FEWEST = 5  # steps
 _ROUNDS = 9
+
+
+# What JAX calls the devices of some chips; of the others their name is in it.
+_KINDS = {"v5e": "v5 lite", "v5p": "v5p?$", "v6e": "v6 lite"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ def environment(topology: Topology) -> dict[str, str]:
     """What a process that measures needs in its environment when it starts."""
     if topology.platform != "cpu":
         return {}
-    return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(topology.devices)}
+    return {"JAX_PLATFORMS": "cpu"}
 
 
 def measure(file: ExperimentFile, config: RunConfig, topology: Topology) -> Measured:
@@ -93,12 +98,13 @@ def measure(file: ExperimentFile, config: RunConfig, topology: Topology) -> Meas
 
 def _check_devices(topology: Topology) -> None:
     has = jax.devices()
-    kind = has[0].device_kind.lower()
-    wanted = {"gpu": "gpu", "tpu": "tpu", "cpu": "cpu"}[topology.platform]
-    if has[0].platform != wanted or len(has) != topology.devices:
+    platform, kind = has[0].platform, has[0].device_kind
+    wanted = "" if topology.chip is None else _KINDS.get(topology.chip.name, topology.chip.name)
+    is_it = platform == topology.platform and re.search(wanted, kind.lower())
+    if not is_it or len(has) != topology.devices:
         raise UserError(
-            f"--measure runs on {topology}, {topology.devices} {wanted} devices, and here are "
-            f"{len(has)} of {has[0].platform} ({kind})"
+            f"--measure runs on {topology}, {topology.devices} {topology.platform} devices, and "
+            f"here are {len(has)} of {platform} ({kind})"
         )
 
 

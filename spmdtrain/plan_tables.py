@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from spmdtrain.terminal import Terminal, byte_size, duration
 
@@ -14,6 +15,7 @@ _MOST_ROWS = 12
 _MOST_BUFFERS = 8
 _MOST_PARTS = 4
 _LONGEST_NAME = 40
+_WIDE = 100  # columns of a terminal
 _FULL = 0.8  # of a device's memory: from there on it is told what fills it
 _TOLD = 0.05  # of an excess
 _NOTICED = 0.05  # of a step
@@ -22,7 +24,8 @@ _NOTICED = 0.05  # of a step
 def show(terminal: Terminal, plan: dict[str, Any]) -> None:
     """Tables of one plan, as `--json` has it."""
     terminal.line(
-        f"{plan['topology']}: {plan['chips']} chips, {plan['placement']}; "
+        f"{plan['topology']}: {plan['chips']} chip{'s' if plan['chips'] > 1 else ''}, "
+        f"{plan['placement']}; "
         f"global batch {plan['global_batch_size']}"
     )
     memory = plan["memory"]
@@ -31,10 +34,12 @@ def show(terminal: Terminal, plan: dict[str, Any]) -> None:
     if memory["buffers"] and (memory["limit"] or 0) * _FULL < memory["peak"]:
         terminal.console.print(_buffers(memory["buffers"]))
     if plan["collectives"]:
-        terminal.console.print(_collectives(plan["collectives"]))
+        terminal.console.print(_collectives(plan["collectives"], terminal.console.width))
         terminal.line(_sent(plan["sent"]))
     if plan["time"]:
         terminal.console.print(_time(plan))
+    elif plan["flops"]["step"]:
+        terminal.line(f"FLOPs of a step: {plan['flops']['step']:.4g}")
     if plan["measured"]:
         terminal.line(_measured(plan))
     for one in plan["rematerialized"]:
@@ -42,7 +47,8 @@ def show(terminal: Terminal, plan: dict[str, Any]) -> None:
     for note in plan["notes"]:
         terminal.line(f"note: {note}")
     if plan["time"]:
-        terminal.line(ASSUMED)
+        is_cpu = bool(plan["measured"] and plan["measured"]["chip"])
+        terminal.line(_MEASURED_HERE if is_cpu else _ASSUMED)
 
 
 def show_advice(terminal: Terminal, plan: dict[str, Any]) -> None:
@@ -51,7 +57,11 @@ def show_advice(terminal: Terminal, plan: dict[str, Any]) -> None:
         terminal.line(f"advice: {_advice(one)}")
 
 
-ASSUMED = (
+_MEASURED_HERE = (
+    "All of this is an estimate, by what products, memory and sums over the devices were found to "
+    "take here: what it takes to start a step is not in it, nor that convolutions take longer."
+)
+_ASSUMED = (
     "All of this is an estimate: products at the chip's peak in bfloat16, memory and links at "
     "theirs, and the input never late. No step of this program takes less than the bound; the "
     "estimate reads and writes what each of its instructions does, caches unknown."
@@ -79,7 +89,7 @@ def _memory(memory: dict[str, Any]) -> Table:
         "optimizer state": memory["optimizer"],
         "moving average": memory["average"],
         "model state, step, key": memory["other"],
-        "batch": memory["inputs"],
+        "inputs": memory["inputs"],
         **_temporaries(memory),
         "results": memory["results"],
         "program": memory["code"],
@@ -97,26 +107,25 @@ def _temporaries(memory: dict[str, Any]) -> dict[str, int | None]:
     whole, uses = memory["temporaries"], memory["uses"]
     if whole is None or not uses:
         return {"gradients, activations, temporaries": whole}
-    return {**uses, "gaps between those": max(0, whole - sum(uses.values()))}
+    return {**uses, "gaps, and the compiler's own": max(0, whole - sum(uses.values()))}
 
 
 def _buffers(buffers: Sequence[dict[str, Any]]) -> Table:
-    """The largest temporary arrays, those that are alike together."""
-    together: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for one in buffers:
-        where = " ".join(filter(None, (one["parameter"], _where(one))))
-        together[one["use"], one["shape"], where].append(one["bytes"])
+    """The largest temporary arrays."""
     table = Table("largest temporaries", "bytes", "shape on a device", "from")
     table.columns[1].justify = "right"
-    rows = sorted(together.items(), key=lambda item: -sum(item[1]))
-    for (use, shape, where), sizes in rows[:_MOST_BUFFERS]:
-        times = f"{len(sizes)} x " if len(sizes) > 1 else ""
-        table.add_row(use, times + byte_size(sizes[0]), shape, where)
+    for one in buffers[:_MOST_BUFFERS]:
+        where = " ".join(filter(None, (one["parameter"], _where(one))))
+        times = f"{one['count']} x " if one["count"] > 1 else ""
+        table.add_row(one["use"], times + byte_size(one["bytes"]), Text(one["shape"]), Text(where))
     return table
 
 
-def _collectives(found: Sequence[dict[str, Any]]) -> Table:
-    """Those of one kind that one line makes, together; the longest first."""
+def _collectives(found: Sequence[dict[str, Any]], width: int) -> Table:
+    """Those of one kind that one line makes, together; the longest first.
+
+    On a narrow terminal without what they are of and from, which `--json` has.
+    """
     together: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
     for one in found:
         where = _where(one)
@@ -125,9 +134,12 @@ def _collectives(found: Sequence[dict[str, Any]]) -> Table:
         together.items(),
         key=lambda item: -sum((x["seconds"] or 0) or x["bytes"] * 1e-12 for x in item[1]),
     )
-    table = Table("collective", "over", "times", "bytes", "takes", "beside", "of", "from")
+    names = ("collective", "over", "times", "bytes", "takes", "beside", "of", "from")
+    table = Table(*names[: None if width >= _WIDE else -2])
     for column in table.columns[2:5]:
         column.justify = "right"
+    for column in table.columns[:6]:
+        column.no_wrap = True
     for (kind, axes, overlapped, where), ones in rows[:_MOST_ROWS]:
         seconds = [x["seconds"] for x in ones]
         table.add_row(
@@ -137,8 +149,7 @@ def _collectives(found: Sequence[dict[str, Any]]) -> Table:
             byte_size(int(sum(x["bytes"] * x["times"] for x in ones))),
             "" if None in seconds else _brief(sum(seconds)),
             "other work" if overlapped else "nothing",
-            _of(ones),
-            where,
+            *((Text(_of(ones)), Text(where)) if width >= _WIDE else ()),
         )
     if len(rows) > _MOST_ROWS:
         table.caption = f"and {len(rows) - _MOST_ROWS} shorter ones"
@@ -175,7 +186,10 @@ def _short(where: str) -> str:
 
 def _brief(seconds: float) -> str:
     """Three digits: `26.2 ms`, `3.40 us`."""
-    unit, scale = ("us", 1e6) if seconds < 1e-3 else ("ms", 1e3) if seconds < 1 else ("s", 1)
+    below = 0.9995  # what is rounded up from there is of the next unit
+    unit, scale = ("s", 1.0) if seconds >= below else ("ms", 1e3)
+    if seconds < below * 1e-3:
+        unit, scale = "us", 1e6
     return f"{seconds * scale:#.3g}".rstrip(".") + f" {unit}"
 
 
@@ -193,13 +207,19 @@ def _time(plan: dict[str, Any]) -> Table:
     table.add_section()
     table.add_row("no less than", _brief(time["bound"]))
     table.add_row(f"estimate, mostly {time['rules']}", _brief(time["estimate"]))
-    table.add_row("FLOPs", f"{plan['flops']['step']:.4g}")
-    if time["utilization"] is not None:
+    again = plan["flops"]["again"]
+    table.add_row("FLOPs", f"{plan['flops']['step'] - again:.4g}")
+    if again:
+        table.add_row("FLOPs computed again", f"{again:.4g}")
+    on_cpu = plan["measured"] is not None and plan["measured"]["chip"] is not None
+    if time["utilization"] is not None and not on_cpu:
         table.add_row("MFU, at best", f"{time['utilization']:.1%}")
     table.add_row("examples/s", f"{time['examples_per_second']:,.0f}")
     if time["tokens_per_second"]:
         table.add_row("tokens/s", f"{time['tokens_per_second']:,.0f}")
     table.add_row(f"all {time['steps']:,} steps", duration(time["run"]))
+    if on_cpu:
+        return table
     table.add_row("chip-hours", f"{time['chip_hours']:,.3g}")
     return table
 
@@ -209,16 +229,13 @@ def _sent(sent: dict[str, Any]) -> str:
     text = f"each device sends {byte_size(int(sent['bytes']))} in a step"
     if sent["least"] is None:
         return text
-    excess = sent["bytes"] - sent["least"]
     text += f"; the strategy needs {byte_size(int(sent['least']))}"
+    excess = sent["excess"]
     if excess < 0.01 * sent["bytes"]:
         return text
-    text += f", so that {byte_size(int(excess))} are more than that"
-    more = [x for x in sent["by_parameter"] if x["bytes"] - x["least"] > _TOLD * excess]
-    parts = [
-        f"{byte_size(int(x['bytes'] - x['least']))} of {x['parameter']} ({x['how']})"
-        for x in more[:_MOST_PARTS]
-    ]
+    more = [x for x in sent["by_parameter"] if x["excess"] > _TOLD * excess][:_MOST_PARTS]
+    parts = [f"{byte_size(int(x['excess']))} of {x['parameter']} ({x['how']})" for x in more]
+    text += f", and {byte_size(int(excess))} are beyond that"
     return f"{text}: {'; '.join(parts)}" if parts else text
 
 
@@ -248,7 +265,7 @@ def _advice(one: dict[str, Any]) -> str:
     before, after = one["without"], one["with_options"]
     if after is None:
         tried = f" (tried {'; '.join(one['tried'])})" if one["tried"] else ""
-        return f"{one['finding']}; nothing known here mends it{tried}"
+        return f"{one['finding']}\n  nothing known here mends it{tried}"
     changes = [f"a device holds {byte_size(before['peak'])} -> {byte_size(after['peak'])}"]
     if before["sent"]:
         changes.append(f"sends {byte_size(int(before['sent']))} -> {byte_size(int(after['sent']))}")
@@ -256,7 +273,7 @@ def _advice(one: dict[str, Any]) -> str:
         changes.append(f"a step {_brief(before['estimate'])} -> {_brief(after['estimate'])}")
     elif after["estimate"]:
         changes.append(f"a step then takes {_brief(after['estimate'])}")
-    return f"{one['finding']}. {one['options']}: {', '.join(changes)}"
+    return f"{one['finding']}\n  {one['options']}: {', '.join(changes)}"
 
 
 # -- several topologies ----------------------------------------------------------------------------
@@ -320,19 +337,26 @@ def _divisions(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     """State that is split, and not into as many more parts as there are more devices."""
     grown = after["devices"] / before["devices"]
     was = {row["name"]: row for row in before["state"]}
-    for what in ("parts", "optimizer_parts"):
-        stuck: dict[tuple[int, int], list[str]] = defaultdict(list)
-        for row in after["state"]:
-            old, new = was.get(row["name"], row)[what], row[what]
-            if old > 1 and new / old < grown:
-                stuck[old, new].append(f"{row['name']} {row['shape']}")
-        for (old, new), names in stuck.items():
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            kept = "" if what == "parts" else "the optimizer's state of "
-            parts = (
-                f"still in {new} parts" if new == old else f"in {new} parts" if new > 1 else "whole"
-            )
-            yield f"{kept}{names[0]}{more}: {parts} ({old} before), on {grown:g} times the devices"
+    stuck: dict[tuple[str, int, int], list[str]] = defaultdict(list)
+    for row in after["state"]:
+        old = was.get(row["name"], row)
+        own, optimizer = (
+            row[what] if old[what] > 1 and row[what] / old[what] < grown else None
+            for what in ("parts", "optimizer_parts")
+        )
+        name = f"{row['name']} {row['shape']}"
+        if own is not None:
+            stuck["", old["parts"], own].append(name)
+        elif optimizer is not None:
+            stuck["the optimizer's state of ", old["optimizer_parts"], optimizer].append(name)
+    for (what, old_parts, parts), names in stuck.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        now = f"in {parts} parts" if parts > 1 else "whole"
+        still = "still " if parts == old_parts else ""
+        yield (
+            f"{what}{names[0]}{more}: {still}{now} ({old_parts} before), on {grown:g} times the "
+            "devices"
+        )
 
 
 def _kinds(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:

@@ -27,8 +27,9 @@ from spmdtrain.flops import Flops, count_flops
 from spmdtrain.hlo import Carried, Collective
 from spmdtrain.placement import Placement, resolve_on_devices
 from spmdtrain.sent import Traffic, least_sent, traffic_of
-from spmdtrain.sharding import NotSplitError
+from spmdtrain.sharding import NotSplitError, field_of, path_name
 from spmdtrain.sharding_table import Held, Row
+from spmdtrain.state import TrainState
 from spmdtrain.strategies import strategy
 from spmdtrain.summaries import CUDA, Buffer, Found, Rematerialized, Use, compiled, version_of
 from spmdtrain.terminal import Terminal, byte_size
@@ -105,6 +106,10 @@ class Plan:
     devices: int
     placement: str
     global_batch_size: int
+    batch_shards: int
+    """Devices that share a batch."""
+    undivided: list[str]
+    """Parameters that the strategy would split, or their optimizer's state, if a dim divided."""
     tokens: int
     """Of one example; 0 where it has none."""
     steps: int
@@ -156,11 +161,7 @@ def environment(topology: Topology) -> dict[str, str]:
             "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # which would run kernels
             "TF_CPP_MIN_LOG_LEVEL": "1",
         }
-    return {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(topology.devices),
-        "TF_CPP_MIN_LOG_LEVEL": "1",
-    }
+    return {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "1"}
 
 
 def _has_cuda() -> bool:
@@ -272,7 +273,12 @@ def plan(
         found = Found({}, [], 0, [])
         if memory.fits is not False:  # else the state alone is too big: nothing is worth compiling
             tell("compiling")
-            found = compiled(traced, trainer.mesh, str(topology), config, keep=kept != OFF)
+            where = [str(topology), repr(config.compiler_option), repr(config.collectives)]
+            where += [_place(device) for device in trainer.placement.devices]
+            if topology.platform == "gpu" and topology.chip is not None:
+                where.append(gpu_config(topology.chip))
+            names = _parameters(trainer.abstract_state)
+            found = compiled(traced, trainer.mesh, names, where, keep=kept != OFF)
             memory = _measured(memory, found, topology)
         moved = [_moved(one, trainer.placement, topology) for one in found.collectives]
         return Plan(
@@ -282,6 +288,8 @@ def plan(
             devices=topology.devices,
             placement=f"{trainer.placement.name}, mesh {trainer.placement.axes}",
             global_batch_size=config.global_batch_size or 0,
+            batch_shards=trainer.placement.batch_shards,
+            undivided=trainer.undivided(),
             tokens=_tokens(batch),
             steps=config.total_steps(len(as_dataset(experiment.train))),
             rows=table.rows[:-1],
@@ -330,17 +338,33 @@ def _batch(experiment: Experiment, config: RunConfig, placement: Placement) -> A
     )
 
 
-def _tokens(batch: Any) -> int:
-    """Of one example: its longest sequence of whole numbers.
+def _parameters(state: TrainState) -> dict[str, str]:
+    """The model's parameters, by what JAX calls them where the state is an argument."""
+    names = {}
+    for path, _ in jax.tree_util.tree_leaves_with_path(state):
+        name = path_name(path)
+        if field_of(name) == "params":
+            names[f"state{jax.tree_util.keystr(path)}"] = name.removeprefix("params/")
+    return names
 
-    Of a sequence that is both what is read and what is to be predicted, one token is only that.
+
+def _place(device: jax.Device) -> str:
+    coords = getattr(device, "coords", None)
+    return f"{device.id} {coords} {getattr(device, 'slice_index', 0)}"
+
+
+def _tokens(batch: Any) -> int:
+    """Of one example: its longest sequence of whole numbers; bytes are taken for a picture's.
+
+    Of a sequence that is all there is, one token is only to be predicted.
     """
-    lengths = [
-        x.shape[1]
+    whole = [
+        x
         for x in jax.tree.leaves(getattr(batch, "arrays", batch))
-        if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.integer)
+        if jnp.issubdtype(x.dtype, jnp.integer)
     ]
-    return max(lengths, default=0) - (1 if len(lengths) == 1 else 0)
+    lengths = [x.shape[1] for x in whole if x.ndim == 2 and x.dtype != jnp.uint8]
+    return max(lengths, default=0) - (1 if len(lengths) == len(whole) == 1 else 0)
 
 
 def _used(trainer: Trainer, topology: Topology) -> float:
@@ -382,7 +406,7 @@ def _notes(
     if host := _total(trainer).host:
         notes.append(
             f"{byte_size(host)} of a device's state are in its host's memory, and cross to the "
-            "device and back in each step: that is not in the times"
+            "device and back in each step: that is not in the times, which are far too short"
         )
     return notes
 
@@ -390,6 +414,18 @@ def _notes(
 def _total(trainer: Trainer) -> Held:
     total = trainer.sharding_table().total
     return total.own + total.optimizer + total.average
+
+
+def _touched(trainer: Trainer) -> int:
+    """Bytes of a device's state that a step has to read, and to write."""
+    frozen = trainer.config.frozen
+    rows = [row for row in trainer.sharding_table().rows if row.elements]
+    kept = sum(row.own.device for row in rows if _is_frozen(row.name, frozen))
+    return 2 * _total(trainer).device - kept
+
+
+def _is_frozen(name: str, frozen: Sequence[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in frozen)
 
 
 def _automatic(config: RunConfig) -> Collectives:
@@ -405,9 +441,12 @@ def _traffic(found: Found, trainer: Trainer, rows: Sequence[Row], config: RunCon
         least = {}
         for row in rows:
             width = jnp.dtype(row.dtype).itemsize
-            compute = min(width, jnp.dtype(config.compute_dtype).itemsize)
             least[row.name] = least_sent(
-                row, placement.batch_shards, compute_width=compute, width=width
+                row,
+                placement.batch_shards,
+                compute_width=min(width, jnp.dtype(config.compute_dtype).itemsize),
+                width=width,
+                is_trained=not _is_frozen(row.name, config.frozen),
             )
     return traffic_of(found.collectives, rows, least)
 
@@ -515,7 +554,7 @@ def _times(
         return None
     known = [one for one in moved if not math.isnan(one.seconds)]
     sent = sum(
-        one.times * estimate.wire_bytes(one.kind, one.bytes, one.group_size)
+        one.times * estimate.least_bytes(one.kind, one.bytes, one.group_size, topology)
         for one in moved
         if one.link != estimate.WITHIN
     )
@@ -524,7 +563,7 @@ def _times(
         memory=found.traffic * chip.devices / chip.bandwidth,
         waiting=sum(one.seconds for one in known if not one.overlapped),
         overlapped=sum(one.seconds for one in known if one.overlapped),
-        least_memory=_total(trainer).device * chip.devices / chip.bandwidth,
+        least_memory=_touched(trainer) * chip.devices / chip.bandwidth,
         least_links=sent / (chip.links * chip.link),
         serial=topology.platform == "cpu",
     )

@@ -14,7 +14,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 import jax
 import tyro
@@ -71,7 +71,8 @@ class Options:
     never. 1800 where nothing is said; under the launcher its own --hang-timeout counts."""
 
 
-RESERVED = frozenset({f.name for f in dataclasses.fields(Options)} | {"topology", "json", "help"})
+_OF_PLANS = {"topology", "json", "advice", "measure"}
+RESERVED = frozenset({f.name for f in dataclasses.fields(Options)} | _OF_PLANS | {"help"})
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(
-    arguments: Sequence[str], of: type = Options, prog: str = "python -m spmdtrain.run"
+    arguments: Sequence[str],
+    of: type = Options,
+    prog: str = "python -m spmdtrain.run",
+    description: str | None = __doc__,
 ) -> Command:
     """A command line, read in two steps: the experiment's file says what options there are.
 
-    `of` are the command's own, `config` and `preset` among them.
+    `of` are the command's own, `config` and `preset` among them; `description` is what its help
+    begins with where no experiment is given.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--config")
@@ -122,13 +127,13 @@ def parse(
     except argparse.ArgumentError as error:
         raise UserError(str(error)) from error
     if known.config is None:
-        tyro.cli(_command(RunConfig(), __doc__, of), args=arguments, prog=prog)
+        tyro.cli(_command(RunConfig(), description, of), args=arguments, prog=prog)
         raise AssertionError("tyro ends where --config is missing")
     experiment = load_experiment(known.config, RESERVED)
     default = experiment.preset(known.preset)
     given = {a.split("=")[0].lstrip("-").replace("-", "_") for a in arguments if a[:2] == "--"}
     default = _without_replaced(default, given)
-    arguments = _together(arguments, default)
+    arguments = _together(arguments)
     command: Any = tyro.cli(_command(default, experiment.doc, of), args=arguments, prog=prog)
     config = command.experiment
     check(config)
@@ -154,19 +159,21 @@ def _command(default: RunConfig, description: str | None, of: type) -> Any:
     )
 
 
-def _together(arguments: Sequence[str], of: RunConfig) -> list[str]:
-    """All values of an option that takes several after its first mention: else the last one counts.
+_LISTS = ("compiler_option", "frozen")  # in no order, so that they may be given one by one
+
+
+def _together(arguments: Sequence[str]) -> list[str]:
+    """All values of such an option after its first mention: else those of the last alone count.
 
     So `--frozen a --frozen b` is `--frozen a b`.
     """
-    several = {name for name, kind in get_type_hints(type(of)).items() if get_origin(kind) is tuple}
     found: list[list[str]] = []  # an option with its values, or one argument
     places: dict[str, list[str]] = {}
     values: list[str] | None = None  # of the option that was mentioned last
     for argument in arguments:
         option, has_value, value = argument.partition("=")
         name = option.removeprefix("--").replace("-", "_")
-        if argument.startswith("--") and name in several:
+        if argument.startswith("--") and name in _LISTS:
             if name not in places:
                 places[name] = [option]
                 found.append(places[name])

@@ -134,6 +134,24 @@ class Layout:
         """Whether every device has all parameters, whatever axes the mesh has."""
         self._gathers = bool(used & set(BATCH_AXES))
 
+    def undivided(self) -> list[str]:
+        """Parameters of which the strategy would split something large, had it a dim that divides.
+
+        What a rule says is replicated is meant to be.
+        """
+        strategy = self._placement.strategy
+        field, axis = ("params", "fsdp") if strategy.shards_params else ("opt_state", "data")
+        asked = strategy.shards_params or strategy.shards_optimizer
+        if not asked or self._placement.size(axis) == 1:
+            return []
+        found = []
+        for name, shape in self._shapes.items():
+            spec, rule = self._spec(name, shape, field=field)
+            large = math.prod(shape) >= self._options.min_size
+            if large and not self._used(spec) and (rule is None or rule.spec != REPLICATED):
+                found.append(name.removeprefix("params/"))
+        return found
+
     def bring(self, tree: PyTree, of: Callable[[Any], PyTree]) -> PyTree:
         """What rests in host memory, brought to the devices; `of` says which part of the state."""
 

@@ -28,8 +28,9 @@ class Held:
 
     @property
     def parts(self) -> int:
-        """Into how many equal ones it is split over device memories."""
-        return round(self.whole / self.device) if self.device else 1
+        """Into how many equal ones it is split."""
+        held = self.device + self.host
+        return round(self.whole / held) if held else 1
 
     def __add__(self, other: "Held") -> "Held":
         return Held(self.device + other.device, self.host + other.host, self.whole + other.whole)

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,26 +17,27 @@ import jax
 
 from spmdtrain.compilation import cache_folder, keep_file
 from spmdtrain.compiler_log import CompilerLog, kept_log
-from spmdtrain.config import RunConfig
 from spmdtrain.hlo import Carried, Collective, collectives_of
-from spmdtrain.hlo_module import Computation, Instruction, Module
-from spmdtrain.live_ranges import Fullest, read_dump
+from spmdtrain.hlo_module import Computation, Instruction, Module, element_of
+from spmdtrain.live_ranges import Fullest, Live, read_dump
 from spmdtrain.origins import Origins
 from spmdtrain.traffic import bytes_moved
 
 CUDA = "jax-cuda12-plugin"
-_PACKAGES = ("jax", "jaxlib", "libtpu", CUDA)
+_PACKAGES = ("jax", "jaxlib", "libtpu", CUDA, "jax-cuda12-pjrt")
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # Whose text decides what is read off a program.
 _READERS = (
     *("compiler_log", "hlo", "hlo_module", "live_ranges", "origins", "summaries", "traffic"),
 )
+_MOST_KEPT = 500
 _SIZES = ("argument", "output", "alias", "temp", "generated_code")
 
 
 class Use(enum.StrEnum):
     """What a temporary array is for."""
 
-    GRADIENT = "gradients"
+    GRADIENT = "gradients and updates"
     ACTIVATION = "activations"
     PARAMETER = "parameters, gathered or converted"
     OTHER = "other temporaries"
@@ -109,28 +111,41 @@ class Found:
 def compiled(
     traced: jax.stages.Traced,
     on: jax.sharding.Mesh | None,
-    where: str,
-    config: RunConfig,
+    parameters: Mapping[str, str],
+    where: Sequence[str],
     *,
     keep: bool,
 ) -> Found:
     """Compile a step and read it, or find what was read off the same one before.
 
-    `where` is the topology's name. Kept is the summary: XLA can write programs for what is not
-    there, and not read them back.
+    `parameters` are the model's by their names as arguments, see `Origins`; `where` is what the
+    program hangs on beside its text: devices and options. Kept is the summary: XLA can write
+    programs for what is not there, and not read them back.
     """
     lowered = traced.lower()
-    path = cache_folder() / "plans" / f"{_key(lowered, where, config)}.json"
+    path = cache_folder() / "plans" / f"{_key(lowered, parameters, where)}.json"
     if keep and path.exists():
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # then it is made anew
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
+            # What cannot be read is made anew.
             return _from_json(json.loads(path.read_text()))
-    found = _compile(lowered, on)
+    found = _compile(lowered, on, parameters)
     if keep:
+        _make_room(path.parent)
         keep_file(path, json.dumps(dataclasses.asdict(found)).encode())
     return found
 
 
-def _compile(lowered: jax.stages.Lowered, on: jax.sharding.Mesh | None) -> Found:
+def _make_room(folder: Path) -> None:
+    """Removes the oldest summaries where there are too many."""
+    with contextlib.suppress(OSError):
+        kept = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        for path in kept[: -_MOST_KEPT + 1]:
+            path.unlink()
+
+
+def _compile(
+    lowered: jax.stages.Lowered, on: jax.sharding.Mesh | None, parameters: Mapping[str, str]
+) -> Found:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         dumped: dict[str, str | bool] = {"xla_dump_to": name, "xla_dump_hlo_as_text": True}
@@ -145,7 +160,7 @@ def _compile(lowered: jax.stages.Lowered, on: jax.sharding.Mesh | None) -> Found
         fullest = read_dump(folder)
         text = _dumped_module(folder) if program is None else program.as_text() or ""
     module = Module(text)
-    origins = Origins(module, 1 if on is None else on.size)
+    origins = Origins(module, parameters, 1 if on is None else on.size)
     sizes = {} if fullest is None else {"total": fullest.total}
     buffers = [] if fullest is None else _buffers(fullest, module, origins)
     rematerialized = _rematerialized(log, module, origins)
@@ -178,15 +193,16 @@ def _buffers(fullest: Fullest, module: Module, origins: Origins) -> list[Buffer]
     for live in fullest.live:
         if live.name in places:
             one, within = places[live.name]
-            found.append(_buffer(live.bytes, one, within, live.index, module, origins))
+            found.append(_buffer(live, one, within, module, origins))
         else:
             found.append(Buffer(live.bytes, Use.OTHER, "", "", "", live.name))
     return found
 
 
 def _buffer(
-    size: int, one: Instruction, within: Computation, index: int, module: Module, origins: Origins
+    live: Live, one: Instruction, within: Computation, module: Module, origins: Origins
 ) -> Buffer:
+    index = live.path[0] if live.path else 0
     origin = origins.parameters_of(one, within, index)
     maker = origins.made_by(one, within, index)
     if origin.parameters:
@@ -194,9 +210,9 @@ def _buffer(
     else:
         use = Use.ACTIVATION if "jvp(" in maker.op_name else Use.OTHER
     return Buffer(
-        bytes=size,
+        bytes=live.bytes,
         use=use,
-        shape=str(one.arrays[index]) if index < len(one.arrays) else one.shape,
+        shape=element_of(one.shape, live.path),
         parameter=origin.parameter,
         line=module.line_of(maker),
         op_name=maker.op_name,
@@ -206,9 +222,12 @@ def _buffer(
 def _rematerialized(log: CompilerLog, module: Module, origins: Origins) -> list[Rematerialized]:
     """The partitioner's warnings, with what the program itself tells of those instructions."""
     found = []
-    for one in log.rematerialized:
-        told = Module(one.operation)  # a program of a single line
-        (asked,) = told.computations[""].instructions.values()
+    for one in log.resharded:
+        told = Module(one.operation).computations  # a program of a single line
+        if not told:  # not as XLA has written it so far: then it has no more to say
+            found.append(Rematerialized(one.given, one.wanted, one.operation[:80], "", ""))
+            continue
+        (asked,) = told[""].instructions.values()
         parameter = ""
         for computation in module.computations.values():
             for other in computation.instructions.values():
@@ -241,11 +260,11 @@ def version_of(package: str) -> str:
     return "none"
 
 
-def _key(lowered: jax.stages.Lowered, where: str, config: RunConfig) -> str:
+def _key(lowered: jax.stages.Lowered, parameters: Mapping[str, str], where: Sequence[str]) -> str:
     """Of all that the summary hangs on: program, lines, options, compilers, and our readers."""
     here = Path(__file__).parent
-    parts = [where, lowered.as_text(debug_info=True), os.environ.get("XLA_FLAGS", "")]
-    parts += [repr(config.compiler_option), repr(config.collectives)]
+    parts = [*where, lowered.as_text(debug_info=True), repr(sorted(parameters.items()))]
+    parts += [os.environ.get(name, "") for name in _VARIABLES]
     parts += [f"{name} {version_of(name)}" for name in _PACKAGES]
     parts += [(here / f"{name}.py").read_text() for name in _READERS]
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()

@@ -34,8 +34,8 @@ def _moved(one: Instruction, within: Computation, module: Module) -> float:
             return 2 * written
         case "dynamic-update-slice":
             return 2 * _operand_bytes(one.operands[1], within)
-    if one.opcode.endswith("-start"):
-        return _operand_sum(one, within)  # its result holds its operands, too
+    if one.opcode.endswith("-start") and one.opcode != "all-reduce-start":
+        return written  # its result holds its operands, too
     return written + _operand_sum(one, within)
 
 

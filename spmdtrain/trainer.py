@@ -140,9 +140,18 @@ class Trainer:
         """Whether a reduction of the user's own is tried on the devices before the first step."""
         return self._steps.tries_reduction
 
+    @property
+    def abstract_state(self) -> TrainState:
+        """What the state will be: shapes and dtypes."""
+        return self._steps.abstract_state
+
     def sharding_table(self) -> ShardingTable:
         """Where each array of the state lives and what it takes; nothing is allocated for it."""
         return tabulate(self._steps.abstract_state, self._steps.shardings)
+
+    def undivided(self) -> list[str]:
+        """Parameters that the strategy would split, had they a dim that divides."""
+        return self._steps.layout.undivided()
 
     def compile_step(self, batch: PyTree) -> jax.stages.Compiled:
         """The train step, compiled for a global batch (arrays, or their shapes) and not run.

@@ -10,7 +10,8 @@ from helpers import environment
 
 from spmdtrain import planning, run, topologies
 from spmdtrain.advice import Advice, advise
-from spmdtrain.plan import Options, as_json
+from spmdtrain.plan import Options
+from spmdtrain.plan_json import as_json
 
 
 def plan(config: Path, *options: object) -> subprocess.CompletedProcess[str]:

@@ -17,8 +17,9 @@ LAYERS = [
     for words in (
         "chips cluster config doctor errors phases rendezvous strategies tfconfig topologies",
         """
-        adapters adapting collectives compilation compiler_log distributed estimate failing hlo
-        hlo_module idx jaxprs live_ranges mesh metrics nnx_model origins permutation placement
+        adapters adapting collectives compilation compiler_log distributed elsewhere estimate
+        failing hlo hlo_module idx jaxprs live_ranges mesh metrics nnx_model origins permutation
+        placement
         processes profiling reductions remat replicas retention sharding signals storage sums
         terminal traffic writers
         """,
@@ -27,7 +28,7 @@ LAYERS = [
         image_cache image_decoding images initial journal keras_model late loop_checks
         manifest orbax_manager programs restore sent session sharding_table state step summaries
         """,
-        "advice evaluator loop measuring planning trainer",
+        "advice evaluator loop measuring plan_json planning trainer",
         "checkpoints children deaths hangs launch plan plan_tables run tasks",
     )
 ]

@@ -154,7 +154,6 @@ def test_several_topologies_end_in_a_table(monkeypatch: pytest.MonkeyPatch) -> N
     *_, last = ended.stdout.split("\n\n") if "\n\n" in ended.stdout else [ended.stdout]
     rows = [line for line in last.splitlines() if line.startswith("│ gpu:h100")]
     assert [row.split()[3] for row in rows] == ["8", "16"]
-    assert "network between hosts" not in rows[0]
 
 
 @pytest.mark.parametrize(
@@ -471,7 +470,8 @@ ENTRY %main (w: f32[8]) -> (f32[8]) {
 def test_what_the_sparse_core_moves_is_beside_other_work() -> None:
     module = Module(SPARSE)
     mesh = jax.make_mesh((8,), ("data",))
-    (one,) = collectives_of(module, mesh, Origins(module, 8))
+    names = {"state.params['dense']['kernel']": "dense/kernel"}
+    (one,) = collectives_of(module, mesh, Origins(module, names, 8))
     assert (one.kind, one.overlapped, one.times, one.bytes) == ("all-reduce", True, 1, 32)
     (carried,) = one.carries
     assert (carried.parameters, carried.is_parameter) == (("dense/kernel",), False)

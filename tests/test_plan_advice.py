@@ -64,12 +64,13 @@ def test_within_loops_too(text: Path) -> None:
     assert {row["name"] for row in found["state"]} == whole
     assert carried(found, "all-gather", is_parameter=True) == whole
     in_loop = [one for one in found["collectives"] if one["times"] == 2]
-    assert {n for one in in_loop for x in one["carries"] for n in x["parameters"]} <= blocks
+    names = {n for one in in_loop for x in one["carries"] for n in x["parameters"]}
+    assert names and names <= blocks
 
 
 def test_what_fills_a_memory_is_told_by_what_it_is_for(text: Path) -> None:
     options = ("--preset", "tiny", "--data-dir", text, "--global-batch-size", 64)
-    found = planned(GPT, *options, "--strategy", "mirrored", "--no-advice")
+    found = planned(GPT, *options, "--strategy", "mirrored")
     memory = found["memory"]
     uses = memory["uses"]
     assert 0.9 * memory["temporaries"] <= sum(uses.values()) <= memory["temporaries"]
@@ -81,7 +82,6 @@ def test_what_fills_a_memory_is_told_by_what_it_is_for(text: Path) -> None:
     # More examples make activations alone more.
     more = planned(GPT, *options[:-1], 256, "--strategy", "mirrored")["memory"]["uses"]
     assert more[Use.ACTIVATION] > 3 * uses[Use.ACTIVATION]
-    assert more.get(Use.GRADIENT, 0) <= 1.5 * uses.get(Use.GRADIENT, 1e6)
 
 
 def test_the_fullest_moment_is_told_from_the_ranges_in_which_values_live(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_the_fullest_moment_is_told_from_the_ranges_in_which_values_live(tmp_pat
     found = read_dump(tmp_path)
     assert found is not None and found.total == 1000
     # `same` is made of `late` in its place: together they are 200, and nothing is there with early.
-    assert found.live == [Live("loop", 1, 300), Live("late", 0, 200)]
+    assert found.live == [Live("loop", (1,), 300), Live("late", (0,), 200)]
     Path(f"{start}-live-range.txt").unlink()
     assert read_dump(tmp_path) is None
 
@@ -113,26 +113,29 @@ def test_the_fullest_moment_is_told_from_the_ranges_in_which_values_live(tmp_pat
 # -- what is sent ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("strategy", "crossings"), [("mirrored", 2), ("zero", 2), ("fully_sharded", 3)]
-)
-def test_what_a_strategy_sends_at_the_least(strategy: str, crossings: int) -> None:
+def test_mirrored_sends_what_it_has_to() -> None:
+    found = planned(DIGITS)["sent"]
+    assert found["least"] == pytest.approx(2 * 7 / 8 * 4 * PARAMETERS)
+    assert found["bytes"] == pytest.approx(found["least"], abs=64)  # and metrics
+    assert found["excess"] < 64
+    # Of what is not trained no gradient crosses.
+    frozen = planned(DIGITS, "--frozen", "layers/0", "--frozen", "layers/1")["sent"]
+    assert frozen["least"] == pytest.approx(2 * 7 / 8 * 4 * (128 * 10 + 10))
+    assert frozen["excess"] < 64
+
+
+@pytest.mark.parametrize("strategy", ["zero", "fully_sharded"])
+def test_what_a_strategy_sends_beyond_what_it_has_to(strategy: str) -> None:
+    """Here sums are not scattered, but added up whole on each device, and cut."""
     found = planned(DIGITS, "--strategy", strategy, "--sharding.min-size", 11)["sent"]
-    split = (PARAMETERS - 10) * crossings + 10 * 2  # the last bias is whole
-    assert found["least"] == pytest.approx(4 * split * 7 / 8)
-    if strategy == "mirrored":
-        assert found["bytes"] == pytest.approx(found["least"], abs=64)
-    else:  # sums are not scattered here, but added up whole and cut; parameters gathered once
-        assert found["bytes"] == pytest.approx(4 * (3 * PARAMETERS - 10) * 7 / 8, abs=200)
-    more = {one["parameter"]: one["bytes"] - one["least"] for one in found["by_parameter"]}
-    assert sum(more.values()) == pytest.approx(found["bytes"] - found["least"])
-    if strategy == "zero":
-        assert more["layers/1/kernel"] == pytest.approx(4 * 128 * 128 * 7 / 8)
-        (one,) = (x for x in found["by_parameter"] if x["parameter"] == "layers/1/kernel")
-        assert one["how"] in (
-            "all-reduce once, all-gather once",
-            "all-gather once, all-reduce once",
-        )
+    split = PARAMETERS - 10  # the last bias is whole
+    scattered, whole = 7 / 8 * 4 * split, 2 * 7 / 8 * 4 * 10
+    assert found["least"] == pytest.approx(2 * scattered + whole)
+    assert found["bytes"] == pytest.approx(3 * scattered + whole, abs=200)
+    assert found["excess"] == pytest.approx(scattered, abs=200)
+    (one,) = (x for x in found["by_parameter"] if x["parameter"] == "layers/1/kernel")
+    assert one["excess"] == pytest.approx(7 / 8 * 4 * 128 * 128)
+    assert set(one["how"].split(", ")) == {"all-reduce once", "all-gather once"}
 
 
 # -- advice ----------------------------------------------------------------------------------------
@@ -223,14 +226,9 @@ def test_what_changes_between_topologies() -> None:
     ended = plan(DIGITS, *options, "--topology", "cpu:2,cpu:8", "--json")
     found = json.loads(ended.stdout)
     assert [one["topology"] for one in found["plans"]] == ["cpu:2", "cpu:8"]
-    assert (
-        found["changes"]
-        == told
-        == [
-            f"cpu:2 to cpu:8: {what}layers/2/bias (10,): whole (2 before), on 4 times the devices"
-            for what in ("", "the optimizer's state of ")
-        ]
-    )
+    (change,) = told
+    assert found["changes"] == told
+    assert change.endswith(": layers/2/bias (10,): whole (2 before), on 4 times the devices")
 
 
 def test_events_of_collectives_and_of_time() -> None:
@@ -302,7 +300,7 @@ def test_the_partitioners_warnings_are_read_in_both_spellings(
             "something else",
         ]
     )
-    (one,) = log.rematerialized  # the same twice
+    (one,) = log.resharded  # the same twice
     assert (one.given, one.wanted) == ("{devices=[8,1,1]<=[2,4]T(1,0)}", "{devices=[1,4,2]<=[8]}")
     assert one.operation.startswith(told)
     with pytest.raises(KeyError), kept_log() as log:
