@@ -78,7 +78,7 @@ class Collective:
     group_size: int
     bytes: int
     arrays: int
-    op_name: str
+    op_name: str = ""
     line: str = ""
     times: float = 1
     overlapped: bool = False
@@ -112,11 +112,15 @@ def collectives_of(module: Module, mesh: Mesh, origins: Origins | None = None) -
         for one in computation.instructions.values():
             times = module.times.get(computation.name, 1)
             if one.opcode == "send" and (sent := _BETWEEN_SLICES.search(one.attributes)):
-                between = _between_slices(one, sent, times, module, mesh)
-                if origins is not None:
-                    carries = _carried(one, computation, one.arrays[:1], 1, origins)
-                    between = replace(between, carries=carries)
-                found.append(between)
+                source = _source(one, computation, origins)
+                found.append(
+                    replace(
+                        _between_slices(one, sent, times, mesh),
+                        op_name=source.op_name,
+                        line=module.line_of(source),
+                        carries=_carried(one, computation, one.arrays[:1], 1, origins),
+                    )
+                )
             kind, started = one.opcode.removesuffix("-start"), one.opcode.endswith("-start")
             if kind not in KINDS:
                 continue
@@ -134,6 +138,7 @@ def collectives_of(module: Module, mesh: Mesh, origins: Origins | None = None) -
                 pieces[kind, *piece.groups()] = len(found)
             arrays = _payload(one.shape, kind, started=started)
             whole = max(group_size, 1) if kind == "reduce-scatter" else 1
+            source = _source(one, computation, origins)
             waits = _IS_SYNC in one.attributes
             aside = started or piece is not None or computation.name in inside_async
             found.append(
@@ -143,14 +148,12 @@ def collectives_of(module: Module, mesh: Mesh, origins: Origins | None = None) -
                     group_size=group_size,
                     bytes=sum(array.bytes for array in arrays) * whole,
                     arrays=len(arrays),
-                    op_name=one.op_name,
-                    line=module.line_of(one),
                     times=times,
                     overlapped=aside and not waits,
                     group=() if groups is None else tuple(groups[0].tolist()),
-                    carries=()
-                    if origins is None
-                    else _carried(one, computation, arrays, whole, origins),
+                    carries=_carried(one, computation, arrays, whole, origins),
+                    op_name=source.op_name,
+                    line=module.line_of(source),
                 )
             )
     return found
@@ -161,8 +164,10 @@ def _carried(
     within: Computation,
     arrays: Sequence[Array],
     whole: int,
-    origins: Origins,
+    origins: Origins | None,
 ) -> tuple[Carried, ...]:
+    if origins is None:
+        return ()
     carried = []
     for index, array in enumerate(arrays):
         origin = origins.parameters_of(one, within, index)
@@ -177,9 +182,12 @@ def _carried(
     return tuple(carried)
 
 
-def _between_slices(
-    one: Instruction, sent: re.Match[str], times: float, module: Module, mesh: Mesh
-) -> Collective:
+def _source(one: Instruction, within: Computation, origins: Origins | None) -> Instruction:
+    """What tells where a collective comes from: what made its data, if it does not tell itself."""
+    return one if origins is None or one.op_name else origins.made_by(one, within)
+
+
+def _between_slices(one: Instruction, sent: re.Match[str], times: float, mesh: Mesh) -> Collective:
     slices = len(_numbers(sent[1]))
     group = np.arange(slices) * (mesh.size // slices)  # a mesh has one slice after the other
     return Collective(
@@ -188,8 +196,6 @@ def _between_slices(
         group_size=slices,
         bytes=one.arrays[0].bytes,
         arrays=1,
-        op_name=one.op_name,
-        line=module.line_of(one),
         times=times,
         overlapped=True,
         group=tuple(group.tolist()),

@@ -32,7 +32,7 @@ _SIDE_BY_SIDE = frozenset(
 # What makes other data of it: a gradient that meets one of these is no gradient after.
 _ENDS = frozenset(
     (
-        *("dot", "convolution", "reduce", "reduce-window", "gather", "scatter", "broadcast"),
+        *("dot", "convolution", "reduce", "reduce-window", "gather", "broadcast"),
         *("compare", "is-finite", "iota", "constant", "rng-bit-generator", "sort", "send-done"),
     )
 )
@@ -182,8 +182,9 @@ class Origins:
             case opcode if opcode in _CALLS:
                 yield self._root(one.called[0][1], path)
             case "recv":
-                for sent in self._transfers["send", _transfer(one)]:
-                    yield _Value(sent.computation, self._sent(sent))
+                yield from self._transfers["send", _transfer(one)]
+            case "send":
+                yield _Value(here, one.operands[0])
             case opcode if _moves(opcode):
                 yield from (_Value(here, name, rest) for name, rest in _given(one, path))
 
@@ -195,6 +196,9 @@ class Origins:
         here, path = within.name, value.path
         if one.is_root:
             yield from self._beyond(within, path)
+        if one.opcode == "send":
+            yield from self._transfers["recv", _transfer(one)]
+            return
         for user in self._users[here, one.name]:
             places = [place for place, name in enumerate(user.operands) if name == one.name]
             match user.opcode:
@@ -217,7 +221,9 @@ class Origins:
                         if int(x.inside) in places:
                             yield _Value(name, x.name, path)
                 case "send":
-                    yield from self._transfers["recv", _transfer(user)]
+                    yield _Value(here, user.name, (0,))
+                case "scatter" if 0 not in places:
+                    continue  # of what is added to an array elsewhere it is no form
                 case opcode if _base(opcode) not in _ENDS and self._is_form(user, one):
                     if path or opcode.endswith("-done"):
                         yield _Value(here, user.name, path)
@@ -239,9 +245,6 @@ class Origins:
 
     def _root(self, name: str, path: tuple[int, ...]) -> _Value:
         return _Value(name, self._module.computations[name].root.name, path)
-
-    def _sent(self, value: _Value) -> str:
-        return self._module.computations[value.computation].instructions[value.name].operands[0]
 
     def _parameters_in(self, name: str) -> list[Instruction]:
         inner = self._module.computations[name].instructions.values()

@@ -300,6 +300,10 @@ def test_over_two_slices_of_tpus_the_network_between_them_is_one_axis() -> None:
     assert found["devices"] == 16
     between = [x for x in found["collectives"] if x["link"] == "the network between slices"]
     assert {tuple(one["axes"]) for one in between} == {("data",)}
+    carried = [array for one in between for array in one["carries"]]
+    assert not any(array["is_parameter"] for array in carried)
+    gradients = {name for array in carried for name in array["parameters"]}
+    assert gradients == {f"layers/{n}/{part}" for n in range(3) for part in ("bias", "kernel")}
     # Of what a chip has of the parameters, a quarter by each of the four that share it in a slice;
     # XLA rounds up, at most to twice as much.
     bias, last = 2 * 128 + 10, 128 * 10
