@@ -129,6 +129,7 @@ class Times:
 
     Attributes:
         compute: Its products at the chip's peak.
+        useful: The same of a device's part of the model's own: none is made again, or elsewhere.
         memory: What its instructions read and write.
         waiting: Collectives during which nothing else runs.
         overlapped: Collectives beside which something else runs.
@@ -138,6 +139,7 @@ class Times:
     """
 
     compute: float
+    useful: float
     memory: float
     waiting: float
     overlapped: float

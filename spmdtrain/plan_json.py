@@ -38,6 +38,7 @@ def as_json(
             "step": plan.flops,
             "again": plan.flops_again,
             "chip": plan.flops / plan.used,
+            "device": None if math.isnan(plan.products) else plan.products,
             "by_line": plan.flops_by_line,
         },
         "time": None,

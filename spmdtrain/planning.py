@@ -37,6 +37,7 @@ from spmdtrain.topologies import Topology, gpu_config
 from spmdtrain.trainer import Trainer
 
 _REFUSED = re.compile(r"\(?([\d.]+[KMGT]?)\)? ?(?:of|exceeds available HBM) \(?([\d.]+[KMGT]?)\)?")
+_MORE = 1.05  # what is padded, to be split, is a little more, too
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -125,6 +126,8 @@ class Plan:
     flops_again: int
     """Of these, what rematerialisation computes a second time."""
     flops_by_line: dict[str, int]
+    products: float
+    """Of the compiled program on one device; nan where that is not known."""
     times: estimate.Times | None
     """None where nobody knows how fast the devices are."""
     notes: list[str] = field(default_factory=list)
@@ -137,9 +140,9 @@ class Plan:
     @property
     def utilization(self) -> float | None:
         """The model FLOPs utilization (MFU) at best: what is computed twice counts once."""
-        if self.times is None or not self.flops:
+        if self.times is None:
             return None
-        return self.times.compute / self.times.estimate * (1 - self.flops_again / self.flops)
+        return self.times.useful / self.times.estimate
 
 
 def environment(topology: Topology) -> dict[str, str]:
@@ -270,7 +273,7 @@ def plan(
         flops = count_flops(traced.jaxpr)
         table = trainer.sharding_table()
         memory = _held(table.total, table.rows[-1], batch, trainer.placement, topology)
-        found = Found({}, [], 0, [])
+        found = Found({}, [], 0, 0, [])
         if memory.fits is not False:  # else the state alone is too big: nothing is worth compiling
             tell("compiling")
             where = [str(topology), repr(config.compiler_option), repr(config.collectives)]
@@ -301,6 +304,7 @@ def plan(
             flops=flops.total,
             flops_again=flops.again,
             flops_by_line=dict(flops.by_line.most_common()),
+            products=found.products if found.traffic else math.nan,
             times=_times(topology, flops, trainer, moved, found) if found.traffic else None,
             notes=_notes(trainer, config, topology, flops, found, virtual=virtual),
         )
@@ -395,6 +399,13 @@ def _notes(
             "partitioned for virtual devices, as the CUDA plugin is not installed (pip install "
             "'spmdtrain[cuda12]'): temporaries are a rough estimate, and so are collectives in 16 "
             "bits"
+        )
+    share = flops.total / len(trainer.placement.devices)
+    if found.products > _MORE * share:
+        notes.append(
+            f"each device makes {found.products / share:.3g} times its share of the products: what "
+            "is not split is made on several alike (--show-sharding tells), and a compiler may "
+            "make what is grouped dense"
         )
     if (used := _used(trainer, topology)) < topology.chips:
         notes.append(f"uses {used:g} of the {topology.chips} chips")
@@ -552,6 +563,7 @@ def _times(
     chip = topology.chip
     if chip is None:
         return None
+    used, peak = len(trainer.placement.devices), chip.flops / chip.devices
     known = [one for one in moved if not math.isnan(one.seconds)]
     sent = sum(
         one.times * estimate.least_bytes(one.kind, one.bytes, one.group_size, topology)
@@ -559,7 +571,8 @@ def _times(
         if one.link != estimate.WITHIN
     )
     return estimate.Times(
-        compute=flops.total / (_used(trainer, topology) * chip.flops),
+        compute=(flops.total / used if math.isnan(found.products) else found.products) / peak,
+        useful=(flops.total - flops.again) / used / peak,
         memory=found.traffic * chip.devices / chip.bandwidth,
         waiting=sum(one.seconds for one in known if not one.overlapped),
         overlapped=sum(one.seconds for one in known if one.overlapped),

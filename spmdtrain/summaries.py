@@ -21,6 +21,7 @@ from spmdtrain.hlo import Carried, Collective, collectives_of
 from spmdtrain.hlo_module import Computation, Instruction, Module, element_of
 from spmdtrain.live_ranges import Fullest, Live, read_dump
 from spmdtrain.origins import Origins
+from spmdtrain.products import products
 from spmdtrain.traffic import bytes_moved
 
 CUDA = "jax-cuda12-plugin"
@@ -28,7 +29,8 @@ _PACKAGES = ("jax", "jaxlib", "libtpu", CUDA, "jax-cuda12-pjrt")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # Whose text decides what is read off a program.
 _READERS = (
-    *("compiler_log", "hlo", "hlo_module", "live_ranges", "origins", "summaries", "traffic"),
+    *("compiler_log", "hlo", "hlo_module", "live_ranges", "origins", "products", "summaries"),
+    "traffic",
 )
 _MOST_KEPT = 500
 _SIZES = ("argument", "output", "alias", "temp", "generated_code")
@@ -93,6 +95,7 @@ class Found:
             refused, but for the total.
         collectives: In the order of the program.
         traffic: See `bytes_moved`.
+        products: Floating-point operations on one device, nan where that is not known.
         unknown: Lines that were compiled to loops whose turns nobody knows.
         buffers: The temporary arrays of the moment when memory is fullest, the largest first.
         rematerialized: What the partitioner has warned of.
@@ -102,6 +105,7 @@ class Found:
     sizes: dict[str, int]
     collectives: list[Collective]
     traffic: float
+    products: float
     unknown: list[str]
     buffers: list[Buffer] = field(default_factory=list)
     rematerialized: list[Rematerialized] = field(default_factory=list)
@@ -165,12 +169,13 @@ def _compile(
     buffers = [] if fullest is None else _buffers(fullest, module, origins)
     rematerialized = _rematerialized(log, module, origins)
     if program is None:
-        return Found(sizes, [], 0, [], buffers, rematerialized, refusal)
+        return Found(sizes, [], 0, 0, [], buffers, rematerialized, refusal)
     told = program.memory_analysis()
     return Found(
         sizes=sizes | {name: getattr(told, f"{name}_size_in_bytes") for name in _SIZES},
         collectives=[] if on is None else collectives_of(module, on, origins),
         traffic=bytes_moved(module),
+        products=products(module),
         unknown=[module.line_of(one) or one.name for one in module.unknown_loops],
         buffers=buffers,
         rematerialized=rematerialized,

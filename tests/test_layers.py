@@ -19,9 +19,8 @@ LAYERS = [
         """
         adapters adapting collectives compilation compiler_log distributed elsewhere estimate
         failing hlo hlo_module idx jaxprs live_ranges mesh metrics nnx_model origins permutation
-        placement
-        processes profiling reductions remat replicas retention sharding signals storage sums
-        terminal traffic writers
+        placement processes products profiling reductions remat replicas retention sharding signals
+        storage sums terminal traffic writers
         """,
         """
         callbacks checkpoint data evaluate experiment export feed flops gradients health identity

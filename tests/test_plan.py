@@ -387,7 +387,7 @@ def test_seconds_of_collectives() -> None:
     assert estimate.seconds("all-reduce", 8, 8, link) == pytest.approx(4e-6)
     assert estimate.seconds("all-reduce", 8e9, 1, link) == 0
     times = estimate.Times(
-        compute=3, memory=5, waiting=2, overlapped=4, least_memory=1, least_links=3.5
+        useful=0.0, compute=3, memory=5, waiting=2, overlapped=4, least_memory=1, least_links=3.5
     )
     assert (times.bound, times.estimate, times.rules) == (3.5, 7, "collectives")
 

@@ -360,6 +360,23 @@ def test_tokens_and_what_is_computed_twice(text: Path) -> None:
     assert none["flops"]["again"] == 0 < full["flops"]["again"]
     assert full["flops"]["step"] - full["flops"]["again"] == none["flops"]["step"]
     time = full["time"]
-    of_peak = time["compute"] / time["estimate"]
     once = none["flops"]["step"] / full["flops"]["step"]
-    assert time["utilization"] == pytest.approx(of_peak * once)
+    assert time["useful"] == pytest.approx(time["compute"] * once, rel=0.02)
+    assert time["utilization"] == pytest.approx(time["useful"] / time["estimate"])
+
+
+def test_what_is_made_on_several_devices_alike_counts_on_each(text: Path) -> None:
+    """The rules split the kernels of an MLP, but not the last, whose 10 columns do not divide."""
+    options = ("--preset", "tiny", "--data-dir", text, "--topology", "gpu:h100:1x8")
+    split = planned(GPT, *options)
+    assert split["flops"]["device"] == pytest.approx(split["flops"]["chip"], rel=0.02)
+    assert not any("its share" in note for note in split["notes"])
+    alike = planned(DIGITS, "--topology", "gpu:h100:1x8", "--mesh.data", 2, "--mesh.tensor", 4)
+    last = 6 * 64 * 128 * 10 / 8
+    made = alike["flops"]["device"]
+    assert made == alike["flops"]["chip"] + 3 * last
+    (note,) = (note for note in alike["notes"] if "its share" in note)
+    assert note.startswith("each device makes 1.17 times its share of the products")
+    assert made / alike["time"]["compute"] == pytest.approx(989.4e12, rel=0.01)
+    share = alike["flops"]["chip"] / made
+    assert alike["time"]["useful"] == pytest.approx(alike["time"]["compute"] * share)
