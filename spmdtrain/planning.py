@@ -401,7 +401,7 @@ def _notes(
             "bits"
         )
     share = flops.total / len(trainer.placement.devices)
-    if found.products > _MORE * share:
+    if share and found.products > _MORE * share:
         notes.append(
             f"each device makes {found.products / share:.3g} times its share of the products: what "
             "is not split is made on several alike (--show-sharding tells), and a compiler may "

@@ -1,6 +1,8 @@
 """What a compiled program reads and writes in a device's memory."""
 
-from spmdtrain.hlo_module import Computation, Instruction, Module, arrays_of
+import re
+
+from spmdtrain.hlo_module import Array, Computation, Instruction, Module, arrays_of
 
 # These name what is there already, or wait for what another instruction counts.
 _NOTHING = frozenset(
@@ -9,6 +11,8 @@ _NOTHING = frozenset(
         *("while", "call", "conditional", "partition-id", "replica-id", "opt-barrier", "domain"),
     )
 )
+# Of a TPU's own: these name memory, or arrays that lie side by side already.
+_NAMES = re.compile('custom_call_target="(AllocateBuffer|ConcatBitcast|AssumeGatherIndices.*?)"')
 
 
 def bytes_moved(module: Module) -> float:
@@ -25,13 +29,18 @@ def bytes_moved(module: Module) -> float:
 def _moved(one: Instruction, within: Computation, module: Module) -> float:
     if one.opcode in _NOTHING or one.opcode.endswith("-done"):
         return 0
+    if one.opcode == "custom-call" and _NAMES.search(one.attributes):
+        return 0
     if one.opcode == "fusion":
         ((_, name),) = one.called
         return _moved_by_fusion(one, within, module.computations[name])
     written = _main_bytes(one.shape)
     match one.opcode:
-        case "dynamic-slice" | "gather":
-            return 2 * written
+        case "dynamic-slice" | "slice" | "gather":
+            return written + _sliced(one.arrays[0], one, within)
+        case "slice-start" | "dynamic-slice-start":
+            part = one.arrays[1]  # beside its operand
+            return _in_main(part) + _sliced(part, one, within)
         case "dynamic-update-slice":
             return 2 * _operand_bytes(one.operands[1], within)
     if one.opcode.endswith("-start") and one.opcode != "all-reduce-start":
@@ -72,6 +81,11 @@ def _read(name: str, by: Instruction, body: Computation) -> float:
     return float("inf")
 
 
+def _sliced(part: Array, one: Instruction, within: Computation) -> float:
+    """What is read of an operand of which a part is taken, wherever that goes."""
+    return min(part.bytes, _operand_bytes(one.operands[0], within))
+
+
 def _operand_sum(one: Instruction, within: Computation) -> float:
     return sum(_operand_bytes(name, within) for name in one.operands)
 
@@ -82,4 +96,8 @@ def _operand_bytes(name: str, within: Computation) -> float:
 
 
 def _main_bytes(shape: str) -> float:
-    return sum(array.bytes for array in arrays_of(shape) if array.space == 0)
+    return sum(map(_in_main, arrays_of(shape)))
+
+
+def _in_main(array: Array) -> float:
+    return array.bytes if array.space == 0 else 0

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -230,31 +229,6 @@ def test_a_reduction_of_one_s_own_is_not_tried_on_devices_that_are_not_there(
     found = planned(own, "--topology", "gpu:h100:1x8", "--dropout", 0)
     assert any("own reduction" in note for note in found["notes"])
     assert {one["kind"] for one in found["collectives"]} == {"all-reduce"}
-
-
-@pytest.mark.drill
-def test_ctrl_c_ends_it_and_what_it_began(text: Path) -> None:
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "spmdtrain.plan", "--config", str(GPT)),
-            *("--data-dir", str(text), "--topology", "cpu:8", "--layers", "24"),
-        ],
-        env=environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    child = None
-    for _ in range(600):
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        if children:
-            (child,) = children
-            break
-        time.sleep(0.05)
-    assert child is not None
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130 and errors.strip() == "interrupted"
-    assert not Path(f"/proc/{child}").exists()
 
 
 # -- for chips that are not there ------------------------------------------------------------------

@@ -1,0 +1,151 @@
+"""The command `python -m spmdtrain.plan` and the processes it begins: how they end."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import DIGITS, GPT, environment, text_in
+from plans import plan, planned
+
+# Builds once, for the plan, and not a second time, when advice is tried.
+FALLS = """
+import os
+import jax, jax.numpy as jnp, numpy as np, optax
+from dataclasses import dataclass
+from spmdtrain import ArrayDataset, Experiment, FunctionModel, RunConfig
+WIDTH = 90_000
+BUILT = []
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    global_batch_size: int | None = 8
+    epochs: int | None = 1
+
+def build(config):
+    BUILT.append(config)
+    if len(BUILT) > 1:
+        print("falls", flush=True)
+        os._exit(7)
+    x = np.zeros((64, 8), np.float32)
+    return Experiment(
+        model=FunctionModel(lambda key: {"w": jnp.zeros((WIDTH, WIDTH))}, lambda w, x: x.sum(-1)),
+        objective=lambda model, batch: {"loss": model(batch["x"])},
+        optimizer=optax.adam(1e-3),
+        train=ArrayDataset({"x": x}),
+    )
+"""
+# Names that paths, markup and XLA's own text give a meaning of their own.
+NAMES = ("[red]w", 'it\'s "q"', "a/b", "two\nlines", "ключ", "")
+ODD = f"""
+import jax, jax.numpy as jnp, numpy as np, optax
+from dataclasses import dataclass
+from spmdtrain import ArrayDataset, Experiment, FunctionModel, RunConfig
+NAMES = {NAMES!r}
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    global_batch_size: int | None = 16
+    epochs: int | None = 1
+
+def init(key):
+    return {{name: jax.random.normal(key, (8, 8 + n)) for n, name in enumerate(NAMES)}}
+
+def apply(params, x):
+    return sum((x @ w).sum(-1) for w in params.values())
+
+def build(config):
+    return Experiment(
+        model=FunctionModel(init, apply),
+        objective=lambda model, batch: {{"loss": model(batch["x"]) ** 2}},
+        optimizer=optax.adam(1e-3),
+        train=ArrayDataset({{"x": np.ones((64, 8), np.float32)}}),
+    )
+"""
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 143, ""),
+        (signal.SIGHUP, 129, ""),
+        (signal.SIGKILL, -9, ""),
+    ],
+)
+def test_what_ends_it_ends_what_it_began(number: int, code: int, said: str, tmp_path: Path) -> None:
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "spmdtrain.plan", "--config", str(GPT)),
+            *("--data-dir", str(text_in(tmp_path)), "--topology", "cpu:8", "--layers", "24"),
+        ],
+        env=environment() | {"TMPDIR": str(folder)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    found: list[str] = []
+    for _ in range(600):
+        if found := children.read_text().split():
+            break
+        time.sleep(0.05)
+    (child,) = found
+    time.sleep(2)  # it has imported JAX, and says what it does
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == code and errors.strip() == said
+    for _ in range(100):  # of a process that is killed the kernel ends the child, soon
+        if not Path(f"/proc/{child}").exists():
+            break
+        time.sleep(0.05)
+    assert not Path(f"/proc/{child}").exists()
+    if number != signal.SIGKILL:
+        assert list(folder.iterdir()) == []
+
+
+def test_a_plan_is_kept_where_what_tries_its_advice_falls(tmp_path: Path) -> None:
+    falls = tmp_path / "falls.py"
+    falls.write_text(FALLS)
+    ended = plan(falls, "--topology", "gpu:h100:1x8", "--strategy", "mirrored")
+    assert ended.returncode == 1, ended.stderr
+    assert "does not fit: 97.2 GB" in ended.stdout  # Adam, of 32.4 GB
+    assert ended.stderr.startswith("falls\n")
+    assert "error: planning for gpu:h100:1x8 ended with code 7, see above" in ended.stderr
+    ended = plan(falls, "--topology", "gpu:h100:1x8", "--strategy", "mirrored", "--json")
+    assert ended.returncode == 1, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["memory"]["params"] == 4 * 90_000**2 and found["failed"]
+    assert found["error"] == "planning for gpu:h100:1x8 ended with code 7, see above"
+
+
+def test_what_cannot_be_planned_is_told_in_json_too() -> None:
+    ended = plan(DIGITS, "--global-batch-size", 20, "--topology", "cpu:8,cpu:2", "--json")
+    assert ended.returncode == 2
+    refused, made = json.loads(ended.stdout)["plans"]
+    assert refused["topology"] == "cpu:8" and "20" in refused["error"]
+    assert ended.stderr == f"error: {refused['error']}\n"
+    assert made["topology"] == "cpu:2" and made["global_batch_size"] == 20
+    ended = plan(DIGITS, "--global-batch-size", 20, "--topology", "cpu:8", "--json")
+    assert (ended.returncode, json.loads(ended.stdout)) == (2, refused)
+
+
+def test_parameters_of_any_name_are_known(tmp_path: Path) -> None:
+    odd = tmp_path / "odd.py"
+    odd.write_text(ODD)
+    found = planned(odd, "--strategy", "mirrored")
+    names = {
+        name for one in found["collectives"] for x in one["carries"] for name in x["parameters"]
+    }
+    assert names == {row["name"] for row in found["state"]} and len(names) == len(NAMES)
+    by_size = {row["bytes"]: row["name"] for row in found["state"]}
+    assert [by_size[4 * 8 * (8 + n)] for n in range(len(NAMES))] == list(NAMES)
+    ended = plan(odd, "--strategy", "mirrored", "--topology", "cpu:8", "--no-advice")
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"gradient of .* and 5 more", ended.stdout)
