@@ -1,17 +1,23 @@
 """What tests of plans share: the shipped command, and the same within this process."""
 
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from helpers import environment
 
 from spmdtrain import planning, run, topologies
 from spmdtrain.advice import Advice, advise
 from spmdtrain.plan import Options
 from spmdtrain.plan_json import as_json
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
 
 
 def plan(config: Path, *options: object) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import DIGITS, GAN, GPT, TEXT, environment
-from plans import plan, planned
+from plans import needs_libtpu, plan, planned
 
 from spmdtrain import Trainer, estimate, planning, topologies
 from spmdtrain.config import resolve
@@ -232,10 +232,6 @@ def test_a_reduction_of_one_s_own_is_not_tried_on_devices_that_are_not_there(
 
 
 # -- for chips that are not there ------------------------------------------------------------------
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
-)
 
 
 @needs_libtpu

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from helpers import DIGITS, GPT, TEXT
-from plans import advised, plan, planned
+from plans import advised, needs_libtpu, plan, planned
 
 from spmdtrain import plan_tables, run
 from spmdtrain.compiler_log import CompilerLog, kept_log
@@ -349,6 +349,29 @@ def test_the_predicted_order_of_six_configurations_is_the_measured(text: Path) -
     predicted, measured = ([one[n] for one in found] for n in (0, 1))
     assert predicted == sorted(predicted), found
     assert measured == sorted(measured), found
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_gathers_that_a_tpu_makes_sums_of_are_found(text: Path) -> None:
+    options = ("--preset", "tiny", "--width", 512, "--batch-size-per-device", 1)
+    where = ("--topology", "v5p:4x4x4", "--strategy", "fully_sharded")
+    ended = plan(GPT, *options, "--data-dir", text, *where, "--json")
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    (one,) = found["advice"]
+    summed = [
+        collective
+        for collective in found["collectives"]
+        if collective["kind"] == "all-reduce"
+        and any(x["is_parameter"] for x in collective["carries"])
+    ]
+    assert summed and not any(collective["overlapped"] for collective in summed)
+    assert one["finding"].startswith("parameters are gathered as all-reduces")
+    assert "xla_tpu_prefer_async_allgather_to_allreduce=true" in " ".join(
+        [one["options"], *one["tried"]]
+    )
+    assert one["without"]["estimate"] == found["time"]["estimate"]
 
 
 def test_tokens_and_what_is_computed_twice(text: Path) -> None:
