@@ -360,17 +360,12 @@ def test_gathers_that_a_tpu_makes_sums_of_are_found(text: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     (one,) = found["advice"]
-    summed = [
-        collective
-        for collective in found["collectives"]
-        if collective["kind"] == "all-reduce"
-        and any(x["is_parameter"] for x in collective["carries"])
-    ]
-    assert summed and not any(collective["overlapped"] for collective in summed)
+    summed = [x for x in found["collectives"] if x["kind"] == "all-reduce"]
+    gathers = [x for x in summed if any(array["is_parameter"] for array in x["carries"])]
+    assert gathers and not any(x["overlapped"] for x in gathers)
     assert one["finding"].startswith("parameters are gathered as all-reduces")
-    assert "xla_tpu_prefer_async_allgather_to_allreduce=true" in " ".join(
-        [one["options"], *one["tried"]]
-    )
+    tried = " ".join([one["options"], *one["tried"]])
+    assert "xla_tpu_prefer_async_allgather_to_allreduce=true" in tried
     assert one["without"]["estimate"] == found["time"]["estimate"]
 
 

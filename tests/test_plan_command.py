@@ -149,3 +149,12 @@ def test_parameters_of_any_name_are_known(tmp_path: Path) -> None:
     ended = plan(odd, "--strategy", "mirrored", "--topology", "cpu:8", "--no-advice")
     assert ended.returncode == 0, ended.stderr
     assert re.search(r"gradient of .* and 5 more", ended.stdout)
+
+
+def test_a_model_without_products_has_a_plan_too(tmp_path: Path) -> None:
+    """The compiler may make a product of a sum; of none in the model there is no share of it."""
+    small = tmp_path / "small.py"
+    small.write_text(FALLS.replace("90_000", "90"))
+    found = planned(small, "--strategy", "mirrored")
+    assert found["flops"]["step"] == 0
+    assert not any("share" in note for note in found["notes"])
