@@ -25,6 +25,7 @@ _CALLED = re.compile(
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _ARRAY = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<dims>[^\]]*)\](?:\{(?P<layout>[^{}]*)\})?")
 INDEX = re.compile(r"\bindex=(\d+)")
+_ESCAPES = re.compile(r"\\([0-7]{3}|.)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _SOURCE = re.compile(r'source_file="((?:[^"\\]|\\.)*)" source_line=(\d+)')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
@@ -80,7 +81,7 @@ class Instruction:
     def op_name(self) -> str:
         """The JAX operation it comes from (one of them, if XLA joined several), or ""."""
         match = _OP_NAME.search(self.attributes)
-        return match[1] if match else ""
+        return _unescaped(match[1]) if match else ""
 
 
 def arrays_of(shape: str) -> tuple[Array, ...]:
@@ -326,3 +327,12 @@ def _instruction(match: re.Match[str]) -> Instruction:
         attributes=rest[end + 1 :],
         is_root=match["root"] is not None,
     )
+
+
+def _unescaped(text: str) -> str:
+    """A string as it was before XLA wrote it: bytes beyond ASCII are told in octal."""
+
+    def byte(match: re.Match[str]) -> str:
+        return chr(int(match[1], 8)) if len(match[1]) == 3 else match[1]
+
+    return _ESCAPES.sub(byte, text).encode("latin-1", "replace").decode("utf-8", "replace")

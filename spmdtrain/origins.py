@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from spmdtrain.hlo_module import ASYNC, INDEX, Computation, Instruction, Module
 
 _ALIASES = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
-_ESCAPES = re.compile(r"\\([0-7]{3}|.)")
 _TRANSFER = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 
 # What hands on the data that it is given, in another form or at another place.
@@ -96,7 +95,7 @@ class Origins:
                 for name in one.operands:
                     self._users[computation.name, name].append(one)
                 if computation.name == module.entry and one.opcode == "parameter":
-                    self._arguments[int(one.inside)] = _unescaped(one.op_name)
+                    self._arguments[int(one.inside)] = one.op_name
                 if one.opcode in ("send", "recv") and (known := _TRANSFER.search(one.attributes)):
                     value = _Value(computation.name, one.name, (0,))
                     self._transfers[one.opcode, known[1]].append(value)
@@ -256,15 +255,6 @@ class Origins:
             return True
         whole, size = (max((math.prod(x.dims) for x in y.arrays), default=0) for y in (of, made))
         return size <= whole <= size * self._devices
-
-
-def _unescaped(text: str) -> str:
-    """A string as it was before XLA wrote it: bytes beyond ASCII are told in octal."""
-
-    def byte(match: re.Match[str]) -> str:
-        return chr(int(match[1], 8)) if len(match[1]) == 3 else match[1]
-
-    return _ESCAPES.sub(byte, text).encode("latin-1", "replace").decode("utf-8", "replace")
 
 
 def _operand_of(caller: Instruction, inner: str, parameter: int) -> int:

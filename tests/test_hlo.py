@@ -277,7 +277,7 @@ def test_what_is_no_collective(line: str) -> None:
     ("metadata", "op_name"),
     [
         ('metadata={op_type="AllReduce" op_name="dp" source_file="a.py"}', "dp"),
-        (r'metadata={op_name="params[\"w\"]/{x}"}', r"params[\"w\"]/{x}"),
+        (r'metadata={op_name="params[\"w\"]/{x}"}', 'params["w"]/{x}'),
         ('metadata={source_file="a.py"}, frontend_attributes={x="y"}', ""),
     ],
 )

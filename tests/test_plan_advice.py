@@ -327,7 +327,7 @@ def test_measuring_wants_the_devices_at_hand() -> None:
     assert "--measure runs on gpu:h100:1x8, 8 gpu devices, and here are" in line
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_the_predicted_order_of_six_configurations_is_the_measured(text: Path) -> None:
     gpt = (GPT, "--data-dir", text, "--preset", "tiny")
     split = ("--strategy", "fully_sharded", "--sharding.min-size", 1)
@@ -346,9 +346,9 @@ def test_the_predicted_order_of_six_configurations_is_the_measured(text: Path) -
         assert ended.returncode == 0, ended.stderr
         one = json.loads(ended.stdout)
         found.append((one["time"]["estimate"], one["measured"]["step"]))
-    predicted, measured = ([one[n] for one in found] for n in (0, 1))
-    assert predicted == sorted(predicted), found
-    assert measured == sorted(measured), found
+    # On a machine that does other things meanwhile both are slower, and in the same order still.
+    predicted, measured = (sorted(range(6), key=lambda x: found[x][n]) for n in (0, 1))
+    assert predicted == measured, found
 
 
 @needs_libtpu
