@@ -150,7 +150,7 @@ def _too_big(plan: Plan, config: RunConfig) -> _Finding:
 def _splits(plan: Plan, config: RunConfig) -> list[list[str]]:
     """Options that split the state over more devices than now."""
     of = strategy(config.strategy)
-    if plan.used < 2 or of.shards_params or of.needs_rules:
+    if plan.used_devices < 2 or of.shards_params or of.needs_rules:
         return []
     fully = ["--strategy", "fully_sharded"]
     if (parts := _dividing(plan.rows, plan.devices)) < plan.devices:
@@ -185,7 +185,7 @@ def _giants(plan: Plan, config: RunConfig) -> Iterator[_Finding]:
         others = f", and {more} more are that large" if more else ""
         yield _Finding(
             f"{first.name} {first.shape} and what the optimizer keeps of it are whole on each of "
-            f"{plan.used:g} devices, {byte_size(held[first])}{others}",
+            f"{plan.used_devices} devices, {byte_size(held[first])}{others}",
             splits,
             lambda now, other: other.memory.peak < 0.9 * now.memory.peak,
         )
@@ -234,11 +234,14 @@ def _reduced_twice(plan: Plan, config: RunConfig) -> Iterator[_Finding]:
     tries: list[list[str]] = []  # where each device has all parameters, gradients may cross by hand
     if not (of.shards_params or of.needs_rules):
         tries = [once, [*once, "--collectives.reduce-dtype", "bfloat16"]] if narrow else [once]
+    why = "automatic partitioning does so for each use"
+    if config.microbatches > 1:
+        why = "for each microbatch, or for each use"
     if again:
         times = max(crossed[name] / elements[name] for name in again)
         yield _Finding(
             f"the gradient of {', '.join(again[:3])}{', ...' if len(again) > 3 else ''} is reduced "
-            f"{times:.2g} times in a step: automatic partitioning does so for each use",
+            f"{times:.2g} times in a step: {why}",
             tries,
             lambda now, other: other.traffic.bytes < 0.98 * now.traffic.bytes,
         )

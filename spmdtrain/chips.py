@@ -106,6 +106,18 @@ CHIPS = {
             source=_TPU + "v6e",
         ),
         Chip(
+            name="tpu7x",
+            flops=2307 * TERA,
+            memory=int(94.75 * GIB),
+            bandwidth=7380 * GB,
+            links=6,
+            link=100 * GB,
+            network=12.5 * GB,
+            torus=3,
+            devices=2,
+            source=_TPU + "tpu7x",
+        ),
+        Chip(
             name="a100",
             flops=312 * TERA,
             memory=80 * GB,

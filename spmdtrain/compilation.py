@@ -54,10 +54,10 @@ def cache_folder() -> Path:
 
 def _own_folder() -> Path:
     """One for each kind of processor: a home may be shared by hosts that differ."""
-    return cache_folder() / "programs" / _processor()
+    return cache_folder() / "programs" / processor()
 
 
-def _processor() -> str:
+def processor() -> str:
     """What programs for this host's processor are good for, in short."""
     told = [platform.machine(), platform.processor()]
     with contextlib.suppress(OSError):  # elsewhere than on Linux

@@ -68,3 +68,9 @@ def kept_log() -> Iterator[CompilerLog]:
             log.lines = file.read().splitlines()
             if sys.exc_info()[0] is not None:
                 sys.stderr.writelines(f"{line}\n" for line in log.lines)
+
+
+def short(error: Exception) -> str:
+    """The first line of what a compiler says, and the second where that is only its heading."""
+    first, *others = str(error).strip().splitlines() or [type(error).__name__]
+    return (f"{first} {others[0]}" if first.endswith(":") and others else first)[:300]

@@ -4,6 +4,7 @@ The bound is strict: no step of this program is faster. The estimate is not: it 
 instruction reads and writes, and lets all that XLA can overlap be overlapped.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ def link_between(kind: str, devices: Sequence[Any], of: Topology) -> Link:
     slices = Counter(getattr(device, "slice_index", 0) for device in devices)
     if len(slices) > 1:
         return _between(slices, chip, "the network between slices")
-    bandwidth, hops = 0.0, 0
+    bandwidth, hops, across = 0.0, 0, math.inf
     for dim, size in enumerate(of.shape):
         places = {device.coords[dim] for device in devices}
         if len(places) == 1:
@@ -65,10 +66,14 @@ def link_between(kind: str, devices: Sequence[Any], of: Topology) -> Link:
         closed = len(places) == size and _closes(size, of)
         bandwidth += chip.link * (2 if closed else 1)
         hops += len(places) // 2 if closed else max(places) - min(places)
+        # Half of what all send crosses the middle of the dim, where a ring has two links.
+        across = min(across, chip.link * (8 if closed else 4) / len(places))
     if not bandwidth:  # two devices of a chip
         return Link(chip.bandwidth, 0, WITHIN)
     if kind == "collective-permute":
         return Link(chip.link, 1, "a link")
+    if kind in ("all-to-all", "ragged-all-to-all"):
+        return Link(min(bandwidth, across), hops, "links")
     return Link(bandwidth, hops, "links")
 
 
@@ -119,8 +124,8 @@ def least_bytes(kind: str, whole: float, group: int, of: Topology) -> float:
 
 def seconds(kind: str, whole: float, group: int, link: Link) -> float:
     """How long a collective of `whole` bytes takes in a group that has its link for itself."""
-    sending = max(wire_bytes(kind, whole, group) / link.bandwidth, _HOP * link.hops * (group > 1))
-    return sending + link.latency
+    hops = link.hops * (group > 1) * (2 if kind == "all-reduce" else 1)  # there and back
+    return max(wire_bytes(kind, whole, group) / link.bandwidth, _HOP * hops) + link.latency
 
 
 @dataclass(frozen=True)

@@ -118,9 +118,12 @@ def _convolution(equation: Any) -> int:
 
 
 def _ragged_dot(equation: Any) -> int:
-    """Each row meets the matrix of its group alone."""
+    """Each row, or each column that is summed over, meets the matrix of its group alone."""
     rows, matrices = equation.invars[0].aval.shape, equation.invars[1].aval.shape
-    return 2 * math.prod(rows) * matrices[-1]
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    met = {*contracted, *batch, *numbers.rhs_group_dimensions}
+    return 2 * math.prod(rows) * math.prod(n for dim, n in enumerate(matrices) if dim not in met)
 
 
 _OF_PRIMITIVE = {

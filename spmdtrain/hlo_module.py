@@ -179,12 +179,26 @@ class Module:
                 if trips is None:
                     trips = 1
                     self.unknown_loops += [one] if one.opcode == "while" else []
+                # Of the branches of a `cond` the one that does most counts, the others never run.
+                largest = max(called, key=lambda of: self._written(of[1]), default=("", ""))
                 for role, inner in called:
+                    if one.opcode == "conditional" and inner != largest[1]:
+                        continue
                     if inner in self.computations:
                         times[inner] += times[name] * (trips + (role == "condition"))
                     if one.opcode == "fusion" or name in fused:
                         fused.add(inner)
         return times, fused
+
+    def _written(self, name: str) -> int:
+        """Bytes of all that a computation makes, once: a measure of what it does."""
+        if name not in self.computations:
+            return 0
+        return sum(
+            sum(array.bytes for array in one.arrays)
+            + sum(self._written(inner) for _, inner in one.called if one.opcode in _CALLING)
+            for one in self.computations[name].instructions.values()
+        )
 
     def trips(self, loop: Instruction, within: Computation) -> int | None:
         """How often a `while` turns, None where that cannot be told.
@@ -300,7 +314,7 @@ _CORE = str(Path(__file__).parent)
 
 def is_library(file: str) -> bool:
     """Whether code is neither the user's nor one of the models that come along."""
-    return "site-packages" in file or file.startswith("<frozen") or str(Path(file).parent) == _CORE
+    return "-packages" in file or file.startswith("<frozen") or str(Path(file).parent) == _CORE
 
 
 def _closing(rest: str) -> int:

@@ -69,7 +69,17 @@ def environment(topology: Topology) -> dict[str, str]:
 
 def measure(file: ExperimentFile, config: RunConfig, topology: Topology) -> Measured:
     """Train an experiment for some seconds. Raises `UserError` where the devices are not here."""
-    config = dataclasses.replace(config, workdir=None, cpu_devices=None, compilation_cache=OFF)
+    config = dataclasses.replace(
+        config,
+        compilation_cache=OFF,
+        cpu_devices=None,
+        # It writes nothing, so nothing of what is about files holds.
+        workdir=None,
+        resume="auto",
+        profile_steps=None,
+        eval_at_checkpoints=False,
+        evaluated_by="training",
+    )
     prepare(config)
     _check_devices(topology)
     config = resolve_on_devices(config)

@@ -147,8 +147,9 @@ def _planned(
             listener.status(f"running on {topology}")
             env = {**_LEFT_OUT, **measuring.environment(topology), **told, _MEASURES: "1"}
             what, measured = elsewhere.run(command, env, hear)
-            if what == _ERROR:
-                return {"topology": str(topology), "error": measured}
+            if what != _MEASURED:
+                why = measured if what == _ERROR else "running ended without a figure"
+                return {"topology": str(topology), "error": why}
             told[_MEASURED] = json.dumps(measured)
         env = {**_LEFT_OUT, **planning.environment(topology), **told}
         what, found = elsewhere.run(command, env, hear)
@@ -157,6 +158,9 @@ def _planned(
         return plan | {"topology": str(topology), "error": why, "failed": True}
     if what == _ERROR:
         return {"topology": str(topology), "error": found}
+    if what != _FOUND:  # the experiment ended the process, in order
+        why = f"planning for {topology} ended without a plan"
+        return plan | {"topology": str(topology), "error": why, "failed": True}
     return dict(found)
 
 
@@ -164,6 +168,8 @@ def _answer(arguments: Sequence[str]) -> int:
     """Plan for the one topology of this process, or measure there, and say what came of it."""
     elsewhere.end_with_parent()
     topology = topologies.parse(os.environ[_TOPOLOGY])
+    # A program that is read back has no dump, and so tells less.
+    jax.config.update("jax_enable_compilation_cache", False)
     if topology.chip is None or not planning.has_compiler(topology):
         jax.config.update("jax_num_cpu_devices", topology.devices)
     try:

@@ -17,7 +17,8 @@ from jax.experimental import topologies as jax_topologies
 from packaging.requirements import Requirement
 
 from spmdtrain import estimate, mesh
-from spmdtrain.compilation import OFF
+from spmdtrain.compilation import OFF, processor
+from spmdtrain.compiler_log import short
 from spmdtrain.config import Collectives, RunConfig
 from spmdtrain.data import as_dataset
 from spmdtrain.errors import UserError
@@ -33,7 +34,7 @@ from spmdtrain.state import TrainState
 from spmdtrain.strategies import strategy
 from spmdtrain.summaries import CUDA, Buffer, Found, Rematerialized, Use, compiled, version_of
 from spmdtrain.terminal import Terminal, byte_size
-from spmdtrain.topologies import Topology, gpu_config
+from spmdtrain.topologies import MOST_CPU_DEVICES, Topology, gpu_config
 from spmdtrain.trainer import Trainer
 
 _REFUSED = re.compile(r"\(?([\d.]+[KMGT]?)\)? ?(?:of|exceeds available HBM) \(?([\d.]+[KMGT]?)\)?")
@@ -138,6 +139,11 @@ class Plan:
         return self.memory.fits
 
     @property
+    def used_devices(self) -> int:
+        """What JAX sees of the chips that are used."""
+        return round(self.used * self.devices / self.chips)
+
+    @property
     def utilization(self) -> float | None:
         """The model FLOPs utilization (MFU) at best: what is computed twice counts once."""
         if self.times is None:
@@ -185,6 +191,12 @@ def devices_of(topology: Topology) -> list[jax.Device]:
     """
     chip = topology.chip
     if topology.platform == "cpu" or not has_compiler(topology):
+        if topology.devices > MOST_CPU_DEVICES:
+            raise UserError(
+                f"--topology {topology}: {topology.devices:,} devices, and without the compiler "
+                f"for GPUs (pip install 'spmdtrain[cuda12]') at most {MOST_CPU_DEVICES:,} virtual "
+                "ones stand for them"
+            )
         return jax.devices("cpu")
     assert chip is not None
     options: dict[str, Any] = {}
@@ -200,7 +212,7 @@ def devices_of(topology: Topology) -> list[jax.Device]:
             )
         if topology.slices > 1:
             options = {"num_slices": topology.slices}
-        if topology.chips == 1:
+        if math.prod(topology.shape) == 1:
             options["chips_per_host_bounds"] = [1, 1, 1]
         if chip.name == "v4":
             options["chip_config_name"] = "megacore"
@@ -208,7 +220,7 @@ def devices_of(topology: Topology) -> list[jax.Device]:
     try:
         found = jax_topologies.get_topology_desc(platform=platform, topology_name=name, **options)
     except Exception as error:  # of whatever class the plugin's are
-        why = f"--topology {topology}: {_short(error)}"
+        why = f"--topology {topology}: {short(error)}"
         if other := other_compiler(topology):
             why += f" ({other})"
         raise UserError(why) from error
@@ -254,6 +266,9 @@ def plan(
     # Programs for what is not there cannot be read back, and kept ones have lost their lines.
     kept = config.compilation_cache
     config = dataclasses.replace(config, compilation_cache=OFF, workdir=None, cpu_devices=None)
+    if topology.platform == "cpu":  # where it only says when a run is to give up
+        collectives = dataclasses.replace(config.collectives, timeout=None)
+        config = dataclasses.replace(config, collectives=collectives)
     tell("building")
     devices = devices_of(topology)
     virtual = not has_compiler(topology)
@@ -276,10 +291,12 @@ def plan(
         found = Found({}, [], 0, 0, [])
         if memory.fits is not False:  # else the state alone is too big: nothing is worth compiling
             tell("compiling")
-            where = [str(topology), repr(config.compiler_option), repr(config.collectives)]
+            where = [str(topology), repr(sorted(trainer.compiler_options.items()))]
             where += [_place(device) for device in trainer.placement.devices]
             if topology.platform == "gpu" and topology.chip is not None:
                 where.append(gpu_config(topology.chip))
+            if virtual or topology.platform == "cpu":
+                where.append(processor())
             names = _parameters(trainer.abstract_state)
             found = compiled(traced, trainer.mesh, names, where, keep=kept != OFF)
             memory = _measured(memory, found, topology)
@@ -306,7 +323,7 @@ def plan(
             flops_by_line=dict(flops.by_line.most_common()),
             products=found.products if found.traffic else math.nan,
             times=_times(topology, flops, trainer, moved, found) if found.traffic else None,
-            notes=_notes(trainer, config, topology, flops, found, virtual=virtual),
+            notes=_notes(trainer, config, topology, flops, memory, found, virtual=virtual),
         )
 
 
@@ -381,6 +398,7 @@ def _notes(
     config: RunConfig,
     topology: Topology,
     flops: Flops,
+    memory: Memory,
     found: Found,
     *,
     virtual: bool,
@@ -391,9 +409,14 @@ def _notes(
     ]
     notes += [f"{line}: compiled to a loop whose turns nobody knows" for line in found.unknown]
     if found.refusal:
-        notes.append(f"the compiler: {_short(Exception(found.refusal))}")
+        notes.append(f"the compiler: {short(Exception(found.refusal))}")
     if other := other_compiler(topology):
         notes.append(other)
+    if topology.platform == "gpu" and memory.limit and 0.75 < memory.peak / memory.limit <= 1:
+        notes.append(
+            "JAX takes three quarters of a GPU's memory, which is less: set "
+            "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 for this run"
+        )
     if virtual:
         notes.append(
             "partitioned for virtual devices, as the CUDA plugin is not installed (pip install "
@@ -522,11 +545,6 @@ def _refused(memory: Memory, found: Found) -> Memory:
 def _size(text: str) -> int:
     unit = text[-1] if text[-1] in _UNITS else ""
     return int(float(text.removesuffix(unit)) * _UNITS[unit])
-
-
-def _short(error: Exception) -> str:
-    """The first line of what a compiler says."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 # -- time ------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class Steps:
             placement.devices[0].platform,
             gathers=placement.strategy.shards_params or placement.strategy.shards_optimizer,
         )
-        self._compiler_options = compiler_options(config.compiler_option, ours, everywhere)
+        self.compiler_options = compiler_options(config.compiler_option, ours, everywhere)
 
         # The state is born in its place: no device ever holds more than its share, of what a
         # module brings along neither.
@@ -158,7 +158,7 @@ class Steps:
     def _compile(self, function: Callable[..., Any], **options: Any) -> Any:
         if not self._config.jit:
             return eager(function)
-        return jax.jit(function, compiler_options=self._compiler_options or None, **options)
+        return jax.jit(function, compiler_options=self.compiler_options or None, **options)
 
     @property
     def tries_reduction(self) -> bool:

@@ -16,7 +16,8 @@ from typing import Any
 import jax
 
 from spmdtrain.compilation import cache_folder, keep_file
-from spmdtrain.compiler_log import CompilerLog, kept_log
+from spmdtrain.compiler_log import CompilerLog, kept_log, short
+from spmdtrain.errors import UserError
 from spmdtrain.hlo import Carried, Collective, collectives_of
 from spmdtrain.hlo_module import Computation, Instruction, Module, element_of
 from spmdtrain.live_ranges import Fullest, Live, read_dump
@@ -160,6 +161,8 @@ def _compile(
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise
+                if "hbm" not in str(error).lower():  # a kernel wants too much of a core's memory
+                    raise UserError(f"the compiler: {short(error)}") from error
                 refusal = str(error)
         fullest = read_dump(folder)
         text = _dumped_module(folder) if program is None else program.as_text() or ""

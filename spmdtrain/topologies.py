@@ -9,7 +9,7 @@ from spmdtrain.chips import CHIPS, Chip
 from spmdtrain.errors import UserError, did_you_mean
 
 _SHAPE = re.compile(r"[0-9]+(x[0-9]+)*")
-_MOST_CPU_DEVICES = 4096
+MOST_CPU_DEVICES = 4096
 _HELP = (
     "a topology is TPU:SHAPE (v5e:4x4, v5p:8x8x8; v5e:16x16@2 is two slices), "
     "gpu:MODEL:HOSTSxGPUS (gpu:h100:2x8) or cpu:DEVICES"
@@ -93,9 +93,9 @@ def parse(text: str) -> Topology:
     """The topology of that name. Raises `UserError`."""
     kind, _, rest = text.partition(":")
     if kind == "cpu":
-        if not (rest.isascii() and rest.isdecimal() and 1 <= int(rest) <= _MOST_CPU_DEVICES):
+        if not (rest.isascii() and rest.isdecimal() and 1 <= int(rest) <= MOST_CPU_DEVICES):
             raise UserError(
-                f"--topology {text}: cpu takes a number of devices up to {_MOST_CPU_DEVICES:,}, as "
+                f"--topology {text}: cpu takes a number of devices up to {MOST_CPU_DEVICES:,}, as "
                 "in cpu:8"
             )
         return Topology(text, "cpu", None, (int(rest),))

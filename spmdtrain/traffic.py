@@ -2,7 +2,7 @@
 
 import re
 
-from spmdtrain.hlo_module import Array, Computation, Instruction, Module, arrays_of
+from spmdtrain.hlo_module import ASYNC, Array, Computation, Instruction, Module, arrays_of
 
 # These name what is there already, or wait for what another instruction counts.
 _NOTHING = frozenset(
@@ -27,7 +27,7 @@ def bytes_moved(module: Module) -> float:
 
 
 def _moved(one: Instruction, within: Computation, module: Module) -> float:
-    if one.opcode in _NOTHING or one.opcode.endswith("-done"):
+    if one.opcode in _NOTHING or one.opcode in ASYNC or one.opcode.endswith("-done"):
         return 0
     if one.opcode == "custom-call" and _NAMES.search(one.attributes):
         return 0

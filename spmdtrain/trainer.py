@@ -141,6 +141,11 @@ class Trainer:
         return self._steps.tries_reduction
 
     @property
+    def compiler_options(self) -> Mapping[str, Any]:
+        """What XLA is told of the steps, by the user and by us."""
+        return self._steps.compiler_options
+
+    @property
     def abstract_state(self) -> TrainState:
         """What the state will be: shapes and dtypes."""
         return self._steps.abstract_state

@@ -131,8 +131,8 @@ def test_what_cannot_be_written_is_read_all_the_same(
 
 
 def test_hosts_of_other_processors_do_not_share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = compilation._processor()
-    assert here == compilation._processor()
+    here = compilation.processor()
+    assert here == compilation.processor()
     read_text = Path.read_text
 
     def other(path: Path, *args: object) -> str:
@@ -140,7 +140,7 @@ def test_hosts_of_other_processors_do_not_share_programs(monkeypatch: pytest.Mon
         return text.replace("flags\t", "flags\tavx9000 ") if "cpuinfo" in str(path) else text
 
     monkeypatch.setattr(Path, "read_text", other)
-    assert compilation._processor() != here
+    assert compilation.processor() != here
 
 
 @pytest.mark.slow

@@ -4,11 +4,12 @@ import itertools
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from helpers import DIGITS, GPT
@@ -137,6 +138,45 @@ def twice(x: jax.Array) -> jax.Array:
 )
 def test_loops_and_branches(function: Any, products: int) -> None:
     assert count_flops(jax.make_jaxpr(function)(jnp.ones((8, 8)))).total == products * ONE
+
+
+@pytest.mark.parametrize("argnums", [(0,), (1,), (0, 1)])
+def test_the_gradient_of_a_ragged_dot_takes_twice_the_dot(argnums: tuple[int, ...]) -> None:
+    rows, matrices, sizes = jnp.ones((8, 16)), jnp.ones((4, 16, 32)), jnp.array([2, 2, 1, 3])
+
+    def dot(rows: jax.Array, matrices: jax.Array) -> jax.Array:
+        return lax.ragged_dot(rows, matrices, sizes).sum()
+
+    forward = 2 * 8 * 16 * 32
+    assert count_flops(jax.make_jaxpr(dot)(rows, matrices)).total == forward
+    found = count_flops(jax.make_jaxpr(jax.value_and_grad(dot, argnums))(rows, matrices))
+    assert found.total == (1 + len(argnums)) * forward
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_training_mobilenet(
+    monkeypatch: pytest.MonkeyPatch, microbatches: int, remat: Literal["none", "full"]
+) -> None:
+    there = SimpleNamespace(devices=[SimpleNamespace(platform="tpu")])
+    monkeypatch.setattr(mobilenet, "current_strategy", lambda: there)
+
+    def objective(model: Any, batch: Any) -> dict[str, jax.Array]:
+        return {"loss": model(batch["image"]).sum(-1)}
+
+    trainer = Trainer(
+        model=lambda rngs: MobileNetV2(1000, rngs=rngs),
+        objective=objective,
+        optimizer=optax.sgd(0.1),
+        microbatches=microbatches,
+        remat=remat,
+        global_batch_size=2,
+        strategy="default",
+    )
+    found = count_flops(trainer.trace_step({"image": np.zeros((2, 224, 224, 3), np.float32)}).jaxpr)
+    forward, first = 2 * 2 * 300e6, 2 * 2 * 112 * 112 * 32 * 27  # whose input has no gradient
+    expected = 3 * forward - first + (forward if remat == "full" else 0)
+    assert math.isclose(found.total, expected, rel_tol=0.02)
 
 
 def test_under_shard_map_each_device_counts() -> None:

@@ -339,6 +339,22 @@ def test_links_of_a_torus(name: str, chosen: slice, bandwidth: float, hops: int)
     assert (link.bandwidth / 1e9, link.hops) == (bandwidth, hops)
 
 
+@pytest.mark.parametrize(
+    ("name", "chosen", "bandwidth"),
+    [
+        ("v5e:16x16", slice(0, 16), 25),  # eight links' worth over the ring's 16 chips
+        ("v5e:16x16", slice(None), 25),  # in each dim; both are used at once
+        ("v5e:4x4", slice(0, 4), 50),  # a line: half of it all crosses one link, each way
+        ("v5e:4x4", slice(0, 2), 50),  # not more than the link
+    ],
+)
+def test_all_to_all_crosses_the_middle(name: str, chosen: slice, bandwidth: float) -> None:
+    """The time of n arrays of B / n bytes over a ring of links w is n B / 8 w (bisection)."""
+    topology = topologies.parse(name)
+    link = estimate.link_between("all-to-all", torus(*topology.shape)[chosen], topology)
+    assert link.bandwidth / 1e9 == bandwidth
+
+
 def test_gpus_of_a_host_and_of_two() -> None:
     topology = topologies.parse("gpu:h100:2x8")
     devices = [SimpleNamespace(id=n) for n in range(16)]
@@ -354,7 +370,8 @@ def test_seconds_of_collectives() -> None:
     assert estimate.seconds("reduce-scatter", 8e9, 8, link) == pytest.approx(7)
     assert estimate.seconds("all-reduce", 8e9, 8, link) == pytest.approx(14)
     assert estimate.seconds("collective-permute", 8e9, 8, link) == pytest.approx(8)
-    assert estimate.seconds("all-reduce", 8, 8, link) == pytest.approx(4e-6)
+    assert estimate.seconds("all-reduce", 8, 8, link) == pytest.approx(8e-6)
+    assert estimate.seconds("all-gather", 8, 8, link) == pytest.approx(4e-6)
     assert estimate.seconds("all-reduce", 8e9, 1, link) == 0
     times = estimate.Times(
         useful=0.0, compute=3, memory=5, waiting=2, overlapped=4, least_memory=1, least_links=3.5

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import DIGITS, GPT, environment, text_in
-from plans import plan, planned
+from plans import needs_libtpu, plan, planned
 
 # Builds once, for the plan, and not a second time, when advice is tried.
 FALLS = """
@@ -123,6 +123,55 @@ def test_a_plan_is_kept_where_what_tries_its_advice_falls(tmp_path: Path) -> Non
     found = json.loads(ended.stdout)
     assert found["memory"]["params"] == 4 * 90_000**2 and found["failed"]
     assert found["error"] == "planning for gpu:h100:1x8 ended with code 7, see above"
+
+
+def test_an_experiment_that_ends_the_process_is_told(tmp_path: Path) -> None:
+    ends = tmp_path / "ends.py"
+    ends.write_text(FALLS.replace("BUILT.append(config)", "raise SystemExit(0)"))
+    ended = plan(ends, "--topology", "cpu:8", "--json")
+    assert ended.returncode == 1, ended.stderr
+    assert json.loads(ended.stdout)["error"] == "planning for cpu:8 ended without a plan"
+
+
+def test_options_that_say_nothing_of_the_step_do_not_hinder(tmp_path: Path) -> None:
+    options = ("--collectives.timeout", 60, "--resume", "must", "--profile-steps", "1:3")
+    ended = plan(DIGITS, *options, "--topology", "cpu:2", "--measure", "--json")
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["collectives"][0]["kind"] == "all-reduce" and found["measured"]["step"] > 0
+
+
+@needs_libtpu
+def test_what_is_too_much_for_a_core_is_no_question_of_the_memory() -> None:
+    option = "xla_tpu_scoped_vmem_limit_kib=16"
+    ended = plan(DIGITS, "--topology", "v5e:1x1", "--compiler-option", option)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("error: the compiler: RESOURCE_EXHAUSTED") and "vmem" in line
+
+
+@needs_libtpu
+def test_two_devices_on_a_chip() -> None:
+    ended = plan(DIGITS, "--topology", "tpu7x:2x2x1", "--strategy", "mirrored", "--json")
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert (found["chips"], found["devices"], found["flops"]["device"]) == (4, 8, 1_110_016)
+
+
+def test_more_virtual_devices_than_there_can_be_are_refused() -> None:
+    ended = plan(DIGITS, "--topology", "gpu:h100:2048x8")
+    assert ended.returncode == 2, ended.stderr
+    assert "16,384 devices, and without the compiler for GPUs" in ended.stderr
+
+
+def test_what_jax_takes_of_a_gpu_by_itself_is_told(tmp_path: Path) -> None:
+    nearly = tmp_path / "nearly.py"
+    nearly.write_text(FALLS.replace("90_000", "60_000"))
+    asked = ("--topology", "gpu:h100:1x8", "--strategy", "mirrored")
+    (note,) = (x for x in planned(nearly, *asked)["notes"] if "three quarters" in x)
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in note
+    nearly.write_text(FALLS.replace("90_000", "40_000"))
+    assert not any("three quarters" in x for x in planned(nearly, *asked)["notes"])
 
 
 def test_what_cannot_be_planned_is_told_in_json_too() -> None:

@@ -81,6 +81,17 @@ def test_operations(line: str, operands: tuple[str, str], expected: float) -> No
     assert found == expected or (math.isnan(found) and math.isnan(expected))
 
 
+def test_of_branches_the_one_that_does_most_counts() -> None:
+    def chosen(x: jax.Array) -> jax.Array:
+        branches = [lambda x: x, lambda x: x @ x, lambda x: x @ x @ x @ x]
+        return jax.lax.switch(x[0, 0].astype(int), branches, x)
+
+    step = jax.jit(chosen).trace(jnp.zeros((32, 32)))
+    text = step.lower().compile().as_text() or ""
+    assert "conditional" in text
+    assert products(Module(text)) == count_flops(step.jaxpr).total == 3 * 2 * 32**3
+
+
 def test_within_loops_and_fusions_as_often_as_they_run() -> None:
     def layers(weights: jax.Array, x: jax.Array) -> jax.Array:
         def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:

@@ -6,6 +6,11 @@ from spmdtrain.hlo_module import Module
 from spmdtrain.traffic import bytes_moved
 
 FUSED = """\
+%copied (a: f32[16,8]) -> f32[16,8] {
+  %a = f32[16,8]{1,0} parameter(0)
+  ROOT %b = f32[16,8]{1,0} copy(%a)
+}
+
 %rows (a: f32[16,8], i: s32[]) -> f32[2,8] {
   %a = f32[16,8]{1,0} parameter(0)
   %i = s32[] parameter(1)
@@ -53,6 +58,10 @@ LINES = {
     "a fusion that updates": (
         "f32[16,8]{1,0} fusion(%a, %b, %i), kind=kLoop, calls=%placed",
         2 * PART + NUMBER,
+    ),
+    "what runs aside counts where it runs": (
+        "((f32[16,8]{1,0}), f32[16,8]{1,0}, u32[]) call-start(%a), calls=%copied",
+        2 * WHOLE,
     ),
     "what is reserved": (
         'f32[16,8]{1,0} custom-call(%a), custom_call_target="AllocateBuffer"',
