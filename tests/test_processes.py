@@ -216,7 +216,7 @@ def test_sigterm_to_one_saves_in_all_and_the_launcher_goes_on_to_the_same_bits(
     workdir = tmp_path / "run"
     launched = launch(
         drill(tmp_path),
-        *("--workdir", workdir, "--pause", 0.05, "--fault", "SIGTERM"),
+        *("--workdir", workdir, "--pause", 0.2, "--fault", "SIGTERM"),
         own=["--max-restarts", 1],
         mark=tmp_path / "mark",
     )
