@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import jax
 
+from spmdtrain.compilers import has_compiler
 from spmdtrain.config import RunConfig
 from spmdtrain.errors import UserError
-from spmdtrain.planning import Moved, Plan, has_compiler
+from spmdtrain.planning import Moved, Plan
 from spmdtrain.sharding_table import Row
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import byte_size

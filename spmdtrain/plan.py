@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from spmdtrain import elsewhere, measuring, plan_tables, planning, run, topologies
+from spmdtrain import compilers, elsewhere, measuring, plan_tables, planning, run, topologies
 from spmdtrain.advice import advise
 from spmdtrain.config import RunConfig
 from spmdtrain.errors import ExitCode, UserError, exit_code_of
@@ -151,7 +151,7 @@ def _planned(
                 why = measured if what == _ERROR else "running ended without a figure"
                 return {"topology": str(topology), "error": why}
             told[_MEASURED] = json.dumps(measured)
-        env = {**_LEFT_OUT, **planning.environment(topology), **told}
+        env = {**_LEFT_OUT, **compilers.environment(topology), **told}
         what, found = elsewhere.run(command, env, hear)
     except elsewhere.EndedError as error:
         why = f"planning for {topology} {error}"
@@ -170,7 +170,7 @@ def _answer(arguments: Sequence[str]) -> int:
     topology = topologies.parse(os.environ[_TOPOLOGY])
     # A program that is read back has no dump, and so tells less.
     jax.config.update("jax_enable_compilation_cache", False)
-    if topology.chip is None or not planning.has_compiler(topology):
+    if topology.chip is None or not compilers.has_compiler(topology):
         jax.config.update("jax_num_cpu_devices", topology.devices)
     try:
         command = run.parse(arguments, Options, _COMMAND)

@@ -23,8 +23,8 @@ LAYERS = [
         storage sums terminal traffic writers
         """,
         """
-        callbacks checkpoint data evaluate experiment export feed flops gradients health identity
-        image_cache image_decoding images initial journal keras_model late loop_checks
+        callbacks checkpoint compilers data evaluate experiment export feed flops gradients health
+        identity image_cache image_decoding images initial journal keras_model late loop_checks
         manifest orbax_manager programs restore sent session sharding_table state step summaries
         """,
         "advice evaluator loop measuring plan_json planning trainer",

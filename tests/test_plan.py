@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers import DIGITS, GAN, GPT, TEXT, environment
+from helpers import DIGITS, GAN, GPT, environment, text_in
 from plans import needs_libtpu, plan, planned
 
-from spmdtrain import Trainer, estimate, planning, topologies
+from spmdtrain import Trainer, compilers, estimate, topologies
 from spmdtrain.config import resolve
 from spmdtrain.errors import UserError
 from spmdtrain.experiment import load_experiment
@@ -32,9 +32,7 @@ PARAMETERS = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10  # of digits_mlp
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    (folder / "input.txt").write_text(TEXT)
-    return folder
+    return text_in(tmp_path_factory.mktemp("text"))
 
 
 @pytest.mark.parametrize("strategy", ["mirrored", "zero", "fully_sharded"])
@@ -286,17 +284,17 @@ def test_over_two_slices_of_tpus_the_network_between_them_is_one_axis() -> None:
 def test_without_libtpu_it_says_which_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"not installed; pip install 'spmdtrain\[tpu\]'"):
-        planning.devices_of(topologies.parse("v5e:4x4"))
+        compilers.devices_of(topologies.parse("v5e:4x4"))
 
 
 def test_a_compiler_that_jax_was_not_made_with_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "version_of", lambda package: "0.0.11")
-    tpu, gpu = (planning.other_compiler(topologies.parse(x)) for x in ("v5e:4x4", "gpu:h100:1x8"))
+    monkeypatch.setattr(compilers, "version_of", lambda package: "0.0.11")
+    tpu, gpu = (compilers.other_compiler(topologies.parse(x)) for x in ("v5e:4x4", "gpu:h100:1x8"))
     assert tpu.startswith(f"libtpu 0.0.11 is installed, and jax {jax.__version__} was made with")
     assert "pip install 'spmdtrain[tpu]'" in tpu and "pip install 'spmdtrain[cuda12]'" in gpu
     monkeypatch.undo()
-    assert planning.other_compiler(topologies.parse("v5e:4x4")) == ""
-    assert planning.other_compiler(topologies.parse("cpu:8")) == ""
+    assert compilers.other_compiler(topologies.parse("v5e:4x4")) == ""
+    assert compilers.other_compiler(topologies.parse("cpu:8")) == ""
 
 
 @needs_libtpu

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import DIGITS, GPT, TEXT
+from helpers import DIGITS, GPT, text_in
 from plans import advised, needs_libtpu, plan, planned
 
 from spmdtrain import plan_tables, run
@@ -21,9 +21,7 @@ PARAMETERS = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10  # of digits_mlp
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    (folder / "input.txt").write_text(TEXT)
-    return folder
+    return text_in(tmp_path_factory.mktemp("text"))
 
 
 def carried(found: dict[str, Any], *kinds: str, is_parameter: bool) -> set[str]:
