@@ -150,6 +150,8 @@ class Module:
                 self._tables[table][int(row[1])] = row[2]
         self.unknown_loops: list[Instruction] = []
         """Those whose turns cannot be told: they count as one."""
+        self.choices: list[Instruction] = []
+        """Those of several branches, of which one runs."""
         self.times, self._fused = self._times()
 
     def instructions(self) -> Iterator[tuple[Instruction, Computation, float]]:
@@ -179,13 +181,15 @@ class Module:
                 if trips is None:
                     trips = 1
                     self.unknown_loops += [one] if one.opcode == "while" else []
-                # Of the branches of a `cond` the one that does most counts, the others never run.
-                largest = max(called, key=lambda of: self._written(of[1]), default=("", ""))
+                # Of the branches of a `cond` the one that does most counts.
+                most = max((inner for _, inner in called), key=self._written, default="")
+                self.choices += [one] if one.opcode == "conditional" else []
                 for role, inner in called:
-                    if one.opcode == "conditional" and inner != largest[1]:
-                        continue
+                    runs = trips + (role == "condition")
+                    if one.opcode == "conditional" and inner != most:
+                        runs = 0
                     if inner in self.computations:
-                        times[inner] += times[name] * (trips + (role == "condition"))
+                        times[inner] += times[name] * runs
                     if one.opcode == "fusion" or name in fused:
                         fused.add(inner)
         return times, fused

@@ -307,6 +307,10 @@ def _notes(
         f"{line}: a loop whose turns nobody knows, counted once" for line in flops.unknown_loops
     ]
     notes += [f"{line}: compiled to a loop whose turns nobody knows" for line in found.unknown]
+    notes += [
+        f"{line}: of its branches the one that does most counts, in the bound too"
+        for line in dict.fromkeys(found.choices)
+    ]
     if found.refusal:
         notes.append(f"the compiler: {short(Exception(found.refusal))}")
     if other := other_compiler(topology):

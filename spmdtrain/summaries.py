@@ -98,6 +98,7 @@ class Found:
         traffic: See `bytes_moved`.
         products: Floating-point operations on one device, nan where that is not known.
         unknown: Lines that were compiled to loops whose turns nobody knows.
+        choices: Lines that were compiled to several branches, of which the largest counts.
         buffers: The temporary arrays of the moment when memory is fullest, the largest first.
         rematerialized: What the partitioner has warned of.
         refusal: Why it was not compiled, or "".
@@ -108,6 +109,7 @@ class Found:
     traffic: float
     products: float
     unknown: list[str]
+    choices: list[str] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
     rematerialized: list[Rematerialized] = field(default_factory=list)
     refusal: str = ""
@@ -172,7 +174,9 @@ def _compile(
     buffers = [] if fullest is None else _buffers(fullest, module, origins)
     rematerialized = _rematerialized(log, module, origins)
     if program is None:
-        return Found(sizes, [], 0, 0, [], buffers, rematerialized, refusal)
+        return Found(
+            sizes, [], 0, 0, [], buffers=buffers, rematerialized=rematerialized, refusal=refusal
+        )
     told = program.memory_analysis()
     return Found(
         sizes=sizes | {name: getattr(told, f"{name}_size_in_bytes") for name in _SIZES},
@@ -180,6 +184,7 @@ def _compile(
         traffic=bytes_moved(module),
         products=products(module),
         unknown=[module.line_of(one) or one.name for one in module.unknown_loops],
+        choices=[module.line_of(one) or one.name for one in module.choices],
         buffers=buffers,
         rematerialized=rematerialized,
     )
