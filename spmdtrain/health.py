@@ -1,19 +1,31 @@
 """Whether what a step has made is finite."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from spmdtrain.sharding import named_leaves
-from spmdtrain.state import TrainState
 
 PyTree = Any
 HEALTH = ("loss", "params", "opt_state", "model_state")
 
 
-def health(loss: jax.Array, before: TrainState, after: TrainState, places: TrainState) -> jax.Array:
+class Whole(Protocol):
+    """A state, or a server's part of one."""
+
+    @property
+    def params(self) -> PyTree: ...
+
+    @property
+    def opt_state(self) -> PyTree: ...
+
+    @property
+    def model_state(self) -> PyTree: ...
+
+
+def health(loss: jax.Array, before: Whole, after: Whole, places: Whole) -> jax.Array:
     """Whether each of `HEALTH` is finite after a step, bool (4,).
 
     `loss` may be several numbers; `places` are the state's shardings.

@@ -1,7 +1,6 @@
 """The state, and the four programs that make, train and use it. All of them are compiled here."""
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,8 @@ from spmdtrain.placement import Placement, under
 from spmdtrain.reductions import NAMED, Reduction, all_reduce, in_dtype, packed
 from spmdtrain.remat import with_policy
 from spmdtrain.sharding import Layout, Rule, named_leaves, path_name
-from spmdtrain.state import TrainState, first_average
+from spmdtrain.state import TrainState
+from spmdtrain.updates import Update, clipped, difference, joined
 
 PyTree = Any
 
@@ -62,20 +62,14 @@ class Steps:
         config: RunConfig,
     ) -> None:
         self._adapter, self._objective, self._predict = adapter, objective, predict
-        self._ema_decay, self._config, self._placement = config.ema_decay, config, placement
+        self._config, self._placement = config, placement
         self._compute_dtype = jnp.dtype(config.compute_dtype)
-        if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-            raise UserError(
-                f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}: it must "
-                "be of optax, optax.adam(1e-3) say"
-            )
-        self._optimizer = optax.with_extra_args_support(optimizer)
-        self._frozen = [re.compile(pattern) for pattern in config.frozen]
+        self.update = Update(optimizer, config.frozen, config.ema_decay)
         with under(placement):  # models may ask what they run under
             self.abstract_state: TrainState = jax.eval_shape(
                 self._init, adapter.given, *map(jax.random.key, (0, 0))
             )
-        self._check_frozen()
+        self.update.check(self.abstract_state.params)
         self.layout = Layout(self.abstract_state, placement, rules, config.sharding)
         self.shardings: TrainState = self.layout.shardings
         self._own_reduction = reduction
@@ -178,7 +172,7 @@ class Steps:
         options, by_hand = self._config.collectives, self._asked_reduction is not None
         if not by_hand and not self._may_pack():
             return ""
-        trained, frozen = self._parted(self.abstract_state.params)
+        trained, frozen = self.update.parted(self.abstract_state.params)
         if self._own_reduction is not None and not mesh.are_elsewhere():
             check_agrees(self._own_reduction, self._placement, trained)
         why_not = why_not_by_hand(
@@ -226,7 +220,7 @@ class Steps:
             return
         state, key = self.abstract_state, jax.random.key(0)
         program = jax.make_jaxpr(self._outputs)(
-            *self._parted(state.params), batch, state.model_state, key
+            *self.update.parted(state.params), batch, state.model_state, key
         )
         if any(of.primitive.name == "conv_general_dilated" for of in equations(program.jaxpr)):
             raise UserError(
@@ -239,7 +233,7 @@ class Steps:
         """Precision that is asked for, and given up at the model's door, would only cost digits."""
         state, key = self.abstract_state, jax.random.key(0)
         program = jax.make_jaxpr(self._outputs)(
-            *self._parted(state.params), batch, state.model_state, key
+            *self.update.parted(state.params), batch, state.model_state, key
         )
         products = [
             {x.aval.dtype for x in one.invars}
@@ -267,7 +261,7 @@ class Steps:
 
         def begin(params: PyTree) -> PyTree:
             there = jax.device_put(params, self.layout.on_device.params)
-            return self._optimizer.init(self._parted(there)[0])
+            return self.update.init(there)
 
         return jax.jit(begin, out_shardings=self.shardings.opt_state)(params)
 
@@ -285,8 +279,8 @@ class Steps:
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            opt_state=self._optimizer.init(self._parted(params)[0]),
-            averaged={} if self._ema_decay is None else first_average(params),
+            opt_state=self.update.init(params),
+            averaged=self.update.first_average(params),
             model_state=model_state,
             # Its numbers, as JAX dispatches a program on typed keys by way of Python.
             key=jax.random.key_data(step_key),
@@ -312,6 +306,27 @@ class Steps:
             )
         return self._train_programs[key]
 
+    def gradient_program(self, on_worker: optax.GradientTransformation) -> Any:
+        """What a worker of parameter servers does with a batch, compiled when first called.
+
+        (variables, batch, key, number) -> (gradients of what is trained, what it adds to the model
+        state, weighted means); `on_worker` is done to the gradients.
+        """
+
+        def compute(
+            variables: Variables, batch: PyTree, key: jax.Array, number: jax.Array
+        ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
+            own = jax.random.fold_in(jax.random.wrap_key_data(key), number)
+            trained, frozen = self.update.parted(variables.params)
+            found = self._gradients(trained, frozen, variables.model_state, batch, own)
+            means = {name: metrics.mean(value) for name, value in found.metrics.items()}
+            gradients = clipped(on_worker, found.gradients, trained, means["loss"])
+            return gradients, difference(found.model_state, variables.model_state), means
+
+        everywhere = self._placement.everywhere
+        places = (everywhere, self._placement.batch, everywhere, everywhere)
+        return self._compile(compute, in_shardings=places, out_shardings=everywhere)
+
     def _train_several(self, state: TrainState, batches: PyTree) -> tuple[TrainState, StepOutput]:
         if isinstance(batches, Rows):
             numbers, arrays = batches.indices, batches.arrays
@@ -322,15 +337,14 @@ class Steps:
         batch = examples_of(batch)
         state = self.layout.bring(state, lambda of: of)
         key = state.step_key
-        trained, frozen = self._parted(state.params)
+        trained, frozen = self.update.parted(state.params)
         found = self._gradients(trained, frozen, state.model_state, batch, key)
         means = {name: metrics.mean(value) for name, value in found.metrics.items()}
         model_state = found.model_state
-        updates, opt_state = self._optimizer.update(
-            self.layout.gradients(found.gradients), state.opt_state, trained, value=means["loss"]
-        )
-        params = self.layout.resting(_joined(optax.apply_updates(trained, updates), frozen))
-        averaged = self._average(state.averaged, params, state.step)
+        gradients = self.layout.gradients(found.gradients)
+        params, opt_state = self.update(state.params, state.opt_state, gradients, means["loss"])
+        params = self.layout.resting(params)
+        averaged = self.update.average(state.averaged, params, state.step)
         after = TrainState(state.step + 1, params, opt_state, averaged, model_state, state.key)
         return after, StepOutput(means, health(means["loss"], state, after, self.shardings))
 
@@ -349,7 +363,7 @@ class Steps:
         self, params: PyTree, frozen: PyTree, batch: PyTree, model_state: PyTree, key: jax.Array
     ) -> tuple[PyTree, PyTree]:
         """What the objective returns in training, and the model state after it."""
-        variables = Variables(self._to_compute(_joined(params, frozen)), model_state)
+        variables = Variables(self._to_compute(joined(params, frozen)), model_state)
         outputs, after = self._adapter.run(
             self._objective, variables, self._input(batch), key, Mode.TRAIN
         )
@@ -382,46 +396,6 @@ class Steps:
             return self._cast(x) if name in ("", "0", *INPUTS) else x
 
         return jax.tree_util.tree_map_with_path(cast, batch)
-
-    # -- what is trained -----------------------------------------------------------------------
-
-    def _parted(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """The parameters that are trained and those that are not, None in the others' places."""
-
-        def part(frozen: bool) -> PyTree:
-            return jax.tree_util.tree_map_with_path(
-                lambda path, x: x if self._is_frozen(path_name(path)) == frozen else None, params
-            )
-
-        return (part(frozen=False), part(frozen=True)) if self._frozen else (params, None)
-
-    def _is_frozen(self, name: str) -> bool:
-        return any(pattern.search(name) for pattern in self._frozen)
-
-    def _check_frozen(self) -> None:
-        names = list(named_leaves(self.abstract_state.params))
-        for pattern in self._frozen:
-            if not any(pattern.search(name) for name in names):
-                raise UserError(
-                    f"frozen: {pattern.pattern!r} is found in no parameter's path: {names}"
-                )
-        if self._frozen and all(map(self._is_frozen, names)):
-            raise UserError(f"frozen: nothing is left to train of {names}")
-
-    def _average(self, averaged: PyTree, params: PyTree, step: jax.Array) -> PyTree:
-        """The exponential moving average of the parameters.
-
-        It decays faster at first, by (1 + k) / (10 + k) in update k, so that it soon forgets the
-        initial values: as TensorFlow's `ExponentialMovingAverage` does with `num_updates`.
-        """
-        if self._ema_decay is None:
-            return averaged
-        decay = jnp.minimum(self._ema_decay, (2.0 + step) / (11.0 + step))
-
-        def average(old: jax.Array, new: jax.Array) -> jax.Array:
-            return (old + (1 - decay) * (new - old)).astype(old.dtype)
-
-        return jax.tree.map(average, averaged, params)
 
     def as_parameters(self, variables: Variables) -> Variables:
         """Variables with parameters, averaged ones too, in the model's own dtypes."""
@@ -470,15 +444,6 @@ def _placed(leaf: Any, place: Sharding) -> Any:
     if not isinstance(leaf, np.ndarray):
         return leaf
     return jax.make_array_from_callback(leaf.shape, place, lambda index: leaf[index])
-
-
-def _joined(params: PyTree, frozen: PyTree) -> PyTree:
-    """The parameters again, from the two parts that `_parted` makes."""
-    if frozen is None:
-        return params
-    return jax.tree.map(
-        lambda x, y: y if x is None else x, params, frozen, is_leaf=lambda x: x is None
-    )
 
 
 # What a batch may call the model's input: what is predicted from, and cast to compute in.
