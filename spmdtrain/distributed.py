@@ -1,5 +1,6 @@
 """From the description of a cluster to an initialised JAX cluster."""
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import os
@@ -124,6 +125,7 @@ class _Party(Party):
 def stay_alone() -> None:
     """Be part of no job, whatever the environment says: an evaluator, say."""
     global _settled
+    _leave_out_tpus()
     phases.begin()
     _settled = True
 
@@ -137,8 +139,12 @@ def _leave_out_tpus() -> None:
     if asked or xla_bridge.backends_are_initialized():
         return
     chips, _ = hardware_utils.num_available_tpu_chips_and_device_id()
-    if not chips:
-        xla_bridge._backend_factories.pop("tpu", None)
+    factories = xla_bridge._backend_factories
+    if not chips and "tpu" in factories:
+        # It stays a platform that is known: Pallas, imported later, has rules for it.
+        factories["tpu"] = dataclasses.replace(
+            factories["tpu"], factory=lambda: None, fail_quietly=True
+        )
 
 
 def _party(spec: ClusterSpec, detect: bool, explicit: Explicit) -> _Party | None:
