@@ -55,6 +55,28 @@ class ShardingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Servers:
+    """How parameter_server divides the state, and how far its workers may drift apart."""
+
+    partitioner: Literal["min_size", "max_size", "fixed_shards"] = "min_size"
+    """How many servers share a parameter: as many as have min_shard_bytes of it, as few as need no
+    more than max_shard_bytes each, or max_shards of them."""
+    min_shard_bytes: int = 256 * 1024
+    """The least that a server has of a parameter which is cut, with min_size."""
+    max_shard_bytes: int = 4 * 1024 * 1024
+    """The most that a shard has, with max_size, whole rows each."""
+    max_shards: int | None = None
+    """The most shards of a parameter; where nothing is said, as many as there are servers, and any
+    number with max_size."""
+    max_staleness: int | None = None
+    """How many updates may come between what a worker reads and what it adds to them; any number
+    where nothing is said, and with 0 the result is that of mirrored."""
+    patience: float | None = None
+    """Seconds after which a batch that has not come back is given to an idle worker, too; three
+    times what one usually takes where nothing is said, and at least one second."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Collectives:
     """How devices exchange what they have computed. What a backend cannot do is an error."""
 
@@ -125,9 +147,11 @@ class RunConfig:
     mesh: MeshSpec = MeshSpec()
     strategy: str = "mirrored"
     """How the model is placed: default, one_device, mirrored, zero, fully_sharded,
-    tensor_parallel, central_storage or hybrid; several are joined by + (hybrid+zero)."""
+    tensor_parallel, central_storage, hybrid or parameter_server; several are joined by +
+    (hybrid+zero)."""
     sharding: ShardingOptions = ShardingOptions()
     collectives: Collectives = Collectives()
+    servers: Servers = Servers()
     microbatches: int = 1
     """Parts in which a step's batch is computed one after the other, their gradients added up."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -402,6 +426,7 @@ def _check_placement(config: RunConfig) -> None:
                 f"sharding.max_shards is {sharding.max_shards} and mesh.fsdp is "
                 f"{config.mesh.fsdp}: give one of the two"
             )
+    _check_servers(config)
     if sharding.offload is not None and not placed.on_host:
         raise UserError(
             f"sharding.offload is for central_storage, and the strategy is {placed.name}"
@@ -411,6 +436,37 @@ def _check_placement(config: RunConfig) -> None:
             re.compile(pattern)
         except re.error as error:
             raise UserError(f"frozen: {pattern!r} is no regular expression: {error}") from error
+
+
+def _check_servers(config: RunConfig) -> None:
+    servers, default = config.servers, Servers()
+    if not strategy(config.strategy).by_servers:
+        for name in (f.name for f in dataclasses.fields(Servers)):
+            if getattr(servers, name) != getattr(default, name):
+                raise UserError(
+                    f"servers.{name} is for parameter_server, and the strategy is {config.strategy}"
+                )
+        return
+    for name in ("min_shard_bytes", "max_shard_bytes", "max_shards", "patience"):
+        value = getattr(servers, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise UserError(f"servers.{name} is {value}: it must be above 0")
+    if servers.max_staleness is not None and servers.max_staleness < 0:
+        raise UserError(f"servers.max_staleness is {servers.max_staleness}: it must be 0 or more")
+    for name, of in (("min_shard_bytes", "min_size"), ("max_shard_bytes", "max_size")):
+        if getattr(servers, name) != getattr(default, name) and servers.partitioner != of:
+            raise UserError(
+                f"servers.{name} is for {of}, and servers.partitioner is {servers.partitioner}"
+            )
+    for name, only, why in (
+        ("steps_per_dispatch", 1, "a worker makes one step at a time"),
+        ("data_on_device", False, "each worker reads the examples of the batches it is given"),
+        ("profile_steps", None, "the steps are made elsewhere"),
+    ):
+        if getattr(config, name) != only:
+            raise UserError(
+                f"{name} is {getattr(config, name)}, and under parameter_server {why}: leave it out"
+            )
 
 
 def scale_learning_rate(config: RunConfig) -> float | None:

@@ -65,7 +65,7 @@ def on_devices(dataset: Dataset, placement: Placement) -> PyTree:
                 f"data_on_device: {size:,} examples are {bytes_needed:,} bytes, and {device} has "
                 f"memory for {limit:,}"
             )
-    check = _Check()
+    check = BatchCheck()
     check(first, 1)
     whole = jax.tree.map(lambda x: np.empty((size, *np.shape(x)[1:]), np.asarray(x).dtype), first)
     for start in range(0, size, _CHUNK):
@@ -194,7 +194,7 @@ def _ahead(batches: Iterator[PyTree], count: int = 2) -> Iterator[PyTree]:
 class _Placing:
     """Puts batches of this process's rows on the mesh, as global arrays.
 
-    Several of one dispatch become one, of one more dim in front. Raises what `_Check` does.
+    Several of one dispatch become one, of one more dim in front. Raises what `BatchCheck` does.
     """
 
     def __init__(self, sharding: Sharding, batch_size: int, *, by_step: bool = False) -> None:
@@ -203,7 +203,7 @@ class _Placing:
         # All arrays at once where nothing is left out: half the time.
         self._at_once = self._local_rows == batch_size and sharding.is_fully_addressable
         self.by_step = by_step and places_in_step(sharding)
-        self._check = _Check()
+        self._check = BatchCheck()
 
     def __call__(self, batches: Sequence[PyTree]) -> PyTree:
         for batch in batches:
@@ -226,7 +226,7 @@ class _Placing:
         return jax.tree.map(on_mesh, batch)
 
 
-class _Check:
+class BatchCheck:
     """That batches fit, and are like the first: the step would be compiled again for another.
 
     Raises `UserError`.

@@ -27,6 +27,9 @@ class Strategy:
     """It places nothing by itself: the experiment's rules say what is split over tensor."""
     on_host: frozenset[str] = frozenset()
     """The fields of the state that stay in host memory between steps."""
+    by_servers: bool = False
+    """Parameter servers have the state; workers, mirrored over their own devices, make the steps,
+    each at its own pace."""
 
 
 _ALL = (
@@ -46,6 +49,8 @@ _ALL = (
     Strategy(name="central_storage", on_host=frozenset(STATE)),
     # An outer axis over hosts or slices, the other axes within each.
     Strategy(name="hybrid", sizes=(("replica", -1),)),
+    # Asynchronous workers around parameter servers.
+    Strategy(name="parameter_server", by_servers=True),
 )
 STRATEGIES: Mapping[str, Strategy] = {one.name: one for one in _ALL}
 DEFAULT = STRATEGIES["default"]
@@ -64,6 +69,8 @@ def strategy(name: str) -> Strategy:
     if len(found) == 1:
         return found[0]
     for one in found:
+        if one.by_servers:
+            raise UserError(f"strategy {name}: {one.name} joins no other")
         if one.devices == 1:
             raise UserError(
                 f"strategy {name}: {one.name} is for one device alone, and joins no other"

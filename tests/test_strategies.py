@@ -10,7 +10,7 @@ from spmdtrain.errors import UserError
 from spmdtrain.strategies import AXES, DEFAULT, STATE, STRATEGIES, mesh_sizes, strategy
 
 ALONE = ("default", "one_device")
-JOINED = [name for name in STRATEGIES if name not in ALONE]
+JOINED = [name for name in STRATEGIES if name not in (*ALONE, "parameter_server")]
 
 
 def refusal(name: str) -> str:
@@ -36,7 +36,13 @@ def test_these_are_the_strategies_that_the_command_line_promises() -> None:
         "tensor_parallel",
         "central_storage",
         "hybrid",
+        "parameter_server",
     ]
+
+
+def test_parameter_servers_join_no_other() -> None:
+    for name in ("parameter_server+zero", "hybrid+parameter_server"):
+        assert refusal(name) == f"strategy {name}: parameter_server joins no other"
 
 
 def test_what_a_strategy_splits_and_where_it_keeps_it() -> None:
@@ -45,6 +51,7 @@ def test_what_a_strategy_splits_and_where_it_keeps_it() -> None:
 
     assert those("shards_params") == ["fully_sharded"]
     assert those("shards_optimizer") == ["zero"]
+    assert those("by_servers") == ["parameter_server"]
     assert those("needs_rules") == ["tensor_parallel"]
     assert those("on_host") == ["central_storage"]
     assert strategy("central_storage").on_host == set(STATE)

@@ -1,0 +1,64 @@
+"""What parameter servers were asked for in a run, counted: updates by their staleness, bytes."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from spmdtrain.terminal import byte_size
+
+_BAR = 24  # characters of the longest
+_SINGLE = 8  # numbers below this have a row each; from there on, each row is twice as wide
+
+
+class Tally:
+    """Counts the updates of one start."""
+
+    def __init__(self) -> None:
+        self.staleness: Counter[int] = Counter()
+        self._pulled = self._pushed = 0
+
+    @property
+    def steps(self) -> int:
+        """How many updates there were."""
+        return self.staleness.total()
+
+    def add(self, staleness: int, pulled: int, pushed: int) -> None:
+        """One update, and the bytes that its worker has read and sent."""
+        self.staleness[staleness] += 1
+        self._pulled += pulled
+        self._pushed += pushed
+
+    def report(
+        self, made: Mapping[str, int], servers: Sequence[Mapping[str, int]]
+    ) -> dict[str, Any]:
+        """The same as JSON, and what each server has counted."""
+        return {
+            "updates": self.steps,
+            "staleness": {str(n): self.staleness[n] for n in sorted(self.staleness)},
+            "pulled_bytes_per_step": self._pulled // self.steps,
+            "pushed_bytes_per_step": self._pushed // self.steps,
+            "batches": dict(sorted(made.items())),
+            "servers": {f"ps {number}": dict(of) for number, of in enumerate(servers)},
+        }
+
+    def table(self, made: Mapping[str, int]) -> Table:
+        """Updates by staleness; below, the bytes of a step and the batches of each worker."""
+        table = Table(
+            title="staleness of the updates", title_justify="left", caption_justify="left"
+        )
+        table.add_column("staleness", justify="right")
+        table.add_column("updates", justify="right")
+        table.add_column("")
+        rows = Counter[str]()
+        for n in sorted(self.staleness):
+            above = 1 << n.bit_length()
+            rows[str(n) if n < _SINGLE else f"{above // 2} to {above - 1}"] += self.staleness[n]
+        longest = max(rows.values())
+        for name, count in rows.items():
+            table.add_row(name, f"{count:,}", "#" * round(_BAR * count / longest))
+        pulled, pushed = (byte_size(sum_ // self.steps) for sum_ in (self._pulled, self._pushed))
+        batches = ", ".join(f"{worker} {made[worker]:,}" for worker in sorted(made))
+        table.caption = f"a step pulls {pulled} and pushes {pushed}; batches: {batches}"
+        return table

@@ -1,0 +1,233 @@
+"""Workers that are lost, stopped or slow, between any two messages: each batch is added once.
+
+The crew is one of this process, whose messages are delivered in whatever order hypothesis likes.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+
+from spmdtrain.asynchronous import Asynchronous
+from spmdtrain.crew import Came, Done, Event, Failed, Lost
+from spmdtrain.dispenser import Dispenser
+from spmdtrain.division import outcome
+from spmdtrain.errors import ClusterError
+from spmdtrain.server import Held, Landed, Push, Server
+from spmdtrain.updates import Update
+
+WORKERS = ("worker 0", "worker 1", "worker 2")
+
+
+def servers(count: int, max_staleness: int | None) -> list[Server]:
+    update = Update(optax.sgd(1.0))
+    held = Held({"w": jnp.zeros(1)}, update.init({"w": jnp.zeros(1)}), {}, {})
+    return [Server(update, held, 0, max_staleness) for _ in range(count)]
+
+
+@dataclass
+class Work:
+    """A batch in a worker's hands, and the servers it has still to go to."""
+
+    number: int
+    versions: list[int]
+    left: list[int]
+    said: list[Landed] = field(default_factory=list)
+
+
+@dataclass
+class Strange:
+    """Workers that do one thing each time it is said so: push to a server, stall, or die."""
+
+    servers: list[Server]
+    choices: list[int]
+    now: float = 0.0
+    work: dict[str, Work] = field(default_factory=dict)
+    pushes: Counter[int] = field(default_factory=Counter)
+    killed: Counter[int] = field(default_factory=Counter)
+    patient: int = 3
+    """How many workers are lost with the same batch at most: one more, and it is to blame."""
+
+    @property
+    def is_empty(self) -> bool:
+        return False
+
+    def idle(self) -> Sequence[str]:
+        return [worker for worker in WORKERS if worker not in self.work]
+
+    def give(self, worker: str, work: int) -> None:
+        versions = [server.pull().version for server in self.servers]
+        self.work[worker] = Work(work, versions, list(range(len(self.servers))))
+
+    def events(self, timeout: float) -> list[Event]:
+        self.now += timeout
+        if not self.work:
+            return []
+        choice = self.choices.pop() if self.choices else 0
+        workers = sorted(self.work)
+        worker = workers[choice % len(workers)]
+        if choice % 7 == 6 and self.killed[self.work[worker].number] < self.patient:
+            self.killed[self.work.pop(worker).number] += 1
+            return [Lost(worker, "killed")]
+        if choice % 7 == 5:
+            return []  # nobody moves
+        return self._push(worker, self.work[worker])
+
+    def _push(self, worker: str, work: Work) -> list[Event]:
+        server = work.left.pop(0)
+        gradient = {"w": np.full(1, 2.0**work.number, np.float32)}
+        pushed = Push(work.number, work.versions[server], gradient, {}, 0.0)
+        landed = self.servers[server].push(pushed)
+        self.pushes[work.number] += landed.is_new
+        work.said.append(landed)
+        if work.left:
+            return []
+        del self.work[worker]
+        told = outcome(work.number, {"loss": float(work.number)}, work.said)
+        return [Done(worker, told)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.none() | st.integers(0, 4),
+    st.lists(st.integers(0, 1000), max_size=60),
+    st.sampled_from([1.0, 1000.0]),
+)
+def test_each_batch_is_added_once_to_each_server(
+    count: int, max_staleness: int | None, choices: list[int], patience: float
+) -> None:
+    total = 10
+    crew = Strange(servers(count, max_staleness), choices)
+    dispenser = Dispenser(0, max_staleness)
+    dispenser.limit = total
+    run = Asynchronous(crew, dispenser, patience, clock=lambda: crew.now)
+    outcomes = [run.take(number) for number in range(total)]
+    run.settle()
+    assert [outcome.metrics["loss"] for outcome in outcomes] == list(range(total))
+    assert crew.pushes == dict.fromkeys(range(total), count)
+    for server in crew.servers:
+        assert server.pull().version == server.ledger.complete == total
+        np.testing.assert_array_equal(server.pull().params["w"], -np.full(1, 2.0**total - 1))
+    if max_staleness is not None:
+        assert max(outcome.staleness for outcome in outcomes) <= max_staleness
+        # None had to be refused: what is given out can be no staler, if nobody is lost.
+        if 6 not in {choice % 7 for choice in choices} and patience > 10 * len(choices):
+            assert all(server.counts.stale == 0 for server in crew.servers)
+
+
+def test_a_batch_that_is_long_out_is_given_to_one_more() -> None:
+    crew, told = Strange(servers(1, None), [5] * 4), list[str]()
+    dispenser = Dispenser(0)
+    dispenser.limit = 1
+    run = Asynchronous(crew, dispenser, 1.0, told.append, clock=lambda: crew.now)
+    assert run.take(0).number == 0
+    assert told == [
+        "worker 0: batch 0 is out for more than 1 s; worker 1 makes it, too, and so with those to "
+        "come"
+    ]
+
+
+def test_a_lost_worker_is_told_with_its_batch() -> None:
+    crew, told = Strange(servers(1, None), [6]), list[str]()
+    dispenser = Dispenser(0)
+    dispenser.limit = 1
+    run = Asynchronous(crew, dispenser, 1.0, told.append, clock=lambda: crew.now)
+    assert run.take(0).number == 0
+    assert told == ["worker 0 is lost (killed): batch 0 is given out again"]
+
+
+def test_a_batch_that_kills_whoever_computes_it_is_named() -> None:
+    crew = Strange(servers(1, None), [6] * 9, patient=9)
+    dispenser = Dispenser(0)
+    dispenser.limit = 1
+    with pytest.raises(ClusterError) as caught:
+        Asynchronous(crew, dispenser, 1.0).take(0)
+    assert str(caught.value) == (
+        "batch 0 was lost with each of 4 workers that had it (worker 0, worker 0, worker 0, "
+        "worker 0; the last: killed): does it take more memory than there is?"
+    )
+
+
+def test_an_error_of_the_users_is_raised() -> None:
+    class Raises(Strange):
+        def _push(self, worker: str, work: Work) -> list[Event]:
+            return [Failed(worker, ZeroDivisionError("in the objective"))]
+
+    crew = Raises(servers(1, None), [])
+    dispenser = Dispenser(0)
+    dispenser.limit = 1
+    with pytest.raises(ZeroDivisionError, match="in the objective"):
+        Asynchronous(crew, dispenser, 1.0).take(0)
+
+
+@dataclass
+class Told(Strange):
+    """Events in the order of a list, instead: each a worker that comes, or is lost."""
+
+    script: list[list[Event]] = field(default_factory=list)
+    there: set[str] = field(default_factory=set)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.there
+
+    def idle(self) -> Sequence[str]:
+        return [worker for worker in super().idle() if worker in self.there]
+
+    def events(self, timeout: float) -> list[Event]:
+        if not self.script:
+            return super().events(timeout)
+        found = self.script.pop(0)
+        for event in found:
+            if isinstance(event, Lost):
+                self.there.discard(event.worker)
+                self.work.pop(event.worker, None)
+            else:
+                self.there.add(event.worker)
+        return found
+
+
+def test_who_waits_for_a_worker_hears_so_and_may_stop() -> None:
+    script: list[list[Event]] = [[], [], [Came("worker 2")], [Lost("worker 2", "killed")], []]
+    crew, told, asked = Told(servers(1, None), [], script=script), list[str](), list[int]()
+    crew.script.append([Came("worker 2")])
+    dispenser = Dispenser(0)
+    dispenser.limit = 1
+
+    def may_stop(is_empty: bool) -> None:
+        if is_empty:
+            asked.append(len(crew.script))
+
+    times = iter(range(0, 1000, 15))
+    run = Asynchronous(
+        crew, dispenser, 1000.0, told.append, may_stop, clock=lambda: float(next(times))
+    )
+    assert run.take(0).number == 0
+    assert told == [
+        "no worker has been there for 20 s: waiting for one",
+        "worker 2 is lost (killed): batch 0 is given out again",
+        "no worker has been there for 20 s: waiting for one",
+        "worker 2 is back",
+    ]
+    assert asked == [6, 5, 4, 2, 1]
+    assert run.made == {"worker 2": 1}
+
+
+def test_how_long_is_too_long_is_learned_from_what_came() -> None:
+    crew = Strange(servers(1, None), [])
+    dispenser = Dispenser(0)
+    dispenser.limit = 100
+    run = Asynchronous(crew, dispenser, None, clock=lambda: crew.now)
+    assert run._bearable() == 60.0  # nothing is known yet: a first batch compiles the step
+    crew.now = 0.0
+    for number in range(50):
+        run.take(number)
+    median = run._bearable() / 3
+    assert 0.5 <= median <= 3.0  # three workers, one of whom pushes each half second

@@ -1,0 +1,80 @@
+"""Batches land exactly once and stay fresh, whatever becomes of the workers."""
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from spmdtrain.dispenser import Dispenser
+
+WORKERS = ("a", "b", "c")
+
+
+def test_what_is_lost_is_given_again_and_first() -> None:
+    dispenser = Dispenser(0)
+    dispenser.limit = 5
+    assert [dispenser.give(worker, 0.0) for worker in WORKERS] == [0, 1, 2]
+    assert dispenser.lose("b") == [1]
+    assert dispenser.give("a", 0.0) == 1 and dispenser.give("a", 0.0) == 3
+
+
+def test_who_lands_a_batch_first_lands_it() -> None:
+    dispenser = Dispenser(7)
+    dispenser.limit = 8
+    assert dispenser.give("a", now=1.0) == 7 and dispenser.give("b", now=1.0) is None
+    assert dispenser.overdue(1.0) == [] and dispenser.overdue(1.5) == [7]
+    dispenser.give_too(7, "b", now=2.0)
+    assert dispenser.overdue(1.5) == []
+    assert dispenser.lose("a") == []  # the other has it still
+    assert dispenser.land(7) and not dispenser.land(7)
+    assert (dispenser.landed.complete, dispenser.is_idle) == (8, True)
+
+
+def test_it_can_be_held() -> None:
+    dispenser = Dispenser(0)
+    dispenser.limit = 10
+    for worker in WORKERS:
+        dispenser.give(worker, 0.0)
+    assert dispenser.hold() == 3 and dispenser.give("a", 0.0) is None
+    dispenser.lose("a")
+    assert dispenser.give("b", 0.0) == 0  # it was given out before
+
+
+@given(
+    st.none() | st.integers(0, 4),
+    st.integers(0, 5),
+    st.lists(st.tuples(st.sampled_from(WORKERS), st.sampled_from(("give", "land", "lose")))),
+)
+def test_each_lands_once_and_is_fresh(
+    max_staleness: int | None, first: int, events: list[tuple[str, str]]
+) -> None:
+    total = first + 12
+    dispenser = Dispenser(first, max_staleness)
+    dispenser.limit = total
+    held: dict[str, tuple[int, int]] = {}  # a batch, and the updates that its worker has read
+    landed: list[int] = []
+
+    def step(worker: str, event: str) -> bool:
+        if event == "give":
+            if worker in held:
+                return False
+            number = dispenser.give(worker, 0.0)
+            if number is not None:
+                held[worker] = number, len(landed)
+            return number is not None
+        if worker not in held:
+            return False
+        if event == "lose":
+            assert dispenser.lose(worker) == [held.pop(worker)[0]]
+        elif event == "land":
+            number, read = held.pop(worker)
+            assert dispenser.land(number)
+            if max_staleness is not None:
+                assert len(landed) - read <= max_staleness
+            landed.append(number)
+        return True
+
+    for worker, event in events:
+        step(worker, event)
+    # Whatever has happened: as long as somebody works, all of it lands.
+    while not (dispenser.is_idle and dispenser.landed.complete == total):
+        assert any(step(worker, event) for worker in WORKERS for event in ("give", "land"))
+    assert sorted(landed) == list(range(first, total))
