@@ -54,5 +54,5 @@ $(READY): pyproject.toml Makefile
 	  exit 1; }
 	@echo 'installing into $(VENV) ...'
 	@test -e $@ || $(PYTHON) -m venv --clear $(VENV)
-	@$(RUN) pip install --quiet --disable-pip-version-check --editable '.[dev,examples,tpu]'
+	@$(RUN) pip install --quiet --disable-pip-version-check --editable '.[dev,examples,tpu,ps]'
 	@touch $@

@@ -13,6 +13,7 @@ _HOMES = {
     "Adapter": "adapters",
     "ArrayDataset": "data",
     "Collectives": "config",
+    "Coordinator": "coordinator",
     "Dataset": "data",
     "Event": "callbacks",
     "Experiment": "experiment",
@@ -33,6 +34,7 @@ _HOMES = {
     "Preempted": "errors",
     "Rule": "sharding",
     "RunConfig": "config",
+    "Servers": "config",
     "ShardingOptions": "config",
     "StorageError": "errors",
     "Subset": "data",
@@ -61,6 +63,7 @@ __all__ = [
     "Adapter",
     "ArrayDataset",
     "Collectives",
+    "Coordinator",
     "Dataset",
     "Event",
     "Experiment",
@@ -81,6 +84,7 @@ __all__ = [
     "Preempted",
     "Rule",
     "RunConfig",
+    "Servers",
     "ShardingOptions",
     "StorageError",
     "Subset",
@@ -108,7 +112,8 @@ if TYPE_CHECKING:
     from spmdtrain.adapters import Adapter, FunctionModel, LinenModel, Mode, Variables
     from spmdtrain.adapting import adapt
     from spmdtrain.callbacks import Event, Moment
-    from spmdtrain.config import Collectives, MeshSpec, RunConfig, ShardingOptions
+    from spmdtrain.config import Collectives, MeshSpec, RunConfig, Servers, ShardingOptions
+    from spmdtrain.coordinator import Coordinator
     from spmdtrain.data import ArrayDataset, Dataset, Mapped, Subset
     from spmdtrain.distributed import initialize
     from spmdtrain.errors import NonFiniteError, Preempted, StorageError, UserError

@@ -1,5 +1,6 @@
 """What a run tells as it goes: to the person at the terminal, and to the files in its workdir."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ class Journal:
         self.terminal, self.files, self.config = terminal, files, config
         self.latest: dict[Split, Metrics] = {split: {} for split in Split}
         self._rate = Rate()
+        self._counts: dict[str, Counter[int]] = {}  # since the last line of training
 
     def begin(self, step: int, placement: Placement) -> None:
         """The run goes on from `step`: what was written of later steps is taken back."""
@@ -49,6 +51,10 @@ class Journal:
         """From here on the time counts as training's."""
         self._rate.restart(step)
 
+    def count(self, name: str, value: int) -> None:
+        """One more of a number that each step has: lines of training tell how many had which."""
+        self._counts.setdefault(name, Counter())[value] += 1
+
     def trained(self, step: int, total: int, metrics: Metrics, *, made: int) -> None:
         """The numbers of one train step; `made` are known to be done, which may be more."""
         self.latest[Split.TRAIN] = metrics
@@ -57,7 +63,8 @@ class Journal:
         speed = {} if rate is None else {"examples/s": rate * batch, "steps/s": rate}
         if self.files:
             curves = {f"speed/{unit.replace('/s', '_per_second')}": v for unit, v in speed.items()}
-            self.files.write_metrics(step, Split.TRAIN, metrics, curves)
+            self.files.write_metrics(step, Split.TRAIN, metrics, curves, self._counts)
+        self._counts = {}
         text = "  ".join([_words(metrics), *(f"{number(v)} {unit}" for unit, v in speed.items())])
         if self.terminal.has_bar:
             self.terminal.advance(step, text)

@@ -41,6 +41,8 @@ class LateReader:
         # Many undone steps at once can abort the in-process all-reduce of virtual devices.
         several = run.config.steps_per_dispatch > 1
         self._ahead = 2 if several else how_far_ahead(placement)
+        if placement.strategy.by_servers:
+            self._ahead = 0  # what workers have made is known
         self._in_flight: collections.deque[tuple[Sequence[int], StepOutput]] = collections.deque()
         self._failed: NonFiniteError | None = None
 

@@ -23,6 +23,7 @@ from spmdtrain.tasks import EVALUATOR, environments_of, gpus_of, tf_configs, tra
 
 _USAGE = "python -m spmdtrain.launch --processes N [options] -- COMMAND"
 _POLL = 0.1  # seconds; the end of a child and signals are noticed at once all the same
+_FAREWELL = 10.0  # seconds in which a chief, workers and servers end after one another
 _PATIENCE = 3.0  # seconds after a death in which the others may tell what they die of, or of it
 
 
@@ -32,6 +33,9 @@ class Options:
 
     processes: int
     """How many processes train: a chief and workers."""
+    ps: int = 0
+    """Also start so many parameter servers, for --strategy parameter_server, whose workers may be
+    lost and come again by themselves."""
     devices_per_process: int | None = None
     """The devices of each: so many GPUs where there are any, else virtual CPU devices."""
     evaluator: bool = False
@@ -61,7 +65,7 @@ def execute(arguments: Sequence[str]) -> int:
         command = [sys.executable, *command[1:]]  # that of this environment, whatever PATH says
     if shutil.which(command[0]) is None:
         raise UserError(f"{command[0]!r} cannot be run: no such command, or not executable")
-    names = training_tasks(options.processes) + [EVALUATOR] * options.evaluator
+    names = training_tasks(options.processes, options.ps) + [EVALUATOR] * options.evaluator
     gpus = gpus_of(os.environ)
     environments = environments_of(names, options.devices_per_process, os.environ, gpus)
     with Signals() as signals, Launcher(options, command, environments, signals) as launcher:
@@ -187,17 +191,28 @@ class Launcher:
 
     def _attempt(self, configs: Mapping[str, str]) -> Outcome:
         """Start all training tasks and watch them until the last has ended."""
-        names = training_tasks(self.options.processes)
+        names = training_tasks(self.options.processes, self.options.ps)
         tasks = [self.start(name, configs[name]) for name in names]
+        spares = Spares(self, configs) if self.options.ps else None
         deaths: list[Ended] = []
         until = math.inf  # when the rest is killed
         watch, hung, stopped = hangs.Watch(), None, list[str]()
         while running := [child for child in tasks if child.status is None]:
             self.tick()
             for child in [child for child in running if child.poll()]:
-                deaths.append(self.death_of(child))
-                until = min(until, time.monotonic() + self._patience(deaths[-1]))
-            running = [child for child in running if child.status is None]
+                death = self.death_of(child)
+                if spares is not None and until == math.inf and spares.take(death):
+                    continue
+                deaths.append(death)
+                patience = self._patience(death)
+                if spares is not None:  # the chief may be telling why; without it all are to end
+                    patience = max(patience, _FAREWELL)
+                    if death.task == "chief" and rank(death) is Rank.NONE:
+                        patience = _FAREWELL
+                until = min(until, time.monotonic() + patience)
+            if spares is not None and until == math.inf:
+                tasks += spares.begun()
+            running = [child for child in tasks if child.status is None]
             if self.signals.received and running and self.deadline == math.inf:
                 self._ask_to_end(running)
             if self.deadline < math.inf:  # now only the grace counts: some may be saving
@@ -316,6 +331,48 @@ class Launcher:
             self.say(f"the training has finished, but the evaluator has not: exit code {code}")
             return code
         return outcome.code
+
+
+class Spares:
+    """The workers of parameter servers: what one is lost for, the others go on without."""
+
+    def __init__(self, launcher: Launcher, configs: Mapping[str, str]) -> None:
+        self._launcher, self._configs = launcher, configs
+        self._restarts: dict[str, Restarts] = {}
+        self._due: dict[str, float] = {}
+        self._workers = {name for name in configs if name.startswith("worker")}
+        self._given_up: set[str] = set()
+
+    def take(self, death: Ended) -> bool:
+        """Whether a death is a worker's that is started again, which is said."""
+        ended = (ExitCode.DONE, ExitCode.BAD_INPUT, ExitCode.PREEMPTED)
+        final = death.ours or death.status in ended or rank(death) is Rank.CONSEQUENCE
+        if final or not death.task.startswith("worker") or self._launcher.signals.received:
+            return False
+        limit = self._launcher.options.max_restarts
+        restarts = self._restarts.setdefault(death.task, Restarts(limit))
+        chief = phases.read(self._launcher.folder, "chief")
+        if (wait := restarts.next(chief.saved if chief else -1)) is None:
+            self._given_up.add(death.task)
+            if self._workers <= self._given_up:
+                return False
+            self._launcher.say(
+                f"{describe(death)}; the others go on; no restart is left of {limit}"
+            )
+            return True
+        self._due[death.task] = time.monotonic() + wait
+        self._launcher.say(
+            f"{describe(death)}; the others go on; restart {restarts.used} of {limit} of "
+            f"{death.task} in {wait:g} s"
+        )
+        return True
+
+    def begun(self) -> list[Child]:
+        """Those whose time has come, started again."""
+        due = [name for name, at in self._due.items() if time.monotonic() >= at]
+        for name in due:
+            del self._due[name]
+        return [self._launcher.start(name, self._configs[name]) for name in due]
 
 
 class Evaluator:

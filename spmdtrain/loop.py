@@ -40,6 +40,7 @@ from spmdtrain.session import Session
 from spmdtrain.sharding import Layout, Rule, check_placed, named_leaves
 from spmdtrain.state import TrainState
 from spmdtrain.step import StepOutput
+from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
 from spmdtrain.writers import Split, Status
 
@@ -96,17 +97,22 @@ class Loop:
                 "collectives.reduction and reduce_dtype are for the Trainer's own step: in a loop "
                 "of your own, per_replica(...) gives gradients to reduce as you like"
             )
+        if strategy(config.strategy).by_servers:
+            raise UserError(
+                "strategy parameter_server makes the Trainer's steps: a loop of your own has a "
+                "Coordinator (docs/parameter-server.md)"
+            )
         prepare(config)
         self.placement = place(config)
         self.config = resolve(config, batch_shards=self.placement.batch_shards)
         self.terminal = terminal or Terminal(quiet=not processes.is_chief())
         self.step = 0
         """Steps recorded so far, of the whole run."""
-        strategy = self.placement.strategy
+        placed = self.placement.strategy
         ours = collectives.compiler_options(
             config.collectives,
             self.placement.devices[0].platform,
-            gathers=strategy.shards_params or strategy.shards_optimizer,
+            gathers=placed.shards_params or placed.shards_optimizer,
         )
         self._compiler_options = compiler_options(
             self.config.compiler_option, ours, self.placement.everywhere

@@ -183,7 +183,8 @@ def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
 def prepare(config: RunConfig) -> None:
     """Join the job, and set what JAX reads when its devices are first used."""
     keep_programs(config.compilation_cache)
-    distributed.initialize()
+    if not strategy(config.strategy).by_servers:  # whose tasks are programs of their own
+        distributed.initialize()
     make_cpu_devices(config.cpu_devices)
     collectives.prepare(config.collectives, processes.count())
 

@@ -162,6 +162,11 @@ def plan(
 
     `tell` is called with what is being done. Raises `UserError`.
     """
+    if strategy(config.strategy).by_servers:
+        raise UserError(
+            "strategy parameter_server has no step that a mesh makes: plan --strategy mirrored for "
+            "the devices of one worker"
+        )
     # Programs for what is not there cannot be read back, and kept ones have lost their lines.
     kept = config.compilation_cache
     config = dataclasses.replace(config, compilation_cache=OFF, workdir=None, cpu_devices=None)

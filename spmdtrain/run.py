@@ -19,7 +19,16 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
-from spmdtrain import cluster, distributed, evaluator, failing, phases, processes, sharding_table
+from spmdtrain import (
+    cluster,
+    distributed,
+    division_table,
+    evaluator,
+    failing,
+    phases,
+    processes,
+    sharding_table,
+)
 from spmdtrain.checkpoints import verify
 from spmdtrain.cluster import Role
 from spmdtrain.config import RunConfig, check, resolve
@@ -28,7 +37,9 @@ from spmdtrain.errors import ExitCode, Preempted, UserError, exit_code_of
 from spmdtrain.experiment import ExperimentFile, load_experiment
 from spmdtrain.loop import Loop
 from spmdtrain.mesh import cpu_devices_in_environment
+from spmdtrain.parameter_server import take_part
 from spmdtrain.placement import on_own_devices, resolve_on_devices
+from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
 from spmdtrain.trainer import Trainer
 from spmdtrain.writers import write_predictions
@@ -71,6 +82,7 @@ class Options:
     never. 1800 where nothing is said; under the launcher its own --hang-timeout counts."""
 
 
+_BY_HAND = (("coordinator", None), ("processes", None), ("process_id", None))
 _OF_PLANS = {"topology", "json", "advice", "measure"}
 RESERVED = frozenset({f.name for f in dataclasses.fields(Options)} | _OF_PLANS | {"help"})
 
@@ -210,18 +222,34 @@ def execute(command: Command) -> int:
         raise UserError(f"--role train, and by TF_CONFIG this is {spec.name}: give one")
     if options.role == "evaluate" or (options.role is None and spec.role is Role.EVALUATE):
         return evaluate_beside(command)
+    by_servers = strategy(config.strategy).by_servers
+    if by_servers and options.mode == "train":
+        for field, default in (("cluster", "tf_config"), ("hang_timeout", None), *_BY_HAND):
+            if getattr(options, field) != default:
+                option = f"--{field}".replace("_", "-")
+                raise UserError(
+                    f"{option} is for processes in lockstep: those of parameter servers are told "
+                    "by TF_CONFIG, and watched by the launcher"
+                )
+        take_part(options.init_timeout)
+    elif by_servers and len(spec.tasks) > 1:
+        raise UserError(
+            f"--mode {options.mode} under parameter_server is for one process, and TF_CONFIG lists "
+            f"{len(spec.tasks)} tasks: start it without TF_CONFIG"
+        )
     if spec.role is Role.PS:
         raise UserError(
             f"{spec.name} is a parameter server, which synchronous training has none of: start "
             "only the chief, the workers and the evaluator"
         )
-    join(options, spec, experiment_file)
+    if not by_servers:
+        join(options, spec, experiment_file)
     if processes.count() > 1 and not command.own_workdir:
         raise UserError("--workdir must be given with several processes: a folder that all can see")
     # Resolved before build: it is to see the batch size and the learning rate that will be used.
     config = resolve_on_devices(config)
     terminal = Terminal(quiet=not processes.is_chief())
-    if spec.has_ps:
+    if spec.has_ps and not by_servers:
         terminal.line("TF_CONFIG lists ps tasks: not used, the training is synchronous")
     if experiment_file.has_own_loop and options.mode == "train" and not options.show_sharding:
         with Loop(config, terminal=terminal) as loop:
@@ -230,9 +258,12 @@ def execute(command: Command) -> int:
                 raise UserError(f"{experiment_file.path}: train(config, loop) never calls start()")
         return ExitCode.PREEMPTED if loop.left_early else ExitCode.DONE
     experiment = experiment_file.build(config)
-    trainer = Trainer.of(experiment, config, terminal=terminal)
+    trainer = Trainer.of(experiment, config, terminal=terminal, init_timeout=options.init_timeout)
     if options.show_sharding:
-        sharding_table.show(trainer.terminal, trainer.sharding_table())
+        if by_servers:
+            division_table.show(terminal, trainer.division(max(1, len(spec.jobs.get("ps", ())))))
+        else:
+            sharding_table.show(terminal, trainer.sharding_table())
     if options.mode == "train":
         trainer.fit(experiment.train, validation=experiment.validation, test=experiment.test)
         return ExitCode.DONE
@@ -284,7 +315,7 @@ def evaluate_beside(command: Command) -> int:
             f"--mode {command.options.mode} in an evaluator, which waits for checkpoints to "
             "evaluate by itself: give it no --mode, or start this elsewhere"
         )
-    for name in ("coordinator", "processes", "process_id"):
+    for name, _ in _BY_HAND:
         if getattr(command.options, name) is not None:
             option = f"--{name}".replace("_", "-")
             raise UserError(f"{option} in an evaluator, which is none of the job's processes")

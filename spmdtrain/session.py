@@ -260,6 +260,11 @@ class Session:
         around = profiled is not None and step in (profiled[0] - 1, profiled[1])
         return saved or around or self.evaluation_due(step, saved=saved)
 
+    def is_due(self, step: int) -> bool:
+        """Whether something is known to be due after a step, but for what the clock says."""
+        saved = self.checkpoints is not None and self.saves_by_count(step)
+        return step == self.total or saved or self.evaluation_due(step, saved=saved)
+
     # -- what is due ---------------------------------------------------------------------------
 
     def evaluation_due(self, step: int, *, saved: bool) -> bool:

@@ -16,9 +16,10 @@ _VIRTUAL_DEVICES = "--xla_force_host_platform_device_count"
 _OTHERS = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
 
 
-def training_tasks(processes: int) -> list[str]:
+def training_tasks(processes: int, ps: int = 0) -> list[str]:
     """The names of the training tasks, in the order of their processes in the cluster."""
-    return ["chief", *(f"worker {index}" for index in range(processes - 1))]
+    workers = [f"worker {index}" for index in range(processes - 1)]
+    return ["chief", *workers, *(f"ps {index}" for index in range(ps))]
 
 
 def tf_configs(names: Sequence[str]) -> dict[str, str]:
@@ -81,7 +82,7 @@ def _shared_out(
     gpus: Sequence[str], names: Sequence[str], devices: int | None
 ) -> dict[str, Sequence[str]]:
     """The GPUs of each task: its own, as no two processes can use the same; none left is none."""
-    training = [name for name in names if name != EVALUATOR]
+    training = [name for name in names if name != EVALUATOR and not name.startswith("ps")]
     each = devices or len(gpus)
     wanted = len(training) * each
     if wanted > len(gpus):
@@ -92,6 +93,7 @@ def _shared_out(
             "JAX_PLATFORMS=cpu"
         )
     shares = {name: gpus[i * each : (i + 1) * each] for i, name in enumerate(training)}
+    shares |= {name: [] for name in names if name.startswith("ps")}  # whose products are few
     left = gpus[wanted : wanted + each]
     return shares | ({EVALUATOR: left} if EVALUATOR in names else {})
 

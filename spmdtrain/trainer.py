@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,19 +17,28 @@ from spmdtrain import evaluate, failing, processes
 from spmdtrain.adapters import Function, Variables
 from spmdtrain.adapting import adapt
 from spmdtrain.callbacks import Callbacks, Event, Moment, by_moment
-from spmdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig, for_built, resolve
+from spmdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, MeshSpec, RunConfig, for_built, resolve
 from spmdtrain.data import Augment, Dataset, as_dataset, classes_of
+from spmdtrain.division import Division
 from spmdtrain.errors import NonFiniteError, Preempted, UserError
 from spmdtrain.experiment import Experiment
-from spmdtrain.feed import Rows, abstract_batch, on_devices, ordered_batches, train_batches
+from spmdtrain.feed import Rows, abstract_batch, on_devices, ordered_batches
 from spmdtrain.identity import Identity, check_same_classes, check_same_run
 from spmdtrain.initial import initial_state, load_values
 from spmdtrain.journal import Metrics
 from spmdtrain.late import LateReader, how_far_ahead
+from spmdtrain.parameter_server import (
+    OnServers,
+    lead,
+    of_options,
+    serve_elsewhere,
+    take_part,
+)
 from spmdtrain.phases import Phase, within
-from spmdtrain.placement import place, prepare, under
+from spmdtrain.placement import Placement, place, prepare, under
 from spmdtrain.profiling import ProfiledSteps
 from spmdtrain.programs import Programs
+from spmdtrain.ray_crew import RayJob
 from spmdtrain.reductions import Reduction
 from spmdtrain.restore import agreed, saved_in
 from spmdtrain.session import Session
@@ -37,6 +47,8 @@ from spmdtrain.sharding_table import ShardingTable, tabulate
 from spmdtrain.signals import StopSignals
 from spmdtrain.state import TrainState
 from spmdtrain.step import Steps, model_output
+from spmdtrain.stepping import OnMesh, Stepping
+from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
 from spmdtrain.writers import Split, Status
 
@@ -59,7 +71,7 @@ class Trainer:
     `model`: an nnx module, a function of `rngs` that makes one (it is then made in its place on
     the mesh), a `LinenModel`, a `KerasModel` or a `FunctionModel`. `objective(model, batch)`
     returns per-example values by name, "loss" among them. `options` are fields of `RunConfig`, and
-    change `config`.
+    change `config`. `init_timeout`: seconds in which parameter servers have to come.
     Without a `workdir` nothing is written. Raises `UserError` for anything wrong in them.
     """
 
@@ -77,11 +89,17 @@ class Trainer:
         config: RunConfig | None = None,
         terminal: Terminal | None = None,
         clock: Callable[[], float] = time.monotonic,
+        init_timeout: float = 300.0,
         **options: Any,
     ) -> None:
         self.config = for_built(config or RunConfig(), options)
+        by_servers = strategy(self.config.strategy).by_servers
+        if by_servers:
+            serve_elsewhere(init_timeout)
         prepare(self.config)
-        self.placement = place(self.config)
+        # The mesh of workers is not the chief's, which evaluates on all devices of its own.
+        mesh = MeshSpec() if by_servers else self.config.mesh
+        self.placement = place(dataclasses.replace(self.config, mesh=mesh))
         self.state: TrainState | None = None  # once `fit` has begun
         self.terminal = terminal or Terminal(quiet=not processes.is_chief())
         if augment is not None and self.config.data_on_device:
@@ -92,6 +110,7 @@ class Trainer:
         self._augment = augment
         self._callbacks = by_moment(callbacks or {})
         self._clock = clock
+        self._init_timeout = init_timeout
         self.may_stop: Callable[[], None] = _nothing  # called at each batch of an evaluation
         self._stop_asked = False
         self._calling = self._fitting = False  # whether a callback is being called; `fit`
@@ -100,16 +119,18 @@ class Trainer:
         self._restored: Variables | None = None  # what to evaluate with where nothing was trained
         self._restored_from: Identity | None = None  # what that was trained with
         self._in_flight = how_far_ahead(self.placement)
-        self._steps = Steps(
-            adapter=self._adapter,
-            objective=objective,
-            predict=predict or model_output,
-            optimizer=optimizer,
-            placement=self.placement,
-            rules=rules,
-            reduction=reduction,
-            config=self.config,
+        self._make_steps = functools.partial(
+            _steps_of,
+            {
+                "adapter": self._adapter,
+                "objective": objective,
+                "predict": predict or model_output,
+                "optimizer": optimizer,
+                "rules": rules,
+                "reduction": reduction,
+            },
         )
+        self._steps = self._make_steps(self.config, self.placement)
         self._programs = Programs(self._steps, self.placement, self.config)
 
     @classmethod
@@ -153,6 +174,14 @@ class Trainer:
     def sharding_table(self) -> ShardingTable:
         """Where each array of the state lives and what it takes; nothing is allocated for it."""
         return tabulate(self._steps.abstract_state, self._steps.shardings)
+
+    def division(self, servers: int) -> Division:
+        """What each of so many parameter servers has of the state, and does of the optimizer.
+
+        Raises `UserError` for an optimizer that cannot be divided.
+        """
+        partitioner = of_options(self.config.servers, servers)
+        return Division.of(self._steps.abstract_state, self._steps.update, servers, partitioner)
 
     def undivided(self) -> list[str]:
         """Parameters that the strategy would split, had they a dim that divides."""
@@ -213,6 +242,14 @@ class Trainer:
         the loss or the state is no number any more, and `Preempted` after SIGTERM or Ctrl-C,
         the state saved, where there is a workdir.
         """
+        by_servers = self.placement.strategy.by_servers
+        if by_servers:
+            if self._identity is not None:
+                raise UserError(
+                    "under parameter_server a trainer has one fit: the workers and servers have "
+                    "ended with it"
+                )
+            take_part(self._init_timeout)
         config = self._resolved(epochs, steps, global_batch_size)
         splits = {"train": train, "validation": validation, "test": test}
         with contextlib.ExitStack() as stack:
@@ -223,10 +260,11 @@ class Trainer:
             self._fitting = True
             # Nothing is left compiling behind the back of whoever has called.
             stack.callback(self._programs.wait)
+            job = stack.enter_context(lead(self._init_timeout)) if by_servers else None
             self._start(run)
             stack.enter_context(run.ending())
             try:
-                self._loop(run)
+                self._loop(run, job)
                 self._finish(run)
             except NonFiniteError:
                 self.state = None  # nothing to go on from: a next fit restores or starts anew
@@ -252,7 +290,7 @@ class Trainer:
         self._identity = run.identity
         run.journal.begin(self.step, self.placement)
 
-    def _loop(self, run: Session) -> None:
+    def _loop(self, run: Session, job: RayJob | None) -> None:
         config, first = run.config, self.step
         assert self.state is not None and config.global_batch_size is not None
         assert run.train is not None
@@ -266,22 +304,13 @@ class Trainer:
             self.terminal.line(f"step {first} is past the {run.total} asked for")
         if first >= run.total:
             return
-        batches = train_batches(
-            run.train,
-            config.global_batch_size,
-            self.placement.batch,
-            seed=config.seed,
-            shuffle=config.shuffle,
-            start=first,
-            stop=run.total,
-            augment=self._augment,
-            threads=config.data_threads,
-            sizes=map(len, run.dispatches(first)),
-            arrays=self._on_devices(run.train) if config.data_on_device else None,
-            by_step=config.jit,
-        )
-        programs: dict[int, Callable[..., Any]] = {}  # by the steps they make
-        late = LateReader(run, self.placement, lambda: self.state, self._logged)
+        stepping = self._stepping(run, first, job)
+
+        def newest() -> TrainState:
+            assert self.state is not None
+            return stepping.newest(self.state)
+
+        late = LateReader(run, self.placement, newest, self._logged)
         # Of several processes, the first: the others' traces would come into the same files.
         profiled = config.profile_range() if processes.is_chief() else None
         profile = ProfiledSteps(profiled, config.workdir)
@@ -291,15 +320,9 @@ class Trainer:
         with self.terminal.progress("train", done=first, total=run.total), profile:
             for steps in run.dispatches(first):  # one step, or several as one
                 step = steps[-1]
-                with within(Phase.LOAD, step):
-                    batch = next(batches)
-                if len(steps) not in programs:
-                    programs[len(steps)] = self._compile(run, len(steps), batch)
-                    run.journal.train_goes_on(steps[0] - 1)
+                batch = stepping.load(steps, self.state)
                 profile.before(steps[0])
-                # The update is only dispatched: the devices work while the host goes on.
-                with within(Phase.STEP):
-                    self.state, output = programs[len(steps)](self.state, batch)
+                self.state, output = stepping.make(self.state, batch)
                 profile.after(step, output)
                 if steps[0] == first + 1:
                     self._check_placed("after the first step")
@@ -311,13 +334,16 @@ class Trainer:
                 self._call(Moment.STEP, step)
 
                 if self._stop_asked:
-                    run.total = step
+                    run.total = stepping.hold(step)
                 # From here on, what one process decides all have to: see `processes`.
                 save = run.save_due(step)
                 look = run.evaluation_due(step, saved=save)
                 preempted = run.signals.asked()
                 if not (look or preempted or save or step == run.total):
                     continue
+                if stepping.hold(step) > step:
+                    continue  # it is due when all that is under way is made
+                self.state = stepping.newest(self.state)
 
                 # No state is judged or saved before its own finite flag is known.
                 late.catch_up()
@@ -331,6 +357,9 @@ class Trainer:
                     self._save(run, step, seen)
                 if preempted:
                     run.await_save()  # what is told to be saved is saved
+                if preempted or step == run.total:
+                    stepping.conclude()
+                if preempted:
                     run.signals.stop_if_received()
                 if step == run.total:
                     break
@@ -350,13 +379,17 @@ class Trainer:
 
     # -- the loop's parts ----------------------------------------------------------------------
 
-    def _compile(self, run: Session, steps: int, batch: PyTree) -> Callable[..., Any]:
-        """The program of so many steps of such batches, compiled; says what is about to run."""
-        assert self.state is not None
-        with self.terminal.waiting("compiling the train step"), within(Phase.COMPILE):
-            program = self._programs.get(steps, batch)
-        run.journal.introduce(self.placement, self.state.params, program.told)
-        return program.call
+    def _stepping(self, run: Session, first: int, job: RayJob | None) -> Stepping:
+        """Who makes the run's steps from after `first` on."""
+        if job is not None:
+            assert self.state is not None
+            division = self.division(job.servers)
+            return OnServers(
+                run, self.state, self._steps, self._make_steps, self._augment, job, division
+            )
+        assert run.train is not None
+        arrays = self._on_devices(run.train) if run.config.data_on_device else None
+        return OnMesh(run, first, self._programs, self.placement, self._augment, arrays)
 
     def _compile_ahead(self, run: Session) -> None:
         """Begin to compile what the loop will ask for, if it is going to make any steps."""
@@ -364,7 +397,8 @@ class Trainer:
         assert run.train is not None and config.global_batch_size is not None
         source = config.workdir and agreed(saved_in(config.workdir))
         first = source.steps[-1] if source and source.steps else 0
-        if first >= run.total or self._steps.tries_reduction:
+        by_others = self.placement.strategy.by_servers
+        if first >= run.total or by_others or self._steps.tries_reduction:
             return
         steps = len(next(run.dispatches(first)))
         shapes = abstract_batch(
@@ -557,6 +591,11 @@ class Trainer:
                 self._restored = self._steps.init(self.config.seed).variables
         assert self._restored is not None
         return self._restored
+
+
+def _steps_of(parts: Mapping[str, Any], config: RunConfig, placement: Placement) -> Steps:
+    """A function of this module, for it is sent to workers."""
+    return Steps(**parts, config=config, placement=placement)
 
 
 def _nothing() -> None:

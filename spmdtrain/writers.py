@@ -66,6 +66,8 @@ class Writer(enum.StrEnum):
 
 
 _NONE: Mapping[str, float] = {}
+_NO_COUNTS: Mapping[str, Mapping[int, int]] = {}
+_COUNTS = "_counts"  # what a line calls them, after their name
 
 
 class RunFiles:
@@ -135,6 +137,10 @@ class RunFiles:
         self._replace(self.folder / "config.json", json.dumps(content, indent=2) + "\n")
         self.sync()
 
+    def write_report(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write `NAME.json`: what a part of the run has to tell at its end."""
+        self._replace(self.folder / f"{name}.json", json.dumps(content, indent=2) + "\n")
+
     def write_status(self, status: Status, step: int, reason: str | None = None) -> None:
         """Write `status.json`, after all that it speaks of."""
         with self._status_lock:  # the thread that hears of another process's failure writes, too
@@ -153,13 +159,16 @@ class RunFiles:
         split: Split,
         metrics: Mapping[str, float],
         curves: Mapping[str, float] = _NONE,
+        counts: Mapping[str, Mapping[int, int]] = _NO_COUNTS,
     ) -> None:
         """Add a line to the metrics, and points to the curves, more than these where given.
 
-        A non-finite value is null in the line.
+        A non-finite value is null in the line. `counts` say how often each number has come: in the
+        line by the numbers as text, in the curves as a histogram.
         """
         finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
-        line = json.dumps({"step": step, "split": split} | finite) + "\n"
+        told = {name + _COUNTS: dict(sorted(of.items())) for name, of in counts.items()}
+        line = json.dumps({"step": step, "split": split} | finite | told) + "\n"
         # Closed each time, so that no line is ever lost.
         with _written(self._lines), open(self._metrics, "ab") as file:
             # What a full disk left of a line is not to stand in the middle once there is room.
@@ -168,16 +177,19 @@ class RunFiles:
             file.flush()
             self._whole = file.tell()
         own = {f"{split}/{name}": value for name, value in metrics.items()}
-        self._write_curves(step, own | dict(curves))
+        histograms = {f"{split}/{name}{_COUNTS}": of for name, of in counts.items()}
+        self._write_curves(step, own | dict(curves), histograms)
         if self._clock() - self._synced_at >= _SYNC_SECONDS[split]:
             self.sync()
 
-    def _write_curves(self, step: int, points: Mapping[str, float]) -> None:
+    def _write_curves(
+        self, step: int, points: Mapping[str, float], histograms: Mapping[str, Mapping[int, int]]
+    ) -> None:
         with _written(self._all_curves):
             if self._curves is None:
                 curves = _Curves(self._grown / self._curves_name, self._purge_from)
                 self._curves = self._closing.enter_context(contextlib.closing(curves))
-            self._curves.add(step, points)
+            self._curves.add(step, points, histograms)
 
     def sync(self) -> None:
         """Bring the files that grow up to date, for those who read them."""
@@ -268,11 +280,29 @@ class _Curves:
 
         self._write(step, session_log=SessionLog(status=SessionLog.START))
 
-    def add(self, step: int, points: Mapping[str, float]) -> None:
-        from tensorboardX.proto.summary_pb2 import Summary
+    def add(
+        self,
+        step: int,
+        points: Mapping[str, float],
+        histograms: Mapping[str, Mapping[int, int]] = _NO_COUNTS,
+    ) -> None:
+        from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
 
         # One record of all: most of what a record takes is its check sums, which Python computes.
         values = [Summary.Value(tag=name, simple_value=x) for name, x in points.items()]
+        for name, counts in histograms.items():
+            numbers = sorted(counts)
+            histogram = HistogramProto(
+                min=numbers[0],
+                max=numbers[-1],
+                num=sum(counts.values()),
+                sum=sum(n * count for n, count in counts.items()),
+                sum_squares=sum(n * n * count for n, count in counts.items()),
+                # A bucket a number, whose edges are between it and the next.
+                bucket_limit=[n + 0.5 for n in range(numbers[0] - 1, numbers[-1] + 1)],
+                bucket=[counts.get(n, 0) for n in range(numbers[0] - 1, numbers[-1] + 1)],
+            )
+            values.append(Summary.Value(tag=name, histo=histogram))
         self._write(step, summary=Summary(value=values))
 
     def _write(self, step: int, **content: Any) -> None:
@@ -351,7 +381,7 @@ def _by_step(lines: Iterable[Mapping[str, Any]], split: Split) -> dict[int, dict
         line["step"]: {
             name: math.nan if value is None else value
             for name, value in line.items()
-            if name not in ("step", "split")
+            if name not in ("step", "split") and not isinstance(value, dict)
         }
         for line in lines
         if line["split"] == split

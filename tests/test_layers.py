@@ -15,19 +15,24 @@ PACKAGE = Path(spmdtrain.__file__).parent
 LAYERS = [
     set(words.split())
     for words in (
-        "chips cluster config doctor errors phases rendezvous strategies tfconfig topologies",
         """
-        adapters adapting collectives compilation compiler_log distributed elsewhere estimate
-        failing hlo hlo_module idx jaxprs live_ranges mesh metrics nnx_model origins permutation
-        placement processes products profiling reductions remat replicas retention sharding signals
-        storage sums terminal traffic writers
+        chips cluster config dispenser doctor errors ledger partitioners phases rendezvous
+        strategies tfconfig topologies
         """,
         """
-        callbacks checkpoint compilers data evaluate experiment export feed flops gradients health
-        identity image_cache image_decoding images initial journal keras_model late loop_checks
-        manifest orbax_manager programs restore sent session sharding_table state step summaries
+        adapters adapting asynchronous collectives compilation compiler_log crew cuts distributed
+        divided elsewhere estimate failing hlo hlo_module idx jaxprs live_ranges mesh metrics
+        nnx_model nodes origins permutation placement processes products profiling reductions remat
+        replicas retention sharding signals storage sums tallies terminal traffic writers
         """,
-        "advice evaluator loop measuring plan_json planning trainer",
+        """
+        actors callbacks checkpoint compilers data division division_table evaluate experiment
+        export feed flops gradients health identity image_cache image_decoding images initial
+        journal keras_model late loop_checks manifest orbax_manager parameter_server programs
+        ray_crew restore sent server session sharding_table state step stepping summaries updates
+        worker
+        """,
+        "advice coordinator evaluator loop measuring plan_json planning trainer",
         "checkpoints children deaths hangs launch plan plan_tables run tasks",
     )
 ]

@@ -1,0 +1,118 @@
+"""Workers and servers without their messages make what one mirrored step makes."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import DIGITS
+
+from spmdtrain import Trainer
+from spmdtrain.config import RunConfig, resolve
+from spmdtrain.division import Division, bytes_in
+from spmdtrain.experiment import Experiment, load_experiment
+from spmdtrain.partitioners import FixedShards
+from spmdtrain.server import Server
+from spmdtrain.worker import Worker
+
+STEPS = 4
+
+
+class Normed(nnx.Module):
+    """A model with batch statistics and dropout, so with a state and with randomness."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.inner = nnx.Linear(64, 32, use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(32, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.outer = nnx.Linear(32, 10, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.outer(self.dropout(self.norm(self.inner(x.reshape(len(x), -1)))))
+
+
+def experiment(**options: Any) -> tuple[Experiment, RunConfig]:
+    found = load_experiment(str(DIGITS), frozenset())
+    config = resolve(found.config_class(epochs=None, steps=STEPS, **options), batch_shards=1)
+    return found.build(config), config
+
+
+def divided(of: Experiment, config: RunConfig, servers: int) -> Any:
+    """The state after some batches, each computed from the newest parameters and pushed."""
+    trainer = Trainer.of(of, config)
+    steps, placement = trainer._steps, trainer.placement
+    begun = jax.tree.map(np.asarray, steps.init(config.seed))
+    division = Division.of(steps.abstract_state, steps.update, servers, FixedShards(servers))
+    made = [Server(division.on_server, division.held_by(n, begun), step=0) for n in range(servers)]
+    worker = Worker(
+        steps,
+        placement,
+        division,
+        of.train,
+        batch_size=config.global_batch_size or 0,
+        seed=config.seed,
+        shuffle=config.shuffle,
+        threads=config.data_threads,
+        augment=of.augment,
+        key=begun.key,
+    )
+    losses = []
+    for number in range(STEPS):
+        parts = [server.pull() for server in made]
+        computed = worker.compute(number, *division.pulled(parts))
+        losses.append(computed.metrics["loss"])
+        for server, push in zip(made, division.pushes(number, computed, parts), strict=True):
+            assert server.push(push).is_new
+            assert bytes_in(push.gradients) == division.trained.bytes_of(made.index(server))
+    held = [server.held() for server in made]
+    return division.state(held, STEPS, begun.key), losses
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["mlp", "state", "clipped", "frozen and averaged"])
+def test_one_worker_makes_what_a_mirrored_step_makes(servers: int, kind: str) -> None:
+    options: dict[str, Any] = {}
+    if kind == "frozen and averaged":
+        options = {"frozen": ("layers/0",), "ema_decay": 0.9}
+    of, config = experiment(strategy="mirrored", **options)
+    if kind == "state":
+        of = dataclasses.replace(of, model=Normed, rules=())
+    if kind == "clipped":
+        clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+        of = dataclasses.replace(of, optimizer=clipped)
+    state, losses = divided(of, config, servers)
+    trainer = Trainer.of(of, config)
+    trainer.fit(of.train)
+    assert trainer.state is not None
+    expected = trainer.state
+    assert str(jax.tree.structure(state)) == str(jax.tree.structure(expected))
+    for x, y in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    assert len(set(losses)) == STEPS
+
+
+def test_threads_read_the_same_batches() -> None:
+    of, config = experiment(strategy="mirrored", global_batch_size=40)
+    read = []
+    for threads in (0, 3):
+        trainer = Trainer.of(of, config)
+        steps = trainer._steps
+        division = Division.of(steps.abstract_state, steps.update, 1, FixedShards(1))
+        worker = Worker(
+            steps,
+            trainer.placement,
+            division,
+            of.train,
+            batch_size=40,
+            seed=config.seed,
+            shuffle=True,
+            threads=threads,
+            augment=lambda row, draw: {**row, "noise": draw.normal(size=3)},
+            key=np.zeros(2, np.uint32),
+        )
+        read.append([worker._read(number) for number in (0, 7, 3)])
+    jax.tree.map(np.testing.assert_array_equal, *read)
+    assert read[0][0]["noise"].shape == (40, 3)

@@ -1,0 +1,92 @@
+"""What is refused of parameter servers before anything is started, and what is shown of them."""
+
+from typing import Any
+
+import pytest
+from helpers import DIGITS, run
+
+from spmdtrain import Loop, RunConfig, Servers, UserError
+from spmdtrain.config import check
+from spmdtrain.parameter_server import of_options, take_part
+from spmdtrain.partitioners import FixedShards, MaxSize, MinSize
+from spmdtrain.tasks import tf_configs
+
+BY_SERVERS = {"strategy": "parameter_server"}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            {"servers": Servers(max_staleness=0)},
+            "servers.max_staleness is for parameter_server, and the strategy is mirrored",
+        ),
+        (
+            BY_SERVERS | {"servers": Servers(max_staleness=-1)},
+            "servers.max_staleness is -1: it must be 0 or more",
+        ),
+        (
+            BY_SERVERS | {"servers": Servers(max_shards=0)},
+            "servers.max_shards is 0: it must be above 0",
+        ),
+        (
+            BY_SERVERS | {"servers": Servers(patience=float("nan"))},
+            "servers.patience is nan: it must be above 0",
+        ),
+        (
+            BY_SERVERS | {"servers": Servers(partitioner="fixed_shards", min_shard_bytes=1)},
+            "servers.min_shard_bytes is for min_size, and servers.partitioner is fixed_shards",
+        ),
+        (
+            BY_SERVERS | {"servers": Servers(max_shard_bytes=1)},
+            "servers.max_shard_bytes is for max_size, and servers.partitioner is min_size",
+        ),
+        (
+            BY_SERVERS | {"steps_per_dispatch": 2},
+            "steps_per_dispatch is 2, and under parameter_server a worker makes one step at a "
+            "time: leave it out",
+        ),
+        (
+            BY_SERVERS | {"data_on_device": True},
+            "data_on_device is True, and under parameter_server each worker reads the examples of "
+            "the batches it is given: leave it out",
+        ),
+        (
+            BY_SERVERS | {"profile_steps": "1:2"},
+            "profile_steps is 1:2, and under parameter_server the steps are made elsewhere: leave "
+            "it out",
+        ),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check(RunConfig(steps=1, **options))
+    assert str(caught.value) == told
+
+
+def test_the_options_are_tensorflows_partitioners() -> None:
+    assert of_options(Servers(), 3) == MinSize(3, 256 * 1024)
+    assert of_options(Servers(max_shards=2, min_shard_bytes=7), 3) == MinSize(2, 7)
+    assert of_options(Servers(partitioner="max_size"), 3) == MaxSize(4 * 1024 * 1024, None)
+    assert of_options(Servers(partitioner="fixed_shards"), 3) == FixedShards(3)
+
+
+def test_a_loop_of_ones_own_has_a_coordinator() -> None:
+    with pytest.raises(UserError, match="a loop of your own has a Coordinator"):
+        Loop(strategy="parameter_server", steps=1)
+
+
+def test_which_tasks_are_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", tf_configs(["chief", "ps 0"])["chief"])
+    with pytest.raises(UserError, match=r"ps tasks \(this one has no worker\): start one"):
+        take_part(1.0)
+
+
+def test_without_a_cluster_it_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    found = run(DIGITS, "--strategy", "parameter_server")
+    assert found.returncode == 2
+    assert found.stderr == (
+        "error: parameter servers take a TF_CONFIG with a chief, workers and ps tasks: start one "
+        "with python -m spmdtrain.launch --processes 3 --ps 2 -- ...\n"
+    )
