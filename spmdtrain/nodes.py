@@ -196,8 +196,6 @@ def _node(spec: ClusterSpec, task: Task, *, head: bool) -> Iterator[Any]:
             f"{task} is at {task.address.host} by TF_CONFIG, which is {_ip(task.address.host)} "
             "here: no other host finds it there. Give its address, or mend /etc/hosts"
         )
-    _clear_away()
-    folder = Path(tempfile.mkdtemp(prefix=f"spmdtrain-ray-{os.getpid()}-"))
     os.environ[TASK_PROCESS] = str(os.getpid())
     own = [one for one in spec.tasks if one.address.host == task.address.host]
     parameters = RayParams(
@@ -209,28 +207,20 @@ def _node(spec: ClusterSpec, task: Task, *, head: bool) -> Iterator[Any]:
         include_dashboard=False,
         no_monitor=True,
     )
-    if head:
-        parameters.gcs_server_port = chief.port
-        parameters.temp_dir = str(folder)
-    else:
-        parameters.gcs_address = _address(chief)
-    node = None
-    try:
+    with contextlib.ExitStack() as stack:
+        if head:
+            # In it all nodes of the job on this host have their files, logs among them.
+            folder = tempfile.TemporaryDirectory(
+                prefix="spmdtrain-ray-", ignore_cleanup_errors=True
+            )
+            parameters.temp_dir = stack.enter_context(folder)
+            parameters.gcs_server_port = chief.port
+        else:
+            parameters.gcs_address = _address(chief)
         with _one_at_a_time():
             node = Node(parameters, head=head, shutdown_at_exit=False, spawn_reaper=True)
+        stack.callback(node.kill_all_processes, check_alive=False, allow_graceful=True)
         yield node
-    finally:
-        if node is not None:
-            node.kill_all_processes(check_alive=False, allow_graceful=True)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _clear_away() -> None:
-    """Remove what tasks have left that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob("spmdtrain-ray-*-*"):
-        owner = folder.name.split("-")[2]
-        if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
