@@ -22,9 +22,8 @@ class ServerActor:
         _settle_in()
         self._server = Server(division.on_server, held, step, max_staleness)
 
-    def ready(self) -> int:
-        """The number of the process, once it is there."""
-        return os.getpid()
+    def ready(self) -> None:
+        """Return, which it does once it is there."""
 
     def pull(self) -> Pulled:
         return self._server.pull()
@@ -51,11 +50,10 @@ class WorkerActor:
         _settle_in()
         self._do: Callable[[Any], Any] | None = None
 
-    def begin(self, make: Callable[[], Callable[[Any], Any]]) -> int:
-        """Be ready: `make` makes what does the work here. The number of the process."""
+    def begin(self, make: Callable[[], Callable[[Any], Any]]) -> None:
+        """Be ready: `make` makes what does the work here."""
         if self._do is None:
             self._do = make()
-        return os.getpid()
 
     def do(self, work: Any) -> Any:
         """What comes of some work."""

@@ -90,6 +90,12 @@ class Asynchronous:
         while not self.dispenser.is_idle:
             self._go_on()
 
+    def slow_after(self) -> float | None:
+        """Seconds after which a batch is late, as they usually take; None while none has come."""
+        if not self._seconds:
+            return None
+        return max(_LEAST, _USUAL * statistics.median(self._seconds))
+
     def _go_on(self) -> None:
         """Give work to whoever has none, and see what has come of what was given."""
         now = self._clock()
@@ -144,9 +150,7 @@ class Asynchronous:
         """Seconds that a batch may be out."""
         if self._patience is not None:
             return self._patience
-        if not self._seconds:
-            return _FIRST
-        return max(_LEAST, _USUAL * statistics.median(self._seconds))
+        return self.slow_after() or _FIRST
 
     def _call_slow(self, number: int, worker: str) -> None:
         """Say once of a worker that others do what it has been given, until it does some again."""

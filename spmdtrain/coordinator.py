@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from spmdtrain import cluster, distributed, ray_crew
+from spmdtrain import cluster, ray_crew
 from spmdtrain.config import RunConfig
 from spmdtrain.crew import Came, Done, Event, Failed, Lost
 from spmdtrain.division import Computed, Division
@@ -115,6 +115,7 @@ class Coordinator:
         self._out: dict[str, _Call] = {}  # by worker
         self._values: dict[int, Value] = {}  # of what is waiting or out
         self._error: Exception | None = None
+        self._broken: Exception | None = None  # what has ended the thread
         self._over = True  # until it has begun
         self._next = 0  # the number of the next call
         self._functions: dict[Hashable, tuple[Callable[..., Any], _Sent]] = {}
@@ -273,6 +274,8 @@ class Coordinator:
 
     def _check(self) -> None:
         """Raise where what is waited for will not come."""
+        if self._broken is not None:
+            raise self._broken
         if self._over:
             raise UserError("use the coordinator within its `with`, with which it ends")
         self._signals.stop_if_received()
@@ -296,11 +299,11 @@ class Coordinator:
                     self._changed.notify_all()
         except Exception as error:  # of Ray, say: whoever waits is to know
             with self._changed:
+                self._broken = error
                 self._fail(error)
                 for call in self._out.values():
                     self._values.pop(call.number)._settle(None, error)
                 self._out.clear()
-                self._over = True
                 self._changed.notify_all()
 
     def _give(self) -> None:
@@ -454,7 +457,6 @@ class Runner:
     """A worker's side: runs what it is given, one call after the other."""
 
     def __init__(self) -> None:
-        distributed.stay_alone()
         prepare(RunConfig(strategy="parameter_server"))
         self._functions: dict[int, Callable[..., Any]] = {}
         self._own: dict[int, Any] = {}

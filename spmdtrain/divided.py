@@ -1,7 +1,9 @@
 """An optimizer in two: what needs the whole gradient, and what works on each part of it alone."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,7 +29,8 @@ def divided(
     the whole optimizer. Raises `UserError`, which names it, for what cannot be divided.
     """
     chain = parts_of(optimizer)
-    whole = [number for number, part in enumerate(chain) if not _is_separable(part, cuts)]
+    trial = _Trial.of(cuts)
+    whole = [number for number, part in enumerate(chain) if not trial.is_separable(part)]
     count = whole[-1] + 1 if whole else 0
     for part in chain[:count]:
         if jax.tree.leaves(jax.eval_shape(part.init, cuts.whole)):
@@ -80,34 +83,54 @@ def _closed_over(function: Any) -> dict[str, Any]:
     return dict(inspect.getclosurevars(function).nonlocals)
 
 
-def _is_separable(part: optax.GradientTransformation, cuts: Cuts) -> bool:
-    """Whether the parts' results, joined, are the whole's: tried with random gradients.
+@dataclass(frozen=True)
+class _Trial:
+    """Random numbers, of the parameters' shapes, that tell what works on each part alone."""
 
-    Among them large ones, which a clip may be waiting for, and a NaN in the first and in the last:
-    what has a state shows it later, what has none at once.
-    """
-    part = optax.with_extra_args_support(part)
-    generator = np.random.default_rng(0)
-    numbers = jax.tree.map(lambda x: _random(x, generator), cuts.whole)
+    cuts: Cuts
+    params: PyTree
+    gradients: Sequence[PyTree]
+    """Of the steps."""
 
-    @jax.jit
-    def run(params: PyTree, gradients: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
-        state, updates = part.init(params), params
-        for given in gradients:
-            updates, state = part.update(given, state, params, value=jnp.float32(1.0))
-        return updates, state
+    @classmethod
+    def of(cls, cuts: Cuts) -> "_Trial":
+        generator = np.random.default_rng(0)
+        params, *gradients = (
+            jax.tree.map(lambda x: _random(x, generator), cuts.whole) for _ in range(1 + _STEPS)
+        )
+        return cls(cuts, params, gradients)
 
-    plain = [jax.tree.map(lambda x: _random(x, generator), cuts.whole) for _ in range(_STEPS)]
-    large = [jax.tree.map(lambda x: x * _LARGE, of) for of in plain]
-    for gradients in (plain, large, [_spoilt(plain[0]), plain[1]], [plain[0], _spoilt(plain[1])]):
-        expected = run(numbers, gradients)
-        found = [
-            run(cuts.cut(numbers, server), [cuts.cut(x, server) for x in gradients])
-            for server in range(len(cuts.parts))
-        ]
-        if not _is_joined(expected, found):
-            return False
-    return True
+    def is_separable(self, part: optax.GradientTransformation) -> bool:
+        """Whether the parts' results, joined, are the whole's.
+
+        Tried also with large gradients, which a clip may be waiting for, and with a NaN in the
+        first and in the last: what has a state shows it later, what has none at once.
+        """
+        part = optax.with_extra_args_support(part)
+
+        @jax.jit
+        def run(params: PyTree, gradients: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
+            state, updates = part.init(params), params
+            for given in gradients:
+                updates, state = part.update(given, state, params, value=jnp.float32(1.0))
+            return updates, state
+
+        for gradients in self._hard():
+            expected = run(self.params, gradients)
+            found = [
+                run(cut(self.params), [cut(x) for x in gradients])
+                for cut in (partial(self.cuts.cut, server=n) for n in range(len(self.cuts.parts)))
+            ]
+            if not _is_joined(expected, found):
+                return False
+        return True
+
+    def _hard(self) -> Iterator[list[PyTree]]:
+        first, last = self.gradients
+        yield [first, last]
+        yield [jax.tree.map(lambda x: x * _LARGE, of) for of in (first, last)]
+        yield [_spoilt(first), last]
+        yield [first, _spoilt(last)]
 
 
 def _is_joined(whole: PyTree, parts: Sequence[PyTree]) -> bool:
@@ -123,7 +146,7 @@ def _is_joined(whole: PyTree, parts: Sequence[PyTree]) -> bool:
 
 
 def _random(x: Any, generator: np.random.Generator) -> jax.Array:
-    return jnp.asarray(generator.normal(size=x.shape), x.dtype)
+    return jnp.asarray(generator.standard_normal(x.shape, np.float32), x.dtype)
 
 
 def _spoilt(tree: PyTree) -> PyTree:

@@ -1,6 +1,7 @@
 """The tasks of a TF_CONFIG as nodes of Ray, which has the processes, the messages, the failures.
 
-Ray (https://docs.ray.io) is imported by nobody else, and only where parameter servers are used.
+Ray (https://docs.ray.io) is imported here first, as what it is told in the environment has to be
+there by then, and only where parameter servers are used.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Any
 
 from spmdtrain import cluster
 from spmdtrain.cluster import ClusterSpec, Task
-from spmdtrain.errors import UserError
+from spmdtrain.errors import ClusterError, UserError
 from spmdtrain.tfconfig import Address
 
 TASK_PROCESS = "SPMDTRAIN_TASK_PROCESS"  # whose output they write to
@@ -66,22 +68,31 @@ def head(spec: ClusterSpec, timeout: float) -> Iterator[Any]:
     """The chief's node, which the others join; within, this process talks to all of them."""
     ray, chief = import_ray(spec), spec.processes[0].address
     with _head_beside(chief, timeout):
-        # Ray has handlers of its own, which would end this process without saving.
-        handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         # What it would print of a lost process, we say in a line (it has a switch for debuggers).
         ray._private.worker._worker_logs_enabled = False
-        ray.init(
-            address=_address(chief),
-            _node_ip_address=_ip(chief.host),
-            logging_level="ERROR",
-            log_to_driver=False,
-        )
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        with _keeping_handlers():
+            ray.init(
+                address=_address(chief),
+                _node_ip_address=_ip(chief.host),
+                logging_level="ERROR",
+                log_to_driver=False,
+            )
         try:
             yield ray
         finally:
             ray.shutdown()
+
+
+@contextlib.contextmanager
+def _keeping_handlers() -> Iterator[None]:
+    """Ray has handlers of signals, which would end this process without saving: not these."""
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():  # in no other may it, nor Ray
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 def serve(spec: ClusterSpec, timeout: float) -> str:
@@ -138,8 +149,10 @@ def tell_end(ray: Any, how: str, coming: Sequence[Task] = ()) -> None:
 
 def _told(node: Any, task: Task) -> str | None:
     """How the training has ended, if it has; the chief is told that this task has heard it."""
+    from ray.exceptions import RayError
+
     client = node.get_gcs_client()
-    with contextlib.suppress(Exception):  # what Ray raises where the chief's node is ending
+    with contextlib.suppress(RayError):  # the chief's node is ending
         how = client.internal_kv_get(_ENDED, _OURS, _ANSWERS)
         if how is not None:
             client.internal_kv_put(resource(task).encode(), b"", True, _OURS, _ANSWERS)
@@ -158,7 +171,6 @@ def _head_beside(chief: Address, timeout: float) -> Iterator[None]:
                 f"{os.strerror(why.errno or 0)}"
             )
         time.sleep(_POLL)
-    until = time.monotonic() + timeout
     command = [sys.executable, "-m", "spmdtrain.nodes"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert process.stdin is not None
@@ -166,7 +178,7 @@ def _head_beside(chief: Address, timeout: float) -> Iterator[None]:
         until = time.monotonic() + timeout
         while not _listens(chief.host, chief.port):
             if process.poll() is not None or time.monotonic() > until:
-                raise RuntimeError(f"Ray's head has not begun to listen at {chief}, see above")
+                raise ClusterError(f"Ray's head has not begun to listen at {chief}, see above")
             time.sleep(_POLL)
         yield
     finally:

@@ -30,7 +30,7 @@ from spmdtrain.worker import Worker
 
 PyTree = Any
 _FAREST = 10_000  # steps that are looked ahead for what is due
-_GRACE = 15.0  # seconds after a signal in which what is under way may come in
+_GRACE = 15.0  # seconds, at least, after a signal in which what is under way may come in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,6 @@ class Job:
 
     def __call__(self) -> AmongServers:
         """The worker, in its own process."""
-        distributed.stay_alone()
         prepare(self.config)
         placement = place(self.config)
         # The chief has looked whether the batch divides over devices of its own.
@@ -199,7 +198,8 @@ class OnServers:
             return
         now = time.monotonic()
         self._asked_at = self._asked_at or now
-        if is_empty or now - self._asked_at > _GRACE:
+        grace = max(_GRACE, self._asynchronous.slow_after() or 0.0)
+        if is_empty or now - self._asked_at > grace:
             self._run.journal.terminal.line(
                 "what the workers were given does not come in, and without it nothing can be saved"
             )

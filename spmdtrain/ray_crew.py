@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from spmdtrain import nodes
@@ -64,6 +64,7 @@ class RayJob:
         }
         asked = {server.ready.remote(): task for task, server in made.items()}
         here, missing = self.ray.wait(list(asked), num_returns=len(asked), timeout=self._timeout)
+        self.coming = []
         if missing:
             names = ", ".join(str(asked[call]) for call in missing)
             raise UserError(
@@ -71,7 +72,6 @@ class RayJob:
                 f"{self._timeout:g} s; start them with the same TF_CONFIG, but for their task"
             )
         self.ray.get(here)
-        self.coming = []
         return list(made.values())
 
     def crew(self, make: Callable[[], Callable[[Any], Any]]) -> "RayCrew":
@@ -103,7 +103,8 @@ def begin(spec: ClusterSpec, timeout: float) -> Iterator[RayJob]:
             how = "preempted"
             raise
         finally:
-            nodes.tell_end(ray, how, job.coming)
+            # Who comes late to a job that has not finished finds another chief, or none.
+            nodes.tell_end(ray, how, job.coming if how == "finished" else ())
 
 
 @dataclass
@@ -125,7 +126,6 @@ class RayCrew:
     places: Mapping[str, _Place]
     make: Any
     """What every worker is told when it comes: kept, for those that come again."""
-    clock: Callable[[], float] = field(default=time.monotonic)
 
     @property
     def is_empty(self) -> bool:
@@ -141,7 +141,7 @@ class RayCrew:
 
     def events(self, timeout: float) -> list[Event]:
         for place in self.places.values():
-            if not place.is_ready and place.call is None and self.clock() >= place.ask_at:
+            if not place.is_ready and place.call is None and time.monotonic() >= place.ask_at:
                 place.call = place.actor.begin.remote(self.make)
         calls = {place.call: name for name, place in self.places.items() if place.call}
         if not calls:
@@ -168,7 +168,7 @@ class RayCrew:
         except exceptions.RayActorError as error:
             if getattr(error, "actor_init_failed", False):
                 return Failed(name, error)
-            place.is_ready, place.ask_at = False, self.clock() + _AGAIN
+            place.is_ready, place.ask_at = False, time.monotonic() + _AGAIN
             return Lost(name, _reason(error)) if was_ready else None
         except exceptions.RayError as error:  # an exception that does not survive its journey, say
             return Failed(name, error)

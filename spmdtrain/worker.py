@@ -71,8 +71,6 @@ class Worker:
         parts = list(run(lambda batches: batches[number], self._parts))
         for part, batches in zip(parts, self._parts, strict=True):
             self._check(part, len(batches.local))
-        return parts[0] if len(parts) == 1 else jax.tree.map(_joined, *parts)
-
-
-def _joined(*rows: np.ndarray) -> np.ndarray:
-    return np.concatenate(rows)
+        if len(parts) == 1:
+            return parts[0]
+        return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)

@@ -285,7 +285,9 @@ def test_a_collective_of_several_processes_ends_them_when_the_timeout_is_over() 
     assert all("second 8.0" in one.output for one in patient)
     chief = limited[0]
     assert chief.code != 0 and "second" not in chief.output, chief.output
-    assert "Gloo all-reduce failed" in chief.output and "Timed out waiting 2000ms" in chief.output
+    # The first of its devices to give up closes its connections, and another may tell of that.
+    reason = r"Gloo all-reduce failed: .*(Timed out waiting 2000ms|Connection closed by peer)"
+    assert re.search(reason, chief.output), chief.output
     (seconds,) = re.findall(r"ended after (\S+)", chief.output)
     assert 1.9 < float(seconds) < 5
     assert limited[1].code != 0

@@ -1,18 +1,24 @@
 """A coordinator in real processes: what it runs, what it raises, what it survives."""
 
+import contextlib
 import importlib.util
+import pickle
 import re
 import signal
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import launching
 from test_parameter_server import BOUND, Lines, send, text_of, until
 
 from spmdtrain import Coordinator, UserError
+from spmdtrain.crew import Event
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed"
@@ -263,6 +269,69 @@ except Preempted:
         process.send_signal(signal.SIGTERM)
         assert process.wait(BOUND) == 75, text_of(lines)
     assert "saving" in said(lines)
+
+
+class Crew:
+    """Workers that take what they are given, and of which nothing comes but an error of Ray's."""
+
+    def __init__(self) -> None:
+        self.is_given = False
+
+    def idle(self) -> list[str]:
+        return ["worker 0"]
+
+    def give(self, worker: str, work: object) -> None:
+        self.is_given = True
+
+    def events(self, timeout: float) -> list[Event]:
+        time.sleep(0.01)
+        if self.is_given:
+            raise OSError("the chief's node is gone")
+        return []
+
+
+@dataclass
+class Job:
+    """One that needs no Ray: what is sent stays here."""
+
+    ray: object
+    made: Crew
+
+    def crew(self, make: object) -> Crew:
+        return self.made
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chief whose job is a `Job`."""
+
+    @contextlib.contextmanager
+    def begin(spec: object, timeout: float) -> Iterator[Job]:
+        ray = SimpleNamespace(cloudpickle=pickle, put=lambda x: x)
+        yield Job(ray, Crew())
+
+    monkeypatch.setattr("spmdtrain.coordinator.take_part", lambda timeout: None)
+    monkeypatch.setattr("spmdtrain.ray_crew.begin", begin)
+    monkeypatch.setattr("spmdtrain.coordinator._is_used", False)
+
+
+def test_what_breaks_the_crew_is_what_is_raised(alone: None) -> None:
+    with pytest.raises(OSError, match="the chief's node is gone"), Coordinator() as coordinator:
+        value = coordinator.schedule(len, [])
+        for wait in (lambda: coordinator.fetch(value), coordinator.join, coordinator.done):
+            with pytest.raises(OSError, match="the chief's node is gone"):
+                wait()
+        with pytest.raises(OSError, match="the chief's node is gone"):
+            coordinator.schedule(len, [])
+    with pytest.raises(UserError, match="use the coordinator within its `with`"):
+        Coordinator().schedule(len, [])
+
+
+def test_a_script_has_one(alone: None) -> None:
+    with Coordinator() as coordinator:
+        assert coordinator.done()
+    with pytest.raises(UserError, match="a script has one Coordinator"):
+        Coordinator().__enter__()
 
 
 def test_it_takes_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -336,6 +336,22 @@ def test_asked_to_stop_it_saves_and_goes_on(tmp_path: Path) -> None:
     assert list(losses(tmp_path)) == [1, *range(10, 2001, 10)]
 
 
+def test_asked_to_stop_while_a_server_hangs_it_ends_with_what_was_saved(tmp_path: Path) -> None:
+    options = ("--steps", 100_000, "--checkpoint-every-steps", 200)
+    with training(tmp_path, *options) as (process, lines):
+        until(lambda: made(lines) >= 500, lines)
+        send(signal.SIGSTOP, "ps 1", "ray::ServerActor")
+        process.send_signal(signal.SIGTERM)
+        asked = time.monotonic()
+        assert process.wait(BOUND) == 75, text_of(lines)
+        assert time.monotonic() - asked < 40  # 15 of them for what does not come in
+    assert "what the workers were given does not come in" in text_of(lines)
+    assert not any(of_task(name) for name in training_tasks(3, 2))
+    saved = sorted(int(at.name) for at in (tmp_path / "checkpoints").iterdir() if at.name.isdigit())
+    assert saved and all(step % 200 == 0 for step in saved) and saved[-1] >= 400
+    assert status(tmp_path)["status"] == "preempted"
+
+
 def test_no_task_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:
     tasks = training_tasks(3, 2)
     with training(tmp_path, "--steps", 100_000) as (process, lines):

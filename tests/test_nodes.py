@@ -1,0 +1,52 @@
+"""The chief's address: where nothing can listen at it, that is said before anything is started."""
+
+import importlib.util
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+from spmdtrain import UserError, cluster, nodes
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed"
+)
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """As it was: Ray is told some of what it does there."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
+def spec_of(chief: str) -> cluster.ClusterSpec:
+    tasks = {"chief": [chief], "worker": ["127.0.0.1:20001"], "ps": ["127.0.0.1:20002"]}
+    told = {"cluster": tasks, "task": {"type": "chief", "index": 0}}
+    return cluster.from_environment({"TF_CONFIG": json.dumps(told)})
+
+
+def test_an_address_that_another_process_keeps_is_waited_for_and_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        chief = f"127.0.0.1:{other.getsockname()[1]}"
+        began = time.monotonic()
+        with (
+            pytest.raises(UserError, match=f"cannot listen at {chief}, .*: Address already in use"),
+            nodes.head(spec_of(chief), 1.0),
+        ):
+            pytest.fail("it has begun")
+        assert 1.0 <= time.monotonic() - began < 10.0
+
+
+def test_an_address_of_no_interface_here_is_named_at_once() -> None:
+    began = time.monotonic()
+    with (
+        pytest.raises(UserError, match=r"cannot listen at 192\.0\.2\.1:2000, .*Cannot assign"),
+        nodes.head(spec_of("192.0.2.1:2000"), 60.0),  # of a network kept for documentation
+    ):
+        pytest.fail("it has begun")
+    assert time.monotonic() - began < 20.0
