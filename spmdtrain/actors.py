@@ -25,8 +25,8 @@ class ServerActor:
     def ready(self) -> None:
         """Return, which it does once it is there."""
 
-    def pull(self) -> Pulled:
-        return self._server.pull()
+    def pull(self, number: int | None = None) -> Pulled:
+        return self._server.pull(number)
 
     def push(self, pushed: Push) -> Landed:
         return self._server.push(pushed)

@@ -1,6 +1,6 @@
 """A parameter server: its part of the state, what is pulled from it, and what is pushed to it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -96,25 +96,39 @@ class Server:
         self._version = step
         self._sound = (True,) * len(HEALTH)
         self.counts = Counts()
+        # The batch that was added last, and what its worker had pulled: where nothing may be stale.
+        self._last: int | None = None
+        self._before: Held | None = None
         self._held = jax.tree.map(jnp.asarray, held)
         self._max_staleness = max_staleness
         place = jax.tree.leaves(self._held)[0].sharding if jax.tree.leaves(held) else None
 
         def add(
-            held: Held, gradients: PyTree, more: PyTree, loss: jax.Array, count: jax.Array
+            held: Held,
+            gradients: PyTree,
+            more: PyTree,
+            loss: jax.Array,
+            count: jax.Array,
+            staleness: jax.Array,
         ) -> tuple[Held, jax.Array]:
             params, opt_state = update(held.params, held.opt_state, gradients, loss)
             averaged = update.average(held.averaged, params, count)
-            after = Held(params, opt_state, averaged, with_difference(held.model_state, more))
+            model_state = with_difference(held.model_state, more, staleness)
+            after = Held(params, opt_state, averaged, model_state)
             return after, health(loss, held, after, jax.tree.map(lambda _: place, held))
 
         # The old arrays are not donated: who has pulled them may still be reading.
         self._add = jax.jit(add)
 
-    def pull(self) -> Pulled:
-        """What it has now."""
-        arrays = jax.tree.map(np.asarray, (self._held.params, self._held.model_state))
-        return Pulled(self._version, *arrays)
+    def pull(self, number: int | None = None) -> Pulled:
+        """What it has now, for a worker that computes batch `number`.
+
+        Where nothing may be stale, and that batch has been added here and its worker lost before it
+        came to another server, what there was before it: so it is the same again.
+        """
+        if self._before is not None and number == self._last:
+            return _pulled(self._version - 1, self._before)
+        return _pulled(self._version, self._held)
 
     def push(self, pushed: Push) -> Landed:
         """Add what a batch gives, if it has not been added before and is fresh enough."""
@@ -126,8 +140,16 @@ class Server:
         if self._max_staleness is not None and staleness > self._max_staleness:
             self.counts.stale += 1
             return Landed(False, True, staleness, self._sound)
+        if self._max_staleness == 0:
+            self._last = pushed.number
+            self._before = replace(self._held, opt_state=None, averaged=None)
         self._held, finite = self._add(
-            self._held, pushed.gradients, pushed.model_state, pushed.loss, self._version
+            self._held,
+            pushed.gradients,
+            pushed.model_state,
+            pushed.loss,
+            self._version,
+            staleness,
         )
         self.ledger.enter(pushed.number)
         self._version += 1
@@ -140,3 +162,7 @@ class Server:
         """Its part, in NumPy arrays."""
         found: Held = jax.tree.map(np.asarray, self._held)
         return found
+
+
+def _pulled(version: int, held: Held) -> Pulled:
+    return Pulled(version, *jax.tree.map(np.asarray, (held.params, held.model_state)))

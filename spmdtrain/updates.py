@@ -124,9 +124,27 @@ def difference(after: PyTree, before: PyTree) -> PyTree:
     A batch statistic becomes `new - old`, which moves the newest one by as much; counters, and the
     numbers of random keys, add up modulo their range. A flag is taken as it is.
     """
-    return jax.tree.map(lambda x, y: x if x.dtype == jnp.bool_ else x - y, after, before)
+
+    def more(x: jax.Array, y: jax.Array) -> jax.Array:
+        if x.dtype == jnp.bool_:
+            return x
+        return jnp.where(x == y, jnp.zeros_like(x), x - y)  # a mask's infinities stay
+
+    return jax.tree.map(more, after, before)
 
 
-def with_difference(tree: PyTree, more: PyTree) -> PyTree:
-    """The model state with what a batch adds to it."""
-    return jax.tree.map(lambda x, y: y if x.dtype == jnp.bool_ else x + y, tree, more)
+def with_difference(tree: PyTree, more: PyTree, staleness: jax.Array) -> PyTree:
+    """The model state with what a batch adds to it, computed so many updates ago.
+
+    As each of n workers that pulled the same moves a statistic towards its batch's, together they
+    would move it n times as far, and beyond: a variance below 0. So they share the way.
+    """
+
+    def added(x: jax.Array, y: jax.Array) -> jax.Array:
+        if x.dtype == jnp.bool_:
+            return y
+        return x + (y / (1 + staleness) if jnp.issubdtype(x.dtype, jnp.inexact) else y).astype(
+            x.dtype
+        )
+
+    return jax.tree.map(added, tree, more)

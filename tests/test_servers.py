@@ -16,7 +16,7 @@ from spmdtrain.divided import divided, name_of, parts_of
 from spmdtrain.errors import UserError
 from spmdtrain.partitioners import FixedShards
 from spmdtrain.server import Counts, Held, Landed, Push, Server
-from spmdtrain.updates import Update, difference
+from spmdtrain.updates import Update, difference, with_difference
 
 PARAMS = {
     "kernel": jnp.arange(70.0).reshape(10, 7) / 70,
@@ -206,3 +206,38 @@ def test_what_batches_add_to_the_model_state_comes_together() -> None:
     after = {"mean": jnp.float32(3.0), "key": jnp.uint32(1), "seen": jnp.array(True)}
     more = difference(after, before)
     assert {name: x.item() for name, x in more.items()} == {"mean": 2.0, "key": 2, "seen": True}
+    once = with_difference(before, more, jnp.int32(0))
+    assert {name: x.item() for name, x in once.items()} == {"mean": 3.0, "key": 1, "seen": True}
+    late = with_difference(once, more, jnp.int32(3))
+    assert {name: x.item() for name, x in late.items()} == {"mean": 3.5, "key": 3, "seen": True}
+
+
+def test_a_mask_in_the_model_state_keeps_its_infinities() -> None:
+    mask = {"mask": jnp.array([0.0, -jnp.inf])}
+    more = difference(mask, mask)
+    equal(with_difference(mask, more, jnp.int32(0)), mask)
+
+
+@pytest.mark.parametrize("workers", [1, 20, 200])
+def test_what_many_workers_make_of_a_statistic_does_not_overshoot(workers: int) -> None:
+    update = Update(optax.sgd(1.0))
+    held = Held({"w": jnp.zeros(1)}, update.init({"w": jnp.zeros(1)}), {}, {"var": jnp.ones(1)})
+    server = Server(update, held, 0)
+    for number in range(workers):  # all have pulled 1, and seen a variance of 0.01
+        more = {"var": np.full(1, 0.1 * (0.01 - 1), np.float32)}
+        server.push(Push(number, 0, {"w": np.zeros(1, np.float32)}, more, 0.0))
+    (found,) = server.pull().model_state["var"]
+    assert 0.01 < found <= 1 - 0.099
+
+
+def test_without_staleness_a_batch_that_one_server_has_is_computed_from_the_same_again() -> None:
+    update = Update(optax.sgd(1.0))
+    held = Held({"w": jnp.zeros(1)}, update.init({"w": jnp.zeros(1)}), {}, {"n": jnp.int32(0)})
+    server = Server(update, held, 7, max_staleness=0)
+    before = server.pull(7)
+    push = Push(7, before.version, {"w": np.ones(1, np.float32)}, {"n": np.int32(1)}, 0.0)
+    assert server.push(push).is_new
+    equal(dataclasses.astuple(server.pull(7)), dataclasses.astuple(before))
+    for number in (8, None):  # for the next batch, and for the chief
+        found = server.pull(number)
+        assert (found.version, found.params["w"].item(), found.model_state["n"]) == (8, -1.0, 1)
