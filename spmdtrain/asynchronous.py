@@ -53,6 +53,7 @@ class Asynchronous:
             times what one usually takes, and a second at least.
         tell: Called with what a user should know of: a worker that is lost, and its batch.
         may_stop: Called while batches are waited for, with whether no worker is there; may raise.
+        tell_silence: Called with the seconds after which nothing has come of what is out.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Asynchronous:
         patience: float | None = None,
         tell: Callable[[str], None] = lambda line: None,
         may_stop: Callable[[bool], None] = lambda is_empty: None,
+        tell_silence: Callable[[float], None] = lambda seconds: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._crew, self.dispenser, self._patience = crew, dispenser, patience
@@ -75,6 +77,8 @@ class Asynchronous:
         self._lost: set[str] = set()
         self._killed: dict[int, list[str]] = {}  # by batch, who was lost with it
         self._there_at, self._was_alone = clock(), False  # when there was a worker last
+        # When something has come last, or nothing was out.
+        self._tell_silence, self._came_at, self._was_silent = tell_silence, clock(), False
 
     def take(self, number: int) -> Outcome:
         """What came of a batch, once it has landed; others are computed meanwhile.
@@ -100,6 +104,8 @@ class Asynchronous:
         """Give work to whoever has none, and see what has come of what was given."""
         now = self._clock()
         self._look_for_workers()
+        if self._crew.is_empty or self.dispenser.is_idle:
+            self._came_at = now
         overdue = self.dispenser.overdue(now - self._bearable())
         for worker in self._crew.idle():
             number = self.dispenser.give(worker, now)
@@ -115,6 +121,7 @@ class Asynchronous:
                 case Done(worker, outcome) if outcome.is_stale:
                     self.dispenser.lose(worker)
                 case Done(worker, outcome):
+                    self._came_at = self._clock()
                     self._seconds.append(self._clock() - self._began[worker])
                     self._called_slow.discard(worker)
                     # It is on all servers now, whoever has brought it to which of them.
@@ -133,6 +140,7 @@ class Asynchronous:
                 case Came(worker) if worker in self._lost:
                     self._lost.remove(worker)
                     self._tell(f"{worker} is back")
+        self._look_for_silence()  # last: what came meanwhile has been taken
 
     def _check_survived(self, batches: Sequence[int], worker: str, reason: str) -> None:
         """Raise `ClusterError` where a batch kills whoever computes it."""
@@ -161,6 +169,14 @@ class Asynchronous:
                 f"{' and '.join(sorted(slow))}: batch {number} is out for more than "
                 f"{self._bearable():.3g} s; {worker} makes it, too, and so with those to come"
             )
+
+    def _look_for_silence(self) -> None:
+        """Say once that nothing comes, if workers are there: their servers may not answer."""
+        bearable = max(_ALONE, self.slow_after() or _FIRST)
+        is_silent = self._clock() - self._came_at > bearable
+        if is_silent and not self._was_silent:
+            self._tell_silence(bearable)
+        self._was_silent = is_silent
 
     def _look_for_workers(self) -> None:
         is_empty, now = self._crew.is_empty, self._clock()

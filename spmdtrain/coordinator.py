@@ -6,12 +6,11 @@ by strategy parameter_server.
 
 import contextlib
 import dataclasses
-import inspect
 import itertools
-import pickle
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -20,53 +19,36 @@ import numpy as np
 import optax
 
 from spmdtrain import cluster, ray_crew
+from spmdtrain.calls import KEPT, Call, Kept, PerWorker, Runner, Sent
 from spmdtrain.config import RunConfig
 from spmdtrain.crew import Came, Done, Event, Failed, Lost
-from spmdtrain.division import Computed, Division
-from spmdtrain.errors import ClusterError, NonFiniteError, UserError
+from spmdtrain.division import Division
+from spmdtrain.errors import ClusterError, UserError
 from spmdtrain.parameter_server import take_part
 from spmdtrain.partitioners import MinSize, Partitioner
+from spmdtrain.phases import Phase, within
 from spmdtrain.placement import prepare
-from spmdtrain.server import Landed, Pulled
-from spmdtrain.sharding import named_leaves
+from spmdtrain.shared import Shared, check_params
 from spmdtrain.signals import StopSignals
 from spmdtrain.state import TrainState
 from spmdtrain.terminal import Terminal
-from spmdtrain.updates import Update, clipped
+from spmdtrain.updates import Update
 
 PyTree = Any
 _is_used = False  # whether this process has had one
 _LOOK = 0.05  # seconds between two looks at what workers do, and at whether a signal has come
 _FATAL = 4  # workers that are lost with a call, and it is to blame
+_REST = 15.0  # seconds after a signal in which what is out may come in
 _MOST = 256  # calls that wait for a worker, before schedule() waits, too
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sent:
-    """A function that is sent to each worker once: there it keeps what it has compiled."""
-
-    number: int
-    reference: Sequence[Any]
-    """Of Ray's, in a list, so that Ray does not put the function itself in its place."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PerWorker:
-    """What stands for a thing that each worker has one of; see `Coordinator.per_worker`."""
-
-    make: _Sent
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A function to be run, and with what."""
-
-    number: int
-    function: _Sent
-    arguments: bytes
-    """args and kwargs, pickled: as they were when it was scheduled."""
-    floor: int = 0
-    """Those of lower numbers have all been run."""
+def _key(function: Callable[..., Any]) -> Hashable:
+    """Functions that are equal are sent once; of those that cannot tell, each is its own."""
+    try:
+        hash(function)
+    except TypeError:
+        return id(function)
+    return function
 
 
 class Value:
@@ -111,14 +93,16 @@ class Coordinator:
         self._timeout, self._terminal = init_timeout, terminal or Terminal()
         self._stack = contextlib.ExitStack()
         self._changed = threading.Condition()
-        self._waiting: deque[_Call] = deque()
-        self._out: dict[str, _Call] = {}  # by worker
+        self._waiting: deque[Call] = deque()
+        self._out: dict[str, Call] = {}  # by worker
         self._values: dict[int, Value] = {}  # of what is waiting or out
         self._error: Exception | None = None
         self._broken: Exception | None = None  # what has ended the thread
         self._over = True  # until it has begun
+        self._restless = False  # whether it has not come to rest after a signal
         self._next = 0  # the number of the next call
-        self._functions: dict[Hashable, tuple[Callable[..., Any], _Sent]] = {}
+        # With the functions themselves, as some go by their id.
+        self._functions = Kept(KEPT)
         self._sent = itertools.count()
         self._shares = itertools.count()
         self._signals = StopSignals()
@@ -170,11 +154,10 @@ class Coordinator:
             self._wait(lambda: len(self._waiting) < _MOST or self._error is not None)
             self._raise()
             arguments = self._job.ray.cloudpickle.dumps((args, kwargs))
-            key = function if isinstance(function, Hashable) else id(function)
-            if key not in self._functions:
-                self._functions[key] = function, self._send(function, "schedule")
-            sent = self._functions[key][1]
-            call = _Call(self._next, sent, arguments)
+            sent = self._functions.get(
+                _key(function), lambda: (function, self._send(function, "schedule"))
+            )[1]
+            call = Call(self._next, sent, arguments)
             self._next += 1
             value = self._values[call.number] = Value()
             self._waiting.append(call)
@@ -190,8 +173,7 @@ class Coordinator:
     def done(self) -> bool:
         """Whether all that was scheduled has run; raises the first error of any of it."""
         with self._changed:
-            if self._is_done:
-                self._raise()
+            self._raise()
             return self._is_done
 
     def fetch(self, values: PyTree) -> PyTree:
@@ -223,7 +205,7 @@ class Coordinator:
         for an optimizer that cannot be divided, and where a server does not come in time.
         """
         self._check()
-        _check_params(params)
+        check_params(params)
         update = Update(optimizer)
         state = TrainState(
             step=jnp.zeros((), jnp.int32),
@@ -238,12 +220,12 @@ class Coordinator:
         division = Division.of(
             jax.eval_shape(lambda: state), update, servers, partitioner or MinSize(servers)
         )
-        held = self._job.serve(division, state, self._next)
+        held = self._job.serve(division, state, self._next, may_stop=self._check)
         return Shared(next(self._shares), division, held)
 
     # -- the work -------------------------------------------------------------------------------
 
-    def _send(self, function: Callable[..., Any], of: str) -> _Sent:
+    def _send(self, function: Callable[..., Any], of: str) -> Sent:
         if not callable(function):
             raise UserError(f"{of}() is given a {type(function).__name__}: it takes a function")
         try:
@@ -252,7 +234,7 @@ class Coordinator:
             name = getattr(function, "__qualname__", type(function).__name__)
             why = str(error.__cause__ or error).strip().splitlines()[0]
             raise UserError(f"{name} cannot be sent to workers: {why}") from error
-        return _Sent(next(self._sent), [reference])
+        return Sent(next(self._sent), [reference])
 
     def _fetched(self, value: Any) -> Any:
         if not isinstance(value, Value):
@@ -278,7 +260,25 @@ class Coordinator:
             raise self._broken
         if self._over:
             raise UserError("use the coordinator within its `with`, with which it ends")
-        self._signals.stop_if_received()
+        if self._signals.asked():
+            self._come_to_rest()
+            self._signals.stop_if_received()
+
+    def _come_to_rest(self) -> None:
+        """Give out nothing more, and let land what is out: what is shared is whole then."""
+        if self._restless:
+            return
+        with self._changed:
+            self._drop("the job was asked to stop")
+            until = time.monotonic() + _REST
+            while not self._is_done and self._broken is None and time.monotonic() < until:
+                self._changed.wait(_LOOK)
+            if not self._is_done:
+                self._restless = True
+                self._terminal.line(
+                    f"what was given out is not done {_REST:g} s after the signal: of that, some "
+                    "servers may have more than others"
+                )
 
     def _raise(self) -> None:
         self._check()
@@ -315,9 +315,12 @@ class Coordinator:
                 self._crew.give(worker, dataclasses.replace(call, floor=floor))
 
     def _take(self, event: Event) -> None:
-        call = self._out.pop(event.worker, None)
+        # One that has just come may have been given something before that is taken here.
+        call = None if isinstance(event, Came) else self._out.pop(event.worker, None)
         match event:
             case Done(_, result) if call is not None:
+                with within(Phase.STEP, call.number + 1):
+                    pass  # the launcher sees that the job gets on
                 self._values.pop(call.number)._settle(result)
             case Failed(_, error):
                 if call is not None:
@@ -334,7 +337,7 @@ class Coordinator:
                 self._lost.remove(worker)
                 self._terminal.line(f"{worker} is back")
 
-    def _do_again(self, call: _Call, worker: str, reason: str) -> None:
+    def _do_again(self, call: Call, worker: str, reason: str) -> None:
         """Unless it kills whoever runs it."""
         self._killed[call.number] += 1
         if self._killed[call.number] < _FATAL:
@@ -350,145 +353,13 @@ class Coordinator:
     def _fail(self, error: Exception) -> None:
         """Keep an error for who asks next, and run nothing of what has not begun."""
         self._error = self._error or error
-        for call in self._waiting:
-            why = UserError(f"not run, as another function raised {type(error).__name__}: {error}")
-            self._values.pop(call.number)._settle(None, why)
-        self._waiting.clear()
+        self._drop(f"another function raised {type(error).__name__}: {error}")
 
-
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """Parameters that servers have; see `Coordinator.share`."""
-
-    number: int
-    division: Division
-    servers: Sequence[Any]
-
-    def pull(self) -> PyTree:
-        """The parameters as they are now, in NumPy arrays."""
-        parts = self._answers("pull")
-        if (call := _current) is not None:
-            call.pulled[self.number] = parts
-        return self.division.pulled(parts)[0]
-
-    def push(self, gradients: PyTree, loss: Any) -> int:
-        """Have the servers make an update; how many others came since the pull.
-
-        In a scheduled function, once, after a pull. However often that is run again, its update is
-        made once. `loss` is for optimizers that look at it. Raises `UserError`, and
-        `NonFiniteError` where the parameters are no numbers any more.
-        """
-        import ray
-
-        call = _current
-        if call is None:
-            raise UserError("push() is for a function that a worker runs: schedule one")
-        if (parts := call.pulled.get(self.number)) is None:
-            raise UserError("push() comes after a pull(), and once in a function")
-        del call.pulled[self.number]
-        params, _ = self.division.pulled(parts)
-        _check_like(gradients, params)
-        if np.shape(loss):
-            raise UserError(f"push() is given a loss of shape {np.shape(loss)}: give their mean")
-        whole = clipped(self.division.on_worker, gradients, params, loss)
-        computed = Computed(jax.tree.map(np.asarray, whole), {}, {"loss": float(loss)})
-        pushes = [
-            dataclasses.replace(push, floor=call.floor)
-            for push in self.division.pushes(call.number, computed, parts)
-        ]
-        landed: list[Landed] = ray_crew.answers(
-            ray,
-            [server.push.remote(push) for server, push in zip(self.servers, pushes, strict=True)],
-        )
-        if not all(all(one.finite) for one in landed):
-            raise NonFiniteError(f"the parameters are not finite after a push of loss {loss}")
-        return max(one.staleness for one in landed)
-
-    def state(self) -> tuple[PyTree, PyTree]:
-        """Parameters and optimizer state as they are now, whole: to be saved, say.
-
-        After `join`, as each server has its part at a time of its own.
-        """
-        held = [held for held, _ in self._answers("held")]
-        whole = self.division.state(held, 0, None)
-        return whole.params, whole.opt_state
-
-    def _answers(self, what: str) -> list[Any]:
-        import ray
-
-        return ray_crew.answers(ray, [getattr(server, what).remote() for server in self.servers])
-
-
-def _check_params(params: PyTree) -> None:
-    """Raise `UserError` where they are not arrays of floating-point numbers."""
-    for name, leaf in (leaves := named_leaves(params)).items():
-        if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            what = getattr(leaf, "dtype", type(leaf).__name__)
-            raise UserError(f"share() is given {name or 'params'}, {what}: it takes float arrays")
-    if not leaves:
-        raise UserError("share() is given no parameters")
-
-
-def _check_like(gradients: PyTree, params: PyTree) -> None:
-    """Raise `UserError` where gradients are not of the parameters' names and shapes."""
-    found, expected = (
-        {name: np.shape(leaf) for name, leaf in named_leaves(tree).items()}
-        for tree in (gradients, params)
-    )
-    for name in [*expected, *found]:
-        if (given := found.get(name)) != (shape := expected.get(name)):
-            what = name or "gradients"
-            raise UserError(f"push() is given {what} of shape {given}: the parameter's is {shape}")
-
-
-@dataclasses.dataclass
-class _Running:
-    """The call that this process is running."""
-
-    number: int
-    floor: int
-    pulled: dict[int, list[Pulled]] = dataclasses.field(default_factory=dict)
-
-
-_current: _Running | None = None
-
-
-class Runner:
-    """A worker's side: runs what it is given, one call after the other."""
-
-    def __init__(self) -> None:
-        prepare(RunConfig(strategy="parameter_server"))
-        self._functions: dict[int, Callable[..., Any]] = {}
-        self._own: dict[int, Any] = {}
-
-    def __call__(self, call: _Call) -> Any:
-        """What the function returns, jax.Arrays as NumPy arrays."""
-        global _current
-        function, arguments = self._function(call.function), pickle.loads(call.arguments)
-        args, kwargs = jax.tree.map(
-            self._own_of, arguments, is_leaf=lambda x: isinstance(x, PerWorker)
-        )
-        _current = _Running(call.number, call.floor)
-        try:
-            found = function(*args, **kwargs)
-        except SystemExit as stop:
-            raise RuntimeError(f"the function has called sys.exit({stop.code!r})") from stop
-        finally:
-            _current = None
-        if inspect.isgenerator(found):
-            raise UserError("the function returns a generator, which cannot be sent: a list can")
-        return jax.device_get(found)
-
-    def _function(self, sent: _Sent) -> Callable[..., Any]:
-        import ray
-
-        if sent.number not in self._functions:
-            self._functions[sent.number] = ray.get(sent.reference[0])
-        return self._functions[sent.number]
-
-    def _own_of(self, x: Any) -> Any:
-        if not isinstance(x, PerWorker):
-            return x
-        if x.make.number not in self._own:
-            self._own[x.make.number] = self._function(x.make)()
-        return self._own[x.make.number]
+    def _drop(self, why: str) -> None:
+        """Run nothing of what has not begun. What was lost goes on: some servers may have it."""
+        waiting, self._waiting = self._waiting, deque[Call]()
+        for call in waiting:
+            if self._killed[call.number] and self._broken is None:
+                self._waiting.append(call)
+            else:
+                self._values.pop(call.number)._settle(None, UserError(f"not run, as {why}"))

@@ -21,9 +21,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmdtrain import cluster
+from spmdtrain import cluster, phases
 from spmdtrain.cluster import ClusterSpec, Task
-from spmdtrain.errors import ClusterError, UserError
+from spmdtrain.errors import ClusterError, ExitCode, UserError
 from spmdtrain.tfconfig import Address
 
 TASK_PROCESS = "SPMDTRAIN_TASK_PROCESS"  # whose output they write to
@@ -32,6 +32,7 @@ _ANSWERS = 2.0  # seconds that the chief's node has to answer
 _ENDING = 20.0  # seconds that the node of a killed chief has to end
 _LEAST_STORE = 80 << 20  # bytes, of Ray
 _FAREWELL, _COMING = 5.0, 20.0  # seconds that tasks have to hear how the training has ended
+_CHIEF_GONE = "the chief is gone"
 NODE_DIED = "Ray's processes of this task have died"
 # To Ray this means: keep to loopback. It is for laptops whose firewall would ask; here it keeps a
 # job of one host from listening on any other address.
@@ -114,7 +115,9 @@ def serve(spec: ClusterSpec, timeout: float) -> str:
         time.sleep(_POLL)
     for number in _SIGNALS:  # the chief saves, and ends all of them
         signal.signal(number, lambda *_: None)
-    with _node(spec, spec.task, head=False) as node:
+    with contextlib.ExitStack() as stack:
+        with _ending_with(chief):
+            node = stack.enter_context(_node(spec, spec.task, head=False))
         gone = None
         while True:
             time.sleep(_POLL)
@@ -125,13 +128,41 @@ def serve(spec: ClusterSpec, timeout: float) -> str:
                 return NODE_DIED
             gone = None if there else gone or time.monotonic()
             if gone is not None and time.monotonic() - gone > _GONE:
-                return "the chief is gone"
+                return _CHIEF_GONE
+
+
+@contextlib.contextmanager
+def _ending_with(chief: Address) -> Iterator[None]:
+    """While Ray's node comes to be: end this process if the chief is gone.
+
+    Ray would wait for it a minute or two, deaf to all else, and then raise what nobody understands.
+    """
+    is_there = threading.Event()
+
+    def watch() -> None:
+        last = time.monotonic()
+        while not is_there.wait(_POLL):
+            if _listens(chief.host, chief.port):
+                last = time.monotonic()
+            elif time.monotonic() - last > _GONE:
+                phases.tell_reason(ExitCode.FAILED, f"the job: {_CHIEF_GONE}", own=False)
+                print(f"error: {_CHIEF_GONE}", file=sys.stderr, flush=True)
+                os._exit(ExitCode.FAILED)  # what Ray has started for this process ends with it
+
+    thread = threading.Thread(target=watch, name="chief", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_there.set()
+        thread.join()
 
 
 def tell_end(ray: Any, how: str, coming: Sequence[Task] = ()) -> None:
     """From the chief: tell all tasks how the training has ended.
 
-    Those that are there have 5 seconds to hear it, and those that are `coming` 20.
+    Those that are there have 5 seconds to hear it, and those that are `coming` 20: Ray may be about
+    to start their nodes, which would find no chief.
     """
     client = ray._private.worker.global_worker.gcs_client
     client.internal_kv_put(_ENDED, how.encode(), True, _OURS)

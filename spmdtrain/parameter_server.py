@@ -31,6 +31,7 @@ from spmdtrain.worker import Worker
 PyTree = Any
 _FAREST = 10_000  # steps that are looked ahead for what is due
 _GRACE = 15.0  # seconds, at least, after a signal in which what is under way may come in
+_ANSWERS = 2.0  # seconds that a server has to answer where nothing comes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,7 @@ class AmongServers:
         """Make the step of a batch."""
         import ray
 
-        parts = ray.get([server.pull.remote() for server in self.servers])
+        parts = ray.get([server.pull.remote(number) for server in self.servers])
         computed = self.worker.compute(number, *self.division.pulled(parts))
         pushes = self.division.pushes(number, computed, parts)
         landed: list[Landed] = ray.get(
@@ -124,7 +125,13 @@ class OnServers:
         self._division = division
         with terminal.waiting("waiting for the servers"), within(Phase.START):
             self._ray = job.ray
-            self._servers = job.serve(self._division, begun, first, options.max_staleness)
+            self._servers = job.serve(
+                self._division,
+                begun,
+                first,
+                options.max_staleness,
+                may_stop=run.signals.stop_if_received,
+            )
         assert run.train is not None
         told = Job(
             steps,
@@ -141,6 +148,7 @@ class OnServers:
             options.patience,
             terminal.line,
             self._may_stop,
+            self._tell_silence,
         )
         self._asked_at: float | None = None
         self._tally = Tally()
@@ -204,6 +212,16 @@ class OnServers:
                 "what the workers were given does not come in, and without it nothing can be saved"
             )
             self._run.signals.stop_if_received()
+
+    def _tell_silence(self, seconds: float) -> None:
+        """Name the servers that do not answer: they may be stopped, or their host be cut off."""
+        asked = {server.counts.remote(): f"ps {n}" for n, server in enumerate(self._servers)}
+        _, silent = self._ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWERS)
+        names = " and ".join(asked[call] for call in silent)
+        why = f"no answer from {names}" if silent else "all parameter servers answer"
+        self._run.journal.terminal.line(
+            f"nothing has come for {seconds:.0f} s of what the workers were given: {why}"
+        )
 
     def conclude(self) -> None:
         """Tell how stale the updates were, who has made them, and what the servers have counted."""

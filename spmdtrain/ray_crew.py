@@ -19,6 +19,7 @@ from spmdtrain.errors import ClusterError, Preempted, UserError, for_users
 from spmdtrain.hlo_module import is_library
 from spmdtrain.state import TrainState
 
+_LOOK = 0.5  # seconds between two looks at whether to go on waiting for servers
 _AGAIN = 1.0  # seconds until a worker that was lost is asked again whether it is there
 _SHARE = 0.001  # of a task's place that a server takes, as it may have several
 
@@ -49,11 +50,18 @@ class RayJob:
         return len(self._workers)
 
     def serve(
-        self, division: Division, state: TrainState, first: int, max_staleness: int | None = None
+        self,
+        division: Division,
+        state: TrainState,
+        first: int,
+        max_staleness: int | None = None,
+        *,
+        may_stop: Callable[[], None],
     ) -> list[Any]:
         """The servers' actors, with their parts of a state in which all batches below `first` are.
 
-        Raises `UserError` where one has not come in time.
+        Calls `may_stop`, which may raise, while it waits for them. Raises `UserError` where one has
+        not come in time.
         """
         actor = self.ray.remote(ServerActor)
         made = {
@@ -63,7 +71,10 @@ class RayJob:
             for n, task in enumerate(self._servers)
         }
         asked = {server.ready.remote(): task for task, server in made.items()}
-        here, missing = self.ray.wait(list(asked), num_returns=len(asked), timeout=self._timeout)
+        missing, until = list(asked), time.monotonic() + self._timeout
+        while missing and time.monotonic() < until:
+            may_stop()
+            _, missing = self.ray.wait(missing, num_returns=len(missing), timeout=_LOOK)
         self.coming = []
         if missing:
             names = ", ".join(str(asked[call]) for call in missing)
@@ -71,7 +82,7 @@ class RayJob:
                 f"{names} of {self.servers} parameter servers: not there after "
                 f"{self._timeout:g} s; start them with the same TF_CONFIG, but for their task"
             )
-        self.ray.get(here)
+        self.ray.get(list(asked))
         return list(made.values())
 
     def crew(self, make: Callable[[], Callable[[Any], Any]]) -> "RayCrew":
@@ -102,9 +113,12 @@ def begin(spec: ClusterSpec, timeout: float) -> Iterator[RayJob]:
         except Preempted:
             how = "preempted"
             raise
+        except SystemExit as stop:
+            if not stop.code:
+                how = "finished"
+            raise
         finally:
-            # Who comes late to a job that has not finished finds another chief, or none.
-            nodes.tell_end(ray, how, job.coming if how == "finished" else ())
+            nodes.tell_end(ray, how, job.coming)
 
 
 @dataclass
@@ -165,7 +179,7 @@ class RayCrew:
             elif for_users(cause) is None:
                 cause.add_note(f"in {name}:\n{error}")
             return Failed(name, cause)
-        except exceptions.RayActorError as error:
+        except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
             if getattr(error, "actor_init_failed", False):
                 return Failed(name, error)
             place.is_ready, place.ask_at = False, time.monotonic() + _AGAIN

@@ -336,7 +336,9 @@ class Session:
         try:
             yield
         except Preempted as stop:
-            self.journal.end(Status.PREEMPTED, self.saved_step, stop.signal)
+            # Under parameter servers a signal may come before anything could be saved.
+            saved = self.saved_step > 0 or bool(self.checkpoints and self.checkpoints.holds(0))
+            self.journal.end(Status.PREEMPTED, self.saved_step, stop.signal, saved=saved)
             raise
         except BaseException as error:
             self._failed(error)

@@ -3,6 +3,7 @@
 The crew is one of this process, whose messages are delivered in whatever order hypothesis likes.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -79,9 +80,12 @@ class Strange:
             return []  # nobody moves
         return self._push(worker, self.work[worker])
 
+    def gradient(self, worker: str, work: Work) -> float:
+        return float(2.0**work.number)
+
     def _push(self, worker: str, work: Work) -> list[Event]:
         server = work.left.pop(0)
-        gradient = {"w": np.full(1, 2.0**work.number, np.float32)}
+        gradient = {"w": np.full(1, self.gradient(worker, work), np.float32)}
         pushed = Push(work.number, work.versions[server], gradient, {}, 0.0)
         landed = self.servers[server].push(pushed)
         self.pushes[work.number] += landed.is_new
@@ -120,6 +124,41 @@ def test_each_batch_is_added_once_to_each_server(
         # None had to be refused: what is given out can be no staler, if nobody is lost.
         if 6 not in {choice % 7 for choice in choices} and patience > 10 * len(choices):
             assert all(server.counts.stale == 0 for server in crew.servers)
+
+
+@dataclass
+class Exact(Strange):
+    """Their gradients are of what they have pulled from all servers."""
+
+    seen: dict[str, float] = field(default_factory=dict)
+
+    def give(self, worker: str, work: int) -> None:
+        pulled = [server.pull(work) for server in self.servers]
+        self.seen[worker] = sum(float(one.params["w"][0]) for one in pulled)
+        self.work[worker] = Work(
+            work, [one.version for one in pulled], list(range(len(self.servers)))
+        )
+
+    def gradient(self, worker: str, work: Work) -> float:
+        return math.sin(self.seen[worker] + work.number)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 3), st.lists(st.integers(0, 1000), max_size=60))
+def test_without_staleness_whoever_is_killed_the_numbers_are_the_same(
+    count: int, choices: list[int]
+) -> None:
+    crew, total = Exact(servers(count, 0), choices), 10
+    dispenser = Dispenser(0, 0)
+    dispenser.limit = total
+    run = Asynchronous(crew, dispenser, 1000.0, clock=lambda: crew.now)
+    for number in range(total):
+        run.take(number)
+    w = np.float32(0.0)
+    for number in range(total):
+        w -= np.float32(math.sin(count * float(w) + number))
+    for server in crew.servers:
+        assert float(server.pull().params["w"][0]) == pytest.approx(float(w), rel=1e-5)
 
 
 def test_a_batch_that_is_long_out_is_given_to_one_more() -> None:
@@ -218,6 +257,26 @@ def test_who_waits_for_a_worker_hears_so_and_may_stop() -> None:
     ]
     assert asked == [6, 5, 4, 2, 1]
     assert run.made == {"worker 2": 1}
+
+
+def test_where_nothing_comes_of_what_is_out_that_is_told_once() -> None:
+    crew, told = Strange(servers(1, None), [0] + [5] * 300), list[float]()
+    dispenser = Dispenser(0)
+    dispenser.limit = 2
+    run = Asynchronous(crew, dispenser, 1000.0, tell_silence=told.append, clock=lambda: crew.now)
+    run.take(0)
+    assert told == [60.0] and crew.now >= 150.0
+    crew.choices = [5] * 1000
+    run.take(1)
+    assert len(told) == 2 and told[1] == pytest.approx(3 * 150.5)  # three times what it took
+    crew.now += 1000.0  # nothing is out: nobody is waited for
+    dispenser.limit = 3
+    run.take(2)
+    dispenser.limit = 5
+    run.take(3)
+    crew.now += 1000.0  # what is out comes as soon as it is looked for
+    run.take(4)
+    assert len(told) == 2
 
 
 def test_how_long_is_too_long_is_learned_from_what_came() -> None:

@@ -3,12 +3,14 @@
 import contextlib
 import importlib.util
 import pickle
+import queue
 import re
 import signal
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +19,10 @@ import pytest
 from processes import launching
 from test_parameter_server import BOUND, Lines, send, text_of, until
 
-from spmdtrain import Coordinator, UserError
-from spmdtrain.crew import Event
+from spmdtrain import Coordinator, Preempted, UserError, ray_crew
+from spmdtrain.calls import Call
+from spmdtrain.cluster import ClusterSpec
+from spmdtrain.crew import Came, Done, Event, Failed, Lost
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed"
@@ -138,6 +142,13 @@ def twice(shared):
 
 print("twice:", raised(lambda: coordinator.fetch(coordinator.schedule(twice, again))))
 raised(coordinator.join)
+def again_after_a_pull(shared):
+    for _ in range(2):
+        shared.push(shared.pull(), 0.0)
+
+print("pulled again:", raised(lambda: coordinator.fetch(
+    coordinator.schedule(again_after_a_pull, again))))
+raised(coordinator.join)
 print("in the chief:", raised(lambda: again.push(params, 0.0)))
 print("of a value:", raised(lambda: coordinator.schedule(len, values[0])))
 print("no function:", raised(lambda: coordinator.schedule(3)))
@@ -192,6 +203,7 @@ print("not finite:", raised(coordinator.join))
         "schedule: ZeroDivisionError: in 7",
         "and on: {'a': 2, 'b': 3}",
         "twice: UserError: push() comes after a pull(), and once in a function",
+        "pulled again: UserError: push() comes after a pull(), and once in a function",
         "in the chief: UserError: push() is for a function that a worker runs: schedule one",
         "of a value: UserError: a value that another function returns is no argument: fetch it "
         "first",
@@ -241,7 +253,9 @@ coordinator.join()
 print("returned:", coordinator.fetch(values) == list(range(1000)))
 print("pushed:", set(shared.pull()["w"].tolist()))
 """
-    with launching(script(tmp_path, body), "--ps", 2, processes=3) as (process, lines):
+    # In which nothing could be seen to move, were it not for what is done.
+    own = ("--ps", 2, "--hang-timeout", 12)
+    with launching(script(tmp_path, body), *own, processes=3) as (process, lines):
         until(lambda: "begun" in said(list(lines)), lines)
         for number in range(3):
             send(signal.SIGKILL, f"worker {number % 2}", "ray::WorkerActor")
@@ -272,22 +286,27 @@ except Preempted:
 
 
 class Crew:
-    """Workers that take what they are given, and of which nothing comes but an error of Ray's."""
+    """Workers that do what a test says, each time that the coordinator looks."""
 
-    def __init__(self) -> None:
-        self.is_given = False
+    def __init__(self, *workers: str) -> None:
+        self.workers = workers
+        self.given = queue.Queue[tuple[str, Call]]()
+        self.coming = queue.Queue[Event | Exception]()
 
-    def idle(self) -> list[str]:
-        return ["worker 0"]
+    def idle(self) -> Sequence[str]:
+        return self.workers  # Ray's are idle again before what they have done is taken
 
-    def give(self, worker: str, work: object) -> None:
-        self.is_given = True
+    def give(self, worker: str, work: Call) -> None:
+        self.given.put((worker, work))
 
     def events(self, timeout: float) -> list[Event]:
-        time.sleep(0.01)
-        if self.is_given:
-            raise OSError("the chief's node is gone")
-        return []
+        try:
+            found = self.coming.get(timeout=timeout)
+        except queue.Empty:
+            return []
+        if isinstance(found, Exception):
+            raise found
+        return [found]
 
 
 @dataclass
@@ -302,32 +321,139 @@ class Job:
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chief whose job is a `Job`."""
+def crew(monkeypatch: pytest.MonkeyPatch) -> Crew:
+    """Of a chief whose job is a `Job`."""
+    found = Crew("worker 0")
 
     @contextlib.contextmanager
     def begin(spec: object, timeout: float) -> Iterator[Job]:
-        ray = SimpleNamespace(cloudpickle=pickle, put=lambda x: x)
-        yield Job(ray, Crew())
+        yield Job(SimpleNamespace(cloudpickle=pickle, put=lambda x: x), found)
 
     monkeypatch.setattr("spmdtrain.coordinator.take_part", lambda timeout: None)
     monkeypatch.setattr("spmdtrain.ray_crew.begin", begin)
     monkeypatch.setattr("spmdtrain.coordinator._is_used", False)
+    return found
 
 
-def test_what_breaks_the_crew_is_what_is_raised(alone: None) -> None:
+def test_what_breaks_the_crew_is_what_is_raised(crew: Crew) -> None:
+    crew.coming.put(OSError("the chief's node is gone"))
     with pytest.raises(OSError, match="the chief's node is gone"), Coordinator() as coordinator:
-        value = coordinator.schedule(len, [])
-        for wait in (lambda: coordinator.fetch(value), coordinator.join, coordinator.done):
+        while not coordinator._broken:
+            time.sleep(0.01)
+        for wait in (coordinator.join, coordinator.done, lambda: coordinator.schedule(len, [])):
             with pytest.raises(OSError, match="the chief's node is gone"):
                 wait()
-        with pytest.raises(OSError, match="the chief's node is gone"):
-            coordinator.schedule(len, [])
     with pytest.raises(UserError, match="use the coordinator within its `with`"):
         Coordinator().schedule(len, [])
 
 
-def test_a_script_has_one(alone: None) -> None:
+def test_who_has_come_keeps_what_it_was_given_before_that_was_told(crew: Crew) -> None:
+    with Coordinator() as coordinator:
+        value = coordinator.schedule(len, [])
+        crew.given.get(timeout=BOUND)
+        crew.coming.put(Came("worker 0"))
+        while not crew.coming.empty():
+            time.sleep(0.01)
+        assert not coordinator.done()
+        crew.coming.put(Done("worker 0", 3))
+        assert coordinator.fetch(value) == 3
+
+
+def test_done_raises_what_has_failed_while_others_run(crew: Crew) -> None:
+    crew.workers = ("worker 0", "worker 1")
+    with Coordinator() as coordinator:
+        value, other = (coordinator.schedule(len, []) for _ in range(2))
+        crew.coming.put(Failed("worker 0", ZeroDivisionError("in it")))
+        with pytest.raises(ZeroDivisionError):
+            coordinator.fetch(value)
+        with pytest.raises(ZeroDivisionError):
+            coordinator.done()
+        assert not coordinator.done()
+        crew.coming.put(Done("worker 1", 0))
+        assert coordinator.fetch(other) == 0
+
+
+def test_what_was_lost_half_done_is_done_whatever_else_fails(crew: Crew) -> None:
+    crew.workers = ("worker 0", "worker 1")
+    with Coordinator() as coordinator:
+        lost, failing = (coordinator.schedule(len, []) for _ in range(2))
+        never = coordinator.schedule(len, [])
+        crew.workers = ()
+        crew.coming.put(Lost("worker 0", "killed"))
+        crew.coming.put(Failed("worker 1", ZeroDivisionError("in it")))
+        with pytest.raises(ZeroDivisionError):
+            coordinator.fetch(failing)
+        with pytest.raises(UserError, match="not run, as another function raised ZeroDivision"):
+            coordinator.fetch(never)
+        crew.workers = ("worker 0",)
+        crew.coming.put(Came("worker 0"))
+        crew.coming.put(Done("worker 0", 5))
+        assert coordinator.fetch(lost) == 5
+        with pytest.raises(ZeroDivisionError):
+            coordinator.join()
+
+
+def test_asked_to_stop_it_lets_land_what_is_out_and_runs_nothing_more(crew: Crew) -> None:
+    with pytest.raises(Preempted), Coordinator() as coordinator:
+        values = [coordinator.schedule(len, []) for _ in range(5)]
+        crew.given.get(timeout=BOUND)
+        coordinator._signals.received = signal.SIGTERM
+        timer = threading.Timer(0.5, crew.coming.put, [Done("worker 0", 7)])
+        timer.start()
+        try:
+            coordinator.join()
+        finally:
+            assert crew.given.empty() and coordinator._is_done
+            assert values[0]._result == 7
+            for value in values[1:]:
+                assert str(value._error) == "not run, as the job was asked to stop"
+
+
+def test_functions_of_each_call_are_not_kept_for_ever(crew: Crew) -> None:
+    class Unhashable:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self) -> None:
+            pass
+
+    crew.workers = ()
+    with contextlib.suppress(OSError), Coordinator() as coordinator:
+        for _ in range(2):
+            coordinator.schedule(len, [])
+        assert coordinator._waiting[0].function is coordinator._waiting[1].function
+        coordinator.schedule(Unhashable())
+        for number in range(200):
+            coordinator.schedule(lambda number=number: number)
+        kept = coordinator._functions._things
+        assert len(kept) == 64 and coordinator._waiting[-1].function.number == 201
+        crew.coming.put(OSError("enough"))
+
+
+@pytest.mark.parametrize(
+    ("raised", "how"),
+    [
+        (None, "finished"),
+        (SystemExit(0), "finished"),
+        (SystemExit(3), "failed"),
+        (Preempted("SIGTERM"), "preempted"),
+        (ValueError("of the script"), "failed"),
+    ],
+)
+def test_how_a_job_ends_is_told(
+    monkeypatch: pytest.MonkeyPatch, raised: BaseException | None, how: str
+) -> None:
+    told = list[str]()
+    ray = SimpleNamespace(cloudpickle=SimpleNamespace(register_pickle_by_value=lambda _: None))
+    monkeypatch.setattr("spmdtrain.nodes.head", lambda *_: contextlib.nullcontext(ray))
+    monkeypatch.setattr("spmdtrain.nodes.tell_end", lambda ray, how, coming: told.append(how))
+    spec = ClusterSpec({}, None, None)
+    with contextlib.suppress(SystemExit, ValueError), ray_crew.begin(spec, 1.0):
+        if raised is not None:
+            raise raised
+    assert told == [how]
+
+
+def test_a_script_has_one(crew: Crew) -> None:
     with Coordinator() as coordinator:
         assert coordinator.done()
     with pytest.raises(UserError, match="a script has one Coordinator"):

@@ -1,9 +1,11 @@
-"""The chief's address: where nothing can listen at it, that is said before anything is started."""
+"""Tasks as nodes of Ray: a chief that cannot listen where it should, or is gone meanwhile."""
 
 import importlib.util
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from unittest import mock
@@ -50,3 +52,35 @@ def test_an_address_of_no_interface_here_is_named_at_once() -> None:
     ):
         pytest.fail("it has begun")
     assert time.monotonic() - began < 20.0
+
+
+WAITS = """
+import sys, time
+from spmdtrain import nodes
+from spmdtrain.tfconfig import Address
+
+nodes._GONE = 1.0
+with nodes._ending_with(Address("127.0.0.1", int(sys.argv[1]))):
+    time.sleep(float(sys.argv[2]))  # as Ray does, where the chief has gone meanwhile
+print("begun")
+"""
+
+
+@pytest.mark.parametrize(
+    ("is_there", "seconds", "ended"),
+    [(False, 60.0, (1, "", "error: the chief is gone\n")), (True, 3.0, (0, "begun\n", ""))],
+)
+def test_a_task_whose_node_waits_for_a_chief_that_is_gone_ends(
+    is_there: bool, seconds: float, ended: tuple[int, str, str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as chief:
+        port = chief.getsockname()[1]
+        if not is_there:
+            chief.close()
+        found = subprocess.run(
+            [sys.executable, "-c", WAITS, str(port), str(seconds)],
+            capture_output=True,
+            text=True,
+            timeout=50,
+        )
+    assert (found.returncode, found.stdout, found.stderr) == ended

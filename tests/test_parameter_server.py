@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -341,6 +342,8 @@ def test_asked_to_stop_while_a_server_hangs_it_ends_with_what_was_saved(tmp_path
     with training(tmp_path, *options) as (process, lines):
         until(lambda: made(lines) >= 500, lines)
         send(signal.SIGSTOP, "ps 1", "ray::ServerActor")
+        silence = "[chief] nothing has come for 20 s of what the workers were given: no answer from"
+        until(lambda: f"{silence} ps 1\n" in text_of(list(lines)) + "\n", lines)
         process.send_signal(signal.SIGTERM)
         asked = time.monotonic()
         assert process.wait(BOUND) == 75, text_of(lines)
@@ -397,6 +400,33 @@ def test_a_worker_may_come_late_and_without_a_launcher(tmp_path: Path) -> None:
             process.wait()
     assert ended == dict.fromkeys(names, 0), said()
     assert report(tmp_path)["batches"]["worker 1"] > 100
+
+
+def test_asked_to_stop_while_servers_are_awaited_the_chief_ends(tmp_path: Path) -> None:
+    config = tf_configs(training_tasks(2, 1))["chief"]
+    port = json.loads(config)["cluster"]["chief"][0].rpartition(":")[2]
+    chief = subprocess.Popen(
+        command(DIGITS, "--steps", 10, *ASYNCHRONOUS, "--workdir", tmp_path),
+        env=environment(1) | {"TF_CONFIG": config},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        until(lambda: listens(int(port)), [])
+        chief.send_signal(signal.SIGTERM)
+        output, _ = chief.communicate(timeout=40)  # it would wait for five minutes
+    finally:
+        chief.kill()
+        chief.wait()
+    assert chief.returncode == 75, output
+    assert "SIGTERM: nothing saved" in output and "saved step" not in output
+
+
+def listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 # -- what ends it ----------------------------------------------------------------------------------
