@@ -50,6 +50,9 @@ class WorkerActor:
         _settle_in()
         self._do: Callable[[Any], Any] | None = None
 
+    def ready(self) -> None:
+        """Return, which it does once it is there."""
+
     def begin(self, make: Callable[[], Callable[[Any], Any]]) -> None:
         """Be ready: `make` makes what does the work here."""
         if self._do is None:

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from spmdtrain.crew import Came, Crew, Done, Failed, Lost
 from spmdtrain.dispenser import Dispenser
 from spmdtrain.errors import ClusterError
+from spmdtrain.phases import moves
 
 _LOOK = 0.5  # seconds after which to look for batches that are overdue
 _RECENT = 64  # batches whose times say how long one usually takes
 _USUAL = 3  # times that, and a batch is overdue, where nobody has said how long to wait
+_URGENT, _HANGS = 10.0, 4  # seconds, and times what is bearable: then it goes before new ones
 _FATAL = 4  # workers that are lost with the same batch, and it is to blame
 _ALONE = 20.0  # seconds without any worker after which to say so
 _LEAST, _FIRST = 1.0, 60.0  # seconds, at least, and while no batch has come yet
@@ -86,7 +88,7 @@ class Asynchronous:
         Raises what the user's function has raised.
         """
         while number not in self._landed:
-            self._go_on()
+            self._go_on(number)
         return self._landed.pop(number)
 
     def settle(self) -> None:
@@ -100,19 +102,23 @@ class Asynchronous:
             return None
         return max(_LEAST, _USUAL * statistics.median(self._seconds))
 
-    def _go_on(self) -> None:
+    def _go_on(self, awaited: int | None = None) -> None:
         """Give work to whoever has none, and see what has come of what was given."""
         now = self._clock()
         self._look_for_workers()
         if self._crew.is_empty or self.dispenser.is_idle:
             self._came_at = now
         overdue = self.dispenser.overdue(now - self._bearable())
+        # New ones go first, or a slow worker's would all be made twice; but no run is to stand.
+        hangs = self.dispenser.overdue(now - max(_URGENT, _HANGS * self._bearable()))
+        urgent = [number for number in hangs if number == awaited]
         for worker in self._crew.idle():
-            number = self.dispenser.give(worker, now)
-            if number is None and overdue:
-                number = overdue.pop(0)
+            number = None if urgent else self.dispenser.give(worker, now)
+            if number is None and (urgent or overdue):
+                number = urgent.pop() if urgent else overdue.pop(0)
                 self._call_slow(number, worker)
                 self.dispenser.give_too(number, worker, now)
+                overdue = [other for other in overdue if other != number]
             if number is not None:
                 self._began[worker] = now
                 self._crew.give(worker, number)
@@ -122,6 +128,7 @@ class Asynchronous:
                     self.dispenser.lose(worker)
                 case Done(worker, outcome):
                     self._came_at = self._clock()
+                    moves()
                     self._seconds.append(self._clock() - self._began[worker])
                     self._called_slow.discard(worker)
                     # It is on all servers now, whoever has brought it to which of them.

@@ -62,7 +62,8 @@ class Servers:
     """How many servers share a parameter: as many as have min_shard_bytes of it, as few as need no
     more than max_shard_bytes each, or max_shards of them."""
     min_shard_bytes: int = 256 * 1024
-    """The least that a server has of a parameter which is cut, with min_size."""
+    """What a shard has at least, with min_size; as the number of shards is rounded up, half of it
+    where a parameter is little larger."""
     max_shard_bytes: int = 4 * 1024 * 1024
     """The most that a shard has, with max_size, whole rows each."""
     max_shards: int | None = None

@@ -26,7 +26,7 @@ from spmdtrain.division import Division
 from spmdtrain.errors import ClusterError, UserError
 from spmdtrain.parameter_server import take_part
 from spmdtrain.partitioners import MinSize, Partitioner
-from spmdtrain.phases import Phase, within
+from spmdtrain.phases import Phase, moves, within
 from spmdtrain.placement import prepare
 from spmdtrain.shared import Shared, check_params
 from spmdtrain.signals import StopSignals
@@ -317,6 +317,7 @@ class Coordinator:
     def _take(self, event: Event) -> None:
         # One that has just come may have been given something before that is taken here.
         call = None if isinstance(event, Came) else self._out.pop(event.worker, None)
+        moves()
         match event:
             case Done(_, result) if call is not None:
                 with within(Phase.STEP, call.number + 1):

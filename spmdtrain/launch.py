@@ -23,7 +23,8 @@ from spmdtrain.tasks import EVALUATOR, environments_of, gpus_of, tf_configs, tra
 
 _USAGE = "python -m spmdtrain.launch --processes N [options] -- COMMAND"
 _POLL = 0.1  # seconds; the end of a child and signals are noticed at once all the same
-_FAREWELL = 10.0  # seconds in which a chief, workers and servers end after one another
+_FAREWELL = 10.0  # seconds in which workers and servers end after their chief
+_CHIEF = 30.0  # seconds in which a chief ends after one of them: it tells all, and then why
 _PATIENCE = 3.0  # seconds after a death in which the others may tell what they die of, or of it
 
 
@@ -206,8 +207,9 @@ class Launcher:
                 deaths.append(death)
                 patience = self._patience(death)
                 if spares is not None:  # the chief may be telling why; without it all are to end
-                    patience = max(patience, _FAREWELL)
-                    if death.task == "chief" and rank(death) is Rank.NONE:
+                    is_chief = death.task == "chief"
+                    patience = max(patience, _FAREWELL if is_chief else _CHIEF)
+                    if is_chief and rank(death) is Rank.NONE:
                         patience = _FAREWELL
                 until = min(until, time.monotonic() + patience)
             if spares is not None and until == math.inf:
@@ -257,6 +259,9 @@ class Launcher:
     ) -> Outcome:
         """What the deaths of an attempt come to; says all of them but the one that explains it."""
         saved = max((death.record.saved for death in deaths if death.record), default=-1)
+        if self.options.ps and any(one.task == "chief" and one.status == 0 for one in deaths):
+            # It has finished, and whoever was just coming (again) has found it gone.
+            deaths = [death for death in deaths if rank(death) is not Rank.CONSEQUENCE]
         first = cause(deaths)
         failures = [death for death in deaths if rank(death) not in (Rank.NONE, Rank.PREEMPTED)]
         for death in failures:
@@ -269,7 +274,8 @@ class Launcher:
             self.say(f"killed {killed}")
         if hung is not None:
             return Outcome(ExitCode.FAILED, f"hung: {hung}", saved)
-        if self.signals.received and ours and not failures:
+        own = [death for death in failures if rank(death) is not Rank.CONSEQUENCE]
+        if self.signals.received and ours and not own:
             received = self.signals.received[0]
             words = f"killed before they had saved: {killed}" if killed else "ended without saving"
             return Outcome(128 + received, f"{received.name}: {words}", saved)
@@ -295,6 +301,12 @@ class Launcher:
         # One that has not begun to publish is known by that.
         absent = {name: Record(name, 0, Phase.START, -1, changes=0, at=0.0) for name in found}
         records = [record or absent[name] for name, record in found.items()]
+        if self.options.ps:  # the others publish nothing once they have begun
+            records = [
+                record
+                for record in records
+                if record.task == "chief" or record.task in stopped or not record.changes
+            ]
         sentence = phases.holder(records, stopped).sentence
         self.say(f"nothing has moved for {self.options.hang_timeout:g} s: {sentence}")
         asked = []

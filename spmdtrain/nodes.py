@@ -71,7 +71,7 @@ def head(spec: ClusterSpec, timeout: float) -> Iterator[Any]:
     with _head_beside(chief, timeout):
         # What it would print of a lost process, we say in a line (it has a switch for debuggers).
         ray._private.worker._worker_logs_enabled = False
-        with _keeping_handlers():
+        with _keeping_handlers(ray):
             ray.init(
                 address=_address(chief),
                 _node_ip_address=_ip(chief.host),
@@ -85,12 +85,18 @@ def head(spec: ClusterSpec, timeout: float) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _keeping_handlers() -> Iterator[None]:
+def _keeping_handlers(ray: Any) -> Iterator[None]:
     """Ray has handlers of signals, which would end this process without saving: not these."""
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    # Nor, for that second, that of SIGTERM.
+    sets, ray._private.utils.set_sigterm_handler = (
+        ray._private.utils.set_sigterm_handler,
+        lambda handler: None,
+    )
     try:
         yield
     finally:
+        ray._private.utils.set_sigterm_handler = sets
         if threading.current_thread() is threading.main_thread():  # in no other may it, nor Ray
             for number, handler in handlers.items():
                 signal.signal(number, handler)

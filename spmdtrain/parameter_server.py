@@ -206,7 +206,8 @@ class OnServers:
             return
         now = time.monotonic()
         self._asked_at = self._asked_at or now
-        grace = max(_GRACE, self._asynchronous.slow_after() or 0.0)
+        self._asynchronous.dispenser.hold()  # so that who is free makes what is overdue
+        grace = max(_GRACE, 2 * (self._asynchronous.slow_after() or 0.0))
         if is_empty or now - self._asked_at > grace:
             self._run.journal.terminal.line(
                 "what the workers were given does not come in, and without it nothing can be saved"

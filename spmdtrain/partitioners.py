@@ -32,7 +32,7 @@ class FixedShards:
 
 @dataclass(frozen=True)
 class MinSize:
-    """As many as `max_shards`, but none of less than `min_shard_bytes`: the last may be less."""
+    """As many as `max_shards`, if each has `min_shard_bytes`: how many can is rounded up."""
 
     max_shards: int = 1
     min_shard_bytes: int = 256 << 10

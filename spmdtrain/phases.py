@@ -188,6 +188,12 @@ def within(phase: Phase, step: int | None = None) -> AbstractContextManager[None
     return _NOTHING if channel is None else _Within(channel, phase, step)
 
 
+def moves() -> None:
+    """Say that what this process waits for gets on: where no record changes, a job is hung."""
+    if _channel is not None:
+        _channel.publish(_channel.phase, _channel.step)
+
+
 def saved(step: int) -> None:
     """Say that the checkpoint of `step` is the newest that is known to be whole."""
     if _channel is not None:

@@ -21,6 +21,7 @@ from spmdtrain.state import TrainState
 
 _LOOK = 0.5  # seconds between two looks at whether to go on waiting for servers
 _AGAIN = 1.0  # seconds until a worker that was lost is asked again whether it is there
+_FATAL = 4  # times that a worker is lost while it gets ready
 _SHARE = 0.001  # of a task's place that a server takes, as it may have several
 
 
@@ -127,7 +128,11 @@ class _Place:
 
     actor: Any
     call: Any = None
+    is_there: bool = False
+    """Its process: what is to be done there has not been made yet, unless it is ready."""
     is_ready: bool = False
+    lost: int = 0
+    """How often it was while it got ready, since it was last."""
     ask_at: float = 0.0
     """When to ask whether it is there, if it is not."""
 
@@ -156,7 +161,8 @@ class RayCrew:
     def events(self, timeout: float) -> list[Event]:
         for place in self.places.values():
             if not place.is_ready and place.call is None and time.monotonic() >= place.ask_at:
-                place.call = place.actor.begin.remote(self.make)
+                ask = place.actor.begin if place.is_there else place.actor.ready
+                place.call = ask.remote(*([self.make] if place.is_there else []))
         calls = {place.call: name for name, place in self.places.items() if place.call}
         if not calls:
             time.sleep(min(timeout, _AGAIN))
@@ -169,7 +175,7 @@ class RayCrew:
     def _event(self, name: str, call: Any) -> Event | None:
         """What has come of a call; None where a worker is not there still."""
         place, exceptions = self.places[name], self.ray.exceptions
-        was_ready, place.call = place.is_ready, None
+        was_there, was_ready, place.call = place.is_there, place.is_ready, None
         try:
             result = self.ray.get(call)
         except exceptions.RayTaskError as error:
@@ -182,14 +188,34 @@ class RayCrew:
         except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
             if getattr(error, "actor_init_failed", False):
                 return Failed(name, error)
-            place.is_ready, place.ask_at = False, time.monotonic() + _AGAIN
-            return Lost(name, _reason(error)) if was_ready else None
+            place.is_there = place.is_ready = False
+            place.ask_at = time.monotonic() + _AGAIN
+            if was_ready:
+                return Lost(name, _reason(error))
+            return self._lost_early(name, _reason(error)) if was_there else None
         except exceptions.RayError as error:  # an exception that does not survive its journey, say
             return Failed(name, error)
         if was_ready:
             return Done(name, result)
-        place.is_ready = True
+        place.is_there, place.is_ready = True, was_there
+        if not was_there:
+            return None
+        place.lost = 0
         return Came(name)
+
+    def _lost_early(self, name: str, reason: str) -> Event:
+        """A worker was lost that was getting ready: again and again, and it is an error."""
+        place = self.places[name]
+        place.lost += 1
+        if place.lost < _FATAL:
+            return Lost(name, f"{reason}, while it got ready")
+        return Failed(
+            name,
+            ClusterError(
+                f"{name} was lost {_FATAL} times while it got ready (the last: {reason}): do the "
+                "examples take more memory than there is?"
+            ),
+        )
 
 
 def answers(ray: Any, calls: Sequence[Any]) -> list[Any]:

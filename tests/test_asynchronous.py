@@ -259,6 +259,23 @@ def test_who_waits_for_a_worker_hears_so_and_may_stop() -> None:
     assert run.made == {"worker 2": 1}
 
 
+def test_a_batch_that_hangs_and_is_waited_for_goes_before_new_ones() -> None:
+    class Hangs(Strange):
+        def events(self, timeout: float) -> list[Event]:
+            self.now += timeout
+            moving = [worker for worker in self.work if worker != "worker 0"]
+            return self._push(moving[0], self.work[moving[0]]) if moving else []
+
+    crew, told = Hangs(servers(1, None), []), list[str]()
+    dispenser = Dispenser(0)
+    dispenser.limit = 10_000
+    run = Asynchronous(crew, dispenser, None, told.append, clock=lambda: crew.now)
+    assert run.take(0).number == 0
+    # Half a second for each of the other two's: 60 s are bearable while none has come, then 3.
+    assert 10.0 < crew.now < 30.0 and run.made["worker 0"] == 0
+    assert told[0].startswith("worker 0: batch 0 is out for more than")
+
+
 def test_where_nothing_comes_of_what_is_out_that_is_told_once() -> None:
     crew, told = Strange(servers(1, None), [0] + [5] * 300), list[float]()
     dispenser = Dispenser(0)

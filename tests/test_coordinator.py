@@ -248,13 +248,13 @@ there = set()
 while len(there) < 2:
     there |= set(coordinator.fetch([coordinator.schedule(where) for _ in range(8)]))
 print("begun")
-values = [coordinator.schedule(step, number) for number in range(1000)]
+values = [coordinator.schedule(step, number) for number in range(2000)]
 coordinator.join()
-print("returned:", coordinator.fetch(values) == list(range(1000)))
+print("returned:", coordinator.fetch(values) == list(range(2000)))
 print("pushed:", set(shared.pull()["w"].tolist()))
 """
     # In which nothing could be seen to move, were it not for what is done.
-    own = ("--ps", 2, "--hang-timeout", 12)
+    own = ("--ps", 2, "--hang-timeout", 20)
     with launching(script(tmp_path, body), *own, processes=3) as (process, lines):
         until(lambda: "begun" in said(list(lines)), lines)
         for number in range(3):
@@ -262,7 +262,7 @@ print("pushed:", set(shared.pull()["w"].tolist()))
             until(lambda done=number: text_of(list(lines)).count(" is back") > done, lines)  # type: ignore[misc]
         assert process.wait(BOUND) == 0, text_of(lines)
     output = said(lines)
-    assert "returned: True" in output and "pushed: {1000.0}" in output, output
+    assert "returned: True" in output and "pushed: {2000.0}" in output, output
     assert re.search(r"worker 0 is lost .*; what it was doing is done again", "\n".join(output))
 
 

@@ -658,6 +658,44 @@ print("alive:", Path(f"/proc/{Path('child').read_text()}/cwd").exists())
     assert (tmp_path / "config 0").read_text() != (tmp_path / "config 1").read_text()  # its ports
 
 
+# Of parameter servers: who ends with the chief, and after how long.
+SERVED = ("--processes", 2, "--ps", 1, "--max-restarts", 1)
+ENDED_WITH = 'phases.tell_reason(1, "the job: the chief is gone", own=False); sys.exit(1)'
+
+
+def test_a_finished_chief_has_finished_whoever_was_just_coming(tmp_path: Path) -> None:
+    script = f"""
+if task != "chief":
+    wait_for("done")
+    {ENDED_WITH}
+mark("done")
+"""
+    ended = launch(tmp_path, script, *SERVED)
+    assert (ended.returncode, said(ended)) == (0, ["finished"]), ended.stderr
+
+
+def test_a_chief_tells_why_though_all_have_ended_before(tmp_path: Path) -> None:
+    script = f"""
+if task != "chief":
+    {ENDED_WITH}
+time.sleep(12)  # for those that never come
+phases.tell_reason(2, "the seed is another")
+sys.exit(2)
+"""
+    ended = launch(tmp_path, script, *SERVED)
+    assert ended.returncode == 2 and "the seed is another" in said(ended)[-1], ended.stderr
+
+
+def test_of_parameter_servers_a_hang_is_the_chiefs(tmp_path: Path) -> None:
+    script = """
+phases.begin()
+with within(Phase.STEP, 37) if task == "chief" else phases.within(Phase.START, 0):
+    time.sleep(60)
+"""
+    ended = launch(tmp_path, script, *SERVED, "--max-restarts", 0, "--hang-timeout", 2)
+    assert "nothing has moved for 2 s: chief is in step 37" in said(ended), ended.stderr
+
+
 def test_a_shell_between_does_not_hide_the_process(tmp_path: Path) -> None:
     inner = """
 phases.begin()

@@ -293,6 +293,24 @@ def test_a_stopped_worker_keeps_nobody_waiting_and_comes_back(tmp_path: Path) ->
     )
 
 
+def test_a_stopped_worker_keeps_neither_the_log_nor_the_end_waiting(tmp_path: Path) -> None:
+    with training(tmp_path, "--steps", 1_000_000) as (process, lines):
+        until(lambda: made(lines) >= 150, lines)
+        send(signal.SIGSTOP, "worker 1", "ray::WorkerActor")
+        at = made(lines)
+        # What has landed meanwhile is told at once, as soon as another has made its batch.
+        until(lambda: made(lines) >= at + 500, lines)
+        send(signal.SIGCONT, "worker 1", "ray::WorkerActor")
+        further = made(lines) + 500
+        until(lambda: made(lines) >= further, lines)
+        send(signal.SIGSTOP, "worker 1", "ray::WorkerActor")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(BOUND) == 75, text_of(lines)
+    found = status(tmp_path)
+    assert found["status"] == "preempted" and found["step"] >= further, found
+    assert f"saved step {found['step']:,}" in text_of(lines)
+
+
 def test_a_worker_whose_task_is_killed_comes_again_and_the_others_go_on(tmp_path: Path) -> None:
     steps = 4000
     with training(tmp_path, "--steps", steps, "--eval-every-steps", 2000) as (process, lines):
@@ -302,6 +320,7 @@ def test_a_worker_whose_task_is_killed_comes_again_and_the_others_go_on(tmp_path
     output = text_of(lines)
     assert re.search(r"worker 1 was killed .*; the others go on; restart 1 of 3", output)
     assert re.search(r"\[chief\] worker 1 is lost", output)
+    assert output.count("; restart ") == 1 and "resumed" not in output
     check_ledgers(tmp_path, steps)
 
 
@@ -399,7 +418,7 @@ def test_a_worker_may_come_late_and_without_a_launcher(tmp_path: Path) -> None:
             process.kill()
             process.wait()
     assert ended == dict.fromkeys(names, 0), said()
-    assert report(tmp_path)["batches"]["worker 1"] > 100
+    assert report(tmp_path)["batches"].get("worker 1", 0) > 10
 
 
 def test_asked_to_stop_while_servers_are_awaited_the_chief_ends(tmp_path: Path) -> None:
@@ -415,7 +434,7 @@ def test_asked_to_stop_while_servers_are_awaited_the_chief_ends(tmp_path: Path) 
     try:
         until(lambda: listens(int(port)), [])
         chief.send_signal(signal.SIGTERM)
-        output, _ = chief.communicate(timeout=40)  # it would wait for five minutes
+        output, _ = chief.communicate(timeout=BOUND)  # it would wait for five minutes
     finally:
         chief.kill()
         chief.wait()
