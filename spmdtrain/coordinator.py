@@ -317,11 +317,11 @@ class Coordinator:
     def _take(self, event: Event) -> None:
         # One that has just come may have been given something before that is taken here.
         call = None if isinstance(event, Came) else self._out.pop(event.worker, None)
-        moves()
+        moves()  # else the launcher would take the job for hung
         match event:
             case Done(_, result) if call is not None:
                 with within(Phase.STEP, call.number + 1):
-                    pass  # the launcher sees that the job gets on
+                    pass  # where the job is, for the launcher to tell
                 self._values.pop(call.number)._settle(result)
             case Failed(_, error):
                 if call is not None:
