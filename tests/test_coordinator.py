@@ -105,6 +105,7 @@ for one in found:
     by_worker.setdefault(one["of"], []).append(int(one["made"]))
 print("workers:", len(by_worker), "own iterators:",
       all(sorted(made) == list(range(len(made))) for made in by_worker.values()))
+print("devices:", coordinator.fetch(coordinator.schedule(jax.local_device_count)))
 print("a value:", type(found[0]["loss"]).__name__, float(found[-1]["loss"]) < 1.1)
 print("learned:", np.round(shared.pull()["w"]).astype(int).tolist())
 params, opt_state = shared.state()
@@ -179,7 +180,7 @@ coordinator.schedule(spoils, 0)
 print("not finite:", raised(coordinator.join))
 """
     folder = tmp_path_factory.mktemp("coordinator")
-    with launching(script(folder, body), "--ps", 2, processes=3) as (process, lines):
+    with launching(script(folder, body), "--ps", 2, processes=3, devices=2) as (process, lines):
         assert process.wait(BOUND) == 0, text_of(lines)
     yield said(lines)
 
@@ -191,6 +192,7 @@ print("not finite:", raised(coordinator.join))
         "done at once: False",
         "done: True",
         "workers: 2 own iterators: True",
+        "devices: 2",  # of a worker
         "a value: ndarray True",
         "learned: [0, 1, 2, 3]",
         "state: [0, 1, 2, 3]",

@@ -93,8 +93,11 @@ def training(
 # -- what it makes ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_without_staleness_it_is_what_mirrored_is(tmp_path: Path, workers: int) -> None:
+@pytest.mark.parametrize(("workers", "devices"), [(1, 2), (2, 1)])
+def test_without_staleness_it_is_what_mirrored_is(
+    tmp_path: Path, workers: int, devices: int
+) -> None:
+    """A worker of several devices mirrors the model over them."""
     options = ("--steps", 60, "--log-every", 1)
     fresh = ("--servers.max-staleness", 0, "--servers.partitioner", "fixed_shards")
     served = launch(
@@ -102,6 +105,7 @@ def test_without_staleness_it_is_what_mirrored_is(tmp_path: Path, workers: int) 
         *(*options, *ASYNCHRONOUS, *fresh, "--workdir", tmp_path / "served"),
         own=["--ps", 2],
         processes=1 + workers,
+        devices=devices,
     )
     assert served.code == 0, served.output
     mirrored = launch(DIGITS, *options, "--workdir", tmp_path / "mirrored", processes=1)
