@@ -14,7 +14,7 @@ from spmdtrain.config import ShardingOptions
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.mesh import BATCH_AXES, count_of
 from spmdtrain.placement import Placement
-from spmdtrain.strategies import STATE
+from spmdtrain.strategies import AXES, STATE
 from spmdtrain.terminal import byte_size
 
 PyTree = Any
@@ -115,13 +115,7 @@ class Layout:
         self._unused = dict(enumerate(self._rules))
         named = named_leaves(state)
         self._shapes = {n: tuple(x.shape) for n, x in named.items() if field_of(n) == "params"}
-        if placement.strategy.needs_rules and not any(
-            "tensor" in _axes(rule.spec) for rule in self._rules
-        ):
-            raise UserError(
-                f"strategy {placement.name} splits tensors by the experiment's rules, and none of "
-                f"its {len(self._rules)} names the axis tensor: give the Experiment rules"
-            )
+        self._check_axes_used()
         self.on_device: Any = _with_paths(self._on_device, state)
         """Where each leaf is, in device memory, while a step computes."""
         if placement.mesh is not None and self._unused:
@@ -268,6 +262,25 @@ class Layout:
         return [axis for axis in _axes(spec) if self._placement.size(axis) > 1]
 
     # -- errors --------------------------------------------------------------------------------
+
+    def _check_axes_used(self) -> None:
+        """Checks that the rules use every axis that splits no batch.
+
+        Devices along any other axis would repeat each other's work.
+        """
+        placement = self._placement
+        named = {axis for rule in self._rules for axis in _axes(rule.spec)}
+        for axis in AXES:
+            needed = axis == "tensor" and placement.strategy.needs_rules
+            if axis in BATCH_AXES or axis in named or not (needed or placement.size(axis) > 1):
+                continue
+            raise UserError(
+                f"mesh axis {axis}={placement.size(axis)} is not used: under strategy "
+                f"{placement.name} only sharding rules split over {axis}, and none of the "
+                f"{len(self._rules)} rules names it, so its devices would repeat each other's "
+                f"work. Give rules that name {axis}"
+                + (" or choose another strategy" if needed else f" or remove mesh.{axis}")
+            )
 
     def _check_divides(self, name: str, shape: Shape, rule: Rule) -> None:
         mesh = self._placement.mesh

@@ -257,7 +257,7 @@ def test_an_array_that_is_made_whole_is_told_with_its_line(tmp_path: Path) -> No
     source = ONE_MATRIX.replace("    def loss(model, batch):\n", RESHARDED)
     config.write_text(source)
     line = next(n for n, text in enumerate(source.splitlines(), 1) if "HERE" in text)
-    options = ("--width", 256, "--mesh.data", 2, "--mesh.tensor", 4, "--topology", "cpu:8")
+    options = ("--width", 256, "--mesh.data", 2, "--mesh.fsdp", 4, "--topology", "cpu:8")
     found = planned(config, *options)
     there, back = found["rematerialized"]  # in the forward pass, and in the backward pass
     assert there["parameter"] == "weights" and there["shape"] == "f32[4,32,64]"
@@ -276,8 +276,8 @@ RESHARDED = """    def loss(model, batch):
         mesh = current_strategy().mesh
         def lay(x, *spec):
             return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
-        weights = lay(jnp.sin(model["weights"]), ("tensor", "data"), None)
-        weights = lay(weights.reshape(-1, 32, 64), None, "tensor", "data")  # HERE
+        weights = lay(jnp.sin(model["weights"]), ("fsdp", "data"), None)
+        weights = lay(weights.reshape(-1, 32, 64), None, "fsdp", "data")  # HERE
         model = {"weights": weights.reshape(config.width, config.width)}
 """
 

@@ -70,7 +70,6 @@ PLACES: dict[str, dict[str, Any]] = {
     },
     "zero in microbatches": {"strategy": "zero", "sharding": SPLIT, "microbatches": 2},
     "central storage": {"strategy": "central_storage"},
-    "beside an axis that splits nothing": {"mesh": MeshSpec(data=4, tensor=2)},
     "a mesh of one device": {"mesh": on(1), "microbatches": 2},
 }
 
@@ -352,7 +351,6 @@ PACKED: dict[str, dict[str, Any]] = {
     "mirrored in microbatches": {"microbatches": 4},
     "hybrid": {"strategy": "hybrid"},
     "central storage": {"strategy": "central_storage"},
-    "beside an axis that splits nothing": {"mesh": MeshSpec(data=4, tensor=2)},
 }
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from spmdtrain import FunctionModel, Trainer
+from spmdtrain import FunctionModel, Loop, Trainer
 from spmdtrain.config import MeshSpec, RunConfig, ShardingOptions
 from spmdtrain.errors import UserError
 from spmdtrain.placement import Placement, place
@@ -26,6 +26,7 @@ from spmdtrain.terminal import Terminal
 
 P = PartitionSpec
 EVERY_AXIS = MeshSpec(data=2, fsdp=2, tensor=2)
+BATCH_AXES_ALONE = MeshSpec(data=4, fsdp=2)
 
 
 def shaped(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -129,11 +130,11 @@ def test_the_first_rule_that_matches_wins() -> None:
 
 
 def test_a_rule_matches_anywhere_in_the_path_but_not_beyond_its_anchors() -> None:
-    found = specs(small(), Rule("^params/hidden/0", P("fsdp")), mesh=EVERY_AXIS)
+    found = specs(small(), Rule("^params/hidden/0", P("fsdp")), mesh=BATCH_AXES_ALONE)
     assert found["params/hidden/0/bias"] == found["params/hidden/0/kernel"] == P("fsdp")
     assert found["params/hidden/1/kernel"] == P()
     assert found["opt_state/0/mu/hidden/0/kernel"] == P("fsdp")  # it goes where its parameter goes
-    found = specs(small(), Rule("idden/1/kern", P("fsdp")), mesh=EVERY_AXIS)
+    found = specs(small(), Rule("idden/1/kern", P("fsdp")), mesh=BATCH_AXES_ALONE)
     assert {name.split("hidden/")[1] for name in split_in(found)} == {"1/kernel"}
 
 
@@ -384,7 +385,8 @@ def test_an_array_below_the_least_size_is_left_whole() -> None:
 def test_a_strategy_adds_its_axis_to_what_a_rule_says(given_spec: P, found: P) -> None:
     rules = [Rule("w", given_spec)]
     params = {"w": shaped(16, 8)}
-    result = specs(params, *rules, strategy="fully_sharded", mesh=EVERY_AXIS)
+    mesh = EVERY_AXIS if "tensor" in str(given_spec) else BATCH_AXES_ALONE
+    result = specs(params, *rules, strategy="fully_sharded", mesh=mesh)
     assert {result[name] for name in ("params/w", "opt_state/0/mu/w")} == {found}
 
 
@@ -525,7 +527,8 @@ def test_an_axis_that_the_mesh_does_not_have_is_refused_by_name() -> None:
 def test_a_dim_that_does_not_divide_is_refused_with_the_arithmetic(
     shape: tuple[int, ...], spec: PartitionSpec, dim: int, axes: str, arithmetic: str
 ) -> None:
-    message = refusal({"w": shaped(*shape)}, Rule("w", spec), mesh=EVERY_AXIS)
+    mesh = EVERY_AXIS if "tensor" in axes else MeshSpec(data=2, fsdp=2, devices=(0, 1, 2, 3))
+    message = refusal({"w": shaped(*shape)}, Rule("w", spec), mesh=mesh)
     assert message.startswith(f"params/w: dim {dim} of shape {shape} does not divide over {axes} ")
     assert f"({arithmetic})" in message
 
@@ -547,11 +550,26 @@ def test_a_spec_of_more_dims_than_the_leaf_has_is_refused() -> None:
     assert "params/w has shape (), 0 dims" in message
 
 
-def test_tensor_parallelism_without_a_rule_that_names_its_axis_is_refused() -> None:
-    for strategy in ("tensor_parallel", "fully_sharded+tensor_parallel"):
-        message = refusal(small(), Rule("kernel", P("fsdp")), strategy=strategy)
-        assert f"strategy {strategy} splits tensors by the experiment's rules" in message
-        assert "none of its 1 names the axis tensor" in message
+@pytest.mark.parametrize(
+    "strategy",
+    ["mirrored", "fully_sharded", "tensor_parallel", "fully_sharded+tensor_parallel", "hybrid"],
+)
+def test_a_mesh_axis_that_no_rule_uses_is_refused(strategy: str) -> None:
+    options: dict[str, Any] = {"strategy": strategy, "mesh": MeshSpec(tensor=2)}
+    message = refusal(small(), Rule("kernel", P("fsdp")), **options)
+    assert f"mesh axis tensor=2 is not used: under strategy {strategy} " in message
+    assert "none of the 1 rules names it" in message
+
+
+def test_a_loops_mesh_axis_that_no_rule_uses_is_refused() -> None:
+    with (
+        pytest.raises(UserError, match="mesh axis tensor=4 is not used"),
+        Loop(steps=1, mesh=MeshSpec(tensor=4)) as loop,
+    ):
+        loop.start(lambda key: {"params": jnp.ones((4, 4)), "opt_state": {}})
+
+
+def test_a_rule_over_several_axes_uses_each() -> None:
     rule = Rule("kernel", P(None, ("data", "tensor")))
     assert specs({"kernel": shaped(4, 8)}, rule, strategy="tensor_parallel")
 

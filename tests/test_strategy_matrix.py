@@ -309,6 +309,7 @@ def test_tensor_parallel_wants_rules(tmp_path: Path, capsys: pytest.CaptureFixtu
     options = ["--workdir", str(tmp_path / "run"), "--strategy", "tensor_parallel"]
     assert main(["--config", str(config), *options]) == 2
     assert capsys.readouterr().err == (
-        "error: strategy tensor_parallel splits tensors by the experiment's rules, and none of "
-        "its 0 names the axis tensor: give the Experiment rules\n"
+        "error: mesh axis tensor=2 is not used: under strategy tensor_parallel only sharding rules "
+        "split over tensor, and none of the 0 rules names it, so its devices would repeat each "
+        "other's work. Give rules that name tensor or choose another strategy\n"
     )
