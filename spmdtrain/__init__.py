@@ -49,7 +49,9 @@ _HOMES = {
     "export_params": "export",
     "find_idx": "idx",
     "initialize": "distributed",
+    "load_model": "loading",
     "load_params": "restore",
+    "load_variables": "restore",
     "per_replica": "replicas",
     "read_idx": "idx",
     "read_manifest": "restore",
@@ -99,7 +101,9 @@ __all__ = [
     "export_params",
     "find_idx",
     "initialize",
+    "load_model",
     "load_params",
+    "load_variables",
     "per_replica",
     "read_idx",
     "read_manifest",
@@ -122,6 +126,7 @@ if TYPE_CHECKING:
     from spmdtrain.idx import find_idx, read_idx
     from spmdtrain.images import ImageFolder
     from spmdtrain.keras_model import KerasModel
+    from spmdtrain.loading import load_model
     from spmdtrain.loop import Loop
     from spmdtrain.manifest import Manifest
     from spmdtrain.mesh import BATCH_AXES
@@ -129,7 +134,7 @@ if TYPE_CHECKING:
     from spmdtrain.placement import constrain, current_strategy, resolve_on_devices
     from spmdtrain.remat import rematerialize
     from spmdtrain.replicas import PerReplica, per_replica
-    from spmdtrain.restore import load_params, read_manifest
+    from spmdtrain.restore import load_params, load_variables, read_manifest
     from spmdtrain.sharding import Gather, Rule
     from spmdtrain.state import TrainState
     from spmdtrain.trainer import FitResult, Trainer

@@ -17,8 +17,9 @@ from rich.table import Table
 
 from spmdtrain.errors import ExitCode, StorageError, UserError, exit_code_of
 from spmdtrain.export import export_params
+from spmdtrain.listing import LATEST, Listing
 from spmdtrain.manifest import Manifest
-from spmdtrain.restore import examine, find, read_manifest
+from spmdtrain.restore import Source, examine, find, read_manifest
 from spmdtrain.terminal import Terminal, byte_size, number
 
 
@@ -32,10 +33,12 @@ class Verify:
 
 @dataclass(frozen=True)
 class Show:
-    """What a checkpoint holds, without loading it: arrays, shapes, dtypes, sizes, metadata."""
+    """List the checkpoints of a workdir with their metrics, or show one in detail."""
 
     path: tyro.conf.Positional[str]
-    """A workdir, whose newest checkpoint is shown, or one of its checkpoints/STEP."""
+    """A workdir, whose checkpoints are listed, or one of its checkpoints/STEP, which is shown."""
+    step: int | None = None
+    """The checkpoint to show: arrays, shapes, dtypes, sizes and metadata, without loading it."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,11 @@ class Export:
     """Write the parameters of a checkpoint into one file for other programs."""
 
     path: tyro.conf.Positional[str]
-    """A workdir, whose newest good checkpoint is taken, or one of its checkpoints/STEP."""
+    """A workdir, or one of its checkpoints/STEP."""
     to: tyro.conf.Positional[str]
     """The file to write: NAME.npz or NAME.safetensors."""
+    checkpoint: str = "latest"
+    """Which checkpoint of the workdir: latest (the newest good one), best or a step."""
     trained: bool = False
     """The trained parameters themselves where the run kept an average of them."""
 
@@ -66,10 +71,16 @@ def execute(command: Verify | Show | Export, terminal: Terminal) -> int:
     if isinstance(command, Verify):
         return verify(command.path, terminal)
     if isinstance(command, Show):
-        show(command.path, terminal)
+        show(command.path, command.step, terminal)
     else:
         averaged = False if command.trained else None
-        arrays = export_params(command.path, command.to, averaged=averaged, tell=terminal.line)
+        arrays = export_params(
+            command.path,
+            command.to,
+            which=command.checkpoint,
+            averaged=averaged,
+            tell=terminal.line,
+        )
         size = byte_size(sum(x.nbytes for x in arrays.values()))
         terminal.line(f"{len(arrays)} arrays, {size}, in {command.to}")
     return ExitCode.DONE
@@ -119,9 +130,38 @@ def _verified(folder: epath.Path, terminal: Terminal) -> tuple[Sequence[str], st
     return (_age(manifest), size, metric), fault
 
 
-def show(path: str, terminal: Terminal) -> None:
-    """Print what the manifest of the newest checkpoint says of it."""
-    manifest = read_manifest(path, tell=terminal.line)
+def show(path: str, step: int | None, terminal: Terminal) -> None:
+    """Prints a table of a workdir's checkpoints, or what the manifest says of one of them."""
+    source = find(path)
+    if step is None and source.whole_workdir:
+        _show_all(source, terminal)
+    else:
+        _show_one(path, LATEST if step is None else step, terminal)
+
+
+def _show_all(source: Source, terminal: Terminal) -> None:
+    listing = Listing.of(source.folder, source.steps)
+    names = dict.fromkeys(name for metrics in listing.metrics.values() for name in metrics)
+    table = Table(
+        "step", "saved", "size", *map(escape, names), "", title=escape(str(source.folder))
+    )
+    for column in table.columns[:-1]:
+        column.justify = "right"
+    for step in sorted(source.steps, reverse=True):
+        if (manifest := listing.manifests.get(step)) is None:
+            blank = [""] * (2 + len(names))
+            table.add_row(str(step), *blank, escape(listing.faults[step]))
+            continue
+        metrics = listing.metrics[step]
+        values = [number(metrics[name]) if name in metrics else "" for name in names]
+        size = byte_size(manifest.size) if manifest.files else ""
+        mark = f"best {escape(listing.best_metric)}" if step == listing.best else ""
+        table.add_row(str(step), _age(manifest), size, *values, mark)
+    terminal.console.print(table)
+
+
+def _show_one(path: str, which: str | int, terminal: Terminal) -> None:
+    manifest = read_manifest(path, which=which, tell=terminal.line)
     table = Table(
         "array", "shape and dtype", "bytes", title=escape(f"step {manifest.step} of {path}")
     )

@@ -184,6 +184,9 @@ class RunConfig:
     init_from: str | None = None
     """Another run's workdir, or one of its checkpoints/STEP, whose parameters to start from
     (the averaged ones where it kept an average)."""
+    checkpoint: str = "latest"
+    """Which checkpoint to take of init_from, and of the workdir to evaluate and predict: latest
+    (the newest good one), best (by best_metric) or a step."""
     log_every: int = 10
     """Steps between metrics lines."""
     eval_every_steps: int | None = None
@@ -308,6 +311,10 @@ def check(config: RunConfig) -> None:
                 f"{one} is {getattr(config, one)} and {other} is {getattr(config, other)}: "
                 "give one of the two"
             )
+    if config.checkpoint not in ("latest", "best") and not config.checkpoint.isdecimal():
+        raise UserError(
+            f"checkpoint is {config.checkpoint!r}: it must be latest, best or a step number"
+        )
     for option in config.compiler_option:
         name, equals, _ = option.partition("=")
         if not (name and equals):

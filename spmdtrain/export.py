@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from spmdtrain.errors import StorageError, UserError
-from spmdtrain.restore import load_variables, warn
+from spmdtrain.restore import read_variables, warn
 from spmdtrain.sharding import named_leaves
 from spmdtrain.storage import failures, folder_of, in_short, is_url, storage_reason
 from spmdtrain.writers import as_numpy
@@ -17,20 +17,25 @@ _SUFFIXES = (".npz", ".safetensors")
 
 
 def export_params(
-    path: str, to: str, *, averaged: bool | None = None, tell: Callable[[str], None] = warn
+    path: str,
+    to: str,
+    *,
+    which: str | int = "latest",
+    averaged: bool | None = None,
+    tell: Callable[[str], None] = warn,
 ) -> dict[str, np.ndarray]:
     """Write the model of a checkpoint into one file; the arrays by the names it has there.
 
-    `path` and `averaged` are those of `load_params`; `tell` hears of damaged checkpoints that are
-    passed over. Names are paths in the model with dots, `layers.0.kernel`; model state, such as
-    batch statistics, is among them. A `.npz` holds float32 where NumPy has not the dtype
+    `path`, `which` and `averaged` are those of `load_params`; `tell` hears of damaged checkpoints
+    that are passed over. Names are paths in the model with dots, `layers.0.kernel`; model state,
+    such as batch statistics, is among them. A `.npz` holds float32 where NumPy has not the dtype
     (bfloat16), a `.safetensors` every dtype as it is. Raises `UserError` and `StorageError`.
     """
     target = folder_of(to)
     if target.suffix not in _SUFFIXES:
         raise UserError(f"{to}: export writes {' and '.join(_SUFFIXES)} files")
     save = _save_npz if target.suffix == ".npz" else _safetensors()
-    variables, manifest = load_variables(path, averaged=averaged, tell=tell)
+    variables, manifest = read_variables(path, which=which, averaged=averaged, tell=tell)
     arrays: dict[str, np.ndarray] = {}
     for tree in variables:
         for name, leaf in named_leaves(tree).items():

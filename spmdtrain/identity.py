@@ -17,7 +17,7 @@ from spmdtrain.terminal import printable
 _FIXED = ("seed", "global_batch_size", "shuffle")
 _INSTEAD = {"global_batch_size": " (and no --batch-size-per-device)"}
 _COMMON = frozenset(field.name for field in dataclasses.fields(RunConfig))
-_NO_CHANGE = ("workdir", "resume", "init_from", "data_dir", "compilation_cache")
+_NO_CHANGE = ("workdir", "resume", "init_from", "checkpoint", "data_dir", "compilation_cache")
 
 
 @dataclass(frozen=True)

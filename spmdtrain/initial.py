@@ -26,7 +26,7 @@ def initial_state(steps: Steps, config: RunConfig, tell: Tell) -> TrainState:
     state = steps.init(config.seed)
     if not config.init_from:
         return state
-    found, _ = load_values(config.init_from, steps, config, tell)
+    found, _ = load_values(config.init_from, config.checkpoint, steps, config, tell)
     places = steps.shardings
     params, model_state = steps.as_parameters(found)
     params = jax.device_put(params, places.params)
@@ -47,17 +47,18 @@ def initial_state(steps: Steps, config: RunConfig, tell: Tell) -> TrainState:
 
 
 def load_values(
-    path: str, steps: Steps, config: RunConfig, tell: Tell
+    path: str, which: str | int, steps: Steps, config: RunConfig, tell: Tell
 ) -> tuple[Variables, Manifest]:
     """The model's values in a checkpoint, of this or of another run, and what is known of it.
 
-    `path` is a workdir or one of its checkpoints/STEP. Raises `UserError`.
+    `path` is a workdir, of which `which` selects a checkpoint, or one of its checkpoints/STEP.
+    Raises `UserError`.
     """
 
     def load(folder: epath.Path, manifest: Manifest) -> Variables:
         return load_model(folder, manifest, steps.abstract_state, steps.shardings, as_json(config))
 
-    source = processes.jointly(lambda: find(path), UserError)
+    source = processes.jointly(lambda: find(path, which), UserError)
     found = newest_good(source, load, tell, by_all=True)
     step = found.manifest.step
     tell(f"parameters of step {step} from {source.path(step)}")

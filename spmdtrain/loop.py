@@ -56,6 +56,7 @@ _OF_THE_TRAINER: Mapping[str, Any] = {
     "steps_per_dispatch": 1,
     "data_on_device": False,
     "init_from": None,
+    "checkpoint": "latest",
     "evaluated_by": "training",
     "eval_at_checkpoints": False,
     "profile_steps": None,

@@ -20,6 +20,7 @@ from spmdtrain.adapters import Variables
 from spmdtrain.checkpoint import ITEMS, items_of, raw_keys, steps_in
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.identity import check_same_model, describe_leaves
+from spmdtrain.listing import LATEST, choose, parse_choice
 from spmdtrain.manifest import NAME, Damaged, Manifest
 from spmdtrain.sharding import named_leaves, path_name
 from spmdtrain.state import TrainState, average_of
@@ -88,20 +89,28 @@ def _listed(folder: epath.Path) -> Source:
         return Source(folder, steps)
 
 
-def find(path: str | os.PathLike[str]) -> Source:
+def find(path: str | os.PathLike[str], which: str | int = LATEST) -> Source:
     """What a path means: all checkpoints of a workdir, or the one that is `checkpoints/STEP`.
 
-    Raises `UserError` where there is none, and `StorageError` where one cannot look.
+    `which` selects one of a workdir's: "best" or a step; "latest" leaves all of them, of which the
+    newest good one is loaded. Raises `UserError` where there is none, and `StorageError` where one
+    cannot look.
     """
-    path = os.fspath(path)
+    path, which = os.fspath(path), parse_choice(which)
     given = absolute(folder_of(path))
     inside = given.parent.name == "checkpoints" or (given / NAME).exists()
     if given.name.isdecimal() and inside and given.is_dir():
+        if which not in (LATEST, int(given.name)):
+            raise UserError(f"{path} is one checkpoint, and {which} is asked for: give the workdir")
         return Source(given.parent, [int(given.name)], whole_workdir=False)
     source = _listed(given) if given.name == "checkpoints" else saved_in(path)
     if not source.steps:
         raise UserError(f"{path}: holds no checkpoint (neither a workdir nor a checkpoints/STEP)")
-    return source
+    if which == LATEST:
+        return source
+    with _reachable(source.folder):
+        step = choose(source.folder, source.steps, which)
+    return Source(source.folder, [step], whole_workdir=False)
 
 
 def agreed(source: Source) -> Source:
@@ -213,16 +222,17 @@ def warn(text: str) -> None:
     warnings.warn(text, stacklevel=4)
 
 
-def load_variables(
+def read_variables(
     path: str | os.PathLike[str],
     *,
+    which: str | int = LATEST,
     sharding: Any = None,
     averaged: bool | None = None,
     tell: Callable[[str], None] = warn,
 ) -> tuple[Variables, Manifest]:
-    """Parameters and model state (batch statistics) of a checkpoint, see `load_params`.
+    """Parameters and model state (batch statistics) of a checkpoint, and its manifest.
 
-    `tell` hears of damaged checkpoints that are passed over.
+    Arguments are those of `load_params`; `tell` hears of damaged checkpoints that are passed over.
     """
 
     def load(folder: epath.Path, manifest: Manifest) -> Variables:
@@ -235,32 +245,63 @@ def load_variables(
         has_state = holds(manifest, "model_state")
         return Variables(params, _read_host(folder, manifest, "model_state") if has_state else {})
 
-    found = newest_good(find(path), load, tell)
+    found = newest_good(find(path, which), load, tell)
     return found.value, found.manifest
 
 
+def load_variables(
+    path: str | os.PathLike[str], *, which: str | int = LATEST, averaged: bool | None = None
+) -> Variables:
+    """Returns the parameters and the model state (batch statistics) of a run.
+
+    Args:
+      path: A workdir, or one of its `checkpoints/STEP`.
+      which: The checkpoint of a workdir: "latest" (the newest good one), "best" or a step.
+      averaged: As for `load_params`.
+
+    Returns:
+      `Variables(params, model_state)`, NumPy arrays; `model_state` is `{}` if the model has none.
+
+    Raises:
+      UserError: If there is no such checkpoint, or none that is good.
+      StorageError: If it cannot be read.
+    """
+    return read_variables(path, which=which, averaged=averaged)[0]
+
+
 def load_params(
-    path: str | os.PathLike[str], *, sharding: Any = None, averaged: bool | None = None
+    path: str | os.PathLike[str],
+    *,
+    which: str | int = LATEST,
+    sharding: Any = None,
+    averaged: bool | None = None,
 ) -> PyTree:
     """The parameters of a run for inference, without its code, optimizer or devices.
 
-    `path` is a workdir, whose newest good checkpoint is taken, or one `checkpoints/STEP`. Nested
+    `path` is a workdir or one `checkpoints/STEP`. `which` selects the checkpoint of a workdir:
+    "latest" (the newest good one), "best" (by the run's best_metric) or a step. Nested
     dictionaries (lists where the model has sequences) of NumPy arrays in the dtypes they were
     saved in; with `sharding`, one for all or a tree of them, JAX arrays placed so. Where the run
     kept an average of its parameters, that is what is loaded: `averaged=False` takes the trained
     ones themselves, `averaged=True` insists. Averages are float32 where parameters are narrower.
+    Batch statistics are in `load_variables`, a whole model in `load_model`.
     Raises `UserError`, also where nothing is good, and `StorageError` where it cannot be read.
     """
-    return load_variables(path, sharding=sharding, averaged=averaged)[0].params
+    return read_variables(path, which=which, sharding=sharding, averaged=averaged)[0].params
 
 
-def read_manifest(path: str | os.PathLike[str], *, tell: Callable[[str], None] = warn) -> Manifest:
+def read_manifest(
+    path: str | os.PathLike[str],
+    *,
+    which: str | int = LATEST,
+    tell: Callable[[str], None] = warn,
+) -> Manifest:
     """What is known of a checkpoint without loading it: arrays, sizes, metrics, its run.
 
-    `path` is as for `load_params`; of a workdir it is the newest checkpoint with a manifest.
+    `path` and `which` are as for `load_params`; the latest is the newest with a manifest.
     Raises `UserError` and `StorageError`.
     """
-    return newest_good(find(path), lambda _, manifest: manifest, tell).value
+    return newest_good(find(path, which), lambda _, manifest: manifest, tell).value
 
 
 # -- reading and checking ----------------------------------------------------------------------

@@ -58,6 +58,8 @@ class Options:
     """One of the experiment's PRESETS, whose values the other options then change."""
     mode: Literal["train", "evaluate", "predict", "verify"] = "train"
     """What to do; evaluate and predict take the model from a checkpoint, verify checks them all."""
+    split: Literal["train", "validation", "test"] | None = None
+    """The split to evaluate or predict; by default the test split, or else the validation split."""
     role: Literal["train", "evaluate"] | None = None
     """What this process is for, where TF_CONFIG does not say so: evaluate looks at the checkpoints
     of a training that goes on elsewhere, outside its job."""
@@ -214,6 +216,14 @@ def _without_replaced(default: RunConfig, given: set[str]) -> RunConfig:
 def execute(command: Command) -> int:
     """Build the experiment and call the one method that `mode` names; returns the exit code."""
     options, experiment_file, config = command.options, command.experiment, command.config
+    if options.split is not None and options.mode not in ("evaluate", "predict"):
+        raise UserError(f"--split is for --mode evaluate and predict, and --mode is {options.mode}")
+    evaluates = options.mode in ("evaluate", "predict")
+    if config.checkpoint != "latest" and not (evaluates or config.init_from):
+        raise UserError(
+            f"--checkpoint {config.checkpoint} is for --mode evaluate and predict, and for the run "
+            "that --init-from names"
+        )
     if options.mode == "verify":
         assert config.workdir is not None
         return verify(command.source or config.workdir, Terminal())
@@ -268,11 +278,14 @@ def execute(command: Command) -> int:
         trainer.fit(experiment.train, validation=experiment.validation, test=experiment.test)
         return ExitCode.DONE
     splits = {"test": experiment.test, "validation": experiment.validation}
-    if options.mode == "predict":
+    if options.split is not None:
+        splits = {options.split: getattr(experiment, options.split)}
+    elif options.mode == "predict":
         splits = {"prompts": experiment.prompts, **splits}
     name = next((name for name, data in splits.items() if data is not None), None)
     if name is None:
-        raise UserError(f"{experiment_file.path} has no test and no validation split")
+        wanted = options.split or "test and no validation"
+        raise UserError(f"{experiment_file.path} has no {wanted} split")
     step = trainer.restore(command.source)
     if options.mode == "evaluate":
         found = trainer.evaluate(splits[name])

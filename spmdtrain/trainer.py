@@ -27,6 +27,7 @@ from spmdtrain.identity import Identity, check_same_classes, check_same_run
 from spmdtrain.initial import initial_state, load_values
 from spmdtrain.journal import Metrics
 from spmdtrain.late import LateReader, how_far_ahead
+from spmdtrain.listing import LATEST
 from spmdtrain.parameter_server import (
     OnServers,
     lead,
@@ -275,6 +276,11 @@ class Trainer:
     def _start(self, run: Session) -> None:
         """Find the state to go on from: this run's newest checkpoint, else another's, else none."""
         run.check_dispatches()
+        if self.config.checkpoint != LATEST and not self.config.init_from:
+            raise UserError(
+                f"checkpoint is {self.config.checkpoint}, and a training goes on from its latest: "
+                "to start from another run's, give init_from as well"
+            )
         self._stop_asked = False
         self._restored = None  # from here on there is a state of its own
         if self.state is None:
@@ -497,10 +503,11 @@ class Trainer:
                 self._steps.predict, variables, batches, len(dataset), in_flight=self._in_flight
             )
 
-    def restore(self, path: str | None = None) -> int:
+    def restore(self, path: str | None = None, *, which: str | int | None = None) -> int:
         """Take the model to evaluate from a workdir, or one of its checkpoints/STEP; its step.
 
-        Without a path: from the own workdir's newest checkpoint, else from `init_from`.
+        Without a path: from the own workdir, else from `init_from`. `which` selects the checkpoint
+        of a workdir: "latest", "best" or a step; by default as the field `checkpoint` says.
         """
         workdir, init_from = self.config.workdir, self.config.init_from
         if path is None:
@@ -508,7 +515,8 @@ class Trainer:
         if path is None:
             raise UserError(f"workdir {workdir} holds no checkpoint, and init_from is not given")
         tell = self.terminal.line
-        self._restored, manifest = load_values(path, self._steps, self.config, tell)
+        which = self.config.checkpoint if which is None else which
+        self._restored, manifest = load_values(path, which, self._steps, self.config, tell)
         self._restored_from = manifest.identity
         return manifest.step
 

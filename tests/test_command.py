@@ -274,6 +274,31 @@ def test_init_from_starts_with_the_other_runs_parameters(
     assert re.search(row, capsys.readouterr().out)
 
 
+def test_evaluate_takes_the_split_and_the_checkpoint_that_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workdir = tmp_path / "run"
+    options = ["--config", str(small_experiment(tmp_path)), "--workdir", str(workdir)]
+    every = ["--checkpoint-every-steps", "1", "--eval-every-steps", "1"]
+    assert main([*options, *every, "--best-direction", "max"]) == 0
+    losses = {line["step"]: line["loss"] for line in metrics(workdir, "eval")}
+    best = max(losses, key=lambda step: losses[step])
+    assert best == 1 and len(losses) == 4
+    chosen = ["--mode", "evaluate", "--split", "validation", "--checkpoint"]
+    for which, step in (("best", best), ("3", 3), ("latest", 4)):
+        capsys.readouterr()
+        assert main([*options, *chosen, which]) == 0
+        (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("{"))
+        assert json.loads(line) == {"step": step, "split": "validation", "loss": losses[step]}
+    assert main([*options, "--mode", "evaluate", "--split", "train"]) == 0
+    assert '"split": "train"' in capsys.readouterr().out
+    assert main([*options, "--mode", "evaluate", "--split", "test"]) == 2
+    assert "has no test split" in capsys.readouterr().err
+    assert main([*options, "--split", "train"]) == 2
+    assert main([*options, "--checkpoint", "best"]) == 2
+    assert main([*options, "--checkpoint", "beste", "--mode", "evaluate"]) == 2
+
+
 # -- options ---------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from spmdtrain.experiment import load_experiment
 from spmdtrain.feed import train_batches
 from spmdtrain.mesh import batch_sharding, build_mesh
 from spmdtrain.models import mobilenet
-from spmdtrain.restore import load_variables
+from spmdtrain.restore import read_variables
 from spmdtrain.run import main, parse
 from spmdtrain.sharding import named_leaves
 from spmdtrain.strategies import strategy
@@ -425,7 +425,7 @@ def test_two_and_four_processes_have_the_loss_and_gradients_of_one(
     common = tmp_path / "common"
     job(path, *options, "--workdir", common, "--steps", 3, "--learning-rate", 0.1, processes=1)
     assert saved_steps(common)[-1] == 3
-    before, _ = load_variables(common)
+    before, _ = read_variables(common)
 
     rate = 1000  # so large that what is left of the old values' digits does not matter
     start = ("--init-from", common, "--learning-rate", rate, "--steps", 1)
@@ -433,7 +433,7 @@ def test_two_and_four_processes_have_the_loss_and_gradients_of_one(
     for processes in (1, 2, 4):
         workdir = tmp_path / str(processes)
         job(path, *options, *start, "--workdir", workdir, processes=processes)
-        after, _ = load_variables(workdir)
+        after, _ = read_variables(workdir)
         gradients = jax.tree.map(lambda a, b: (b - a) / rate, after.params, before.params)
         (line,) = metrics(workdir, "train")
         statistics = named_leaves(after.model_state)

@@ -36,7 +36,9 @@ from spmdtrain import (
     UserError,
     checkpoints,
     export_params,
+    load_model,
     load_params,
+    load_variables,
     read_manifest,
 )
 from spmdtrain.adapting import adapt
@@ -46,7 +48,7 @@ from spmdtrain.identity import Identity, describe_leaves, describe_optimizer
 from spmdtrain.manifest import Manifest
 from spmdtrain.models import MLP
 from spmdtrain.placement import place
-from spmdtrain.restore import load_state, load_variables
+from spmdtrain.restore import load_state, read_variables
 from spmdtrain.retention import Retention
 from spmdtrain.run import main
 from spmdtrain.sharding import Rule, named_leaves
@@ -437,7 +439,7 @@ def test_batch_statistics_come_with_the_parameters(tmp_path: Path) -> None:
     fitted = trainer(tmp_path, model=Normed, ema_decay=0.5)
     fitted.fit((X, Y), steps=3)
     assert fitted.state is not None
-    variables, manifest = load_variables(str(tmp_path))
+    variables, manifest = read_variables(str(tmp_path))
     assert manifest.step == 3
     assert_same_bits(variables.params, fitted.state.averaged)
     assert_same_bits(variables.model_state, fitted.state.model_state)
@@ -679,7 +681,7 @@ def test_show_prints_the_arrays_and_the_facts(
     plain: Run, copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     remove_arrays(copy)
-    assert checkpoints.main(["show", str(copy)]) == 0
+    assert checkpoints.main(["show", str(copy), "--step", "6"]) == 0
     printed = capsys.readouterr().out
     table = {name: cells for name, *cells in rows(printed)}
     assert list(table) == list(named_leaves(plain.state))
@@ -694,6 +696,117 @@ def test_show_prints_the_arrays_and_the_facts(
     assert facts["config.keep_latest"] == "3" and "'examples': 40" in facts["dataset"]
     assert checkpoints.main(["show", str(copy / "checkpoints" / "4")]) == 0
     assert "\nstep: 4\n" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def rising(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Four checkpoints of a normalised model; by its metric step 2 is the best."""
+    workdir = tmp_path_factory.mktemp("rising")
+    scores = iter([0.5, 0.9, 0.7, 0.6])
+
+    def scored(model: Any, batch: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+        return squared_error(model, batch) | {"score": batch[1]}  # replaced below
+
+    fitted = trainer(
+        workdir,
+        model=Listed,
+        objective=scored,
+        checkpoint_every_steps=1,
+        eval_every_steps=1,
+        best_metric="score",
+        best_direction="max",
+    )
+    evaluate = fitted._evaluate
+
+    def with_score(*args: Any) -> Any:
+        return dict(evaluate(*args)) | {"score": next(scores)}
+
+    fitted._evaluate = with_score  # type: ignore[method-assign,assignment]
+    fitted.fit((X, Y), validation=(X, Y), steps=4)
+    return Run(fitted, workdir)
+
+
+class Listed(nnx.Module):
+    """Layers in a list, each with batch statistics."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([Normed(rngs), nnx.Linear(1, 1, rngs=rngs)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_the_best_checkpoint_is_loaded_by_that_word(rising: Run, tmp_path: Path) -> None:
+    path = str(rising.workdir)
+    steps: dict[int, str | int] = {
+        2: "best",
+        3: 3,
+        4: "latest",
+    }  # 1 is neither among the latest three nor the best
+    for step, which in steps.items():
+        assert read_manifest(path, which=which).step == step
+        found = load_variables(path, which=which)
+        saved = load_variables(f"{path}/checkpoints/{step}")
+        assert_same_bits(found, saved)
+        assert_same_bits(load_params(path, which=which), saved.params)
+        exported = export_params(path, str(tmp_path / "x.npz"), which=which)
+        np.testing.assert_array_equal(
+            exported["layers.0.norm.mean"], saved.model_state["layers"]["0"]["norm"]["mean"]
+        )
+    with pytest.raises(UserError, match="no checkpoint of step 1; there are: 2, 3, 4"):
+        load_params(path, which=1)
+    with pytest.raises(UserError, match="must be latest, best or a step"):
+        load_params(path, which="beste")
+    with pytest.raises(UserError, match="is one checkpoint"):
+        load_params(f"{path}/checkpoints/3", which="best")
+
+
+def test_what_was_never_evaluated_has_no_best(tmp_path: Path) -> None:
+    trainer(tmp_path).fit((X, Y), steps=2)
+    with pytest.raises(UserError, match="evaluation metric 'loss'"):
+        load_params(str(tmp_path), which="best")
+
+
+def test_a_checkpoint_goes_into_a_module_in_one_line(rising: Run) -> None:
+    path = str(rising.workdir)
+    model = load_model(Listed(rngs=nnx.Rngs(7)), path, which="best")
+    assert isinstance(model, Listed)
+    best = load_variables(path, which="best")
+    layers: Any = model.layers
+    mean = best.model_state["layers"]["0"]["norm"]["mean"]
+    np.testing.assert_array_equal(layers[0].norm.mean[...], mean)
+    np.testing.assert_array_equal(layers[1].kernel[...], best.params["layers"]["1"]["kernel"])
+    newest, x = load_model(Listed, path), jnp.asarray(X)
+    np.testing.assert_array_equal(newest(x), rising.trainer.model(x))
+    assert not np.array_equal(model(x), newest(x))
+    with pytest.raises(
+        UserError, match=r"parameter layers/0/bias: absent in the .*, shape \(8,\) in"
+    ):
+        load_model(partial(MLP, 4, (8,), 1), path)
+
+
+def test_show_lists_all_checkpoints_and_marks_the_best(
+    rising: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert checkpoints.main(["show", str(rising.workdir)]) == 0
+    found = {cells[0]: cells[-2:] for cells in rows(capsys.readouterr().out)}
+    assert found == {"4": ["0.6", ""], "3": ["0.7", ""], "2": ["0.9", "best score"]}
+
+
+def test_a_run_starts_from_the_best_checkpoint_of_another(rising: Run, tmp_path: Path) -> None:
+    options: Options = {"model": Listed, "init_from": str(rising.workdir)}
+    started = trainer(tmp_path / "run", checkpoint="best", checkpoint_at_start=True, **options)
+    started.fit((X, Y), steps=1)
+    assert_same_bits(
+        load_variables(str(tmp_path / "run"), which=0),
+        load_variables(str(rising.workdir), which="best"),
+    )
+    again = trainer(rising.workdir, model=Listed, checkpoint="2")
+    assert again.restore() == 2 and again.restore(which="latest") == 4
+    with pytest.raises(UserError, match="a training goes on from its latest"):
+        again.fit((X, Y), steps=5)
 
 
 def test_verify_prints_a_row_a_checkpoint_and_what_is_wrong(
