@@ -211,13 +211,28 @@ def _detected() -> _Party:
 
 
 def _about() -> dict[str, str]:
-    """The code that this process runs: Python's, the libraries' and our own."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
+    """Returns what must be equal in all processes: versions, and a digest of each source file.
+
+    The files are those of this package and, if Python runs a script, the script itself. The command
+    compares its experiment file by itself.
+    """
     versions = {name: importlib.metadata.version(name) for name in _COMPARED}
     python = ".".join(map(str, sys.version_info[:3]))
-    return versions | {"python": python, "the code of spmdtrain": digest.hexdigest()[:12]}
+    package = Path(__file__).parent
+    files = {
+        f"{package.name}/{path.relative_to(package).as_posix()}": path
+        for path in sorted(package.rglob("*.py"))
+    }
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    # Installed commands have no suffix; their first line names the Python of their host.
+    if script and (path := Path(script).resolve()).suffix == ".py" and path.is_file():
+        files.setdefault(f"the script {path.name}", path)
+    digests = {name: hashlib.sha256(path.read_bytes()) for name, path in files.items()}
+    return (
+        versions
+        | {"python": python}
+        | {name: digest.hexdigest()[:12] for name, digest in digests.items()}
+    )
 
 
 def leave() -> None:

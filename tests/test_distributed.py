@@ -132,7 +132,25 @@ def test_who_it_is_is_taken_from_the_description() -> None:
     assert list(found.names) == ["chief", "worker 0", "worker 1"]
     assert list(found.addresses) == list(ADDRESSES)
     about = dict(found.about)
-    assert about["jax"] == jax.__version__ and len(about["the code of spmdtrain"]) == 12
+    assert about["jax"] == jax.__version__ and len(about["spmdtrain/run.py"]) == 12
+
+
+def test_processes_of_other_code_in_a_subfolder_or_of_another_script_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package, script = tmp_path / "spmdtrain", tmp_path / "train.py"
+    (package / "models").mkdir(parents=True)
+    changed = package / "models" / "mlp.py"
+    monkeypatch.setattr(distributed, "__file__", str(package / "distributed.py"))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
+    changed.write_text("a = 1")
+    script.write_text("b = 1")
+    before = distributed._about()
+    for path, name in ((changed, "spmdtrain/models/mlp.py"), (script, "the script train.py")):
+        path.write_text("c = 1")
+        after = distributed._about()
+        assert {key for key in before if before[key] != after[key]} == {name}
+        before = after
 
 
 def test_a_job_comes_too_late_when_jax_has_started_its_devices(
