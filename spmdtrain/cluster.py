@@ -96,6 +96,19 @@ class ClusterSpec:
         return self.rank == 0
 
     @property
+    def chief(self) -> Task:
+        """The task of rank 0: the chief, or worker 0 of a cluster without one."""
+        return self.processes[0]
+
+    @property
+    def why_no_servers(self) -> str | None:
+        """What strategy parameter_server lacks in this cluster; None if it can run here."""
+        missing = [] if self.processes else ["chief"]
+        missing += [] if len(self.processes) > 1 else ["worker besides the chief"]
+        missing += [] if self.has_ps else ["ps task"]
+        return f"no {' and no '.join(missing)}" if missing else None
+
+    @property
     def coordinator(self) -> Address | None:
         """The address of rank 0, where it has one."""
         return self.processes[0].address if self.processes else None
@@ -189,6 +202,19 @@ class Finding:
     text: str
 
 
+def check_servers(spec: ClusterSpec) -> list[Finding]:
+    """Checks that strategy parameter_server can run in a cluster with `ps` tasks."""
+    if not spec.has_ps:
+        return []
+    if missing := spec.why_no_servers:
+        what = f"the cluster has {missing}, and strategy parameter_server takes all three"
+        return [Finding("error", "parameter servers", what)]
+    workers = [str(task) for task in spec.processes[1:]]
+    shown = ", ".join(workers[:4]) + (f" and {len(workers) - 4} more" if len(workers) > 4 else "")
+    what = f"with strategy parameter_server {spec.chief} is the chief, and these compute: {shown}"
+    return [Finding("ok", "parameter servers", what)]
+
+
 def check_network(spec: ClusterSpec) -> list[Finding]:
     """Look at the network of a cluster from this machine; takes some seconds at most."""
     from spmdtrain import doctor
@@ -228,14 +254,14 @@ def execute(options: Options) -> int:
     spec = from_environment()
     if not options.json:
         _print_spec(spec)
-    findings = check_network(spec) if options.network else []
+    findings = check_servers(spec) + (check_network(spec) if options.network else [])
     if options.json:
         checked = {"findings": [asdict(one) for one in findings]} if options.network else {}
         print(json.dumps(spec.as_json() | checked))
     else:
         _print_findings(findings)
     if faults := dict.fromkeys(one.what for one in findings if one.level == "error"):
-        raise UserError(f"checks of the network failed: {', '.join(faults)}")
+        raise UserError(f"checks failed: {', '.join(faults)}")
     return ExitCode.DONE
 
 

@@ -1,6 +1,7 @@
 """From the description of a cluster to an initialised JAX cluster."""
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -19,6 +20,7 @@ from spmdtrain import cluster, failing, phases, processes
 from spmdtrain.cluster import ClusterSpec, Role
 from spmdtrain.errors import UserError
 from spmdtrain.rendezvous import Party, is_loopback, meet
+from spmdtrain.strategies import strategy as strategy_of
 
 _HEARTBEAT = 20  # seconds after which JAX gives up a process that has died
 _SHUTDOWN = 300  # seconds that those who are done wait for the others
@@ -39,45 +41,87 @@ class Explicit:
 
 
 _settled = False  # whether it has been decided whom this process is with
+_deferred: Callable[..., None] | None = None  # `initialize` as called before the strategy was known
 
 
 def initialize(
     spec: ClusterSpec | None = None,
     *,
+    strategy: str | None = None,
     detect: bool = False,
     explicit: Explicit | None = None,
     timeout: float = 300.0,
     hang_timeout: float | None = None,
     tell: Callable[[str], None] = failing.to_stderr,
 ) -> None:
-    """Join the job that TF_CONFIG describes (or `spec`), before anything uses a JAX device.
+    """Joins the job that TF_CONFIG describes (or `spec`), before anything uses a JAX device.
 
     Without TF_CONFIG this process is alone, unless `explicit` says otherwise, or `detect` asks JAX
     to find a TPU pod, Slurm, Open MPI or Kubernetes. Once joined or alone, nothing more happens.
-    Raises `UserError` for a wrong description and `ClusterError`, which names the missing tasks,
-    after `timeout` seconds. Where no process has moved for `hang_timeout` seconds (30 minutes;
-    never under a launcher, which watches by itself), the one that holds the others is named, and
-    the job ends.
+
+    An evaluator task joins no job. If the cluster has `ps` tasks, the strategy decides whether the
+    processes join: without `strategy` this is left to the `Trainer`, `Loop` or `Coordinator`, which
+    has to be made before anything uses a JAX device.
+
+    Where no process has moved for `hang_timeout` seconds (30 minutes; never under a launcher, which
+    watches by itself), the one that holds the others is named, and the job ends.
+
+    Args:
+      spec: The cluster, if it is not that of TF_CONFIG.
+      strategy: Name of the strategy of the run; needed only in a cluster with `ps` tasks, and only
+        by scripts that use JAX before they make a `Trainer` or `Loop`.
+      detect: Whether JAX may detect the cluster.
+      explicit: The cluster, described by hand.
+      timeout: Seconds in which all processes have to come.
+      hang_timeout: Seconds without progress after which the job ends; 0 is never.
+      tell: Receives the lines that name the missing tasks.
+
+    Raises:
+      UserError: If the description is wrong, or this is a `ps` task of a synchronous strategy.
+      ClusterError: If tasks are missing after `timeout` seconds; names them.
     """
-    global _settled
+    global _settled, _deferred
     if _settled:
+        return
+    if _deferred is not None:
+        if strategy is None:
+            return
+        call, _deferred = _deferred, None
+        call(strategy=strategy)
         return
     _leave_out_tpus()
     phases.begin()
+    given = hang_timeout
     if hang_timeout is None:
         hang_timeout = 0.0 if phases.launched() else HANG_TIMEOUT
     for name, seconds in (("timeout", timeout), ("hang_timeout", hang_timeout)):
         if not seconds >= 0:
             raise UserError(f"{name} is {seconds}: it must be 0 or more seconds")
+    by_servers = None if strategy is None else strategy_of(strategy).by_servers
     if (job := processes.current()) is not None:  # by the script itself
         _begin(job, hang_timeout)
         processes.check_same(_about())
         return
     spec = spec or cluster.from_environment()
-    if spec.role in (Role.PS, Role.EVALUATE):
+    if spec.role is Role.EVALUATE or by_servers:
+        _settled = True
+        return
+    if spec.has_ps and by_servers is None:
+        _deferred = functools.partial(
+            initialize,
+            spec,
+            detect=detect,
+            explicit=explicit,
+            timeout=timeout,
+            hang_timeout=given,
+            tell=tell,
+        )
+        return
+    if spec.role is Role.PS:
         raise UserError(
-            f"by TF_CONFIG this process is {spec.name}, which takes no part in a training: "
-            "leave it out, or start an evaluator with python -m spmdtrain.run"
+            f"by TF_CONFIG this process is {spec.name}, a parameter server, which strategy "
+            f"{strategy} does not use: start only the chief, the workers and the evaluator, or "
+            "choose strategy parameter_server"
         )
     party = _party(spec, detect, explicit or Explicit())
     if party is None or len(party.names) == 1:
@@ -86,7 +130,7 @@ def initialize(
     if xla_bridge.backends_are_initialized():
         raise UserError(
             f"JAX has already started its devices, and this process is {party.names[party.rank]} "
-            f"of {len(party.names)}: call spmdtrain.initialize() first, before anything is put on "
+            f"of {len(party.names)}: call {_first_call(spec)} first, before anything is put on "
             "a device (a model made, say)"
         )
     meet(party, timeout, tell)
@@ -103,6 +147,11 @@ def initialize(
         shutdown_timeout_seconds=_SHUTDOWN,
     )
     _begin(processes.enter(party.names), hang_timeout)
+
+
+def _first_call(spec: ClusterSpec) -> str:
+    """Returns the call that joins the job at once."""
+    return f"spmdtrain.initialize({'strategy=...' if spec.has_ps else ''})"
 
 
 def _begin(job: processes.Job, hang_timeout: float) -> None:

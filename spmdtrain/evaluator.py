@@ -11,10 +11,10 @@ import os
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from spmdtrain import phases
-from spmdtrain.config import RunConfig
+from spmdtrain.config import RunConfig, resolve
 from spmdtrain.data import Dataset, as_dataset
 from spmdtrain.errors import ExitCode, Preempted, StorageError, UserError
 from spmdtrain.journal import Journal, Metrics
@@ -22,7 +22,7 @@ from spmdtrain.manifest import Damaged
 from spmdtrain.restore import Source, read_manifest, saved_in
 from spmdtrain.signals import StopSignals
 from spmdtrain.storage import failures, folder_of, one_line
-from spmdtrain.trainer import Trainer
+from spmdtrain.terminal import Terminal
 from spmdtrain.writers import RunFiles, Split, Status, Writer, status_of
 
 T = TypeVar("T")
@@ -44,8 +44,49 @@ class Which(enum.StrEnum):
     """The newest there is at the time, and so the last; those that it overtakes are left out."""
 
 
+class Model(Protocol):
+    """What evaluates the checkpoints: a `Trainer`."""
+
+    config: RunConfig
+    terminal: Terminal
+    may_stop: Callable[[], None]
+
+    def restore(self, path: str | None = None) -> int:
+        """Takes the parameters of a checkpoint; returns its step."""
+        ...
+
+    def evaluate(self, data: Any, *, global_batch_size: int | None = None) -> Metrics:
+        """Returns the weighted means over a dataset."""
+        ...
+
+
+def follow(
+    trainer: Model,
+    config: RunConfig,
+    train: Any,
+    validation: Any,
+    *,
+    which: Which = Which.EACH,
+) -> int:
+    """Evaluates the checkpoints of the training that a configuration describes; see `watch`.
+
+    Args:
+      trainer: Evaluates.
+      config: Configuration of the training.
+      train: Its training data, whose length gives the step at which it ends.
+      validation: The data to evaluate on.
+      which: The checkpoints to evaluate.
+
+    Returns:
+      The exit code.
+    """
+    known = config.batch_size_per_device is None  # else it takes the training's devices to say
+    total = resolve(config, batch_shards=1).total_steps(len(as_dataset(train)))
+    return watch(trainer, validation, which=which, total_steps=total if known else None)
+
+
 def watch(
-    trainer: Trainer,
+    trainer: Model,
     validation: Any,
     *,
     which: Which = Which.EACH,
@@ -92,7 +133,7 @@ def watch(
 class _Evaluator:
     """One call of `watch`."""
 
-    trainer: Trainer
+    trainer: Model
     dataset: Dataset
     files: RunFiles
     signals: StopSignals

@@ -36,6 +36,7 @@ from spmdtrain.loop_checks import (
 from spmdtrain.phases import Phase, within
 from spmdtrain.placement import place, prepare, under
 from spmdtrain.replicas import NotReducedError, replicas_in
+from spmdtrain.roles import refuse_evaluator
 from spmdtrain.session import Session
 from spmdtrain.sharding import Layout, Rule, check_placed, named_leaves
 from spmdtrain.state import TrainState
@@ -103,6 +104,7 @@ class Loop:
                 "strategy parameter_server makes the Trainer's steps: a loop of your own has a "
                 "Coordinator (docs/parameter-server.md)"
             )
+        refuse_evaluator("a Loop")
         prepare(config)
         self.placement = place(config)
         self.config = resolve(config, batch_shards=self.placement.batch_shards)

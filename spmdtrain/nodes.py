@@ -67,7 +67,7 @@ def import_ray(spec: ClusterSpec) -> Any:
 @contextlib.contextmanager
 def head(spec: ClusterSpec, timeout: float) -> Iterator[Any]:
     """The chief's node, which the others join; within, this process talks to all of them."""
-    ray, chief = import_ray(spec), spec.processes[0].address
+    ray, chief = import_ray(spec), spec.chief.address
     with _head_beside(chief, timeout):
         # What it would print of a lost process, we say in a line (it has a switch for debuggers).
         ray._private.worker._worker_logs_enabled = False
@@ -111,7 +111,7 @@ def serve(spec: ClusterSpec, timeout: float) -> str:
     import_ray(spec)
     assert spec.task is not None
     until = time.monotonic() + timeout
-    chief = spec.processes[0].address
+    chief = spec.chief.address
     while not _listens(chief.host, chief.port):
         if time.monotonic() > until:
             raise UserError(
@@ -229,7 +229,7 @@ def main() -> None:
         signal.signal(number, lambda *_: None)
     spec = cluster.from_environment()
     import_ray(spec)
-    with _node(spec, spec.processes[0], head=True):
+    with _node(spec, spec.chief, head=True):
         sys.stdin.read()
 
 
@@ -239,7 +239,7 @@ def _node(spec: ClusterSpec, task: Task, *, head: bool) -> Iterator[Any]:
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
-    chief = spec.processes[0].address
+    chief = spec.chief.address
     if _is_loopback(task.address.host) and not _is_local(spec):
         raise UserError(
             f"{task} is at {task.address.host} by TF_CONFIG, which is {_ip(task.address.host)} "

@@ -254,24 +254,31 @@ def for_worker(config: RunConfig) -> RunConfig:
 
 
 def take_part(timeout: float) -> None:
-    """Be what TF_CONFIG says: the chief goes on from here; the others serve it, and then exit.
+    """Takes the role that TF_CONFIG gives this process in a job of parameter servers.
 
-    Raises `UserError` where there is no such job, `SystemExit` when it has ended.
+    The chief, or worker 0 of a cluster without one, returns. Workers and servers serve it and exit.
+
+    Args:
+      timeout: Seconds in which the chief has to come.
+
+    Raises:
+      UserError: If the cluster lacks tasks, or this is its evaluator.
+      SystemExit: In a worker or a server, when the job has ended.
     """
     spec = cluster.from_environment()
     if spec.role is Role.EVALUATE:
         raise UserError(
-            f"by TF_CONFIG this process is {spec.name}, which takes no part in a training: start "
-            "it with python -m spmdtrain.run"
+            f"by TF_CONFIG this process is {spec.name}, which takes no part in a training: only "
+            "Trainer.fit and python -m spmdtrain.run evaluate there"
         )
-    if missing := [job for job in ("chief", "worker", "ps") if job not in spec.jobs]:
-        found = f" (this one has no {' and no '.join(missing)})" if spec.jobs else ""
+    if missing := spec.why_no_servers:
+        found = f" (this one has {missing})" if spec.jobs else ""
         raise UserError(
             f"parameter servers take a TF_CONFIG with a chief, workers and ps tasks{found}: start "
             "one with python -m spmdtrain.launch --processes 3 --ps 2 -- ..."
         )
     distributed.stay_alone()
-    if spec.task_type == "chief":
+    if spec.is_chief:
         return
     how = nodes.serve(spec, timeout)
     if how not in _ENDS:
@@ -280,11 +287,12 @@ def take_part(timeout: float) -> None:
 
 
 def serve_elsewhere(timeout: float) -> None:
-    """In the process of a worker or a parameter server: be that, and exit when it has ended.
+    """Takes the role of a worker or a parameter server, if this process is one, and then exits.
 
-    Before devices are used, as its actors are to have them. Raises as `take_part`.
+    Call before devices are used, because the actors of the task use them. Raises as `take_part`.
     """
-    if cluster.from_environment().task_type in ("worker", "ps"):
+    spec = cluster.from_environment()
+    if spec.task_type in ("worker", "ps") and not spec.is_chief:
         take_part(timeout)
 
 

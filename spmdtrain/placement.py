@@ -184,7 +184,7 @@ def prepare(config: RunConfig) -> None:
     """Join the job, and set what JAX reads when its devices are first used."""
     keep_programs(config.compilation_cache)
     if not strategy(config.strategy).by_servers:  # whose tasks are programs of their own
-        distributed.initialize()
+        distributed.initialize(strategy=config.strategy)
     make_cpu_devices(config.cpu_devices)
     collectives.prepare(config.collectives, processes.count())
 

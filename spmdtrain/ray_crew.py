@@ -34,10 +34,10 @@ class RayJob:
     def __init__(self, ray: Any, spec: ClusterSpec, timeout: float) -> None:
         self.ray = ray
         self._timeout = timeout
-        self.coming = [task for task in spec.tasks if task.type in ("ps", "worker")]
-        """The tasks that nobody has waited for yet."""
         self._servers = [task for task in spec.tasks if task.type == "ps"]
-        self._workers = [task for task in spec.tasks if task.type == "worker"]
+        self._workers = list(spec.processes[1:])
+        self.coming = [*self._servers, *self._workers]
+        """The tasks that nobody has waited for yet."""
         _by_value(ray)
 
     @property

@@ -32,7 +32,6 @@ from spmdtrain import (
 from spmdtrain.checkpoints import verify
 from spmdtrain.cluster import Role
 from spmdtrain.config import RunConfig, check, resolve
-from spmdtrain.data import as_dataset
 from spmdtrain.errors import ExitCode, Preempted, UserError, exit_code_of
 from spmdtrain.experiment import ExperimentFile, load_experiment
 from spmdtrain.loop import Loop
@@ -247,13 +246,8 @@ def execute(command: Command) -> int:
             f"--mode {options.mode} under parameter_server is for one process, and TF_CONFIG lists "
             f"{len(spec.tasks)} tasks: start it without TF_CONFIG"
         )
-    if spec.role is Role.PS:
-        raise UserError(
-            f"{spec.name} is a parameter server, which synchronous training has none of: start "
-            "only the chief, the workers and the evaluator"
-        )
     if not by_servers:
-        join(options, spec, experiment_file)
+        join(command, spec)
     if processes.count() > 1 and not command.own_workdir:
         raise UserError("--workdir must be given with several processes: a folder that all can see")
     # Resolved before build: it is to see the batch size and the learning rate that will be used.
@@ -304,10 +298,12 @@ def execute(command: Command) -> int:
     return ExitCode.DONE
 
 
-def join(options: Options, spec: cluster.ClusterSpec, experiment: ExperimentFile) -> None:
-    """Become part of the job that is described; all its processes run the same experiment."""
+def join(command: Command, spec: cluster.ClusterSpec) -> None:
+    """Joins the job that is described; all its processes must run the same experiment."""
+    options, experiment = command.options, command.experiment
     distributed.initialize(
         spec,
+        strategy=command.config.strategy,
         detect=options.cluster == "auto",
         explicit=distributed.Explicit(
             coordinator=options.coordinator,
@@ -322,7 +318,7 @@ def join(options: Options, spec: cluster.ClusterSpec, experiment: ExperimentFile
 
 
 def evaluate_beside(command: Command) -> int:
-    """Evaluate the checkpoints of a training that goes on elsewhere; returns the exit code."""
+    """Evaluates the checkpoints of a training that runs elsewhere; returns the exit code."""
     if command.options.mode != "train":
         raise UserError(
             f"--mode {command.options.mode} in an evaluator, which waits for checkpoints to "
@@ -335,13 +331,12 @@ def evaluate_beside(command: Command) -> int:
     distributed.stay_alone()
     config = on_own_devices(command.config, Terminal().line)
     experiment = command.experiment.build(resolve(config, batch_shards=1))
-    known = config.batch_size_per_device is None  # else it takes the training's devices to say
-    total = resolve(config, batch_shards=1).total_steps(len(as_dataset(experiment.train)))
-    return evaluator.watch(
+    return evaluator.follow(
         Trainer.of(experiment, config),
+        config,
+        experiment.train,
         experiment.validation,
         which=command.options.evaluate_which,
-        total_steps=total if known else None,
     )
 
 

@@ -13,7 +13,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from spmdtrain import evaluate, failing, processes
+from spmdtrain import evaluate, evaluator, failing, processes, roles
 from spmdtrain.adapters import Function, Variables
 from spmdtrain.adapting import adapt
 from spmdtrain.callbacks import Callbacks, Event, Moment, by_moment
@@ -32,11 +32,10 @@ from spmdtrain.parameter_server import (
     OnServers,
     lead,
     of_options,
-    serve_elsewhere,
     take_part,
 )
 from spmdtrain.phases import Phase, within
-from spmdtrain.placement import Placement, place, prepare, under
+from spmdtrain.placement import Placement, place, under
 from spmdtrain.profiling import ProfiledSteps
 from spmdtrain.programs import Programs
 from spmdtrain.ray_crew import RayJob
@@ -93,11 +92,8 @@ class Trainer:
         init_timeout: float = 300.0,
         **options: Any,
     ) -> None:
-        self.config = for_built(config or RunConfig(), options)
+        self.config = roles.enter(for_built(config or RunConfig(), options), init_timeout, terminal)
         by_servers = strategy(self.config.strategy).by_servers
-        if by_servers:
-            serve_elsewhere(init_timeout)
-        prepare(self.config)
         # The mesh of workers is not the chief's, which evaluates on all devices of its own.
         mesh = MeshSpec() if by_servers else self.config.mesh
         self.placement = place(dataclasses.replace(self.config, mesh=mesh))
@@ -242,7 +238,12 @@ class Trainer:
         The splits are datasets, or arrays in a tuple or dictionary. Raises `NonFiniteError` when
         the loss or the state is no number any more, and `Preempted` after SIGTERM or Ctrl-C,
         the state saved, where there is a workdir.
+        In an evaluator task of TF_CONFIG it evaluates the checkpoints of the workdir instead, until
+        the training has ended, and then exits.
         """
+        if roles.is_evaluator():
+            config = self._configured(epochs, steps, global_batch_size)
+            raise SystemExit(evaluator.follow(self, config, train, validation))
         by_servers = self.placement.strategy.by_servers
         if by_servers:
             if self._identity is not None:
@@ -563,7 +564,12 @@ class Trainer:
     # -- what there is to begin with -----------------------------------------------------------
 
     def _resolved(self, epochs: int | None, steps: int | None, batch: int | None) -> RunConfig:
-        """The configuration with `fit`'s own keywords in the place of the trainer's."""
+        """The configuration of a fit, resolved for its devices."""
+        config = self._configured(epochs, steps, batch)
+        return resolve(config, batch_shards=self.placement.batch_shards)
+
+    def _configured(self, epochs: int | None, steps: int | None, batch: int | None) -> RunConfig:
+        """Returns the configuration with `fit`'s own keywords in place of the trainer's."""
         config = self.config
         if epochs is not None or steps is not None:
             config = dataclasses.replace(config, epochs=epochs, steps=steps)
@@ -571,7 +577,7 @@ class Trainer:
             config = dataclasses.replace(
                 config, global_batch_size=batch, batch_size_per_device=None
             )
-        return resolve(config, batch_shards=self.placement.batch_shards)
+        return config
 
     def _padded_batch(self, batch: int | None) -> int:
         """The batch size to evaluate with; as batches are filled up, it need not divide."""

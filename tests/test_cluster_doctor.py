@@ -319,7 +319,7 @@ def test_the_command_prints_one_json_object_with_the_findings(free: int) -> None
     config = text("worker", 0, worker=[f"127.0.0.1:{free}", f"{NO_HOST}:1"])
     done = command(config, "--json")
     assert done.returncode == 2
-    assert done.stderr == "error: checks of the network failed: worker 1, worker 0\n"
+    assert done.stderr == "error: checks failed: worker 1, worker 0\n"
     told = printed(done)
     found = told.pop("findings")
     assert told == from_tf_config(config).as_json()

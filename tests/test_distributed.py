@@ -20,9 +20,9 @@ from processes import free_port, tf_config
 
 from spmdtrain import distributed, failing, processes
 from spmdtrain.callbacks import Moment
-from spmdtrain.cluster import from_tf_config
+from spmdtrain.cluster import ClusterSpec, from_tf_config
 from spmdtrain.distributed import Explicit
-from spmdtrain.errors import NonFiniteError, UserError
+from spmdtrain.errors import ClusterError, NonFiniteError, UserError
 from spmdtrain.run import main
 from spmdtrain.terminal import Terminal
 from spmdtrain.testing import run_processes, started
@@ -34,6 +34,7 @@ ADDRESSES = ("127.0.0.1:4001", "127.0.0.1:4002", "127.0.0.1:4003")
 def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process in which nothing has been decided yet."""
     monkeypatch.setattr(distributed, "_settled", False)
+    monkeypatch.setattr(distributed, "_deferred", None)
     monkeypatch.setattr(processes, "_job", None)
 
 
@@ -110,19 +111,51 @@ def test_what_slurm_says_is_found_as_it_is(monkeypatch: pytest.MonkeyPatch) -> N
     assert distributed._party(from_tf_config(None), False, Explicit()) is None
 
 
-@pytest.mark.parametrize(
-    ("task", "name"), [({"type": "ps", "index": 0}, "ps 0"), ({"type": "evaluator"}, "evaluator")]
-)
-def test_a_task_that_trains_nothing_is_refused(
-    monkeypatch: pytest.MonkeyPatch, task: dict[str, Any], name: str
-) -> None:
+def in_cluster(task: str, **jobs: list[str]) -> ClusterSpec:
+    """A cluster with a parameter server, as one of its tasks sees it."""
+    jobs = jobs or {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}
+    return from_tf_config(json.dumps({"cluster": jobs, "task": {"type": task, "index": 0}}))
+
+
+def test_a_server_is_refused_by_a_synchronous_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     unsettled(monkeypatch)
-    cluster = {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}
-    text = json.dumps({"cluster": cluster, "task": {"index": 0, **task}})
-    with pytest.raises(
-        UserError, match=f"this process is {name}.*, which takes no part in a training"
-    ):
-        distributed.initialize(from_tf_config(text))
+    distributed.initialize(in_cluster("ps"))  # the strategy is not known yet
+    with pytest.raises(UserError, match="this process is ps 0, a parameter server"):
+        distributed.initialize(strategy="mirrored")
+
+
+def test_an_evaluator_joins_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    unsettled(monkeypatch)
+    monkeypatch.setattr(distributed, "meet", None)
+    distributed.initialize(in_cluster("evaluator"))
+    assert distributed._settled
+
+
+def test_with_servers_the_strategy_decides_who_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    met = []
+
+    def meet(party: Any, timeout: float, tell: Any) -> None:
+        met.append((party.names[party.rank], timeout))
+        raise ClusterError("enough")
+
+    monkeypatch.setattr(distributed, "meet", meet)
+    is_started = "spmdtrain.distributed.xla_bridge.backends_are_initialized"
+    monkeypatch.setattr(is_started, lambda: False)
+    unsettled(monkeypatch)
+    distributed.initialize(in_cluster("worker"), timeout=7.0)
+    distributed.initialize()
+    assert met == []
+    with pytest.raises(ClusterError):
+        distributed.initialize(strategy="fully_sharded")
+    assert met == [("worker 0", 7.0)]
+    unsettled(monkeypatch)
+    distributed.initialize(in_cluster("worker"), strategy="parameter_server")
+    assert met == [("worker 0", 7.0)] and distributed._settled
+    monkeypatch.setattr(is_started, lambda: True)
+    unsettled(monkeypatch)
+    distributed.initialize(in_cluster("worker"))
+    with pytest.raises(UserError, match=r"call spmdtrain.initialize\(strategy=...\) first"):
+        distributed.initialize(strategy="mirrored")
 
 
 def test_who_it_is_is_taken_from_the_description() -> None:

@@ -1,0 +1,51 @@
+"""The role of a process in a job, as TF_CONFIG and the strategy decide it."""
+
+from spmdtrain import cluster
+from spmdtrain.cluster import Role
+from spmdtrain.config import RunConfig
+from spmdtrain.errors import UserError
+from spmdtrain.parameter_server import serve_elsewhere
+from spmdtrain.placement import on_own_devices, prepare
+from spmdtrain.strategies import strategy
+from spmdtrain.terminal import Terminal
+
+
+def is_evaluator() -> bool:
+    """Returns whether TF_CONFIG makes this process the evaluator of a job."""
+    return cluster.from_environment().role is Role.EVALUATE
+
+
+def enter(config: RunConfig, timeout: float, terminal: Terminal | None) -> RunConfig:
+    """Takes the role of this process in the job of a configuration.
+
+    A process that trains joins the others. A worker or parameter server of strategy
+    parameter_server serves the chief and exits with the job.
+
+    Args:
+      config: Configuration of the run.
+      timeout: Seconds in which the chief of parameter servers has to come.
+      terminal: Receives the reason if an evaluator uses a placement of its own.
+
+    Returns:
+      The configuration for this process: an evaluator has devices of its own.
+
+    Raises:
+      UserError: If the strategy has no use for this task.
+      SystemExit: In a worker or parameter server, when the job has ended.
+    """
+    if is_evaluator():
+        return on_own_devices(config, (terminal or Terminal()).line)
+    if strategy(config.strategy).by_servers:
+        serve_elsewhere(timeout)
+    prepare(config)
+    return config
+
+
+def refuse_evaluator(what: str) -> None:
+    """Raises `UserError` in an evaluator task, for what only trains."""
+    if is_evaluator():
+        name = cluster.from_environment().name
+        raise UserError(
+            f"{what} in task {name} of TF_CONFIG: only Trainer.fit and python -m spmdtrain.run "
+            "evaluate checkpoints there; leave the evaluator out of the cluster"
+        )
