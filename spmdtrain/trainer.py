@@ -242,8 +242,8 @@ class Trainer:
         the training has ended, and then exits.
         """
         if roles.is_evaluator():
-            config = self._configured(epochs, steps, global_batch_size)
-            raise SystemExit(evaluator.follow(self, config, train, validation))
+            self.config = self._configured(epochs, steps, global_batch_size)
+            raise SystemExit(evaluator.follow(self, self.config, train, validation))
         by_servers = self.placement.strategy.by_servers
         if by_servers:
             if self._identity is not None:
