@@ -155,6 +155,9 @@ class RunConfig:
     servers: Servers = Servers()
     microbatches: int = 1
     """Parts in which a step's batch is computed one after the other, their gradients added up."""
+    batch_statistics: Literal["global", "replica"] = "global"
+    """Normalize training batches by the statistics of the global batch, or by those of each
+    replica's own examples, as tf.distribute does; running averages are then replicas' means."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """What the model computes in; parameters, optimizer state and sums stay as they are."""
     remat: Literal["none", "full", "dots", "dots_no_batch"] = "none"

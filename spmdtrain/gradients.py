@@ -18,6 +18,12 @@ from spmdtrain import hlo, metrics
 from spmdtrain.errors import UserError
 from spmdtrain.jaxprs import equations
 from spmdtrain.mesh import BATCH_AXES
+from spmdtrain.model_state import (
+    averages_and_counts,
+    difference,
+    rejoined,
+    with_difference,
+)
 from spmdtrain.placement import Placement, noticing, under
 from spmdtrain.reductions import Reduction, packed
 from spmdtrain.sharding import named_leaves
@@ -51,19 +57,23 @@ class Gradients:
         microbatches: Parts of the batch that are computed one after the other.
         placement: The mesh.
         reduction: Where given, each device computes its own examples, and this adds them up.
+        per_replica: With a reduction, allow model state and random numbers: each replica
+            normalizes by its own examples and draws its own numbers, and the change of the model
+            state is averaged over the replicas.
     """
 
     objective: Objective
     microbatches: int
     placement: Placement
     reduction: Reduction | None = None
+    per_replica: bool = False
 
     def __call__(
         self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
     ) -> Found:
         """For a global batch; the gradients are those of its weighted mean."""
         if self.reduction is not None and self.placement.mesh is not None:
-            return self._by_hand(self.reduction, params, frozen, batch, key)
+            return self._by_hand(self.reduction, params, frozen, model_state, batch, key)
         found = self._of(params, frozen, model_state, batch, key)
         return found._replace(gradients=_of_mean(found.gradients, found.metrics))
 
@@ -116,22 +126,39 @@ class Gradients:
         return jax.lax.with_sharding_constraint(parts, self.placement.sharding(spec))
 
     def _by_hand(
-        self, reduction: Reduction, params: PyTree, frozen: PyTree, batch: PyTree, key: jax.Array
+        self,
+        reduction: Reduction,
+        params: PyTree,
+        frozen: PyTree,
+        model_state: PyTree,
+        batch: PyTree,
+        key: jax.Array,
     ) -> Found:
         """Each device's own share, which the reduction adds up."""
+        replicas = self.placement.batch_shards
 
-        def local(params: PyTree, frozen: PyTree, batch: PyTree, key: jax.Array) -> Found:
+        def local(
+            params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
+        ) -> Found:
+            if self.per_replica and replicas > 1:
+                key = jax.random.fold_in(key, jax.lax.axis_index(BATCH_AXES))
             with under(Placement(DEFAULT, None)):  # on one device there is no mesh to lay out over
-                found = self._of(params, frozen, {}, batch, key)
+                found = self._of(params, frozen, model_state, batch, key)
             # Sums over a large batch could be too large for 16 bits on the way. Divided by its
             # size, which is known, rather than its weight, they need not wait for that.
             share = _scaled(found.gradients, 1 / size)
-            if reduction is packed:  # the sums of loss and metrics in the same parcel
-                reduced, counted = packed((share, found.metrics), BATCH_AXES)
+            # The change rather than the state: what no replica changes keeps its bits.
+            change = difference(found.model_state, model_state)
+            averages, counts = averages_and_counts(change)
+            averages = _scaled(averages, 1 / replicas)
+            if reduction is packed:  # metrics and running averages in the same parcel
+                reduced, counted, averages = packed((share, found.metrics, averages), BATCH_AXES)
             else:
                 reduced = reduction(share, BATCH_AXES)
-                counted = jax.lax.psum(found.metrics, BATCH_AXES)
-            return Found(_of_mean(reduced, counted, of=size), counted, found.model_state)
+                counted, averages = jax.lax.psum((found.metrics, averages), BATCH_AXES)
+            change = rejoined(averages, jax.lax.pmax(counts, BATCH_AXES))
+            after = with_difference(model_state, change, jnp.zeros((), jnp.float32))
+            return Found(_of_mean(reduced, counted, of=size), counted, after)
 
         size = jax.tree.leaves(batch)[0].shape[0]
 
@@ -140,10 +167,10 @@ class Gradients:
         return jax.shard_map(
             local,
             mesh=self.placement.mesh,
-            in_specs=(whole, whole, rows, whole),
+            in_specs=(whole, whole, whole, rows, whole),
             out_specs=whole,
             check_vma=False,
-        )(params, frozen, batch, key)
+        )(params, frozen, model_state, batch, key)
 
 
 def _of_mean(gradients: PyTree, counted: dict[str, metrics.Sums], *, of: int = 1) -> PyTree:
@@ -175,19 +202,21 @@ def why_not_by_hand(
     frozen: PyTree,
     model_state: PyTree,
     batch: PyTree,
-    values: Callable[[PyTree, PyTree, PyTree], PyTree],
+    values: Callable[[PyTree, PyTree, PyTree, PyTree], PyTree],
 ) -> str | None:
     """Why gradients reduced by hand would not be what XLA's are; None where they would be.
 
-    `values` gives the objective's values for parameters, frozen ones and a batch. The other
-    arguments are abstract.
+    With `per_replica` they may differ by what batch statistics and random numbers do.
+    `values` gives the objective's values for parameters, frozen ones, model state and a batch,
+    without the use of batch statistics. The other arguments are abstract.
     """
     if not replicates_params:
         return (
             f"the strategy {gradients.placement.name} splits the parameters; use mirrored, "
             "zero, central_storage or hybrid, without rules"
         )
-    if carried := jax.tree.leaves(model_state):
+    carried = jax.tree.leaves(model_state)
+    if carried and not gradients.per_replica:
         return (
             f"the model carries state ({len(carried)} arrays: batch statistics, say), which "
             "would be each device's own"
@@ -206,9 +235,9 @@ def why_not_by_hand(
     if {"sharding_constraint", "shard_map"} & {of.primitive.name for of in equations(jaxpr.jaxpr)}:
         return "the objective lays arrays out over devices by itself"
     _, used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
-    if used[-1]:  # the key, which is the last argument
+    if used[-1] and not gradients.per_replica:  # the key, which is the last argument
         return "the model draws random numbers (dropout), which would be each device's own"
-    if moved := _looks_across(gradients.placement, values, params, frozen, batch):
+    if moved := _looks_across(gradients.placement, values, params, frozen, model_state, batch):
         return (
             "the objective's values depend on other examples of the batch (a contrastive "
             "loss, say), of which each device would see its own alone; or so it seems to XLA, "
@@ -250,7 +279,7 @@ def check_agrees(reduction: Reduction, placement: Placement, params: PyTree) -> 
 
 def _looks_across(
     placement: Placement,
-    values: Callable[[PyTree, PyTree, PyTree], PyTree],
+    values: Callable[[PyTree, PyTree, PyTree, PyTree], PyTree],
     *given: PyTree,
 ) -> list[hlo.Collective]:
     """What XLA moves between a split batch and its split values: examples that have to meet."""
@@ -263,7 +292,7 @@ def _looks_across(
 
     with under(Placement(DEFAULT, None)):
         shapes = jax.eval_shape(values, *given)
-        places = (placement.everywhere, placement.everywhere, placement.batch)
+        places = (*3 * (placement.everywhere,), placement.batch)
         program = jax.jit(values, in_shardings=places, out_shardings=jax.tree.map(place, shapes))
         text = program.lower(*given).compile().as_text() or ""
     return hlo.collectives(text, placement.mesh)

@@ -9,7 +9,8 @@ import numpy as np
 
 from spmdtrain.health import HEALTH, health
 from spmdtrain.ledger import Ledger
-from spmdtrain.updates import Update, with_difference
+from spmdtrain.model_state import with_difference
+from spmdtrain.updates import Update
 
 PyTree = Any
 

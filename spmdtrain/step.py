@@ -20,12 +20,13 @@ from spmdtrain.feed import Rows, examples_of, of_first, of_several
 from spmdtrain.gradients import Gradients, check_agrees, why_not_by_hand
 from spmdtrain.health import health
 from spmdtrain.jaxprs import equations
+from spmdtrain.model_state import difference
 from spmdtrain.placement import Placement, under
 from spmdtrain.reductions import NAMED, Reduction, all_reduce, in_dtype, packed
 from spmdtrain.remat import with_policy
 from spmdtrain.sharding import Layout, Rule, named_leaves, path_name
 from spmdtrain.state import TrainState
-from spmdtrain.updates import Update, clipped, difference, joined
+from spmdtrain.updates import Update, clipped, joined
 
 PyTree = Any
 
@@ -73,9 +74,19 @@ class Steps:
         self.layout = Layout(self.abstract_state, placement, rules, config.sharding)
         self.shardings: TrainState = self.layout.shardings
         self._own_reduction = reduction
+        self._per_replica = config.batch_statistics == "replica"
+        if self._per_replica and not jax.tree.leaves(self.abstract_state.model_state):
+            raise UserError(
+                "batch_statistics is replica, and the model carries no state, so it has no batch "
+                "statistics: leave the option out"
+            )
         self._asked_reduction = self._reduction(reduction)
         self._gradients = Gradients(
-            self._objective_sums, config.microbatches, placement, self._asked_reduction
+            self._objective_sums,
+            config.microbatches,
+            placement,
+            self._asked_reduction,
+            per_replica=self._per_replica,
         )
         variables = self.shardings.variables
         batch, everywhere = placement.batch, placement.everywhere
@@ -145,6 +156,14 @@ class Steps:
                     "given: one of the two"
                 )
             own = NAMED[options.reduction]
+        if own is None and self._per_replica and self._placement.batch_shards > 1:
+            if options.reduction == "automatic":
+                raise UserError(
+                    "batch_statistics is replica, which reduces gradients under shard_map, and "
+                    "collectives.reduction is automatic, which leaves them to XLA: leave one out"
+                )
+            on_cpu = self._placement.devices[0].platform == "cpu"
+            own = packed if on_cpu and options.reduce_dtype is None else all_reduce
         if options.reduce_dtype is None:
             return own
         return in_dtype(own or all_reduce, options.reduce_dtype)
@@ -186,7 +205,9 @@ class Steps:
         )
         if by_hand and why_not:
             asked = "a reduction of your own"
-            if options.reduction is not None:
+            if self._per_replica:
+                asked = "batch_statistics=replica"
+            elif options.reduction is not None:
                 asked = f"collectives.reduction={options.reduction}"
             elif options.reduce_dtype is not None:
                 asked = f"collectives.reduce_dtype={options.reduce_dtype}"
@@ -197,6 +218,8 @@ class Steps:
         if not by_hand and self._gradients.reduction is not (found := None if why_not else packed):
             self._train_programs.clear()
             self._gradients = dataclasses.replace(self._gradients, reduction=found)
+        if by_hand and self._per_replica:
+            return "; batch statistics of each replica"
         return f"; reduced by XLA, as {why_not}" if why_not else ""
 
     def _may_pack(self) -> bool:
@@ -360,19 +383,26 @@ class Steps:
         return self._sums(outputs, batch), after
 
     def _outputs(
-        self, params: PyTree, frozen: PyTree, batch: PyTree, model_state: PyTree, key: jax.Array
+        self,
+        params: PyTree,
+        frozen: PyTree,
+        batch: PyTree,
+        model_state: PyTree,
+        key: jax.Array,
+        mode: Mode = Mode.TRAIN,
     ) -> tuple[PyTree, PyTree]:
         """What the objective returns in training, and the model state after it."""
         variables = Variables(self._to_compute(joined(params, frozen)), model_state)
         outputs, after = self._adapter.run(
-            self._objective, variables, self._input(batch), key, Mode.TRAIN
+            self._objective, variables, self._input(batch), key, mode
         )
         # A model that computes in 16 bits may have assigned such to its state.
         return outputs, jax.tree.map(lambda new, old: new.astype(old.dtype), after, model_state)
 
-    def _values(self, params: PyTree, frozen: PyTree, batch: PyTree) -> PyTree:
-        """The objective's values of a model that carries no state and draws nothing."""
-        return self._outputs(params, frozen, batch, {}, jax.random.key(0))[0]
+    def _values(self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree) -> PyTree:
+        """Returns the objective's values, computed without batch statistics and random numbers."""
+        mode = Mode.EVAL if self._per_replica else Mode.TRAIN
+        return self._outputs(params, frozen, batch, model_state, jax.random.key(0), mode)[0]
 
     def _to_compute(self, params: PyTree) -> PyTree:
         """Parameters as the model computes with them: cast first, so that less is gathered."""

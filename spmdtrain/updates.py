@@ -116,35 +116,3 @@ def clipped(
     full = optax.with_extra_args_support(transformation)
     found, _ = full.update(gradients, full.init(trained), trained, value=jnp.asarray(loss))
     return found
-
-
-def difference(after: PyTree, before: PyTree) -> PyTree:
-    """What a batch adds to the model state, so that what several add comes together.
-
-    A batch statistic becomes `new - old`, which moves the newest one by as much; counters, and the
-    numbers of random keys, add up modulo their range. A flag is taken as it is.
-    """
-
-    def more(x: jax.Array, y: jax.Array) -> jax.Array:
-        if x.dtype == jnp.bool_:
-            return x
-        return jnp.where(x == y, jnp.zeros_like(x), x - y)  # a mask's infinities stay
-
-    return jax.tree.map(more, after, before)
-
-
-def with_difference(tree: PyTree, more: PyTree, staleness: jax.Array) -> PyTree:
-    """The model state with what a batch adds to it, computed so many updates ago.
-
-    As each of n workers that pulled the same moves a statistic towards its batch's, together they
-    would move it n times as far, and beyond: a variance below 0. So they share the way.
-    """
-
-    def added(x: jax.Array, y: jax.Array) -> jax.Array:
-        if x.dtype == jnp.bool_:
-            return y
-        return x + (y / (1 + staleness) if jnp.issubdtype(x.dtype, jnp.inexact) else y).astype(
-            x.dtype
-        )
-
-    return jax.tree.map(added, tree, more)

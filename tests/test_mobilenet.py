@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from hypothesis import example, given
 from hypothesis import strategies as st
-from steps import equations
+from steps import equations, on, trainer
 
 from spmdtrain import MeshSpec, UserError
 from spmdtrain.adapters import Adapter, Mode, Variables
@@ -21,6 +21,7 @@ from spmdtrain.config import RunConfig
 from spmdtrain.models import MobileNetV2, mobilenet
 from spmdtrain.placement import place
 from spmdtrain.sharding import Layout, named_leaves
+from spmdtrain.testing_steps import compiled_step
 
 SHALLOW = mobilenet.STAGES[:2]  # three blocks: one without expansion, with a stride, and residual
 
@@ -161,8 +162,7 @@ def test_on_a_cpu_depthwise_convolutions_are_sums_of_products_and_equal(
     gradients = jax.value_and_grad(program, argnums=(0, 1), has_aux=True)
     assert "conv_general_dilated" not in primitives()
     on_cpu = gradients(x, kernel)
-    elsewhere = SimpleNamespace(devices=[SimpleNamespace(platform="gpu")])
-    monkeypatch.setattr(mobilenet, "current_strategy", lambda: elsewhere)
+    monkeypatch.setattr(mobilenet, "current_device", lambda: SimpleNamespace(platform="gpu"))
     assert "conv_general_dilated" in primitives()
     by_convolution = gradients(x, kernel)
     assert by_convolution[0][1].shape == (2, *(-(-side // stride) for side in sides), 5)
@@ -196,11 +196,37 @@ def test_in_bfloat16_the_statistics_are_float32_and_the_products_are_not(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_statistics_of_values_far_from_0_keep_their_digits(dtype: str) -> None:
-    norm = mobilenet._norm(3, momentum=0.9, epsilon=1e-3, rngs=nnx.Rngs(0))
+    norm = mobilenet._Norm(3, momentum=0.9, epsilon=1e-3, rngs=nnx.Rngs(0))
+    norm.mean[...] = jnp.array([995.0, 1000.0, 1003.0])  # after some steps
     x = jnp.asarray(np.random.default_rng(0).normal(1000, 1, (64, 4, 4, 3)), dtype)
-    norm(x)
-    expected = np.asarray(x).astype(np.float64).var((0, 1, 2))
-    np.testing.assert_allclose(norm.var[...], 0.9 + 0.1 * expected, rtol=1e-5)
+    found = norm(x)
+    exact = np.asarray(x).astype(np.float64)
+    mean, var = exact.mean((0, 1, 2)), exact.var((0, 1, 2))
+    np.testing.assert_allclose(norm.var[...], 0.9 + 0.1 * var, rtol=1e-5)
+    before = np.array([995.0, 1000.0, 1003.0])
+    np.testing.assert_allclose(norm.mean[...], 0.9 * before + 0.1 * mean, rtol=1e-6)
+    normal = (exact - mean) / np.sqrt(var + 1e-3)
+    np.testing.assert_allclose(found, normal, rtol=1e-4, atol=1e-4)
+    norm.use_running_average = True
+    running = (exact - norm.mean[...]) / np.sqrt(np.asarray(norm.var[...]) + 1e-3)
+    np.testing.assert_allclose(norm(x), running, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_s_mean_and_mean_square_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mobilenet, "STAGES", SHALLOW)
+    batch = {"x": np.zeros((8, 8, 8, 3), np.float32), "label": np.zeros(8, np.int32)}
+
+    def objective(model: Any, batch: Any) -> Any:
+        return {"loss": model(batch["x"])[:, 0]}
+
+    of = trainer(
+        model=partial(MobileNetV2, 5, width_multiplier=0.35),
+        objective=objective,
+        global_batch_size=8,
+        mesh=on(2),
+    )
+    # One forward and one backward for each of 10 norms, and one for all gradients and metrics.
+    assert len(compiled_step(of, batch).collectives) == 2 * 10 + 1
 
 
 # -- places ----------------------------------------------------------------------------------------

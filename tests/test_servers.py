@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from spmdtrain.cuts import Cuts, cuts_of
 from spmdtrain.divided import divided, name_of, parts_of
 from spmdtrain.errors import UserError
+from spmdtrain.model_state import difference, with_difference
 from spmdtrain.partitioners import FixedShards
 from spmdtrain.server import Counts, Held, Landed, Push, Server
-from spmdtrain.updates import Update, difference, with_difference
+from spmdtrain.updates import Update
 
 PARAMS = {
     "kernel": jnp.arange(70.0).reshape(10, 7) / 70,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.errors import UserError
-from spmdtrain.placement import current_strategy
+from spmdtrain.placement import current_device
 
 # Expansion, channels, blocks, and the stride of the first of them: t, c, n and s of table 2.
 STAGES = (
@@ -52,7 +52,7 @@ class MobileNetV2(nnx.Module):
         for name, value in (("dropout", dropout), ("batch norm's momentum", momentum)):
             if not 0 <= value < 1:
                 raise UserError(f"{name} is {value}: it must be at least 0 and below 1")
-        norm = partial(_norm, momentum=momentum, epsilon=epsilon, rngs=rngs)
+        norm = partial(_Norm, momentum=momentum, epsilon=epsilon, rngs=rngs)
         channels = round_channels(width_multiplier * _STEM)
         stem = nnx.Conv(3, channels, (3, 3), strides=2, padding="SAME", use_bias=False, rngs=rngs)
         self.stem = _Layer(stem, norm(channels))
@@ -86,7 +86,7 @@ def depthwise(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
 
     (B, H, W, C) and (height, width, 1, C) to (B, ceil(H / stride), ceil(W / stride), C).
     """
-    if current_strategy().devices[0].platform == "cpu":
+    if current_device().platform == "cpu":
         return depthwise_by_products(x, kernel, stride)
     return jax.lax.conv_general_dilated(
         x,
@@ -145,7 +145,7 @@ class _Block(nnx.Module):
         channels: int,
         expansion: int,
         stride: int,
-        norm: partial[nnx.BatchNorm],
+        norm: "partial[_Norm]",
         rngs: nnx.Rngs,
     ) -> None:
         hidden = expansion * before
@@ -179,9 +179,25 @@ def _pointwise(before: int, channels: int, rngs: nnx.Rngs) -> nnx.Linear:
     return nnx.Linear(before, channels, use_bias=False, rngs=rngs)
 
 
-def _norm(channels: int, *, momentum: float, epsilon: float, rngs: nnx.Rngs) -> nnx.BatchNorm:
-    # The variance of differences from the mean: that of squares loses digits where values are far
-    # from 0, and then depends on how the batch was split.
-    return nnx.BatchNorm(
-        channels, momentum=momentum, epsilon=epsilon, use_fast_variance=False, rngs=rngs
-    )
+class _Norm(nnx.BatchNorm):
+    """Batch normalization that reduces mean and mean square of a layer together.
+
+    Both are independent of each other, so XLA joins them into one all-reduce, forward and backward.
+    They are taken of differences from the running mean, because the variance from squares of values
+    far from 0 loses digits, and would then depend on how the batch is split.
+    """
+
+    def __call__(
+        self,
+        x: jax.Array,
+        use_running_average: bool | None = None,
+        *,
+        mask: jax.Array | None = None,
+    ) -> jax.Array:
+        fixed = self.use_running_average if use_running_average is None else use_running_average
+        if fixed:
+            return super().__call__(x, True, mask=mask)
+        shift = jax.lax.stop_gradient(self.mean[...])
+        normal = super().__call__(x.astype(shift.dtype) - shift, False, mask=mask)
+        self.mean[...] += (1 - self.momentum) * shift  # of x again, not of the differences
+        return normal
