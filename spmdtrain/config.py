@@ -297,6 +297,7 @@ _POSITIVE = (
 
 def check(config: RunConfig) -> None:
     """Raise `UserError` for values that no run could have, whatever the devices and the data."""
+    check_compute_dtype(config.compute_dtype)
     _check_types(config, RunConfig)
     for name in _POSITIVE:
         value = getattr(config, name)
@@ -348,6 +349,15 @@ def check(config: RunConfig) -> None:
         if rate is not None and not (rate >= 0 and math.isfinite(rate)):
             raise UserError(f"{name} is {rate}: it must be a finite number, 0 or more")
     config.profile_range()
+
+
+def check_compute_dtype(name: object) -> None:
+    """Raises `UserError` for float16, under any of its names, because it needs loss scaling."""
+    if name in ("float16", "mixed_float16", "f16", "fp16", "half"):
+        raise UserError(
+            f"compute_dtype is {name}: float16 gradients underflow without dynamic loss scaling, "
+            "which spmdtrain does not have. Use bfloat16, which has the range of float32"
+        )
 
 
 def with_options(config: RunConfig, options: Mapping[str, Any], of: str) -> RunConfig:

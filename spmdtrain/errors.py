@@ -74,8 +74,38 @@ def exit_code_of(
         return failed(*found, error)
 
 
+# What other frameworks call a field, by the field's name here.
+_OTHER_NAMES = {
+    "learning_rate": "lr",
+    "steps": "num_steps n_steps max_steps total_steps train_steps num_train_steps iterations",
+    "epochs": "num_epochs n_epochs max_epochs num_train_epochs",
+    "global_batch_size": "batch_size train_batch_size bs",
+    "batch_size_per_device": "per_device_batch_size per_replica_batch_size micro_batch_size",
+    "microbatches": "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps",
+    "workdir": "output_dir out_dir outdir logdir log_dir model_dir",
+    "compute_dtype": "dtype precision mixed_precision",
+    "steps_per_dispatch": "steps_per_execution",
+    "data_threads": "num_workers workers dataloader_num_workers",
+    "seed": "random_seed tf_random_seed",
+    "checkpoint_every_steps": "save_steps save_every save_freq save_checkpoints_steps",
+    "eval_every_steps": "eval_steps eval_every validation_freq",
+    "log_every": "log_every_n_steps logging_steps log_freq",
+    "remat": "gradient_checkpointing rematerialize",
+    "ema_decay": "ema ema_momentum",
+    "profile_steps": "profile_batch",
+}
+_FIELDS = {other: field for field, others in _OTHER_NAMES.items() for other in others.split()}
+
+
+def field_meant(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known name of what another framework calls `name`; None if there is none."""
+    field = _FIELDS.get(name.replace("-", "_"))
+    return field if field in known else None
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`" Did you mean 'x'?"` for the nearest known name, or the list of names."""
     names = [str(name) for name in known]
-    near = difflib.get_close_matches(name, names, n=1)
+    meant = field_meant(name, names)
+    near = [meant] if meant else difflib.get_close_matches(name, names, n=1)
     return f" Did you mean {near[0]!r}?" if near else f" There are: {', '.join(names)}."

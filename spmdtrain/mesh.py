@@ -88,7 +88,8 @@ def _visible(platform: str | None = None) -> list[jax.Device]:
 def choose_devices(names: tuple[str | int, ...]) -> list[jax.Device]:
     """The devices of these names, an index (`0`, `"3"`) or platform and index (`"gpu:0"`).
 
-    No names mean all devices. Raises `UserError` for a device that is not there.
+    TensorFlow's spellings (`"/gpu:0"`, `"GPU:0"`, `"/device:GPU:0"`) name the same. No names
+    mean all devices. Raises `UserError` for a device that is not there.
     """
     if not names:
         return _visible()
@@ -105,7 +106,8 @@ def choose_devices(names: tuple[str | int, ...]) -> list[jax.Device]:
 
 
 def _device(name: str) -> jax.Device:
-    platform, _, index = name.rpartition(":")
+    plain = name.lower().removeprefix("/").removeprefix("device:")
+    platform, _, index = plain.rpartition(":")
     visible = _visible(platform or None)
     if not index.isdecimal() or int(index) >= len(visible):
         where = f" of platform {platform}" if platform else ""

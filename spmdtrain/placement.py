@@ -104,13 +104,22 @@ _current = jax.make_user_context(default_value=None)
 
 
 def current_strategy() -> Placement:
-    """What the code that calls this runs under: a `Trainer`'s strategy and mesh.
+    """Returns the strategy and mesh that the calling code runs under: a `Trainer`'s or `Loop`'s.
 
-    Outside a run, the default strategy, without a mesh.
+    Raises:
+      UserError: If no run is going on, because the answer depends on a run's configuration.
     """
     if (asked := _asked.get()) is not None:
         asked.append("current_strategy")
-    return _strategy()
+    found: Placement | None = _current.value
+    if found is None:
+        raise UserError(
+            "current_strategy() was called outside a run, where no strategy is known yet. Of a "
+            "Trainer or Loop that exists, its placement says the same "
+            "(trainer.placement.batch_shards); before, give batch_size_per_device instead of a "
+            "product, or call resolve_on_devices(config)"
+        )
+    return found
 
 
 def current_device() -> jax.Device:

@@ -31,8 +31,8 @@ from spmdtrain import (
 )
 from spmdtrain.checkpoints import verify
 from spmdtrain.cluster import Role
-from spmdtrain.config import RunConfig, check, resolve
-from spmdtrain.errors import ExitCode, Preempted, UserError, exit_code_of
+from spmdtrain.config import RunConfig, check, check_compute_dtype, resolve
+from spmdtrain.errors import ExitCode, Preempted, UserError, exit_code_of, field_meant
 from spmdtrain.experiment import ExperimentFile, load_experiment
 from spmdtrain.loop import Loop
 from spmdtrain.mesh import cpu_devices_in_environment
@@ -146,6 +146,7 @@ def parse(
     default = experiment.preset(known.preset)
     given = {a.split("=")[0].lstrip("-").replace("-", "_") for a in arguments if a[:2] == "--"}
     default = _without_replaced(default, given)
+    _check_words(arguments, default, of)
     arguments = _together(arguments)
     command: Any = tyro.cli(_command(default, experiment.doc, of), args=arguments, prog=prog)
     config = command.experiment
@@ -170,6 +171,20 @@ def _command(default: RunConfig, description: str | None, of: type) -> Any:
         kw_only=True,
         namespace={"__doc__": description},
     )
+
+
+def _check_words(arguments: Sequence[str], default: RunConfig, of: type) -> None:
+    """Raises `UserError` for options and values of other frameworks that have a name here."""
+    known = [field.name for fields in (default, of) for field in dataclasses.fields(fields)]
+    for number, argument in enumerate(arguments):
+        option, _, value = argument.partition("=")
+        name = option.removeprefix("--").replace("-", "_")
+        if not option.startswith("--"):
+            continue
+        if name == "compute_dtype":
+            check_compute_dtype(value or "".join(arguments[number + 1 : number + 2]))
+        if name not in known and (meant := field_meant(name, known)) is not None:
+            raise UserError(f"{option} is not an option. Did you mean --{meant.replace('_', '-')}?")
 
 
 _LISTS = ("compiler_option", "frozen")  # in no order, so that they may be given one by one

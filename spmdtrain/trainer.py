@@ -232,6 +232,7 @@ class Trainer:
         epochs: int | None = None,
         steps: int | None = None,
         global_batch_size: int | None = None,
+        batch_size_per_device: int | None = None,
     ) -> FitResult:
         """Train until `epochs` or `steps` in all have been made, going on from where it was.
 
@@ -242,7 +243,7 @@ class Trainer:
         the training has ended, and then exits.
         """
         if roles.is_evaluator():
-            self.config = self._configured(epochs, steps, global_batch_size)
+            self.config = self._configured(epochs, steps, global_batch_size, batch_size_per_device)
             raise SystemExit(evaluator.follow(self, self.config, train, validation))
         by_servers = self.placement.strategy.by_servers
         if by_servers:
@@ -252,7 +253,7 @@ class Trainer:
                     "ended with it"
                 )
             take_part(self._init_timeout)
-        config = self._resolved(epochs, steps, global_batch_size)
+        config = self._resolved(epochs, steps, global_batch_size, batch_size_per_device)
         splits = {"train": train, "validation": validation, "test": test}
         with contextlib.ExitStack() as stack:
             stack.enter_context(under(self.placement))
@@ -563,19 +564,23 @@ class Trainer:
 
     # -- what there is to begin with -----------------------------------------------------------
 
-    def _resolved(self, epochs: int | None, steps: int | None, batch: int | None) -> RunConfig:
+    def _resolved(
+        self, epochs: int | None, steps: int | None, batch: int | None, per_device: int | None
+    ) -> RunConfig:
         """The configuration of a fit, resolved for its devices."""
-        config = self._configured(epochs, steps, batch)
+        config = self._configured(epochs, steps, batch, per_device)
         return resolve(config, batch_shards=self.placement.batch_shards)
 
-    def _configured(self, epochs: int | None, steps: int | None, batch: int | None) -> RunConfig:
+    def _configured(
+        self, epochs: int | None, steps: int | None, batch: int | None, per_device: int | None
+    ) -> RunConfig:
         """Returns the configuration with `fit`'s own keywords in place of the trainer's."""
         config = self.config
         if epochs is not None or steps is not None:
             config = dataclasses.replace(config, epochs=epochs, steps=steps)
-        if batch is not None:
+        if batch is not None or per_device is not None:
             config = dataclasses.replace(
-                config, global_batch_size=batch, batch_size_per_device=None
+                config, global_batch_size=batch, batch_size_per_device=per_device
             )
         return config
 

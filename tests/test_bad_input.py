@@ -33,6 +33,10 @@ def refused(capsys: pytest.CaptureFixture[str], config: object, *options: object
     ("options", "expected"),
     [
         # names and types
+        ("--lr 0.1", "--lr is not an option. Did you mean --learning-rate?"),
+        ("--num-steps=3", "--num-steps is not an option. Did you mean --steps?"),
+        ("--compute-dtype float16", "float16 gradients underflow .* bfloat16"),
+        ("--compute_dtype=mixed_float16", "float16 gradients underflow .* bfloat16"),
         ("--stepz 3", "Unrecognized options: --stepz, 3 Perhaps you meant: --steps"),
         ("--hiden 3", "Perhaps you meant: --hidden"),
         ("--mesh.dta 2", "Perhaps you meant: --mesh.data"),

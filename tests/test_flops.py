@@ -87,8 +87,8 @@ def test_mobilenet_as_published(monkeypatch: pytest.MonkeyPatch) -> None:
         return MobileNetV2(1000, rngs=nnx.Rngs(0))(x)
 
     # On CPU depthwise convolutions are sums of pictures, and no products.
-    there = SimpleNamespace(devices=[SimpleNamespace(platform="tpu")])
-    monkeypatch.setattr(mobilenet, "current_strategy", lambda: there)
+    there = SimpleNamespace(platform="tpu")
+    monkeypatch.setattr(mobilenet, "current_device", lambda: there)
     found = count_flops(jax.make_jaxpr(forward)(jnp.zeros((1, 224, 224, 3))))
     assert math.isclose(found.total, 2 * 300e6, rel_tol=0.02)
 
@@ -158,8 +158,8 @@ def test_the_gradient_of_a_ragged_dot_takes_twice_the_dot(argnums: tuple[int, ..
 def test_training_mobilenet(
     monkeypatch: pytest.MonkeyPatch, microbatches: int, remat: Literal["none", "full"]
 ) -> None:
-    there = SimpleNamespace(devices=[SimpleNamespace(platform="tpu")])
-    monkeypatch.setattr(mobilenet, "current_strategy", lambda: there)
+    there = SimpleNamespace(platform="tpu")
+    monkeypatch.setattr(mobilenet, "current_device", lambda: there)
 
     def objective(model: Any, batch: Any) -> dict[str, jax.Array]:
         return {"loss": model(batch["image"]).sum(-1)}

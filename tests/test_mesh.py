@@ -112,6 +112,7 @@ def test_devices_are_chosen_by_index_and_by_name_in_the_order_given() -> None:
     assert ids(MeshSpec(devices=("3", "1"))) == [3, 1]
     assert ids(MeshSpec(devices=("cpu:3", "cpu:0"))) == [3, 0]
     assert ids(MeshSpec(devices=(6, "cpu:2", "4"))) == [6, 2, 4]
+    assert ids(MeshSpec(devices=("/cpu:3", "CPU:0", "/device:CPU:5"))) == [3, 0, 5]
 
 
 @pytest.mark.parametrize("name", [8, "8", "cpu:8", "gpu:0", "cpu:", "cpu", "", -1, "cpu:-1", "x"])

@@ -42,11 +42,14 @@ def placed(strategy: str = "mirrored", **sizes: Any) -> Placement:
 
 def told() -> str:
     """What library code sees: the strategy, the axes in use, the parts of a batch."""
-    now = current_strategy()
+    try:
+        now = current_strategy()
+    except UserError:
+        return OUTSIDE
     return f"{now.name}: {now.axes}, {now.batch_shards}"
 
 
-OUTSIDE = "default: none, 1"
+OUTSIDE = "outside of a run"
 MIRRORED = "mirrored: data=8, 8"
 
 
@@ -146,9 +149,9 @@ def test_a_function_that_trainers_share_is_laid_out_for_each() -> None:
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
-def test_outside_of_a_run_it_is_the_default_strategy() -> None:
-    assert told() == OUTSIDE
-    assert current_strategy().mesh is None
+def test_outside_of_a_run_it_is_refused() -> None:
+    with pytest.raises(UserError, match="batch_size_per_device"):
+        current_strategy()
     assert exported_current_strategy is current_strategy and exported_constrain is constrain
 
 
@@ -199,7 +202,7 @@ def test_a_model_is_made_under_the_trainers_strategy_whatever_is_called_first(fi
 @pytest.mark.parametrize(
     ("strategy", "found", "jit"),
     [
-        ("default", OUTSIDE, True),
+        ("default", "default: none, 1", True),
         ("one_device", "one_device: data=1, 1", True),
         ("one_device", "one_device: data=1, 1", False),
         ("hybrid", "hybrid: replica=2 data=4, 8", True),

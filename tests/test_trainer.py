@@ -50,6 +50,19 @@ def test_without_a_workdir_nothing_is_written(
     assert result.test == result.validation and result.test["loss"] > 0
 
 
+def test_fit_takes_a_batch_size_per_device() -> None:
+    devices = MeshSpec(devices=(0, 1, 2, 3))
+    fitted = trainer(mesh=devices)
+    fitted.fit((X, Y), steps=3, batch_size_per_device=2)
+    same = trainer(mesh=devices)
+    same.fit((X, Y), steps=3, global_batch_size=8)
+    assert fitted.state is not None and same.state is not None
+    for one, other in zip(*map(jax.tree.leaves, (fitted.state, same.state)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(UserError, match="give one of the two"):
+        trainer().fit((X, Y), steps=1, global_batch_size=8, batch_size_per_device=1)
+
+
 def test_steps_and_epochs_are_totals() -> None:
     fitted = trainer()
     assert fitted.fit((X, Y), epochs=1).step == 5
