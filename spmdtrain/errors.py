@@ -100,7 +100,7 @@ _FIELDS = {other: field for field, others in _OTHER_NAMES.items() for other in o
 def field_meant(name: str, known: Iterable[str]) -> str | None:
     """Returns the known name of what another framework calls `name`; None if there is none."""
     field = _FIELDS.get(name.replace("-", "_"))
-    return field if field in known else None
+    return field if field is not None and field in known else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
