@@ -28,6 +28,7 @@ from spmdtrain.placement import Placement, noticing, under
 from spmdtrain.reductions import Reduction, packed
 from spmdtrain.sharding import named_leaves
 from spmdtrain.strategies import DEFAULT
+from spmdtrain.together import call_together
 
 PyTree = Any
 
@@ -269,7 +270,8 @@ def check_agrees(reduction: Reduction, placement: Placement, params: PyTree) -> 
     program = jax.shard_map(
         local, mesh=placement.mesh, in_specs=whole, out_specs=whole, check_vma=False
     )
-    agree = named_leaves(jax.device_get(jax.jit(program)(jax.random.key(0))))
+    found = call_together(jax.jit(program), jax.random.key(0))
+    agree = named_leaves(jax.device_get(found))
     if apart := [name for name, same in agree.items() if not same]:
         raise UserError(
             f"the reduction leaves each device with gradients of its own, of {apart[0]} for one: "

@@ -17,6 +17,7 @@ from spmdtrain import processes
 from spmdtrain.adapters import Function, Mode, Variables
 from spmdtrain.errors import UserError
 from spmdtrain.storage import one_line
+from spmdtrain.together import call_together
 
 PyTree = Any
 
@@ -246,5 +247,5 @@ def _whole(value: jax.Array) -> np.ndarray:
         sharding = value.sharding
         assert isinstance(sharding, NamedSharding), "several processes have a mesh"
         everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-        value = jax.jit(jnp.copy, out_shardings=everywhere)(value)
+        value = call_together(jax.jit(jnp.copy, out_shardings=everywhere), value)
     return np.asarray(value)

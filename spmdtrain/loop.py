@@ -43,6 +43,7 @@ from spmdtrain.state import TrainState
 from spmdtrain.step import StepOutput
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
+from spmdtrain.together import Together, await_compiled, call_together
 from spmdtrain.writers import Split, Status
 
 PyTree = Any
@@ -194,7 +195,8 @@ class Loop:
             state = run.resume(_Placed(abstract, self._layout.shardings))
             if state is None:
                 when = "after the initialisation"
-                state = jax.jit(begin, out_shardings=self._layout.shardings)(*keys)
+                program = jax.jit(begin, out_shardings=self._layout.shardings)
+                state = call_together(program, *keys)
             else:
                 when, self._saved = "as restored", int(state.step)
         check_placed(state, self._layout.shardings, when)
@@ -377,6 +379,7 @@ class Loop:
         began = time.perf_counter()
         with self.terminal.waiting("compiling the step"), within(Phase.COMPILE):
             compiled = jitted.lower(state, batch).compile()
+            await_compiled()
         if processes.is_chief():
             found = hlo.told(compiled.as_text(), self.mesh)
             seconds = time.perf_counter() - began
@@ -406,7 +409,7 @@ class Loop:
                 )
             return found
 
-        jitted = jax.jit(reduced, out_shardings=self.placement.everywhere)
+        jitted = Together(jax.jit(reduced, out_shardings=self.placement.everywhere))
 
         def call(*args: PyTree) -> PyTree:
             with under(self.placement):

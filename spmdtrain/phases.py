@@ -33,6 +33,8 @@ class Phase(enum.StrEnum):
     START = "start"
     RESTORE = "restore"
     COMPILE = "compile"
+    COMPILED = "compiled"
+    """Waiting until all processes have compiled the program that comes next."""
     LOAD = "load"
     STEP = "step"
     EVALUATE = "evaluate"
@@ -43,7 +45,9 @@ class Phase(enum.StrEnum):
 
 
 # Here a process may be waiting for all the others; elsewhere it can only keep them waiting.
-WAITING = frozenset({Phase.STEP, Phase.EVALUATE, Phase.SAVE, Phase.RESTORE, Phase.END})
+WAITING = frozenset(
+    {Phase.COMPILED, Phase.STEP, Phase.EVALUATE, Phase.SAVE, Phase.RESTORE, Phase.END}
+)
 
 # A record: process, step, phase, changes, time. Behind it, a slot of its own: the step last saved,
 # which another thread may write. Apart, the two need no lock.

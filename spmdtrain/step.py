@@ -26,6 +26,7 @@ from spmdtrain.reductions import NAMED, Reduction, all_reduce, in_dtype, packed
 from spmdtrain.remat import with_policy
 from spmdtrain.sharding import Layout, Rule, named_leaves, path_name
 from spmdtrain.state import TrainState
+from spmdtrain.together import Together, call_together
 from spmdtrain.updates import Update, clipped, joined
 
 PyTree = Any
@@ -106,12 +107,12 @@ class Steps:
             out_shardings=self.shardings,
         )
         self._train_programs: dict[tuple[bool, bool], Any] = {}
-        self.evaluate = self._compile(
+        self.evaluate = self._compile_together(
             self._evaluate,
             in_shardings=(variables, batch, batch),
             out_shardings=everywhere,
         )
-        self.predict = self._compile(
+        self.predict = self._compile_together(
             self._predictions,
             in_shardings=(variables, batch),
             out_shardings=everywhere,  # every process gets all predictions, to hand them out
@@ -172,6 +173,11 @@ class Steps:
         if not self._config.jit:
             return eager(function)
         return jax.jit(function, compiler_options=self.compiler_options or None, **options)
+
+    def _compile_together(self, function: Callable[..., Any], **options: Any) -> Any:
+        """As `_compile`, for a function of variables and batches that is called without steps."""
+        compiled = self._compile(function, **options)
+        return Together(compiled, constant=1) if self._config.jit else compiled
 
     @property
     def tries_reduction(self) -> bool:
@@ -276,7 +282,7 @@ class Steps:
         keys = [jax.random.key(derive_seed(seed, p)) for p in (Purpose.INIT, Purpose.STEP)]
         given = jax.tree.map(_placed, self._adapter.given, self._places)
         with under(self._placement):  # whoever asks for it, and whenever
-            state: TrainState = self._jit_init(given, *keys)
+            state: TrainState = call_together(self._jit_init, given, *keys)
         return state
 
     def opt_state_of(self, params: PyTree) -> PyTree:
@@ -286,7 +292,8 @@ class Steps:
             there = jax.device_put(params, self.layout.on_device.params)
             return self.update.init(there)
 
-        return jax.jit(begin, out_shardings=self.shardings.opt_state)(params)
+        program = jax.jit(begin, out_shardings=self.shardings.opt_state)
+        return call_together(program, params)
 
     def metric_names(self, rows: PyTree) -> list[str]:
         """What an evaluation of such rows (of leading dim N) gives; nothing is computed."""

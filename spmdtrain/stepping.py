@@ -11,6 +11,7 @@ from spmdtrain.programs import Programs
 from spmdtrain.session import Session
 from spmdtrain.state import TrainState
 from spmdtrain.step import StepOutput
+from spmdtrain.together import await_compiled
 
 PyTree = Any
 
@@ -110,5 +111,6 @@ class OnMesh:
         journal = self._run.journal
         with journal.terminal.waiting("compiling the train step"), within(Phase.COMPILE):
             program = self._programs.get(steps, batch)
+            await_compiled()
         journal.introduce(self._placement, state.params, program.told)
         return program.call

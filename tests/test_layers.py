@@ -23,8 +23,8 @@ LAYERS = [
         adapters adapting asynchronous collectives compilation compiler_log crew cuts distributed
         divided elsewhere estimate failing hlo hlo_module idx jaxprs live_ranges mesh metrics
         model_state nnx_model nodes origins permutation placement processes products profiling
-        reductions remat replicas retention sharding signals storage sums tallies terminal traffic
-        writers
+        reductions remat replicas retention sharding signals storage sums tallies terminal together
+        traffic writers
         """,
         """
         actors callbacks calls checkpoint compilers data division division_table evaluate experiment

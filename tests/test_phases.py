@@ -179,6 +179,13 @@ def records(places: Places) -> list[Record]:
             id="of two, the one that has not moved for longest",
         ),
         pytest.param(
+            {"chief": ("compiled", 0, 5), "worker 0": ("compile", 0, 9)},
+            [],
+            "worker 0",
+            "worker 0 is in compile at step 0 and holds the others",
+            id="the one that still compiles, though it moved later",
+        ),
+        pytest.param(
             {"chief": ("load", 37, 1), "worker 0": ("step", 37, 2)},
             ["worker 0"],
             "worker 0",
