@@ -3,7 +3,7 @@
 import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -16,7 +16,7 @@ from spmdtrain.terminal import printable
 # Whatever else changes, these would change what is being computed.
 _FIXED = ("seed", "global_batch_size", "shuffle")
 _INSTEAD = {"global_batch_size": " (and no --batch-size-per-device)"}
-_COMMON = frozenset(field.name for field in dataclasses.fields(RunConfig))
+_COMMON = frozenset(f.name for f in dataclasses.fields(RunConfig))
 _NO_CHANGE = ("workdir", "resume", "init_from", "checkpoint", "data_dir", "compilation_cache")
 
 
@@ -33,6 +33,8 @@ class Identity:
     """Every array of the state by its path, as `float32[784,128]`."""
     optimizer: str
     """The optimizer's transformations by the names of their states, those without arrays too."""
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    """The injected hyperparameters that the optimizer starts with, by path in its state."""
 
     @property
     def classes(self) -> Sequence[str]:
@@ -128,8 +130,8 @@ def _check_same_leaves(
 ) -> None:
     for name in [*now, *saved]:
         if saved.get(name) != now.get(name):
-            field = name.split("/")[0]
-            kind = {"opt_state": "optimizer", "averaged": "moving average"}.get(field, "model")
+            part = name.split("/")[0]
+            kind = {"opt_state": "optimizer", "averaged": "moving average"}.get(part, "model")
             raise UserError(
                 f"{source} is of another {kind}: {name} is {saved.get(name, 'absent')} there and "
                 f"{now.get(name, 'absent')} here; {remedy}"

@@ -23,6 +23,7 @@ from spmdtrain.data import Augment, as_dataset, process_rows
 from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
 from spmdtrain.feed import check_fits, ordered_batches, train_batches
 from spmdtrain.health import health
+from spmdtrain.hyperparameters import initial_values
 from spmdtrain.late import LateReader
 from spmdtrain.loop_checks import (
     Init,
@@ -182,17 +183,19 @@ class Loop:
         abstract = jax.eval_shape(begin, *keys)
         self._layout = Layout(abstract, self.placement, rules, self.config.sharding)
         self._augment = augment
+        initial = initial_values(lambda *keys: begin(*keys).opt_state, *keys)
+        placed = _Placed(abstract, self._layout.shardings, initial)
         run = Session.open(
             self._stack,
             self.config,
             {"train": train},
-            _Placed(abstract, self._layout.shardings),
+            placed,
             self.terminal,
             self._clock,
         )
         self._stack.enter_context(failing.at_work(run.failed_elsewhere))
         with within(Phase.RESTORE, 0):
-            state = run.resume(_Placed(abstract, self._layout.shardings))
+            state = run.resume(placed)
             if state is None:
                 when = "after the initialisation"
                 program = jax.jit(begin, out_shardings=self._layout.shardings)
@@ -553,6 +556,7 @@ class _Placed:
 
     abstract_state: TrainState
     shardings: TrainState
+    initial_hyperparameters: Mapping[str, Any]
     metric_names: None = None
 
 

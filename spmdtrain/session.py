@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from etils import epath
 
-from spmdtrain import failing, phases, processes
+from spmdtrain import failing, hyperparameters, phases, processes
 from spmdtrain.checkpoint import Checkpoints, check_can_be_saved
 from spmdtrain.config import RunConfig, as_json
 from spmdtrain.data import Dataset, as_dataset, fingerprint
@@ -44,6 +44,11 @@ class Trained(Protocol):
 
     @property
     def shardings(self) -> TrainState: ...
+
+    @property
+    def initial_hyperparameters(self) -> Mapping[str, Any]:
+        """Injected hyperparameters that the optimizer starts with, by path."""
+        ...
 
     @property
     def metric_names(self) -> Callable[[Any], Iterable[str]] | None:
@@ -120,6 +125,7 @@ class Session:
             dataset={} if train is None else fingerprint(train),
             leaves=describe_leaves(trained.abstract_state),
             optimizer=describe_optimizer(trained.abstract_state.opt_state),
+            hyperparameters=trained.initial_hyperparameters,
         )
         # Before anything is written: processes that differ would train nonsense, or wait for ever.
         if processes.count() > 1:
@@ -211,7 +217,8 @@ class Session:
         tell(f"resumed from step {saved.step} of {config.workdir}")
         for change in changes(saved.identity, self.identity):
             tell(f"changed since: {change}")
-        return found.value
+        initial = saved.identity.hyperparameters, self.identity.hyperparameters
+        return hyperparameters.updated(found.value, trained.shardings, *initial, tell)
 
     def check_newest(self, step: int) -> None:
         """Raise `UserError` where the workdir is ahead of a trainer that has made `step` steps."""

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Sharding
 
-from spmdtrain import collectives, mesh, metrics
+from spmdtrain import collectives, hyperparameters, mesh, metrics
 from spmdtrain.adapters import Adapter, Function, Mode, Variables
 from spmdtrain.compilation import compiler_options
 from spmdtrain.config import Purpose, RunConfig, derive_seed
@@ -294,6 +294,11 @@ class Steps:
 
         program = jax.jit(begin, out_shardings=self.shardings.opt_state)
         return call_together(program, params)
+
+    @property
+    def initial_hyperparameters(self) -> dict[str, Any]:
+        """Injected hyperparameters that the optimizer starts with, by path in its state."""
+        return hyperparameters.initial_values(self.update.init, self.abstract_state.params)
 
     def metric_names(self, rows: PyTree) -> list[str]:
         """What an evaluation of such rows (of leading dim N) gives; nothing is computed."""

@@ -28,10 +28,10 @@ LAYERS = [
         """,
         """
         actors callbacks calls checkpoint compilers data division division_table evaluate experiment
-        export feed flops gradients health identity image_cache image_decoding images initial
-        journal keras_model late listing loading loop_checks manifest orbax_manager parameter_server
-        programs ray_crew restore roles sent server session shared sharding_table state step
-        stepping summaries updates worker
+        export feed flops gradients health hyperparameters identity image_cache image_decoding
+        images initial journal keras_model late listing loading loop_checks manifest orbax_manager
+        parameter_server programs ray_crew restore roles sent server session sharding_table shared
+        state step stepping summaries updates worker
         """,
         "advice coordinator evaluator loop measuring plan_json planning trainer",
         "checkpoints children deaths hangs launch plan plan_tables run tasks",
