@@ -35,12 +35,28 @@ Callbacks = Mapping[str, Callback | list[Callback]]
 
 
 def by_moment(callbacks: Callbacks) -> dict[Moment, list[Callback]]:
-    """The functions of every moment. Raises `UserError` for a moment there is not."""
+    """Returns the functions of every moment.
+
+    Raises:
+      UserError: If there is no such moment, or what is given for it is no function.
+    """
+    if not isinstance(callbacks, Mapping):
+        raise UserError(
+            f"callbacks is a {type(callbacks).__name__}: it must be a dictionary of moments, for "
+            f'example {{"log": f}}. The moments are: {", ".join(Moment)}'
+        )
     found: dict[Moment, list[Callback]] = {moment: [] for moment in Moment}
     for name, functions in callbacks.items():
         if name not in found:
             raise UserError(
                 f"there is no moment {name!r} for callbacks.{did_you_mean(name, found)}"
             )
-        found[Moment(name)] += functions if isinstance(functions, list) else [functions]
+        given = functions if isinstance(functions, list) else [functions]
+        for function in given:
+            if not callable(function):
+                raise UserError(
+                    f"callbacks[{name!r}] is a {type(function).__name__}: it must be a function of "
+                    "the event, or a list of such functions"
+                )
+        found[Moment(name)] += given
     return found

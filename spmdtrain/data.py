@@ -149,6 +149,8 @@ def as_dataset(data: Any, what: str = "the dataset") -> Dataset:
             f"a {type(data).__name__} is no dataset: give an array, or several in a tuple or "
             "dictionary"
         )
+    elif advice := _table_advice(data):
+        raise UserError(f"a {type(data).__module__}.{type(data).__name__} is no dataset: {advice}")
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         dataset = Elements(data)
     else:
@@ -165,6 +167,24 @@ def as_dataset(data: Any, what: str = "the dataset") -> Dataset:
     if len(dataset) < 1:
         raise UserError(f"{what} is empty: it needs at least one example")
     return dataset
+
+
+def _table_advice(data: Any) -> str | None:
+    """How to make a dataset of a table of a known library; None for anything else."""
+    library = type(data).__module__.partition(".")[0]
+    name = type(data).__name__
+    if library in ("pandas", "polars"):
+        if name == "DataFrame":
+            return "give its columns, {name: frame[name].to_numpy() for name in frame.columns}"
+        return "give its values, series.to_numpy()" if name == "Series" else None
+    if library == "pyarrow" and name in ("Table", "RecordBatch"):
+        return "give its columns, {name: table[name].to_numpy() for name in table.column_names}"
+    if library == "datasets":
+        if name in ("DatasetDict", "IterableDatasetDict"):
+            return f"it holds several: give one of them, data[name] with name in {sorted(data)}"
+        if getattr(data, "format", {"type": "any"})["type"] is None:
+            return 'its rows are Python objects: give data.with_format("numpy")'
+    return None
 
 
 def fingerprint(dataset: Dataset) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Source: the format's description on the MNIST page of Y. LeCun, C. Cortes and C.
 
 import gzip
 import math
+import os
 import zlib
 
 import numpy as np
@@ -49,6 +50,16 @@ def read_idx(path: str | epath.Path) -> np.ndarray:
     return array.astype(dtype.newbyteorder("="))
 
 
-def find_idx(folder: epath.Path, name: str) -> epath.Path | None:
-    """The file `name` or `name.gz` in `folder`, if there is one."""
-    return next((p for p in (folder / name, folder / f"{name}.gz") if p.exists()), None)
+def find_idx(folder: str | os.PathLike[str], name: str = "") -> epath.Path | None:
+    """Returns the file `name` or `name.gz` in `folder`; None if there is neither.
+
+    Raises:
+      UserError: If no name is given.
+    """
+    if not name:
+        raise UserError(
+            f"find_idx({str(folder)!r}) lacks the file's name: find_idx(folder, name), for example "
+            'find_idx("data", "train-images-idx3-ubyte"). read_idx(path) reads a file'
+        )
+    inside = epath.Path(folder)
+    return next((p for p in (inside / name, inside / f"{name}.gz") if p.exists()), None)

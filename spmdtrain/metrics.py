@@ -109,6 +109,11 @@ def check_precise(outputs: Mapping[str, Any]) -> None:
 
 
 def _sums(what: str, value: Any, batch_size: int, mask: jax.Array | None) -> Sums:
+    if isinstance(value, Mapping):
+        raise UserError(
+            f"{what} is a dictionary of {', '.join(map(str, value))}: metrics are flat, so name "
+            'each one by itself, for example "aux/accuracy"'
+        )
     if isinstance(value, tuple):
         if len(value) != 2:
             raise UserError(f"{what} is a tuple of {len(value)}: (values, weights)")

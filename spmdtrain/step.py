@@ -28,6 +28,7 @@ from spmdtrain.sharding import Layout, Rule, named_leaves, path_name
 from spmdtrain.state import TrainState
 from spmdtrain.together import Together, call_together
 from spmdtrain.updates import Update, clipped, joined
+from spmdtrain.user_frames import locate_errors
 
 PyTree = Any
 
@@ -63,7 +64,8 @@ class Steps:
         reduction: Reduction | None = None,
         config: RunConfig,
     ) -> None:
-        self._adapter, self._objective, self._predict = adapter, objective, predict
+        self._adapter = adapter
+        self._objective, self._predict = locate_errors(objective), locate_errors(predict)
         self._config, self._placement = config, placement
         self._compute_dtype = jnp.dtype(config.compute_dtype)
         self.update = Update(optimizer, config.frozen, config.ema_decay)

@@ -56,7 +56,16 @@ class Update:
         """
         trained, frozen = self.parted(params)
         optimizer = optax.with_extra_args_support(self.optimizer)
-        updates, opt_state = optimizer.update(gradients, opt_state, trained, value=loss)
+        try:
+            updates, opt_state = optimizer.update(gradients, opt_state, trained, value=loss)
+        except TypeError as error:
+            if "value_fn" not in str(error):
+                raise
+            raise UserError(
+                "the optimizer needs value_fn, the loss as a function of the parameters, to search "
+                "along a line, as optax.lbfgs does. A step computes the loss once: use an "
+                "optimizer without a line search, for example optax.lbfgs(1.0, linesearch=None)"
+            ) from error
         return joined(optax.apply_updates(trained, updates), frozen), opt_state
 
     def parted(self, params: PyTree) -> tuple[PyTree, PyTree]:

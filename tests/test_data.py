@@ -839,3 +839,40 @@ def test_a_subset_takes_only_indices_that_are_there(indices: list[Any], message:
 def test_what_is_no_collection_at_all_is_not_called_a_stream() -> None:
     with pytest.raises(UserError, match=r"a int is no dataset\. Give arrays"):
         as_dataset(7)
+
+
+def table(library: str, name: str, **attributes: Any) -> Any:
+    """An object of a class as another library has it."""
+
+    def columns(self: Any, key: Any) -> Any:
+        raise KeyError(key)
+
+    content = {"__len__": lambda self: 3, "__getitem__": columns} | attributes
+    return type(name, (), {"__module__": f"{library}.core"} | content)()
+
+
+@pytest.mark.parametrize(
+    ("data", "advice"),
+    [
+        (table("pandas", "DataFrame"), r"frame\[name\].to_numpy\(\)"),
+        (table("pandas", "Series"), r"series.to_numpy\(\)"),
+        (table("pyarrow", "Table"), "table.column_names"),
+        (table("datasets", "Dataset", format={"type": None}), r"with_format\(\"numpy\"\)"),
+        (table("datasets", "DatasetDict", __iter__=lambda self: iter("ba")), r"\['a', 'b'\]"),
+    ],
+)
+def test_a_table_of_another_library_is_answered_with_what_makes_arrays_of_it(
+    data: Any, advice: str
+) -> None:
+    with pytest.raises(UserError, match=f"{type(data).__name__} is no dataset: .*{advice}"):
+        as_dataset(data)
+
+
+def test_a_formatted_dataset_of_hugging_face_is_one() -> None:
+    rows = table(
+        "datasets",
+        "Dataset",
+        format={"type": "numpy"},
+        __getitem__=lambda self, index: {"x": np.float32(index)},
+    )
+    assert as_dataset(rows).rows(np.array([2, 0]))["x"].tolist() == [2, 0]

@@ -197,3 +197,11 @@ def test_a_file_is_found_plain_or_gzipped_and_the_plain_one_first(tmp_path: Path
     found = find_idx(folder, "labels")
     assert found is not None
     assert found.name == "labels"
+
+
+def test_a_file_is_found_in_a_folder_of_any_kind(tmp_path: Path) -> None:
+    (tmp_path / "labels.gz").write_bytes(b"")
+    assert str(find_idx(str(tmp_path), "labels")) == str(tmp_path / "labels.gz")
+    assert find_idx(tmp_path, "images") is None
+    with pytest.raises(UserError, match="lacks the file's name"):
+        find_idx(str(tmp_path / "labels"))

@@ -31,7 +31,8 @@ LAYERS = [
         export feed flops gradients health hyperparameters identity image_cache image_decoding
         images initial journal keras_model late listing loading loop_checks manifest orbax_manager
         parameter_server programs ray_crew restore roles sent server session sharding_table shared
-        state step stepping summaries updates worker
+        state step stepping summaries updates user_frames
+        worker
         """,
         "advice coordinator evaluator loop measuring plan_json planning trainer",
         "checkpoints children deaths hangs launch plan plan_tables run tasks",

@@ -230,6 +230,12 @@ def refusal(returned: Any, batch: int = 4) -> str:
     return str(caught.value)
 
 
+def test_metrics_in_a_dictionary_of_their_own_are_refused_by_name() -> None:
+    nested = {"loss": jnp.ones(4), "aux": {"accuracy": jnp.ones(4)}}
+    with pytest.raises(UserError, match="'aux' is a dictionary of accuracy: metrics are flat"):
+        weighted_sums(nested, 4)
+
+
 def test_a_result_without_a_loss_is_refused_with_what_it_has() -> None:
     message = refusal({"error": np.ones(4), "accuracy": np.ones(4)})
     assert "returned ['accuracy', 'error']" in message

@@ -483,3 +483,45 @@ def test_an_evaluation_at_checkpoints_needs_both(
 
 def evaluated_steps(workdir: Path) -> list[int]:
     return [line["step"] for line in metrics(workdir, "eval")]
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "words"),
+    [
+        (print, "callbacks is a builtin_function_or_method: it must be a dictionary of moments"),
+        ([print], "callbacks is a list: it must be a dictionary"),
+        ({"log": 3}, r"callbacks\['log'\] is a int: it must be a function"),
+        ({"log": [print, None]}, r"callbacks\['log'\] is a NoneType"),
+    ],
+)
+def test_callbacks_that_are_none_are_refused(callbacks: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        trainer(callbacks=callbacks)
+
+
+def test_an_optimizer_that_searches_along_a_line_is_refused_with_the_reason() -> None:
+    with pytest.raises(UserError, match=r"needs value_fn, .* linesearch=None"):
+        trainer(optimizer=optax.lbfgs()).fit((X, Y), steps=1)
+    without = optax.lbfgs(1e-3, linesearch=None)
+    assert trainer(optimizer=without).fit((X, Y), steps=2).step == 2
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_an_error_in_an_objective_begins_with_the_users_line(jit: bool) -> None:
+    def helper(x: Any, y: Any) -> Any:
+        return jnp.dot(x, y)  # shapes do not agree: HERE
+
+    def wrong(model: Any, batch: Any) -> Any:
+        return {"loss": helper(model(batch[0]), jnp.ones((7, 2)))}
+
+    def missing(model: Any, batch: Any) -> Any:
+        return {"loss": {"x": batch}["no such"]}  # THERE
+
+    lines = Path(__file__).read_text().splitlines()
+    for objective, mark, error in ((wrong, "HERE", TypeError), (missing, "THERE", KeyError)):
+        with pytest.raises(error) as caught:
+            trainer(objective=objective, jit=jit).fit((X, Y), steps=1)
+        number = next(n for n, line in enumerate(lines, 1) if line.endswith(mark))
+        first = str(caught.value).splitlines()[0]
+        assert first.startswith(f"{__file__}:{number}, in ") and first.endswith(mark)
+        assert len(str(caught.value).splitlines()) > 1  # and what JAX says of it
