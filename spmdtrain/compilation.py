@@ -6,12 +6,15 @@ import os
 import platform
 import re
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import compilation_cache
+from jax._src import compilation_cache, compiler
+from jax._src import distributed as jax_distributed
 from jax._src.compilation_cache_interface import CacheInterface
 from jax.sharding import Sharding
 
@@ -19,7 +22,6 @@ from spmdtrain.errors import UserError
 
 OFF = "off"
 _MOST_BYTES = 4 * 2**30
-_WORTH_KEEPING = 0.05  # seconds that a program took to compile
 # JAX's names, and those of what a killed process left: in a user's folder may be other files.
 _PROGRAM = re.compile(r".+-[0-9a-f]{64}(-cache|-atime)?|\.new-\w+")
 
@@ -43,8 +45,9 @@ def keep_programs(folder: str | None) -> None:
     compilation_cache.reset_cache()
     # JAX's own cache writes in place: what a process that is killed leaves behind would be read.
     compilation_cache.get_file_cache = lambda path: (_Folder(Path(path)), path)
+    compiler._cache_write = _write
     jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", _WORTH_KEEPING)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def cache_folder() -> Path:
@@ -118,6 +121,36 @@ class _Folder(CacheInterface):
 
     def put(self, key: str, value: bytes) -> None:
         keep_file(self._path / key, value)
+
+
+_write_in_process_0 = compiler._cache_write
+
+
+def _write(
+    cache_key: str,
+    compile_time_secs: float,
+    module_name: str,
+    backend: Any,
+    executable: Any,
+    host_callbacks: Sequence[Any],
+) -> None:
+    """Writes a compiled program to the cache: on CPU in every process, elsewhere in process 0.
+
+    JAX writes in process 0 only, which serves all processes if their keys are equal. On CPU the key
+    covers the process, so that each finds only what it wrote itself.
+    """
+    if backend.platform != "cpu" or jax_distributed.global_state.process_id in (None, 0):
+        _write_in_process_0(
+            cache_key, compile_time_secs, module_name, backend, executable, host_callbacks
+        )
+    elif not host_callbacks:  # which are addresses in this process
+        try:
+            compilation_cache.put_executable_and_time(
+                cache_key, module_name, executable, backend, int(compile_time_secs)
+            )
+        except Exception as error:  # as in process 0
+            what = f"{type(error).__name__}: {error}"
+            warnings.warn(f"the compiled program {module_name} is not kept: {what}", stacklevel=2)
 
 
 def keep_file(path: Path, content: bytes) -> None:

@@ -1,5 +1,6 @@
-"""Programs that processes compile at different speeds."""
+"""Programs that several processes compile, at different speeds, and find again."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,20 @@ def test_processes_that_compile_for_longer_than_a_collective_may_take_go_on(tmp_
             "compiles jit__train",
             "compiles jit__evaluate",
         ]
+
+
+def test_in_a_warm_start_no_process_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_EXPLAIN_CACHE_MISSES", "1")
+    config, options = drill(tmp_path), ("--steps", 2, "--compilation-cache", tmp_path / "programs")
+    cold, warm = (
+        [
+            set(re.findall("COMPILATION CACHE MISS for '([^']+)'", one.output))
+            for one in job(config, *options, "--workdir", tmp_path / name)
+        ]
+        for name in ("cold", "warm")
+    )
+    for compiled in cold:
+        assert {"jit__init", "jit__train", "jit__evaluate"} <= compiled
+    assert warm == [set(), set()]
