@@ -10,6 +10,7 @@ from typing import Any
 import bench
 import checkpoints
 import compare
+import scaling
 from work import TRANSFORMERS, Shape
 
 HERE = Path(__file__).parent
@@ -86,6 +87,11 @@ def page(folder: Path) -> str:
             lines += saves(result)
         else:
             lines += start(result) if name == bench.START else section(name, result)
+    for name in scaling.TITLES:
+        if (result := results.get(f"scaling-{name}")) is not None:
+            if (where := machine(result["origin"])) != told:
+                lines, told = [*lines, where, ""], where
+            lines += scaled(name, result)
     lines += ["## On an accelerator", ""]
     there = {name: results[name] for name in ON_ACCELERATOR if name in results}
     if not there:
@@ -107,6 +113,16 @@ def saves(result: dict[str, Any]) -> list[str]:
     note = f"{checkpoints.REPEATS} saves each, in turns with copies; {result['origin']['time']}, "
     note += f"commit {result['origin']['commit']}; `benchmarks/results/{bench.CHECKPOINTS}.json`."
     return ["## W6: how long a save stops training", "", *lines, "", note, ""]
+
+
+def scaled(name: str, result: dict[str, Any]) -> list[str]:
+    """Returns the section about one process against two, each held to one core."""
+    loads = [turn["load"] for turn in result["rounds"]]
+    note = f"{len(result['rounds'])} rounds of {result['segment']} steps, load {min(loads):.1f} to "
+    note += f"{max(loads):.1f}; {result['origin']['time']}, commit {result['origin']['commit']}; "
+    note += f"`benchmarks/results/scaling-{name}.json`."
+    words = [scaling.EXPLANATION, "", *table(scaling.table(result)), "", *scaling.losses(result)]
+    return [f"## {scaling.TITLES[name]}", "", *words, "", note, ""]
 
 
 def machine(of: dict[str, Any]) -> str:

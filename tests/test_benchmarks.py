@@ -65,6 +65,32 @@ def test_a_peer_is_told_by_its_ratio_to_the_floor(tmp_path: Path, modules: Any) 
         assert compare.is_void(result) == void
 
 
+def test_scaling_is_told_by_ratios_within_a_round(tmp_path: Path, modules: Any) -> None:
+    _, report = modules
+    import scaling
+
+    def turn(slow: float) -> dict[str, float]:
+        seconds = {
+            scaling.ALONE: 0.4,
+            "2 processes": 0.256,
+            scaling.HALF: 0.212,
+            scaling.APART: 0.224,
+        }
+        return {"load": 1.0} | {name: slow * x for name, x in seconds.items()}
+
+    rounds = [turn(1.0), turn(3.0), turn(1.5)]  # the machine has other work in the second
+    origin = ORIGIN | {"time": "today", "commit": "abc"}
+    result = {"origin": origin, "segment": 5, "batch_size": 32, "rounds": rounds}
+    rows = {row[0]: row[1:] for row in scaling.table(result)[1:]}
+    assert rows["2 processes"] == ["384.0", "83", "1.56", "1.56", "1.56"]
+    assert rows[scaling.HALF][2] == "0.94" and rows[scaling.APART][2] == "1.79"
+    (line,) = scaling.losses(result)
+    assert "halve with the batch 0.03, contention of two cores 0.03" in line
+    assert "exchange and waiting 0.08" in line
+    (tmp_path / "scaling-mlp.json").write_text(json.dumps(result))
+    assert "| 2 processes | 384.0 | 83 | 1.56 |" in report.page(tmp_path)
+
+
 def test_a_peer_that_ends_is_named(tmp_path: Path, modules: Any) -> None:
     compare, _ = modules
     program = tmp_path / "peer.py"
