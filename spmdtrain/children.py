@@ -4,6 +4,7 @@ import collections
 import contextlib
 import itertools
 import os
+import re
 import select
 import signal
 import subprocess
@@ -15,6 +16,11 @@ from types import FrameType, TracebackType
 
 _LONGEST_LINE = 1 << 16
 _REMEMBERED = 300  # lines of standard error, from which the reason of a death is read
+# Gloo writes this line itself, once for each group of devices, and has no option against it.
+_CONNECTED = re.compile(
+    rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. "
+    rb"Expected number of connected peer ranks is : \d+"
+)
 _STREAMS = {"stdout": 1, "stderr": 2}
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
@@ -196,7 +202,8 @@ class Child:
             for line in lines(pipe.fileno()):
                 if stream == "stderr":
                     self._errors.append(line)
-                self._output.line(self.name, stream, line)
+                if not _CONNECTED.fullmatch(line):
+                    self._output.line(self.name, stream, line)
 
 
 def lines(file: int) -> Iterator[bytes]:

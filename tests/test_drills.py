@@ -473,6 +473,7 @@ def test_a_loss_that_is_no_number_is_not_tried_again(tmp_path: Path) -> None:
     assert launched.code == 3, launched.output
     assert not any("restart" in text for text in launched.said)
     assert re.search(r"ended \(code 3\).*step 13: loss and params", launched.said[-1])
+    assert "[Gloo]" not in launched.output
     assert left_over(tmp_path / "run") == []
 
 

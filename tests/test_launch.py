@@ -305,6 +305,23 @@ def test_lines_however_they_come(chunks: list[bytes], shown: list[bytes]) -> Non
     assert got == shown
 
 
+def test_lines_of_gloo_are_left_out_and_nothing_else(tmp_path: Path) -> None:
+    connected = (
+        "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : "
+    )
+    script = f"""
+print({connected!r} + '1')
+print('half a line ' + {connected!r} + '1')
+print({connected!r})
+print('whole', {connected!r} + '12', file=sys.stderr)
+print({connected!r} + '12\\nlast', end='')
+"""
+    ended = launch(tmp_path, script, "--processes", 1)
+    shown = [f"half a line {connected}1", connected, "last"]
+    assert [x.removeprefix("[chief] ") for x in ended.stdout.splitlines()] == shown
+    assert f"[chief] whole {connected}12" in ended.stderr.splitlines()
+
+
 def test_who_reads_no_more_does_not_end_the_training(tmp_path: Path) -> None:
     script = "for _ in range(2000): print('x' * 100)\nmark(task)"
     command = launcher(tmp_path, script, "--processes", 2)
