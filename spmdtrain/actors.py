@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from spmdtrain import distributed, nodes
+from spmdtrain import distributed, nodes, phases
 from spmdtrain.division import Division
 from spmdtrain.server import Counts, Held, Landed, Pulled, Push, Server
 
@@ -29,7 +29,8 @@ class ServerActor:
         return self._server.pull(number)
 
     def push(self, pushed: Push) -> Landed:
-        return self._server.push(pushed)
+        with phases.within(phases.Phase.STEP, pushed.number + 1):
+            return self._server.push(pushed)
 
     def held(self) -> tuple[Held, int]:
         """What it has, and below which number all batches are in it."""
@@ -67,6 +68,7 @@ class WorkerActor:
 def _settle_in() -> None:
     """Be alone to JAX, write to where the task writes, and end with the node in any case."""
     distributed.stay_alone()
+    phases.begin_for_task()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
     for descriptor in (1, 2):

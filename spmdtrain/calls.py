@@ -11,6 +11,7 @@ import jax
 
 from spmdtrain.config import RunConfig
 from spmdtrain.errors import UserError
+from spmdtrain.phases import Phase, within
 from spmdtrain.placement import prepare
 from spmdtrain.server import Pulled
 
@@ -93,7 +94,8 @@ class Runner:
         )
         current = Running(call.number, call.floor)
         try:
-            found = function(*args, **kwargs)
+            with within(Phase.STEP, call.number + 1):
+                found = function(*args, **kwargs)
         except SystemExit as stop:
             raise RuntimeError(f"the function has called sys.exit({stop.code!r})") from stop
         finally:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,15 @@ from spmdtrain.errors import ClusterError, ExitCode, UserError
 from spmdtrain.tfconfig import Address
 
 TASK_PROCESS = "SPMDTRAIN_TASK_PROCESS"  # whose output they write to
+_COMES = b"coming "  # before the name of a task whose node starts: a key, too
 _OURS, _ENDED = b"spmdtrain", b"ended"  # where Ray keeps it for us: a namespace, and a key in it
 _ANSWERS = 2.0  # seconds that the chief's node has to answer
 _ENDING = 20.0  # seconds that the node of a killed chief has to end
 _LEAST_STORE = 80 << 20  # bytes, of Ray
 _FAREWELL, _COMING = 5.0, 20.0  # seconds that tasks have to hear how the training has ended
 _CHIEF_GONE = "the chief is gone"
+ENDS = {"finished": ExitCode.DONE, "preempted": ExitCode.PREEMPTED}
+"""Exit code of a task, by how the job has ended; of other words it is FAILED."""
 NODE_DIED = "Ray's processes of this task have died"
 # To Ray this means: keep to loopback. It is for laptops whose firewall would ask; here it keeps a
 # job of one host from listening on any other address.
@@ -110,6 +113,7 @@ def serve(spec: ClusterSpec, timeout: float) -> str:
     """
     import_ray(spec)
     assert spec.task is not None
+    task = spec.task
     until = time.monotonic() + timeout
     chief = spec.chief.address
     while not _listens(chief.host, chief.port):
@@ -121,14 +125,17 @@ def serve(spec: ClusterSpec, timeout: float) -> str:
         time.sleep(_POLL)
     for number in _SIGNALS:  # the chief saves, and ends all of them
         signal.signal(number, lambda *_: None)
+    client = _client(chief)
     with contextlib.ExitStack() as stack:
-        with _ending_with(chief):
-            node = stack.enter_context(_node(spec, spec.task, head=False))
+        # The chief does not end before this task has heard how: its node may take seconds to start.
+        _announce(client, task)
+        with _ending_with(chief, lambda: _told(client, task)):
+            node = stack.enter_context(_node(spec, task, head=False))
         gone = None
         while True:
             time.sleep(_POLL)
             there = _listens(chief.host, chief.port)
-            if there and (how := _told(node, spec.task)):
+            if there and (how := _told(client, task)):
                 return how
             if node.dead_processes():
                 return NODE_DIED
@@ -138,10 +145,14 @@ def serve(spec: ClusterSpec, timeout: float) -> str:
 
 
 @contextlib.contextmanager
-def _ending_with(chief: Address) -> Iterator[None]:
-    """While Ray's node comes to be: end this process if the chief is gone.
+def _ending_with(chief: Address, told: Callable[[], str | None]) -> Iterator[None]:
+    """Ends this process if the job ends, or the chief is gone, while Ray's node starts.
 
-    Ray would wait for it a minute or two, deaf to all else, and then raise what nobody understands.
+    Ray would wait for the chief for a minute or two and then raise an unrelated error.
+
+    Args:
+      chief: Address of the chief.
+      told: Returns how the job has ended, if it has.
     """
     is_there = threading.Event()
 
@@ -150,6 +161,8 @@ def _ending_with(chief: Address) -> Iterator[None]:
         while not is_there.wait(_POLL):
             if _listens(chief.host, chief.port):
                 last = time.monotonic()
+                if (how := told()) is not None:
+                    os._exit(ENDS.get(how, ExitCode.FAILED))
             elif time.monotonic() - last > _GONE:
                 phases.tell_reason(ExitCode.FAILED, f"the job: {_CHIEF_GONE}", own=False)
                 print(f"error: {_CHIEF_GONE}", file=sys.stderr, flush=True)
@@ -178,17 +191,34 @@ def tell_end(ray: Any, how: str, coming: Sequence[Task] = ()) -> None:
         for name in node["Resources"]
         if node["Alive"] and name.startswith(("worker_", "ps_"))
     }
-    tasks |= {resource(task).encode() for task in coming}
-    until = time.monotonic() + (_COMING if coming else _FAREWELL)
+    announced = {key.removeprefix(_COMES) for key in client.internal_kv_keys(_COMES, _OURS)} | {
+        resource(task).encode() for task in coming
+    }
+    until = time.monotonic() + (_COMING if announced - tasks else _FAREWELL)
+    tasks |= announced
     while tasks - set(client.internal_kv_keys(b"", _OURS)) and time.monotonic() < until:
         time.sleep(_POLL)
 
 
-def _told(node: Any, task: Task) -> str | None:
+def _client(chief: Address) -> Any:
+    """Returns a connection to the chief's key-value store, which needs no node."""
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # which Ray's stubs leave out
+
+    return GcsClient(address=_address(chief))
+
+
+def _announce(client: Any, task: Task) -> None:
+    """Publishes that the node of a task is about to start."""
+    from ray.exceptions import RayError
+
+    with contextlib.suppress(RayError):  # the chief's node is ending
+        client.internal_kv_put(_COMES + resource(task).encode(), b"", True, _OURS, _ANSWERS)
+
+
+def _told(client: Any, task: Task) -> str | None:
     """How the training has ended, if it has; the chief is told that this task has heard it."""
     from ray.exceptions import RayError
 
-    client = node.get_gcs_client()
     with contextlib.suppress(RayError):  # the chief's node is ending
         how = client.internal_kv_get(_ENDED, _OURS, _ANSWERS)
         if how is not None:

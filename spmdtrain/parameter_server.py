@@ -44,6 +44,10 @@ class AmongServers:
 
     def __call__(self, number: int) -> Outcome:
         """Make the step of a batch."""
+        with within(Phase.STEP, number + 1):
+            return self._step(number)
+
+    def _step(self, number: int) -> Outcome:
         import ray
 
         parts = ray.get([server.pull.remote(number) for server in self.servers])
@@ -281,9 +285,9 @@ def take_part(timeout: float) -> None:
     if spec.is_chief:
         return
     how = nodes.serve(spec, timeout)
-    if how not in _ENDS:
+    if how not in nodes.ENDS:
         phases.tell_reason(ExitCode.FAILED, f"the job: {how}", own=how == nodes.NODE_DIED)
-    raise SystemExit(_ENDS.get(how, ExitCode.FAILED))
+    raise SystemExit(nodes.ENDS.get(how, ExitCode.FAILED))
 
 
 def serve_elsewhere(timeout: float) -> None:
@@ -299,6 +303,3 @@ def serve_elsewhere(timeout: float) -> None:
 def lead(timeout: float) -> AbstractContextManager[RayJob]:
     """Be the chief: the others come while the run begins, and end with it."""
     return ray_crew.begin(cluster.from_environment(), timeout)
-
-
-_ENDS = {"finished": ExitCode.DONE, "preempted": ExitCode.PREEMPTED}

@@ -73,7 +73,14 @@ class _Channel:
 
     __slots__ = ("_memory", "changes", "phase", "pid", "step")
 
-    def __init__(self, file: int | None) -> None:
+    def __init__(self, file: int | None, *, shared: bool = False) -> None:
+        if shared and file is not None:
+            self._memory = mmap.mmap(file, _RECORD.size + _SAVED.size)
+            os.close(file)
+            # The pid stays that of the task, to which the launcher sends its signals.
+            self.pid, self.step, phase, self.changes, _ = _RECORD.unpack_from(self._memory)
+            self.phase = Phase(phase.rstrip(b"\0").decode())
+            return
         content = bytes(_RECORD.size) + _SAVED.pack(_NOT_SAVED)
         if file is None:
             self._memory = mmap.mmap(-1, len(content))
@@ -160,6 +167,19 @@ def begin(*, always: bool = False) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     _channel = _Channel(_create(path(folder, task, "phase")))
     os.register_at_fork(after_in_child=_forget)
+
+
+def begin_for_task() -> None:
+    """Begins to publish in the record of the task that started this process.
+
+    For a process that does the work of a task which publishes nothing more itself.
+    """
+    global _channel
+    folder, task = os.environ.get(LAUNCH), os.environ.get(TASK)
+    if _channel is None and folder and task:
+        with contextlib.suppress(FileNotFoundError):  # the task has not begun to publish
+            file = os.open(path(folder, task, "phase"), os.O_RDWR)
+            _channel = _Channel(file, shared=True)
 
 
 def _create(file: Path) -> int:

@@ -232,6 +232,17 @@ def test_what_cannot_be_is_said(whole: list[str]) -> None:
 
 
 @pytest.mark.drill
+def test_a_job_that_ends_while_workers_start_ends_quietly(tmp_path: Path) -> None:
+    body = """
+shared = coordinator.share({"w": jnp.zeros(4)}, optax.sgd(0.1))
+print("sum", sum(coordinator.fetch([coordinator.schedule(int, n) for n in range(5)])))
+"""
+    with launching(script(tmp_path, body), "--ps", 1, processes=4) as (process, lines):
+        assert process.wait(BOUND) == 0, text_of(lines)
+    assert [text for _, text in lines] == ["[chief] sum 10", "[launch] finished"]
+
+
+@pytest.mark.drill
 def test_a_lost_workers_call_is_made_again_and_pushed_once(tmp_path: Path) -> None:
     body = """
 shared = coordinator.share({"w": np.zeros(64, np.float32)}, optax.sgd(1.0))

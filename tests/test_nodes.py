@@ -109,7 +109,7 @@ from spmdtrain import nodes
 from spmdtrain.tfconfig import Address
 
 nodes._GONE = 1.0
-with nodes._ending_with(Address("127.0.0.1", int(sys.argv[1]))):
+with nodes._ending_with(Address("127.0.0.1", int(sys.argv[1])), lambda: None):
     time.sleep(float(sys.argv[2]))  # as Ray does, where the chief has gone meanwhile
 print("begun")
 """
