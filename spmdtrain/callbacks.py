@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.loop_checks import numbers
 
 
 class Moment(enum.StrEnum):
@@ -13,7 +14,7 @@ class Moment(enum.StrEnum):
 
     FIT_START = "fit_start"
     STEP = "step"  # an update has been dispatched; its numbers are not known yet
-    LOG = "log"  # with the train metrics of that step
+    LOG = "log"  # with the train metrics of that step, whose state cannot be read any more
     EVALUATION = "evaluation"  # with the validation metrics
     CHECKPOINT = "checkpoint"
     FIT_END = "fit_end"  # with the test metrics, where there is a test split
@@ -26,7 +27,43 @@ class Event:
     trainer: Any  # the Trainer, which stands above this module
     moment: Moment
     step: int
-    metrics: Mapping[str, float]
+    metrics: dict[str, float]
+    """Callbacks of `log` and `evaluation` may add metrics to it."""
+
+
+class Fixed(dict[str, Any]):
+    """Metrics that a callback must not change, because they are written already."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise UserError(
+            "event.metrics cannot be changed here: metrics are added in a callback of the moment "
+            "'log' or 'evaluation', and computed ones stay as they are"
+        )
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    update = setdefault = pop = popitem = clear = _refuse
+
+
+class Reported(Fixed):
+    """Metrics that are about to be written: a callback may add others."""
+
+    def __init__(self, computed: Mapping[str, float]) -> None:
+        super().__init__(computed)
+        self._computed = dict(computed)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._computed:
+            self._refuse()
+        dict.__setitem__(self, name, value)
+
+    def update(self, *given: Any, **named: Any) -> None:
+        for name, value in dict(*given, **named).items():
+            self[name] = value
+
+    def with_added(self) -> dict[str, float]:
+        """Return the computed metrics, then those added. Raises `UserError` for no number."""
+        added = {name: x for name, x in self.items() if name not in self._computed}
+        return self._computed | (numbers(added, "the callback's") if added else {})
 
 
 Callback = Callable[[Event], None]

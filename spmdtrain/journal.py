@@ -22,6 +22,8 @@ class Journal:
     def __init__(self, terminal: Terminal, files: RunFiles | None, config: RunConfig) -> None:
         self.terminal, self.files, self.config = terminal, files, config
         self.latest: dict[Split, Metrics] = {split: {} for split in Split}
+        self.batch_size = config.global_batch_size
+        """Examples of a step; a `Loop` may place others than the configuration says."""
         self._rate = Rate()
         self._counts: dict[str, Counter[int]] = {}  # since the last line of training
 
@@ -36,13 +38,16 @@ class Journal:
 
     def introduce(self, placement: Placement, params: Any, program: str) -> None:
         """The one line that says what is about to run."""
-        batch, rate = self.config.global_batch_size, self.config.learning_rate
-        assert batch is not None
+        batch, rate = self.batch_size, self.config.learning_rate
         devices = placement.devices
         self.terminal.line(
             f"{len(devices)} x {devices[0].device_kind}{_processes()}, {placement.name}, "
             f"mesh {placement.axes}; "
-            f"global batch {batch} ({batch // placement.batch_shards} per device); "
+            + (
+                ""
+                if batch is None
+                else f"global batch {batch} ({batch // placement.batch_shards} per device); "
+            )
             + ("" if rate is None else f"learning rate {rate:g}; ")
             + f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters; {program}"
         )
@@ -58,9 +63,11 @@ class Journal:
     def trained(self, step: int, total: int, metrics: Metrics, *, made: int) -> None:
         """The numbers of one train step; `made` are known to be done, which may be more."""
         self.latest[Split.TRAIN] = metrics
-        batch, rate = self.config.global_batch_size, self._rate.read(made)
-        assert batch is not None
-        speed = {} if rate is None else {"examples/s": rate * batch, "steps/s": rate}
+        rate = self._rate.read(made)
+        speed: Metrics = {}
+        if rate is not None:
+            speed = {} if self.batch_size is None else {"examples/s": rate * self.batch_size}
+            speed["steps/s"] = rate
         if self.files:
             curves = {f"speed/{unit.replace('/s', '_per_second')}": v for unit, v in speed.items()}
             self.files.write_metrics(step, Split.TRAIN, metrics, curves, self._counts)

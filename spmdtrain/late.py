@@ -16,17 +16,18 @@ from spmdtrain.session import Session
 from spmdtrain.state import TrainState
 from spmdtrain.step import StepOutput
 
-Logged = Callable[[int, Mapping[str, float]], None]
+Logged = Callable[[int, dict[str, float]], dict[str, float]]
 
 
-def _tell_nobody(step: int, metrics: Mapping[str, float]) -> None:
-    pass
+def _as_computed(step: int, metrics: dict[str, float]) -> dict[str, float]:
+    return metrics
 
 
 class LateReader:
     """Takes each step's output, and reads it once `ahead` others are on their way.
 
-    So the host never waits for the devices. What it reads it logs, if it is time; `logged` is told.
+    So the host never waits for the devices. What it reads it logs, if it is time, with what
+    `logged` returns for the metrics.
     Raises `NonFiniteError` for a loss or a state that is no number; `state` gives the newest one.
     """
 
@@ -35,7 +36,7 @@ class LateReader:
         run: Session,
         placement: Placement,
         state: Callable[[], TrainState | None],
-        logged: Logged = _tell_nobody,
+        logged: Logged = _as_computed,
     ) -> None:
         self._run, self._state, self._logged = run, state, logged
         # Many undone steps at once can abort the in-process all-reduce of virtual devices.
@@ -97,8 +98,8 @@ class LateReader:
             raise self._failed
         if run.config.logs_at(step, run.total):
             found = loss_first({name: float(x) for name, x in metrics.items()})
-            run.journal.trained(step, run.total, found, made=last)
-            self._logged(step, found)
+            # First the callbacks, which may add metrics to the line.
+            run.journal.trained(step, run.total, self._logged(step, found), made=last)
         elif step == last:
             run.journal.terminal.advance(step)
 

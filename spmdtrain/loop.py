@@ -366,6 +366,8 @@ class Loop:
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
             _check_there(state, self.step)
             leaves, treedef = jax.tree.flatten(jax.tree.map(jax.typeof, batch))
+            sizes = [leaf.shape[0] for leaf in leaves if leaf.shape]
+            self._started().journal.batch_size = sizes[0] if sizes else None
             key = (treedef, *leaves)
             if key not in compiled:
                 self._compile(jitted, state, batch)

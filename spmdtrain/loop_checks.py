@@ -91,9 +91,9 @@ def scalars(told: Any) -> dict[str, jax.Array]:
     return {name: jnp.asarray(x, jnp.float32) for name, x in _checked(told, "the step's").items()}
 
 
-def numbers(found: Any) -> dict[str, float]:
-    """An evaluation's metrics. Raises `UserError`."""
-    checked = _checked(found, "the evaluation's")
+def numbers(found: Any, whose: str = "the evaluation's") -> dict[str, float]:
+    """Metrics by name as numbers. Raises `UserError`."""
+    checked = _checked(found, whose)
     return loss_first({name: float(x) for name, x in checked.items()})
 
 

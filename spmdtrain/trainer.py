@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from spmdtrain import evaluate, evaluator, failing, processes, roles
 from spmdtrain.adapters import Function, Variables
 from spmdtrain.adapting import adapt
-from spmdtrain.callbacks import Callbacks, Event, Moment, by_moment
+from spmdtrain.callbacks import Callbacks, Event, Fixed, Moment, Reported, by_moment
 from spmdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, MeshSpec, RunConfig, for_built, resolve
 from spmdtrain.data import Augment, Dataset, as_dataset, classes_of
 from spmdtrain.division import Division
@@ -97,7 +97,7 @@ class Trainer:
         # The mesh of workers is not the chief's, which evaluates on all devices of its own.
         mesh = MeshSpec() if by_servers else self.config.mesh
         self.placement = place(dataclasses.replace(self.config, mesh=mesh))
-        self.state: TrainState | None = None  # once `fit` has begun
+        self._state: TrainState | None = None  # once `fit` has begun
         self.terminal = terminal or Terminal(quiet=not processes.is_chief())
         if augment is not None and self.config.data_on_device:
             raise UserError(
@@ -110,7 +110,8 @@ class Trainer:
         self._init_timeout = init_timeout
         self.may_stop: Callable[[], None] = _nothing  # called at each batch of an evaluation
         self._stop_asked = False
-        self._calling = self._fitting = False  # whether a callback is being called; `fit`
+        self._calling: Moment | None = None  # of the callback that is being called
+        self._fitting = False
         self._identity: Identity | None = None  # what `state` was trained with
         self._examples: tuple[Dataset, PyTree] | None = None  # all of a dataset's, on the devices
         self._restored: Variables | None = None  # what to evaluate with where nothing was trained
@@ -144,9 +145,34 @@ class Trainer:
         return self.placement.mesh
 
     @property
+    def state(self) -> TrainState | None:
+        """The state after `step` updates; None before `fit`.
+
+        Raises `UserError` in a callback whose step has another state (see `Moment`).
+        """
+        self._check_readable()
+        return self._state
+
+    @state.setter
+    def state(self, state: TrainState | None) -> None:
+        self._check_readable()
+        self._state = state
+
+    def _check_readable(self) -> None:
+        """Raise `UserError` in a callback whose step has another state than the newest."""
+        late = {Moment.LOG, Moment.STEP} if self.placement.strategy.by_servers else {Moment.LOG}
+        if self._calling in late:
+            raise UserError(
+                f"the state cannot be read in a {self._calling} callback: outputs are read some "
+                "steps after their dispatch, so that it is the state of a later or earlier step. "
+                f"Read it at {', '.join(m for m in Moment if m not in late)}"
+            )
+
+    @property
     def step(self) -> int:
         """Updates made so far."""
-        return 0 if self.state is None else int(self.state.step)
+        self._check_readable()
+        return 0 if self._state is None else int(self._state.step)
 
     @property
     def model(self) -> Any:
@@ -214,7 +240,7 @@ class Trainer:
         Where several processes train, only their callbacks may call it: they stop together, if
         the first one says so. Raises `UserError`.
         """
-        if processes.count() > 1 and not self._calling:
+        if processes.count() > 1 and self._calling is None:
             raise UserError(
                 "stop() outside of a callback: several processes can only stop where all of them "
                 "ask the first, which is after their callbacks"
@@ -270,7 +296,7 @@ class Trainer:
                 self._loop(run, job)
                 self._finish(run)
             except NonFiniteError:
-                self.state = None  # nothing to go on from: a next fit restores or starts anew
+                self._state = None  # nothing to go on from: a next fit restores or starts anew
                 raise
         found = run.journal.latest
         return FitResult(self.step, found[Split.TRAIN], found[Split.EVAL], found[Split.TEST])
@@ -285,12 +311,12 @@ class Trainer:
             )
         self._stop_asked = False
         self._restored = None  # from here on there is a state of its own
-        if self.state is None:
+        if self._state is None:
             self._compile_ahead(run)
             with within(Phase.RESTORE, 0):
                 resumed = run.resume(self._steps)
                 tell = self.terminal.line
-                self.state = resumed or initial_state(self._steps, self.config, tell)
+                self._state = resumed or initial_state(self._steps, self.config, tell)
             self._check_placed("after the initialisation" if resumed is None else "as restored")
         elif self._identity is not None:
             check_same_run(self._identity, run.identity, f"this trainer at step {self.step}")
@@ -300,11 +326,13 @@ class Trainer:
 
     def _loop(self, run: Session, job: RayJob | None) -> None:
         config, first = run.config, self.step
-        assert self.state is not None and config.global_batch_size is not None
+        assert self._state is not None and config.global_batch_size is not None
         assert run.train is not None
         self._call(Moment.FIT_START, first)
         if run.start_due(first):
-            self._save(run, 0, None)
+            # Before the save, which records the metrics. A signal ends the run here.
+            evaluates = config.eval_at_checkpoints and run.validation is not None
+            self._save(run, 0, self._seen(run, 0) if evaluates else None)
         self._make_up(run, first)
         if self._stop_asked:
             run.total = first
@@ -315,8 +343,8 @@ class Trainer:
         stepping = self._stepping(run, first, job)
 
         def newest() -> TrainState:
-            assert self.state is not None
-            return stepping.newest(self.state)
+            assert self._state is not None
+            return stepping.newest(self._state)
 
         late = LateReader(run, self.placement, newest, self._logged)
         # Of several processes, the first: the others' traces would come into the same files.
@@ -328,9 +356,9 @@ class Trainer:
         with self.terminal.progress("train", done=first, total=run.total), profile:
             for steps in run.dispatches(first):  # one step, or several as one
                 step = steps[-1]
-                batch = stepping.load(steps, self.state)
+                batch = stepping.load(steps, self._state)
                 profile.before(steps[0])
-                self.state, output = stepping.make(self.state, batch)
+                self._state, output = stepping.make(self._state, batch)
                 profile.after(step, output)
                 if steps[0] == first + 1:
                     self._check_placed("after the first step")
@@ -351,7 +379,7 @@ class Trainer:
                     continue
                 if stepping.hold(step) > step:
                     continue  # it is due when all that is under way is made
-                self.state = stepping.newest(self.state)
+                self._state = stepping.newest(self._state)
 
                 # No state is judged or saved before its own finite flag is known.
                 late.catch_up()
@@ -383,17 +411,17 @@ class Trainer:
             if not journal.latest[split]:  # nothing was left to train: as an earlier start saw it
                 journal.recall(split, step)
         journal.end(Status.FINISHED, step)
-        self._call(Moment.FIT_END, step, journal.latest[Split.TEST])
+        self._call(Moment.FIT_END, step, Fixed(journal.latest[Split.TEST]))
 
     # -- the loop's parts ----------------------------------------------------------------------
 
     def _stepping(self, run: Session, first: int, job: RayJob | None) -> Stepping:
         """Who makes the run's steps from after `first` on."""
         if job is not None:
-            assert self.state is not None
+            assert self._state is not None
             division = self.division(job.servers)
             return OnServers(
-                run, self.state, self._steps, self._make_steps, self._augment, job, division
+                run, self._state, self._steps, self._make_steps, self._augment, job, division
             )
         assert run.train is not None
         arrays = self._on_devices(run.train) if run.config.data_on_device else None
@@ -430,10 +458,13 @@ class Trainer:
     def _check_placed(self, when: str) -> None:
         """What the rules ask for is what every leaf of the state has."""
         if self.config.jit:  # steps that are not compiled leave arrays where they compute them
-            check_placed(self.state, self._steps.shardings, when)
+            check_placed(self._state, self._steps.shardings, when)
 
-    def _logged(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._call(Moment.LOG, step, metrics)
+    def _logged(self, step: int, metrics: Mapping[str, float]) -> Metrics:
+        """Call the log callbacks; return the metrics with those that they have added."""
+        found = Reported(metrics)
+        self._call(Moment.LOG, step, found)
+        return found.with_added()
 
     def _look(self, run: Session, step: int) -> Metrics | None:
         """Evaluate the validation split; None where a signal to stop cut it off."""
@@ -452,9 +483,10 @@ class Trainer:
 
     def _seen(self, run: Session, step: int) -> Metrics:
         assert run.validation is not None
-        metrics = self._evaluated(run, Split.EVAL, run.validation)
+        found = Reported(self._evaluated(run, Split.EVAL, run.validation))
+        self._call(Moment.EVALUATION, step, found)
+        metrics = found.with_added()
         run.journal.evaluated(Split.EVAL, step, metrics)
-        self._call(Moment.EVALUATION, step, metrics)
         return metrics
 
     def _evaluated(self, run: Session, split: Split, dataset: Dataset) -> Metrics:
@@ -469,18 +501,19 @@ class Trainer:
         return metrics
 
     def _save(self, run: Session, step: int, metrics: Metrics | None) -> None:
-        assert self.state is not None
-        run.save(self.state, step, metrics, stopped=self._stop_asked)
+        assert self._state is not None
+        run.save(self._state, step, metrics, stopped=self._stop_asked)
         if run.checkpoints is not None:
-            self._call(Moment.CHECKPOINT, step, metrics)
+            self._call(Moment.CHECKPOINT, step, Fixed(metrics or {}))
 
-    def _call(self, moment: Moment, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        self._calling = True
+    def _call(self, moment: Moment, step: int, metrics: Metrics | None = None) -> None:
+        self._calling = moment
+        found = {} if metrics is None else metrics
         try:
             for callback in self._callbacks[moment]:
-                callback(Event(self, moment, step, metrics or {}))
+                callback(Event(self, moment, step, found))
         finally:
-            self._calling = False
+            self._calling = None
         if self._callbacks[moment]:  # which all processes call, and process 0 decides
             self._stop_asked = processes.broadcast(self._stop_asked)
 
@@ -533,7 +566,7 @@ class Trainer:
 
     def _check_classes(self, dataset: Dataset) -> None:
         """Raise `UserError` where the labels mean other classes than those trained on."""
-        trained = self._identity if self.state is not None else self._restored_from
+        trained = self._identity if self._state is not None else self._restored_from
         if trained is not None:
             check_same_classes(trained.classes, classes_of(dataset), "the model was")
 
@@ -600,8 +633,9 @@ class Trainer:
 
     def _variables(self) -> Variables:
         """The values trained so far; before any training a checkpoint's, or else the first ones."""
-        if self.state is not None:
-            return self.state.variables
+        self._check_readable()
+        if self._state is not None:
+            return self._state.variables
         if self._restored is None:
             workdir = self.config.workdir
             if self.config.init_from or (workdir and agreed(saved_in(workdir)).steps):

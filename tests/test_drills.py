@@ -352,7 +352,7 @@ def test_a_signal_is_heard_though_a_callback_evaluates(tmp_path: Path, whole: Pa
     """The loop saves and stops: not the evaluation that happens to be under way."""
     look = "lambda event: event.trainer.evaluate((rows.x[:50], rows.y[:50]))"
     given = '{"step": stop} if config.stop_at else {}'
-    config = drill(tmp_path, (given, f'{{"log": {look}}}'))
+    config = drill(tmp_path, (given, f'{{"step": {look}}}'))
     with under_way(config, "--workdir", tmp_path / "run", *SLOWLY) as running:
         running[0].wait_for("step 6/", timeout=90)
         running[1].send(signal.SIGTERM)

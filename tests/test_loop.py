@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import metrics, saved_steps, small_experiment, status
+from helpers import events, metrics, saved_steps, small_experiment, status
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain import (
@@ -753,3 +753,22 @@ def test_a_file_has_one_of_the_two(tmp_path: Path, capsys: pytest.CaptureFixture
     path.write_text(path.read_text() + TRAIN)
     assert main(["--config", str(path)]) == 2
     assert "has both build(config) and train(config, loop)" in capsys.readouterr().err
+
+
+def test_the_batch_that_was_placed_is_the_one_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A batch of 16, and a configuration that says 32 by default."""
+    with Loop(steps=2, log_every=1, workdir=str(tmp_path)) as own:
+        state = own.start(init)
+        compiled = own.compile_step(step)
+        for _ in own.steps():
+            state, output = compiled(state, own.place((X[:16], Y[:16])))
+            own.record(state, output)
+    assert "global batch 16 (2 per device)" in capsys.readouterr().out
+    speeds: dict[str, list[float]] = {}
+    for event in events(tmp_path):
+        for value in event.summary.value:
+            speeds.setdefault(value.tag, []).append(value.simple_value)
+    examples, steps = (speeds[f"speed/{name}_per_second"] for name in ("examples", "steps"))
+    np.testing.assert_allclose(examples, 16 * np.array(steps), rtol=1e-5)

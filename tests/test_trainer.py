@@ -25,6 +25,7 @@ from spmdtrain import (
     Subset,
     Trainer,
     UserError,
+    read_manifest,
 )
 from spmdtrain.adapting import adapt
 from spmdtrain.data import as_dataset
@@ -525,3 +526,60 @@ def test_an_error_in_an_objective_begins_with_the_users_line(jit: bool) -> None:
         first = str(caught.value).splitlines()[0]
         assert first.startswith(f"{__file__}:{number}, in ") and first.endswith(mark)
         assert len(str(caught.value).splitlines()) > 1  # and what JAX says of it
+
+
+# -- what callbacks read and add -------------------------------------------------------------------
+
+
+def test_a_callback_reads_the_state_of_its_own_step_or_none() -> None:
+    read: list[tuple[str, int, int]] = []
+    refused: list[str] = []
+
+    def read_state(event: Event) -> None:
+        assert event.trainer.state is not None
+        read.append((event.moment, event.step, int(event.trainer.state.step)))
+
+    def try_all(event: Event) -> None:
+        for name in ("state", "model", "step"):
+            with pytest.raises(UserError, match="cannot be read in a log callback"):
+                getattr(event.trainer, name)
+        for call in (event.trainer.evaluate, event.trainer.predict):
+            with pytest.raises(UserError, match="cannot be read in a log callback"):
+                call((X, Y))
+        refused.append(event.moment)
+
+    others = ("fit_start", "step", "evaluation", "fit_end")
+    fitted = trainer(log_every=1, callbacks={"log": try_all} | dict.fromkeys(others, read_state))
+    fitted.fit((X, Y), validation=(X, Y), epochs=2)
+    assert refused == ["log"] * 10 and len(read) == 14
+    assert all(step == of_state for _, step, of_state in read)
+    assert fitted.step == 10
+
+
+def test_metrics_that_callbacks_add_are_in_every_record(tmp_path: Path) -> None:
+    def add(event: Event) -> None:
+        event.metrics["double"] = 2 * event.metrics["loss"]
+
+    def change(event: Event) -> None:
+        with pytest.raises(UserError, match="cannot be changed"):
+            event.metrics["loss"] = 0.0
+
+    fitted = trainer(
+        workdir=str(tmp_path),
+        callbacks={"log": [add, change], "evaluation": add, "checkpoint": change},
+    )
+    result = fitted.fit((X, Y), validation=(X, Y), epochs=1)
+    for split, found in (("train", result.train), ("eval", result.validation)):
+        line = metrics(tmp_path, split)[-1]
+        assert line["double"] == pytest.approx(2 * line["loss"])
+        assert {name: line[name] for name in found} == found
+    assert read_manifest(tmp_path).metrics == result.validation
+
+
+def test_the_state_at_the_start_is_evaluated_before_its_save(tmp_path: Path) -> None:
+    options = {"checkpoint_at_start": True, "eval_at_checkpoints": True}
+    trainer(workdir=str(tmp_path), **options).fit((X, Y), validation=(X, Y), epochs=1)
+    start, end = metrics(tmp_path, "eval")
+    assert (start["step"], end["step"]) == (0, 5) and start["loss"] > end["loss"]
+    manifest = read_manifest(tmp_path / "checkpoints" / "0")
+    assert manifest.metrics == {"loss": start["loss"]}
