@@ -23,7 +23,7 @@ if work.processes > 1:
 import jax
 from nets import net_of
 
-from spmdtrain import ArrayDataset, Collectives, Trainer, checkpoint, feed, trainer
+from spmdtrain import ArrayDataset, Collectives, Trainer, checkpoint, feed, stepping
 
 gate.mark("imported")
 net = net_of(work)
@@ -68,7 +68,7 @@ def gated(*arguments: Any, **options: Any) -> Iterator[Any]:
             gate.mark("first step")
 
 
-vars(trainer)["train_batches"] = gated
+vars(stepping)["train_batches"] = gated
 images, labels = work.arrays()
 # One for all processes; the benchmark removes what is in its temporary folder.
 workdir = Path(tempfile.gettempdir()) / f"spmdtrain-{gate.address.replace(':', '-')}"
