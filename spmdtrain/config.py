@@ -102,6 +102,7 @@ class Purpose(enum.StrEnum):
     INIT = "init"
     DATA = "data"
     STEP = "step"
+    EVAL = "eval"
 
 
 def derive_seed(seed: int, purpose: Purpose) -> int:
@@ -129,6 +130,9 @@ class RunConfig:
     """Examples in one step over all devices; 32 where nothing is said."""
     batch_size_per_device: int | None = None
     """Examples in one step on each device, instead of global_batch_size."""
+    eval_batch_size: int | None = None
+    """Examples in one batch of an evaluation or prediction over all devices; the global batch size
+    if it is not given."""
     learning_rate: float | None = None
     """Learning rate that the experiment hands to its optimizer."""
     learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
@@ -281,6 +285,7 @@ _POSITIVE = (
     "steps",
     "global_batch_size",
     "batch_size_per_device",
+    "eval_batch_size",
     "learning_rate_base_batch_size",
     "cpu_devices",
     "log_every",

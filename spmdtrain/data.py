@@ -6,6 +6,7 @@ whatever the devices, the processes, and how often the run was interrupted.
 """
 
 import functools
+import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from spmdtrain.config import Purpose, derive_seed
 from spmdtrain.errors import UserError
@@ -229,6 +230,15 @@ def process_rows(sharding: Sharding, batch_size: int) -> np.ndarray:
     return np.unique(np.concatenate([all_rows(batch_size)[s] for s in slices if s is not None]))
 
 
+def padded_size(batch_size: int, sharding: Sharding) -> int:
+    """The smallest number of rows from `batch_size` on that divides over a batch's devices."""
+    shards = 1
+    if isinstance(sharding, NamedSharding) and sharding.spec and sharding.spec[0] is not None:
+        axes = sharding.spec[0] if isinstance(sharding.spec[0], tuple) else (sharding.spec[0],)
+        shards = math.prod(sharding.mesh.shape[axis] for axis in axes)
+    return -(-batch_size // shards) * shards
+
+
 @dataclass(eq=False)
 class TrainBatches:
     """Batch k of the training stream for every k: always full, running on into the next epoch."""
@@ -300,21 +310,32 @@ class TrainBatches:
 
 @dataclass(frozen=True)
 class OrderedBatches:
-    """The examples once each, in order. The last batch is filled up by repeating its last row.
+    """The examples once each, in order. A batch is filled up by repeating its last row.
 
     An item is (rows, mask); mask is f32, 0 for what was only filled in.
     """
 
     dataset: Dataset
     batch_size: int
+    """Examples of a batch; the last one may have fewer."""
     local: np.ndarray
+    """Rows of each batch to load; those from `batch_size` on only fill it up."""
+    unless: int | None = None
+    """If given, batches of another number of rows are not filled up, and all rows are loaded."""
 
     def __len__(self) -> int:
         return -(-len(self.dataset) // self.batch_size)
 
+    def is_whole(self, number: int) -> bool:
+        """Whether all rows of a batch are loaded, because it is not filled up."""
+        return self.unless is not None and self._count(number) != self.unless
+
+    def _count(self, number: int) -> int:
+        return min(self.batch_size, len(self.dataset) - number * self.batch_size)
+
     def __getitem__(self, number: int) -> tuple[PyTree, np.ndarray]:
-        positions = number * self.batch_size + self.local
-        last = len(self.dataset) - 1
+        first, count = number * self.batch_size, self._count(number)
+        local = all_rows(count) if self.is_whole(number) else self.local
         # A real row rather than zeros, so that no model meets a value it never could in the data.
-        rows = self.dataset.rows(np.minimum(positions, last))
-        return rows, (positions <= last).astype(np.float32)
+        rows = self.dataset.rows(first + np.minimum(local, count - 1))
+        return rows, (local < count).astype(np.float32)

@@ -14,7 +14,8 @@ from spmdtrain.errors import UserError
 from spmdtrain.metrics import Means
 
 PyTree = Any
-Batches = Iterable[tuple[PyTree, jax.Array]]  # placed rows, and the mask of those that count
+# Placed rows, the mask of those that count, and what the batch's key derives from.
+Batches = Iterable[tuple[PyTree, jax.Array, np.ndarray]]
 
 
 def evaluate(
@@ -32,12 +33,14 @@ def predict(
     variables: Variables,
     batches: Batches,
     num_examples: int,
+    batch_size: int,
     *,
     in_flight: int,
 ) -> PyTree:
     """What `step` gives for every example: a pytree of NumPy arrays of leading dim N, in order."""
     parts = list(_late((_checked(step, variables, *batch) for batch in batches), in_flight))
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves)[:num_examples], *parts)
+    whole = jax.tree.map(lambda *xs: np.concatenate([x[:batch_size] for x in xs]), *parts)
+    return jax.tree.map(lambda x: x[:num_examples], whole)
 
 
 def check_same_data(dataset: Dataset, batch_size: int) -> None:
@@ -47,9 +50,13 @@ def check_same_data(dataset: Dataset, batch_size: int) -> None:
 
 
 def _checked(
-    step: Callable[..., Any], variables: Variables, rows: PyTree, mask: jax.Array
+    step: Callable[..., Any],
+    variables: Variables,
+    rows: PyTree,
+    mask: jax.Array,
+    draw: np.ndarray,
 ) -> PyTree:
-    output = step(variables, rows)
+    output = step(variables, rows, mask, draw)
     for leaf in jax.tree.leaves(output):
         if leaf.ndim == 0 or leaf.shape[0] != mask.shape[0]:
             raise UserError(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from spmdtrain.data import Augment, Dataset, OrderedBatches, TrainBatches, process_rows
+from spmdtrain.data import Augment, Dataset, OrderedBatches, TrainBatches, padded_size, process_rows
 from spmdtrain.errors import UserError
 from spmdtrain.placement import Placement
 from spmdtrain.sharding import named_leaves
@@ -153,12 +153,32 @@ def train_batches(
 
 
 def ordered_batches(
-    dataset: Dataset, batch_size: int, sharding: Sharding, *, threads: int = 0
+    dataset: Dataset, batch_size: int, sharding: Sharding, *, threads: int = 0, padded: bool = True
 ) -> tuple[Iterator[tuple[PyTree, jax.Array]], int]:
-    """All examples once, as placed batches of (rows, mask), and the number of batches."""
-    batches = OrderedBatches(dataset, batch_size, process_rows(sharding, batch_size))
-    read = ([batch] for batch in _read(batches, 0, threads))
-    return _ahead(map(_Placing(sharding, batch_size), read)), len(batches)
+    """All examples once, as placed batches of (rows, mask), and the number of batches.
+
+    Args:
+        dataset: The examples.
+        batch_size: Examples of a batch; it need not divide over the devices.
+        sharding: That of a batch.
+        threads: Threads that read ahead.
+        padded: Whether each batch is filled up to a size that divides over the devices. Otherwise
+            a batch that does not have that size is given as it is, in full on each device.
+    """
+    size = padded_size(batch_size, sharding)
+    unless = None if padded else size
+    batches = OrderedBatches(dataset, batch_size, process_rows(sharding, size), unless)
+    split, everywhere = _Placing(sharding, size), sharding
+    if isinstance(sharding, NamedSharding):
+        everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+
+    def placed(number: int, batch: PyTree) -> PyTree:
+        if not batches.is_whole(number):
+            return split([batch])
+        return _Placing(everywhere, len(batch[1]))([batch])
+
+    read = _read(batches, 0, threads)
+    return _ahead(itertools.starmap(placed, enumerate(read))), len(batches)
 
 
 def _read(batches: Any, start: int, threads: int) -> Iterator[PyTree]:

@@ -20,6 +20,7 @@ from spmdtrain import collectives, failing, hlo, processes
 from spmdtrain.compilation import compiler_options
 from spmdtrain.config import Purpose, RunConfig, derive_seed, resolve, with_options
 from spmdtrain.data import Augment, as_dataset, process_rows
+from spmdtrain.declared import eval_key
 from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
 from spmdtrain.feed import check_fits, ordered_batches, train_batches
 from spmdtrain.health import health
@@ -297,11 +298,20 @@ class Loop:
         assert self.config.global_batch_size is not None
         batches, _ = ordered_batches(
             as_dataset(data),
-            self.config.global_batch_size,
+            self.config.eval_batch_size or self.config.global_batch_size,
             self.placement.batch,
             threads=self.config.data_threads,
         )
         return batches
+
+    def eval_key(self, number: int) -> jax.Array:
+        """The random key of batch `number` of an evaluation, the same in each evaluation.
+
+        For functions of the batches that `examples` gives, counted from 0.
+        """
+        draw = np.array([derive_seed(self.config.seed, Purpose.EVAL), number], np.uint32)
+        key: jax.Array = jax.jit(eval_key, out_shardings=self.placement.everywhere)(draw)
+        return key
 
     def place(self, batch: PyTree) -> PyTree:
         """A global batch of NumPy arrays, the same in all processes, split over the mesh."""

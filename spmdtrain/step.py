@@ -15,12 +15,14 @@ from spmdtrain import collectives, hyperparameters, mesh, metrics
 from spmdtrain.adapters import Adapter, Function, Mode, Variables
 from spmdtrain.compilation import compiler_options
 from spmdtrain.config import Purpose, RunConfig, derive_seed
+from spmdtrain.declared import Declared, eval_key
 from spmdtrain.errors import UserError
 from spmdtrain.feed import Rows, examples_of, of_first, of_several
 from spmdtrain.gradients import Gradients, check_agrees, why_not_by_hand
 from spmdtrain.health import health
 from spmdtrain.jaxprs import equations
 from spmdtrain.model_state import difference
+from spmdtrain.padding import why_padding_matters
 from spmdtrain.placement import Placement, under
 from spmdtrain.reductions import NAMED, Reduction, all_reduce, in_dtype, packed
 from spmdtrain.remat import with_policy
@@ -31,6 +33,7 @@ from spmdtrain.updates import Update, clipped, joined
 from spmdtrain.user_frames import locate_errors
 
 PyTree = Any
+_NO_DRAW: Any = np.zeros(2, np.uint32)  # of a batch that is only traced
 
 
 @jax.tree_util.register_dataclass
@@ -65,7 +68,8 @@ class Steps:
         config: RunConfig,
     ) -> None:
         self._adapter = adapter
-        self._objective, self._predict = locate_errors(objective), locate_errors(predict)
+        self._objective = Declared.of(locate_errors(objective))
+        self._predict = Declared.of(locate_errors(predict))
         self._config, self._placement = config, placement
         self._compute_dtype = jnp.dtype(config.compute_dtype)
         self.update = Update(optimizer, config.frozen, config.ema_decay)
@@ -92,7 +96,7 @@ class Steps:
             per_replica=self._per_replica,
         )
         variables = self.shardings.variables
-        batch, everywhere = placement.batch, placement.everywhere
+        everywhere = placement.everywhere
         ours = collectives.compiler_options(
             config.collectives,
             placement.devices[0].platform,
@@ -109,14 +113,15 @@ class Steps:
             out_shardings=self.shardings,
         )
         self._train_programs: dict[tuple[bool, bool], Any] = {}
+        self._padding: dict[tuple[bool, str], str | None] = {}
         self.evaluate = self._compile_together(
             self._evaluate,
-            in_shardings=(variables, batch, batch),
+            in_shardings=(variables, None, None, everywhere),  # batches are split, or whole
             out_shardings=everywhere,
         )
         self.predict = self._compile_together(
             self._predictions,
-            in_shardings=(variables, batch),
+            in_shardings=(variables, None, None, everywhere),
             out_shardings=everywhere,  # every process gets all predictions, to hand them out
         )
 
@@ -306,7 +311,33 @@ class Steps:
         """What an evaluation of such rows (of leading dim N) gives; nothing is computed."""
         mask = jnp.ones(jax.tree.leaves(rows)[0].shape[0], bool)
         variables = self.abstract_state.variables
-        return list(jax.eval_shape(self._evaluate, variables, rows, mask))
+        return list(jax.eval_shape(self._evaluate, variables, rows, mask, _NO_DRAW))
+
+    def why_not_padded(self, rows: PyTree, size: int, *, predict: bool = False) -> str | None:
+        """Why a batch must not be filled up with more rows in an evaluation; None if it may.
+
+        Args:
+            rows: One example, of leading dim 1.
+            size: Rows of the batch.
+            predict: Whether it is for `predict` instead of the objective.
+        """
+        function = self._predict if predict else self._objective
+        if function.mask:  # it takes care of them by itself
+            return None
+        batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                (max(size, 2), *np.shape(x)[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
+            ),
+            rows,
+        )
+        asked = (predict, str(batch))
+        if asked not in self._padding:
+
+            def run(variables: Variables, batch: PyTree) -> PyTree:
+                return self._in_eval(function, variables, batch, None, _NO_DRAW)
+
+            self._padding[asked] = why_padding_matters(run, self.abstract_state.variables, batch)
+        return self._padding[asked]
 
     # -- the pure functions --------------------------------------------------------------------
 
@@ -407,9 +438,8 @@ class Steps:
     ) -> tuple[PyTree, PyTree]:
         """What the objective returns in training, and the model state after it."""
         variables = Variables(self._to_compute(joined(params, frozen)), model_state)
-        outputs, after = self._adapter.run(
-            self._objective, variables, self._input(batch), key, mode
-        )
+        inputs, objective = self._input(batch), self._objective.given(key, batch)
+        outputs, after = self._adapter.run(objective, variables, inputs, key, mode)
         # A model that computes in 16 bits may have assigned such to its state.
         return outputs, jax.tree.map(lambda new, old: new.astype(old.dtype), after, model_state)
 
@@ -454,17 +484,26 @@ class Steps:
         # The state's own arrays are donated to the next step.
         return jax.tree.map(jnp.copy, self.as_parameters(there))
 
-    def _in_eval(self, function: Function, variables: Variables, batch: PyTree) -> PyTree:
+    def _in_eval(
+        self,
+        function: Declared,
+        variables: Variables,
+        batch: PyTree,
+        mask: jax.Array | None,
+        draw: jax.Array,
+    ) -> PyTree:
         """What a function of (model, batch) gives, the model in eval mode."""
         own = self.as_parameters(self.layout.bring(variables, lambda of: of.variables))
         values = Variables(self._to_compute(own.params), own.model_state)
-        key, inputs = jax.random.key(0), self._input(batch)
-        return self._adapter.run(function, values, inputs, key, Mode.EVAL)[0]
+        key, inputs = eval_key(draw), self._input(batch)
+        given = function.given(key, batch, mask)
+        return self._adapter.run(given, values, inputs, key, Mode.EVAL)[0]
 
     def _evaluate(
-        self, variables: Variables, batch: PyTree, mask: jax.Array
+        self, variables: Variables, batch: PyTree, mask: jax.Array, draw: jax.Array
     ) -> dict[str, metrics.Sums]:
-        return self._sums(self._in_eval(self._objective, variables, batch), batch, mask)
+        outputs = self._in_eval(self._objective, variables, batch, mask, draw)
+        return self._sums(outputs, batch, mask)
 
     def _sums(
         self, outputs: PyTree, batch: PyTree, mask: jax.Array | None = None
@@ -475,8 +514,10 @@ class Steps:
             metrics.check_precise(outputs)
         return sums
 
-    def _predictions(self, variables: Variables, batch: PyTree) -> PyTree:
-        found = self._in_eval(self._predict, variables, batch)
+    def _predictions(
+        self, variables: Variables, batch: PyTree, mask: jax.Array, draw: jax.Array
+    ) -> PyTree:
+        found = self._in_eval(self._predict, variables, batch, mask, draw)
         # NumPy, and so its files, know no bfloat16.
         return jax.tree.map(
             lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, found

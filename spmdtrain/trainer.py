@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -17,8 +18,16 @@ from spmdtrain import evaluate, evaluator, failing, processes, roles
 from spmdtrain.adapters import Function, Variables
 from spmdtrain.adapting import adapt
 from spmdtrain.callbacks import Callbacks, Event, Fixed, Moment, Reported, by_moment
-from spmdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, MeshSpec, RunConfig, for_built, resolve
-from spmdtrain.data import Augment, Dataset, as_dataset, classes_of
+from spmdtrain.config import (
+    DEFAULT_GLOBAL_BATCH_SIZE,
+    MeshSpec,
+    Purpose,
+    RunConfig,
+    derive_seed,
+    for_built,
+    resolve,
+)
+from spmdtrain.data import Augment, Dataset, as_dataset, classes_of, padded_size
 from spmdtrain.division import Division
 from spmdtrain.errors import NonFiniteError, Preempted, UserError
 from spmdtrain.experiment import Experiment
@@ -492,7 +501,8 @@ class Trainer:
     def _evaluated(self, run: Session, split: Split, dataset: Dataset) -> Metrics:
         config = run.config
         assert config.global_batch_size is not None
-        metrics = self._evaluate(dataset, config.global_batch_size, run.signals.stop_if_received)
+        batch_size = config.eval_batch_size or config.global_batch_size
+        metrics = self._evaluate(dataset, batch_size, run.signals.stop_if_received)
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteError(
                 f"step {self.step}: the {split} loss is {metrics['loss']} (an example or the "
@@ -521,7 +531,7 @@ class Trainer:
 
     def evaluate(self, data: Any, *, global_batch_size: int | None = None) -> Metrics:
         """Weighted means over a dataset, by name; each example counts exactly once."""
-        dataset, batch_size = as_dataset(data), self._padded_batch(global_batch_size)
+        dataset, batch_size = as_dataset(data), self._eval_batch(global_batch_size)
         evaluate.check_same_data(dataset, batch_size)
         with under(self.placement):
             return self._evaluate(dataset, batch_size, self._what_stops())
@@ -530,12 +540,17 @@ class Trainer:
         """Predictions for a dataset: NumPy arrays of leading dim N, in its order."""
         dataset, variables = as_dataset(data), self._variables()
         self._check_classes(dataset)
-        batch_size = self._padded_batch(global_batch_size)
+        batch_size = self._eval_batch(global_batch_size)
         evaluate.check_same_data(dataset, batch_size)
         batches = self._ordered("predict", dataset, batch_size, self._what_stops())
         with under(self.placement):
             return evaluate.predict(
-                self._steps.predict, variables, batches, len(dataset), in_flight=self._in_flight
+                self._steps.predict,
+                variables,
+                batches,
+                len(dataset),
+                batch_size,
+                in_flight=self._in_flight,
             )
 
     def restore(self, path: str | None = None, *, which: str | int | None = None) -> int:
@@ -581,18 +596,26 @@ class Trainer:
 
     def _ordered(
         self, what: str, dataset: Dataset, batch_size: int, may_stop: Callable[[], None]
-    ) -> Iterator[tuple[PyTree, jax.Array]]:
-        """All examples in order, in placed batches of (rows, mask)."""
-        threads = self.config.data_threads
+    ) -> Iterator[tuple[PyTree, jax.Array, np.ndarray]]:
+        """All examples in order, in placed batches of (rows, mask, what its key derives from)."""
+        size, why_not = padded_size(batch_size, self.placement.batch), None
+        if size != batch_size or len(dataset) % batch_size:
+            rows = dataset.rows(np.arange(1))
+            why_not = self._steps.why_not_padded(rows, size, predict=what == "predict")
         batches, number = ordered_batches(
-            dataset, batch_size, self.placement.batch, threads=threads
+            dataset,
+            batch_size,
+            self.placement.batch,
+            threads=self.config.data_threads,
+            padded=why_not is None,
         )
+        seed = derive_seed(self.config.seed, Purpose.EVAL)
         with self.terminal.progress(what, done=0, total=number):
             for done in range(1, number + 1):
                 may_stop()
                 with within(Phase.LOAD):
-                    batch = next(batches)
-                yield batch
+                    rows, mask = next(batches)
+                yield rows, mask, np.array([seed, done - 1], np.uint32)
                 self.terminal.advance(done)
 
     # -- what there is to begin with -----------------------------------------------------------
@@ -617,19 +640,16 @@ class Trainer:
             )
         return config
 
-    def _padded_batch(self, batch: int | None) -> int:
-        """The batch size to evaluate with; as batches are filled up, it need not divide."""
+    def _eval_batch(self, batch: int | None) -> int:
+        """The batch size to evaluate with; it need not divide over the devices."""
         if batch is not None and batch < 1:
             raise UserError(f"global_batch_size is {batch}: it must be above 0")
-        shards = self.placement.batch_shards
+        batch = batch or self.config.eval_batch_size
         if batch is None and self._identity is not None:
             batch = int(self._identity.config["global_batch_size"])  # what `fit` went by
         if batch is None and self.config.batch_size_per_device is not None:
-            batch = self.config.batch_size_per_device * shards
-        return (
-            -(-(batch or self.config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE) // shards)
-            * shards
-        )
+            batch = self.config.batch_size_per_device * self.placement.batch_shards
+        return batch or self.config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
 
     def _variables(self) -> Variables:
         """The values trained so far; before any training a checkpoint's, or else the first ones."""

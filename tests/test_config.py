@@ -327,9 +327,9 @@ def test_a_table_and_a_scaling_exclude_each_other() -> None:
 def test_the_seeds_of_each_purpose_are_what_they_always_were() -> None:
     seeds = {seed: [derive_seed(seed, purpose) for purpose in Purpose] for seed in (0, 1, 2)}
     assert seeds == {
-        0: [3574520024, 2703155516, 4242545964],
-        1: [345234309, 1251908647, 3990789490],
-        2: [3240649371, 1961308417, 2863440205],
+        0: [3574520024, 2703155516, 4242545964, 2035511234],
+        1: [345234309, 1251908647, 3990789490, 2127035294],
+        2: [3240649371, 1961308417, 2863440205, 3837723628],
     }, "a change of derive_seed changes what every existing run and checkpoint would go on with"
 
 

@@ -20,11 +20,11 @@ LAYERS = [
         strategies tfconfig topologies
         """,
         """
-        adapters adapting asynchronous collectives compilation compiler_log crew cuts distributed
-        divided elsewhere estimate failing hlo hlo_module idx jaxprs live_ranges mesh metrics
-        model_state nnx_model nodes origins permutation placement processes products profiling
-        reductions remat replicas retention sharding signals storage sums tallies terminal together
-        traffic writers
+        adapters adapting asynchronous collectives compilation compiler_log crew cuts declared
+        distributed divided elsewhere estimate failing hlo hlo_module idx jaxprs live_ranges mesh
+        metrics model_state nnx_model nodes origins padding padding_rules permutation placement
+        processes products profiling reductions remat replicas retention sharding signals storage
+        sums tallies terminal together traffic writers
         """,
         """
         actors callbacks calls checkpoint compilers data division division_table evaluate experiment

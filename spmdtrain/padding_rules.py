@@ -1,0 +1,382 @@
+"""What single operations of a traced function do to the rows of a batch.
+
+A rule takes an operation whose operands are known and says what holds of its results.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax._src import source_info_util
+
+
+class Rows(NamedTuple):
+    """An array with the rows of the batch, in order, along one dim."""
+
+    dim: int
+    inner: int = 1
+    """Consecutive elements of the dim that belong to one row: T after (B, T) to (B * T)."""
+    own_number: tuple[bool, ...] = ()
+    """Entries of the last dim that hold the row's own number (`arange(B)`)."""
+    never: bool = False
+    """Whether this is False in all elements."""
+
+
+class Mixed(NamedTuple):
+    """An array that padding may change."""
+
+    why: str
+
+
+FIXED = None
+Value = Rows | Mixed | None
+
+
+@dataclass(frozen=True)
+class Op:
+    """An equation of the first trace, its counterpart in the second, and its operands."""
+
+    one: Any
+    two: Any
+    ins: Sequence[Value]
+
+    @property
+    def params(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.one.params
+        return found
+
+    @property
+    def rows(self) -> list[Rows]:
+        return [value for value in self.ins if isinstance(value, Rows)]
+
+    def shape(self, operand: int) -> tuple[int, ...]:
+        found: tuple[int, ...] = self.one.invars[operand].aval.shape
+        return found
+
+    @property
+    def out(self) -> tuple[int, ...]:
+        found: tuple[int, ...] = self.one.outvars[0].aval.shape
+        return found
+
+    def sized(self, output: int = 0) -> list[int]:
+        """Dims of an output that depend on the batch size."""
+        return differing(self.one.outvars[output].aval, self.two.outvars[output].aval)
+
+    def mixed(self) -> Mixed:
+        where = source_info_util.summarize(self.one.source_info)
+        return Mixed(f"{self.one.primitive.name} at {where}")
+
+    def same(self) -> Rows | None:
+        """The operands that hold rows, if they all hold them alike."""
+        found = {(of.dim, of.inner) for of in self.rows}
+        return Rows(*found.pop()) if len(found) == 1 else None
+
+
+Rule = Callable[[Op], "Value | list[Value]"]
+
+
+def differing(one: Any, two: Any) -> list[int]:
+    """The dims in which two shapes of the same rank differ."""
+    a, b = getattr(one, "shape", ()), getattr(two, "shape", ())
+    return [dim for dim, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]]
+
+
+def _elementwise(op: Op) -> Value:
+    return op.same() or op.mixed()
+
+
+def _less(op: Op) -> Value:
+    """No row's own number is below 0, which indexing with `arange(B)` asks."""
+    bound = getattr(op.one.invars[1], "val", None)
+    first = op.ins[0]
+    if isinstance(first, Rows) and all(first.own_number or (False,)) and bound == 0:
+        return Rows(first.dim, first.inner, never=True)
+    return _elementwise(op)
+
+
+def _created(op: Op) -> Value:
+    """An array made for the batch's size."""
+    sized = op.sized()
+    return Rows(sized[0]) if len(sized) == 1 else FIXED if not sized else op.mixed()
+
+
+def _iota(op: Op) -> Value:
+    value = _created(op)
+    if isinstance(value, Rows) and op.params["dimension"] == value.dim:
+        return value._replace(own_number=(True,) if len(op.out) == 1 else ())
+    return value
+
+
+def _broadcast_in_dim(op: Op) -> Value:
+    value = op.ins[0]
+    if not isinstance(value, Rows):
+        return _created(op)
+    dims = op.params["broadcast_dimensions"]
+    column = op.out == (*op.shape(0), 1)
+    return Rows(dims[value.dim], value.inner, value.own_number if column else ())
+
+
+def _random(op: Op) -> Value:
+    """Bits or keys of a shape: by position, so that more rows do not change the first ones."""
+    key = op.one.invars[0].aval
+    flags: Any = jax.config  # its attributes are not typed
+    by_position = "fry" in str(key.dtype) and flags.jax_threefry_partitionable
+    if op.rows:  # one key a row
+        return op.same() or op.mixed()
+    value = _created(op)
+    if isinstance(value, Rows):
+        alone = math.prod(op.out[: value.dim]) == 1 and not key.shape
+        return value if by_position and alone else op.mixed()
+    return value
+
+
+def _reduce(op: Op) -> "Value | list[Value]":
+    axes = op.params["axes"] if "axes" in op.params else op.params["dimensions"]
+    value = op.same()
+    if value is None or value.dim in axes:
+        return op.mixed()
+    return Rows(value.dim - sum(axis < value.dim for axis in axes), value.inner)
+
+
+def _along(name: str) -> Rule:
+    """Along one dim, which must not be that of the rows."""
+
+    def rule(op: Op) -> Value:
+        value, axis = op.same(), op.params.get(name, len(op.shape(0)) - 1)
+        return op.mixed() if value is None or value.dim == axis else value
+
+    return rule
+
+
+def _reshape(op: Op) -> Value:
+    value, sized = op.ins[0], op.sized()
+    if not isinstance(value, Rows) or len(sized) != 1 or op.params.get("dimensions"):
+        return op.mixed()
+    shape, dim = op.shape(0), sized[0]
+    if math.prod(shape[: value.dim]) != math.prod(op.out[:dim]):
+        return op.mixed()
+    rows = shape[value.dim] // value.inner
+    return Rows(dim, op.out[dim] // rows) if op.out[dim] % rows == 0 else op.mixed()
+
+
+def _transpose(op: Op) -> Value:
+    (value,) = op.rows
+    return Rows(tuple(op.params["permutation"]).index(value.dim), value.inner)
+
+
+def _squeeze(op: Op) -> Value:
+    (value,) = op.rows
+    gone = [dim % len(op.shape(0)) for dim in op.params["dimensions"]]
+    return Rows(value.dim - sum(dim < value.dim for dim in gone), value.inner)
+
+
+def _concatenate(op: Op) -> Value:
+    value, axis = op.same(), op.params["dimension"]
+    if value is None or axis == value.dim:
+        return op.mixed()
+    columns: list[bool] = []
+    if axis == len(op.out) - 1:
+        for number, of in enumerate(op.ins):
+            width = op.shape(number)[-1]
+            known = isinstance(of, Rows) and len(of.own_number) == width
+            columns += of.own_number if known else [False] * width  # type: ignore[union-attr]
+    return value._replace(own_number=tuple(columns))
+
+
+def _whole(op: Op) -> Value:
+    """A part of each row: the dim of the rows is taken whole."""
+    value = op.ins[0]
+    if not isinstance(value, Rows) or any(of is not FIXED for of in op.ins[1:]):
+        return op.mixed()
+    strides = op.params.get("strides")
+    kept = op.out[value.dim] == op.shape(0)[value.dim]
+    dense = not strides or strides[value.dim] == 1
+    return Rows(*value[:2]) if kept and dense else op.mixed()
+
+
+def _pad(op: Op) -> Value:
+    value = op.ins[0]
+    if not isinstance(value, Rows) or op.ins[1] is not FIXED:
+        return op.mixed()
+    untouched = tuple(op.params["padding_config"][value.dim]) == (0, 0, 0)
+    return Rows(*value[:2]) if untouched else op.mixed()
+
+
+def _update_slice(op: Op) -> Value:
+    value = op.ins[0]
+    if not isinstance(value, Rows) or not isinstance(op.ins[1], Rows):
+        return op.mixed()
+    whole = op.ins[1][:2] == value[:2] and op.shape(1)[value.dim] == op.shape(0)[value.dim]
+    fixed = all(of is FIXED for of in op.ins[2:])
+    return Rows(*value[:2]) if whole and fixed else op.mixed()
+
+
+def _window(op: Op) -> Value:
+    value = op.same()
+    if value is None or op.params["window_dimensions"][value.dim] != 1:
+        return op.mixed()
+    strides = op.params["window_strides"][value.dim]
+    around = tuple(op.params["padding"][value.dim])
+    dilated = [op.params.get(n) for n in ("base_dilation", "window_dilation")]
+    plain = all(of is None or of[value.dim] == 1 for of in dilated)
+    return value if strides == 1 and around == (0, 0) and plain else op.mixed()
+
+
+def _batched(trailing: int) -> Rule:
+    """Of matrices or vectors in the last dims, for each entry of the dims before them."""
+
+    def rule(op: Op) -> Value:
+        value = op.same()
+        dims = trailing or len(op.params["fft_lengths"])
+        return op.mixed() if value is None or value.dim >= len(op.shape(0)) - dims else value
+
+    return rule
+
+
+def _dot(op: Op) -> Value:
+    (left, right), (of_left, of_right) = op.params["dimension_numbers"]
+    batched, sides = len(of_left), [(left, of_left, op.ins[0]), (right, of_right, op.ins[1])]
+    places: set[tuple[int, int, bool]] = set()
+    before = batched
+    for side, (contracted, batch, value) in enumerate(sides):
+        free = [d for d in range(len(op.shape(side))) if d not in (*contracted, *batch)]
+        if isinstance(value, Rows):
+            if value.dim in contracted:
+                return op.mixed()
+            within = value.dim in batch
+            at = tuple(batch).index(value.dim) if within else before + free.index(value.dim)
+            places.add((at, value.inner, within))
+        before += len(free)
+    if len(places) != 1:
+        return op.mixed()
+    ((at, inner, within),) = places
+    return Rows(at, inner) if len(op.rows) == (2 if within else 1) else op.mixed()
+
+
+def _conv(op: Op) -> Value:
+    numbers, value = op.params["dimension_numbers"], op.ins[0]
+    alone = isinstance(value, Rows) and op.ins[1] is FIXED and op.params["batch_group_count"] == 1
+    if not alone or not isinstance(value, Rows) or value.dim != numbers.lhs_spec[0]:
+        return op.mixed()
+    return Rows(numbers.out_spec[0], value.inner)
+
+
+def _gather(op: Op) -> Value:
+    numbers, (operand, indices) = op.params["dimension_numbers"], op.ins
+    batch_dims = [d for d in range(len(op.out)) if d not in numbers.offset_dims]
+    by_index = isinstance(indices, Rows) and indices.dim < len(op.shape(1)) - 1
+    if not isinstance(operand, Rows):  # a table
+        assert isinstance(indices, Rows)
+        return Rows(batch_dims[indices.dim], indices.inner) if by_index else op.mixed()
+    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    if indices is FIXED:
+        if operand.dim in gone or op.params["slice_sizes"][operand.dim] != op.shape(0)[operand.dim]:
+            return op.mixed()
+        kept = [d for d in range(len(op.shape(0))) if d not in gone]
+        return Rows(numbers.offset_dims[kept.index(operand.dim)], operand.inner)
+    assert isinstance(indices, Rows)
+    if not by_index or operand.inner != indices.inner:
+        return op.mixed()
+    if operand.dim in numbers.operand_batching_dims:  # row by row
+        number = tuple(numbers.operand_batching_dims).index(operand.dim)
+        paired = numbers.start_indices_batching_dims[number] == indices.dim
+        return Rows(batch_dims[indices.dim], indices.inner) if paired else op.mixed()
+    # x[arange(B), ...]: each row picks from itself.
+    if operand.dim in numbers.start_index_map and operand.inner == 1:
+        column = tuple(numbers.start_index_map).index(operand.dim)
+        if indices.own_number[column : column + 1] == (True,):
+            return Rows(batch_dims[indices.dim], indices.inner)
+    return op.mixed()
+
+
+def _scatter(op: Op) -> Value:
+    numbers, (operand, indices, updates) = op.params["dimension_numbers"], op.ins
+    if not isinstance(operand, Rows) or not isinstance(updates, Rows):
+        return op.mixed()
+    if operand.inner != updates.inner:
+        return op.mixed()
+    batching = tuple(numbers.operand_batching_dims)
+    if operand.dim in batching and isinstance(indices, Rows):
+        dims = [d for d in range(len(op.shape(2))) if d not in numbers.update_window_dims]
+        paired = numbers.scatter_indices_batching_dims[batching.index(operand.dim)] == indices.dim
+        good = paired and dims[indices.dim] == updates.dim
+        return Rows(*operand[:2]) if good else op.mixed()
+    window = [
+        d for d in range(len(op.shape(0))) if d not in (*numbers.inserted_window_dims, *batching)
+    ]
+    if indices is not FIXED or operand.dim not in window:
+        return op.mixed()
+    at = numbers.update_window_dims[window.index(operand.dim)]
+    whole = at == updates.dim and op.shape(2)[at] == op.shape(0)[operand.dim]
+    return Rows(*operand[:2]) if whole else op.mixed()
+
+
+def _each(op: Op) -> list[Value]:
+    return list(op.ins)
+
+
+CALLS = {
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+    "checkpoint",
+    "remat",
+    "remat2",
+}
+_ELEMENTWISE = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+    bitcast_convert_type cbrt ceil clamp complex conj convert_element_type copy copy_p cos cosh
+    digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac
+    imag integer_pow is_finite le le_to lgamma log log1p logistic lt_to max min mul name ne neg
+    nextafter not or polygamma population_count clz pow random_clone random_fold_in random_gamma
+    random_seed real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
+    sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+    square stop_gradient sub tan tanh xor zeta
+"""
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
+    "lt": _less,
+    "iota": _iota,
+    "broadcast_in_dim": _broadcast_in_dim,
+    **dict.fromkeys(("random_bits", "random_split"), _random),
+    "random_wrap": _elementwise,
+    "random_unwrap": _elementwise,
+    **dict.fromkeys(
+        (f"reduce_{n}" for n in ("sum", "max", "min", "prod", "and", "or", "xor")), _reduce
+    ),
+    **dict.fromkeys(("argmax", "argmin"), _reduce),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
+    "top_k": _along("axis"),
+    "split": _along("axis"),
+    "sort": _along("dimension"),
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "concatenate": _concatenate,
+    "slice": _whole,
+    "dynamic_slice": _whole,
+    "dynamic_update_slice": _update_slice,
+    "pad": _pad,
+    **dict.fromkeys((f"reduce_window{n}" for n in ("", "_max", "_min", "_sum")), _window),
+    **dict.fromkeys(("cholesky", "triangular_solve", "lu", "qr", "eigh", "svd"), _batched(2)),
+    "fft": _batched(0),
+    "dot_general": _dot,
+    "conv_general_dilated": _conv,
+    "gather": _gather,
+    **dict.fromkeys(
+        ("scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter_min", "scatter_max"),
+        _scatter,
+    ),
+    "rev": lambda op: (
+        op.mixed()
+        if (value := op.same()) is None or value.dim in op.params["dimensions"]
+        else value
+    ),
+    **dict.fromkeys(("optimization_barrier", "device_put"), _each),
+}

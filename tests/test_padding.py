@@ -1,0 +1,256 @@
+"""Evaluations of objectives that mix examples or draw, and the proof that rows are independent."""
+
+import runpy
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import REPOSITORY
+
+from spmdtrain import FunctionModel, Loop, MeshSpec, Trainer
+from spmdtrain.models import MLP, MobileNetV2, Transformer, TransformerConfig
+from spmdtrain.padding import why_padding_matters
+from spmdtrain.terminal import Terminal
+
+X = np.arange(100, dtype=np.float32)
+NOISE = np.random.default_rng(0).normal(size=(100, 8)).astype(np.float32)
+
+
+def trainer(objective: Any, devices: int = 1, **options: Any) -> Trainer:
+    defaults: dict[str, Any] = {
+        "model": FunctionModel(lambda key: {"w": jnp.ones(())}),
+        "global_batch_size": 64,
+        "mesh": MeshSpec(devices=tuple(range(devices))),
+        "terminal": Terminal(quiet=True),
+        "optimizer": optax.sgd(0.1),
+    }
+    return Trainer(objective=objective, **defaults | options)
+
+
+def mean(m: Any, b: Any) -> Any:
+    return {"loss": jnp.broadcast_to(b["x"].mean(), b["x"].shape[:1])}
+
+
+def normalised(m: Any, b: Any) -> Any:
+    w = b["x"] % 7
+    return {"loss": b["x"] * w * len(w) / w.sum()}
+
+
+def by_size(m: Any, b: Any) -> Any:
+    return {"loss": b["x"] / len(b["x"])}
+
+
+def contrastive(m: Any, b: Any) -> Any:
+    z = b["z"] / jnp.linalg.norm(b["z"], axis=1, keepdims=True)
+    return {"loss": optax.softmax_cross_entropy_with_integer_labels(z @ z.T, jnp.arange(len(z)))}
+
+
+@pytest.mark.parametrize("devices", [1, 3, 8])
+@pytest.mark.parametrize("objective", [mean, normalised, by_size, contrastive])
+def test_an_objective_that_mixes_examples_never_sees_padding(objective: Any, devices: int) -> None:
+    data = {"x": X, "z": NOISE}
+    found = trainer(objective, devices).evaluate(data)["loss"]
+    parts = [{k: jnp.asarray(v[s]) for k, v in data.items()} for s in (slice(64), slice(64, 100))]
+    exact = sum(np.asarray(objective(None, part)["loss"], np.float64).sum() for part in parts) / 100
+    np.testing.assert_allclose(found, exact, rtol=2e-6)
+    if objective is mean:
+        assert found == 49.5  # 52.256 with padding
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_prediction_that_mixes_examples_never_sees_padding(devices: int) -> None:
+    of = trainer(by_size, devices, predict=lambda m, b: b["x"] - b["x"].mean())
+    exact = np.concatenate([X[:64] - X[:64].mean(), X[64:] - X[64:].mean()])
+    np.testing.assert_allclose(of.predict({"x": X}), exact, rtol=1e-6)
+
+
+def test_eval_batch_size_is_that_of_every_evaluation() -> None:
+    seen = []
+
+    def objective(m: Any, b: Any) -> Any:
+        seen.append(b["x"].shape[0])
+        return {"loss": jnp.broadcast_to(m["w"] * b["x"].mean(), b["x"].shape)}
+
+    of = trainer(objective, eval_batch_size=50)
+    assert of.evaluate({"x": X})["loss"] == 49.5
+    assert set(seen) == {50}
+    of = trainer(objective, eval_batch_size=20)
+    of.fit({"x": X}, validation={"x": X}, steps=1)
+    assert set(seen) == {50, 64, 20}
+
+
+def test_an_objective_may_take_the_mask_and_is_then_padded() -> None:
+    def objective(m: Any, b: Any, mask: jax.Array) -> Any:
+        mean = (b["x"] * mask).sum() / mask.sum()
+        return {"loss": jnp.broadcast_to(m["w"] * mean, mask.shape), "real": mask}
+
+    of = trainer(objective, 8)
+    found = of.evaluate({"x": X})
+    assert found["loss"] == 49.5
+    assert of.fit({"x": X}, steps=1).train["real"] == 1
+
+
+def drawing(m: Any, b: Any, key: jax.Array) -> Any:
+    return {"loss": m["w"] * jax.random.uniform(key, b["x"].shape)}
+
+
+def test_evaluation_draws_differ_by_batch_and_are_repeated_on_any_devices() -> None:
+    def predict(m: Any, b: Any, *, key: jax.Array) -> jax.Array:
+        return jax.random.uniform(key, b["x"].shape)
+
+    data = {"x": X}
+    ones = [trainer(drawing, devices, predict=predict) for devices in (1, 3, 8)]
+    first, second, third = (of.predict(data) for of in ones)
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(first, third)
+    assert not np.isin(first[:36], first[64:]).any()
+    losses = [of.evaluate(data)["loss"] for of in (*ones, ones[0])]
+    np.testing.assert_allclose(losses, first.mean(), rtol=1e-6)
+    other = trainer(drawing, 1, predict=predict, seed=1)
+    assert other.evaluate(data)["loss"] != losses[0]
+
+
+def test_a_loop_has_the_same_key_for_a_batch_of_an_evaluation() -> None:
+    def predict(m: Any, b: Any, key: jax.Array) -> jax.Array:
+        return jax.random.key_data(key)[None].repeat(len(b["x"]), 0)
+
+    of = trainer(drawing, predict=predict)
+    with Loop(steps=1, terminal=Terminal(quiet=True)) as loop:
+        keys = [loop.eval_key(number) for number in (0, 1)]
+    found = of.predict({"x": X})[[0, 64]]
+    assert len({tuple(jax.random.key_data(key).tolist()) for key in keys}) == 2
+    assert len({tuple(key.tolist()) for key in found}) == 2
+
+
+def test_a_model_that_draws_in_eval_mode_draws_anew_in_each_batch() -> None:
+    class Noisy(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.w, self.rngs = nnx.Param(jnp.ones(())), rngs
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x * 0 + self.rngs.noise.uniform(x.shape) * self.w
+
+    of = Trainer(
+        model=lambda rngs: Noisy(nnx.Rngs(noise=0)),
+        objective=lambda m, b: {"loss": m(b["x"])},
+        optimizer=optax.sgd(0.1),
+        global_batch_size=64,
+        terminal=Terminal(quiet=True),
+    )
+    found = of.predict({"x": X})
+    assert not np.isin(found[:36], found[64:]).any()
+    np.testing.assert_array_equal(found, of.predict({"x": X}))
+
+
+def test_training_gives_an_objective_another_key_in_each_step() -> None:
+    seen: list[float] = []
+    of = trainer(
+        drawing,
+        8,
+        log_every=1,
+        callbacks={"log": lambda event: seen.append(event.metrics["loss"])},
+        optimizer=optax.sgd(0.0),
+    )
+    of.fit({"x": X}, steps=3)
+    assert len(set(seen)) == 3
+
+
+# -- the proof -------------------------------------------------------------------------------------
+
+
+def why(function: Any, **arrays: Any) -> str | None:
+    return why_padding_matters(lambda _, b: function(b), {}, arrays)
+
+
+ROWS = {"x": np.ones((8, 6, 4), np.float32), "y": np.zeros(8, np.int32)}
+INDEPENDENT = {
+    "elementwise": lambda b: jnp.tanh(b["x"]) * 2 + b["y"][:, None, None],
+    "reduction": lambda b: b["x"].mean((1, 2)),
+    "reshape": lambda b: b["x"].reshape(-1, 4).reshape(-1, 6, 2, 2).sum((1, 2, 3)),
+    "tokens": lambda b: (b["x"].reshape(-1, 4) @ jnp.ones((4, 3))).reshape(-1, 18),
+    "attention": lambda b: jnp.einsum("bqd,bkd->bqk", b["x"], b["x"]).sum(1),
+    "transpose": lambda b: b["x"].transpose(2, 0, 1).sum(0),
+    "take_along_axis": lambda b: jnp.take_along_axis(b["x"][:, 0], b["y"][:, None], 1),
+    "arange": lambda b: b["x"][:, 0][jnp.arange(len(b["y"])), b["y"]],
+    "table": lambda b: jnp.ones((5, 3))[b["y"]],
+    "one_hot": lambda b: jax.nn.one_hot(b["y"], 5),
+    "map": lambda b: jax.lax.map(lambda x: x.sum(), b["x"]),
+    "scan over tokens": lambda b: jax.lax.scan(
+        lambda c, x: (c + x, c.sum(1)), b["x"][:, 0], b["x"].swapaxes(0, 1)
+    )[0],
+    "vmap": lambda b: jax.vmap(lambda x, y: x[y % 6] @ x[0])(b["x"], b["y"]),
+    "sort": lambda b: jnp.sort(b["x"], axis=1)[:, -1],
+    "top_k": lambda b: jax.lax.top_k(b["x"].sum(1), 2)[0],
+    "pad": lambda b: jnp.pad(b["x"], ((0, 0), (1, 2), (0, 0))),
+    "draws": lambda b: b["x"] + jax.random.normal(jax.random.key(0), b["x"].shape),
+    "keys of rows": lambda b: jax.vmap(jax.random.uniform)(
+        jax.random.split(jax.random.key(0), len(b["y"]))
+    ),
+    "per-row gradient": lambda b: jax.vmap(jax.grad(lambda x: (x**2).sum()))(b["x"]),
+    "checkpoint": lambda b: jax.checkpoint(lambda x: jnp.sin(x).sum((1, 2)))(b["x"]),
+    "einsum of tokens": lambda b: jnp.einsum("btd,dh->bth", b["x"], jnp.ones((4, 4))),
+    "layer norm": lambda b: (b["x"] - b["x"].mean(-1, keepdims=True)) / b["x"].std(-1)[..., None],
+}
+MIXING = {
+    "mean": lambda b: b["x"] - b["x"].mean(0),
+    "size": lambda b: b["x"] / len(b["x"]),
+    "power of the size": lambda b: b["x"] ** len(b["x"]),
+    "gram": lambda b: b["x"].sum(1) @ b["x"].sum(1).T,
+    "roll": lambda b: jnp.roll(b["x"], 1, 0),
+    "flip": lambda b: b["x"][::-1],
+    "neighbours": lambda b: b["x"].reshape(-1, 2, 6, 4).sum(1).repeat(2, 0),
+    "sort": lambda b: jnp.sort(b["x"], axis=0),
+    "permutation": lambda b: jax.random.permutation(jax.random.key(0), b["x"]),
+    "halves": lambda b: jnp.concatenate([b["x"][4:], b["x"][:4]]),
+    "by value": lambda b: b["x"][b["y"]],
+    "by a moved number": lambda b: b["x"][jnp.arange(len(b["y"])) ^ 1],
+    "last row": lambda b: b["x"] - b["x"][-1],
+    "draws across": lambda b: (
+        b["x"][:, 0] + jax.random.normal(jax.random.key(0), (4, len(b["y"]))).T
+    ),
+    "loop until all": lambda b: jax.lax.while_loop(
+        lambda x: (x < 100).any(), lambda x: x * 2, b["x"]
+    ),
+    "rows before": lambda b: jax.lax.scan(lambda c, x: (c + x, c), b["x"][0], b["x"])[1],
+    "other dim": lambda b: b["x"].transpose(1, 0, 2),
+    "callback": lambda b: jax.pure_callback(
+        lambda x: x, jax.ShapeDtypeStruct(b["x"].shape, b["x"].dtype), b["x"]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_independent_rows_are_proven(name: str) -> None:
+    assert why(INDEPENDENT[name], **ROWS) is None
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_mixes_rows_is_found(name: str) -> None:
+    assert why(MIXING[name], **ROWS) is not None
+
+
+def experiment(name: str) -> Any:
+    return runpy.run_path(str(REPOSITORY / "experiments" / f"{name}.py"))
+
+
+GPT = TransformerConfig(vocabulary=11, rows=12, context=8, layers=2, width=8, heads=2, hidden=16)
+SHIPPED: dict[str, Any] = {
+    "digits_mlp": (partial(MLP, 64, (8,), 10), {"image": (64,), "label": ()}),
+    "flowers_mobilenet": (partial(MobileNetV2, 5), {"image": (32, 32, 3), "label": ()}),
+    "shakespeare_gpt": (partial(Transformer, GPT), {"tokens": (9,), "weights": (8,)}),
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_experiments_are_proven_and_so_compile_once(name: str) -> None:
+    model, shapes = SHIPPED[name]
+    of = trainer(experiment(name)["objective"], model=model)
+    rows = {
+        k: np.zeros((1, *s), np.int32 if k != "image" else np.float32) for k, s in shapes.items()
+    }
+    assert of._steps.why_not_padded(rows, 8) is None
