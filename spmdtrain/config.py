@@ -81,10 +81,12 @@ class Servers:
 class Collectives:
     """How devices exchange what they have computed. What a backend cannot do is an error."""
 
-    reduction: Literal["automatic", "all_reduce", "packed", "hierarchical"] | None = None
+    reduction: Literal["automatic", "all_reduce", "packed", "hierarchical", "one_device"] | None = (
+        None
+    )
     """Who adds the gradients up: XLA where it sees fit (automatic), or each device computes its own
-    and they are reduced once: array by array, packed into one, or first within the groups of the
-    replica axis. Where nothing is said, packed on CPU if that means the same, else automatic."""
+    and they are reduced once: array by array, packed into one, first within the groups of the
+    replica axis, or on one device, which sends the sums to the others. Where nothing is said, packed on CPU if that means the same, else automatic."""
     reduce_dtype: Literal["bfloat16", "float16"] | None = None
     """Reduce gradients in this dtype, not in their own."""
     bytes_per_pack: int | None = None

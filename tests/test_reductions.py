@@ -31,7 +31,7 @@ from spmdtrain.config import Collectives, ShardingOptions
 from spmdtrain.mesh import build_mesh
 from spmdtrain.models import MLP
 from spmdtrain.placement import constrain, current_strategy
-from spmdtrain.reductions import Reduction, all_reduce, hierarchical, packed
+from spmdtrain.reductions import Reduction, all_reduce, hierarchical, one_device, packed
 from spmdtrain.terminal import Terminal
 from spmdtrain.testing_steps import CompiledStep, compiled_step
 
@@ -80,11 +80,20 @@ FEW = ("mirrored in microbatches", "hybrid", "zero in microbatches")  # the othe
 @pytest.mark.parametrize(
     "place", [pytest.param(p, marks=[] if p in FEW else pytest.mark.slow) for p in PLACES]
 )
-@pytest.mark.parametrize("reduction", [all_reduce, hierarchical, packed])
+@pytest.mark.parametrize("reduction", [all_reduce, hierarchical, packed, one_device])
 def test_a_reduction_by_hand_gives_the_numbers_of_the_whole_batch(
     reduction: Reduction, place: str
 ) -> None:
     check_equal(gradients(tokens(reduction=reduction, **PLACES[place]), BATCH), expected())
+
+
+def test_one_device_sends_along_a_tree_instead_of_an_all_reduce() -> None:
+    compiled = compiled_step(tokens(collectives=Collectives(reduction="one_device")), BATCH)
+    sent = [(one.kind, one.bytes) for one in compiled.collectives]
+    assert [bytes for kind, bytes in sent if kind == "all-reduce"] == [METRICS]
+    permutes = [bytes for kind, bytes in sent if kind == "collective-permute"]
+    assert len(permutes) == 3 * 6 and sum(permutes) == 6 * GRADIENTS  # 3 arrays, 8 devices
+    assert len(sent) == 1 + len(permutes)
 
 
 def test_a_name_stands_for_its_function() -> None:
