@@ -86,7 +86,8 @@ class Collectives:
     )
     """Who adds the gradients up: XLA where it sees fit (automatic), or each device computes its own
     and they are reduced once: array by array, packed into one, first within the groups of the
-    replica axis, or on one device, which sends the sums to the others. Where nothing is said, packed on CPU if that means the same, else automatic."""
+    replica axis, or on one device, which sends the sums to the others. Where nothing is said,
+    packed on CPU if that means the same, else automatic."""
     reduce_dtype: Literal["bfloat16", "float16"] | None = None
     """Reduce gradients in this dtype, not in their own."""
     bytes_per_pack: int | None = None
