@@ -237,7 +237,10 @@ def why_not_by_hand(
         return "the objective lays arrays out over devices by itself"
     _, used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
     if used[-1] and not gradients.per_replica:  # the key, which is the last argument
-        return "the model draws random numbers (dropout), which would be each device's own"
+        return (
+            "the model or the objective draws random numbers (dropout), which would be each "
+            "device's own"
+        )
     if moved := _looks_across(gradients.placement, values, params, frozen, model_state, batch):
         return (
             "the objective's values depend on other examples of the batch (a contrastive "

@@ -235,9 +235,9 @@ def fit(**options: Any) -> None:
     ("options", "message"),
     [
         ({"model": Normalized}, r"the model carries state \(2 arrays: batch statistics, say\)"),
-        ({"model": DROPPED}, r"the model draws random numbers \(dropout\)"),
-        ({"model": DROPPED, "microbatches": 2}, "the model draws random numbers"),
-        ({"model": DROPPED, "remat": "full"}, "the model draws random numbers"),
+        ({"model": DROPPED}, r"the model or the objective draws random numbers"),
+        ({"model": DROPPED, "microbatches": 2}, "the model or the objective draws random numbers"),
+        ({"model": DROPPED, "remat": "full"}, "the model or the objective draws random numbers"),
         (
             {"strategy": "fully_sharded", "sharding": SPLIT},
             "the strategy fully_sharded splits the parameters",
@@ -265,6 +265,19 @@ def test_the_error_names_what_asked() -> None:
     ):
         with pytest.raises(UserError, match=f"{asked} reduces the gradients under shard_map"):
             fit(model=Normalized, reduction=None, collectives=options)
+
+
+def test_an_objective_that_draws_is_refused_by_hand() -> None:
+    options = Collectives(reduction="packed")
+    with pytest.raises(UserError, match=r"reduction=packed .* or the objective draws random"):
+        of = trainer(
+            model=partial(nnx.Linear, 4, 4),
+            objective=draws,
+            optimizer=optax.sgd(0.1),
+            global_batch_size=16,
+            collectives=options,
+        )
+        of.fit(PAIRS[0][:, :4], steps=1)
 
 
 @pytest.mark.slow
@@ -423,6 +436,15 @@ def hints(model: Any, batch: Any) -> dict[str, jax.Array]:
     return {"loss": (constrain(model(batch), "batch", None) ** 2).mean(-1)}
 
 
+def draws(model: Any, batch: Any, key: jax.Array) -> dict[str, jax.Array]:
+    noise = jax.random.normal(key, batch.shape)
+    return {"loss": ((model(batch + noise) - noise) ** 2).mean(-1)}
+
+
+def draws_nothing(model: Any, batch: Any, key: jax.Array) -> dict[str, jax.Array]:
+    return plain(model, batch)
+
+
 def placed() -> Any:
     return NamedSharding(build_mesh(MeshSpec(data=8)), PartitionSpec(("replica", "data", "fsdp")))
 
@@ -430,7 +452,9 @@ def placed() -> Any:
 @pytest.mark.parametrize(
     ("model", "objective", "why"),
     [
-        (Drops, plain, "the model draws random numbers"),
+        (Drops, plain, "the model or the objective draws random numbers"),
+        (partial(nnx.Linear, 4, 4), draws, "the model or the objective draws random numbers"),
+        (partial(nnx.Linear, 4, 4), draws_nothing, ""),
         (Normalises, plain, "the model carries state"),
         (partial(nnx.Linear, 4, 4), contrasts, "depend on other examples of the batch"),
         (partial(nnx.Linear, 4, 4), prints, "does more than to compute"),
