@@ -18,6 +18,7 @@ _HOMES = {
     "Event": "callbacks",
     "Experiment": "experiment",
     "FitResult": "trainer",
+    "FixedShards": "partitioners",
     "FunctionModel": "adapters",
     "Gather": "sharding",
     "ImageFolder": "images",
@@ -26,7 +27,9 @@ _HOMES = {
     "Loop": "loop",
     "Manifest": "manifest",
     "Mapped": "data",
+    "MaxSize": "partitioners",
     "MeshSpec": "config",
+    "MinSize": "partitioners",
     "Mode": "adapters",
     "Moment": "callbacks",
     "NonFiniteError": "errors",
@@ -55,6 +58,7 @@ _HOMES = {
     "per_replica": "replicas",
     "read_idx": "idx",
     "read_manifest": "restore",
+    "reduce": "replicas",
     "rematerialize": "remat",
     "resolve_on_devices": "placement",
     "weighted_mean": "metrics",
@@ -70,6 +74,7 @@ __all__ = [
     "Event",
     "Experiment",
     "FitResult",
+    "FixedShards",
     "FunctionModel",
     "Gather",
     "ImageFolder",
@@ -78,7 +83,9 @@ __all__ = [
     "Loop",
     "Manifest",
     "Mapped",
+    "MaxSize",
     "MeshSpec",
+    "MinSize",
     "Mode",
     "Moment",
     "NonFiniteError",
@@ -107,6 +114,7 @@ __all__ = [
     "per_replica",
     "read_idx",
     "read_manifest",
+    "reduce",
     "rematerialize",
     "resolve_on_devices",
     "weighted_mean",
@@ -131,9 +139,10 @@ if TYPE_CHECKING:
     from spmdtrain.manifest import Manifest
     from spmdtrain.mesh import BATCH_AXES
     from spmdtrain.metrics import Weighted, weighted_mean
+    from spmdtrain.partitioners import FixedShards, MaxSize, MinSize
     from spmdtrain.placement import constrain, current_strategy, resolve_on_devices
     from spmdtrain.remat import rematerialize
-    from spmdtrain.replicas import PerReplica, per_replica
+    from spmdtrain.replicas import PerReplica, per_replica, reduce
     from spmdtrain.restore import load_params, load_variables, read_manifest
     from spmdtrain.sharding import Gather, Rule
     from spmdtrain.state import TrainState

@@ -6,14 +6,14 @@ its own, so that it cannot be taken for a global one: it has to be reduced first
 
 import contextvars
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.mesh import BATCH_AXES
 from spmdtrain.placement import Placement, current_strategy, under
 from spmdtrain.sharding import named_leaves, path_name
@@ -160,6 +160,43 @@ def per_replica(function: Callable[..., PyTree], batch: PyTree, *whole: PyTree) 
         check_vma=False,
     )
     return PerReplica(program(parts, *whole), examples)
+
+
+def reduce(op: Literal["sum", "mean"], value: PyTree, *, axis: Literal[0] | None = None) -> PyTree:
+    """Reduces a value of the replicas to a global one, as `tf.distribute.Strategy.reduce` does.
+
+    Args:
+      op: "sum" or "mean".
+      value: A `PerReplica`. If there is one replica, as under the default strategy, also arrays:
+        the value of that replica.
+      axis: None reduces over the replicas; 0 over the replicas and their examples, the leading dim
+        of each replica's value.
+
+    Returns:
+      Global arrays: of the shape of a replica's value, without its leading dim if axis is 0.
+
+    Raises:
+      UserError: If op or axis is another, a value has no dim of examples, or `value` is not a
+        `PerReplica` although there are several replicas.
+    """
+    if op not in ("sum", "mean"):
+        raise UserError(f"reduce: op is {op!r}.{did_you_mean(str(op), ['sum', 'mean'])}")
+    if axis not in (None, 0):
+        raise UserError(f"reduce: axis is {axis!r}: it must be None (replicas) or 0 (examples)")
+    if not _is_per_replica(value):
+        if replicas_in(value):
+            raise UserError("reduce: give one PerReplica, not a tree of them")
+        if (replicas := current_strategy().batch_shards) > 1:
+            raise UserError(
+                f"reduce: the value is a {type(value).__name__}, and there are {replicas} "
+                "replicas: give the PerReplica that per_replica returned"
+            )
+        examples = {jnp.shape(x)[:1] for x in jax.tree.leaves(value)}
+        size = next(iter(examples))[0] if len(examples) == 1 and () not in examples else 0
+        value = PerReplica(jax.tree.map(lambda x: jnp.asarray(x)[None], value), size)
+    if axis is None:
+        return jax.tree.map(lambda x: getattr(x, op)(0), value._stacked)
+    return value.mean() if op == "mean" else jax.tree.map(lambda x: x.sum(0), value._by_example())
 
 
 def replicas_in(tree: PyTree) -> list[PerReplica]:

@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from spmdtrain import Coordinator
+from spmdtrain import Coordinator, FixedShards
 
 TRUE = np.arange(4, dtype=np.float32)
 lock = threading.Lock()
@@ -118,7 +118,10 @@ def one_push(number):
 coordinator.fetch([coordinator.schedule(one_push, n) for n in range(5)])
 _, opt_state = again.state()
 print("momentum:", [f"{x:.3f}" for x in jax.tree.leaves(opt_state)[0]])
-more = coordinator.share(params, optax.sgd(0.0, momentum=0.9), opt_state=opt_state)
+asked = []
+more = coordinator.share(params, optax.sgd(0.0, momentum=0.9), opt_state=opt_state,
+                         partitioner=lambda *of: asked.append(of) or FixedShards(2)(*of))
+print("partitioner:", sorted(set(asked)))
 print("restored:", [f"{x:.3f}" for x in jax.tree.leaves(more.state()[1])[0]])
 
 def fails(number):
@@ -198,6 +201,7 @@ print("not finite:", raised(coordinator.join))
         "state: [0, 1, 2, 3]",
         "momentum: ['4.095', '4.095', '4.095', '4.095']",  # 1 + 0.9 + ... + 0.9**4
         "restored: ['4.095', '4.095', '4.095', '4.095']",
+        "partitioner: [((4,), 4)]",
         "join: ZeroDivisionError: in",
         "join again: nothing",
         "fetch: ZeroDivisionError: in 0",

@@ -22,6 +22,7 @@ from spmdtrain import (
     RunConfig,
     UserError,
     per_replica,
+    reduce,
     weighted_mean,
 )
 from spmdtrain.placement import Placement, place, under
@@ -139,9 +140,9 @@ def test_the_gradient_of_one_is_an_error() -> None:
 def test_what_has_no_dim_of_examples_has_no_mean() -> None:
     with under(placed()):
         total = per_replica(lambda y: {"total": y.sum()}, Y)
-    for reduce in (total.mean, total.gather):
+    for reduced in (total.mean, total.gather):
         with pytest.raises(UserError, match=r"each replica's total has shape \(\), without"):
-            reduce()
+            reduced()
     np.testing.assert_allclose(total.stack()["total"], Y.reshape(8, 2).sum(1), rtol=1e-6)
     with under(placed()):
         slopes = per_replica(gradient, (X, Y), W)
@@ -279,3 +280,30 @@ def test_each_process_has_all_or_its_own(tmp_path: Path) -> None:
         (line,) = [line for line in one.output.splitlines() if line.startswith("found")]
         expected = [*shared, own, [24.0, 32.0], 7.0, [1.0, 5.0, 9.0, 13.0], sums]
         assert json.loads(line.removeprefix("found")) == expected
+
+
+@pytest.mark.parametrize(("strategy", "mesh", "replicas"), PLACES)
+def test_reduce_takes_values_of_replicas_under_every_strategy(
+    strategy: str, mesh: dict[str, int], replicas: int
+) -> None:
+    with under(placed(strategy, **mesh)):
+        found = per_replica(lambda rows: rows, X)
+        over_replicas = reduce("sum", found), reduce("mean", found)
+        over_examples = reduce("sum", found, axis=0), reduce("mean", found, axis=0)
+        with pytest.raises(UserError, match="op is 'max'"):
+            reduce("max", found)  # type: ignore[arg-type]
+    by_replica = X.reshape(replicas, -1, 3)
+    for one, expected in zip(over_replicas, (by_replica.sum(0), by_replica.mean(0)), strict=True):
+        np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-6)
+    for one, expected in zip(over_examples, (X.sum(0), X.mean(0)), strict=True):
+        np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_reduce_takes_an_array_only_if_there_is_one_replica() -> None:
+    with under(placed("default")):
+        np.testing.assert_array_equal(reduce("sum", X), X)
+        np.testing.assert_allclose(reduce("mean", X, axis=0), X.mean(0), rtol=1e-5, atol=1e-6)
+        with pytest.raises(UserError, match="leading dim"):
+            reduce("mean", 2.0, axis=0)
+    with under(placed("mirrored")), pytest.raises(UserError, match="8 replicas"):
+        reduce("sum", X)
