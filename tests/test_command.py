@@ -449,7 +449,9 @@ def test_any_other_exception_keeps_its_traceback_and_fails_the_run(tmp_path: Pat
         main(["--config", str(path), "--workdir", str(tmp_path / "run")])
     found = status(tmp_path / "run")
     assert (found["status"], found["step"]) == ("failed", 0)
-    assert found["reason"].startswith("TypeError: tuple indices must be integers")
+    where = f"TypeError: {path}:"  # the line of the objective that raises
+    assert found["reason"].startswith(where), found["reason"]
+    assert "tuple indices must be integers" in found["reason"]
 
 
 # -- the other experiments -------------------------------------------------------------------------

@@ -287,7 +287,7 @@ def test_the_rules_of_an_mlp_fit_its_hidden_widths_only(hidden: tuple[int, ...])
         objective=lambda model, x: {"loss": (model(x) ** 2).mean(-1)},
         optimizer=optax.sgd(0.1),
         rules=rules,
-        mesh=MeshSpec(data=2, tensor=4),
+        mesh=MeshSpec(data=2, tensor=4) if hidden else MeshSpec(),
         strategy="tensor_parallel" if hidden else "mirrored",
     )
     trainer.fit(x, steps=1, global_batch_size=8)
