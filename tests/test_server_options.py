@@ -78,7 +78,9 @@ def test_a_loop_of_ones_own_has_a_coordinator() -> None:
 
 def test_which_tasks_are_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", tf_configs(["chief", "ps 0"])["chief"])
-    with pytest.raises(UserError, match=r"ps tasks \(this one has no worker besides the chief\): start one"):
+    with pytest.raises(
+        UserError, match=r"ps tasks \(this one has no worker besides the chief\): start one"
+    ):
         take_part(1.0)
 
 
