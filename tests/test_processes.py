@@ -43,6 +43,7 @@ from pathlib import Path
 
 import numpy as np
 import optax
+from jax.experimental.multihost_utils import process_allgather
 
 from spmdtrain.distributed import initialize
 from spmdtrain.processes import count, rank
@@ -52,7 +53,7 @@ initialize(timeout=100)
 sys.path.insert(0, EXPERIMENTS)
 from digits_mlp import load_digits, objective
 from spmdtrain import MeshSpec, Trainer
-from spmdtrain.models import MLP
+from spmdtrain.models import MLP, mlp_rules
 from spmdtrain.sharding import named_leaves
 
 
@@ -71,9 +72,8 @@ class Rows:
 
 
 def keep(folder, event):
-    trace = named_leaves(event.trainer.state.opt_state[0].trace)
+    arrays = process_allgather(named_leaves(event.trainer.state.opt_state[0].trace), tiled=True)
     if rank() == 0:
-        arrays = {name: np.asarray(leaf) for name, leaf in trace.items()}
         np.savez(folder / f"gradient.{event.step}.npz", **arrays)
 
 
@@ -86,6 +86,7 @@ for name, steps in runs:
         objective=objective,
         optimizer=optax.chain(optax.trace(decay=0.0), optax.scale(-0.1)),
         callbacks={"step": partial(keep, folder)},
+        rules=mlp_rules(2) if tensor > 1 else (),
         mesh=MeshSpec(tensor=tensor),
         workdir=name,
         global_batch_size=48,
