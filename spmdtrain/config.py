@@ -133,6 +133,9 @@ class RunConfig:
     """Examples in one step over all devices; 32 where nothing is said."""
     batch_size_per_device: int | None = None
     """Examples in one step on each device, instead of global_batch_size."""
+    uneven_batch: Literal["refuse", "pad"] = "refuse"
+    """What to do with a global batch that does not divide over the devices: refuse it, or pad it
+    with rows of weight 0, which is refused if it could change the gradients."""
     eval_batch_size: int | None = None
     """Examples in one batch of an evaluation or prediction over all devices; the global batch size
     if it is not given."""
@@ -262,6 +265,11 @@ class RunConfig:
     def logs_at(self, step: int, total: int) -> bool:
         """Whether `step` gets a metrics line: the first, the last, and each `log_every`-th."""
         return step in (1, total) or step % self.log_every == 0
+
+    def padded_batch_size(self, batch_shards: int) -> int:
+        """Rows of a step's batch, with those that make it divide over devices and microbatches."""
+        parts = batch_shards * self.microbatches
+        return -(-self._batch() // parts) * parts
 
     def profile_range(self) -> tuple[int, int] | None:
         """First and last step of the profiler trace."""
@@ -491,6 +499,7 @@ def _check_servers(config: RunConfig) -> None:
         ("steps_per_dispatch", 1, "a worker makes one step at a time"),
         ("data_on_device", False, "each worker reads the examples of the batches it is given"),
         ("profile_steps", None, "the steps are made elsewhere"),
+        ("uneven_batch", "refuse", "each worker computes whole batches on its own devices"),
     ):
         if getattr(config, name) != only:
             raise UserError(
@@ -540,18 +549,21 @@ def resolve(config: Config, *, batch_shards: int) -> Config:
     else:
         batch = config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
     config = dataclasses.replace(config, global_batch_size=batch, batch_size_per_device=None)
-    if batch % batch_shards:
+    refused = config.uneven_batch == "refuse"
+    if refused and batch % batch_shards:
         raise UserError(
             f"global_batch_size is {batch}: it does not divide over {batch_shards} devices "
             f"({batch} = {batch // batch_shards} * {batch_shards} + {batch % batch_shards}); "
-            f"{max(1, batch // batch_shards) * batch_shards} would"
+            f"{max(1, batch // batch_shards) * batch_shards} would, and a Trainer pads the batch "
+            "with uneven_batch=pad"
         )
     parts = batch_shards * config.microbatches
-    if batch % parts:
+    if refused and batch % parts:
         raise UserError(
             f"global_batch_size is {batch}: it does not divide over {batch_shards} devices and "
             f"{config.microbatches} microbatches ({batch} = {batch // parts} * {parts} + "
-            f"{batch % parts}); {max(1, batch // parts) * parts} would"
+            f"{batch % parts}); {max(1, batch // parts) * parts} would, and a Trainer pads the "
+            "batch with uneven_batch=pad"
         )
     return dataclasses.replace(
         config,

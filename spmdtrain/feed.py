@@ -15,6 +15,7 @@ from spmdtrain.data import Augment, Dataset, OrderedBatches, TrainBatches, padde
 from spmdtrain.errors import UserError
 from spmdtrain.placement import Placement
 from spmdtrain.sharding import named_leaves
+from spmdtrain.uneven_batch import Padded, rows_and_mask
 
 PyTree = Any
 
@@ -26,8 +27,8 @@ _CHUNK = 1024  # examples read at once to be put on the devices
 class Rows:
     """A batch by number: which examples it has of arrays that are on every device."""
 
-    indices: jax.Array
-    """int32 (B,); (n, B) of n steps."""
+    indices: PyTree
+    """int32 (B,), or `Padded` of it; (n, B) of n steps."""
     arrays: PyTree
     """All examples: each array (N, ...)."""
 
@@ -36,7 +37,9 @@ def examples_of(batch: PyTree) -> PyTree:
     """The examples of a batch, gathered where it gives their numbers alone."""
     if not isinstance(batch, Rows):
         return batch
-    return jax.tree.map(lambda x: jnp.take(x, batch.indices, axis=0), batch.arrays)
+    indices, mask = rows_and_mask(batch.indices)
+    rows = jax.tree.map(lambda x: jnp.take(x, indices, axis=0), batch.arrays)
+    return rows if mask is None else Padded(rows, mask)
 
 
 def of_first(batch: PyTree, steps: int) -> PyTree:
@@ -44,7 +47,7 @@ def of_first(batch: PyTree, steps: int) -> PyTree:
     if steps == 1:
         return batch
     if isinstance(batch, Rows):
-        return Rows(batch.indices[0], batch.arrays)
+        return Rows(of_first(batch.indices, steps), batch.arrays)
     return jax.tree.map(lambda x: x[0], batch)
 
 
@@ -89,8 +92,10 @@ def abstract_batch(
     steps: int,
     by_number: bool,
     by_step: bool,
+    padded_to: int | None = None,
 ) -> PyTree:
     """What stands for a batch of `train_batches`: shapes and places. One example is read."""
+    size = padded_to or batch_size
     one = TrainBatches(dataset, 1, 0, False, 1, np.arange(1), augment)[0]
     lead = () if steps == 1 else (steps,)
     place: Sharding | None = placement.batch if steps == 1 else of_several(placement.batch)
@@ -101,12 +106,15 @@ def abstract_batch(
         dtype = jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)
         return jax.ShapeDtypeStruct((*shape, *np.shape(x)[1:]), dtype, sharding=place)
 
+    found = jax.tree.map(
+        lambda x: array(x, (*lead, size), place), np.zeros(1, np.int32) if by_number else one
+    )
+    if size != batch_size:
+        found = Padded(found, array(np.zeros(1, np.float32), (*lead, size), place))  # type: ignore[arg-type]
     if not by_number:
-        return jax.tree.map(lambda x: array(x, (*lead, batch_size), place), one)
+        return found
     everywhere = placement.everywhere
-    arrays = jax.tree.map(lambda x: array(x, (len(dataset),), everywhere), one)
-    numbers = np.zeros(1, np.int32)
-    return Rows(array(numbers, (*lead, batch_size), place), arrays)  # type: ignore[arg-type]
+    return Rows(found, jax.tree.map(lambda x: array(x, (len(dataset),), everywhere), one))
 
 
 @dataclass(frozen=True)
@@ -136,17 +144,23 @@ def train_batches(
     sizes: Iterable[int] = itertools.repeat(1),
     arrays: PyTree = None,
     by_step: bool = False,
+    padded_to: int | None = None,
 ) -> Iterator[PyTree]:
     """The training batches `start` to `stop`, placed on the mesh.
 
     `sizes` are the steps of each dispatch: the batches of several come as one, of leading dim n.
     With `arrays`, all of the dataset's examples on the devices, a batch is `Rows` of them.
     `by_step` says that the step may be given arrays of the host, which it then places itself.
+    If `padded_to` is above `batch_size`, batches are `Padded` to so many rows.
     """
-    local = process_rows(sharding, batch_size)
-    batches = TrainBatches(dataset, batch_size, seed, shuffle, stop, local, augment)
+    size = padded_to or batch_size
+    local = process_rows(sharding, size)
+    examples = np.minimum(local, batch_size - 1)
+    batches = TrainBatches(dataset, batch_size, seed, shuffle, stop, examples, augment)
     read = _read(batches if arrays is None else _Numbers(batches), start, threads)
-    placing = _Placing(sharding, batch_size, by_step=by_step)
+    if size != batch_size:
+        read = (Padded(rows, (local < batch_size).astype(np.float32)) for rows in read)  # type: ignore[arg-type]
+    placing = _Placing(sharding, size, by_step=by_step)
     ready = map(placing, _joined(read, sizes))
     placed = ready if placing.by_step else _ahead(ready)
     return placed if arrays is None else (Rows(indices, arrays) for indices in placed)

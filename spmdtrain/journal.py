@@ -40,13 +40,16 @@ class Journal:
         """The one line that says what is about to run."""
         batch, rate = self.batch_size, self.config.learning_rate
         devices = placement.devices
+        parts = placement.batch_shards * self.config.microbatches
+        rows = -(-(batch or 0) // parts) * parts
+        padded = f" padded to {rows}" if rows != batch else ""
         self.terminal.line(
             f"{len(devices)} x {devices[0].device_kind}{_processes()}, {placement.name}, "
             f"mesh {placement.axes}; "
             + (
                 ""
                 if batch is None
-                else f"global batch {batch} ({batch // placement.batch_shards} per device); "
+                else f"global batch {batch}{padded} ({rows // placement.batch_shards} per device); "
             )
             + ("" if rate is None else f"learning rate {rate:g}; ")
             + f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters; {program}"

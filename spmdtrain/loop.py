@@ -52,6 +52,7 @@ PyTree = Any
 # What the Trainer's own step does, and a step of one's own has to do by itself.
 _OF_THE_TRAINER: Mapping[str, Any] = {
     "microbatches": 1,
+    "uneven_batch": "refuse",
     "batch_statistics": "global",
     "compute_dtype": "float32",
     "remat": "none",

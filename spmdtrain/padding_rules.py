@@ -364,6 +364,7 @@ RULES: dict[str, Rule] = {
     "dynamic_update_slice": _update_slice,
     "pad": _pad,
     **dict.fromkeys((f"reduce_window{n}" for n in ("", "_max", "_min", "_sum")), _window),
+    "select_and_gather_add": _window,
     **dict.fromkeys(("cholesky", "triangular_solve", "lu", "qr", "eigh", "svd"), _batched(2)),
     "fft": _batched(0),
     "dot_general": _dot,

@@ -260,6 +260,7 @@ def _batch(experiment: Experiment, config: RunConfig, placement: Placement) -> A
         steps=1,
         by_number=config.data_on_device,
         by_step=True,
+        padded_to=config.padded_batch_size(placement.batch_shards),
     )
 
 

@@ -29,6 +29,7 @@ from spmdtrain.remat import with_policy
 from spmdtrain.sharding import Layout, Rule, named_leaves, path_name
 from spmdtrain.state import TrainState
 from spmdtrain.together import Together, call_together
+from spmdtrain.uneven_batch import rows_and_mask, why_not_in_training
 from spmdtrain.updates import Update, clipped, joined
 from spmdtrain.user_frames import locate_errors
 
@@ -196,7 +197,10 @@ class Steps:
 
         Raises `UserError` where a train step of it would not compute what it should.
         """
-        batch = jax.eval_shape(lambda batch: examples_of(of_first(batch, steps)), batch)
+        found = jax.eval_shape(lambda batch: examples_of(of_first(batch, steps)), batch)
+        batch, mask = rows_and_mask(found)
+        if mask is not None:
+            self._check_padded(batch, mask.shape[0])
         if self._compute_dtype != jnp.float32:
             self._check_computes(batch)
         if self._config.steps_per_dispatch > 1:
@@ -234,6 +238,27 @@ class Steps:
         if by_hand and self._per_replica:
             return "; batch statistics of each replica"
         return f"; reduced by XLA, as {why_not}" if why_not else ""
+
+    def _check_padded(self, batch: PyTree, size: int) -> None:
+        """Raises `UserError` if padding rows could change what a step computes."""
+        state = self.abstract_state
+        params, frozen = self.update.parted(state.params)
+
+        def outputs(params: PyTree, frozen: PyTree, batch: PyTree) -> PyTree:
+            return self._outputs(params, frozen, batch, state.model_state, jax.random.key(0))[0]
+
+        why = None
+        if carried := jax.tree.leaves(state.model_state):
+            why = f"the model carries state ({len(carried)} arrays: batch statistics, say)"
+        elif not self._objective.mask:
+            at_once = size // self._config.microbatches
+            why = why_not_in_training(outputs, params, frozen, batch, at_once)
+        if why:
+            shards = self._placement.batch_shards
+            raise UserError(
+                f"uneven_batch is pad, and a batch padded to {size} rows on {shards} devices could "
+                f"give other gradients: {why}. Choose a global_batch_size that divides over them"
+            )
 
     def _may_pack(self) -> bool:
         """Whether gradients are packed if that computes the same, as nobody has said otherwise.
@@ -420,12 +445,13 @@ class Steps:
         self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
     ) -> tuple[dict[str, metrics.Sums], PyTree]:
         """The objective in training: what is differentiated, before any mean is taken."""
+        rows, mask = rows_and_mask(batch)
 
         def run(params: PyTree, model_state: PyTree, key: jax.Array) -> tuple[PyTree, PyTree]:
-            return self._outputs(params, frozen, batch, model_state, key)
+            return self._outputs(params, frozen, rows, model_state, key, mask=mask)
 
         outputs, after = with_policy(run, self._config.remat, params, model_state, key)
-        return self._sums(outputs, batch), after
+        return self._sums(outputs, rows, mask), after
 
     def _outputs(
         self,
@@ -435,10 +461,11 @@ class Steps:
         model_state: PyTree,
         key: jax.Array,
         mode: Mode = Mode.TRAIN,
+        mask: jax.Array | None = None,
     ) -> tuple[PyTree, PyTree]:
         """What the objective returns in training, and the model state after it."""
         variables = Variables(self._to_compute(joined(params, frozen)), model_state)
-        inputs, objective = self._input(batch), self._objective.given(key, batch)
+        inputs, objective = self._input(batch), self._objective.given(key, batch, mask)
         outputs, after = self._adapter.run(objective, variables, inputs, key, mode)
         # A model that computes in 16 bits may have assigned such to its state.
         return outputs, jax.tree.map(lambda new, old: new.astype(old.dtype), after, model_state)

@@ -76,6 +76,7 @@ class OnMesh:
             sizes=map(len, run.dispatches(first)),
             arrays=arrays,
             by_step=config.jit,
+            padded_to=config.padded_batch_size(placement.batch_shards),
         )
 
     def load(self, steps: Sequence[int], state: TrainState) -> PyTree:

@@ -454,6 +454,7 @@ class Trainer:
             steps=steps,
             by_number=config.data_on_device,
             by_step=config.jit,
+            padded_to=config.padded_batch_size(self.placement.batch_shards),
         )
         self._programs.begin(steps, shapes)
 

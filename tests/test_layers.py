@@ -24,7 +24,7 @@ LAYERS = [
         distributed divided elsewhere estimate failing hlo hlo_module idx jaxprs live_ranges mesh
         metrics model_state nnx_model nodes origins padding padding_rules permutation placement
         processes products profiling reductions remat replicas retention sharding signals storage
-        sums tallies terminal together traffic writers
+        sums tallies terminal together traffic uneven_batch writers
         """,
         """
         actors callbacks calls checkpoint compilers data division division_table evaluate experiment
