@@ -497,7 +497,7 @@ def test_a_parameter_server_is_told_what_to_use_instead(tmp_path: Path) -> None:
     line = as_task(text, run_line(drill(tmp_path), "--workdir", tmp_path / "run"))
     (ended,) = differing(lambda _: line, processes=1)
     assert ended.code == 2
-    assert re.search(r"ps 0 is a parameter server, .* start only the chief", ended.output)
+    assert re.search(r"ps 0, a parameter server, .* start only the chief", ended.output)
 
 
 @pytest.mark.drill
