@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from spmdtrain.crew import Came, Crew, Done, Failed, Lost
@@ -27,6 +27,7 @@ class Outcome:
     Attributes:
         number: Which it was.
         metrics: Its weighted means, "loss" among them.
+        sums: Weighted sum and weight of each metric.
         finite: Whether each of `HEALTH` is, on all servers.
         staleness: Updates that were added between what it was computed with and itself: the most
             that any server has seen.
@@ -37,6 +38,7 @@ class Outcome:
 
     number: int
     metrics: dict[str, float]
+    sums: Mapping[str, Sequence[float]]
     finite: tuple[bool, ...]
     staleness: int
     is_stale: bool

@@ -15,6 +15,7 @@ class Moment(enum.StrEnum):
     FIT_START = "fit_start"
     STEP = "step"  # an update has been dispatched; its numbers are not known yet
     LOG = "log"  # with the train metrics of that step, whose state cannot be read any more
+    EPOCH_END = "epoch_end"  # with the epoch's means; before its evaluation and checkpoint
     EVALUATION = "evaluation"  # with the validation metrics
     CHECKPOINT = "checkpoint"
     FIT_END = "fit_end"  # with the test metrics, where there is a test split

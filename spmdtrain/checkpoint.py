@@ -50,6 +50,7 @@ ITEMS: Mapping[str, tuple[str, ...]] = {
     "training": ("step", "opt_state", "key"),  # what else a run needs to go on
 }
 
+_NOTHING: Mapping[str, Any] = {}
 _REMOVED = ".removed"
 _SHOWS_WITHIN = 45.0  # seconds in which a new file shows on a network file system
 _numbers = itertools.count()  # of saves: the same in all processes, as they save together
@@ -184,9 +185,11 @@ class Checkpoints:
         metrics: Mapping[str, float] | None,
         *,
         stopped: bool = False,
+        epoch: Mapping[str, Any] = _NOTHING,
     ) -> None:
         """Save asynchronously: returns when the state is copied to the host.
 
+        `epoch` goes into the manifest.
         `metrics` are those of an evaluation of this very state; without them, or where the one
         that ranks checkpoints is not finite, the checkpoint is never the best. Raises
         `StorageError` with what went wrong, also with the save before.
@@ -199,7 +202,9 @@ class Checkpoints:
         # anything on the way to the disk, cannot be in them.
         items = items_of(state)
         sums = start_sums({field: x for item in items.values() for field, x in item.items()})
-        self._saving = save = _Save(next(_numbers), step, now, identity, metrics, stopped, sums)
+        self._saving = save = _Save(
+            next(_numbers), step, now, identity, metrics, stopped, sums, epoch
+        )
         if processes.is_chief():
             self._records[step] = Record(step, now, metrics)
         else:
@@ -320,6 +325,7 @@ class Checkpoints:
             stopped=save.stopped,
             sums=as_text(totals),
             files=manifest.sizes(folder),
+            epoch=save.epoch,
         ).write(folder)
 
     # -- retention -----------------------------------------------------------------------------
@@ -414,6 +420,7 @@ class _Save:
     metrics: Mapping[str, float] | None
     stopped: bool
     sums: Mapping[str, Any]  # being computed
+    epoch: Mapping[str, Any]
 
     def key_of(self, rank: int | None = None) -> str:
         """Under which a process, this one by default, tells what it adds to the sums."""

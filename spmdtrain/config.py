@@ -237,12 +237,17 @@ class RunConfig:
             raise UserError("how long to train is not said: give epochs or steps")
         return -(-self.epochs * num_examples // self._batch())
 
+    def epochs_at(self, step: int, num_examples: int) -> int:
+        """Returns the number of epochs completed after `step` updates."""
+        return step * self._batch() // num_examples if num_examples else 0
+
+    def steps_before_epoch(self, step: int, num_examples: int) -> int:
+        """Returns the number of updates before the epoch that update `step` belongs to."""
+        return -(-self.epochs_at(step - 1, num_examples) * num_examples // self._batch())
+
     def ends_epoch(self, step: int, num_examples: int) -> bool:
         """Whether an epoch's last example is in the batch of update `step` (counted from 1)."""
-        if not num_examples:  # a loop of one's own may have no dataset
-            return False
-        batch = self._batch()
-        return step * batch // num_examples > (step - 1) * batch // num_examples
+        return self.epochs_at(step, num_examples) > self.epochs_at(step - 1, num_examples)
 
     def evaluates_at(self, step: int, num_examples: int) -> bool:
         """Whether `step` is one to evaluate after; the last step of a run is one in any case."""

@@ -5,7 +5,7 @@ with the Parameter Server", OSDI 2014), for any model and any optimizer that can
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -32,11 +32,13 @@ class Computed:
             begins with that.
         model_state: What the batch adds to it (see `difference`).
         metrics: Weighted means, "loss" among them.
+        sums: Weighted sum and weight of each metric.
     """
 
     gradients: PyTree
     model_state: PyTree
     metrics: dict[str, float]
+    sums: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -122,11 +124,15 @@ class Division:
         ]
 
 
+_NO_SUMS: Mapping[str, Sequence[float]] = {}
+
+
 def outcome(
     number: int,
     metrics: Mapping[str, float],
     landed: Sequence[Landed],
     *,
+    sums: Mapping[str, Sequence[float]] = _NO_SUMS,
     pulled: int = 0,
     pushed: int = 0,
 ) -> Outcome:
@@ -138,6 +144,7 @@ def outcome(
     return Outcome(
         number=number,
         metrics=dict(metrics),
+        sums=sums,
         finite=tuple(np.all([one.finite for one in landed], axis=0).tolist()),
         staleness=max((one.staleness for one in landed if one.is_new), default=0),
         is_stale=any(one.is_stale for one in landed),

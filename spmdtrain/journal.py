@@ -1,5 +1,6 @@
 """What a run tells as it goes: to the person at the terminal, and to the files in its workdir."""
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,11 @@ from spmdtrain.writers import RunFiles, Split, Status
 Metrics = dict[str, float]
 
 
+def nothing_told() -> dict[Split, dict[int, Metrics]]:
+    """Returns the splits whose metrics are kept, without any."""
+    return {Split.EPOCH: {}, Split.EVAL: {}}
+
+
 class Journal:
     """Tells one run's story. Without `files` only the terminal hears it."""
 
@@ -24,7 +30,11 @@ class Journal:
         self.latest: dict[Split, Metrics] = {split: {} for split in Split}
         self.batch_size = config.global_batch_size
         """Examples of a step; a `Loop` may place others than the configuration says."""
+        self.told = nothing_told()
+        """All that was written of these splits, by step."""
         self._rate = Rate()
+        self._seconds = 0.0  # of training
+        self._since: float | None = None  # when it went on last
         self._counts: dict[str, Counter[int]] = {}  # since the last line of training
 
     def begin(self, step: int, placement: Placement) -> None:
@@ -35,6 +45,11 @@ class Journal:
                 as_json(self.config), mesh=placement.axes, devices=placement.devices
             )
             self.files.write_status(Status.RUNNING, step)
+        if self.config.workdir is not None:
+            for split in self.told:
+                found = list(self.files.history(split).items()) if self.files else []
+                # Process 0 alone has files.
+                self.told[split] = dict(processes.broadcast(found))
 
     def introduce(self, placement: Placement, params: Any, program: str) -> None:
         """The one line that says what is about to run."""
@@ -58,6 +73,18 @@ class Journal:
     def train_goes_on(self, step: int) -> None:
         """From here on the time counts as training's."""
         self._rate.restart(step)
+        self.train_pauses()
+        self._since = time.perf_counter()
+
+    def train_pauses(self) -> None:
+        """Until `train_goes_on`, the time does not count as training's."""
+        self._seconds, self._since = self.seconds, None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training up to now, without evaluations, saves and compilation."""
+        now = time.perf_counter()
+        return self._seconds + (0.0 if self._since is None else now - self._since)
 
     def count(self, name: str, value: int) -> None:
         """One more of a number that each step has: lines of training tell how many had which."""
@@ -87,7 +114,20 @@ class Journal:
         self.latest[split] = metrics
         if self.files:
             self.files.write_metrics(step, split, metrics)
+        if split in self.told:
+            self.told[split][step] = metrics
         self.terminal.line(f"{split} at step {step}: {_words(metrics)}")
+
+    def epoch_ended(self, step: int, metrics: Metrics) -> None:
+        """Write the means of the epoch that ends at `step`; "epoch" among them is its number."""
+        self.told[Split.EPOCH][step] = metrics
+        if self.files:
+            self.files.write_metrics(step, Split.EPOCH, metrics)
+        units = {"seconds": "s", "examples_per_second": "examples/s"}
+        shown = {k: x for k, x in metrics.items() if k != "epoch" and k not in units}
+        speed = [f"{number(metrics[name])} {of}" for name, of in units.items() if name in metrics]
+        text = "  ".join([_words(shown), *speed])
+        self.terminal.line(f"epoch {metrics['epoch']:.0f} at step {step}: {text}")
 
     def recall(self, split: Split, step: int) -> Metrics:
         """What has already been written of a split at a step, by this or an earlier start."""

@@ -59,6 +59,7 @@ class LateReader:
         self._check_sound()
         while self._in_flight:
             self._read(*self._in_flight.popleft())
+        self._run.journal.train_pauses()
 
     def _check_sound(self) -> None:
         """Whoever has caught the error has no sound state all the same."""
@@ -76,11 +77,21 @@ class LateReader:
             finite = np.asarray(output.finite)
         if len(steps) == 1:
             self._read_one(last, last, finite, output.metrics)
+            if output.sums is not None:
+                self._count(last, output, np.asarray(output.sums), output.rate)
             return
         told = {name: np.asarray(x) for name, x in output.metrics.items()}
+        sums = None if output.sums is None else np.asarray(output.sums)
+        rates = None if output.rate is None else np.asarray(output.rate)
         for number, step in enumerate(steps):
             of_step = {name: values[number] for name, values in told.items()}
             self._read_one(step, last, finite[number], of_step)
+            if sums is not None:
+                rate = None if rates is None else rates[number]
+                self._count(step, output, sums[number], rate)
+
+    def _count(self, step: int, output: StepOutput, sums: np.ndarray, rate: Any) -> None:
+        self._run.epochs.count(step, sorted(output.metrics), sums, rate)
 
     def _read_one(
         self, step: int, last: int, finite: np.ndarray, metrics: Mapping[str, Any]

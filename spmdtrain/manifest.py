@@ -40,6 +40,8 @@ class Manifest:
     """Of every array by its path, see `spmdtrain.sums`."""
     files: Mapping[str, int]
     """Every file's size in bytes; empty on object stores, which check that by themselves."""
+    epoch: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What `Epochs.so_far` returned of the current epoch up to this step."""
 
     @property
     def size(self) -> int:

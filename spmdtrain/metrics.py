@@ -1,6 +1,6 @@
 """The weighted-sum contract: objectives give per-example values, the mean is taken here."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -54,7 +54,7 @@ def check_names(names: Iterable[str], whose: str) -> None:
     for name in names:
         if not isinstance(name, str):
             raise UserError(f"{whose} {name!r} is named by a {type(name).__name__}: give it a name")
-    for name in ("step", "split"):
+    for name in ("step", "split", "epoch"):
         if name in names:
             raise UserError(f"{whose} {name!r} is a word of the metrics file: rename it")
 
@@ -153,6 +153,11 @@ def loss_first(metrics: Mapping[str, float]) -> dict[str, float]:
     return dict(sorted(metrics.items(), key=lambda item: (item[0] != "loss", item[0])))
 
 
+def stacked(sums: Mapping[str, Sums]) -> jax.Array:
+    """Returns the sums by sorted name in one array, (names, 2), which is fetched at once."""
+    return jnp.stack([jnp.stack(sums[name]) for name in sorted(sums)])
+
+
 def mean(sums: Sums) -> jax.Array:
     """The weighted mean; 0 where nothing counted."""
     return jnp.where(
@@ -160,11 +165,19 @@ def mean(sums: Sums) -> jax.Array:
     )
 
 
+_NO_SUMS: Mapping[str, Sequence[float]] = {}
+
+
 class Means:
     """Weighted means over many batches, added up on the host in f64."""
 
-    def __init__(self) -> None:
-        self._sums: dict[str, np.ndarray] = {}
+    def __init__(self, sums: Mapping[str, Sequence[float]] = _NO_SUMS) -> None:
+        self._sums = {name: np.array(pair, np.float64) for name, pair in sums.items()}
+
+    @property
+    def sums(self) -> dict[str, list[float]]:
+        """Weighted sum and weight by name, to go on from."""
+        return {name: pair.tolist() for name, pair in self._sums.items()}
 
     def add(self, sums: Mapping[str, Sums]) -> None:
         """Count one batch's sums in."""

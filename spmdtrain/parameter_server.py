@@ -60,6 +60,7 @@ class AmongServers:
             number,
             computed.metrics,
             landed,
+            sums=computed.sums,
             pulled=sum(bytes_in((part.params, part.model_state)) for part in parts),
             pushed=sum(bytes_in((push.gradients, push.model_state)) for push in pushes),
         )
@@ -187,7 +188,9 @@ class OnServers:
         self._run.journal.count("staleness", found.staleness)
         numbers = found.metrics | {"staleness": float(found.staleness)}
         told: Any = {name: np.float32(value) for name, value in numbers.items()}
-        return state, StepOutput(told, np.asarray(found.finite))  # type: ignore[arg-type]
+        pairs = {**found.sums, "staleness": (found.staleness, 1)}  # as the means, by sorted name
+        sums: Any = np.array([pairs[name] for name in sorted(numbers)], np.float64)
+        return state, StepOutput(told, np.asarray(found.finite), sums=sums)  # type: ignore[arg-type]
 
     def hold(self, step: int) -> int:
         """The last step whose batch has been given out."""

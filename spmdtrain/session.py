@@ -15,6 +15,7 @@ from spmdtrain import failing, hyperparameters, phases, processes
 from spmdtrain.checkpoint import Checkpoints, check_can_be_saved
 from spmdtrain.config import RunConfig, as_json
 from spmdtrain.data import Dataset, as_dataset, fingerprint
+from spmdtrain.epochs import Epochs, known_rate
 from spmdtrain.errors import NonFiniteError, Preempted, StorageError, UserError, did_you_mean
 from spmdtrain.identity import (
     Identity,
@@ -70,7 +71,9 @@ class Session:
     checkpoints: Checkpoints | None
     signals: StopSignals
     clock: Callable[[], float]
+    epochs: Epochs
     saved_at: float = 0.0
+    stops_at_epochs: bool = False  # whether a callback reads the state after each epoch
     _ask_clock_at: int = 0  # the step at which to ask process 0 for the time again
     _asked_clock: tuple[float, int] = (0.0, 0)  # when it was asked last, and at which step
 
@@ -161,6 +164,8 @@ class Session:
                     )
                 )
             )
+        journal = Journal(terminal, files, config)
+        rate = known_rate(config, trained.abstract_state.opt_state)
         return cls(
             config=config,
             train=train,
@@ -168,10 +173,11 @@ class Session:
             test=data.get("test"),
             total=total,
             identity=identity,
-            journal=Journal(terminal, files, config),
+            journal=journal,
             checkpoints=checkpoints,
             signals=signals,
             clock=clock,
+            epochs=Epochs(config, 0 if train is None else len(train), journal, rate),
             saved_at=clock(),
         )
 
@@ -211,6 +217,7 @@ class Session:
         ):
             tell(f"checkpoint {step} is set aside as {name}")
         saved = found.manifest
+        self.epochs.restore(saved.epoch)
         before, now = saved.identity.config, self.identity.config
         if saved.stopped and all(before[name] == now[name] for name in ("epochs", "steps")):
             self.total = saved.step  # a callback ended it here, and nobody asked for more since
@@ -265,12 +272,14 @@ class Session:
         saved = self.checkpoints is not None and self.saves_by_count(step)
         profiled = self.config.profile_range()
         around = profiled is not None and step in (profiled[0] - 1, profiled[1])
-        return saved or around or self.evaluation_due(step, saved=saved)
+        ended = self.epoch_end_due(step)
+        return saved or around or ended or self.evaluation_due(step, saved=saved)
 
     def is_due(self, step: int) -> bool:
         """Whether something is known to be due after a step, but for what the clock says."""
         saved = self.checkpoints is not None and self.saves_by_count(step)
-        return step == self.total or saved or self.evaluation_due(step, saved=saved)
+        called = step == self.total or self.epoch_end_due(step)
+        return called or saved or self.evaluation_due(step, saved=saved)
 
     # -- what is due ---------------------------------------------------------------------------
 
@@ -283,6 +292,10 @@ class Session:
     def look_due(self, step: int) -> bool:
         """Whether `step` is one to evaluate after, if there is anything to evaluate with."""
         return step == self.total or self.config.evaluates_at(step, self._num_examples)
+
+    def epoch_end_due(self, step: int) -> bool:
+        """Returns whether callbacks of `epoch_end` are called after `step`."""
+        return self.stops_at_epochs and self.config.ends_epoch(step, self._num_examples)
 
     def save_due(self, step: int) -> bool:
         """Whether to save after `step`, by count or by time."""
@@ -325,7 +338,8 @@ class Session:
         if self.checkpoints is None:
             return
         with phases.within(phases.Phase.SAVE, step):
-            self.checkpoints.save(state, step, self.identity, metrics, stopped=stopped)
+            epoch = self.epochs.so_far()
+            self.checkpoints.save(state, step, self.identity, metrics, stopped=stopped, epoch=epoch)
         phases.saved(self.saved_step)
         self.saved_at = self.clock()
         self.journal.saved(self.saved_step)

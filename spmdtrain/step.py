@@ -45,6 +45,8 @@ class StepOutput:
     metrics: dict[str, jax.Array]  # f32 scalars: weighted means over the global batch
     finite: jax.Array  # bool (4,): whether each of `HEALTH` is, of this loss and the updated state
     number: jax.Array | None = None  # int32: which step it is, where that is to be checked
+    sums: jax.Array | None = None  # f32 (metrics by sorted name, 2): weighted sums and weights
+    rate: jax.Array | None = None  # the learning rate used, if it is injected
 
 
 class Steps:
@@ -403,18 +405,19 @@ class Steps:
         """What a worker of parameter servers does with a batch, compiled when first called.
 
         (variables, batch, key, number) -> (gradients of what is trained, what it adds to the model
-        state, weighted means); `on_worker` is done to the gradients.
+        state, weighted means, stacked sums); `on_worker` is done to the gradients.
         """
 
         def compute(
             variables: Variables, batch: PyTree, key: jax.Array, number: jax.Array
-        ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
+        ) -> tuple[PyTree, PyTree, dict[str, jax.Array], jax.Array]:
             own = jax.random.fold_in(jax.random.wrap_key_data(key), number)
             trained, frozen = self.update.parted(variables.params)
             found = self._gradients(trained, frozen, variables.model_state, batch, own)
             means = {name: metrics.mean(value) for name, value in found.metrics.items()}
             gradients = clipped(on_worker, found.gradients, trained, means["loss"])
-            return gradients, difference(found.model_state, variables.model_state), means
+            more = difference(found.model_state, variables.model_state)
+            return gradients, more, means, metrics.stacked(found.metrics)
 
         everywhere = self._placement.everywhere
         places = (everywhere, self._placement.batch, everywhere, everywhere)
@@ -439,7 +442,12 @@ class Steps:
         params = self.layout.resting(params)
         averaged = self.update.average(state.averaged, params, state.step)
         after = TrainState(state.step + 1, params, opt_state, averaged, model_state, state.key)
-        return after, StepOutput(means, health(means["loss"], state, after, self.shardings))
+        return after, StepOutput(
+            means,
+            health(means["loss"], state, after, self.shardings),
+            sums=metrics.stacked(found.metrics),
+            rate=hyperparameters.learning_rate(opt_state),
+        )
 
     def _objective_sums(
         self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array

@@ -29,12 +29,13 @@ from spmdtrain.config import (
 )
 from spmdtrain.data import Augment, Dataset, as_dataset, classes_of, padded_size
 from spmdtrain.division import Division
+from spmdtrain.epochs import History, Tally
 from spmdtrain.errors import NonFiniteError, Preempted, UserError
 from spmdtrain.experiment import Experiment
 from spmdtrain.feed import Rows, abstract_batch, on_devices, ordered_batches
 from spmdtrain.identity import Identity, check_same_classes, check_same_run
 from spmdtrain.initial import initial_state, load_values
-from spmdtrain.journal import Metrics
+from spmdtrain.journal import Metrics, nothing_told
 from spmdtrain.late import LateReader, how_far_ahead
 from spmdtrain.listing import LATEST
 from spmdtrain.parameter_server import (
@@ -66,12 +67,13 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class FitResult:
-    """How a run ended: its last step, and the last metrics of each split that was looked at."""
+    """How a run ended: its last step, the last metrics of each split, and those of all epochs."""
 
     step: int
     train: Metrics
     validation: Metrics
     test: Metrics
+    history: History
 
 
 class Trainer:
@@ -122,6 +124,8 @@ class Trainer:
         self._calling: Moment | None = None  # of the callback that is being called
         self._fitting = False
         self._identity: Identity | None = None  # what `state` was trained with
+        # What fits before have counted of the current epoch, and written of the earlier ones.
+        self._tally, self._told = Tally(), nothing_told()
         self._examples: tuple[Dataset, PyTree] | None = None  # all of a dataset's, on the devices
         self._restored: Variables | None = None  # what to evaluate with where nothing was trained
         self._restored_from: Identity | None = None  # what that was trained with
@@ -299,7 +303,7 @@ class Trainer:
             # Nothing is left compiling behind the back of whoever has called.
             stack.callback(self._programs.wait)
             job = stack.enter_context(lead(self._init_timeout)) if by_servers else None
-            self._start(run)
+            self._start(run, stack)
             stack.enter_context(run.ending())
             try:
                 self._loop(run, job)
@@ -308,10 +312,12 @@ class Trainer:
                 self._state = None  # nothing to go on from: a next fit restores or starts anew
                 raise
         found = run.journal.latest
-        return FitResult(self.step, found[Split.TRAIN], found[Split.EVAL], found[Split.TEST])
+        train, seen, tested = found[Split.TRAIN], found[Split.EVAL], found[Split.TEST]
+        return FitResult(self.step, train, seen, tested, run.epochs.history())
 
-    def _start(self, run: Session) -> None:
+    def _start(self, run: Session, stack: contextlib.ExitStack) -> None:
         """Find the state to go on from: this run's newest checkpoint, else another's, else none."""
+        run.stops_at_epochs = bool(self._callbacks[Moment.EPOCH_END])
         run.check_dispatches()
         if self.config.checkpoint != LATEST and not self.config.init_from:
             raise UserError(
@@ -330,8 +336,13 @@ class Trainer:
         elif self._identity is not None:
             check_same_run(self._identity, run.identity, f"this trainer at step {self.step}")
             run.check_newest(self.step)
+            run.epochs.tally, run.journal.told = self._tally, self._told
+        stack.callback(self._keep_epochs, run)
         self._identity = run.identity
         run.journal.begin(self.step, self.placement)
+
+    def _keep_epochs(self, run: Session) -> None:
+        self._tally, self._told = run.epochs.tally, run.journal.told
 
     def _loop(self, run: Session, job: RayJob | None) -> None:
         config, first = run.config, self.step
@@ -384,7 +395,8 @@ class Trainer:
                 save = run.save_due(step)
                 look = run.evaluation_due(step, saved=save)
                 preempted = run.signals.asked()
-                if not (look or preempted or save or step == run.total):
+                ended = run.epoch_end_due(step)
+                if not (look or preempted or save or ended or step == run.total):
                     continue
                 if stepping.hold(step) > step:
                     continue  # it is due when all that is under way is made
@@ -392,6 +404,12 @@ class Trainer:
 
                 # No state is judged or saved before its own finite flag is known.
                 late.catch_up()
+                if ended:
+                    means = run.journal.told[Split.EPOCH].get(step, {})
+                    self._call(Moment.EPOCH_END, step, Fixed(means))
+                    if self._stop_asked:
+                        run.total = step
+                        look = run.evaluation_due(step, saved=save)
                 # Evaluation comes before the save, which records how good the state is.
                 seen = self._look(run, step) if look else None
                 # While it was looked at, a callback or a signal may have asked to stop.

@@ -62,9 +62,11 @@ class Worker:
                 self._settled = True
             placed = jax.device_put(batch, self._placement.batch)
             variables = Variables(params, model_state)
-            gradients, more, means = self._program(variables, placed, self._key, np.int32(number))
-        gradients, more = jax.tree.map(np.asarray, (gradients, more))
-        return Computed(gradients, more, {name: float(value) for name, value in means.items()})
+            found = self._program(variables, placed, self._key, np.int32(number))
+        gradients, more, means, sums = jax.tree.map(np.asarray, found)
+        told = {name: float(value) for name, value in means.items()}
+        pairs = dict(zip(sorted(told), sums.tolist(), strict=True))
+        return Computed(gradients, more, told, pairs)
 
     def _read(self, number: int) -> PyTree:
         run = map if self._threads is None else self._threads.map

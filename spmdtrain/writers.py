@@ -38,11 +38,12 @@ class Split(enum.StrEnum):
     TRAIN = "train"
     EVAL = "eval"
     TEST = "test"
+    EPOCH = "epoch"  # the training metrics over a whole epoch
 
 
 # Seconds between two times that lines of a split make `sync` run. More often than once in a second
 # Google's storage takes no new version of an object.
-_SYNC_SECONDS = {Split.TRAIN: 30.0, Split.EVAL: 1.0, Split.TEST: 1.0}
+_SYNC_SECONDS = {Split.TRAIN: 30.0, Split.EVAL: 1.0, Split.TEST: 1.0, Split.EPOCH: 1.0}
 
 
 class Status(enum.StrEnum):

@@ -87,8 +87,11 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
 
 
 def metrics(workdir: Path, split: str | None = None) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl, of one split or of all."""
+    """The lines of a run's metrics.jsonl, of one split or of all, without measured times."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["split"] == "epoch":
+            del line["seconds"], line["examples_per_second"]
     return [line for line in lines if split is None or line["split"] == split]
 
 

@@ -136,12 +136,15 @@ def test_metrics_jsonl_holds_the_first_the_last_and_every_fifth_step_and_each_ep
         "train": [1, 5, 10, 15, 20, 25, 30, 35, 40, 41],
         "eval": [-(-TRAIN // BATCH), -(-2 * TRAIN // BATCH)],
         "test": [41],
+        "epoch": [21, 41],
     }
-    assert len(lines) == 13 and [line["step"] for line in lines] == sorted(
+    assert len(lines) == 15 and [line["step"] for line in lines] == sorted(
         line["step"] for line in lines
     )
     for line in lines:
-        assert list(line) == ["step", "split", "loss", "accuracy"]
+        more = ["learning_rate"] if line["split"] == "epoch" else []
+        names = [name for name in line if name != "epoch"]
+        assert names == ["step", "split", "loss", "accuracy", *more]
     first, last = metrics(finished, "train")[0], metrics(finished, "train")[-1]
     assert abs(first["loss"] - np.log(10)) < 0.5  # ten classes, and nothing known of them
     assert last["loss"] < 0.95 * first["loss"]
@@ -149,7 +152,7 @@ def test_metrics_jsonl_holds_the_first_the_last_and_every_fifth_step_and_each_ep
     assert abs(correct - round(correct)) < 1e-6  # counted over exactly the test's 300
 
 
-SPLITS = ("train", "eval", "test")
+SPLITS = ("train", "eval", "test", "epoch")
 
 
 def test_the_workdir_holds_what_other_tools_rely_on(finished: Path) -> None:
@@ -180,6 +183,7 @@ def test_the_curves_are_the_metrics(finished: Path) -> None:
         for name in ("loss", "accuracy"):
             point = points.pop((f"{line['split']}/{name}", line["step"]))
             assert point == np.float32(line[name])
+    points = {tag: point for tag, point in points.items() if not tag[0].startswith("epoch/")}
     speeds = {tag for tag, _ in points}
     assert len(speeds) == 2 and all("examples" in tag or "steps" in tag for tag in speeds)
     assert all(speed > 0 for speed in points.values())
@@ -204,7 +208,7 @@ def test_a_finished_run_started_again_repeats_its_test_and_adds_nothing(
     ):
         assert again.returncode == 0, again.stderr
         assert "resumed from step 41" in again.stdout and "step 41/41" not in again.stdout
-        for split in SPLITS:
+        for split in ("train", "eval", "test"):
             last = metrics(finished, split)[-1]
             assert re.search(rf"{split}\W+{re.escape(shown(last['loss']))}\W", again.stdout)
     for workdir in (whole, untested):

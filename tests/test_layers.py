@@ -27,11 +27,11 @@ LAYERS = [
         sums tallies terminal together traffic uneven_batch writers
         """,
         """
-        actors callbacks calls checkpoint compilers data division division_table evaluate experiment
-        export feed flops gradients health hyperparameters identity image_cache image_decoding
-        images initial journal keras_model late listing loading loop_checks manifest orbax_manager
-        parameter_server programs ray_crew restore roles sent server session sharding_table shared
-        state step stepping summaries updates user_frames
+        actors callbacks calls checkpoint compilers data division division_table epochs evaluate
+        experiment export feed flops gradients health hyperparameters identity image_cache
+        image_decoding images initial journal keras_model late listing loading loop_checks
+        manifest orbax_manager parameter_server programs ray_crew restore roles sent server
+        session sharding_table shared state step stepping summaries updates user_frames
         worker
         """,
         "advice coordinator evaluator loop measuring plan_json planning trainer",

@@ -203,7 +203,7 @@ def test_a_script_is_the_same_for_all_tasks(tmp_path: Path) -> None:
         assert process.wait(BOUND) == 0, text_of(lines)
     found, expected = losses(tmp_path / "a"), losses(tmp_path / "b")
     assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-5)
-    for split in ("eval", "test"):  # with the moving average
+    for split in ("epoch", "eval", "test"):  # evaluated with the moving average
         (one,), (other,) = (metrics(tmp_path / x, split)[-1:] for x in "ab")
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
 

@@ -263,8 +263,8 @@ def build"""
     ("change", "saved_step", "lines"),
     [
         (("    x, y = batch\n", "    stop_if_told()\n    x, y = batch\n"), 1, 1),
-        (("validation=data", "validation=Stopping(data)"), 2, 2),
-        (("validation=data", "validation=data, test=Stopping(data)"), 4, 6),
+        (("validation=data", "validation=Stopping(data)"), 2, 3),
+        (("validation=data", "validation=data, test=Stopping(data)"), 4, 8),
     ],
     ids=["compiling", "evaluating", "testing"],
 )

@@ -1,0 +1,126 @@
+"""Epochs: weighted means of the training metrics, the history of a fit, and its callbacks."""
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import metrics
+
+from spmdtrain import FitResult, FunctionModel, RunConfig, Trainer
+from spmdtrain.callbacks import Event
+from spmdtrain.terminal import Terminal
+
+SIZE, BATCH = 100, 16  # epochs end at steps 7, 13 and 19: batches reach over their ends
+ENDS = [0, 7, 13, 19]
+_RANDOM = np.random.default_rng(0)
+DATA = {
+    "x": _RANDOM.normal(size=(SIZE, 3)).astype(np.float32),
+    "weight": _RANDOM.choice([0.0, 0.5, 7.0], size=SIZE).astype(np.float32),
+}
+
+
+def _objective(model: Any, batch: Any) -> dict[str, Any]:
+    found = model(batch["x"])
+    return {"loss": (found**2, batch["weight"]), "off": jnp.abs(found)}
+
+
+def fitted(optimizer: Any = None, callbacks: Any = None, **options: Any) -> FitResult:
+    """What a fit without shuffling returns; by default nothing changes the parameters."""
+    trainer = Trainer(
+        model=FunctionModel(lambda key: jnp.ones(3), lambda p, x: x @ p),
+        objective=_objective,
+        optimizer=optimizer or optax.sgd(0.0),
+        callbacks=callbacks,
+        terminal=Terminal(quiet=True),
+        global_batch_size=BATCH,
+        shuffle=False,
+        **options,
+    )
+    return trainer.fit(DATA, validation=DATA)
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_an_epochs_metrics_are_weighted_means_over_its_batches(
+    together: int, tmp_path: Path
+) -> None:
+    options = {"steps_per_dispatch": together, "eval_every_steps": 8}
+    result = fitted(workdir=str(tmp_path), epochs=3, **options)
+    value = DATA["x"].astype(np.float64).sum(axis=1)
+    for number, written in enumerate(metrics(tmp_path, "epoch"), start=1):
+        line = result.history.epochs[number - 1]
+        assert written.items() - {("split", "epoch")} <= line.items()
+        rows = np.arange(ENDS[number - 1] * BATCH, ENDS[number] * BATCH) % SIZE
+        weight = DATA["weight"][rows]
+        assert (line["step"], line["epoch"]) == (ENDS[number], number)
+        assert line["loss"] == pytest.approx(np.average(value[rows] ** 2, weights=weight), rel=1e-6)
+        assert line["off"] == pytest.approx(np.abs(value[rows]).mean(), rel=1e-6)
+        assert line["examples_per_second"] == pytest.approx(len(rows) / line["seconds"])
+    assert len(result.history.epochs) == 3
+    seen = [(line["step"], line["epoch"]) for line in result.history.evaluations]
+    assert seen == [(8, 1), (16, 2), (19, 3)]
+    assert result.history.evaluations[-1]["loss"] == result.validation["loss"]
+
+
+def test_a_resumed_run_writes_the_same_epochs_and_its_history_has_those_before(
+    tmp_path: Path,
+) -> None:
+    def trained(steps: int, name: str) -> FitResult:
+        return fitted(optax.adam(0.1), steps=steps, workdir=str(tmp_path / name))
+
+    def of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        measured = ("seconds", "examples_per_second")
+        return [{k: x for k, x in line.items() if k not in measured} for line in lines]
+
+    whole = trained(19, "whole")
+    trained(10, "parts")  # in the midst of the second epoch
+    parts = trained(19, "parts")
+    assert [line["step"] for line in parts.history.epochs] == ENDS[1:]
+    assert of(parts.history.epochs) == of(whole.history.epochs)
+    assert of(metrics(tmp_path / "parts", "epoch")) == of(metrics(tmp_path / "whole", "epoch"))
+    # Evaluations at the end of each epoch, and where the first part ended.
+    assert [line["step"] for line in parts.history.evaluations] == [7, 10, 13, 19]
+
+
+def test_a_second_fit_goes_on_with_its_epoch() -> None:
+    trainer = Trainer(
+        model=FunctionModel(lambda key: jnp.ones(3), lambda p, x: x @ p),
+        objective=_objective,
+        optimizer=optax.sgd(0.0),
+        terminal=Terminal(quiet=True),
+        global_batch_size=BATCH,
+    )
+    trainer.fit(DATA, steps=10)
+    history = trainer.fit(DATA, steps=19).history
+    assert [line["step"] for line in history.epochs] == ENDS[1:]
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_a_callback_at_an_epochs_end_reads_its_state_and_may_stop(together: int) -> None:
+    seen: list[tuple[int, int, float]] = []
+
+    def ended(event: Event) -> None:
+        assert event.trainer.step == int(event.trainer.state.step) == event.step
+        seen.append((event.step, int(event.metrics["epoch"]), event.metrics["loss"]))
+        if event.metrics["epoch"] == 2:
+            event.trainer.stop()
+
+    result = fitted(
+        callbacks={"epoch_end": ended}, epochs=3, eval_every_steps=50, steps_per_dispatch=together
+    )
+    assert [one[:2] for one in seen] == [(7, 1), (13, 2)]
+    assert [one[2] for one in seen] == [line["loss"] for line in result.history.epochs]
+    assert result.step == 13 and [e["step"] for e in result.history.evaluations] == [13]
+
+
+def test_an_epochs_learning_rate_is_that_of_its_last_step_or_none() -> None:
+    schedule = optax.linear_schedule(1.0, 0.0, 20)
+    injected = optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)
+    rates = [line["learning_rate"] for line in fitted(injected, epochs=3).history.epochs]
+    assert rates == pytest.approx([float(schedule(step - 1)) for step in ENDS[1:]])
+    given = {"epochs": 1, "config": RunConfig(learning_rate=0.5)}
+    assert fitted(optax.sgd(0.5), **given).history.epochs[0]["learning_rate"] == 0.5
+    # The configured value is not what a schedule makes of it.
+    assert "learning_rate" not in fitted(optax.sgd(schedule), **given).history.epochs[0]
