@@ -227,6 +227,16 @@ class Session:
         initial = saved.identity.hyperparameters, self.identity.hyperparameters
         return hyperparameters.updated(found.value, trained.shardings, *initial, tell)
 
+    def check_no_checkpoints(self) -> None:
+        """Raises `UserError` if the workdir holds checkpoints, whose steps a restart repeats."""
+        if self.checkpoints is not None and (self.saved_step or self.checkpoints.holds(0)):
+            where = self.config.workdir
+            raise UserError(
+                f"restart=True counts steps from 0, and workdir {where} holds checkpoints up to "
+                f"step {self.saved_step}: use a Trainer without a workdir, or a new one with "
+                f"another workdir and init_from={where!r}, which starts the optimizer anew"
+            )
+
     def check_newest(self, step: int) -> None:
         """Raise `UserError` where the workdir is ahead of a trainer that has made `step` steps."""
         if self.saved_step > step:

@@ -272,12 +272,15 @@ class Trainer:
         steps: int | None = None,
         global_batch_size: int | None = None,
         batch_size_per_device: int | None = None,
+        restart: bool = False,
     ) -> FitResult:
         """Train until `epochs` or `steps` in all have been made, going on from where it was.
 
         The splits are datasets, or arrays in a tuple or dictionary. Raises `NonFiniteError` when
         the loss or the state is no number any more, and `Preempted` after SIGTERM or Ctrl-C,
         the state saved, where there is a workdir.
+        `restart` keeps the model and the optimizer's state of an earlier fit, and counts steps,
+        epochs and the position in the data from 0: for other data or another batch size.
         In an evaluator task of TF_CONFIG it evaluates the checkpoints of the workdir instead, until
         the training has ended, and then exits.
         """
@@ -303,7 +306,7 @@ class Trainer:
             # Nothing is left compiling behind the back of whoever has called.
             stack.callback(self._programs.wait)
             job = stack.enter_context(lead(self._init_timeout)) if by_servers else None
-            self._start(run, stack)
+            self._start(run, stack, restart=restart)
             stack.enter_context(run.ending())
             try:
                 self._loop(run, job)
@@ -315,10 +318,12 @@ class Trainer:
         train, seen, tested = found[Split.TRAIN], found[Split.EVAL], found[Split.TEST]
         return FitResult(self.step, train, seen, tested, run.epochs.history())
 
-    def _start(self, run: Session, stack: contextlib.ExitStack) -> None:
+    def _start(self, run: Session, stack: contextlib.ExitStack, *, restart: bool) -> None:
         """Find the state to go on from: this run's newest checkpoint, else another's, else none."""
         run.stops_at_epochs = bool(self._callbacks[Moment.EPOCH_END])
         run.check_dispatches()
+        if restart:
+            run.check_no_checkpoints()
         if self.config.checkpoint != LATEST and not self.config.init_from:
             raise UserError(
                 f"checkpoint is {self.config.checkpoint}, and a training goes on from its latest: "
@@ -333,8 +338,19 @@ class Trainer:
                 tell = self.terminal.line
                 self._state = resumed or initial_state(self._steps, self.config, tell)
             self._check_placed("after the initialisation" if resumed is None else "as restored")
+        elif restart:
+            place: Any = self._steps.shardings.step
+            zero = np.zeros((), np.int32)
+            step = jax.make_array_from_callback((), place, lambda _: zero)
+            self._state = dataclasses.replace(self._state, step=step)
         elif self._identity is not None:
-            check_same_run(self._identity, run.identity, f"this trainer at step {self.step}")
+            try:
+                check_same_run(self._identity, run.identity, f"this trainer at step {self.step}")
+            except UserError as error:
+                raise UserError(
+                    f"{error}. To keep the model and the optimizer's state and count steps from 0, "
+                    "call fit(..., restart=True)"
+                ) from None
             run.check_newest(self.step)
             run.epochs.tally, run.journal.told = self._tally, self._told
         stack.callback(self._keep_epochs, run)
