@@ -267,7 +267,7 @@ def test_two_processes_have_the_numbers_of_two_replicas_in_one(tmp_path: Path) -
     for processes, devices in ((1, 2), (2, 1)):
         workdir = tmp_path / str(processes)
         job(path, *options, "--workdir", workdir, processes=processes, devices=devices)
-        variables, _ = load_variables(workdir)
+        variables = load_variables(workdir)
         found.append(named_leaves(variables.params) | named_leaves(variables.model_state))
     for name, value in found[0].items():
         np.testing.assert_allclose(found[1][name], value, rtol=1e-6, atol=1e-7, err_msg=name)
