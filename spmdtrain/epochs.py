@@ -12,7 +12,7 @@ import optax
 from spmdtrain import hyperparameters
 from spmdtrain.config import RunConfig
 from spmdtrain.journal import Journal
-from spmdtrain.metrics import Means, Sums
+from spmdtrain.metrics import Means
 from spmdtrain.writers import Split
 
 PyTree = Any
@@ -40,12 +40,14 @@ class Tally:
     Attributes:
         steps: Number of steps.
         seconds: Time spent on them.
-        means: Weighted sums of their metrics.
+        names: Names of their metrics.
+        sums: Weighted sums of these and weights in float64, (names, 2).
     """
 
     steps: int = 0
     seconds: float = 0.0
-    means: Means = dataclasses.field(default_factory=Means)
+    names: Sequence[str] = ()
+    sums: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 2)))
 
 
 class Epochs:
@@ -69,13 +71,16 @@ class Epochs:
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Goes on from what `so_far` returned; from an empty tally if `saved` is empty."""
         if saved:
-            self.tally = Tally(saved["steps"], saved["seconds"], Means(saved["sums"]))
+            sums = saved["sums"]
+            values = np.array(list(sums.values()), np.float64).reshape(-1, 2)
+            self.tally = Tally(saved["steps"], saved["seconds"], list(sums), values)
 
     def so_far(self) -> dict[str, Any]:
         """Returns the tally as JSON, in which floats keep all their bits."""
         self._count_seconds()
         tally = self.tally
-        return {"steps": tally.steps, "seconds": tally.seconds, "sums": tally.means.sums}
+        sums = {name: pair.tolist() for name, pair in zip(tally.names, tally.sums, strict=True)}
+        return {"steps": tally.steps, "seconds": tally.seconds, "sums": sums}
 
     def count(
         self, step: int, names: Sequence[str], sums: np.ndarray, rate: jax.Array | None
@@ -91,8 +96,10 @@ class Epochs:
             rate: Its learning rate, if that is among its outputs.
         """
         tally, config, size = self.tally, self._config, self._size
+        if tally.names != names:  # none yet, or the objective has changed since the save
+            tally = self.tally = Tally(0, tally.seconds, names, np.zeros((len(names), 2)))
         tally.steps += 1
-        tally.means.add({name: Sums(*pair) for name, pair in zip(names, sums, strict=True)})
+        tally.sums += sums
         if not config.ends_epoch(step, size):
             return
         self._count_seconds()
@@ -105,7 +112,7 @@ class Epochs:
         if tally.seconds > 0:
             examples = tally.steps * (config.global_batch_size or 0)
             measured["examples_per_second"] = examples / tally.seconds
-        means = tally.means.result()
+        means = Means(dict(zip(tally.names, tally.sums, strict=True))).result()
         # A metric of the objective that has one of these names stays what it is.
         found = {"epoch": config.epochs_at(step, size)} | means | (measured | means)
         self._journal.epoch_ended(step, found)

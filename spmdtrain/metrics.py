@@ -174,11 +174,6 @@ class Means:
     def __init__(self, sums: Mapping[str, Sequence[float]] = _NO_SUMS) -> None:
         self._sums = {name: np.array(pair, np.float64) for name, pair in sums.items()}
 
-    @property
-    def sums(self) -> dict[str, list[float]]:
-        """Weighted sum and weight by name, to go on from."""
-        return {name: pair.tolist() for name, pair in self._sums.items()}
-
     def add(self, sums: Mapping[str, Sums]) -> None:
         """Count one batch's sums in."""
         for name, (total, weight) in sums.items():

@@ -29,15 +29,17 @@ def _objective(model: Any, batch: Any) -> dict[str, Any]:
 
 def fitted(optimizer: Any = None, callbacks: Any = None, **options: Any) -> FitResult:
     """What a fit without shuffling returns; by default nothing changes the parameters."""
+    defaults: dict[str, Any] = {
+        "objective": _objective,
+        "global_batch_size": BATCH,
+        "shuffle": False,
+    }
     trainer = Trainer(
         model=FunctionModel(lambda key: jnp.ones(3), lambda p, x: x @ p),
-        objective=_objective,
         optimizer=optimizer or optax.sgd(0.0),
         callbacks=callbacks,
         terminal=Terminal(quiet=True),
-        global_batch_size=BATCH,
-        shuffle=False,
-        **options,
+        **defaults | options,
     )
     return trainer.fit(DATA, validation=DATA)
 
@@ -124,3 +126,12 @@ def test_an_epochs_learning_rate_is_that_of_its_last_step_or_none() -> None:
     assert fitted(optax.sgd(0.5), **given).history.epochs[0]["learning_rate"] == 0.5
     # The configured value is not what a schedule makes of it.
     assert "learning_rate" not in fitted(optax.sgd(schedule), **given).history.epochs[0]
+
+
+def test_an_epoch_in_which_the_metrics_changed_is_left_out(tmp_path: Path) -> None:
+    def trained(steps: int, objective: Any) -> list[int]:
+        result = fitted(objective=objective, steps=steps, workdir=str(tmp_path))
+        return [int(line["step"]) for line in result.history.epochs]
+
+    assert trained(10, lambda model, batch: {"loss": model(batch["x"]) ** 2}) == ENDS[1:2]
+    assert trained(19, _objective) == [ENDS[1], ENDS[3]]
