@@ -241,9 +241,11 @@ class RunConfig:
         """Returns the number of epochs completed after `step` updates."""
         return step * self._batch() // num_examples if num_examples else 0
 
-    def steps_before_epoch(self, step: int, num_examples: int) -> int:
-        """Returns the number of updates before the epoch that update `step` belongs to."""
-        return -(-self.epochs_at(step - 1, num_examples) * num_examples // self._batch())
+    def epoch_of(self, step: int, num_examples: int) -> range:
+        """Returns the updates of the epoch that update `step` belongs to."""
+        before = self.epochs_at(step - 1, num_examples)
+        first, last = (-(-n * num_examples // self._batch()) for n in (before, before + 1))
+        return range(first + 1, last + 1)
 
     def ends_epoch(self, step: int, num_examples: int) -> bool:
         """Whether an epoch's last example is in the batch of update `step` (counted from 1)."""

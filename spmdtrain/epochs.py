@@ -66,6 +66,7 @@ class Epochs:
         self._config, self._size, self._journal = config, num_examples, journal
         self._fixed_rate = fixed_rate
         self._counted = 0.0  # seconds of training that are in a tally
+        self._epoch = range(0)  # its steps
         self.tally = Tally()
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -100,11 +101,13 @@ class Epochs:
             tally = self.tally = Tally(0, tally.seconds, names, np.zeros((len(names), 2)))
         tally.steps += 1
         tally.sums += sums
-        if not config.ends_epoch(step, size):
+        if step >= self._epoch.stop:
+            self._epoch = config.epoch_of(step, size)
+        if step < self._epoch.stop - 1:
             return
         self._count_seconds()
         self.tally = Tally()
-        if tally.steps != step - config.steps_before_epoch(step, size):
+        if tally.steps != len(self._epoch):
             return
         used = self._fixed_rate if rate is None else float(rate)
         measured = {} if used is None else {"learning_rate": used}
