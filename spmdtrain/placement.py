@@ -127,6 +127,14 @@ def current_device() -> jax.Device:
     return _strategy().devices[0]
 
 
+def current_batch_shards() -> int:
+    """Returns how many parts the batch is split into where the calling code runs.
+
+    For code that computes the same for any number. Other code calls `current_strategy`.
+    """
+    return _strategy().batch_shards
+
+
 def _strategy() -> Placement:
     found: Placement | None = _current.value
     return found or Placement(DEFAULT, None)

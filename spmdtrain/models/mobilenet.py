@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.errors import UserError
-from spmdtrain.placement import current_device
+from spmdtrain.placement import constrain, current_batch_shards, current_device
 
 # Expansion, channels, blocks, and the stride of the first of them: t, c, n and s of table 2.
 STAGES = (
@@ -180,11 +180,10 @@ def _pointwise(before: int, channels: int, rngs: nnx.Rngs) -> nnx.Linear:
 
 
 class _Norm(nnx.BatchNorm):
-    """Batch normalization that reduces mean and mean square of a layer together.
+    """Batch normalization whose mean and variance travel in one collective.
 
-    Both are independent of each other, so XLA joins them into one all-reduce, forward and backward.
-    They are taken of differences from the running mean, because the variance from squares of values
-    far from 0 loses digits, and would then depend on how the batch is split.
+    Each replica takes the mean and variance of its own rows, and all gather those of all. Sums of
+    squares would be one collective, too, but lose digits where values are far from 0.
     """
 
     def __call__(
@@ -195,9 +194,34 @@ class _Norm(nnx.BatchNorm):
         mask: jax.Array | None = None,
     ) -> jax.Array:
         fixed = self.use_running_average if use_running_average is None else use_running_average
-        if fixed:
-            return super().__call__(x, True, mask=mask)
-        shift = jax.lax.stop_gradient(self.mean[...])
-        normal = super().__call__(x.astype(shift.dtype) - shift, False, mask=mask)
-        self.mean[...] += (1 - self.momentum) * shift  # of x again, not of the differences
-        return normal
+        if fixed or mask is not None:
+            return super().__call__(x, fixed, mask=mask)
+        x = x.astype(self.mean.dtype)
+        mean, var = moments(x)
+        for average, now in ((self.mean, mean), (self.var, var)):
+            new = self.momentum * average[...] + (1 - self.momentum) * now
+            average[...] = jax.lax.stop_gradient(new)
+        return (x - mean) * (jax.lax.rsqrt(var + self.epsilon) * self.scale[...]) + self.bias[...]
+
+
+def moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns mean and variance of each channel over the global batch.
+
+    Args:
+      x: Values (B, ..., C), B split over the replicas.
+
+    Returns:
+      Two arrays (C,): the variance is that of all rows, whatever parts they were split into (Chan,
+      Golub and LeVeque 1983).
+    """
+    parts = current_batch_shards()
+    if len(x) % parts:
+        parts = 1
+    rows = x.reshape(parts, len(x) // parts, *x.shape[1:])
+    dims = tuple(range(1, rows.ndim - 1))
+    means = rows.mean(dims, keepdims=True)
+    variances = jnp.square(rows - means).mean(dims)
+    both = jnp.stack([means.reshape(variances.shape), variances])
+    means, variances = constrain(both, None, None, None)
+    mean = means.mean(0)
+    return mean, (variances + jnp.square(means - mean)).mean(0)
