@@ -196,6 +196,7 @@ class _Norm(nnx.BatchNorm):
         fixed = self.use_running_average if use_running_average is None else use_running_average
         if fixed or mask is not None:
             return super().__call__(x, fixed, mask=mask)
+        assert self.scale is not None and self.bias is not None  # the defaults of flax
         x = x.astype(self.mean.dtype)
         mean, var = moments(x)
         for average, now in ((self.mean, mean), (self.var, var)):
