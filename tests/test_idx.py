@@ -1,5 +1,9 @@
 import gzip
+import os
 import struct
+import subprocess
+import sys
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -128,7 +132,7 @@ def test_a_header_cut_short_is_refused_with_the_arithmetic(tmp_path: Path, lengt
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize(
     ("missing", "problem", "size"),
-    [(1, "truncated", "6,011"), (6000, "truncated", "12"), (-1, "too long", "6,013")],
+    [(1, "truncated", "6,011"), (6000, "truncated", "12"), (-1, "too long", "6,013 or more")],
 )
 def test_a_file_of_another_length_than_announced_is_refused_with_the_arithmetic(
     tmp_path: Path, missing: int, problem: str, size: str, compressed: bool
@@ -136,6 +140,7 @@ def test_a_file_of_another_length_than_announced_is_refused_with_the_arithmetic(
     content = idx_bytes(np.zeros((1500, 2), np.int16))
     content = content[:-missing] if missing > 0 else content + b"\0" * -missing
     message = refusal(write(tmp_path, gzip.compress(content) if compressed else content))
+    size = size if compressed else size.removesuffix(" or more")
     assert message == f"{problem}: shape (1500, 2) needs 6,012 bytes, the file has {size}"
 
 
@@ -180,6 +185,75 @@ def damaged(how: str) -> bytes:
 )
 def test_a_damaged_gzip_file_is_refused(tmp_path: Path, how: str) -> None:
     assert refusal(write(tmp_path, damaged(how), "some-idx.gz")).startswith("cannot be read: ")
+
+
+# --- Files that grow ---
+
+
+def zeros_behind(begin: bytes, blocks: int) -> bytes:
+    """Returns `begin` and that many blocks of 16 MiB of zeros, compressed to a thousandth."""
+    parts = []
+    for content in (begin, bytes(2**24)):
+        packer = zlib.compressobj(wbits=-15)
+        parts.append(packer.compress(content) + packer.flush(zlib.Z_FULL_FLUSH))
+    check = zlib.crc32(begin)
+    for _ in range(blocks if blocks < 100 else 0):  # of more it is not read that far
+        check = zlib.crc32(bytes(2**24), check)
+    end = b"\x03\0" + struct.pack("<2I", check, (len(begin) + blocks * 2**24) % 2**32)
+    return b"\x1f\x8b\x08" + bytes(7) + parts[0] + parts[1] * blocks + end
+
+
+@pytest.mark.parametrize(
+    ("declared", "blocks", "says"),
+    [
+        (1000, 192, "too long: shape (1000,) needs 1,008 bytes, the file has 1,009 or more"),
+        (2**29, 31, "truncated: shape (536870912,) needs 536,870,920 bytes, the file has 520,093,"),
+        (2**32 - 1, 16, "truncated: shape (4294967295,) needs 4,294,967,303 bytes, the file has "),
+    ],
+)
+def test_a_file_that_grows_a_thousandfold_is_refused_in_little_memory(
+    tmp_path: Path, declared: int, blocks: int, says: str
+) -> None:
+    path = write(tmp_path, zeros_behind(header(0x08, [declared]), blocks), "bomb.gz")
+    assert path.stat().st_size < 4 * 2**20
+    code = """
+import sys
+from pathlib import Path
+from spmdtrain.idx import read_idx
+try:
+    read_idx(sys.argv[1])
+except ValueError as error:
+    print(error)
+print(next(x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x))
+"""
+    said, peak = subprocess.run(
+        [sys.executable, "-c", code, path], capture_output=True, text=True, check=True, timeout=100
+    ).stdout.splitlines()
+    assert said.startswith(f"{path}: {says}")
+    assert int(peak.split()[1]) < 200_000, peak  # kB, of which Python with NumPy takes half
+
+
+def test_a_file_that_shrinks_much_and_is_whole_is_read(tmp_path: Path) -> None:
+    content = idx_bytes(np.zeros((70, 2**20), np.uint8))
+    found = read_idx(write(tmp_path, gzip.compress(content, compresslevel=1)))
+    assert found.shape == (70, 2**20) and not found.any()
+
+
+def test_an_array_that_does_not_fit_into_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    path = write(tmp_path, idx_bytes(np.zeros((2, 3), np.int32)))
+    monkeypatch.setattr(np, "empty", full)
+    assert refusal(path) == "no memory for 24 bytes, shape (2, 3)"
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert refusal(tmp_path / "pipe") == "cannot be read: it is not a regular file"
 
 
 # --- Finding a file ---
