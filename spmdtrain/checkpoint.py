@@ -8,7 +8,6 @@ import math
 import os
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath, epy
 
-from spmdtrain import manifest, processes
+from spmdtrain import manifest, nofollow, processes
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.identity import Identity
 from spmdtrain.manifest import Damaged, Manifest
@@ -52,6 +51,7 @@ ITEMS: Mapping[str, tuple[str, ...]] = {
 
 _NOTHING: Mapping[str, Any] = {}
 _REMOVED = ".removed"
+_UNFINISHED = ".orbax-checkpoint-tmp"
 _SHOWS_WITHIN = 45.0  # seconds in which a new file shows on a network file system
 _numbers = itertools.count()  # of saves: the same in all processes, as they save together
 
@@ -104,7 +104,7 @@ def check_shared(folder: Path) -> None:
     name = processes.broadcast(f".shared-{secrets.token_hex(8)}")
     mark = folder / name
     if processes.is_chief():
-        mark.touch()
+        nofollow.create(folder, name).close()
     processes.barrier()
 
     def look() -> None:
@@ -153,9 +153,15 @@ class Checkpoints:
         retention: Retention,
         evaluated: Callable[[], Mapping[int, Mapping[str, float]]] | None = None,
     ) -> None:
-        self.folder = folder = absolute(folder)  # as Orbax wants it
+        # As Orbax wants it; whether it is a link itself is looked at below.
+        self.folder = folder = absolute(folder.parent) / folder.name
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder} is a file: it must be the folder of the checkpoints")
+        if nofollow.is_link(folder):
+            raise UserError(
+                f"{folder} is a symbolic link, which a run writes nothing through: make it a "
+                "folder, or give a workdir where it points to"
+            )
         hush_late_answers()
         self._retention, self._evaluated = retention, evaluated
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="remove-checkpoints")
@@ -167,6 +173,7 @@ class Checkpoints:
         with self._named_failures("the folder of the checkpoints cannot be used"):
             if processes.is_chief():
                 folder.mkdir(parents=True, exist_ok=True)
+                self._remove_links()
             if processes.count() > 1 and not is_url(folder):
                 check_shared(Path(folder))
             self._opened = self._folder_identity()
@@ -309,7 +316,7 @@ class Checkpoints:
         for rank in range(1, processes.count()):
             for name, part in processes.take(save.key_of(rank)).items():
                 totals[name] += part
-        unpublished = (f"{save.step}", f"{save.step}.orbax-checkpoint-tmp")  # URLs, local paths
+        unpublished = (f"{save.step}", f"{save.step}{_UNFINISHED}")  # URLs, local paths
         folders = (
             path
             for path in self.folder.iterdir()
@@ -397,16 +404,30 @@ class Checkpoints:
             return
         with contextlib.suppress(failures(self.folder)):
             for path in self.folder.iterdir():
-                if ".orbax-checkpoint-tmp" in path.name:
+                if _UNFINISHED in path.name:
                     with contextlib.suppress(failures(self.folder)):  # the next start tries again
-                        path.rmtree()
+                        if is_url(path):
+                            path.rmtree()
+                        else:
+                            nofollow.remove(self.folder, path.name)
+
+    def _remove_links(self) -> None:
+        """Removes links in the place of folders that Orbax writes to, moves to or removes."""
+        for path in () if is_url(self.folder) else Path(self.folder).iterdir():
+            if path.is_symlink() and (path.name == _REMOVED or _UNFINISHED in path.name):
+                nofollow.remove(self.folder, path.name)
 
     def _remove(self) -> None:
         """Remove, beside the training, what Orbax has put aside for that, in earlier runs too."""
         if is_url(self.folder) or not processes.is_chief():
             return
-        for path in Path(self.folder / _REMOVED).glob("*"):
-            self._remover.submit(shutil.rmtree, path, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            for name in nofollow.names_in(self.folder, _REMOVED):
+                self._remover.submit(self._remove_one, f"{_REMOVED}/{name}")
+
+    def _remove_one(self, name: str) -> None:
+        with contextlib.suppress(OSError):  # the next start tries again
+            nofollow.remove(self.folder, name)
 
 
 @dataclass(frozen=True)

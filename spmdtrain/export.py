@@ -1,12 +1,12 @@
 """Parameters as a file that other programs read: `.npz` or `.safetensors`."""
 
-import contextlib
 import importlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from spmdtrain import nofollow
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.restore import read_variables, warn
 from spmdtrain.sharding import named_leaves
@@ -43,16 +43,12 @@ def export_params(
             if name in arrays:
                 raise UserError(f"{path}: two arrays of the model are both called {name}")
             arrays[name] = np.asarray(leaf)
-    unfinished = target.with_name(f".{target.name}.new")
+    metadata = {"step": str(manifest.step), "saved_at": manifest.saved_at}
     try:
         if not is_url(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("wb") as file:
-            save(file, arrays, {"step": str(manifest.step), "saved_at": manifest.saved_at})
-        unfinished.replace(target)
+        nofollow.write(target.parent, target.name, lambda file: save(file, arrays, metadata))
     except failures(target) as error:
-        with contextlib.suppress(failures(target)):  # where it could not even be begun
-            unfinished.unlink(missing_ok=True)
         raise StorageError(
             f"{to} cannot be written: {storage_reason(error) or in_short(error)}"
         ) from error

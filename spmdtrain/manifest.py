@@ -11,6 +11,7 @@ from typing import Any
 
 from etils import epath
 
+from spmdtrain import nofollow
 from spmdtrain.errors import UserError
 from spmdtrain.identity import Identity
 from spmdtrain.storage import is_url
@@ -52,8 +53,8 @@ class Manifest:
         """Write it into a checkpoint's folder, sealed with a digest of its own."""
         content = {"format": _FORMAT} | dataclasses.asdict(self)
         sealed = content | {"sha256": _digest(content)}
-        with (folder / NAME).open("w") as file:
-            file.write(json.dumps(sealed, indent=1) + "\n")
+        with nofollow.create(folder.parent, f"{folder.name}/{NAME}") as file:
+            file.write((json.dumps(sealed, indent=1) + "\n").encode())
             if not is_url(folder):  # before the folder gets its name, as TensorStore does its own
                 file.flush()
                 os.fsync(file.fileno())

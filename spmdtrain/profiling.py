@@ -1,8 +1,13 @@
 """A profiler trace of some steps, for TensorBoard or Perfetto."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
+
+from spmdtrain import nofollow
+from spmdtrain.errors import StorageError
+from spmdtrain.storage import one_line
 
 
 class ProfiledSteps:
@@ -20,6 +25,11 @@ class ProfiledSteps:
         """Call before `step` is dispatched."""
         if self._first <= step <= self._last and not self._running:
             assert self._folder is not None
+            try:
+                for name in ("plugins", "plugins/profile"):  # where the profiler writes
+                    nofollow.make_folder(Path(self._folder).expanduser(), name)
+            except OSError as error:
+                raise StorageError(f"no trace can be written: {one_line(error)}") from error
             jax.profiler.start_trace(self._folder)
             self._running = True
 

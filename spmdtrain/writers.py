@@ -6,17 +6,19 @@ import importlib.metadata
 import json
 import logging
 import math
+import os
 import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from etils import epath
 
+from spmdtrain import nofollow
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.sharding import named_leaves
 from spmdtrain.storage import failures, folder_of, is_url, one_line
@@ -100,10 +102,11 @@ class RunFiles:
             try:
                 if not is_url(workdir):
                     self.folder.mkdir(parents=True, exist_ok=True)
-                lock = self.folder / writer.file(".lock")
-                lock.write_text("")  # shows whether anything can be written
-                if not is_url(workdir):
-                    stack.enter_context(_lock(lock, writer))
+                lock = writer.file(".lock")  # also shows whether anything can be written
+                if is_url(workdir):
+                    (self.folder / lock).write_text("")
+                else:
+                    stack.enter_context(_lock(self.folder, lock, writer))
                 self._grown = self._growing(stack)
                 self._metrics = self._grown / self._lines_name
                 self._whole = self._whole_lines()
@@ -135,12 +138,12 @@ class RunFiles:
             "devices": len(devices),
             "device_kind": devices[0].device_kind,
         }
-        self._replace(self.folder / "config.json", json.dumps(content, indent=2) + "\n")
+        self._replace("config.json", json.dumps(content, indent=2) + "\n")
         self.sync()
 
     def write_report(self, name: str, content: Mapping[str, Any]) -> None:
         """Write `NAME.json`: what a part of the run has to tell at its end."""
-        self._replace(self.folder / f"{name}.json", json.dumps(content, indent=2) + "\n")
+        self._replace(f"{name}.json", json.dumps(content, indent=2) + "\n")
 
     def write_status(self, status: Status, step: int, reason: str | None = None) -> None:
         """Write `status.json`, after all that it speaks of."""
@@ -152,7 +155,7 @@ class RunFiles:
             try:
                 self.sync()
             finally:
-                self._replace(self.folder / "status.json", json.dumps(content) + "\n")
+                self._replace("status.json", json.dumps(content) + "\n")
 
     def write_metrics(
         self,
@@ -171,7 +174,7 @@ class RunFiles:
         told = {name + _COUNTS: dict(sorted(of.items())) for name, of in counts.items()}
         line = json.dumps({"step": step, "split": split} | finite | told) + "\n"
         # Closed each time, so that no line is ever lost.
-        with _written(self._lines), open(self._metrics, "ab") as file:
+        with _written(self._lines), self._appended() as file:
             # What a full disk left of a line is not to stand in the middle once there is room.
             file.truncate(min(self._whole, file.tell()))
             file.write(line.encode())
@@ -182,6 +185,10 @@ class RunFiles:
         self._write_curves(step, own | dict(curves), histograms)
         if self._clock() - self._synced_at >= _SYNC_SECONDS[split]:
             self.sync()
+
+    def _appended(self) -> IO[bytes]:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        return os.fdopen(nofollow.open_file(self._grown, self._lines_name, flags), "ab")
 
     def _write_curves(
         self, step: int, points: Mapping[str, float], histograms: Mapping[str, Mapping[int, int]]
@@ -230,7 +237,9 @@ class RunFiles:
     def rewind(self, step: int) -> None:
         """Take back all that was written of later steps: the run goes on from `step`."""
         kept = [json.dumps(line) + "\n" for line in self.lines() if line["step"] <= step]
-        self._replace(epath.Path(self._metrics), "".join(kept))
+        content = "".join(kept).encode()
+        with _written(self._lines):
+            nofollow.write(self._grown, self._lines_name, lambda file: file.write(content))
         self._whole = self._whole_lines()
         if self._curves is not None:
             with _written(self.folder / self._curves_name):
@@ -243,18 +252,9 @@ class RunFiles:
         with self._closing:
             self.sync()
 
-    def _replace(self, path: epath.Path, content: str) -> None:
-        # Never half a file under the real name, whenever the process dies: an object appears whole.
-        with _written(path):
-            temporary = path if is_url(path) else path.parent / f".{path.name}.new"
-            try:
-                temporary.write_text(content)
-                if temporary != path:
-                    temporary.replace(path)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    temporary.unlink()  # half of it is of no use, and takes room
-                raise
+    def _replace(self, name: str, content: str) -> None:
+        with _written(self.folder / name):
+            nofollow.write(self.folder, name, lambda file: file.write(content.encode()))
 
 
 class _Curves:
@@ -266,7 +266,7 @@ class _Curves:
     def __init__(self, folder: Path, purge_from: int | None) -> None:
         from tensorboardX.record_writer import RecordWriter
 
-        folder.mkdir(exist_ok=True)
+        nofollow.make_folder(folder.parent, folder.name)
         now = time.time_ns()  # runs that follow one another within a second have files of their own
         name = f"events.out.tfevents.{now // 10**9}.{socket.gethostname()}.{now}"
         self._file = RecordWriter(str(folder / name))
@@ -406,23 +406,22 @@ def write_predictions(workdir: str | None, predictions: Any) -> epath.Path:
     try:
         if not is_url(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            np.savez(file, **plain)
+        nofollow.write(path.parent, path.name, lambda file: np.savez(file, **plain))
     except failures(path) as error:
         raise UserError(f"{path} cannot be written: {one_line(error)}") from error
     return path
 
 
-def _lock(path: epath.Path, writer: Writer) -> contextlib.AbstractContextManager[Any]:
+def _lock(folder: epath.Path, name: str, writer: Writer) -> contextlib.AbstractContextManager[Any]:
     """Hold a workdir for this writer alone; the system lets go of it however the process ends."""
+    file = os.fdopen(nofollow.open_file(folder, name, os.O_RDWR | os.O_CREAT), "r+b")
     if fcntl is None:
-        return contextlib.nullcontext()
-    file = open(path, "w")  # noqa: SIM115 (open as long as the run)
+        return file
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise UserError(f"workdir {path.parent} is in use by another {writer}") from None
+        raise UserError(f"workdir {folder} is in use by another {writer}") from None
     return file
 
 

@@ -399,10 +399,10 @@ def test_an_older_checkpoint_that_cannot_be_removed_is_no_failed_save(
 ) -> None:
     replace = os.replace
 
-    def not_removed(source: Any, target: Any) -> None:
+    def not_removed(source: Any, target: Any, **folders: Any) -> None:
         if ".removed" in str(target):
             raise PermissionError(13, "Permission denied", str(source))
-        replace(source, target)
+        replace(source, target, **folders)
 
     monkeypatch.setattr(os, "replace", not_removed)
     options = {"checkpoint_every_steps": 1, "keep_latest": 1, "keep_best": 0}
