@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ import jax
 # devices.
 from jax._src import clusters, hardware_utils, xla_bridge
 
-from spmdtrain import cluster, failing, phases, processes
+from spmdtrain import cluster, failing, phases, processes, settings
 from spmdtrain.cluster import ClusterSpec, Role
 from spmdtrain.errors import UserError
 from spmdtrain.rendezvous import Party, is_loopback, meet
@@ -25,7 +24,6 @@ from spmdtrain.strategies import strategy as strategy_of
 _HEARTBEAT = 20  # seconds after which JAX gives up a process that has died
 _SHUTDOWN = 300  # seconds that those who are done wait for the others
 HANG_TIMEOUT = 1800.0  # seconds
-_COMPARED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,12 +258,11 @@ def _detected() -> _Party:
 
 
 def _about() -> dict[str, str]:
-    """Returns what must be equal in all processes: versions, and a digest of each source file.
+    """Returns what must be equal in all processes: versions, settings, digests of source files.
 
     The files are those of this package and, if Python runs a script, the script itself. The command
     compares its experiment file by itself.
     """
-    versions = {name: importlib.metadata.version(name) for name in _COMPARED}
     python = ".".join(map(str, sys.version_info[:3]))
     package = Path(__file__).parent
     files = {
@@ -278,8 +275,9 @@ def _about() -> dict[str, str]:
         files.setdefault(f"the script {path.name}", path)
     digests = {name: hashlib.sha256(path.read_bytes()) for name, path in files.items()}
     return (
-        versions
+        settings.versions()  # first: other versions have other settings
         | {"python": python}
+        | settings.settings()
         | {name: digest.hexdigest()[:12] for name, digest in digests.items()}
     )
 

@@ -5,6 +5,9 @@ import enum
 import sys
 from collections.abc import Callable, Iterable
 
+NOT_SET = "not set"
+"""The value of an option that only the other process has, in a message."""
+
 
 class ExitCode(enum.IntEnum):
     """What the commands exit with; anything else is an unforeseen failure."""

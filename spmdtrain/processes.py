@@ -16,7 +16,7 @@ import jax
 # JAX has no public name for its key-value store, nor for its points to stop at.
 from jax._src import distributed as jax_distributed
 
-from spmdtrain.errors import UserError
+from spmdtrain.errors import NOT_SET, UserError
 
 T = TypeVar("T")
 
@@ -201,8 +201,8 @@ def check_same(what: Mapping[str, Any]) -> None:
     for key in [*first, *other]:
         if first.get(key) != other.get(key):
             raise UserError(
-                f"{odd_one} and {one} differ: {key} is {other.get(key)} in {odd_one} and "
-                f"{first.get(key)} in {one}; all processes of a job are started alike"
+                f"{odd_one} and {one} differ: {key} is {other.get(key, NOT_SET)} in {odd_one} and "
+                f"{first.get(key, NOT_SET)} in {one}; all processes of a job are started alike"
             )
 
 

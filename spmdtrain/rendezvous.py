@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
-from spmdtrain.errors import ClusterError, UserError
+from spmdtrain.errors import NOT_SET, ClusterError, UserError
 
 _TELL_EVERY = 5.0  # seconds between two lines of what is waited for
 _RESOLVE_FOR = 8.0  # seconds in which a name may still appear
@@ -164,7 +164,7 @@ def _let_in(
             if mine.get(key) != theirs.get(key):
                 raise UserError(
                     f"{name} ({line.where}) and {party.names[0]} differ: {key} is "
-                    f"{theirs.get(key)} there and {mine.get(key)} here"
+                    f"{theirs.get(key, NOT_SET)} there and {mine.get(key, NOT_SET)} here"
                 )
         if rank in guests:
             raise UserError(

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from etils import epath
 
-from spmdtrain import failing, hyperparameters, phases, processes
+from spmdtrain import failing, hyperparameters, phases, processes, settings
 from spmdtrain.checkpoint import Checkpoints, check_can_be_saved
 from spmdtrain.config import RunConfig, as_json
 from spmdtrain.data import Dataset, as_dataset, fingerprint
@@ -134,6 +134,7 @@ class Session:
         if processes.count() > 1:
             told = dataclasses.asdict(identity)
             told["config"].pop("data_dir")  # where it is may differ, what is in it may not
+            told |= settings.settings()  # a script may have changed them since the processes met
             processes.check_same(told | {"data": {n: fingerprint(x) for n, x in data.items()}})
         files = checkpoints = None
         signals = StopSignals()

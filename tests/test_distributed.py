@@ -270,8 +270,8 @@ def in_a_job(
     [
         ({"a": {"b": 1}, "c": [1, 3]}, "c is [1, 3] in worker 1 and [1, 2] in chief"),
         ({"a": {"b": 1.5}, "c": [1, 2]}, "a.b is 1.5 in worker 1 and 1 in chief"),
-        ({"a": {}, "c": [1, 2]}, "a.b is None in worker 1 and 1 in chief"),
-        ({"a": {"b": 1, "d": 2}, "c": [1, 2]}, "a.d is 2 in worker 1 and None in chief"),
+        ({"a": {}, "c": [1, 2]}, "a.b is not set in worker 1 and 1 in chief"),
+        ({"a": {"b": 1, "d": 2}, "c": [1, 2]}, "a.d is 2 in worker 1 and not set in chief"),
     ],
 )
 def test_the_first_difference_is_named_with_both_values(

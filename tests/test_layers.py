@@ -23,12 +23,12 @@ LAYERS = [
         adapters adapting asynchronous collectives compilation compiler_log crew cuts declared
         distributed divided elsewhere estimate failing hlo hlo_module idx jaxprs live_ranges mesh
         metrics model_state nnx_model nodes nofollow origins padding padding_rules permutation
-        placement processes products profiling reductions remat replicas retention sharding signals
-        storage sums tallies terminal together traffic uneven_batch writers
+        placement processes products profiling reductions remat replicas retention settings sharding
+        signals storage sums tallies terminal together traffic uneven_batch writers
         """,
         """
-        actors callbacks calls checkpoint compilers data division division_table epochs evaluate
-        experiment export feed flops gradients health hyperparameters identity image_cache
+        actors callbacks calls checkpoint compilers data division division_table epochs
+        evaluate experiment export feed flops gradients health hyperparameters identity image_cache
         image_decoding images initial journal keras_model late listing loading loop_checks
         manifest orbax_manager parameter_server programs ray_crew restore roles sent server
         session sharding_table shared state step stepping summaries updates user_frames

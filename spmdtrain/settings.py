@@ -1,0 +1,116 @@
+"""Settings of a process that change what its programs compute.
+
+If one process of a job has other settings, its programs differ from the others': the job hangs, or
+trains to wrong numbers. The names of JAX's options are those of its own cache keys, so that a new
+version of JAX adds its new options by itself.
+"""
+
+import enum
+import importlib.metadata
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+
+# JAX has no public name for the options that its programs depend on, nor for the flags of XLA that
+# leave a compiled program as it is.
+from jax._src import cache_key
+from jax._src.config import trace_context_names
+
+from spmdtrain.errors import NOT_SET, UserError
+
+_PACKAGES = (
+    *("spmdtrain", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain"),
+    *("keras", "numpy", "ml-dtypes"),
+)
+# Options that JAX reads when it compiles, chooses devices or makes keys, not when it traces.
+_OPTIONS = (
+    "jax_platforms",
+    "jax_sort_devices_by_process_index",
+    "jax_cpu_collectives_implementation",
+    "jax_share_binary_between_hosts",
+    "jax_default_prng_impl",
+    "jax_enable_custom_prng",
+    "jax_compiler_enable_remat_pass",
+    "jax_disable_most_optimizations",
+    "jax_exec_time_optimization_effort",
+    "jax_memory_fitting_effort",
+    "jax_optimization_level",
+    "jax_memory_fitting_level",
+)
+# A device of one process, and the text of source locations.
+_OF_ONE_HOST = ("jax_default_device", "jax_hlo_source_file_canonicalization_regex")
+# Other libraries' variables that select another algorithm or precision.
+_VARIABLES = (
+    *("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "CUDA_FORCE_PTX_JIT"),
+    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE"),
+    *("KERAS_BACKEND", "ONEDNN_MAX_CPU_ISA"),
+)
+_FLAGS_OF_ONE_HOST = {
+    *cache_key.xla_flags_to_exclude_from_cache_key,
+    "--xla_gpu_per_fusion_autotune_cache_dir",
+    "--xla_gpu_kernel_cache_file",
+}
+_DUMPS = ("--xla_dump_", "--xla_gpu_dump_")
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of the libraries that programs are made with, by package."""
+    found = {name: _version(name) for name in _PACKAGES}
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    return found | {x.dist.name: x.dist.version for x in plugins if x.dist is not None}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def settings() -> dict[str, str]:
+    """Returns what changes the meaning of a program in the calling thread, by name.
+
+    Covers JAX's options, the flags of XLA and libtpu, and variables of CUDA's and other libraries.
+
+    Raises:
+      UserError: If XLA_FLAGS names a file that cannot be read.
+    """
+    values: dict[str, Any] = jax.config.values
+    names = sorted({*trace_context_names(), *_OPTIONS} - {*_OF_ONE_HOST})
+    found = {name: _text(values[name]) for name in names if name in values}
+    for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        flags = xla_flags(os.environ.get(variable, ""))
+        found |= {f"{variable} {name}": value for name, value in flags.items()}
+    return found | {name: os.environ.get(name, NOT_SET) for name in _VARIABLES}
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return NOT_SET
+    return str(value.name if isinstance(value, enum.Enum) else value)
+
+
+def xla_flags(text: str) -> dict[str, str]:
+    """Returns the flags that change compiled programs, by name, from the text of XLA_FLAGS.
+
+    Args:
+      text: Flags, of which the last one of a name counts, or the name of a file with flags.
+
+    Raises:
+      UserError: If the file cannot be read.
+    """
+    if text.strip() and not text.lstrip().startswith("-"):
+        try:
+            text = Path(text).read_text()
+        except (OSError, ValueError) as error:
+            raise UserError(f"XLA_FLAGS names the file {text!r}, which is not readable") from error
+    found = {}
+    for flag in text.split():
+        name, given, value = flag.partition("=")
+        if name not in _FLAGS_OF_ONE_HOST and not name.startswith(_DUMPS):
+            found[name] = value.lower() if value in ("True", "False") else value
+            if not given:
+                found[name] = "true"
+    return found
