@@ -26,6 +26,9 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _VERSION = 2
 """Of this code: another number wherever the pixels of any file become others."""
 
+_WIDEST_PIXEL = 8  # bytes: four channels of 16 bits
+_HEAD = 2**24  # bytes that a picture may have beside its pixels
+
 # Of the tag 0x0112 of EXIF: what stores the picture upright.
 _ORIENTATION = 0x0112
 _UPRIGHT = {
@@ -99,6 +102,21 @@ def decode(content: bytes, size: tuple[int, int]) -> np.ndarray:
         raise UndecodableError(f"it {begins}: none of {', '.join(_FORMATS)}") from None
     except Exception as error:  # of many kinds: Pillow's readers raise what they stumble over
         raise UndecodableError(one_line(error)) from error
+
+
+def check_file_size(size: int) -> None:
+    """Raises `UndecodableError` for more bytes than any picture that is read can have.
+
+    Args:
+      size: Bytes of the file.
+    """
+    from PIL import Image
+
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is not None and size > _HEAD + _WIDEST_PIXEL * limit:
+        raise UndecodableError(
+            f"its {size:,} bytes are more than {limit:,} pixels take, PIL.Image.MAX_IMAGE_PIXELS"
+        )
 
 
 def _check_pixels(width: int, height: int) -> None:

@@ -32,6 +32,7 @@ from spmdtrain.image_decoding import (
     OTHER_SUFFIXES,
     SUFFIXES,
     UndecodableError,
+    check_file_size,
     decode,
     load_pillow,
 )
@@ -164,12 +165,17 @@ class ImageFolder:
         path = self.folder / file
         advice = _CHANGED if self._known_whole else _SKIP
         try:
-            # To open a pipe would wait for whoever writes to it.
-            if not is_url(path) and not stat.S_ISREG(os.stat(path).st_mode):
-                raise BrokenImageError(path, "it is not a regular file", advice)
+            if not is_url(path):
+                found = os.stat(path)
+                # To open a pipe would wait for whoever writes to it.
+                if not stat.S_ISREG(found.st_mode):
+                    raise BrokenImageError(path, "it is not a regular file", advice)
+                check_file_size(found.st_size)
             content = path.read_bytes()
         except BrokenImageError:
             raise
+        except UndecodableError as error:
+            raise BrokenImageError(path, printable(error), advice) from error
         except failures(path) as error:  # never skipped: a lost disk must not look like less data
             raise StorageError(f"{printable(path)}: cannot be read: {one_line(error)}") from error
         try:

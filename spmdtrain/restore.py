@@ -5,7 +5,7 @@ import functools
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +17,7 @@ from jax.sharding import Sharding
 
 from spmdtrain import processes
 from spmdtrain.adapters import Variables
+from spmdtrain.array_headers import check_headers, header_fault
 from spmdtrain.checkpoint import ITEMS, items_of, raw_keys, steps_in
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.identity import check_same_model, describe_leaves
@@ -317,7 +318,10 @@ def _read(
     items = {item: ocp.args.StandardRestore(raw_keys(dict(x))) for item, x in targets.items()}
 
     def read() -> Mapping[str, Mapping[str, PyTree]]:
-        with _named_faults(folder, manifest), _checkpointer() as checkpointer:
+        with (
+            _named_faults(folder, manifest, items, in_memory=False),
+            _checkpointer() as checkpointer,
+        ):
             restored: Any = checkpointer.restore(folder, args=ocp.args.Composite(**items))
         return {item: restored[item] for item in items}
 
@@ -351,7 +355,7 @@ def _as_wanted(target: jax.ShapeDtypeStruct, leaf: jax.Array) -> jax.Array:
 
 def _read_host(folder: epath.Path, manifest: Manifest, field: str) -> PyTree:
     """A field that is an item of its own, whatever is in it, as NumPy arrays; checked."""
-    with _named_faults(folder, manifest):
+    with _named_faults(folder, manifest, [field], in_memory=True):
         tree = _saved_tree(folder / field)
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
         found: dict[str, PyTree] = ocp.PyTreeCheckpointHandler().restore(
@@ -397,12 +401,19 @@ def _reachable(folder: epath.Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _named_faults(folder: epath.Path, manifest: Manifest) -> Iterator[None]:
-    """Says what is wrong with a checkpoint that cannot be read, if it is the checkpoint."""
+def _named_faults(
+    folder: epath.Path, manifest: Manifest, items: Iterable[str], *, in_memory: bool
+) -> Iterator[None]:
+    """Checks the files and array headers of items that are then read.
+
+    Says what is wrong with a checkpoint that cannot be read, if it is the checkpoint.
+    """
     hush_late_answers()
     try:
         with _reachable(folder):
             manifest.check_files(folder)
+            for item in items:
+                check_headers(_saved_tree(folder / item), manifest, in_memory=in_memory)
             yield
     except UserError:
         raise
@@ -438,9 +449,11 @@ def examine(folder: epath.Path, manifest: Manifest) -> Iterator[tuple[str, str |
                 raise
             yield item, f"{item} cannot be read: {in_short(error)}"
             continue
-        for path, _ in jax.tree_util.tree_leaves_with_path(tree):
-            seen.add(path_name(path))
-            yield path_name(path), _fault(folder / item, tree, path, manifest)
+        for path, header in jax.tree_util.tree_leaves_with_path(tree):
+            name = path_name(path)
+            seen.add(name)
+            fault = header_fault(name, header, manifest, in_memory=True)
+            yield name, fault or _fault(folder / item, tree, path, manifest)
     for name in manifest.sums:
         if name not in seen:
             yield name, f"{name} is missing"

@@ -587,6 +587,15 @@ def test_a_decompression_bomb_is_not_decoded(
     assert everything(dataset)["image"].shape == (1, 2, 2, 3)
 
 
+def test_a_file_larger_than_any_picture_is_not_read(tmp_path: Path) -> None:
+    folder = numbered(tmp_path, 3)
+    with (folder / "a" / "sparse.png").open("wb") as file:
+        file.truncate(2**40)
+    dataset = ImageFolder(folder, 2, broken="skip")
+    assert len(dataset) == 3
+    assert dataset.skipped["a/sparse.png"].startswith("its 1,099,511,627,776 bytes are more than")
+
+
 def test_broken_files_are_skipped_counted_and_told_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

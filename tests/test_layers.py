@@ -32,7 +32,7 @@ LAYERS = [
         image_decoding images initial journal keras_model late listing loading loop_checks
         manifest orbax_manager parameter_server programs ray_crew restore roles sent server
         session sharding_table shared state step stepping summaries updates user_frames
-        worker
+        array_headers worker
         """,
         "advice coordinator evaluator loop measuring plan_json planning trainer",
         "checkpoints children deaths hangs launch plan plan_tables run tasks",
