@@ -18,10 +18,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from spmdtrain import cluster, phases
+from spmdtrain import cluster, phases, ray_auth
 from spmdtrain.cluster import ClusterSpec, Task
 from spmdtrain.errors import ClusterError, ExitCode, UserError
 from spmdtrain.tfconfig import Address
@@ -51,7 +50,12 @@ def resource(task: Task) -> str:
 
 
 def import_ray(spec: ClusterSpec) -> Any:
-    """Ray, told to keep to the addresses of the cluster. Raises `UserError` where it is missing."""
+    """Imports Ray, bound to the addresses of the cluster, with token authentication.
+
+    Raises:
+      UserError: If Ray is missing, or does not authenticate its clients.
+    """
+    ray_auth.enable()
     if _is_local(spec):
         os.environ[_LOOPBACK_ONLY] = "0"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -64,6 +68,7 @@ def import_ray(spec: ClusterSpec) -> Any:
             "strategy parameter_server needs Ray, which is not installed; "
             "pip install 'spmdtrain[ps]'"
         ) from error
+    ray_auth.check_enabled()
     return ray
 
 
@@ -71,7 +76,7 @@ def import_ray(spec: ClusterSpec) -> Any:
 def head(spec: ClusterSpec, timeout: float) -> Iterator[Any]:
     """The chief's node, which the others join; within, this process talks to all of them."""
     ray, chief = import_ray(spec), spec.chief.address
-    with _head_beside(chief, timeout):
+    with _head_beside(spec, timeout):
         # What it would print of a lost process, we say in a line (it has a switch for debuggers).
         ray._private.worker._worker_logs_enabled = False
         with _keeping_handlers(ray):
@@ -125,10 +130,11 @@ def serve(spec: ClusterSpec, timeout: float) -> str:
         time.sleep(_POLL)
     for number in _SIGNALS:  # the chief saves, and ends all of them
         signal.signal(number, lambda *_: None)
+    ray_auth.read_token(chief, _is_local(spec))
     client = _client(chief)
     with contextlib.ExitStack() as stack:
         # The chief does not end before this task has heard how: its node may take seconds to start.
-        _announce(client, task)
+        _announce(client, chief, task)
         with _ending_with(chief, lambda: _told(client, task)):
             node = stack.enter_context(_node(spec, task, head=False))
         gone = None
@@ -207,12 +213,16 @@ def _client(chief: Address) -> Any:
     return GcsClient(address=_address(chief))
 
 
-def _announce(client: Any, task: Task) -> None:
+def _announce(client: Any, chief: Address, task: Task) -> None:
     """Publishes that the node of a task is about to start."""
-    from ray.exceptions import RayError
+    from ray.exceptions import AuthenticationError, RayError
 
-    with contextlib.suppress(RayError):  # the chief's node is ending
+    try:
         client.internal_kv_put(_COMES + resource(task).encode(), b"", True, _OURS, _ANSWERS)
+    except AuthenticationError as error:
+        raise ray_auth.refused(chief) from error
+    except RayError:  # the chief's node is ending
+        pass
 
 
 def _told(client: Any, task: Task) -> str | None:
@@ -228,8 +238,9 @@ def _told(client: Any, task: Task) -> str | None:
 
 
 @contextlib.contextmanager
-def _head_beside(chief: Address, timeout: float) -> Iterator[None]:
+def _head_beside(spec: ClusterSpec, timeout: float) -> Iterator[None]:
     """The chief's node in a process of its own, as Ray forks, and JAX has threads in this one."""
+    chief = spec.chief.address
     until = time.monotonic() + min(timeout, _ENDING)
     while (why := _not_free(chief)) is not None:  # that of a chief which was killed: it is ending
         if why.errno != errno.EADDRINUSE or time.monotonic() > until:
@@ -238,6 +249,7 @@ def _head_beside(chief: Address, timeout: float) -> Iterator[None]:
                 f"{os.strerror(why.errno or 0)}"
             )
         time.sleep(_POLL)
+    ray_auth.create_token(chief, _is_local(spec))
     command = [sys.executable, "-m", "spmdtrain.nodes"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert process.stdin is not None
@@ -261,6 +273,7 @@ def main() -> None:
     import_ray(spec)
     with _node(spec, spec.chief, head=True):
         sys.stdin.read()
+        ray_auth.remove_token(spec.chief.address)
 
 
 @contextlib.contextmanager
@@ -286,13 +299,15 @@ def _node(spec: ClusterSpec, task: Task, *, head: bool) -> Iterator[Any]:
         include_dashboard=False,
         no_monitor=True,
     )
+    private = ray_auth.private_folder()
     with contextlib.ExitStack() as stack:
-        if head:
-            # In it all nodes of the job on this host have their files, logs among them.
+        if head or task.address.host != chief.host:
+            # Nodes on the host of the chief use its folder. Ray makes it world-writable.
             folder = tempfile.TemporaryDirectory(
-                prefix="spmdtrain-ray-", ignore_cleanup_errors=True
+                prefix="ray", dir=private, ignore_cleanup_errors=True
             )
             parameters.temp_dir = stack.enter_context(folder)
+        if head:
             parameters.gcs_server_port = chief.port
         else:
             parameters.gcs_address = _address(chief)
@@ -305,7 +320,7 @@ def _node(spec: ClusterSpec, task: Task, *, head: bool) -> Iterator[Any]:
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
     """Nodes of one host that start at the same time would take each other's ports."""
-    with (Path(tempfile.gettempdir()) / f"spmdtrain-ray-{os.getuid()}.lock").open("w") as file:
+    with (ray_auth.private_folder() / "ray.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

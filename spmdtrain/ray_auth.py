@@ -1,0 +1,157 @@
+"""Authentication between the Ray processes of a job, and folders that only its user can enter.
+
+Ray executes pickled code for every client of its ports, as the user of the job, on loopback
+interfaces too. With token authentication its servers refuse clients without the token of the job.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from spmdtrain.errors import UserError
+from spmdtrain.tfconfig import Address
+
+JOB_TOKEN = "SPMDTRAIN_JOB_TOKEN"
+MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+"""Environment variables of Ray."""
+
+
+def enable() -> None:
+    """Enables token authentication in this process and its children. Call before importing Ray.
+
+    Raises:
+      UserError: If the environment disables it.
+    """
+    mode = os.environ.setdefault(MODE, "token")
+    if mode != "token":
+        raise UserError(
+            f"{MODE}={mode}: strategy parameter_server requires Ray's token authentication: "
+            f"otherwise every local user can execute code in the job; unset {MODE}"
+        )
+
+
+def check_enabled() -> None:
+    """Raises `UserError` if the imported Ray does not authenticate its clients."""
+    from ray._raylet import (  # type: ignore[attr-defined]
+        AuthenticationMode,
+        Config,
+        get_authentication_mode,
+    )
+
+    if get_authentication_mode() != AuthenticationMode.TOKEN:
+        Config.initialize("")  # the script had imported Ray, which read the environment then
+    if get_authentication_mode() != AuthenticationMode.TOKEN:
+        raise UserError(
+            "strategy parameter_server requires Ray's token authentication, which this Ray has not "
+            f"enabled; set {MODE}=token before the script imports Ray"
+        )
+
+
+def create_token(chief: Address, is_local: bool) -> None:
+    """Sets Ray's token in the chief and its children, before they start Ray.
+
+    The token derives from `SPMDTRAIN_JOB_TOKEN`. Without that variable it is what Ray's own
+    variables say. If the whole job runs on loopback addresses, it may also be a fresh one, which
+    the other tasks of this user read from a file.
+
+    Args:
+      chief: Address of the chief.
+      is_local: Whether all addresses of the job are loopback addresses.
+
+    Raises:
+      UserError: If the tasks of the job share no secret.
+    """
+    if _is_given(os.environ, chief):
+        return
+    if not is_local:
+        raise UserError(_no_token(chief))
+    file = _file(chief)
+    fresh = file.with_suffix(f".{os.getpid()}")
+    fresh.unlink(missing_ok=True)
+    token = secrets.token_hex(32)
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as text:
+        text.write(token)
+    fresh.replace(file)
+    os.environ[TOKEN] = token
+
+
+def read_token(chief: Address, is_local: bool) -> None:
+    """Sets Ray's token in another task, once the chief listens; arguments as `create_token`.
+
+    Raises:
+      UserError: If this task shares no secret with the chief.
+    """
+    if _is_given(os.environ, chief):
+        return
+    if not is_local:
+        raise UserError(_no_token(chief))
+    try:
+        os.environ[TOKEN] = _file(chief).read_text()
+    except OSError as error:
+        raise UserError(
+            f"{error.filename}, the token of the job whose chief is at {chief}, cannot be read: "
+            f"{error.strerror}. Another program listens there, or another user has started it; "
+            f"set {JOB_TOKEN} to the same secret in all tasks of the job"
+        ) from error
+
+
+def remove_token(chief: Address) -> None:
+    """Removes the file of `create_token`, if it wrote one."""
+    with suppress(FileNotFoundError):
+        _file(chief).unlink()
+
+
+def refused(chief: Address) -> UserError:
+    """Returns the error of a task whose token the chief does not accept."""
+    return UserError(
+        f"the chief at {chief} refuses the token of this task: {JOB_TOKEN} must be the same in all "
+        "tasks of a job"
+    )
+
+
+def private_folder() -> Path:
+    """Returns a folder for temporary files that only this user can enter, and creates it.
+
+    Raises:
+      UserError: If somebody else has made it, or others can enter it.
+    """
+    folder = Path(tempfile.gettempdir()) / f"spmdtrain-{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or mode & 0o077:
+        raise UserError(
+            f"{folder} must be a folder of user {os.getuid()} with mode 0700, and is "
+            f"{stat.filemode(found.st_mode)} of user {found.st_uid}: remove it, or set TMPDIR to a "
+            "folder of your own"
+        )
+    return folder
+
+
+def _is_given(environ: Mapping[str, str], chief: Address) -> bool:
+    """Sets the token if the environment determines it; returns whether it does."""
+    if secret := environ.get(JOB_TOKEN):
+        # Another token for each chief: whoever takes its port sees this one and no other.
+        os.environ[TOKEN] = hmac.new(
+            secret.encode(), f"ray {chief}".encode(), hashlib.sha256
+        ).hexdigest()
+    return bool(environ.get(TOKEN) or environ.get(TOKEN_PATH))
+
+
+def _no_token(chief: Address) -> str:
+    return (
+        f"the tasks of the job at {chief} share no secret, and Ray executes the code of whoever "
+        f"reaches its ports: set {JOB_TOKEN} to the same secret in all of them (one is printed by "
+        "openssl rand -hex 32)"
+    )
+
+
+def _file(chief: Address) -> Path:
+    return private_folder() / f"ray-{chief.port}.token"

@@ -1,0 +1,24 @@
+"""Commands as another user of this machine: one without privileges or an entry in /etc/passwd."""
+
+import os
+import shutil
+from collections.abc import Sequence
+
+import pytest
+
+UID = 54321
+
+needs_root = pytest.mark.skipif(
+    os.getuid() != 0 or shutil.which("setpriv") is None,
+    reason="only root can start a process as another user, with setpriv of util-linux",
+)
+
+
+def as_stranger(command: Sequence[object]) -> list[str]:
+    """Returns a command that runs another one as user 54321.
+
+    It may read all files, because the interpreter may lie in a home folder, and write only its own.
+    """
+    may_read = ["--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search"]
+    user = ["--reuid", str(UID), "--regid", str(UID), "--clear-groups"]
+    return ["setpriv", *user, *may_read, *map(str, command)]
