@@ -80,8 +80,11 @@ class _Walk:
     def _jaxpr(
         self, one: Any, two: Any, consts: Sequence[Value], given: Sequence[Value]
     ) -> list[Value]:
-        names = [[e.primitive.name for e in of.eqns] for of in (one, two)]
-        if names[0] != names[1] or len(one.constvars) != len(two.constvars):
+        steps = [
+            [(e.primitive.name, [len(_shape(v)) for v in e.outvars]) for e in of.eqns]
+            for of in (one, two)
+        ]
+        if steps[0] != steps[1] or len(one.constvars) != len(two.constvars):
             return [Mixed("it computes something else for another batch size")] * len(one.outvars)
         known: dict[Any, Value] = dict(zip(one.constvars, consts, strict=True))
         known |= dict(zip(one.invars, given, strict=True))
@@ -144,7 +147,16 @@ class _Walk:
             return self._while(op)
         if name == "scan":
             return self._scan(op)
+        if name == "custom_linear_solve":
+            return self._solve(op)
         return None
+
+    def _solve(self, op: Op) -> list[Value]:
+        lengths = op.params["const_lengths"]
+        before = lengths.matvec + lengths.vecmat
+        given = [*op.ins[before : before + lengths.solve], *op.ins[sum(lengths) :]]
+        a, b = (of.params["jaxprs"].solve for of in (op.one, op.two))
+        return self._inner(a, b, given)
 
     def _cond(self, op: Op) -> list[Value]:
         if op.ins[0] is not FIXED:
@@ -235,6 +247,11 @@ def _joined(op: Op, values: Sequence[Value]) -> Value:
 _SIZES = {"shape", "new_sizes", "limit_indices", "slice_sizes", "sizes"}
 
 
+def _shape(variable: Any) -> tuple[int, ...]:
+    found: tuple[int, ...] = getattr(variable.aval, "shape", ())
+    return found
+
+
 def _same_params(one: dict[str, Any], two: dict[str, Any]) -> bool:
     return all(name in _SIZES or _same(one[name], two[name]) for name in one)
 
@@ -264,6 +281,10 @@ def _const(one: Any, two: Any) -> Value:
     """A constant of the function: the same, or one row for each of the batch (`np.arange(B)`)."""
     if _same_array(one, two):
         return FIXED
-    if differing(one, two) == [0] and _same_array(one, two[: one.shape[0]]):
+    if (
+        np.ndim(one) == np.ndim(two)
+        and differing(one, two) == [0]
+        and _same_array(one, two[: one.shape[0]])
+    ):
         return Rows(0)
     return Mixed("a constant of it depends on the size of the batch")

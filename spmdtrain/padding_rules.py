@@ -78,7 +78,7 @@ Rule = Callable[[Op], "Value | list[Value]"]
 
 
 def differing(one: Any, two: Any) -> list[int]:
-    """The dims in which two shapes of the same rank differ."""
+    """Returns the dims in which two shapes of the same rank differ."""
     a, b = getattr(one, "shape", ()), getattr(two, "shape", ())
     return [dim for dim, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]]
 
@@ -120,16 +120,27 @@ def _broadcast_in_dim(op: Op) -> Value:
 
 def _random(op: Op) -> Value:
     """Bits or keys of a shape: by position, so that more rows do not change the first ones."""
-    key = op.one.invars[0].aval
-    flags: Any = jax.config  # its attributes are not typed
-    by_position = "fry" in str(key.dtype) and flags.jax_threefry_partitionable
     if op.rows:  # one key a row
         return op.same() or op.mixed()
     value = _created(op)
-    if isinstance(value, Rows):
-        alone = math.prod(op.out[: value.dim]) == 1 and not key.shape
-        return value if by_position and alone else op.mixed()
+    return value if value is FIXED or _by_position(op, value) else op.mixed()
+
+
+def _random_gamma(op: Op) -> Value:
+    """One draw for each entry of the second operand, by position if there is one key."""
+    value = op.same()
+    if value is None or (op.ins[0] is FIXED and not _by_position(op, value)):
+        return op.mixed()
     return value
+
+
+def _by_position(op: Op, value: Value) -> bool:
+    """Whether the draws of the first rows, of one key, are the same if more rows follow."""
+    key = op.one.invars[0].aval
+    flags: Any = jax.config  # its attributes are not typed
+    partitionable = "fry" in str(key.dtype) and flags.jax_threefry_partitionable
+    leading = isinstance(value, Rows) and math.prod(op.out[: value.dim]) == 1
+    return partitionable and leading and not key.shape
 
 
 def _reduce(op: Op) -> "Value | list[Value]":
@@ -194,6 +205,19 @@ def _whole(op: Op) -> Value:
     kept = op.out[value.dim] == op.shape(0)[value.dim]
     dense = not strides or strides[value.dim] == 1
     return Rows(*value[:2]) if kept and dense else op.mixed()
+
+
+def _stack(op: Op) -> Value:
+    value = op.same()
+    if value is None:
+        return op.mixed()
+    return Rows(value.dim + (op.params["axis"] <= value.dim), value.inner)
+
+
+def _tile(op: Op) -> Value:
+    (value,) = op.rows
+    reps = op.params["reps"]
+    return Rows(*value[:2]) if reps[value.dim] == 1 else op.mixed()
 
 
 def _pad(op: Op) -> Value:
@@ -283,8 +307,9 @@ def _gather(op: Op) -> Value:
         number = tuple(numbers.operand_batching_dims).index(operand.dim)
         paired = numbers.start_indices_batching_dims[number] == indices.dim
         return Rows(batch_dims[indices.dim], indices.inner) if paired else op.mixed()
-    # x[arange(B), ...]: each row picks from itself.
-    if operand.dim in numbers.start_index_map and operand.inner == 1:
+    # x[arange(B), ...]: each row picks from itself, and a wider window from others too.
+    alone = operand.inner == 1 and op.params["slice_sizes"][operand.dim] == 1
+    if operand.dim in numbers.start_index_map and alone:
         column = tuple(numbers.start_index_map).index(operand.dim)
         if indices.own_number[column : column + 1] == (True,):
             return Rows(batch_dims[indices.dim], indices.inner)
@@ -334,7 +359,7 @@ _ELEMENTWISE = """
     bitcast_convert_type cbrt ceil clamp complex conj convert_element_type copy copy_p cos cosh
     digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac
     imag integer_pow is_finite le le_to lgamma log log1p logistic lt_to max min mul name ne neg
-    nextafter not or polygamma population_count clz pow random_clone random_fold_in random_gamma
+    nextafter not or polygamma population_count clz pow random_clone random_fold_in
     random_seed real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
     sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
     square stop_gradient sub tan tanh xor zeta
@@ -345,6 +370,7 @@ RULES: dict[str, Rule] = {
     "iota": _iota,
     "broadcast_in_dim": _broadcast_in_dim,
     **dict.fromkeys(("random_bits", "random_split"), _random),
+    "random_gamma": _random_gamma,
     "random_wrap": _elementwise,
     "random_unwrap": _elementwise,
     **dict.fromkeys(
@@ -359,6 +385,8 @@ RULES: dict[str, Rule] = {
     "transpose": _transpose,
     "squeeze": _squeeze,
     "concatenate": _concatenate,
+    "stack": _stack,
+    "tile": _tile,
     "slice": _whole,
     "dynamic_slice": _whole,
     "dynamic_update_slice": _update_slice,

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -459,6 +460,7 @@ class Steps:
             return self._outputs(params, frozen, rows, model_state, key, mask=mask)
 
         outputs, after = with_policy(run, self._config.remat, params, model_state, key)
+        metrics.check_no_pairs(outputs, rows)
         return self._sums(outputs, rows, mask), after
 
     def _outputs(
@@ -538,13 +540,22 @@ class Steps:
         self, variables: Variables, batch: PyTree, mask: jax.Array, draw: jax.Array
     ) -> dict[str, metrics.Sums]:
         outputs = self._in_eval(self._objective, variables, batch, mask, draw)
+        try:
+            metrics.check_no_pairs(outputs, batch)
+        except UserError:
+            # The rows of a last batch can be as many as the classes, say. Twice as many are not.
+            twice = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype),
+                (batch, mask),
+            )
+            found = jax.eval_shape(partial(self._in_eval, self._objective), variables, *twice, draw)
+            metrics.check_no_pairs(found, twice[0])
         return self._sums(outputs, batch, mask)
 
     def _sums(
         self, outputs: PyTree, batch: PyTree, mask: jax.Array | None = None
     ) -> dict[str, metrics.Sums]:
         sums = metrics.weighted_sums(outputs, jax.tree.leaves(batch)[0].shape[0], mask)
-        metrics.check_no_pairs(outputs, batch)
         if self._compute_dtype != jnp.float32:
             metrics.check_precise(outputs)
         return sums

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from helpers import REPOSITORY
 
-from spmdtrain import FunctionModel, Loop, MeshSpec, Trainer
+from spmdtrain import FunctionModel, Loop, MeshSpec, Trainer, UserError
 from spmdtrain.models import MLP, MobileNetV2, Transformer, TransformerConfig
 from spmdtrain.padding import why_padding_matters
 from spmdtrain.terminal import Terminal
@@ -67,6 +67,19 @@ def test_a_prediction_that_mixes_examples_never_sees_padding(devices: int) -> No
     of = trainer(by_size, devices, predict=lambda m, b: b["x"] - b["x"].mean())
     exact = np.concatenate([X[:64] - X[:64].mean(), X[64:] - X[64:].mean()])
     np.testing.assert_allclose(of.predict({"x": X}), exact, rtol=1e-6)
+
+
+def test_as_many_rows_left_as_classes_are_not_taken_for_pairs() -> None:
+    def of_classes(m: Any, b: Any) -> Any:
+        return {"loss": (b["z"] - b["z"].mean(0)) @ jnp.ones((8, 36)) + b["x"][:, None]}
+
+    assert trainer(of_classes).evaluate({"x": X, "z": NOISE})["loss"] == pytest.approx(49.5)
+
+    def of_pairs(m: Any, b: Any) -> Any:
+        return {"loss": b["x"] - b["x"][:, None]}
+
+    with pytest.raises(UserError, match="a value for each pair"):
+        trainer(of_pairs).evaluate({"x": X})
 
 
 def test_eval_batch_size_is_that_of_every_evaluation() -> None:
@@ -194,6 +207,17 @@ INDEPENDENT = {
     "per-row gradient": lambda b: jax.vmap(jax.grad(lambda x: (x**2).sum()))(b["x"]),
     "checkpoint": lambda b: jax.checkpoint(lambda x: jnp.sin(x).sum((1, 2)))(b["x"]),
     "einsum of tokens": lambda b: jnp.einsum("btd,dh->bth", b["x"], jnp.ones((4, 4))),
+    "stack and select": lambda b: jnp.select(
+        [b["x"] > 0, b["x"] < -1], [jnp.stack([b["x"], 2 * b["x"]], 2).sum(2), b["x"]]
+    ),
+    "tile": lambda b: jnp.tile(b["x"], (1, 2, 1)),
+    "linear systems": lambda b: jnp.linalg.solve(
+        jnp.eye(6) + b["x"] @ b["x"].swapaxes(1, 2), b["x"]
+    ),
+    "gamma": lambda b: jax.random.gamma(jax.random.key(0), jnp.exp(b["x"])),
+    "gamma of rows": lambda b: jax.vmap(jax.random.gamma)(
+        jax.random.split(jax.random.key(0), len(b["y"])), jnp.exp(b["x"][:, 0, 0])
+    ),
     "layer norm": lambda b: (b["x"] - b["x"].mean(-1, keepdims=True)) / b["x"].std(-1)[..., None],
 }
 MIXING = {
@@ -213,6 +237,12 @@ MIXING = {
     "draws across": lambda b: (
         b["x"][:, 0] + jax.random.normal(jax.random.key(0), (4, len(b["y"]))).T
     ),
+    "gammas across": lambda b: jax.random.gamma(jax.random.key(0), jnp.exp(b["x"][:, 0].T)).T,
+    "windows of rows": lambda b: jax.vmap(lambda i: jax.lax.dynamic_slice_in_dim(b["x"], i, 2))(
+        jnp.arange(len(b["y"]))
+    ).sum(1),
+    "tiled rows": lambda b: jnp.tile(b["x"], (2, 1, 1))[: len(b["y"])],
+    "another rank": lambda b: b["x"].reshape(len(b["y"]), *([24] if len(b["y"]) > 8 else [4, 6])),
     "loop until all": lambda b: jax.lax.while_loop(
         lambda x: (x < 100).any(), lambda x: x * 2, b["x"]
     ),
@@ -226,7 +256,12 @@ MIXING = {
 
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_independent_rows_are_proven(name: str) -> None:
-    assert why(INDEPENDENT[name], **ROWS) is None
+    of = INDEPENDENT[name]
+    assert why(of, **ROWS) is None
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=(13, 6, 4)).astype(np.float32), draw.integers(0, 4, 13)
+    alone, followed = (of({"x": x[:n], "y": jnp.asarray(y[:n])}) for n in (8, 13))
+    np.testing.assert_allclose(followed[:8], alone, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MIXING)
