@@ -181,7 +181,7 @@ def why(function: Any, **arrays: Any) -> str | None:
 
 
 ROWS = {"x": np.ones((8, 6, 4), np.float32), "y": np.zeros(8, np.int32)}
-INDEPENDENT = {
+INDEPENDENT: dict[str, Any] = {
     "elementwise": lambda b: jnp.tanh(b["x"]) * 2 + b["y"][:, None, None],
     "reduction": lambda b: b["x"].mean((1, 2)),
     "reshape": lambda b: b["x"].reshape(-1, 4).reshape(-1, 6, 2, 2).sum((1, 2, 3)),
@@ -220,7 +220,7 @@ INDEPENDENT = {
     ),
     "layer norm": lambda b: (b["x"] - b["x"].mean(-1, keepdims=True)) / b["x"].std(-1)[..., None],
 }
-MIXING = {
+MIXING: dict[str, Any] = {
     "mean": lambda b: b["x"] - b["x"].mean(0),
     "size": lambda b: b["x"] / len(b["x"]),
     "power of the size": lambda b: b["x"] ** len(b["x"]),
