@@ -35,6 +35,7 @@ _HOMES = {
     "NonFiniteError": "errors",
     "PerReplica": "replicas",
     "Preempted": "errors",
+    "ReplicaError": "errors",
     "Rule": "sharding",
     "RunConfig": "config",
     "Servers": "config",
@@ -91,6 +92,7 @@ __all__ = [
     "NonFiniteError",
     "PerReplica",
     "Preempted",
+    "ReplicaError",
     "Rule",
     "RunConfig",
     "Servers",
@@ -128,7 +130,7 @@ if TYPE_CHECKING:
     from spmdtrain.coordinator import Coordinator
     from spmdtrain.data import ArrayDataset, Dataset, Mapped, Subset
     from spmdtrain.distributed import initialize
-    from spmdtrain.errors import NonFiniteError, Preempted, StorageError, UserError
+    from spmdtrain.errors import NonFiniteError, Preempted, ReplicaError, StorageError, UserError
     from spmdtrain.experiment import Experiment
     from spmdtrain.export import export_params
     from spmdtrain.idx import find_idx, read_idx

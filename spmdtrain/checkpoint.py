@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath, epy
 
-from spmdtrain import manifest, nofollow, processes
+from spmdtrain import drift, manifest, nofollow, processes
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.identity import Identity
 from spmdtrain.manifest import Damaged, Manifest
@@ -34,7 +34,7 @@ from spmdtrain.storage import (
     is_url,
     why_failed,
 )
-from spmdtrain.sums import as_text, read_parts, start_sums
+from spmdtrain.sums import PartSum, as_text, read_parts, start_sums
 
 with epy.lazy_imports():  # as it takes long, and a run's first step can come before
     import orbax.checkpoint as ocp
@@ -199,7 +199,8 @@ class Checkpoints:
         `epoch` goes into the manifest.
         `metrics` are those of an evaluation of this very state; without them, or where the one
         that ranks checkpoints is not finite, the checkpoint is never the best. Raises
-        `StorageError` with what went wrong, also with the save before.
+        `StorageError` with what went wrong, also with the save before, and `ReplicaError`, before
+        anything is written, if processes hold different copies of the state.
         """
         if metrics is not None and not math.isfinite(metrics.get(self._retention.metric, math.nan)):
             metrics = None
@@ -209,6 +210,7 @@ class Checkpoints:
         # anything on the way to the disk, cannot be in them.
         items = items_of(state)
         sums = start_sums({field: x for item in items.values() for field, x in item.items()})
+        drift.check_equal(sums, step)
         self._saving = save = _Save(
             next(_numbers), step, now, identity, metrics, stopped, sums, epoch
         )
@@ -440,7 +442,7 @@ class _Save:
     identity: Identity
     metrics: Mapping[str, float] | None
     stopped: bool
-    sums: Mapping[str, Any]  # being computed
+    sums: Mapping[str, Sequence[PartSum]]
     epoch: Mapping[str, Any]
 
     def key_of(self, rank: int | None = None) -> str:

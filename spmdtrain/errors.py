@@ -24,8 +24,16 @@ class UserError(ValueError):
     """Wrong usage, configuration or data. The commands print its message alone and exit 2."""
 
 
-class NonFiniteError(ArithmeticError):
+class StateError(ArithmeticError):
+    """The state of a training is wrong, and must be neither used nor saved."""
+
+
+class NonFiniteError(StateError):
     """The loss or the state became NaN or infinite. The commands exit 3."""
+
+
+class ReplicaError(StateError):
+    """Processes hold different copies of what must be equal. The commands exit 1."""
 
 
 class StorageError(OSError):
@@ -52,7 +60,7 @@ def for_users(error: BaseException) -> tuple[ExitCode, str] | None:
     """The exit code and the line of an error that is meant for users; None for any other."""
     if isinstance(error, UserError):
         return ExitCode.BAD_INPUT, f"error: {error}"
-    if isinstance(error, (StorageError, ClusterError)):
+    if isinstance(error, (StorageError, ClusterError, ReplicaError)):
         return ExitCode.FAILED, f"failed: {error}"
     if isinstance(error, NonFiniteError):
         return ExitCode.NON_FINITE, f"stopped: {error}"

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from spmdtrain.errors import NonFiniteError, UserError
+from spmdtrain import processes
+from spmdtrain.drift import FirstStep
+from spmdtrain.errors import NonFiniteError, ReplicaError, StateError, UserError
 from spmdtrain.health import HEALTH, first_non_finite
 from spmdtrain.metrics import loss_first
 from spmdtrain.phases import Phase, within
@@ -29,6 +31,7 @@ class LateReader:
     So the host never waits for the devices. What it reads it logs, if it is time, with what
     `logged` returns for the metrics.
     Raises `NonFiniteError` for a loss or a state that is no number; `state` gives the newest one.
+    With several processes, raises `ReplicaError` if their states differ after the first step.
     """
 
     def __init__(
@@ -45,11 +48,15 @@ class LateReader:
         if placement.strategy.by_servers:
             self._ahead = 0  # what workers have made is known
         self._in_flight: collections.deque[tuple[Sequence[int], StepOutput]] = collections.deque()
-        self._failed: NonFiniteError | None = None
+        self._failed: StateError | None = None
+        self._compares = processes.count() > 1  # the copies of the state, once
+        self._first: FirstStep | None = None
 
     def add(self, steps: Sequence[int], output: StepOutput) -> None:
         """What has been dispatched: one step, or several with an output of one more dim."""
         self._check_sound()
+        if self._compares and (state := self._state()) is not None:
+            self._first, self._compares = FirstStep(state, steps[-1]), False
         self._in_flight.append((steps, output))
         if len(self._in_flight) > self._ahead:
             self._read(*self._in_flight.popleft())
@@ -75,6 +82,22 @@ class LateReader:
             )
         with within(Phase.STEP):  # here a process waits for the others
             finite = np.asarray(output.finite)
+        self._read_all(steps, output, finite)
+        if self._first is not None:
+            self._compare(self._first)
+
+    def _compare(self, first: FirstStep) -> None:
+        """Compares the state after the first step between processes."""
+        self._first = None
+        try:
+            with within(Phase.STEP):
+                first.check()
+        except ReplicaError as error:
+            self._failed = error
+            raise
+
+    def _read_all(self, steps: Sequence[int], output: StepOutput, finite: np.ndarray) -> None:
+        last = steps[-1]
         if len(steps) == 1:
             self._read_one(last, last, finite, output.metrics)
             if output.sums is not None:

@@ -16,7 +16,7 @@ from spmdtrain.checkpoint import Checkpoints, check_can_be_saved
 from spmdtrain.config import RunConfig, as_json
 from spmdtrain.data import Dataset, as_dataset, fingerprint
 from spmdtrain.epochs import Epochs, known_rate
-from spmdtrain.errors import NonFiniteError, Preempted, StorageError, UserError, did_you_mean
+from spmdtrain.errors import Preempted, StateError, StorageError, UserError, did_you_mean
 from spmdtrain.identity import (
     Identity,
     changes,
@@ -381,8 +381,8 @@ class Session:
     def _failed(self, error: BaseException) -> None:
         """Say why the run ends; raises `StorageError` where what was being saved failed, too."""
         # That is worth waiting for, if all are still there to save it: each of several processes
-        # sees for itself that a loss is no number, but other errors may be one's own.
-        all_there = processes.count() == 1 or isinstance(error, NonFiniteError)
+        # sees for itself that a state is wrong, but other errors may be one's own.
+        all_there = processes.count() == 1 or isinstance(error, StateError)
         why = error
         try:
             if not all_there and self.checkpoints is not None:

@@ -9,12 +9,13 @@ it for certain, to change several does but once in 2**32.
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from spmdtrain.sharding import named_leaves
 
@@ -22,7 +23,25 @@ _CHUNK = 2**20  # elements that are summed at a time on the host
 _SMALL = 2**16  # bytes; up to here to fetch an array is quicker than to compile for its shape
 
 
-def start_sums(tree: Any) -> dict[str, Any]:
+@dataclass(frozen=True)
+class PartSum:
+    """The sum of a part of an array, of which this process holds a copy."""
+
+    value: Any
+    """An int, or an array of one element that may still be computed."""
+    starts: tuple[int, ...] = ()
+    """Where the part begins in the array, by dim."""
+    holders: tuple[int, ...] = (0,)
+    """The processes that hold a copy of the part, ascending."""
+    counts: bool = True
+    """Whether the copy here is the first one, which alone counts in the array's sum."""
+
+    def read(self) -> int:
+        """Waits for the value, and returns it."""
+        return int(np.asarray(self.value).item())
+
+
+def start_sums(tree: Any) -> dict[str, list[PartSum]]:
     """The sum of every leaf by its path, perhaps still being computed where the leaf lives.
 
     The leaves may be donated to another computation at once.
@@ -30,12 +49,14 @@ def start_sums(tree: Any) -> dict[str, Any]:
     return {name: _start(leaf) for name, leaf in named_leaves(tree).items()}
 
 
-def read_parts(started: Mapping[str, Any]) -> dict[str, int]:
+def read_parts(started: Mapping[str, Sequence[PartSum]]) -> dict[str, int]:
     """What `start_sums` began. Of an array over several processes, what this one adds to its sum.
 
     A copy of one and the same part counts in one process only.
     """
-    return {name: sum(np.asarray(part).item() for part in parts) for name, parts in started.items()}
+    return {
+        name: sum(part.read() for part in parts if part.counts) for name, parts in started.items()
+    }
 
 
 def as_text(totals: Mapping[str, int]) -> dict[str, str]:
@@ -48,39 +69,72 @@ def sums(tree: Any) -> dict[str, str]:
     return as_text(read_parts(start_sums(tree)))
 
 
-def _start(leaf: Any) -> list[Any]:
-    """The sums of a leaf's parts, each an int or an array of one element."""
+def is_small(leaf: Any) -> bool:
+    """Returns whether the sum of a leaf is computed on the host, which waits for the leaf."""
+    return not isinstance(leaf, jax.Array) or (leaf.nbytes <= _SMALL and leaf.is_fully_replicated)
+
+
+def _start(leaf: Any) -> list[PartSum]:
+    """The sums of a leaf's parts."""
     if not isinstance(leaf, jax.Array):
-        return [_sum(np.asarray(leaf))]
+        return [PartSum(_sum(np.asarray(leaf)))]
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    if leaf.nbytes <= _SMALL and leaf.is_fully_replicated:
-        first = any(shard.replica_id == 0 for shard in leaf.addressable_shards)
-        return [_sum(np.asarray(leaf))] if first else []
+    if is_small(leaf):
+        return [_of_shard(leaf, _sum(np.asarray(leaf)), _local_shards(leaf)[0])]
     return _on_devices(leaf)
 
 
-def _on_devices(leaf: jax.Array) -> list[Any]:
+def _on_devices(leaf: jax.Array) -> list[PartSum]:
     """The sums of an array's parts, where they lie.
 
     Nothing is gathered: programs with collectives, one for each leaf and all queued at once, can
     bring virtual devices to a halt.
     """
-    parts = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+    shards = _local_shards(leaf)
     device: Any = next(iter(leaf.sharding.device_set))
-    if leaf.sharding.memory_kind not in (None, device.default_memory().kind):  # in host memory
-        return [_sum(np.asarray(part.data), _starts(part.index), leaf.shape) for part in parts]
-    if leaf.is_fully_replicated:
-        return [_jit_sum(part.data) for part in parts]
-    if not isinstance(leaf.sharding, NamedSharding):
-        return [_sum(np.asarray(part.data), _starts(part.index), leaf.shape) for part in parts]
-    found = _jit_part_sums(leaf.sharding.mesh, leaf.sharding.spec, leaf.shape)(leaf)
-    first = {part.device for part in parts}
-    return [shard.data for shard in found.addressable_shards if shard.device in first]
+    in_host_memory = leaf.sharding.memory_kind not in (None, device.default_memory().kind)
+    if leaf.is_fully_replicated and not in_host_memory:
+        values = [_jit_sum(shard.data) for shard in shards]
+    elif in_host_memory or not isinstance(leaf.sharding, NamedSharding):
+        values = [
+            _sum(np.asarray(shard.data), _starts(shard.index), leaf.shape) for shard in shards
+        ]
+    else:
+        found = _jit_part_sums(leaf.sharding.mesh, leaf.sharding.spec, leaf.shape)(leaf)
+        of_device = {shard.device: shard.data for shard in found.addressable_shards}
+        values = [of_device[shard.device] for shard in shards]
+    return [_of_shard(leaf, value, shard) for value, shard in zip(values, shards, strict=True)]
 
 
-def _starts(index: tuple[slice, ...]) -> list[int]:
-    return [part.start or 0 for part in index]
+def _local_shards(leaf: jax.Array) -> list[Any]:
+    """Returns one shard of each part that this process holds: the first copy if it is here."""
+    found: dict[tuple[int, ...], Any] = {}
+    for shard in leaf.addressable_shards:
+        starts = _starts(shard.index)
+        if starts not in found or shard.replica_id == 0:
+            found[starts] = shard
+    return list(found.values())
+
+
+def _of_shard(leaf: jax.Array, value: Any, shard: Any) -> PartSum:
+    starts = _starts(shard.index)
+    holders = _holders(leaf.sharding, leaf.shape)[starts]
+    return PartSum(value, starts, holders, counts=shard.replica_id == 0)
+
+
+@functools.lru_cache(4096)
+def _holders(sharding: Sharding, shape: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Returns the processes that hold a copy of each part of an array, by the part's starts."""
+    found: dict[tuple[int, ...], set[int]] = {}
+    parts: Mapping[Any, Any] = sharding.devices_indices_map(shape)
+    for device, index in parts.items():
+        found.setdefault(_starts(index), set()).add(device.process_index)
+    return {starts: tuple(sorted(processes)) for starts, processes in found.items()}
+
+
+def _starts(index: Any) -> tuple[int, ...]:
+    return tuple(part.start or 0 for part in index)
 
 
 # -- on the host -----------------------------------------------------------------------------------

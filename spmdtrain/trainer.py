@@ -30,7 +30,7 @@ from spmdtrain.config import (
 from spmdtrain.data import Augment, Dataset, as_dataset, classes_of, padded_size
 from spmdtrain.division import Division
 from spmdtrain.epochs import History, Tally
-from spmdtrain.errors import NonFiniteError, Preempted, UserError
+from spmdtrain.errors import NonFiniteError, Preempted, StateError, UserError
 from spmdtrain.experiment import Experiment
 from spmdtrain.feed import Rows, abstract_batch, on_devices, ordered_batches
 from spmdtrain.identity import Identity, check_same_classes, check_same_run
@@ -311,7 +311,7 @@ class Trainer:
             try:
                 self._loop(run, job)
                 self._finish(run)
-            except NonFiniteError:
+            except StateError:
                 self._state = None  # nothing to go on from: a next fit restores or starts anew
                 raise
         found = run.journal.latest

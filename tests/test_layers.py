@@ -27,7 +27,7 @@ LAYERS = [
         sharding signals storage sums tallies terminal together traffic uneven_batch writers
         """,
         """
-        actors callbacks calls checkpoint compilers data division division_table epochs
+        actors callbacks calls checkpoint compilers data division division_table drift epochs
         evaluate experiment export feed flops gradients health hyperparameters identity image_cache
         image_decoding images initial journal keras_model late listing loading loop_checks
         manifest orbax_manager parameter_server programs ray_crew restore roles sent server
