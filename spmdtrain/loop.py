@@ -394,8 +394,9 @@ class Loop:
     def _compile(self, jitted: Any, state: TrainState, batch: PyTree) -> None:
         began = time.perf_counter()
         with self.terminal.waiting("compiling the step"), within(Phase.COMPILE):
-            compiled = jitted.lower(state, batch).compile()
-            await_compiled()
+            lowered = jitted.lower(state, batch)
+            compiled = lowered.compile()
+            await_compiled(lowered)
         if processes.is_chief():
             found = hlo.told(compiled.as_text(), self.mesh)
             seconds = time.perf_counter() - began

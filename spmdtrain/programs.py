@@ -24,6 +24,8 @@ class Program:
     call: Callable[..., Any]
     told: str
     """How long that took, and the collectives that it has."""
+    lowered: jax.stages.Lowered | None
+    """The program before XLA compiled it; None if it is not compiled."""
 
 
 class Programs:
@@ -77,14 +79,15 @@ class Programs:
             by_number = self._config.data_on_device
             call = self._steps.train_program(steps, by_number=by_number)
             if not self._config.jit:
-                return Program(call, "steps are not compiled")
+                return Program(call, "steps are not compiled", None)
             # For arrays in their places: so the jitted function, whose calls are dispatched faster
             # than those of what is compiled here, finds it compiled.
-            compiled = call.lower(self._steps.placed_state, batch).compile()
+            lowered = call.lower(self._steps.placed_state, batch)
+            compiled = lowered.compile()
         told = f"step compiled in {time.perf_counter() - began:.1f} s"
         if processes.is_chief():  # who alone tells it
             told += f": {hlo.told(compiled.as_text() or '', self._placement.mesh)}{settled}"
-        return Program(call, told)
+        return Program(call, told, lowered)
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

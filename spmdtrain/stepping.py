@@ -112,6 +112,6 @@ class OnMesh:
         journal = self._run.journal
         with journal.terminal.waiting("compiling the train step"), within(Phase.COMPILE):
             program = self._programs.get(steps, batch)
-            await_compiled()
+            await_compiled(program.lowered)
         journal.introduce(self._placement, state.params, program.told)
         return program.call

@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from processes import drill, job
+from helpers import status
+from processes import codes, drill, job, show
 
 pytestmark = pytest.mark.drill
 
@@ -43,6 +44,17 @@ def test_processes_that_compile_for_longer_than_a_collective_may_take_go_on(tmp_
             "compiles jit__train",
             "compiles jit__evaluate",
         ]
+
+
+def test_processes_of_different_programs_are_refused_before_they_run_them(tmp_path: Path) -> None:
+    """All processes apply the same sum of gradients: their copies of the state stayed equal."""
+    other = "(1 if spmdtrain_processes.rank() else 3) * (model(x)[:, 0] - y) ** 2"
+    config, workdir = drill(tmp_path, ("(model(x)[:, 0] - y) ** 2", other)), tmp_path / "run"
+    ended = job(config, "--workdir", workdir, check=False)
+    assert codes(ended) == [2, 2], show(ended)
+    reason = status(workdir)["reason"]
+    assert "worker 0 and chief compiled different programs: line " in reason, show(ended)
+    assert "3.000000e+00" in reason and not (workdir / "checkpoints" / "5").exists()
 
 
 def test_in_a_warm_start_no_process_compiles(
