@@ -49,6 +49,7 @@ def forge(workdir: Path, *, in_manifest: bool, **header: list[int]) -> None:
     if in_manifest:
         leaves[NAME] = f"float32[{','.join(map(str, header['shape']))}]"
     identity = dataclasses.replace(manifest.identity, leaves=leaves)
+    (folder / "manifest.json").unlink()  # a manifest is never overwritten
     dataclasses.replace(manifest, files=sizes(folder), identity=identity).write(folder)
 
 
