@@ -215,6 +215,31 @@ def check_servers(spec: ClusterSpec) -> list[Finding]:
     return [Finding("ok", "parameter servers", what)]
 
 
+def check_token(spec: ClusterSpec, environ: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Checks that the training processes authenticate each other if they are on several machines.
+
+    Args:
+      spec: The cluster.
+      environ: The environment that may name the token.
+    """
+    from spmdtrain import job_token
+    from spmdtrain.rendezvous import is_loopback
+
+    address = spec.coordinator
+    if spec.role is not Role.TRAIN or address is None or is_loopback(address.host):
+        return []
+    said: list[str] = []
+    try:
+        token = job_token.read(environ, tell=said.append)
+    except UserError as error:
+        return [Finding("error", "job token", str(error))]
+    if not token:
+        return [Finding("warning", "job token", job_token.advice(str(address)))]
+    if said:
+        return [Finding("warning", "job token", said[0].removeprefix("warning: "))]
+    return [Finding("ok", "job token", "given; all processes must have the same")]
+
+
 def check_network(spec: ClusterSpec) -> list[Finding]:
     """Look at the network of a cluster from this machine; takes some seconds at most."""
     from spmdtrain import doctor
@@ -254,7 +279,9 @@ def execute(options: Options) -> int:
     spec = from_environment()
     if not options.json:
         _print_spec(spec)
-    findings = check_servers(spec) + (check_network(spec) if options.network else [])
+    findings = check_servers(spec)
+    if options.network:
+        findings += check_network(spec) + check_token(spec)
     if options.json:
         checked = {"findings": [asdict(one) for one in findings]} if options.network else {}
         print(json.dumps(spec.as_json() | checked))

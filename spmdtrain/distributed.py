@@ -15,7 +15,7 @@ import jax
 # devices.
 from jax._src import clusters, hardware_utils, xla_bridge
 
-from spmdtrain import cluster, failing, phases, processes, settings
+from spmdtrain import cluster, failing, job_token, phases, processes, settings
 from spmdtrain.cluster import ClusterSpec, Role
 from spmdtrain.errors import UserError
 from spmdtrain.rendezvous import Party, is_loopback, meet
@@ -61,6 +61,9 @@ def initialize(
     processes join: without `strategy` this is left to the `Trainer`, `Loop` or `Coordinator`, which
     has to be made before anything uses a JAX device.
 
+    The processes authenticate each other by the token of SPMDTRAIN_JOB_TOKEN or the file of
+    SPMDTRAIN_JOB_TOKEN_FILE, if there is one.
+
     Where no process has moved for `hang_timeout` seconds (30 minutes; never under a launcher, which
     watches by itself), the one that holds the others is named, and the job ends.
 
@@ -75,7 +78,8 @@ def initialize(
       tell: Receives the lines that name the missing tasks.
 
     Raises:
-      UserError: If the description is wrong, or this is a `ps` task of a synchronous strategy.
+      UserError: If the description or the token is wrong, or this is a `ps` task of a synchronous
+        strategy.
       ClusterError: If tasks are missing after `timeout` seconds; names them.
     """
     global _settled, _deferred
@@ -131,8 +135,10 @@ def initialize(
             f"of {len(party.names)}: call {_first_call(spec)} first, before anything is put on "
             "a device (a model made, say)"
         )
-    meet(party, timeout, tell)
     local = is_loopback(party.host)
+    exposed = None if local or party.rank else party.coordinator
+    party = dataclasses.replace(party, token=job_token.read(exposed=exposed, tell=tell))
+    meet(party, timeout, tell)
     jax.distributed.initialize(
         coordinator_address=party.coordinator,
         num_processes=len(party.names),

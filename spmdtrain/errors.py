@@ -2,11 +2,18 @@
 
 import difflib
 import enum
+import re
 import sys
 from collections.abc import Callable, Iterable
 
 NOT_SET = "not set"
 """The value of an option that only the other process has, in a message."""
+
+# What would end a line, or change how a terminal shows it, its direction too; and halves of pairs,
+# which are no text.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 class ExitCode(enum.IntEnum):
@@ -83,6 +90,17 @@ def exit_code_of(
         if (found := for_users(error)) is None:
             raise
         return failed(*found, error)
+
+
+def printable(name: object) -> str:
+    """A file's name, say, so that it is shown in one line, whatever is in it."""
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], str(name))
+
+
+def foreign(text: object, longest: int = 2000) -> str:
+    """Returns text from the network in one line of bounded length, control characters escaped."""
+    shown = printable(str(text)[: longest + 1])
+    return shown if len(shown) <= longest else f"{shown[:longest]}..."
 
 
 # What other frameworks call a field, by the field's name here.

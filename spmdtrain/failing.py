@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import jax
 
 from spmdtrain import phases, processes
-from spmdtrain.errors import ExitCode, Preempted
+from spmdtrain.errors import ExitCode, Preempted, foreign
 from spmdtrain.phases import Phase
 from spmdtrain.processes import KEY, Job
 
@@ -30,6 +30,7 @@ _FAILURE = f"{KEY}/failure"
 _NOBODY = -1  # whose failure it is where no process says so by itself
 _LOOK_EVERY = 0.3  # seconds between two looks at whether another one has failed
 _TELLING = 2  # seconds in which one that fails tells the others, before they lose it
+_LONGEST_REASON = 10_000  # characters that are shown of another process's reason
 _LEAVING = 10  # seconds that a process has to leave things in order once the job has failed
 # What JAX and its transports say where it is another process that has gone.
 _STATUS = re.compile("[A-Z_]+: ")
@@ -210,7 +211,8 @@ def _announced(job: Job) -> dict[str, Any] | None:
         found: dict[str, Any] = json.loads(job.client.key_value_try_get(_FAILURE))
     except jax.errors.JaxRuntimeError:
         return None
-    return found
+    shown = {key: foreign(found[key], _LONGEST_REASON) for key in ("name", "reason")}
+    return found | shown
 
 
 def _of_another(failure: Mapping[str, Any]) -> str:
@@ -271,7 +273,7 @@ class _Places:
                 for r in records
             ]
             why = phases.holder(where).sentence
-            why = f"nothing has moved for {self._timeout:g} s: {why}"
+            why = f"nothing has moved for {self._timeout:g} s: {foreign(why)}"
             hung = {"rank": _NOBODY, "name": "the job", "code": int(ExitCode.FAILED)}
             _set_failure(job, hung | {"reason": why, "lost": False})
 

@@ -16,7 +16,7 @@ import jax
 # JAX has no public name for its key-value store, nor for its points to stop at.
 from jax._src import distributed as jax_distributed
 
-from spmdtrain.errors import NOT_SET, UserError
+from spmdtrain.errors import NOT_SET, UserError, foreign
 
 T = TypeVar("T")
 
@@ -167,7 +167,7 @@ def jointly(call: Callable[[], T], expected: type[Exception]) -> T:
         raise own
     for fault in faults:
         if fault is not None:
-            raise expected(fault)
+            raise expected("\n".join(foreign(line, 10_000) for line in str(fault).split("\n")))
     return value
 
 
@@ -201,8 +201,10 @@ def check_same(what: Mapping[str, Any]) -> None:
     for key in [*first, *other]:
         if first.get(key) != other.get(key):
             raise UserError(
-                f"{odd_one} and {one} differ: {key} is {other.get(key, NOT_SET)} in {odd_one} and "
-                f"{first.get(key, NOT_SET)} in {one}; all processes of a job are started alike"
+                f"{odd_one} and {one} differ: {foreign(key)} is "
+                f"{foreign(other.get(key, NOT_SET))} in {odd_one} and "
+                f"{foreign(first.get(key, NOT_SET))} in {one}; all processes of a job are started "
+                "alike"
             )
 
 

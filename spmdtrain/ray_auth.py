@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from spmdtrain import failing, job_token
 from spmdtrain.errors import UserError
 from spmdtrain.tfconfig import Address
 
-JOB_TOKEN = "SPMDTRAIN_JOB_TOKEN"
+JOB_TOKEN = job_token.TOKEN
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 """Environment variables of Ray."""
 
@@ -56,7 +57,7 @@ def check_enabled() -> None:
 def create_token(chief: Address, is_local: bool) -> None:
     """Sets Ray's token in the chief and its children, before they start Ray.
 
-    The token derives from `SPMDTRAIN_JOB_TOKEN`. Without that variable it is what Ray's own
+    The token derives from that of the job (see `job_token`). Without one it is what Ray's own
     variables say. If the whole job runs on loopback addresses, it may also be a fresh one, which
     the other tasks of this user read from a file.
 
@@ -137,11 +138,9 @@ def private_folder() -> Path:
 
 def _is_given(environ: Mapping[str, str], chief: Address) -> bool:
     """Sets the token if the environment determines it; returns whether it does."""
-    if secret := environ.get(JOB_TOKEN):
+    if secret := job_token.read(environ, tell=failing.to_stderr):
         # Another token for each chief: whoever takes its port sees this one and no other.
-        os.environ[TOKEN] = hmac.new(
-            secret.encode(), f"ray {chief}".encode(), hashlib.sha256
-        ).hexdigest()
+        os.environ[TOKEN] = hmac.new(secret, f"ray {chief}".encode(), hashlib.sha256).hexdigest()
     return bool(environ.get(TOKEN) or environ.get(TOKEN_PATH))
 
 

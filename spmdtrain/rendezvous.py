@@ -6,24 +6,25 @@ them have come.
 """
 
 import errno
-import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
-from spmdtrain.errors import NOT_SET, ClusterError, UserError
+from spmdtrain.admission import Admission
+from spmdtrain.errors import NOT_SET, ClusterError, UserError, foreign
+from spmdtrain.job_token import TOKEN
+from spmdtrain.lines import Line, is_nonce, new_nonce
 
 _TELL_EVERY = 5.0  # seconds between two lines of what is waited for
 _RESOLVE_FOR = 8.0  # seconds in which a name may still appear
 _PATIENCE = 30.0  # seconds for an earlier job to let go of the coordinator's port
 _LATE = 2.0  # seconds after a failure in which those who come late are told of it
 _BIND_FOR = 5.0  # seconds in which whoever went before may let go of the port
-_LONGEST_LINE = 2**20
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Party:
     """What must be the same in all: versions and the like."""
     addresses: Sequence[str] = ()
     """Where every process is, by rank, where that is known."""
+    token: bytes = field(default=b"", repr=False)
+    """The job's token, which all processes share; empty if the job has none."""
 
     @property
     def coordinator(self) -> str:
@@ -65,47 +68,40 @@ def meet(party: Party, timeout: float, tell: Callable[[str], None]) -> None:
 
 
 def _receive(party: Party, deadline: float, timeout: float, tell: Callable[[str], None]) -> None:
-    guests: dict[int, _Line] = {}
-    strangers: list[_Line] = []  # who has not said yet who they are
+    guests: dict[int, Line] = {}
     next_word = time.monotonic() + _TELL_EVERY
-    with closing(_listen(party)) as listener:
+    with closing(_listen(party)) as listener, closing(Admission(listener, party.token)) as door:
         try:
             while len(guests) < len(party.names) - 1:
                 now = time.monotonic()
                 if now > deadline:
-                    raise ClusterError(f"gave up after {timeout:g} s, {_waiting(party, guests)}")
+                    raise ClusterError(
+                        f"gave up after {timeout:g} s, {_waiting(party, guests, door)}"
+                    )
                 if now > next_word:
-                    tell(f"waiting, {_waiting(party, guests)}")
+                    tell(f"waiting, {_waiting(party, guests, door)}")
                     _to_all(guests.values(), {"waiting": f"waiting, {_waiting(party, guests)}"})
                     next_word = now + _TELL_EVERY
-                lines = [*strangers, *guests.values()]
-                ready = wait([listener, *(line.socket for line in lines)], timeout=0.2)
-                if listener in ready:
-                    strangers.append(_Line(listener.accept()[0]))
-                for line in [x for x in lines if x.socket in ready]:
-                    if line in strangers:
-                        _let_in(party, line, strangers, guests)
-                    elif not line.read():  # it has gone: another may come in its place
-                        rank = next(rank for rank, x in guests.items() if x is line)
-                        tell(f"{party.names[rank]} has gone again")
-                        guests.pop(rank).close()
+                admitted, gone = door.poll(0.2)
+                for rank in [rank for rank, line in guests.items() if line in gone]:
+                    tell(f"{party.names[rank]} has gone again")  # another may come in its place
+                    del guests[rank]
+                for line, hello in admitted:
+                    if _is_hello(hello):
+                        _let_in(party, line, hello, guests)
+                    else:
+                        door.refuse(line, "it has another version of spmdtrain")
+            if door.refusals:
+                tell(door.refusals)
             _to_all(guests.values(), {"go": True})
         except (UserError, ClusterError) as error:
-            what = "wrong" if isinstance(error, UserError) else "failed"
-            _to_all([*guests.values(), *strangers], {what: str(error)})
+            verdict = {"wrong" if isinstance(error, UserError) else "failed": str(error)}
+            _to_all(door.members, verdict)
             late = time.monotonic() + _LATE
-            while wait([listener], timeout=max(0.0, late - time.monotonic())):
-                strangers.append(_Line(listener.accept()[0]))
-                _to_all(strangers[-1:], {what: str(error)})
+            while (left := late - time.monotonic()) > 0:
+                admitted, _ = door.poll(left)
+                _to_all([line for line, _ in admitted], verdict)
             raise
-        finally:
-            # They hang up first: the port is then free for JAX at once.
-            for line in guests.values():
-                line.socket.settimeout(1.0)
-                with suppress(OSError):
-                    line.socket.recv(1)
-            for line in [*guests.values(), *strangers]:
-                line.close()
 
 
 def _listen(party: Party) -> socket.socket:
@@ -148,42 +144,35 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def _let_in(
-    party: Party, line: "_Line", strangers: list["_Line"], guests: dict[int, "_Line"]
-) -> None:
-    """Take in who has said who they are; raises `UserError` where that cannot be."""
-    there = line.read()
-    hello = next(line.messages(), None)
-    if there and hello is None:
-        return  # it is still speaking
-    if hello is not None and _is_hello(hello):
-        rank, name, line.where = hello["rank"], hello["name"], hello["where"]
-        mine = {"processes": str(len(party.names)), "names": ", ".join(party.names), **party.about}
-        theirs = {"processes": str(hello["size"]), "names": hello["names"], **hello["about"]}
-        for key in [*mine, *theirs]:
-            if mine.get(key) != theirs.get(key):
-                raise UserError(
-                    f"{name} ({line.where}) and {party.names[0]} differ: {key} is "
-                    f"{theirs.get(key, NOT_SET)} there and {mine.get(key, NOT_SET)} here"
-                )
-        if rank in guests:
+def _let_in(party: Party, line: Line, hello: Mapping[str, Any], guests: dict[int, Line]) -> None:
+    """Seats a process; raises `UserError` if it differs, or if its seat is taken."""
+    rank, name = hello["rank"], foreign(hello["name"], 100)
+    line.where = foreign(hello["where"], 200)
+    mine = {"processes": str(len(party.names)), "names": ", ".join(party.names), **party.about}
+    theirs = {"processes": str(hello["size"]), "names": hello["names"], **hello["about"]}
+    for key in [*mine, *theirs]:
+        if mine.get(key) != theirs.get(key):
             raise UserError(
-                f"there are two of {name}: {guests[rank].where} and {line.where}; each task has "
-                "an index of its own"
+                f"{name} ({line.where}) and {party.names[0]} differ: {foreign(key, 200)} is "
+                f"{foreign(theirs.get(key, NOT_SET))} there and {mine.get(key, NOT_SET)} here"
             )
-        guests[rank] = line
-    else:  # somebody who knocks at ports
-        line.close()
-    strangers.remove(line)
+    if rank in guests:
+        raise UserError(
+            f"there are two of {name}: {guests[rank].where} and {line.where}; each task has "
+            "an index of its own"
+        )
+    guests[rank] = line
 
 
 def _is_hello(message: Mapping[str, Any]) -> bool:
     kinds = {"rank": int, "name": str, "size": int, "names": str, "about": dict, "where": str}
-    right = all(isinstance(message.get(name), kind) for name, kind in kinds.items())
+    right = all(type(message.get(name)) is kind for name, kind in kinds.items())
+    right = right and all(type(value) is str for value in message["about"].values())
     return right and message.get("spmdtrain") == "hello" and 0 < message["rank"] < message["size"]
 
 
-def _waiting(party: Party, guests: Mapping[int, "_Line"]) -> str:
+def _waiting(party: Party, guests: Mapping[int, Line], door: Admission | None = None) -> str:
+    """Says who is missing, and which connections `door` has refused."""
     labels = [
         f"{name} at {party.addresses[rank]}" if party.addresses else name
         for rank, name in enumerate(party.names)
@@ -192,10 +181,11 @@ def _waiting(party: Party, guests: Mapping[int, "_Line"]) -> str:
     shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
     has = "has" if len(missing) == 1 else "have"
     here = len(labels) - len(missing)
-    return f"{here} of {len(labels)} are here: {shown} {has} not come"
+    refused = f"; {door.refusals}" if door is not None and door.refusals else ""
+    return f"{here} of {len(labels)} are here: {shown} {has} not come{refused}"
 
 
-def _to_all(lines: Sequence["_Line"] | Any, message: Mapping[str, Any]) -> None:
+def _to_all(lines: Iterable[Line], message: Mapping[str, Any]) -> None:
     for line in lines:
         with suppress(OSError):
             line.send(message)
@@ -206,22 +196,74 @@ def _to_all(lines: Sequence["_Line"] | Any, message: Mapping[str, Any]) -> None:
 
 def _join(party: Party, deadline: float, timeout: float, tell: Callable[[str], None]) -> None:
     patient_until = min(deadline, time.monotonic() + _PATIENCE)
-    while not _meet_coordinator(party, deadline, timeout, tell):
+    while fault := _meet_coordinator(party, deadline, timeout, tell):
         if time.monotonic() > patient_until:
             raise ClusterError(
-                f"{party.coordinator} is not {party.names[0]} of a job that is gathering: another "
-                f"program has the port, or the job has begun with another {party.names[party.rank]}"
+                f"{party.coordinator} is not {party.names[0]} of a job that is gathering: {fault}"
             )
         time.sleep(1)
 
 
 def _meet_coordinator(
     party: Party, deadline: float, timeout: float, tell: Callable[[str], None]
-) -> bool:
-    """Join the job; False where what answers is no job, or one that has already begun.
+) -> str:
+    """Joins the job.
 
-    That may be the one before, which has lost a process and has not noticed yet.
+    Only messages that prove the job's token are believed, bad news too.
+
+    Returns:
+      Empty once all processes have come; otherwise why what answers is no job that is gathering. It
+      may be the job before, which has lost a process and has not noticed yet.
     """
+    name = party.names[party.rank]
+    other = f"another program has the port, or the job has begun with another {name}"
+    introduced = answered = False
+    with closing(_connect(party, deadline, timeout, tell)) as line:
+        nonce = new_nonce()
+        with suppress(OSError):  # hung up on: there is nothing to read then, either
+            line.send({"spmdtrain": "hello", "nonce": nonce, "token": bool(party.token)})
+        # Process 0 counts its own seconds: it knows best who is missing.
+        while wait([line.socket], timeout=max(0.0, deadline + 10 - time.monotonic())):
+            there = line.read()
+            for message in line.messages():
+                if not introduced:
+                    if message is None or not is_nonce(message.get("nonce")):
+                        return other
+                    if fault := _introduce(party, line, nonce, message):
+                        return fault
+                    introduced = True
+                elif message is None:
+                    return f"it does not have the {TOKEN} of this process"
+                elif "go" in message:
+                    return ""
+                elif "wrong" in message:
+                    raise UserError(foreign(message["wrong"], 10_000))
+                elif "failed" in message:
+                    raise ClusterError(foreign(message["failed"], 10_000))
+                elif "waiting" in message:
+                    answered = True
+                    tell(foreign(message["waiting"]))
+            if not there and answered:
+                raise ClusterError(
+                    f"{party.names[0]} at {party.coordinator} has gone while the job was gathering"
+                )
+            if not there and introduced and party.token:
+                return f"it does not accept the {TOKEN} of this process"
+            if not there:
+                return other
+    raise ClusterError(f"{party.names[0]} at {party.coordinator} says nothing any more")
+
+
+def _introduce(party: Party, line: Line, nonce: str, message: Mapping[str, Any]) -> str:
+    """Answers process 0's greeting with who this process is; returns what is wrong, or empty."""
+    here = f"{party.names[0]} at {party.coordinator}"
+    if not party.token and message.get("token") is True:
+        raise UserError(
+            f"{here} has a job token and this process has none: set {TOKEN} to the same"
+        )
+    if bool(party.token) is not message.get("token"):
+        return f"it has no {TOKEN}, and this process has one"
+    line.authenticate(party.token, worker_nonce=nonce, chief_nonce=message["nonce"])
     hello = {
         "spmdtrain": "hello",
         "rank": party.rank,
@@ -231,43 +273,22 @@ def _meet_coordinator(
         "about": dict(party.about),
         "where": f"{socket.gethostname()}, process {os.getpid()}",
     }
-    answered = False
-    with closing(_connect(party, deadline, timeout, tell)) as line:
-        with suppress(OSError):  # hung up on: there is nothing to read then, either
-            line.send(hello)
-        # Process 0 counts its own seconds: it knows best who is missing.
-        while wait([line.socket], timeout=max(0.0, deadline + 10 - time.monotonic())):
-            there = line.read()
-            for message in line.messages():
-                if "go" in message:
-                    return True
-                if "wrong" in message:
-                    raise UserError(message["wrong"])
-                if "failed" in message:
-                    raise ClusterError(message["failed"])
-                if "waiting" not in message:
-                    return False
-                answered = True
-                tell(message["waiting"])
-            if not there and answered:
-                raise ClusterError(
-                    f"{party.names[0]} at {party.coordinator} has gone while the job was gathering"
-                )
-            if not there:
-                return False
-    raise ClusterError(f"{party.names[0]} at {party.coordinator} says nothing any more")
+    with suppress(OSError):
+        line.send(hello)
+    return ""
 
 
-def _connect(party: Party, deadline: float, timeout: float, tell: Callable[[str], None]) -> "_Line":
+def _connect(party: Party, deadline: float, timeout: float, tell: Callable[[str], None]) -> Line:
     began = time.monotonic()
     next_word = began + _TELL_EVERY
     while True:
         try:
             found = socket.create_connection((party.host, party.port), timeout=5)
-            if found.getsockname() != found.getpeername():
-                return _Line(found)
-            # On one machine the port that the system chose may be the very one that is called: TCP
-            # then connects the socket with itself.
+            with suppress(OSError):  # reset in the meantime
+                # On one machine the port that the system chose may be the very one that is called:
+                # TCP then connects the socket with itself.
+                if found.getsockname() != found.getpeername():
+                    return Line(found, "worker")
             found.close()
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         except OSError as error:
@@ -290,44 +311,3 @@ def _connect(party: Party, deadline: float, timeout: float, tell: Callable[[str]
                 tell(f"waiting for {party.names[0]} at {party.coordinator}: {why}")
                 next_word = now + _TELL_EVERY
             time.sleep(0.2)
-
-
-# -- lines -----------------------------------------------------------------------------------------
-
-
-class _Line:
-    """A connection that carries one JSON object a line."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket, self.where, self._buffer = connection, "", b""
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        self.socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def read(self) -> bool:
-        """Take in what has come; False where the other side has hung up."""
-        try:
-            found = self.socket.recv(65536)
-        except OSError:
-            return False
-        self._buffer += found
-        return bool(found)
-
-    def messages(self) -> Iterator[dict[str, Any]]:
-        """Whole lines, one after the other; what is none of ours as an empty object."""
-        if b"\n" not in self._buffer and self._strange():
-            self._buffer = b""
-            yield {}
-        while b"\n" in self._buffer:
-            text, self._buffer = self._buffer.split(b"\n", 1)
-            try:
-                found = json.loads(text)
-            except ValueError:
-                found = None
-            yield found if isinstance(found, dict) else {}
-
-    def _strange(self) -> bool:
-        return len(self._buffer) > _LONGEST_LINE or self._buffer[:1] not in (b"", b"{")
-
-    def close(self) -> None:
-        self.socket.close()

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from spmdtrain import job_token
 from spmdtrain.cluster import Role, from_tf_config
 from spmdtrain.errors import UserError
 from spmdtrain.phases import TASK
@@ -60,10 +61,15 @@ def environments_of(
     inherited: Mapping[str, str],
     gpus: Sequence[str],
 ) -> dict[str, dict[str, str]]:
-    """The environment of each task but for its TF_CONFIG; `devices` is how many each has."""
+    """The environment of each task but for its TF_CONFIG; `devices` is how many each has.
+
+    All tasks share one job token: the inherited one if there is one, else a new one.
+    """
     refuse_cluster(inherited.get("TF_CONFIG"))
     base = {n: value for n, value in inherited.items() if n not in ("TF_CONFIG", *_OTHERS)}
     base["PYTHONUNBUFFERED"] = "1"
+    if not job_token.is_set(inherited):
+        base[job_token.TOKEN] = job_token.create()
     if devices is not None:
         base["JAX_NUM_CPU_DEVICES"] = str(devices)
         flags = base.pop("XLA_FLAGS", "").split()

@@ -1,7 +1,6 @@
 """What a person sees: a progress bar on a terminal, lines in a log file, a table at the end."""
 
 import contextlib
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -17,8 +16,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-# What would end a line, or change how a terminal shows it; and halves of pairs, which are no text.
-_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+from spmdtrain.errors import printable as printable
+
 _REFRESH = 0.25  # seconds; more often nobody sees, and each time costs
 
 
@@ -44,11 +43,6 @@ def byte_size(count: int) -> str:
         if value < 999.5:  # from here on, three digits would make it 1000
             return f"{value:#.3g}".rstrip(".") + f" {unit}"
     return f"{value:.0f} GB"
-
-
-def printable(name: object) -> str:
-    """A file's name, say, so that it is shown in one line, whatever is in it."""
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], str(name))
 
 
 class Rate:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from spmdtrain import job_token
 from spmdtrain.tasks import tf_configs, training_tasks
 
 Command = Sequence[str] | Callable[[int], Sequence[str]]
@@ -168,6 +169,8 @@ def started(
         raise ValueError(f"devices_per_process has {len(counts)} numbers for {processes} processes")
     base = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     base |= {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
+    if not job_token.is_set(base):
+        base[job_token.TOKEN] = job_token.create()
     begun: list[Process] = []
     with tempfile.TemporaryDirectory(prefix="spmdtrain-test-") as folder:
         try:

@@ -1,7 +1,6 @@
 """The processes of a job meet: who is missing, who differs, and who has nothing to do with it."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -11,23 +10,32 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from meetings import (
+    NAMES,
+    Told,
+    all_meet,
+    ending,
+    gathering,
+    greeted,
+    greeting,
+    hello,
+    knock,
+    message,
+    parties,
+    refusal,
+    until,
+)
 from processes import free_port
 
 from spmdtrain import rendezvous
 from spmdtrain.errors import ClusterError, UserError
 from spmdtrain.rendezvous import Party, meet
-
-NAMES = ("chief", "worker 0", "worker 1", "worker 2")
-Ending = Exception | None
 
 
 @pytest.fixture(autouse=True)
@@ -36,96 +44,6 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_TELL_EVERY", 0.3)
     monkeypatch.setattr(rendezvous, "_RESOLVE_FOR", 0.5)
     monkeypatch.setattr(rendezvous, "_BIND_FOR", 0.5)
-
-
-def parties(size: int = 2, host: str = "127.0.0.1", **about: str) -> list[Party]:
-    """The processes of one job, by rank."""
-    port = free_port()
-    return [
-        Party(
-            host=host,
-            port=port,
-            names=NAMES[:size],
-            rank=rank,
-            about=about,
-            addresses=[f"host-{n}:{port + n}" for n in range(size)],
-        )
-        for rank in range(size)
-    ]
-
-
-class Told:
-    """What the processes hear while they wait, by rank."""
-
-    def __init__(self) -> None:
-        self.lines: dict[int, list[str]] = {rank: [] for rank in range(len(NAMES))}
-
-    def to(self, rank: int) -> Callable[[str], None]:
-        return self.lines[rank].append
-
-
-def ending(party: Party, timeout: float, told: Told) -> Ending:
-    """How a process's part in the meeting ends: with an error of ours, or all well."""
-    try:
-        meet(party, timeout, told.to(party.rank))
-    except (UserError, ClusterError) as error:
-        return error
-    return None
-
-
-def all_meet(who: Sequence[Party], timeout: float = 20, told: Told | None = None) -> list[Ending]:
-    """How the meeting ends for each of these, who come at the same time."""
-    heard = told or Told()
-    with ThreadPoolExecutor(len(who)) as pool:
-        return list(pool.map(lambda party: ending(party, timeout, heard), who))
-
-
-@contextlib.contextmanager
-def gathering(*who: Party, timeout: float = 20) -> Iterator[tuple[list[Ending], Told]]:
-    """While entered, these wait for the rest; their endings are there at the exit."""
-    endings: list[Ending] = []
-    told = Told()
-    with ThreadPoolExecutor(len(who)) as pool:
-        found = [pool.submit(ending, party, timeout, told) for party in who]
-        yield endings, told
-        endings += [one.result() for one in found]
-
-
-def knock(party: Party) -> socket.socket:
-    """A connection to where process 0 listens, as soon as it does."""
-    until = time.monotonic() + 10
-    while True:
-        try:
-            return socket.create_connection((party.host, party.port), timeout=10)
-        except OSError:
-            assert time.monotonic() < until
-            time.sleep(0.02)
-
-
-def hello(party: Party) -> bytes:
-    """What a process says first."""
-    content: dict[str, Any] = {
-        "spmdtrain": "hello",
-        "rank": party.rank,
-        "name": party.names[party.rank],
-        "size": len(party.names),
-        "names": ", ".join(party.names),
-        "about": dict(party.about),
-        "where": "elsewhere, process 1",
-    }
-    return json.dumps(content).encode() + b"\n"
-
-
-def until(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.02)
-
-
-def refusal(found: Ending, kind: type[Exception]) -> str:
-    assert type(found) is kind, found
-    return str(found)
 
 
 # -- who comes, and who does not -------------------------------------------------------------------
@@ -191,7 +109,7 @@ def test_a_process_that_goes_away_before_the_rest_have_come_may_come_back() -> N
     who = parties(3)
     with gathering(who[0]) as (endings, told):
         with knock(who[0]) as first:
-            first.sendall(hello(who[1]))
+            greeted(first).send(hello(who[1]))
             until(lambda: any("2 of 3" in line for line in told.lines[0]))
         until(lambda: "worker 0 has gone again" in told.lines[0])
         assert all_meet(who[1:], 10) == [None, None]
@@ -202,7 +120,7 @@ def test_without_an_answer_after_it_has_come_back_it_counts_as_missing() -> None
     who = parties(3)
     with gathering(who[0], timeout=2) as (endings, told):
         with knock(who[0]) as first:
-            first.sendall(hello(who[1]))
+            greeted(first).send(hello(who[1]))
             until(lambda: any("2 of 3" in line for line in told.lines[0]))
         until(lambda: "worker 0 has gone again" in told.lines[0])
     assert "1 of 3 are here: worker 0 at" in refusal(endings[0], ClusterError)
@@ -365,7 +283,7 @@ def test_strangers_who_are_silent_or_gone_do_not_disturb() -> None:
     who = parties(3)
     with gathering(who[0]) as (endings, told), contextlib.ExitStack() as stack:
         stack.enter_context(knock(who[0]))  # says nothing
-        stack.enter_context(knock(who[0])).sendall(hello(who[1])[:20])  # nor this one its name
+        stack.enter_context(knock(who[0])).sendall(greeting()[:20])  # nor this one its name
         knock(who[0]).close()
         with knock(who[0]) as abrupt:  # a reset in the place of an end
             abrupt.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -373,12 +291,12 @@ def test_strangers_who_are_silent_or_gone_do_not_disturb() -> None:
     assert endings == [None]
 
 
-def test_who_says_its_name_in_pieces_is_let_in() -> None:
+def test_a_greeting_in_pieces_is_understood() -> None:
     who = parties(2)
     with gathering(who[0]) as (endings, _), knock(who[0]) as slow:
-        for byte in hello(who[1]):
-            slow.send(bytes([byte]))
-        assert json.loads(slow.recv(1000)) == {"go": True}
+        line = greeted(slow)
+        line.send(hello(who[1]))
+        assert message(line) == {"go": True}
     assert endings == [None]
 
 
@@ -527,40 +445,3 @@ def test_a_job_of_one_machine_listens_nowhere_else() -> None:
 def test_an_address_is_written_as_one() -> None:
     assert Party("10.0.0.1", 5, NAMES, 0).coordinator == "10.0.0.1:5"
     assert Party("fe80::1", 5, NAMES, 0).coordinator == "[fe80::1]:5"
-
-
-# -- lines -----------------------------------------------------------------------------------------
-
-
-@given(
-    messages=st.lists(st.dictionaries(st.text(), st.text() | st.integers()), max_size=5),
-    cuts=st.lists(st.integers(1, 40), max_size=10),
-)
-def test_messages_come_whole_and_in_order_however_they_are_cut(
-    messages: list[dict[str, Any]], cuts: list[int]
-) -> None:
-    one, other = socket.socketpair()
-    with one, other:
-        sender, receiver = rendezvous._Line(one), rendezvous._Line(other)
-        text = b"".join(json.dumps(message).encode() + b"\n" for message in messages)
-        found = []
-        for cut in [*cuts, len(text)]:
-            piece, text = text[:cut], text[cut:]
-            if piece:
-                one.sendall(piece)
-                assert receiver.read()
-                found += list(receiver.messages())
-        assert found == messages
-        sender.close()
-        assert not receiver.read()
-
-
-@given(st.binary(min_size=1, max_size=200))
-def test_whatever_else_comes_is_empty_and_raises_nothing(noise: bytes) -> None:
-    one, other = socket.socketpair()
-    with one, other:
-        receiver = rendezvous._Line(other)
-        one.sendall(noise)
-        receiver.read()
-        for message in receiver.messages():
-            assert isinstance(message, dict)

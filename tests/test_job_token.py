@@ -1,0 +1,144 @@
+"""The job's token: from the environment or a file, made by the launcher, checked by the doctor."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spmdtrain import failing, processes
+from spmdtrain.cluster import check_token, from_tf_config
+from spmdtrain.errors import UserError
+from spmdtrain.job_token import TOKEN, TOKEN_FILE, create, read
+from spmdtrain.tasks import environments_of
+
+GOOD = "0123456789abcdef"
+
+
+def unheard(text: str) -> None:
+    raise AssertionError(text)
+
+
+def test_the_token_comes_from_the_environment_or_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(f"{GOOD}\n")
+    file.chmod(0o600)
+    assert read({TOKEN: GOOD}, tell=unheard) == GOOD.encode()
+    assert read({TOKEN_FILE: str(file), TOKEN: ""}, tell=unheard) == GOOD.encode()
+    assert read({}, tell=unheard) == b""
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "said"),
+    [
+        (None, 0, "No such file"),
+        ("short\n", 0o600, "the token has 5 characters; expected 16 to 4096"),
+        ("x" * 5000, 0o600, "the token has 4098 characters"),
+        ("", 0o600, "the token has 0 characters"),
+    ],
+)
+def test_a_file_that_holds_no_token_is_an_error(
+    tmp_path: Path, content: str | None, mode: int, said: str
+) -> None:
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_text(content)
+        file.chmod(mode)
+    with pytest.raises(UserError) as error:
+        read({TOKEN_FILE: str(file)}, tell=unheard)
+    assert str(error.value).startswith(f"{TOKEN_FILE}={file}: ") and said in str(error.value)
+
+
+def test_a_short_token_is_an_error_that_does_not_show_it() -> None:
+    with pytest.raises(UserError, match="the token has 6 characters") as error:
+        read({TOKEN: "hidden"}, tell=unheard)
+    assert "hidden" not in str(error.value)
+
+
+def test_both_variables_are_an_error() -> None:
+    with pytest.raises(UserError, match="are both set"):
+        read({TOKEN: GOOD, TOKEN_FILE: "/token"}, tell=unheard)
+
+
+def test_a_file_that_everybody_can_read_is_warned_of(tmp_path: Path) -> None:
+    file, said = tmp_path / "token", list[str]()
+    file.write_text(GOOD)
+    file.chmod(0o644)
+    assert read({TOKEN_FILE: str(file)}, tell=said.append) == GOOD.encode()
+    (warning,) = said
+    assert "readable by all users" in warning
+
+
+def test_an_exposed_job_without_a_token_is_warned_of() -> None:
+    said = list[str]()
+    assert read({}, exposed="10.0.0.1:2222", tell=said.append) == b""
+    (warning,) = said
+    assert "10.0.0.1:2222 may join or end it" in warning
+    assert read({TOKEN: GOOD}, exposed="10.0.0.1:2222", tell=unheard) == GOOD.encode()
+
+
+def test_tokens_differ_and_are_long_enough() -> None:
+    one, other = create(), create()
+    assert one != other and len(one) == 64
+    assert read({TOKEN: one}, tell=unheard) == one.encode()
+
+
+def test_the_launcher_gives_all_tasks_one_token() -> None:
+    names = ["chief", "worker 0", "evaluator"]
+    given = environments_of(names, None, {}, [])
+    (token,) = {given[name][TOKEN] for name in names}
+    assert len(token) == 64
+    assert environments_of(names, None, {}, [])["chief"][TOKEN] != token
+    assert environments_of(["chief"], None, {TOKEN: GOOD}, [])["chief"][TOKEN] == GOOD
+    assert TOKEN not in environments_of(["chief"], None, {TOKEN_FILE: "/token"}, [])["chief"]
+
+
+@pytest.mark.parametrize(
+    ("host", "environ", "level"),
+    [
+        ("10.0.0.1", {}, "warning"),
+        ("10.0.0.1", {TOKEN: GOOD}, "ok"),
+        ("10.0.0.1", {TOKEN: "short"}, "error"),
+        ("127.0.0.1", {}, None),
+    ],
+)
+def test_the_doctor_checks_the_token(host: str, environ: dict[str, str], level: str | None) -> None:
+    cluster = {"worker": [f"{host}:1", f"{host}:2"]}
+    spec = from_tf_config(json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 1}}))
+    found = check_token(spec, environ)
+    assert [one.level for one in found] == ([level] if level else [])
+    assert check_token(from_tf_config(None), environ) == []
+
+
+# -- through JAX's key-value store -----------------------------------------------------------------
+
+
+class Store:
+    """A key-value store to which a stranger has written."""
+
+    def __init__(self, value: object) -> None:
+        self._value = json.dumps(value)
+
+    def key_value_try_get(self, key: str) -> str:
+        return self._value
+
+    def blocking_key_value_get(self, key: str, timeout: int) -> str:
+        return self._value
+
+
+EVIL = "a\x1b[2J\u202eb"
+
+
+def test_another_process_s_reason_is_shown_escaped() -> None:
+    told = {"rank": 0, "name": EVIL, "code": 1, "reason": EVIL, "lost": False}
+    found = failing._announced(processes.Job(["chief", "worker 0"], 1, Store(told)))
+    assert found is not None
+    assert failing._of_another(found) == r"a\x1b[2J\u202eb failed: a\x1b[2J\u202eb"
+
+
+def test_another_process_s_error_is_raised_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = processes.Job(["chief", "worker 0"], 1, Store([f"{EVIL}\nsecond", None]))
+    job.client.key_value_set = lambda *_: None
+    monkeypatch.setattr(processes, "_job", job)
+    with pytest.raises(UserError) as error:
+        processes.jointly(lambda: None, UserError)
+    assert str(error.value) == "a\\x1b[2J\\u202eb\nsecond"

@@ -1,0 +1,332 @@
+"""Strangers at the rendezvous: they take no seat, end no job, exhaust nothing, forge no line."""
+
+import contextlib
+import json
+import os
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from meetings import (
+    NONCE,
+    all_meet,
+    ending,
+    gathering,
+    greeted,
+    greeting,
+    hello,
+    knock,
+    message,
+    parties,
+    received,
+    refusal,
+    until,
+)
+
+from spmdtrain import admission, rendezvous
+from spmdtrain.errors import ClusterError, UserError
+from spmdtrain.lines import Line
+from spmdtrain.rendezvous import Party
+
+TOKEN = b"0123456789abcdef0123456789abcdef"
+OTHER = b"another token of the same length"
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is waited for in seconds is waited for in tenths."""
+    monkeypatch.setattr(rendezvous, "_TELL_EVERY", 0.3)
+    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.0)
+    monkeypatch.setattr(rendezvous, "_LATE", 0.5)
+
+
+def ends_unheard(connection: socket.socket) -> bool:
+    """Whether process 0 hangs up without another word."""
+    try:
+        return received(connection) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_processes_with_one_token_meet() -> None:
+    assert all_meet(parties(3, token=TOKEN, jax="1")) == [None] * 3
+
+
+def test_processes_with_one_token_that_differ_are_refused() -> None:
+    who = parties(2, token=TOKEN, jax="1")
+    first, second = all_meet([who[0], replace(who[1], about={"jax": "2"})])
+    assert "differ: jax is 2 there and 1 here" in refusal(first, UserError)
+    assert str(first) == refusal(second, UserError)
+
+
+@pytest.mark.parametrize("token", [b"", OTHER], ids=["no token", "another token"])
+def test_a_foreign_hello_takes_no_seat(token: bytes) -> None:
+    who = parties(2, token=TOKEN)
+    with gathering(who[0]) as (endings, told):
+        with knock(who[0]) as stranger:
+            line = greeted(stranger, token)
+            with contextlib.suppress(OSError):  # it may have been hung up on
+                line.send(hello(who[1]))
+            assert ends_unheard(stranger)
+        assert not endings
+        assert ending(who[1], 10, told) is None
+    assert endings == [None]
+    why = "another job token" if token else "no job token"
+    assert told.lines[0][-1] == f"refused 1 connection, the last from 127.0.0.1: it has {why}"
+
+
+@pytest.mark.parametrize("change", ["about", "rank taken", "replayed"])
+def test_a_foreign_hello_does_not_end_the_job(change: str) -> None:
+    who = parties(3, token=TOKEN)
+    with gathering(who[0], who[1]) as (endings, told):
+        until(lambda: bool(told.lines[1]))  # it has its seat
+        with knock(who[0]) as stranger:
+            line = greeted(stranger, OTHER)
+            about = {"jax": "evil\x1b[2J\nline two"} if change == "about" else {}
+            line.send(hello(who[1]) | {"about": about})
+            assert ends_unheard(stranger)
+        assert ending(who[2], 10, told) is None
+    assert endings == [None, None]
+    assert all(line.isprintable() for lines in told.lines.values() for line in lines)
+
+
+def test_what_a_process_said_once_is_worth_nothing_in_another_connection() -> None:
+    """A stranger that has recorded a worker's handshake sends the same bytes."""
+    who = parties(2, token=TOKEN)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        recorded = Line(theirs, "worker")
+        recorded.authenticate(TOKEN, worker_nonce=NONCE, chief_nonce="a" * 32)
+        recorded.send(hello(who[1]))
+        text = ours.recv(10_000)
+    with gathering(who[0]) as (endings, told), knock(who[0]) as stranger:
+        stranger.sendall(greeting(token=True))
+        assert json.loads(received(stranger))["nonce"] != "a" * 32
+        stranger.sendall(text)
+        assert ends_unheard(stranger)
+        assert ending(who[1], 10, told) is None
+    assert endings == [None]
+
+
+def test_the_token_does_not_cross_the_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    who = parties(2, token=TOKEN)
+    sent: list[bytes] = []
+    sends = socket.socket.sendall
+
+    class Recorded(socket.socket):
+        def sendall(self, data: bytes, *args: int) -> None:  # type: ignore[override]
+            sent.append(bytes(data))
+            sends(self, data, *args)
+
+    monkeypatch.setattr(socket, "socket", Recorded)
+    assert all_meet(who) == [None, None]
+    assert len(sent) == 4  # two greetings, who it is, and the word to go
+    assert TOKEN not in b"".join(sent) and TOKEN.hex().encode() not in b"".join(sent)
+
+
+# -- a wrong token ---------------------------------------------------------------------------------
+
+
+def test_a_process_with_another_token_is_told_and_process_0_says_who_was_refused() -> None:
+    who = parties(2, token=TOKEN)
+    with gathering(who[0], timeout=1.5) as (endings, told):
+        error = refusal(ending(replace(who[1], token=OTHER), 10, told), ClusterError)
+    assert error.endswith("it does not accept the SPMDTRAIN_JOB_TOKEN of this process")
+    assert "1 of 2 are here: worker 0" in refusal(endings[0], ClusterError)
+    assert str(endings[0]).endswith("the last from 127.0.0.1: it has another job token")
+
+
+@pytest.mark.parametrize("chief", [True, False])
+def test_a_token_on_one_side_only_is_told(chief: bool) -> None:
+    who = parties(2)
+    having = who[0 if chief else 1]
+    who[having.rank] = replace(having, token=TOKEN)
+    with gathering(who[0], timeout=1.5) as (endings, told):
+        error = ending(who[1], 10, told)
+    if chief:
+        expected = f"chief at 127.0.0.1:{who[0].port} has a job token and this process has none"
+        assert refusal(error, UserError).startswith(expected)
+    else:
+        assert "it has no SPMDTRAIN_JOB_TOKEN" in refusal(error, ClusterError)
+    assert "refused 1 connection" in refusal(endings[0], ClusterError)
+
+
+@pytest.mark.parametrize("word", ["go", "wrong", "failed", "waiting"])
+def test_a_false_process_0_is_not_believed(word: str) -> None:
+    worker = parties(2, token=TOKEN)[1]
+    with (
+        socket.create_server(("127.0.0.1", worker.port)) as listener,
+        gathering(worker) as (endings, told),
+    ):
+        connection, _ = listener.accept()
+        with connection:
+            received(connection)
+            false = Line(connection, "chief")
+            false.send({"nonce": NONCE, "token": True})
+            false.authenticate(OTHER, worker_nonce=NONCE, chief_nonce=NONCE)
+            false.send({word: "a lie"})
+            with contextlib.suppress(OSError):
+                received(connection)
+    expected = "it does not have the SPMDTRAIN_JOB_TOKEN of this process"
+    assert refusal(endings[0], ClusterError).endswith(expected)
+    assert told.lines[1] == []
+
+
+# -- bounds ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token", [b"", TOKEN], ids=["no token", "token"])
+def test_deeply_nested_json_is_sent_away(token: bytes) -> None:
+    """`json` would raise RecursionError, which ended the job."""
+    who = parties(2, token=token)
+    deep = b'{"a":' + b"[" * 100_000 + b"\n"
+    with gathering(who[0]) as (endings, told):
+        for text in (deep, deep[:500] + b"\n"):
+            with knock(who[0]) as stranger, contextlib.suppress(OSError):
+                stranger.sendall(text)
+                assert ends_unheard(stranger)
+        assert not endings
+        assert ending(who[1], 10, told) is None
+    assert endings == [None]
+
+
+def test_deeply_nested_json_behind_a_greeting_is_sent_away() -> None:
+    """Without a token everybody gets this far; the bytes are authentic by an empty key."""
+    who = parties(2)
+    with gathering(who[0]) as (endings, told):
+        with knock(who[0]) as stranger:
+            line = greeted(stranger)
+            text = b'{"a":' + b"[" * 100_000
+            stranger.sendall(text + b" " + line._mac("worker", text) + b"\n")
+            assert ends_unheard(stranger)
+        assert ending(who[1], 10, told) is None
+    assert endings == [None]
+
+
+@contextlib.contextmanager
+def files_allowed(number: int) -> Iterator[None]:
+    """While entered, this process may open so many files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = number if hard == resource.RLIM_INFINITY else min(number, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_1100_silent_connections_do_not_exhaust_descriptors() -> None:
+    who = parties(3, token=TOKEN)
+    with (
+        files_allowed(4096),
+        gathering(who[0], who[1]) as (endings, told),
+        contextlib.ExitStack() as stack,
+    ):
+        until(lambda: bool(told.lines[1]))
+        before = open_files()
+        for _ in range(1100):
+            stack.enter_context(knock(who[0]))
+        until(lambda: any("refused 9" in line for line in told.lines[0]))
+        assert open_files() - before - 1100 <= admission.MOST_STRANGERS
+        began = time.monotonic()
+        assert ending(who[2], 10, told) is None
+        assert time.monotonic() - began < 5
+    assert endings == [None, None]
+
+
+def test_connections_that_greet_and_say_no_more_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    who = parties(2, token=TOKEN)
+    monkeypatch.setattr(admission, "MOST_STRANGERS", 4)
+    monkeypatch.setattr(admission, "_UNDISTURBED", 0.1)
+    with gathering(who[0]) as (endings, told), contextlib.ExitStack() as stack:
+        for _ in range(12):
+            greeted(stack.enter_context(knock(who[0])), OTHER)
+        assert ending(who[1], 10, told) is None
+    assert endings == [None]
+
+
+def test_when_files_run_out_a_stranger_gives_way() -> None:
+    who = parties(2, token=TOKEN)
+    with gathering(who[0]) as (endings, told), contextlib.ExitStack() as stack:
+        for _ in range(30):
+            stack.enter_context(knock(who[0]))
+        until(lambda: open_files() > 60)
+        with files_allowed(open_files() + 1):  # for the process's own end of the connection
+            assert ending(who[1], 10, told) is None
+    assert endings == [None]
+
+
+def test_a_connection_that_does_not_identify_itself_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    who = parties(2, token=TOKEN)
+    monkeypatch.setattr(admission, "_HANDSHAKE", 0.2)
+    with gathering(who[0]) as (endings, told):
+        with knock(who[0]) as silent, knock(who[0]) as greets:
+            greeted(greets, TOKEN)
+            for stranger in (silent, greets):
+                assert ends_unheard(stranger)
+        until(lambda: any("refused 2 connections" in line for line in told.lines[0]))
+        assert ending(who[1], 10, told) is None
+    assert endings == [None]
+
+
+# -- without a token -------------------------------------------------------------------------------
+
+
+def test_what_a_process_says_of_itself_is_escaped_and_cut() -> None:
+    who = parties(2)
+    evil = "worker\x1b[2J\u202e\n" + "x" * 5000
+    with gathering(who[0]) as (endings, _), knock(who[0]) as stranger:
+        line = greeted(stranger)
+        line.send(hello(who[1]) | {"name": evil, "where": evil, "about": {evil: evil}})
+        told = message(line)
+    error = refusal(endings[0], UserError)
+    assert error.isprintable() and len(error) < 3000
+    assert r"worker\x1b[2J\u202e\n" in error
+    assert told == {"wrong": error}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rank": True}, {"rank": 1.0}, {"about": {"jax": ["1"]}}, {"size": "2"}],
+    ids=["bool", "float", "list", "text"],
+)
+def test_a_hello_of_other_types_is_sent_away(change: dict[str, object]) -> None:
+    who = parties(2)
+    with gathering(who[0]) as (endings, told):
+        with knock(who[0]) as stranger:
+            greeted(stranger).send(hello(who[1]) | change)
+            assert ends_unheard(stranger)
+        assert ending(who[1], 10, told) is None
+    assert endings == [None]
+
+
+def test_a_false_process_0_of_a_job_without_a_token_cannot_write_to_the_terminal() -> None:
+    worker = parties(2)[1]
+    with (
+        socket.create_server(("127.0.0.1", worker.port)) as listener,
+        gathering(worker) as (endings, told),
+    ):
+        connection, _ = listener.accept()
+        with connection:
+            nonce = json.loads(received(connection))["nonce"]
+            line = Line(connection, "chief")
+            line.send({"nonce": NONCE, "token": False})
+            line.authenticate(b"", worker_nonce=nonce, chief_nonce=NONCE)
+            line.send({"waiting": "a\x1b[2Jb"})
+            line.send({"wrong": "c\nd"})
+            received(connection)
+    assert told.lines[1] == [r"a\x1b[2Jb"]
+    assert refusal(endings[0], UserError) == r"c\nd"
+
+
+def test_the_token_is_not_shown() -> None:
+    assert TOKEN.decode() not in repr(Party("h", 1, ["chief"], 0, token=TOKEN))
