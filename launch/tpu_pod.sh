@@ -54,9 +54,13 @@ case ${1:-} in
       --accelerator-type="$ACCELERATOR" --runtime-version="$RUNTIME" ${SPOT:+--spot}
     ;;
   install)
-    archive=$(mktemp --suffix=.tar.gz)
-    trap 'rm -f "$archive"' EXIT
-    tar -czf "$archive" pyproject.toml README.md LICENSE spmdtrain experiments
+    # With the token by which the processes recognize each other, in a file of mode 0600.
+    folder=$(mktemp -d)
+    trap 'rm -rf "$folder"' EXIT
+    (umask 077; od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$folder/job_token")
+    archive=$folder/spmdtrain.tar.gz
+    (umask 077; tar -czf "$archive" pyproject.toml README.md LICENSE spmdtrain experiments \
+      -C "$folder" job_token)
     gcloud compute tpus tpu-vm scp "$archive" "$TPU:spmdtrain.tar.gz" --zone="$ZONE" --worker=all
     everywhere "set -e
       command -v $RUNTIME_PYTHON || {
@@ -64,6 +68,7 @@ case ${1:-} in
         sudo apt-get install --yes $RUNTIME_PYTHON $RUNTIME_PYTHON-venv
       }
       rm -rf spmdtrain && mkdir spmdtrain && cd spmdtrain && tar -xzf ../spmdtrain.tar.gz
+      rm ../spmdtrain.tar.gz
       $RUNTIME_PYTHON -m venv .venv
       .venv/bin/pip install --quiet '.[tpu,gcs,examples]'"
     ;;
@@ -73,7 +78,7 @@ case ${1:-} in
       exit 2
     fi
     # Detached: it outlives the connection. `train.log` is on each machine.
-    everywhere "cd spmdtrain && nohup setsid bash -c '
+    everywhere "cd spmdtrain && SPMDTRAIN_JOB_TOKEN_FILE=job_token nohup setsid bash -c '
       for restart in \$(seq 0 $MAX_RESTARTS); do
         .venv/bin/python -u $(printf '%q ' "${RUN[@]}")
         code=\$?

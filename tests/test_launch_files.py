@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from helpers import REPOSITORY, environment, metrics, saved_steps, status
 
-from spmdtrain import run
+from spmdtrain import job_token, run
 from spmdtrain.cluster import ClusterSpec, Role, from_tf_config
 
 LAUNCH = REPOSITORY / "launch"
@@ -32,7 +33,9 @@ FILES = [JOBSET, TFJOB, SBATCH, TPU_POD]
 
 
 def load(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load(path.read_text())
+    """The job itself, which follows its network policy."""
+    _, content = yaml.safe_load_all(path.read_text())
+    assert isinstance(content, dict)
     return content
 
 
@@ -66,7 +69,14 @@ CONTAINER = an(
     workingDir=TEXT,
     command=some(TEXT),
     args=some(TEXT),
-    env=some(an("name", "value", name=TEXT, value=TEXT)),
+    env=some(
+        an(
+            "name",
+            name=TEXT,
+            value=TEXT,
+            valueFrom=an("secretKeyRef", secretKeyRef=an("name", "key", name=LABEL, key=TEXT)),
+        )
+    ),
     # The name of a port has 15 letters at most.
     ports=some(
         an(
@@ -243,9 +253,46 @@ def test_the_yaml_fits_its_schema(path: Path) -> None:
 def test_the_schema_would_notice(path: Path, old: str, new: str, fault: str) -> None:
     text = path.read_text()
     start = text.index("\napiVersion")
-    assert old in text[start:]
-    found = faults(yaml.safe_load(text[start:].replace(old, new)), SCHEMAS[path])
+    assert old in text[text.index("\n---") :]
+    _, job = yaml.safe_load_all(text[start:].replace(old, new))
+    found = faults(job, SCHEMAS[path])
     assert any(fault in one for one in found), found
+
+
+@pytest.mark.parametrize(
+    ("path", "label"),
+    [(JOBSET, "jobset.sigs.k8s.io/jobset-name"), (TFJOB, "training.kubeflow.org/job-name")],
+    ids=["jobset", "tfjob"],
+)
+def test_only_pods_of_the_job_may_connect_to_them(path: Path, label: str) -> None:
+    policy, job = yaml.safe_load_all(path.read_text())
+    own = {"matchLabels": {label: job["metadata"]["name"]}}
+    assert policy == {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": job["metadata"]["name"]},
+        "spec": {
+            "podSelector": own,
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [{"podSelector": own}]}],
+        },
+    }
+
+
+def token_of(pod: dict[str, Any]) -> dict[str, str] | None:
+    """The secret from which a pod has its job token; None if it has none."""
+    found = [one for one in container(pod)["env"] if one["name"] == job_token.TOKEN]
+    return found[0]["valueFrom"]["secretKeyRef"] if found else None
+
+
+def test_the_pods_that_train_share_the_token_of_a_secret() -> None:
+    expected = {"name": "digits-token", "key": "token"}
+    assert token_of(jobs()["workers"]["template"]) == expected
+    assert token_of(jobs()["evaluator"]["template"]) is None  # it joins no job
+    pods = {name: token_of(one["template"]) for name, one in replicas().items()}
+    assert pods == {"Chief": expected, "Worker": expected, "Evaluator": None}
+    for path in (JOBSET, TFJOB):
+        assert 'secret generic digits-token --from-literal=token="$(openssl' in header(path)
 
 
 # -- stand-ins -------------------------------------------------------------------------------------
@@ -263,6 +310,7 @@ def stand_in(folder: Path, name: str, text: str) -> Path:
 # Records its arguments, and ends with the next of the codes that it is told.
 PYTHON = """#!/bin/bash
 printf '%s\\n' "$(printf '%q ' "$@")" >>"$LOG"
+echo "${SPMDTRAIN_JOB_TOKEN_FILE:-}" >>"$(dirname "$LOG")/files"
 read -r code <"$CODES"
 sed -i 1d "$CODES"
 exit "${code:-0}"
@@ -633,6 +681,22 @@ def test_sbatch_where_slurm_may_not_requeue(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == "Slurm did not requeue it: submit it again to go on"
 
 
+def test_sbatch_gives_all_tasks_one_token(tmp_path: Path) -> None:
+    show = "#!/bin/bash\necho token $SPMDTRAIN_JOB_TOKEN >>$LOG\n"
+    for given in ("", "given-token-of-the-user"):
+        python = stand_in(tmp_path / "bin", "python", show)
+        done = subprocess.run(
+            ["bash", str(SBATCH)],
+            env=in_slurm(tmp_path, "0", PYTHON=python, TASKS=2, SPMDTRAIN_JOB_TOKEN=given),
+            timeout=60,
+        )
+        assert done.returncode == 0
+        one, other = [line for line in said(tmp_path) if line.startswith("token")][-2:]
+        assert one == other
+        assert one == f"token {given}" if given else re.fullmatch("token [0-9a-f]{64}", one)
+        assert not any(one.split()[1] in line for line in said(tmp_path) if "srun" in line)
+
+
 @pytest.mark.parametrize("evaluator", ["", "1"])
 def test_sbatch_s_commands(tmp_path: Path, evaluator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sbatch(tmp_path, "0 0", EVALUATOR=evaluator).returncode == 0
@@ -766,6 +830,38 @@ def test_what_tpu_pod_asks_gcloud(tmp_path: Path, verb: str, words: str) -> None
         assert "pip install --quiet '.[tpu,gcs,examples]'" in calls[1]
 
 
+# Copies as `gcloud compute tpus tpu-vm scp FILE NAME:TARGET` would.
+SCP = """#!/bin/bash
+[[ $4 == scp ]] && cp -p "$5" "$HOME/${6#*:}"
+true
+"""
+
+
+def test_tpu_pod_installs_a_token_for_all_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = set()
+    for _ in range(2):
+        tpu_pod(tmp_path, **BUCKET)  # makes the stand-ins
+        stand_in(tmp_path / "bin", "gcloud", SCP)
+        done = subprocess.run(
+            ["bash", str(TPU_POD), "install"],
+            cwd=REPOSITORY,
+            env=outside(tmp_path, HOME=tmp_path, **BUCKET),
+            timeout=60,
+        )
+        assert done.returncode == 0
+        archive = tmp_path / "spmdtrain.tar.gz"
+        assert archive.stat().st_mode & 0o777 == 0o600
+        with tarfile.open(archive) as content:
+            token = content.getmember("job_token")
+            assert token.mode == 0o600
+            file = content.extractfile(token)
+            assert file is not None
+            tokens.add(file.read().decode())
+    assert len(tokens) == 2 and all(re.fullmatch("[0-9a-f]{64}", token) for token in tokens)
+
+
 def test_tpu_pod_on_spot_capacity(tmp_path: Path) -> None:
     assert tpu_pod(tmp_path, "create", SPOT="1", **BUCKET).returncode == 0
     assert "  --spot" in said(tmp_path)
@@ -797,6 +893,8 @@ def test_tpu_pod_trains(
     assert len(calls) == attempts
     command = understood(calls[-1], monkeypatch)
     assert command.options.cluster == "auto" and command.config.workdir == BUCKET["WORKDIR"]
+    # Relative to the folder that the token was installed in, where the command runs.
+    assert (tmp_path / "files").read_text().split() == ["job_token"] * attempts
 
 
 def test_tpu_pod_stops_what_trains_and_not_the_shell_around_it(tmp_path: Path) -> None:

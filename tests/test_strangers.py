@@ -4,12 +4,17 @@ import contextlib
 import json
 import os
 import resource
+import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from helpers import saved_steps
 from meetings import (
     NONCE,
     all_meet,
@@ -25,11 +30,24 @@ from meetings import (
     refusal,
     until,
 )
+from processes import (
+    BOUND,
+    STEPS,
+    as_task,
+    codes,
+    drill,
+    free_port,
+    quiet,
+    run_line,
+    show,
+    tf_config,
+)
 
 from spmdtrain import admission, rendezvous
 from spmdtrain.errors import ClusterError, UserError
 from spmdtrain.lines import Line
 from spmdtrain.rendezvous import Party
+from spmdtrain.testing import started
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
 OTHER = b"another token of the same length"
@@ -330,3 +348,68 @@ def test_a_false_process_0_of_a_job_without_a_token_cannot_write_to_the_terminal
 
 def test_the_token_is_not_shown() -> None:
     assert TOKEN.decode() not in repr(Party("h", 1, ["chief"], 0, token=TOKEN))
+
+
+# -- a real job ------------------------------------------------------------------------------------
+
+ATTACKER = """
+import json, socket, sys, time
+from pathlib import Path
+
+from meetings import NONCE, greeted, greeting, hello, knock, parties
+from spmdtrain.rendezvous import Party
+
+port, go, names = int(sys.argv[1]), Path(sys.argv[2]), ["chief", "worker 0"]
+worker = Party("127.0.0.1", port, names, 1)
+until = time.monotonic() + 60
+while time.monotonic() < until:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+        break
+    except OSError:
+        time.sleep(0.1)
+for text in (b'{"a":' + b"[" * 100_000 + b"\\n", b"GET / HTTP/1.1\\r\\n\\r\\n", b"\\x00" * 5000):
+    knock(worker).sendall(text)
+silent = [knock(worker) for _ in range(1100)]
+for token in (b"", b"a token that the job does not have"):
+    stranger = knock(worker)
+    try:
+        line = greeted(stranger, token)
+        line.send(hello(worker) | {"about": {"jax": "\\x1b[2J"}})
+        while line.read():
+            print("heard", list(line.messages()))
+    except OSError as error:
+        print("refused:", error)
+go.touch()
+time.sleep(20)
+"""
+
+
+@pytest.mark.drill
+def test_a_job_trains_though_strangers_attack_its_rendezvous(tmp_path: Path) -> None:
+    """The chief may open 512 files; the worker comes after the attack, while it goes on."""
+    addresses, go = [f"127.0.0.1:{free_port()}" for _ in range(2)], tmp_path / "go"
+    line = run_line(drill(tmp_path), "--workdir", tmp_path / "run")
+    before = {0: "ulimit -n 512", 1: f"until test -e {go}; do sleep 0.1; done"}
+    shells = {rank: ["bash", "-c", f'{text}; exec "$@"', "task"] for rank, text in before.items()}
+    attack = [sys.executable, "-c", ATTACKER, addresses[0].split(":")[1], str(go)]
+    with started(
+        lambda rank: as_task(tf_config(addresses, rank), [*shells[rank], *line]),
+        processes=2,
+        timeout=BOUND,
+        env=quiet(),
+    ) as job:
+        attacker = subprocess.Popen(
+            attack, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            ended = job.wait(check=False)
+        finally:
+            attacker.kill()
+            heard, _ = attacker.communicate()
+    assert codes(ended) == [0, 0], show(ended)
+    assert saved_steps(tmp_path / "run")[-1] == STEPS
+    assert "heard" not in heard
+    refused = re.search(r"refused (\d+) connections, the last from 127", ended[0].output)
+    assert refused is not None and int(refused[1]) >= 970
+    assert "\x1b" not in ended[0].output
