@@ -3,8 +3,8 @@
 import contextlib
 import json
 import os
-import resource
 import re
+import resource
 import socket
 import subprocess
 import sys
