@@ -1,0 +1,226 @@
+"""Damaged and forged input of every kind: each ends in an error that is meant for users.
+
+`make fuzz` gives it ten minutes and a new seed, `make drill` one minute. A finding is printed as
+the smallest input that shows it; add that input to the tests of its module.
+"""
+
+import copy
+import functools
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from spmdtrain import StorageError, UserError, tfconfig
+from spmdtrain.hlo import collectives
+from spmdtrain.hlo_module import Module
+from spmdtrain.idx import read_idx
+from spmdtrain.products import products
+from spmdtrain.traffic import bytes_moved
+
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))
+SEED = int(os.environ.get("FUZZ_SEED", "0"))
+
+# -- what is damaged, and how ----------------------------------------------------------------------
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 3)
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["\0", "\ud800", "../..", "[::1]:1", "host:0", 10**400, 2**63, "1e999"])
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+DEEP = "[" * 100_000
+
+
+@st.composite
+def changed_bytes(draw: st.DrawFn, whole: bytes) -> bytes:
+    """Content with parts cut out, repeated, flipped or put in."""
+    content = bytearray(whole)
+    for _ in range(draw(st.integers(0, 4))):
+        start = draw(st.integers(0, len(content)))
+        end = min(len(content), start + draw(st.integers(0, 40)))
+        part = draw(
+            st.just(b"")
+            | st.binary(max_size=6)
+            | st.just(bytes(content[start:end] * 2))
+            | st.sampled_from([b"0", b"-1", b"999999999999", b"()", b"{", b"}", b'"', b"[", b","])
+        )
+        content[start:end] = part
+    return bytes(content)
+
+
+def containers(value: Any) -> list[Any]:
+    """All dictionaries and lists in a document that are not empty."""
+    if not isinstance(value, (dict, list)) or not value:
+        return []
+    inner = value.values() if isinstance(value, dict) else value
+    return [value, *(found for one in inner for found in containers(one))]
+
+
+@st.composite
+def changed_json(draw: st.DrawFn, whole: Any) -> Any:
+    """A document of which some values are others, missing, or in other places."""
+    document = copy.deepcopy(whole)
+    for _ in range(draw(st.integers(0, 3))):
+        if not (places := containers(document)):
+            break
+        place = draw(st.sampled_from(places))
+        key = draw(st.sampled_from(list(place) if isinstance(place, dict) else range(len(place))))
+        how = draw(st.sampled_from(["other", "missing", "new", "whole"]))
+        if how == "missing":
+            del place[key]
+        elif how == "new" and isinstance(place, dict):
+            place[draw(st.text(max_size=6))] = draw(VALUES)
+        else:
+            place[key] = copy.deepcopy(whole) if how == "whole" else draw(VALUES)
+    return document
+
+
+def changed_text(whole: Any) -> st.SearchStrategy[bytes]:
+    """JSON of a changed document, or changed bytes of the whole one, or nested deeply."""
+    text = json.dumps(whole)
+    return (
+        changed_json(whole).map(lambda found: json.dumps(found).encode())
+        | changed_bytes(text.encode())
+        | st.sampled_from([DEEP, text.replace(":", f":{DEEP}", 1)]).map(str.encode)
+    )
+
+
+# -- what reads it ---------------------------------------------------------------------------------
+
+
+class Target(NamedTuple):
+    inputs: st.SearchStrategy[Any]
+    read: Callable[[Any, Path], object]
+
+
+def tf_config() -> Target:
+    whole = {
+        "cluster": {
+            "chief": ["a:1"],
+            "worker": ["10.0.0.1:2", "[::1]:3"],
+            "ps": {"0": "b:4", "1": "c:5"},
+            "evaluator": ["d:6"],
+        },
+        "task": {"type": "worker", "index": 1},
+        "environment": "cloud",
+    }
+    return Target(
+        changed_text(whole),
+        lambda text, _: tfconfig.parse(text.decode(errors="surrogateescape")),
+    )
+
+
+def idx() -> Target:
+    import gzip
+
+    plain = b"\0\0\x0c\2" + np.array([3, 2], ">u4").tobytes() + np.arange(6, dtype=">i4").tobytes()
+
+    def read(content: bytes, folder: Path) -> object:
+        (folder / "idx").write_bytes(content)
+        return read_idx(folder / "idx")
+
+    packed = gzip.compress(plain)
+    damaged = changed_bytes(plain)
+    return Target(damaged | damaged.map(gzip.compress) | changed_bytes(packed), read)
+
+
+def hlo_text() -> Target:
+    texts = [text[:40_000] for text in programs()]
+
+    def read(text: str, _: Path) -> object:
+        module = Module(text)
+        found = [products(module), bytes_moved(module), collectives(text, devices())]
+        for computation in module.computations.values():
+            found += [module.line_of(one) for one in computation.instructions.values()]
+        return found
+
+    tokens = [re.split(r"(\W)", text) for text in texts]
+
+    @st.composite
+    def changed_tokens(draw: st.DrawFn) -> str:
+        found = list(draw(st.sampled_from(tokens)))
+        for _ in range(draw(st.integers(1, 6))):
+            place, other = (draw(st.integers(0, len(found) - 1)) for _ in range(2))
+            odd = st.sampled_from([found[other], "", "-1", "999999999999", "while", "(", ")", "{"])
+            found[place] = draw(odd)
+        return "".join(found)
+
+    broken = st.sampled_from(texts).flatmap(lambda text: changed_bytes(text.encode()))
+    return Target(changed_tokens() | broken.map(lambda x: x.decode("latin-1")), read)
+
+
+def devices() -> Mesh:
+    grid = np.array(jax.devices()).reshape(4, 2)
+    return Mesh(grid, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+
+@functools.cache
+def programs() -> list[str]:
+    """Compiled programs with loops, fusions, products and collectives."""
+    split = NamedSharding(devices(), PartitionSpec("data", "tensor"))
+
+    def step(x: jax.Array) -> jax.Array:
+        def body(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return jnp.tanh(carry @ carry.T @ carry), None
+
+        x, _ = jax.lax.scan(body, x, None, length=3)
+        return jax.lax.cond(x.sum() > 0, lambda y: y * 2, lambda y: jnp.sort(y), x).mean(0)
+
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=split)
+    return [jax.jit(step).lower(x).compile().as_text() or ""]
+
+
+TARGETS = [tf_config, idx, hlo_text]
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(SECONDS + 300)
+@pytest.mark.parametrize("make", TARGETS, ids=lambda make: make.__name__)
+def test_no_input_ends_in_a_traceback(make: Callable[[], Target], tmp_path: Path) -> None:
+    target = make()
+    end = time.monotonic() + SECONDS / len(TARGETS)
+    rounds = examples = 0
+    while time.monotonic() < end:
+
+        @hypothesis.seed(SEED + rounds)
+        @settings(
+            max_examples=200, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+        )
+        @hypothesis.given(target.inputs)
+        def read(given: Any) -> None:
+            nonlocal examples
+            if time.monotonic() > end:
+                return
+            examples += 1
+            try:
+                target.read(given, tmp_path)
+            except (UserError, StorageError) as error:
+                assert "Traceback" not in str(error) and len(str(error)) < 2000
+
+        read()
+        rounds += 1
+    print(f"{make.__name__}: {examples} examples, seeds {SEED} to {SEED + rounds - 1}")
+    assert examples > 20
