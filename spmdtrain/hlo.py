@@ -8,7 +8,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from jax.sharding import Mesh
 
-from spmdtrain.hlo_module import ASYNC, Array, Computation, Instruction, Module, arrays_of
+from spmdtrain.hlo_module import (
+    ASYNC,
+    Array,
+    Computation,
+    Instruction,
+    Module,
+    UnreadableProgramError,
+    arrays_of,
+    reading_program,
+)
 from spmdtrain.origins import Origins
 from spmdtrain.terminal import byte_size
 
@@ -28,6 +37,7 @@ _BETWEEN_SLICES = re.compile(
 )
 _IS_SYNC = '"is_sync":true'
 
+_MOST_DEVICES = 2**24  # of a program; a larger number in its text is damage
 _LISTS = re.compile(r"(replica_groups|source_target_pairs)=\{([\d,{} ]*)\}")
 _IOTA = re.compile(r"replica_groups=(\[[\d,]+\])<=(\[[\d,]+\](?:T\([\d,]+\))?)")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^{}]*)\}")
@@ -97,6 +107,7 @@ def collectives(hlo_text: str, mesh: Mesh) -> list[Collective]:
     return collectives_of(Module(hlo_text), mesh)
 
 
+@reading_program()
 def collectives_of(module: Module, mesh: Mesh, origins: Origins | None = None) -> list[Collective]:
     """The same of a program that is read already; with `origins` also what each carries."""
     found: list[Collective] = []
@@ -217,7 +228,10 @@ def describe(found: Sequence[Collective], mesh: Mesh) -> str:
 
 def told(hlo_text: str, mesh: Mesh | None) -> str:
     """The collectives of a compiled step in a line; without a mesh there are none."""
-    return "no collectives" if mesh is None else describe(collectives(hlo_text, mesh), mesh)
+    try:
+        return "no collectives" if mesh is None else describe(collectives(hlo_text, mesh), mesh)
+    except UnreadableProgramError as error:  # a report must not end a run
+        return f"collectives unknown: {error}"
 
 
 def _payload(shape: str, kind: str, started: bool) -> list[Array]:
@@ -280,10 +294,16 @@ def _chains(pairs: Iterable[Sequence[int]]) -> list[list[int]]:
     return list({id(chain): chain for chain in chain_of.values()}.values())
 
 
+def _ids(sizes: Sequence[int]) -> np.ndarray:
+    if (count := math.prod(sizes)) > _MOST_DEVICES:
+        raise ValueError(f"{count} devices")
+    return np.arange(count)
+
+
 def _iota(text: str) -> np.ndarray:
     """`[4,2]T(1,0)`: 0, 1, 2 ... in these dims, then transposed, flat."""
     dims, _, permutation = text.partition("T")
-    ids = np.arange(math.prod(_numbers(dims))).reshape(_numbers(dims))
+    ids = _ids(_numbers(dims)).reshape(_numbers(dims))
     return ids.transpose(_numbers(permutation) or None).ravel()
 
 
@@ -296,7 +316,7 @@ def _mesh_groups(axes: str, device_ids: str | None, grouped: str) -> np.ndarray:
     names, lengths = zip(*re.findall(r"'?([^',=]+)'?=(\d+)", axes), strict=True)
     sizes = [int(length) for length in lengths]
     if device_ids is None:
-        ids = np.arange(math.prod(sizes))
+        ids = _ids(sizes)
     else:
         ids = _iota(device_ids) if "[" in device_ids else np.array(_numbers(device_ids))
     coordinates = np.indices(sizes).reshape(len(sizes), -1)

@@ -1,5 +1,6 @@
 """The text of a compiled program, read: its instructions, and how often each of them runs."""
 
+import contextlib
 import functools
 import math
 import re
@@ -7,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from spmdtrain.errors import UserError
 
 # One instruction a line: `%name = SHAPE opcode(operands), attributes`. Before the opcode, no `=`
 # but that of a bounded dim (`<=`) is let through, so that no name within the attributes is taken
@@ -29,7 +32,33 @@ _ESCAPES = re.compile(r"\\([0-7]{3}|.)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _SOURCE = re.compile(r'source_file="((?:[^"\\]|\\.)*)" source_line=(\d+)')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
+# What a reader stumbles over in a text of another form.
+_CONFUSIONS = (
+    *(ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
+)
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+
+
+class UnreadableProgramError(UserError):
+    """The text of a compiled program is not as XLA has written it so far."""
+
+
+@contextlib.contextmanager
+def reading_program() -> Iterator[None]:
+    """Raises `UnreadableProgramError` for what a text of another form leads to; also a decorator.
+
+    The text comes from XLA, whose next version may write it otherwise.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except _CONFUSIONS as error:
+        raise UnreadableProgramError(
+            f"this version of XLA writes programs in a form that spmdtrain cannot read "
+            f"({type(error).__name__}: {str(error)[:100]}): use the version of jax in its "
+            "requirements, or report this"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -119,12 +148,16 @@ class Computation:
     @property
     def root(self) -> Instruction:
         """What it returns."""
-        return next(one for one in self.instructions.values() if one.is_root)
+        for one in self.instructions.values():
+            if one.is_root:
+                return one
+        raise LookupError(f"{self.name} returns nothing")
 
 
 class Module:
     """A compiled program, from `compiled.as_text()`."""
 
+    @reading_program()
     def __init__(self, text: str) -> None:
         self.computations: dict[str, Computation] = {}
         self.entry = ""
@@ -280,8 +313,9 @@ class Module:
             return f"{match[1]}:{match[2]}"
         match = _FRAME.search(one.attributes)
         frame = int(match[1]) if match else 0
-        lines = []
-        while frame and (row := self._tables["StackFrames"].get(frame)):
+        lines: list[tuple[str, str]] = []
+        frames = self._tables["StackFrames"]
+        while frame and len(lines) < len(frames) and (row := frames.get(frame)):
             location = _numbers(row, "file_location_id")
             frame = _numbers(row, "parent_frame_id") - 1  # so it is written
             where = self._tables["FileLocations"].get(location, "")
@@ -293,7 +327,9 @@ class Module:
 
 def _source(one: Instruction | None, within: Computation) -> Instruction | None:
     """Of what an instruction is a copy."""
-    while one is not None and one.opcode in ("copy", "bitcast"):
+    for _ in within.instructions:  # no more often, if copies are copies of each other
+        if one is None or one.opcode not in ("copy", "bitcast"):
+            break
         one = within.instructions.get(one.operands[0])
     return one
 

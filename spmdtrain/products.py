@@ -7,7 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmdtrain.hlo_module import Computation, Instruction, Module, arrays_of
+from spmdtrain.hlo_module import (
+    Computation,
+    Instruction,
+    Module,
+    arrays_of,
+    reading_program,
+)
 
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
@@ -20,6 +26,7 @@ _GEMM = ("__cublas$gemm", "__cublas$lt$matmul")
 _OPAQUE = ("__cud", "__cublas", "__onednn", "__triton", "tpu_custom_call", "triton_kernel_call")
 
 
+@reading_program()
 def products(module: Module) -> float:
     """Floating-point operations of all products on one device, as often as they run in a step.
 

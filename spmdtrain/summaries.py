@@ -19,7 +19,7 @@ from spmdtrain.compilation import cache_folder, keep_file
 from spmdtrain.compiler_log import CompilerLog, kept_log, short
 from spmdtrain.errors import UserError
 from spmdtrain.hlo import Carried, Collective, collectives_of
-from spmdtrain.hlo_module import Computation, Instruction, Module, element_of
+from spmdtrain.hlo_module import Computation, Instruction, Module, element_of, reading_program
 from spmdtrain.live_ranges import Fullest, Live, read_dump
 from spmdtrain.origins import Origins
 from spmdtrain.products import products
@@ -168,6 +168,19 @@ def _compile(
                 refusal = str(error)
         fullest = read_dump(folder)
         text = _dumped_module(folder) if program is None else program.as_text() or ""
+    with reading_program():
+        return _read_off(program, text, refusal, fullest, log, on, parameters)
+
+
+def _read_off(
+    program: jax.stages.Compiled | None,
+    text: str,
+    refusal: str,
+    fullest: Fullest | None,
+    log: CompilerLog,
+    on: jax.sharding.Mesh | None,
+    parameters: Mapping[str, str],
+) -> Found:
     module = Module(text)
     origins = Origins(module, parameters, 1 if on is None else on.size)
     sizes = {} if fullest is None else {"total": fullest.total}

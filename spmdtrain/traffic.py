@@ -2,7 +2,15 @@
 
 import re
 
-from spmdtrain.hlo_module import ASYNC, Array, Computation, Instruction, Module, arrays_of
+from spmdtrain.hlo_module import (
+    ASYNC,
+    Array,
+    Computation,
+    Instruction,
+    Module,
+    arrays_of,
+    reading_program,
+)
 
 # These name what is there already, or wait for what another instruction counts.
 _NOTHING = frozenset(
@@ -15,6 +23,7 @@ _NOTHING = frozenset(
 _NAMES = re.compile('custom_call_target="(AllocateBuffer|ConcatBitcast|AssumeGatherIndices.*?)"')
 
 
+@reading_program()
 def bytes_moved(module: Module) -> float:
     """Bytes that each instruction reads and writes, as often as it runs, on one device.
 
