@@ -34,6 +34,7 @@ _READERS = (
     "traffic",
 )
 _MOST_KEPT = 500
+_MOST_BYTES = 2**28  # of a summary
 _SIZES = ("argument", "output", "alias", "temp", "generated_code")
 
 
@@ -131,15 +132,32 @@ def compiled(
     """
     lowered = traced.lower()
     path = cache_folder() / "plans" / f"{_key(lowered, parameters, where)}.json"
-    if keep and path.exists():
-        with contextlib.suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
-            # What cannot be read is made anew.
-            return _from_json(json.loads(path.read_text()))
+    if keep and (kept := read_summary(path)) is not None:
+        return kept
     found = _compile(lowered, on, parameters)
     if keep:
         _make_room(path.parent)
-        keep_file(path, json.dumps(dataclasses.asdict(found)).encode())
+        keep_file(path, sealed(path.stem, json.dumps(dataclasses.asdict(found)).encode()))
     return found
+
+
+def sealed(key: str, content: bytes) -> bytes:
+    """Returns the content of a summary's file: a digest of its name and text, then the text."""
+    digest = hashlib.blake2b(f"{key}\n".encode() + content, digest_size=16).hexdigest()
+    return f"{digest}\n".encode() + content
+
+
+def read_summary(path: Path) -> Found | None:
+    """Returns a summary that was kept; None if it is missing, damaged or of another program."""
+    with contextlib.suppress(
+        OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError
+    ):
+        if path.is_file() and path.stat().st_size < _MOST_BYTES:  # a pipe is not waited for
+            stored = path.read_bytes()
+            content = stored.partition(b"\n")[2]
+            if stored == sealed(path.stem, content):
+                return _from_json(json.loads(content))
+    return None
 
 
 def _make_room(folder: Path) -> None:

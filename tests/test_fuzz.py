@@ -5,6 +5,7 @@ the smallest input that shows it; add that input to the tests of its module.
 """
 
 import copy
+import dataclasses
 import functools
 import gzip
 import json
@@ -24,6 +25,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from test_summaries import FOUND
 
 from spmdtrain import StorageError, UserError, rendezvous, tfconfig
 from spmdtrain.hlo import collectives
@@ -31,6 +33,7 @@ from spmdtrain.hlo_module import Module
 from spmdtrain.idx import read_idx
 from spmdtrain.lines import Line
 from spmdtrain.products import products
+from spmdtrain.summaries import read_summary, sealed
 from spmdtrain.traffic import bytes_moved
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))
@@ -221,7 +224,24 @@ def programs() -> list[str]:
     return [jax.jit(step).lower(x).compile().as_text() or ""]
 
 
-TARGETS = [tf_config, rendezvous_message, idx, hlo_text]
+def plan_summary() -> Target:
+    def read(content: bytes, folder: Path) -> object:
+        (folder / "x.json").write_bytes(content)
+        found = read_summary(folder / "x.json")
+        assert found is None or dataclasses.asdict(found).keys() == whole.keys()
+        return found
+
+    whole = dataclasses.asdict(FOUND)
+    text = changed_text(whole)
+    return Target(changed_bytes(sealed("x", json.dumps(whole).encode())) | text.map(forged), read)
+
+
+def forged(content: bytes) -> bytes:
+    """Content with the digest that it must have."""
+    return sealed("x", content)
+
+
+TARGETS = [tf_config, rendezvous_message, idx, hlo_text, plan_summary]
 
 
 @pytest.mark.drill

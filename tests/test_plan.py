@@ -26,6 +26,7 @@ from spmdtrain.hlo import collectives_of
 from spmdtrain.hlo_module import Module
 from spmdtrain.origins import Origins
 from spmdtrain.plan import main
+from spmdtrain.summaries import sealed
 
 PARAMETERS = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10  # of digits_mlp
 
@@ -118,9 +119,14 @@ def test_a_compiler_option_passes_through_and_a_summary_is_kept_for_each(tmp_pat
     assert reduces(*apart) > together
     first, _ = sorted(kept.iterdir(), key=lambda path: path.stat().st_mtime)
     # What is kept is what is told again.
-    summary = json.loads(first.read_text())
-    first.write_text(json.dumps(summary | {"collectives": summary["collectives"] * 3}))
+    whole = first.read_bytes()
+    summary = json.loads(whole.partition(b"\n")[2])
+    changed = json.dumps(summary | {"collectives": summary["collectives"] * 3}).encode()
+    first.write_bytes(sealed(first.stem, changed))
     assert reduces() == 3 * together
+    # Without its digest it is damaged, and made anew.
+    first.write_bytes(whole.partition(b"\n")[0] + b"\n" + changed)
+    assert reduces() == together and first.read_bytes() == whole
     assert len(list(kept.iterdir())) == 2
     first.write_text("{")  # cut off: made anew
     assert reduces() == together
