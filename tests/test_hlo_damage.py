@@ -1,0 +1,82 @@
+"""Texts of programs that XLA has not written so far: one message, and no end of a run."""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from spmdtrain.errors import UserError
+from spmdtrain.hlo import collectives, told
+from spmdtrain.hlo_module import Module
+from spmdtrain.traffic import bytes_moved
+
+CALLED = """
+%fused (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  ROOT %b = f32[8]{0} negate(%a)
+}
+"""
+MAIN = """
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %y = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused
+}
+"""
+
+
+def eight() -> Mesh:
+    return Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        (MAIN, lambda text: bytes_moved(Module(text))),  # what is called is missing
+        (CALLED.replace("ROOT ", "") + MAIN, lambda text: bytes_moved(Module(text))),
+        (
+            MAIN.replace("fusion(%x), kind=kLoop, calls=%fused", "while(%x), condition=%c"),
+            Module,
+        ),
+    ],
+)
+def test_a_program_that_cannot_be_read_is_one_message(
+    text: str, read: Callable[[str], object]
+) -> None:
+    with pytest.raises(UserError, match="this version of XLA writes programs in a form"):
+        read(text)
+
+
+def test_a_report_says_that_it_cannot_tell() -> None:
+    text = "ENTRY %main {\n  %y = (f32[8]) while(%x), condition=%c\n}\n"
+    assert told(text, eight()).startswith("collectives unknown: this version of XLA")
+
+
+@pytest.mark.timeout(20)
+def test_copies_of_each_other_and_frames_in_a_circle_end() -> None:
+    text = """
+StackFrames
+1 {file_location_id=1 parent_frame_id=3}
+2 {file_location_id=1 parent_frame_id=2}
+
+%c (p: s32[]) -> pred[] {
+  %a = s32[] copy(%b)
+  %b = s32[] copy(%a)
+  ROOT %lt = pred[] compare(%a, %b), direction=LT
+}
+
+ENTRY %main (x: s32[]) -> s32[] {
+  %x = s32[] parameter(0)
+  ROOT %w = s32[] while(%x), condition=%c, body=%c, metadata={stack_frame_id=1}
+}
+"""
+    module = Module(text)
+    (loop,) = (one for one, _, _ in module.instructions() if one.opcode == "while")
+    assert module.unknown_loops == [loop] and module.line_of(loop)
+
+
+def test_groups_of_more_devices_than_there_are_take_no_memory() -> None:
+    line = "%r = f32[128] all-reduce(%p), replica_groups=[1,30000000000]<=[30000000000]"
+    (found,) = collectives(f"ENTRY %main {{\n  {line}\n}}\n", eight())
+    assert (found.axes, found.group_size) == ((), 0)
