@@ -20,7 +20,7 @@ from spmdtrain.export import export_params
 from spmdtrain.listing import LATEST, Listing
 from spmdtrain.manifest import Manifest
 from spmdtrain.restore import Source, examine, find, read_manifest
-from spmdtrain.terminal import Terminal, byte_size, number
+from spmdtrain.terminal import Terminal, byte_size, number, printable
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def _show_one(path: str, which: str | int, terminal: Terminal) -> None:
     }
     facts |= {f"config.{name}": value for name, value in manifest.identity.config.items()}
     for name, fact in facts.items():
-        terminal.line(f"{name}: {fact}")
+        terminal.line(printable(f"{name}: {fact}"))
 
 
 def _elements(text: str) -> int:

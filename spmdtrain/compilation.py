@@ -1,6 +1,7 @@
 """How programs are compiled, and kept for later starts in a folder of the user's."""
 
 import contextlib
+import errno
 import hashlib
 import os
 import platform
@@ -13,15 +14,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import compilation_cache, compiler
+from etils import epath
+from jax._src import cache_key, compilation_cache, compiler
 from jax._src import distributed as jax_distributed
 from jax._src.compilation_cache_interface import CacheInterface
 from jax.sharding import Sharding
 
 from spmdtrain.errors import UserError
+from spmdtrain.untrusted import Malformed, read_bytes
 
 OFF = "off"
 _MOST_BYTES = 4 * 2**30
+_MARK, _SUM_BYTES = b"spmdtrain program 1\n", hashlib.sha256().digest_size
 # JAX's names, and those of what a killed process left: in a user's folder may be other files.
 _PROGRAM = re.compile(r".+-[0-9a-f]{64}(-cache|-atime)?|\.new-\w+")
 
@@ -38,14 +42,23 @@ def keep_programs(folder: str | None) -> None:
     path = _own_folder() if folder is None else Path(folder).expanduser().absolute()
     if current == str(path):
         return
-    if not path.exists():
-        with contextlib.suppress(OSError):  # then every program is compiled anew
+    try:
+        with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700, parents=True)  # who writes here runs code as this user
+        if folder is None and (owner := path.stat().st_uid) != os.geteuid():
+            raise PermissionError(errno.EPERM, f"it belongs to user {owner}")
+    except PermissionError as error:  # as a home of another user's
+        what = f"{path}: {error.strerror}"
+        warnings.warn(f"the cache of programs is not used: {what}", stacklevel=2)
+        return
+    except OSError:
+        pass  # then every program is compiled anew
     _make_room(path)
     compilation_cache.reset_cache()
     # JAX's own cache writes in place: what a process that is killed leaves behind would be read.
     compilation_cache.get_file_cache = lambda path: (_Folder(Path(path)), path)
     compiler._cache_write = _write
+    cache_key.get = _key
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
@@ -112,15 +125,46 @@ class _Folder(CacheInterface):
     def get(self, key: str) -> bytes | None:
         file = self._path / key
         try:
-            content = file.read_bytes()
+            content = read_bytes(epath.Path(file), _MOST_BYTES)
         except OSError:
+            return None
+        except Malformed as error:
+            warnings.warn(f"{error}: compiled anew", stacklevel=2)
+            return None
+        stored, program = content[: len(_MARK) + _SUM_BYTES], content[len(_MARK) + _SUM_BYTES :]
+        if stored != _mark(key, program):
+            warnings.warn(
+                f"the program {file} is damaged or of another name: compiled anew", stacklevel=2
+            )
             return None
         with contextlib.suppress(OSError):  # of use until now, where that can be written
             os.utime(file)
-        return content
+        return program
 
     def put(self, key: str, value: bytes) -> None:
-        keep_file(self._path / key, value)
+        keep_file(self._path / key, _mark(key, value) + value)
+
+
+def _mark(key: str, program: bytes) -> bytes:
+    """What stands before a program in its file. Under another name it would run as another."""
+    return _MARK + hashlib.sha256(key.encode() + b"\0" + program).digest()
+
+
+_key_of = cache_key.get
+
+
+def _key(module: Any, devices: Any, compile_options: Any, *args: Any, **kwargs: Any) -> str:
+    """The key of a program, wherever the cache is.
+
+    JAX tells XLA of a folder for autotuning inside the cache, and hashes its path.
+    """
+    options = compile_options.executable_build_options.debug_options
+    folder = options.xla_gpu_per_fusion_autotune_cache_dir
+    options.xla_gpu_per_fusion_autotune_cache_dir = ""
+    try:
+        return _key_of(module, devices, compile_options, *args, **kwargs)
+    finally:
+        options.xla_gpu_per_fusion_autotune_cache_dir = folder
 
 
 _write_in_process_0 = compiler._cache_write

@@ -372,6 +372,23 @@ def check(config: RunConfig) -> None:
         if rate is not None and not (rate >= 0 and math.isfinite(rate)):
             raise UserError(f"{name} is {rate}: it must be a finite number, 0 or more")
     config.profile_range()
+    _check_workdir(config.workdir)
+
+
+def _check_workdir(workdir: str | None) -> None:
+    """Raises `UserError` if the name of the workdir is empty, or none that a file system takes."""
+    if workdir is None:
+        return
+    try:
+        workdir.encode()
+    except UnicodeEncodeError:
+        problem = "it must be text in UTF-8"
+    else:
+        problem = "it must not contain NUL" if "\0" in workdir else ""
+    if not workdir.strip():
+        problem = "give a folder; without the option it is runs/NAME, from Python none"
+    if problem:
+        raise UserError(f"workdir is {workdir!a}: {problem}")
 
 
 def check_compute_dtype(name: object) -> None:

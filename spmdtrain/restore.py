@@ -411,6 +411,7 @@ def _named_faults(
     hush_late_answers()
     try:
         with _reachable(folder):
+            manifest.check_kinds(folder)
             manifest.check_files(folder)
             for item in items:
                 check_headers(_saved_tree(folder / item), manifest, in_memory=in_memory)
@@ -434,6 +435,11 @@ def examine(folder: epath.Path, manifest: Manifest) -> Iterator[tuple[str, str |
     hush_late_answers()
     seen = set()
     with _reachable(folder):
+        try:
+            manifest.check_kinds(folder)
+        except Damaged as error:
+            yield "files", str(error)
+            return  # nothing else here may be opened
         try:
             manifest.check_files(folder)
         except Damaged as error:

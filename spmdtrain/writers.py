@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 from etils import epath
@@ -22,6 +22,14 @@ from spmdtrain import nofollow
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.sharding import named_leaves
 from spmdtrain.storage import failures, folder_of, is_url, one_line
+from spmdtrain.untrusted import (
+    LARGEST,
+    LARGEST_LOG,
+    Malformed,
+    check,
+    parse_object,
+    read_bytes,
+)
 
 try:
     import fcntl
@@ -122,12 +130,18 @@ class RunFiles:
             return Path(self.folder)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spmdtrain-")))
         if (metrics := self.folder / self._lines_name).exists():
-            (folder / metrics.name).write_bytes(metrics.read_bytes())
+            (folder / metrics.name).write_bytes(read_bytes(metrics, LARGEST_LOG))
         return folder
 
     def _whole_lines(self) -> int:
         """How many bytes of the metrics are lines that were written to their end."""
-        return self._metrics.read_bytes().rfind(b"\n") + 1 if self._metrics.exists() else 0
+        return self._content().rfind(b"\n") + 1
+
+    def _content(self) -> bytes:
+        try:
+            return read_bytes(epath.Path(self._metrics), LARGEST_LOG)
+        except FileNotFoundError:
+            return b""
 
     def write_config(self, config: Mapping[str, Any], *, mesh: str, devices: Sequence[Any]) -> None:
         """Write `config.json`: the configuration, and what it runs on."""
@@ -217,13 +231,13 @@ class RunFiles:
 
     def lines(self) -> list[dict[str, Any]]:
         """What the metrics hold; a last line cut short by a kill is left out."""
-        lines = _whole(self._metrics.read_text()) if self._metrics.exists() else []
+        lines = _whole(self._content())
         return [self._parsed(number, line) for number, line in enumerate(lines, start=1)]
 
-    def _parsed(self, number: int, line: str) -> dict[str, Any]:
+    def _parsed(self, number: int, line: bytes) -> dict[str, Any]:
         if (content := _metrics_line(line)) is None:
-            path = self.folder / self._lines_name
-            raise UserError(f"{path}:{number}: not a line of metrics: {line[:60]!r}")
+            path, start = self.folder / self._lines_name, line[:60].decode(errors="replace")
+            raise UserError(f"{path}:{number}: not a line of metrics: {start!r}")
         return content
 
     def recorded(self, split: Split, step: int) -> dict[str, float]:
@@ -329,11 +343,14 @@ def status_of(workdir: str) -> dict[str, Any] | None:
     Raises `StorageError` where it cannot be read, and `UserError` where it is none of ours.
     """
     path = folder_of(workdir) / "status.json"
-    if (text := _text(path)) is None:
+    if (text := _read(path)) is None:
         return None
-    content = _object(text)
-    if content is None or content.get("status") not in list(Status) or "step" not in content:
-        raise UserError(f"{path}: not the status of a run: {text[:60]!r}")
+    try:
+        content = parse_object(text)
+        check(content, _Told, "status")
+    except Malformed as error:
+        start = text[:60].decode(errors="replace")
+        raise UserError(f"{path}: not the status of a run: {start!r}") from error
     return content
 
 
@@ -343,37 +360,52 @@ def evaluator_metrics(workdir: str) -> dict[int, dict[str, float]]:
     For a reader who does not wait: a line that cannot be read yet is one not yet written. Raises
     `StorageError` where the file cannot be read.
     """
-    text = _text(folder_of(workdir) / Writer.EVALUATOR.file("metrics", ".jsonl")) or ""
-    lines = [content for line in _whole(text) if (content := _metrics_line(line)) is not None]
-    return _by_step(lines, Split.EVAL)
+    text = _read(folder_of(workdir) / Writer.EVALUATOR.file("metrics", ".jsonl"), LARGEST_LOG)
+    found = [_metrics_line(line) for line in _whole(text or b"")]
+    return _by_step([content for content in found if content is not None], Split.EVAL)
 
 
-def _text(path: epath.Path) -> str | None:
+class _Told(TypedDict):
+    """What `status.json` holds."""
+
+    status: Literal["running", "finished", "failed", "preempted"]
+    step: int
+    reason: NotRequired[str]
+
+
+def _read(path: epath.Path, most: int = LARGEST) -> bytes | None:
     try:
-        content: bytes = path.read_bytes()
+        return read_bytes(path, most)
     except FileNotFoundError:
         return None
+    except UserError:
+        raise
     except failures(path) as error:
         raise StorageError(f"{path} cannot be read: {one_line(error)}") from error
-    return content.decode(errors="replace")  # what is no text is no line either
 
 
-def _whole(text: str) -> list[str]:
+def _whole(text: bytes) -> list[bytes]:
     """The lines that were written to their end."""
-    return text.split("\n")[:-1]
+    return text.split(b"\n")[:-1]
 
 
-def _metrics_line(line: str) -> dict[str, Any] | None:
-    content = _object(line)
-    return content if content is not None and {"step", "split"} <= content.keys() else None
+def _metrics_line(line: bytes) -> dict[str, Any] | None:
+    """A line of metrics, or None if it is not one.
 
-
-def _object(text: str) -> dict[str, Any] | None:
+    Checked here and not by a schema, which would take 60 us a line; files have up to millions.
+    """
     try:
-        content = json.loads(text)
-    except json.JSONDecodeError:
+        content = parse_object(line)
+    except Malformed:
         return None
-    return content if isinstance(content, dict) else None
+    step, split = content.get("step"), content.get("split")
+    if type(step) is not int or step < 0 or split not in list(Split):
+        return None
+    values = [value for name, value in content.items() if name not in ("step", "split")]
+    counts = [of for value in values if isinstance(value, dict) for of in value.values()]
+    plain = [value for value in values if not isinstance(value, dict)]
+    sound = all(value is None or type(value) in (int, float) for value in plain)
+    return content if sound and all(type(value) is int for value in counts) else None
 
 
 def _by_step(lines: Iterable[Mapping[str, Any]], split: Split) -> dict[int, dict[str, float]]:

@@ -24,7 +24,8 @@ LAYERS = [
         distributed divided elsewhere estimate failing hlo hlo_module idx jaxprs live_ranges mesh
         metrics model_state nnx_model nodes nofollow origins padding padding_rules permutation
         placement processes products profiling ray_auth reductions remat replicas retention settings
-        sharding signals storage sums tallies terminal together traffic uneven_batch writers
+        sharding signals storage sums tallies terminal together traffic uneven_batch untrusted
+        writers
         """,
         """
         actors callbacks calls checkpoint compilers data division division_table drift epochs

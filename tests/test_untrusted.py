@@ -1,0 +1,256 @@
+"""Damaged and forged files in a run's folder and in caches: a message each, or set aside."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from etils import epath
+from helpers import small_experiment
+from jax._src.compilation_cache import reset_cache
+from test_links import fit
+
+from spmdtrain import UserError, compilation
+from spmdtrain.checkpoints import main as checkpoints
+from spmdtrain.manifest import Damaged, Manifest
+from spmdtrain.run import main
+from spmdtrain.writers import RunFiles, evaluator_metrics, status_of
+
+pytestmark = pytest.mark.timeout(60)  # a FIFO must not be waited for
+
+LINES = {
+    "not UTF-8": b'{"step": 2, "split": "train", "loss": "\xff"}',
+    "nested": b"[" * 100_000,
+    "a text as step": b'{"step": "x", "split": "train", "loss": 1.0}',
+    "a negative step": b'{"step": -1, "split": "train", "loss": 1.0}',
+    "a huge step": b'{"step": 1' + b"0" * 400 + b', "split": "train", "loss": 1.0}',
+    "another split": b'{"step": 2, "split": {}, "loss": 1.0}',
+    "a text as value": b'{"step": 2, "split": "train", "loss": "low"}',
+    "a huge value": b'{"step": 2, "split": "train", "loss": 1' + b"0" * 400 + b"}",
+    "texts as counts": b'{"step": 2, "split": "train", "n_counts": {"1": "x"}}',
+}
+
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
+def test_a_line_that_is_none_of_metrics_is_named(line: bytes, tmp_path: Path) -> None:
+    good = b'{"step": 1, "split": "eval", "loss": null, "n_counts": {"3": 2}}\n'
+    for name in ("metrics.jsonl", "metrics.evaluator.jsonl"):
+        (tmp_path / name).write_bytes(good + line + b"\n")
+    with contextlib.closing(RunFiles(str(tmp_path))) as files:
+        with pytest.raises(UserError, match=r"metrics\.jsonl:2: not a line of metrics"):
+            files.lines()
+        with pytest.raises(UserError, match=r"metrics\.jsonl:2: not a line of metrics"):
+            files.rewind(1)
+    assert evaluator_metrics(str(tmp_path)).keys() == {1}  # which reads what it can
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"status": "running", "step": "x"}',
+        b'{"status": ["running"], "step": 1}',
+        b'{"status": "failed", "step": 1, "reason": 3}',
+        b'{"status": "running"}',
+        b"\xff",
+        b"[" * 100_000,
+    ],
+)
+def test_a_status_that_is_none_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"status\.json: not the status of a run"):
+        status_of(str(tmp_path))
+
+
+def test_what_is_no_regular_file_or_too_large_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    os.mkfifo(path)
+    with pytest.raises(UserError, match=r"status\.json is not a regular file"):
+        status_of(str(tmp_path))
+    path.unlink()
+    path.touch()
+    os.truncate(path, 2**40)
+    with pytest.raises(UserError, match=r"status\.json has 1,099,511,627,776 bytes"):
+        status_of(str(tmp_path))
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(UserError, match=r"metrics\.jsonl is not a regular file"):
+        RunFiles(str(tmp_path))
+    (tmp_path / "link").symlink_to("/dev/zero")
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").symlink_to("link")
+    with pytest.raises(UserError, match=r"metrics\.jsonl is not a regular file"):
+        RunFiles(str(tmp_path))
+
+
+# -- manifests -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints 1 and 2."""
+    workdir = tmp_path_factory.mktemp("finished") / "run"
+    fit(workdir, 2)
+    return workdir
+
+
+@pytest.fixture
+def workdir(finished: Path, tmp_path: Path) -> Path:
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a manifest, and seal it again."""
+    content = json.loads((folder / "manifest.json").read_text())
+    del content["sha256"]
+    change(content)
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(content | {"sha256": digest}))
+
+
+def nested(depth: int) -> Any:
+    value: Any = {}
+    for _ in range(depth):
+        value = {"x": value}
+    return value
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "step": lambda m: m.update(step="2"),
+    "step negative": lambda m: m.update(step=-2),
+    "date": lambda m: m.update(saved_at="yesterday"),
+    "date without a zone": lambda m: m.update(saved_at="2026-01-01T00:00:00"),
+    "date as number": lambda m: m.update(saved_at=7),
+    "metrics": lambda m: m.update(metrics={"loss": "low"}),
+    "sums": lambda m: m.update(sums=[1, 2]),
+    "NUL": lambda m: m["files"].update({"a\0b": 1}),
+    "outside": lambda m: m["files"].update({"../../status.json": 1}),
+    "absolute": lambda m: m["files"].update({"/etc/passwd": 1}),
+    "size": lambda m: m["files"].update({"a": "1"}),
+    "leaves": lambda m: m["identity"]["leaves"].update({"a": "what"}),
+    "leaves of no dtype": lambda m: m["identity"]["leaves"].update({"a": "float99[3]"}),
+    "config": lambda m: m["identity"]["config"].pop("best_metric"),
+    "config as list": lambda m: m["identity"].update(config=[]),
+    "best_metric": lambda m: m["identity"]["config"].update(best_metric=["loss"]),
+    "deep": lambda m: m["identity"]["config"].update(x=nested(200)),
+    "classes": lambda m: m["identity"]["dataset"].update(classes=3),
+    "epoch": lambda m: m.update(epoch={"steps": 1, "seconds": 0.1, "sums": {"loss": [1]}}),
+    "epoch without sums": lambda m: m.update(epoch={"steps": 1}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_forged_manifest_is_damage(
+    name: str, workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = workdir / "checkpoints" / "2"
+    forge(folder, CHANGES[name])
+    with pytest.raises(Damaged, match=r"^manifest\.json"):
+        Manifest.read(epath.Path(folder))
+    assert checkpoints(["verify", str(workdir)]) == 1
+    assert checkpoints(["show", str(workdir)]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_damaged_manifest_is_set_aside(workdir: Path) -> None:
+    (workdir / "checkpoints" / "2" / "manifest.json").unlink()
+    os.mkfifo(workdir / "checkpoints" / "2" / "manifest.json")
+    fit(workdir, 3)
+    names = {path.name for path in (workdir / "checkpoints").iterdir()}
+    assert names == {"2", "2.damaged", "3"} or names == {"1", "2.damaged", "3"}
+
+
+@pytest.mark.parametrize("file", ["_CHECKPOINT_METADATA", "params/_METADATA", "params/extra"])
+def test_a_fifo_in_a_checkpoint_is_damage(
+    file: str, workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = workdir / "checkpoints" / "2" / file
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    assert checkpoints(["verify", str(workdir)]) == 1
+    assert "is not a regular file" in " ".join(capsys.readouterr().out.split())
+    fit(workdir, 3)
+    assert (workdir / "checkpoints" / "2.damaged").is_dir()
+
+
+# -- caches --------------------------------------------------------------------------------------
+
+
+def test_a_program_under_the_name_of_another_is_not_run(tmp_path: Path) -> None:
+    folder = compilation._Folder(tmp_path)
+    folder.put("a", b"the program a")
+    folder.put("b", b"the program b")
+    (tmp_path / "a").rename(tmp_path / "c")
+    (tmp_path / "b").rename(tmp_path / "a")
+    (tmp_path / "c").rename(tmp_path / "b")
+    with pytest.warns(UserWarning, match="is damaged or of another name"):
+        assert folder.get("a") is None
+    folder.put("a", b"the program a")
+    assert folder.get("a") == b"the program a"
+
+
+@pytest.fixture
+def own_cache() -> Any:
+    """The cache as it was, afterwards."""
+    before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    reset_cache()
+
+
+def test_a_cache_that_was_moved_is_of_use(tmp_path: Path, own_cache: None) -> None:
+    def compile_one() -> None:
+        jax.clear_caches()
+        jax.jit(lambda x: 3 * x + 1).lower(jnp.ones(3)).compile()
+
+    compilation.keep_programs(str(tmp_path / "here"))
+    compile_one()
+    names = {path.name for path in (tmp_path / "here").iterdir()}
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    compilation.keep_programs(str(tmp_path / "there"))
+    compile_one()
+    assert {path.name for path in (tmp_path / "there").iterdir()} == names and names
+
+
+def test_the_cache_of_another_user_is_not_used(
+    tmp_path: Path, own_cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(closed))
+    if os.geteuid() == 0:
+        monkeypatch.setattr(os, "getuid", lambda: 54321)
+        tmp_path.chmod(0o755)
+        os.seteuid(54321)
+        try:
+            with pytest.warns(UserWarning, match="not used"):
+                compilation.keep_programs(None)
+        finally:
+            os.seteuid(0)
+    else:
+        closed.chmod(0)
+        with pytest.warns(UserWarning, match="not used"):
+            compilation.keep_programs(None)
+    assert jax.config.jax_compilation_cache_dir is None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("value", ["", "run\udcff", "run\0"])
+def test_a_workdir_that_is_no_name_is_refused(
+    value: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = main(["--config", str(small_experiment(tmp_path)), "--workdir", value])
+    assert code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["small.py"]
+    error = capsys.readouterr().err
+    assert error.startswith("error: workdir is ") and error.count("\n") == 1
