@@ -22,6 +22,7 @@ from jax.sharding import Sharding
 
 from spmdtrain.errors import UserError
 from spmdtrain.untrusted import Malformed, read_bytes
+from spmdtrain.user_folders import cache_folder
 
 OFF = "off"
 _MOST_BYTES = 4 * 2**30
@@ -61,11 +62,6 @@ def keep_programs(folder: str | None) -> None:
     cache_key.get = _key
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-def cache_folder() -> Path:
-    """Of the user's, for what can be made again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmdtrain"
 
 
 def _own_folder() -> Path:

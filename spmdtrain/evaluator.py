@@ -21,7 +21,7 @@ from spmdtrain.journal import Journal, Metrics
 from spmdtrain.manifest import Damaged
 from spmdtrain.restore import Source, read_manifest, saved_in
 from spmdtrain.signals import StopSignals
-from spmdtrain.storage import failures, folder_of, one_line
+from spmdtrain.storage import failures, folder_of, one_line, size_and_time
 from spmdtrain.terminal import Terminal
 from spmdtrain.writers import RunFiles, Split, Status, Writer, status_of
 
@@ -383,8 +383,7 @@ class _Training:
     def _listen(self, status: object, saved: Sequence[int]) -> None:
         """Count for how long nothing of the training has changed."""
         try:
-            file = self._metrics.stat()
-            metrics = (file.length, file.mtime)
+            metrics = size_and_time(self._metrics)
         except FileNotFoundError:
             metrics = None
         except failures(self._metrics) as error:

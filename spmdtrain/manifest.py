@@ -19,7 +19,7 @@ from etils import epath
 from spmdtrain import nofollow
 from spmdtrain.errors import UserError
 from spmdtrain.identity import Identity
-from spmdtrain.storage import is_url
+from spmdtrain.storage import is_url, size_and_time
 from spmdtrain.untrusted import Malformed, OtherFields, build, check, parse_object, read_bytes
 
 NAME = "manifest.json"
@@ -165,7 +165,7 @@ class Manifest:
         """Raise `Damaged` naming the first file that is missing or of another size."""
         for name, size in self.files.items():
             try:
-                found = (folder / name).stat().length
+                found, _ = size_and_time(folder / name)
             except (FileNotFoundError, NotADirectoryError):
                 raise Damaged(f"{name} is missing") from None
             if found != size:

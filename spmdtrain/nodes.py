@@ -24,6 +24,7 @@ from spmdtrain import cluster, phases, ray_auth
 from spmdtrain.cluster import ClusterSpec, Task
 from spmdtrain.errors import ClusterError, ExitCode, UserError
 from spmdtrain.tfconfig import Address
+from spmdtrain.user_folders import private_folder
 
 TASK_PROCESS = "SPMDTRAIN_TASK_PROCESS"  # whose output they write to
 _COMES = b"coming "  # before the name of a task whose node starts: a key, too
@@ -299,7 +300,7 @@ def _node(spec: ClusterSpec, task: Task, *, head: bool) -> Iterator[Any]:
         include_dashboard=False,
         no_monitor=True,
     )
-    private = ray_auth.private_folder()
+    private = private_folder()
     with contextlib.ExitStack() as stack:
         if head or task.address.host != chief.host:
             # Nodes on the host of the chief use its folder. Ray makes it world-writable.
@@ -320,7 +321,7 @@ def _node(spec: ClusterSpec, task: Task, *, head: bool) -> Iterator[Any]:
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
     """Nodes of one host that start at the same time would take each other's ports."""
-    with (ray_auth.private_folder() / "ray.lock").open("w") as file:
+    with (private_folder() / "ray.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

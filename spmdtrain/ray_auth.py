@@ -1,4 +1,4 @@
-"""Authentication between the Ray processes of a job, and folders that only its user can enter.
+"""Authentication between the Ray processes of a job.
 
 Ray executes pickled code for every client of its ports, as the user of the job, on loopback
 interfaces too. With token authentication its servers refuse clients without the token of the job.
@@ -8,8 +8,6 @@ import hashlib
 import hmac
 import os
 import secrets
-import stat
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +15,7 @@ from pathlib import Path
 from spmdtrain import failing, job_token
 from spmdtrain.errors import UserError
 from spmdtrain.tfconfig import Address
+from spmdtrain.user_folders import private_folder
 
 JOB_TOKEN = job_token.TOKEN
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
@@ -114,26 +113,6 @@ def refused(chief: Address) -> UserError:
         f"the chief at {chief} refuses the token of this task: {JOB_TOKEN} must be the same in all "
         "tasks of a job"
     )
-
-
-def private_folder() -> Path:
-    """Returns a folder for temporary files that only this user can enter, and creates it.
-
-    Raises:
-      UserError: If somebody else has made it, or others can enter it.
-    """
-    folder = Path(tempfile.gettempdir()) / f"spmdtrain-{os.getuid()}"
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    mode = stat.S_IMODE(found.st_mode)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or mode & 0o077:
-        raise UserError(
-            f"{folder} must be a folder of user {os.getuid()} with mode 0700, and is "
-            f"{stat.filemode(found.st_mode)} of user {found.st_uid}: remove it, or set TMPDIR to a "
-            "folder of your own"
-        )
-    return folder
 
 
 def _is_given(environ: Mapping[str, str], chief: Address) -> bool:

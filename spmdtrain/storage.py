@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 import re
 import sys
 import warnings
@@ -35,7 +36,12 @@ def is_url(path: str | epath.Path) -> bool:
 def folder_of(path: str) -> epath.Path:
     """A local path or `gs://` URL. Raises `UserError` for a URL that nothing can be read from."""
     if not is_url(path):
-        return epath.Path(path).expanduser()
+        local = epath.Path(path).expanduser()
+        if str(local).startswith("~"):  # a home that is not known stays as it is
+            raise UserError(
+                f"{path}: the home folder is not known; set HOME, or write the path without ~"
+            )
+        return local
     scheme = path.partition("://")[0]
     if scheme != "gs":  # where Orbax can save
         raise UserError(f"{path}: a run's folder is a local path or a gs:// URL, not {scheme}://")
@@ -56,6 +62,18 @@ def folder_of(path: str) -> epath.Path:
 def absolute(path: epath.Path) -> epath.Path:
     """A path as Orbax takes it; epath's `resolve` would look for a URL below the current folder."""
     return path if is_url(path) else path.resolve()
+
+
+def size_and_time(path: epath.Path) -> tuple[int, int]:
+    """Returns the bytes of a file, and when it changed, in seconds.
+
+    epath's own `stat` fails if the file's owner has no entry in /etc/passwd.
+    """
+    if is_url(path):
+        found = path.stat()
+        return found.length, found.mtime
+    local = os.stat(path)
+    return local.st_size, int(local.st_mtime)
 
 
 # -- what it answers ----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from spmdtrain.compilation import cache_folder, keep_file
+from spmdtrain.compilation import keep_file
 from spmdtrain.compiler_log import CompilerLog, kept_log, short
 from spmdtrain.errors import UserError
 from spmdtrain.hlo import Carried, Collective, collectives_of
@@ -24,6 +24,7 @@ from spmdtrain.live_ranges import Fullest, Live, read_dump
 from spmdtrain.origins import Origins
 from spmdtrain.products import products
 from spmdtrain.traffic import bytes_moved
+from spmdtrain.user_folders import cache_folder
 
 CUDA = "jax-cuda12-plugin"
 _PACKAGES = ("jax", "jaxlib", "libtpu", CUDA, "jax-cuda12-pjrt")

@@ -16,8 +16,8 @@ LAYERS = [
     set(words.split())
     for words in (
         """
-        admission chips cluster config dispenser doctor errors job_token ledger lines partitioners
-        phases rendezvous strategies tfconfig topologies
+        admission chips cluster config dispenser doctor errors job_token ledger lines out_of_memory
+        partitioners phases rendezvous strategies tfconfig topologies user_folders
         """,
         """
         adapters adapting asynchronous collectives compilation compiler_log crew cuts declared

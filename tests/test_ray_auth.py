@@ -15,6 +15,7 @@ from other_user import UID, as_stranger, needs_root
 
 from spmdtrain import UserError, ray_auth
 from spmdtrain.tfconfig import Address
+from spmdtrain.user_folders import private_folder
 
 CHIEF = Address("127.0.0.1", 2222)
 BOUND = 120
@@ -54,7 +55,7 @@ def test_tasks_of_one_user_on_loopback_share_a_fresh_token_in_a_private_file() -
         ray_auth.read_token(CHIEF, True)
     created = token(ray_auth.create_token, CHIEF, True)
     assert created == token(ray_auth.read_token, CHIEF, True)
-    folder = ray_auth.private_folder()
+    folder = private_folder()
     (file,) = folder.iterdir()
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, file)] == [0o700, 0o600]
     assert created != token(ray_auth.create_token, CHIEF, True)
@@ -83,7 +84,7 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, made: str) ->
     if made == "link":
         folder.symlink_to(target)
     with pytest.raises(UserError, match=rf"{folder} must be a folder .* with mode 0700"):
-        ray_auth.private_folder()
+        private_folder()
 
 
 # -- another user of this machine ------------------------------------------------------------------
