@@ -1,9 +1,13 @@
 """The job's token: from the environment or a file, made by the launcher, checked by the doctor."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from helpers import environment
+from processes import BOUND, as_task, free_port, tf_config
 
 from spmdtrain import failing, processes
 from spmdtrain.cluster import check_token, from_tf_config
@@ -107,6 +111,24 @@ def test_the_doctor_checks_the_token(host: str, environ: dict[str, str], level: 
     found = check_token(spec, environ)
     assert [one.level for one in found] == ([level] if level else [])
     assert check_token(from_tf_config(None), environ) == []
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("token", ["", GOOD])
+def test_process_0_warns_if_other_machines_reach_a_job_without_a_token(token: str) -> None:
+    addresses = [f"192.0.2.{number}:{free_port()}" for number in (1, 2)]
+    script = "import spmdtrain; spmdtrain.initialize(timeout=0.1)"
+    done = subprocess.run(
+        as_task(tf_config(addresses, 0), [sys.executable, "-c", script]),
+        env=environment() | {TOKEN: token},
+        capture_output=True,
+        text=True,
+        timeout=BOUND,
+    )
+    assert "gave up after 0.1 s" in done.stderr
+    assert done.stderr.count("warning: this job has no token: any program that reaches") == (
+        not token
+    )
 
 
 # -- through JAX's key-value store -----------------------------------------------------------------

@@ -44,6 +44,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_TELL_EVERY", 0.3)
     monkeypatch.setattr(rendezvous, "_RESOLVE_FOR", 0.5)
     monkeypatch.setattr(rendezvous, "_BIND_FOR", 0.5)
+    monkeypatch.setattr(rendezvous, "_LATE", 0.5)
 
 
 # -- who comes, and who does not -------------------------------------------------------------------
