@@ -10,7 +10,7 @@ SHARED = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # Written last: where it is missing, a set-up was interrupted, and the next begins anew.
 READY = $(VENV)/.ready
 
-.PHONY: help train test drill fuzz bench bench-setup lint format clean
+.PHONY: help train test drill fuzz audit bench bench-setup lint format clean
 
 help: ## list the targets
 	@echo 'usage: make TARGET [PYTHON=python3.12] [ARGS="--steps 100"]'
@@ -29,6 +29,9 @@ drill: $(READY) ## longer matrices, and what happens when processes fail
 fuzz: $(READY) ## damaged and forged input for ten minutes; FUZZ_SECONDS=3600 for longer
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-600} FUZZ_SEED=$${FUZZ_SEED:-$$(date +%s)} \
 	  $(RUN) pytest tests/test_fuzz.py -m drill -s
+
+audit: ## known vulnerabilities of the versions in requirements.lock; needs a network
+	PYTHON=$(PYTHON) .ci/audit
 
 bench: $(READY) ## compare with what else one could take; BENCH_FLAGS=--quick for 3 minutes
 	$(VENV)/bin/python benchmarks/bench.py $(BENCH_FLAGS)
