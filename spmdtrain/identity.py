@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from spmdtrain.config import RunConfig
+from spmdtrain.config import RunConfig, as_json
 from spmdtrain.errors import UserError
 from spmdtrain.sharding import named_leaves
 from spmdtrain.state import TrainState
@@ -140,8 +140,11 @@ def _check_same_leaves(
 
 
 def changes(saved: Identity, now: Identity) -> list[str]:
-    """What differs between two configurations, as `name: before -> after`."""
-    before, after = _fields(saved.config), _fields(now.config)
+    """What differs between two configurations, as `name: before -> after`.
+
+    A field that was added since had its default before.
+    """
+    before, after = _fields(as_json(RunConfig())) | _fields(saved.config), _fields(now.config)
     return [
         f"{name}: {before.get(name)} -> {value}"
         for name, value in after.items()

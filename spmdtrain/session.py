@@ -225,8 +225,14 @@ class Session:
         tell(f"resumed from step {saved.step} of {config.workdir}")
         for change in changes(saved.identity, self.identity):
             tell(f"changed since: {change}")
-        initial = saved.identity.hyperparameters, self.identity.hyperparameters
-        return hyperparameters.updated(found.value, trained.shardings, *initial, tell)
+        return hyperparameters.updated(
+            found.value,
+            trained.shardings,
+            saved.identity.hyperparameters,
+            self.identity.hyperparameters,
+            tell,
+            rate_changed=before.get("learning_rate") != now["learning_rate"],
+        )
 
     def check_no_checkpoints(self) -> None:
         """Raises `UserError` if the workdir holds checkpoints, whose steps a restart repeats."""
@@ -234,8 +240,8 @@ class Session:
             where = self.config.workdir
             raise UserError(
                 f"restart=True counts steps from 0, and workdir {where} holds checkpoints up to "
-                f"step {self.saved_step}: use a Trainer without a workdir, or a new one with "
-                f"another workdir and init_from={where!r}, which starts the optimizer anew"
+                f"step {self.saved_step}: use a Trainer without a workdir, or a new Trainer "
+                f"with another workdir and init_from={where!r} (its optimizer begins anew)"
             )
 
     def check_newest(self, step: int) -> None:

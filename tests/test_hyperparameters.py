@@ -10,18 +10,21 @@ import linear
 import numpy as np
 import optax
 import pytest
-from helpers import metrics
+from helpers import metrics, saved_steps
 
-from spmdtrain import Event, Loop, TrainState
+from spmdtrain import Event, Loop, TrainState, read_manifest
 from spmdtrain.hyperparameters import initial_values, injected
+from spmdtrain.manifest import Manifest
 from spmdtrain.run import main
 from spmdtrain.sharding import named_leaves
+from spmdtrain.storage import folder_of
 from spmdtrain.terminal import Terminal
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 4)).astype(np.float32)
 Y = X.sum(1, keepdims=True)
 STEPS = 4
+RATE = "inner_state/hyperparams/learning_rate"
 
 EXPERIMENT = """
 from dataclasses import dataclass
@@ -144,6 +147,61 @@ def test_the_command_uses_the_learning_rate_that_it_announces(
     assert zero[3] == pytest.approx(zero[2], rel=1e-5) and same[3] < 0.9 * same[2]
     lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("optimizer: ")]
     assert lines == ["optimizer: 1/hyperparams/learning_rate 0.1 -> 1e-09"]
+
+
+def forget_hyperparameters(workdir: Path) -> None:
+    """Makes the newest checkpoint one of a version that did not record them, nor two options."""
+    folder = folder_of(str(workdir)) / "checkpoints" / str(saved_steps(workdir)[-1])
+    found = Manifest.read(folder)
+    lacking = ("uneven_batch", "batch_statistics")
+    config = {name: x for name, x in found.identity.config.items() if name not in lacking}
+    identity = dataclasses.replace(found.identity, config=config, hyperparameters={})
+    (folder / "manifest.json").unlink()
+    dataclasses.replace(found, identity=identity).write(folder)
+
+
+def test_a_checkpoint_without_a_record_takes_the_configured_learning_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(EXPERIMENT)
+    command = ["--config", str(tmp_path / "own.py"), "--workdir", str(tmp_path / "run")]
+    main(command)
+    forget_hyperparameters(tmp_path / "run")
+    main([*command, "--steps", "4", "--learning-rate", "1e-9"])
+    losses = [line["loss"] for line in metrics(tmp_path / "run", "train")]
+    assert losses[3] == pytest.approx(losses[2], rel=1e-5)
+    lines = capsys.readouterr().out.splitlines()
+    assert "optimizer: 1/hyperparams/learning_rate 0.1 -> 1e-09" in lines
+    assert [x for x in lines if x.startswith("changed since: ")] == [
+        "changed since: steps: 2 -> 4",
+        "changed since: learning_rate: 0.1 -> 1e-09",
+    ]
+
+
+def test_what_no_record_and_no_field_says_stays_and_is_announced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fitted(rate: float, steps: int) -> float:
+        of = linear.trainer(optimizer=nested(rate), workdir=str(tmp_path), terminal=Terminal())
+        of.fit((X, Y), steps=steps)
+        assert of.state is not None
+        return float(injected(of.state.opt_state)[f"1/inner_states/kernel/{RATE}"])
+
+    fitted(0.1, 2)
+    forget_hyperparameters(tmp_path)
+    assert fitted(0.01, 3) == pytest.approx(0.1)
+    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("optimizer: ")]
+    assert len(lines) == 1 and f"kernel/{RATE} stays 0.1, and not 0.01" in lines[0]
+    assert fitted(0.001, 4) == pytest.approx(0.001)  # step 3 has a record
+
+
+def test_a_schedule_is_no_initial_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rate, steps in ((0.1, 2), (0.01, 3)):
+        schedule = optax.inject_hyperparams(optax.sgd)(optax.constant_schedule(rate), momentum=0.5)
+        of = linear.trainer(optimizer=schedule, workdir=str(tmp_path), terminal=Terminal())
+        of.fit((X, Y), steps=steps)
+    assert "optimizer: " not in capsys.readouterr().out
+    assert read_manifest(tmp_path).identity.hyperparameters == {"hyperparams/momentum": 0.5}
 
 
 def test_a_loop_of_ones_own_uses_it_too(tmp_path: Path) -> None:
