@@ -124,15 +124,12 @@ class Division:
         ]
 
 
-_NO_SUMS: Mapping[str, Sequence[float]] = {}
-
-
 def outcome(
     number: int,
     metrics: Mapping[str, float],
     landed: Sequence[Landed],
     *,
-    sums: Mapping[str, Sequence[float]] = _NO_SUMS,
+    sums: Mapping[str, Sequence[float]] | None = None,
     pulled: int = 0,
     pushed: int = 0,
 ) -> Outcome:
@@ -144,7 +141,7 @@ def outcome(
     return Outcome(
         number=number,
         metrics=dict(metrics),
-        sums=sums,
+        sums=sums or {},
         finite=tuple(np.all([one.finite for one in landed], axis=0).tolist()),
         staleness=max((one.staleness for one in landed if one.is_new), default=0),
         is_stale=any(one.is_stale for one in landed),

@@ -16,6 +16,8 @@ from spmdtrain.metrics import Means
 from spmdtrain.writers import Split
 
 PyTree = Any
+# Fields of optax's states whose values scale the updates.
+_RATES = frozenset({"scale", "learning_rate", "estim_lr"})
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class Epochs:
         if tally.seconds > 0:
             examples = tally.steps * (config.global_batch_size or 0)
             measured["examples_per_second"] = examples / tally.seconds
-        means = Means(dict(zip(tally.names, tally.sums, strict=True))).result()
+        means = Means(dict(zip(tally.names, tally.sums, strict=True))).result(empty=0.0)
         # A metric of the objective that has one of these names stays what it is.
         found = {"epoch": config.epochs_at(step, size)} | means | (measured | means)
         self._journal.epoch_ended(step, found)
@@ -140,13 +142,17 @@ class Epochs:
 def known_rate(config: RunConfig, opt_state: PyTree) -> float | None:
     """Returns the configured learning rate if the optimizer uses no other one.
 
+    None if the optimizer's state holds a schedule's count, or a rate or a scale of the updates
+    (`optax.contrib.reduce_on_plateau`).
+
     Args:
         config: The configuration.
         opt_state: The optimizer's state, or its shapes.
     """
 
-    def is_schedule(node: Any) -> bool:
-        return isinstance(node, optax.ScaleByScheduleState)
+    def scales(node: Any) -> bool:
+        named = not _RATES.isdisjoint(getattr(node, "_fields", ()))
+        return named or isinstance(node, optax.ScaleByScheduleState)
 
-    scheduled = any(map(is_schedule, jax.tree.leaves(opt_state, is_leaf=is_schedule)))
-    return None if scheduled or hyperparameters.injected(opt_state) else config.learning_rate
+    scaled = any(map(scales, jax.tree.leaves(opt_state, is_leaf=scales)))
+    return None if scaled or hyperparameters.injected(opt_state) else config.learning_rate

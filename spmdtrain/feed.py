@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from spmdtrain.data import Augment, Dataset, OrderedBatches, TrainBatches, padded_size, process_rows
 from spmdtrain.errors import UserError
-from spmdtrain.placement import Placement
+from spmdtrain.placement import Placement, carried
 from spmdtrain.sharding import named_leaves
 from spmdtrain.uneven_batch import Padded, rows_and_mask
 
@@ -195,6 +195,19 @@ def ordered_batches(
     return _ahead(itertools.starmap(placed, enumerate(read))), len(batches)
 
 
+class _Carried:
+    """Items that are read under the strategy of the code that made this, in any thread."""
+
+    def __init__(self, items: Any) -> None:
+        self._items, self._read = items, carried(items.__getitem__)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, number: int) -> PyTree:
+        return self._read(number)
+
+
 def _read(batches: Any, start: int, threads: int) -> Iterator[PyTree]:
     """The items from `start` on, read ahead by Grain in as many threads.
 
@@ -204,7 +217,7 @@ def _read(batches: Any, start: int, threads: int) -> Iterator[PyTree]:
         return (batches[number] for number in range(start, len(batches)))
     import grain
 
-    dataset: Any = grain.MapDataset.source(batches)
+    dataset: Any = grain.MapDataset.source(_Carried(batches))
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
     return iter(dataset[start:].to_iter_dataset(options))
 

@@ -40,6 +40,7 @@ class Journal:
     def begin(self, step: int, placement: Placement) -> None:
         """The run goes on from `step`: what was written of later steps is taken back."""
         if self.files:
+            self.files.prepare_curves()  # beside the compilation, and not at the first write
             self.files.rewind(step)
             self.files.write_config(
                 as_json(self.config), mesh=placement.axes, devices=placement.devices
@@ -55,8 +56,9 @@ class Journal:
         """The one line that says what is about to run."""
         batch, rate = self.batch_size, self.config.learning_rate
         devices = placement.devices
-        parts = placement.batch_shards * self.config.microbatches
-        rows = -(-(batch or 0) // parts) * parts
+        rows = batch or 0
+        if batch == self.config.global_batch_size is not None:
+            rows = self.config.padded_batch_size(placement.batch_shards)
         padded = f" padded to {rows}" if rows != batch else ""
         self.terminal.line(
             f"{len(devices)} x {devices[0].device_kind}{_processes()}, {placement.name}, "

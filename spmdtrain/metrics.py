@@ -1,5 +1,6 @@
 """The weighted-sum contract: objectives give per-example values, the mean is taken here."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -165,14 +166,11 @@ def mean(sums: Sums) -> jax.Array:
     )
 
 
-_NO_SUMS: Mapping[str, Sequence[float]] = {}
-
-
 class Means:
     """Weighted means over many batches, added up on the host in f64."""
 
-    def __init__(self, sums: Mapping[str, Sequence[float]] = _NO_SUMS) -> None:
-        self._sums = {name: np.array(pair, np.float64) for name, pair in sums.items()}
+    def __init__(self, sums: Mapping[str, Sequence[float]] | None = None) -> None:
+        self._sums = {name: np.array(pair, np.float64) for name, pair in (sums or {}).items()}
 
     def add(self, sums: Mapping[str, Sums]) -> None:
         """Count one batch's sums in."""
@@ -180,7 +178,7 @@ class Means:
             pair = np.array([total, weight], np.float64)
             self._sums[name] = self._sums.get(name, np.zeros(2)) + pair
 
-    def result(self) -> dict[str, float]:
-        """Name to mean over everything added; NaN where nothing counted."""
-        means = {n: float(t / w) if w else float("nan") for n, (t, w) in self._sums.items()}
+    def result(self, empty: float = math.nan) -> dict[str, float]:
+        """Name to mean over everything added; `empty` if nothing counted."""
+        means = {n: float(t / w) if w else empty for n, (t, w) in self._sums.items()}
         return loss_first(means)

@@ -2,12 +2,13 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
@@ -28,6 +29,8 @@ from spmdtrain.mesh import (
     make_cpu_devices,
 )
 from spmdtrain.strategies import AXES, DEFAULT, Strategy, strategy
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -114,10 +117,9 @@ def current_strategy() -> Placement:
     found: Placement | None = _current.value
     if found is None:
         raise UserError(
-            "current_strategy() was called outside a run, where no strategy is known yet. Of a "
-            "Trainer or Loop that exists, its placement says the same "
-            "(trainer.placement.batch_shards); before, give batch_size_per_device instead of a "
-            "product, or call resolve_on_devices(config)"
+            "current_strategy() was called outside a run, where no strategy is known. Use "
+            "trainer.placement.batch_shards; before there is a trainer, give "
+            "batch_size_per_device or call resolve_on_devices(config)"
         )
     return found
 
@@ -161,6 +163,18 @@ def under(placement: Placement) -> AbstractContextManager[Any]:
     """Within, `current_strategy()` is this."""
     context: AbstractContextManager[Any] = _current(placement)
     return context
+
+
+def carried(function: Callable[..., T]) -> Callable[..., T]:
+    """Returns the function with the calling code's strategy, for calls in other threads."""
+    found: Placement | None = _current.value
+
+    @functools.wraps(function)
+    def called(*arguments: Any) -> T:
+        with _current(found):
+            return function(*arguments)
+
+    return called
 
 
 def constrain(x: jax.Array, *spec: str | None) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import contextlib
 import enum
+import importlib
 import importlib.metadata
 import json
 import logging
@@ -142,6 +143,12 @@ class RunFiles:
             return read_bytes(epath.Path(self._metrics), LARGEST_LOG)
         except FileNotFoundError:
             return b""
+
+    @staticmethod
+    def prepare_curves() -> None:
+        """Imports what writes event files, so that the first write takes no longer than others."""
+        for module in ("record_writer", "proto.event_pb2", "proto.summary_pb2"):
+            importlib.import_module(f"tensorboardX.{module}")
 
     def write_config(self, config: Mapping[str, Any], *, mesh: str, devices: Sequence[Any]) -> None:
         """Write `config.json`: the configuration, and what it runs on."""

@@ -128,6 +128,26 @@ def test_an_epochs_learning_rate_is_that_of_its_last_step_or_none() -> None:
     assert "learning_rate" not in fitted(optax.sgd(schedule), **given).history.epochs[0]
 
 
+def test_a_rate_that_the_optimizer_scales_is_not_known() -> None:
+    plateau = optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau())
+    given = {"epochs": 1, "config": RunConfig(learning_rate=0.5)}
+    for optimizer in (plateau, optax.contrib.prodigy(0.5)):
+        assert "learning_rate" not in fitted(optimizer, **given).history.epochs[0]
+
+
+def test_a_metric_of_no_weight_is_0_in_the_lines_of_epochs_as_in_those_of_steps(
+    tmp_path: Path,
+) -> None:
+    def objective(model: Any, batch: Any) -> dict[str, Any]:
+        found = model(batch["x"])
+        return {"loss": found**2, "none": (found, jnp.zeros(len(found)))}
+
+    fitted(objective=objective, epochs=1, workdir=str(tmp_path))
+    assert {line["none"] for split in ("train", "epoch") for line in metrics(tmp_path, split)} == {
+        0.0
+    }
+
+
 def test_an_epoch_in_which_the_metrics_changed_is_left_out(tmp_path: Path) -> None:
     def trained(steps: int, objective: Any) -> list[int]:
         result = fitted(objective=objective, steps=steps, workdir=str(tmp_path))

@@ -1,6 +1,7 @@
 """Where a run's arrays live, and what library code is told of it."""
 
 import contextlib
+import threading
 from functools import partial
 from typing import Any
 
@@ -181,6 +182,24 @@ def test_within_it_is_the_trainers_wherever_user_code_is_called() -> None:
     using.predict(DATA)
     assert seen == {name: {MIRRORED} for name in ("model", "objective", "predict", *moments)}
     assert told() == OUTSIDE
+
+
+def test_a_dataset_sees_it_in_threads_too() -> None:
+    seen: set[str] = set()
+
+    class Noting:
+        def __len__(self) -> int:
+            return len(DATA[0])
+
+        def rows(self, indices: np.ndarray) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                seen.add(told())
+            return tuple(x[indices] for x in DATA)
+
+    using = trainer(data_threads=2)
+    using.fit(Noting(), steps=2)
+    using.evaluate(Noting())
+    assert seen == {MIRRORED}
 
 
 @pytest.mark.parametrize("first", ["fit", "evaluate", "predict", "model"])
