@@ -21,7 +21,7 @@ class Moment(enum.StrEnum):
     FIT_END = "fit_end"  # with the test metrics, where there is a test split
 
 
-@dataclass(frozen=True)
+@dataclass
 class Event:
     """What a callback is told. `trainer.stop()` ends the run after this step."""
 
@@ -31,15 +31,24 @@ class Event:
     metrics: dict[str, float]
     """Callbacks of `log` and `evaluation` may add metrics to it."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # `event.metrics |= {...}` adds to the dictionary, and assigns it again.
+        if self.__dict__.get(name, value) is not value:
+            raise UserError(f"event.{name} cannot be replaced: to add metrics, use event.metrics")
+        object.__setattr__(self, name, value)
+
 
 class Fixed(dict[str, Any]):
     """Metrics that a callback must not change, because they are written already."""
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise UserError(
-            "event.metrics cannot be changed here: metrics are added in a callback of the moment "
-            "'log' or 'evaluation', and computed ones stay as they are"
+            "event.metrics cannot be changed here: only callbacks of 'log' and 'evaluation' may "
+            "add metrics, and none may change a computed one"
         )
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)  # a copy is a plain dictionary
 
     __setitem__ = __delitem__ = __ior__ = _refuse
     update = setdefault = pop = popitem = clear = _refuse
@@ -60,6 +69,15 @@ class Reported(Fixed):
     def update(self, *given: Any, **named: Any) -> None:
         for name, value in dict(*given, **named).items():
             self[name] = value
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def __ior__(self, given: Any) -> "Reported":  # type: ignore[override,misc]
+        self.update(given)
+        return self
 
     def with_added(self) -> dict[str, float]:
         """Return the computed metrics, then those added. Raises `UserError` for no number."""

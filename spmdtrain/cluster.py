@@ -207,7 +207,8 @@ def check_servers(spec: ClusterSpec) -> list[Finding]:
     if not spec.has_ps:
         return []
     if missing := spec.why_no_servers:
-        what = f"the cluster has {missing}, and strategy parameter_server takes all three"
+        needed = "strategy parameter_server needs a chief, a worker and a ps task"
+        what = f"{needed}; this cluster has {missing}"
         return [Finding("error", "parameter servers", what)]
     workers = [str(task) for task in spec.processes[1:]]
     shown = ", ".join(workers[:4]) + (f" and {len(workers) - 4} more" if len(workers) > 4 else "")

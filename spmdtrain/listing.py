@@ -56,18 +56,17 @@ class Listing:
             step: dict(manifest.metrics or evaluated.get(step, {}))
             for step, manifest in manifests.items()
         }
-        config: Mapping[str, Any] = (
-            manifests[max(manifests)].identity.config if manifests else {"best_metric": "loss"}
-        )
-        ranking = Retention(
-            metric=config["best_metric"], direction=config.get("best_direction", "min")
-        )
+        newest = max(manifests, default=None)
+        config: Mapping[str, Any] = {} if newest is None else manifests[newest].identity.config
+        # Versions that did not have these fields ranked by the lowest loss.
+        metric = config.get("best_metric", "loss")
+        ranking = Retention(metric=metric, direction=config.get("best_direction", "min"))
         ranked = ranking.best_first(
             Record(step, datetime.fromisoformat(manifest.saved_at), metrics[step])
             for step, manifest in manifests.items()
         )
         best = ranked[0] if ranked else None
-        return cls(manifests, faults, metrics, config["best_metric"], best)
+        return cls(manifests, faults, metrics, metric, best)
 
 
 def parse_choice(which: str | int) -> str | int:
@@ -95,7 +94,8 @@ def choose(folder: epath.Path, steps: Sequence[int], which: str | int) -> int:
       which: "best" or a step.
 
     Raises:
-      UserError: If there is no such checkpoint, or none has the metric that says which is best.
+      UserError: If there is no such checkpoint, none has the metric that says which is best, or
+        a manifest cannot be read: its checkpoint could be the best.
     """
     if which != BEST:
         step = int(which)
@@ -104,6 +104,12 @@ def choose(folder: epath.Path, steps: Sequence[int], which: str | int) -> int:
             raise UserError(f"{folder}: there is no checkpoint of step {step}; there are: {there}")
         return step
     listing = Listing.of(folder, steps)
+    for step, fault in listing.faults.items():
+        if (folder / str(step)).exists():  # and not removed while it was read
+            raise UserError(
+                f"{folder / str(step)}: {fault}, so that it could be the best of them: name a "
+                "step, or latest"
+            )
     if listing.best is None:
         raise UserError(
             f"{folder}: none of its {len(steps)} checkpoints has the evaluation metric "

@@ -21,7 +21,7 @@ from spmdtrain.array_headers import check_headers, header_fault
 from spmdtrain.checkpoint import ITEMS, items_of, raw_keys, steps_in
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.identity import check_same_model, describe_leaves
-from spmdtrain.listing import LATEST, choose, parse_choice
+from spmdtrain.listing import BEST, LATEST, choose, parse_choice
 from spmdtrain.manifest import NAME, Damaged, Manifest
 from spmdtrain.sharding import named_leaves, path_name
 from spmdtrain.state import TrainState, average_of
@@ -102,7 +102,10 @@ def find(path: str | os.PathLike[str], which: str | int = LATEST) -> Source:
     inside = given.parent.name == "checkpoints" or (given / NAME).exists()
     if given.name.isdecimal() and inside and given.is_dir():
         if which not in (LATEST, int(given.name)):
-            raise UserError(f"{path} is one checkpoint, and {which} is asked for: give the workdir")
+            raise UserError(
+                f"{path} names one checkpoint; to choose {'the best' if which == BEST else which}, "
+                "give its workdir"
+            )
         return Source(given.parent, [int(given.name)], whole_workdir=False)
     source = _listed(given) if given.name == "checkpoints" else saved_in(path)
     if not source.steps:

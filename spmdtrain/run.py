@@ -295,7 +295,7 @@ def execute(command: Command) -> int:
     if name is None:
         wanted = options.split or "test and no validation"
         raise UserError(f"{experiment_file.path} has no {wanted} split")
-    step = trainer.restore(command.source)
+    step = trainer.restore(command.source, which=config.checkpoint)
     if options.mode == "evaluate":
         found = trainer.evaluate(splits[name])
         trainer.terminal.line(json.dumps({"step": step, "split": name, **found}))

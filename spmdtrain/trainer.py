@@ -176,8 +176,8 @@ class Trainer:
         late = {Moment.LOG, Moment.STEP} if self.placement.strategy.by_servers else {Moment.LOG}
         if self._calling in late:
             raise UserError(
-                f"the state cannot be read in a {self._calling} callback: outputs are read some "
-                "steps after their dispatch, so that it is the state of a later or earlier step. "
+                f"the state cannot be read in a {self._calling} callback: the outputs of a step "
+                "are read later, when the trainer already holds the state of another step. "
                 f"Read it at {', '.join(m for m in Moment if m not in late)}"
             )
 
@@ -326,8 +326,8 @@ class Trainer:
             run.check_no_checkpoints()
         if self.config.checkpoint != LATEST and not self.config.init_from:
             raise UserError(
-                f"checkpoint is {self.config.checkpoint}, and a training goes on from its latest: "
-                "to start from another run's, give init_from as well"
+                f"checkpoint={self.config.checkpoint} needs init_from: a run itself always resumes "
+                "from its latest checkpoint"
             )
         self._stop_asked = False
         self._restored = None  # from here on there is a state of its own
@@ -423,9 +423,9 @@ class Trainer:
                 if ended:
                     means = run.journal.told[Split.EPOCH].get(step, {})
                     self._call(Moment.EPOCH_END, step, Fixed(means))
-                    if self._stop_asked:
-                        run.total = step
-                        look = run.evaluation_due(step, saved=save)
+                if self._stop_asked:  # in a callback since `look` was computed
+                    run.total = step
+                    look = run.evaluation_due(step, saved=save)
                 # Evaluation comes before the save, which records how good the state is.
                 seen = self._look(run, step) if look else None
                 # While it was looked at, a callback or a signal may have asked to stop.
@@ -566,7 +566,9 @@ class Trainer:
 
     def evaluate(self, data: Any, *, global_batch_size: int | None = None) -> Metrics:
         """Weighted means over a dataset, by name; each example counts exactly once."""
-        dataset, batch_size = as_dataset(data), self._eval_batch(global_batch_size)
+        dataset = as_dataset(data)
+        self._variables()  # of a checkpoint, say, which has a batch size
+        batch_size = self._eval_batch(global_batch_size)
         evaluate.check_same_data(dataset, batch_size)
         with under(self.placement):
             return self._evaluate(dataset, batch_size, self._what_stops())
@@ -592,15 +594,17 @@ class Trainer:
         """Take the model to evaluate from a workdir, or one of its checkpoints/STEP; its step.
 
         Without a path: from the own workdir, else from `init_from`. `which` selects the checkpoint
-        of a workdir: "latest", "best" or a step; by default as the field `checkpoint` says.
+        of a workdir: "latest", "best" or a step. By default it is "latest" of a path, and otherwise
+        what the field `checkpoint` says.
         """
+        if which is None:
+            which = self.config.checkpoint if path is None else LATEST
         workdir, init_from = self.config.workdir, self.config.init_from
         if path is None:
             path = init_from if workdir is None or not agreed(saved_in(workdir)).steps else workdir
         if path is None:
             raise UserError(f"workdir {workdir} holds no checkpoint, and init_from is not given")
         tell = self.terminal.line
-        which = self.config.checkpoint if which is None else which
         self._restored, manifest = load_values(path, which, self._steps, self.config, tell)
         self._restored_from = manifest.identity
         return manifest.step
@@ -614,10 +618,14 @@ class Trainer:
                 self._steps.evaluate, variables, batches, in_flight=self._in_flight
             )
 
+    @property
+    def _trained_as(self) -> Identity | None:
+        """The training that the values to evaluate with come from; None if there was none."""
+        return self._identity if self._state is not None else self._restored_from
+
     def _check_classes(self, dataset: Dataset) -> None:
         """Raise `UserError` where the labels mean other classes than those trained on."""
-        trained = self._identity if self._state is not None else self._restored_from
-        if trained is not None:
+        if (trained := self._trained_as) is not None:
             check_same_classes(trained.classes, classes_of(dataset), "the model was")
 
     def _what_stops(self) -> Callable[[], None]:
@@ -676,12 +684,15 @@ class Trainer:
         return config
 
     def _eval_batch(self, batch: int | None) -> int:
-        """The batch size to evaluate with; it need not divide over the devices."""
+        """The batch size to evaluate with: the training's, if neither argument nor option say so.
+
+        So the result does not depend on the devices. It need not divide over them.
+        """
         if batch is not None and batch < 1:
             raise UserError(f"global_batch_size is {batch}: it must be above 0")
         batch = batch or self.config.eval_batch_size
-        if batch is None and self._identity is not None:
-            batch = int(self._identity.config["global_batch_size"])  # what `fit` went by
+        if batch is None and self._trained_as is not None:
+            batch = self._trained_as.config.get("global_batch_size")
         if batch is None and self.config.batch_size_per_device is not None:
             batch = self.config.batch_size_per_device * self.placement.batch_shards
         return batch or self.config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE

@@ -12,7 +12,7 @@ from spmdtrain.errors import UserError
 F = TypeVar("F", bound=Callable[..., Any])
 
 _OTHERS = tuple(
-    str(Path(str(path)).resolve())
+    Path(str(path)).resolve()
     for path in (
         Path(__file__).parent,
         *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -59,21 +59,24 @@ def locate_errors(function: F) -> F:
 def _own_line(error: Exception) -> str | None:
     """The innermost frame that is in neither a library nor this package."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame
-        for frame in frames
-        if not str(Path(frame.filename).resolve()).startswith(_OTHERS)
-        and "site-packages" not in frame.filename
-        and not frame.filename.startswith("<frozen")
-    ]
+    own = [frame for frame in frames if _is_own(frame.filename)]
     if not own:
         return None
     last = own[-1]
     return f"{last.filename}:{last.lineno}, in {last.name}: {last.line}"
 
 
+def _is_own(filename: str) -> bool:
+    path = Path(filename).resolve()
+    of_others = any(map(path.is_relative_to, _OTHERS)) or "site-packages" in path.parts
+    return not of_others and not filename.startswith("<frozen")
+
+
 def _prepend(error: Exception, where: str) -> None:
-    if error.args and isinstance(error.args[0], str):
-        error.args = (_Plain(f"{where}\n{error.args[0]}"), *error.args[1:])
+    first = error.args[0] if error.args else None
+    if isinstance(error, KeyError) and error.args and not isinstance(first, str):
+        first = repr(first)  # a number, say
+    if isinstance(first, str):
+        error.args = (_Plain(f"{where}\n{first}"), *error.args[1:])
     else:
         error.add_note(where)

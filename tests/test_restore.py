@@ -759,8 +759,31 @@ def test_the_best_checkpoint_is_loaded_by_that_word(rising: Run, tmp_path: Path)
         load_params(path, which=1)
     with pytest.raises(UserError, match="must be latest, best or a step"):
         load_params(path, which="beste")
-    with pytest.raises(UserError, match="is one checkpoint"):
+    with pytest.raises(UserError, match="names one checkpoint"):
         load_params(f"{path}/checkpoints/3", which="best")
+
+
+def test_a_damaged_best_checkpoint_is_never_replaced_by_the_second_best(
+    rising: Run, tmp_path: Path
+) -> None:
+    workdir = shutil.copytree(rising.workdir, tmp_path / "run")
+    manifest = workdir / "checkpoints" / "2" / "manifest.json"
+    manifest.write_text(manifest.read_text()[:20])
+    with pytest.raises(UserError, match=r"checkpoints/2: manifest.json is not as it was written"):
+        load_params(str(workdir), which="best")
+    assert read_manifest(str(workdir)).step == 4
+    assert read_manifest(str(workdir), which=3).step == 3
+
+
+def test_only_a_restore_of_the_configured_runs_goes_by_the_field_checkpoint(
+    rising: Run, tmp_path: Path
+) -> None:
+    path = str(rising.workdir)
+    options: Options = {"model": Listed, "init_from": path, "checkpoint": "best"}
+    fitted = trainer(tmp_path, **options)
+    assert fitted.restore() == 2
+    assert fitted.restore(f"{path}/checkpoints/3") == 3  # as an evaluator task does
+    assert fitted.restore(path) == 4
 
 
 def test_what_was_never_evaluated_has_no_best(tmp_path: Path) -> None:
@@ -805,7 +828,7 @@ def test_a_run_starts_from_the_best_checkpoint_of_another(rising: Run, tmp_path:
     )
     again = trainer(rising.workdir, model=Listed, checkpoint="2")
     assert again.restore() == 2 and again.restore(which="latest") == 4
-    with pytest.raises(UserError, match="a training goes on from its latest"):
+    with pytest.raises(UserError, match="checkpoint=2 needs init_from"):
         again.fit((X, Y), steps=5)
 
 

@@ -1,6 +1,9 @@
 """The Python API: what `Trainer` takes, calls, writes and refuses."""
 
+import copy
 import json
+import pickle
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from spmdtrain import (
     Trainer,
     UserError,
     read_manifest,
+    user_frames,
 )
 from spmdtrain.adapting import adapt
 from spmdtrain.data import as_dataset
@@ -353,6 +357,18 @@ def test_an_early_stop_ends_at_the_evaluation_and_lasts(tmp_path: Path) -> None:
     assert run(epochs=4) == 20
 
 
+def test_a_stop_at_a_step_that_is_saved_and_not_evaluated_evaluates_it(tmp_path: Path) -> None:
+    def stop(event: Event) -> None:
+        if event.step == 4:
+            event.trainer.stop()
+
+    cadences = {"log_every": 1, "eval_every_steps": 100, "checkpoint_every_steps": 4}
+    fitted = trainer(workdir=str(tmp_path), callbacks={"log": stop}, **cadences)
+    result = fitted.fit((X, Y), validation=(X, Y), steps=20)
+    assert result.step == 4 and list(result.validation) == ["loss"]
+    assert read_manifest(tmp_path).metrics == result.validation
+
+
 def test_evaluation_takes_the_batch_of_fit_and_fills_it_up() -> None:
     fitted = trainer(mesh=MeshSpec(devices=tuple(range(5))), global_batch_size=10)
     fitted.fit((X, Y), steps=1)
@@ -361,6 +377,25 @@ def test_evaluation_takes_the_batch_of_fit_and_fills_it_up() -> None:
     np.testing.assert_allclose(fitted.evaluate((X, Y))["loss"], error, rtol=1e-5)
     found = fitted.evaluate((X, Y), global_batch_size=7)["loss"]
     np.testing.assert_allclose(found, error, rtol=1e-5)
+
+
+def test_a_restored_model_is_evaluated_in_batches_of_its_training(tmp_path: Path) -> None:
+    def mixing(model: Any, batch: Any) -> dict[str, jax.Array]:
+        return {"loss": (model(batch[0]) - batch[1] - batch[1].mean()) ** 2}
+
+    def of(devices: int, **options: Any) -> Trainer:
+        mesh = MeshSpec(devices=tuple(range(devices)))
+        found = {"global_batch_size": None, "batch_size_per_device": 2, "objective": mixing}
+        return trainer(mesh=mesh, workdir=str(tmp_path), **found | options)
+
+    expected = of(8).fit((X, Y), validation=(X, Y), steps=2).validation
+    assert of(2).evaluate((X, Y)) == pytest.approx(expected, rel=1e-5)
+    assert of(2).predict((X, Y)).shape == Y.shape
+    restored = of(4)
+    restored.restore(f"{tmp_path}/checkpoints/2")  # as an evaluator task does
+    assert restored.evaluate((X, Y)) == pytest.approx(expected, rel=1e-5)
+    others = of(2, eval_batch_size=8).evaluate((X, Y))
+    assert others["loss"] != pytest.approx(expected["loss"], rel=1e-3)
 
 
 def test_another_optimizer_of_the_same_arrays_is_refused(tmp_path: Path) -> None:
@@ -518,14 +553,31 @@ def test_an_error_in_an_objective_begins_with_the_users_line(jit: bool) -> None:
     def missing(model: Any, batch: Any) -> Any:
         return {"loss": {"x": batch}["no such"]}  # THERE
 
+    def numbered(model: Any, batch: Any) -> Any:
+        found: Any = {"x": batch}
+        return {"loss": found[0]}  # AT 0
+
     lines = Path(__file__).read_text().splitlines()
-    for objective, mark, error in ((wrong, "HERE", TypeError), (missing, "THERE", KeyError)):
+    for objective, mark, error in (
+        (wrong, "HERE", TypeError),
+        (missing, "THERE", KeyError),
+        (numbered, "AT 0", KeyError),
+    ):
         with pytest.raises(error) as caught:
             trainer(objective=objective, jit=jit).fit((X, Y), steps=1)
         number = next(n for n, line in enumerate(lines, 1) if line.endswith(mark))
         first = str(caught.value).splitlines()[0]
         assert first.startswith(f"{__file__}:{number}, in ") and first.endswith(mark)
         assert len(str(caught.value).splitlines()) > 1  # and what JAX says of it
+
+
+def test_a_file_beside_the_package_is_the_users_own(tmp_path: Path) -> None:
+    path = Path(user_frames.__file__).parent.with_name("spmdtrain_own") / "model.py"
+    found: dict[str, Any] = {}
+    exec(compile("def objective(model, batch):\n    return batch['y']", path, "exec"), found)
+    with pytest.raises(KeyError) as caught:
+        user_frames.locate_errors(found["objective"])(None, {})
+    assert str(caught.value).startswith(f"{path}:2, in objective")
 
 
 # -- what callbacks read and add -------------------------------------------------------------------
@@ -574,6 +626,44 @@ def test_metrics_that_callbacks_add_are_in_every_record(tmp_path: Path) -> None:
         assert line["double"] == pytest.approx(2 * line["loss"])
         assert {name: line[name] for name in found} == found
     assert read_manifest(tmp_path).metrics == result.validation
+
+
+def test_metrics_of_an_event_are_added_to_and_copied_as_a_dictionary_is() -> None:
+    copies: list[dict[str, float]] = []
+
+    def add(event: Event) -> None:
+        metrics = event.metrics
+        metrics |= {"one": 1.0}
+        event.metrics |= {"two": 2.0}
+        assert metrics.setdefault("three", 3.0) == 3.0
+        assert metrics.setdefault("three", 4.0) == 3.0
+        assert metrics.setdefault("loss", 0.0) == metrics["loss"]
+        with pytest.raises(UserError, match="computed"):
+            event.metrics |= {"loss": 0.0}
+        with pytest.raises(UserError, match="cannot be replaced"):
+            event.metrics = {"loss": 0.0}
+
+    def keep(event: Event) -> None:
+        of = event.metrics
+        copies.extend([copy.copy(of), copy.deepcopy(of), pickle.loads(pickle.dumps(of))])
+
+    result = trainer(callbacks={"log": [add, keep], "fit_end": keep}).fit(
+        (X, Y), test=(X, Y), steps=1
+    )
+    assert result.train == {"loss": result.train["loss"], "one": 1.0, "two": 2.0, "three": 3.0}
+    assert copies == [result.train] * 3 + [result.test] * 3
+    assert {type(found) for found in copies} == {dict}
+
+
+def test_what_writes_event_files_is_imported_before_training_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "tensorboardX.record_writer"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    imported: list[bool] = []
+    callbacks = {"fit_start": lambda event: imported.append(name in sys.modules)}
+    trainer(workdir=str(tmp_path), callbacks=callbacks).fit((X, Y), steps=1)
+    assert imported == [True]
 
 
 def test_the_state_at_the_start_is_evaluated_before_its_save(tmp_path: Path) -> None:
