@@ -32,9 +32,7 @@ def needed(name: str, extras: Iterable[str] = ()) -> dict[str, importlib.metadat
 
 
 if __name__ == "__main__":
-    print(
-        "# Versions that the tests ran with, by .ci/lock.py; use: PIP_CONSTRAINT=requirements.lock"
-    )
+    print("# Versions that the tests ran with, by .ci/lock.py")
     for name, distribution in sorted(needed("spmdtrain", EXTRAS).items()):
         if name != "spmdtrain":
             print(f"{name}=={distribution.version}")

@@ -4,6 +4,7 @@
 the smallest input that shows it; add that input to the tests of its module.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -14,6 +15,7 @@ import re
 import socket
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,19 +24,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from test_summaries import FOUND
 
-from spmdtrain import StorageError, UserError, rendezvous, tfconfig
+from spmdtrain import StorageError, UserError, manifest, rendezvous, tfconfig
 from spmdtrain.hlo import collectives
 from spmdtrain.hlo_module import Module
+from spmdtrain.identity import Identity, changes, check_same_run
 from spmdtrain.idx import read_idx
 from spmdtrain.lines import Line
+from spmdtrain.manifest import Damaged, Manifest
 from spmdtrain.products import products
 from spmdtrain.summaries import read_summary, sealed
 from spmdtrain.traffic import bytes_moved
+from spmdtrain.writers import RunFiles, Split, evaluator_metrics
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
@@ -118,6 +124,8 @@ def changed_text(whole: Any) -> st.SearchStrategy[bytes]:
 
 
 class Target(NamedTuple):
+    sound: Any
+    """What is read without an error."""
     inputs: st.SearchStrategy[Any]
     read: Callable[[Any, Path], object]
 
@@ -134,6 +142,7 @@ def tf_config() -> Target:
         "environment": "cloud",
     }
     return Target(
+        json.dumps(whole).encode(),
         changed_text(whole),
         lambda text, _: tfconfig.parse(text.decode(errors="surrogateescape")),
     )
@@ -162,7 +171,8 @@ def rendezvous_message() -> Target:
                     rendezvous._let_in(party, line, message, {})
             return found
 
-    return Target(changed_text(hello).map(lambda text: text + b"\n"), read)
+    sound = json.dumps(hello).encode() + b"\n"
+    return Target(sound, changed_text(hello).map(lambda text: text + b"\n"), read)
 
 
 def idx() -> Target:
@@ -174,7 +184,7 @@ def idx() -> Target:
 
     packed = gzip.compress(plain)
     damaged = changed_bytes(plain)
-    return Target(damaged | damaged.map(gzip.compress) | changed_bytes(packed), read)
+    return Target(packed, damaged | damaged.map(gzip.compress) | changed_bytes(packed), read)
 
 
 def hlo_text() -> Target:
@@ -200,7 +210,7 @@ def hlo_text() -> Target:
         return "".join(found)
 
     broken = st.sampled_from(texts).flatmap(lambda text: changed_bytes(text.encode()))
-    return Target(changed_tokens() | broken.map(lambda x: x.decode("latin-1")), read)
+    return Target(texts[0], changed_tokens() | broken.map(lambda x: x.decode("latin-1")), read)
 
 
 def devices() -> Mesh:
@@ -224,6 +234,58 @@ def programs() -> list[str]:
     return [jax.jit(step).lower(x).compile().as_text() or ""]
 
 
+def manifest_file() -> Target:
+    config = {"seed": 0, "global_batch_size": 8, "shuffle": True, "mesh": {"data": 8}}
+    identity: dict[str, Any] = {
+        "config": config | {"best_metric": "loss", "epochs": None, "steps": 9},
+        "dataset": {"examples": 9, "arrays": {"image": "uint8[8]"}, "crc32": 1, "classes": ["a"]},
+        "leaves": {"params/w": "float32[2,3]", "step": "int32[]"},
+        "optimizer": "tuple(ScaleByAdamState())",
+        "hyperparameters": {},
+    }
+    whole = {
+        **{"format": 1, "step": 3, "saved_at": "2026-01-01T00:00:00+00:00"},
+        **{"identity": identity, "metrics": {"loss": 0.5}, "stopped": False},
+        **{"sums": {"params/w": "00c0ffee"}, "files": {"params/d/0": 12}, "epoch": {}},
+    }
+
+    def forged(text: bytes) -> bytes:
+        with contextlib.suppress(ValueError, RecursionError):
+            content = json.loads(text)
+            if isinstance(content, dict):
+                return json.dumps(content | {"sha256": manifest._digest(content)}).encode()
+        return text
+
+    def read(content: bytes, folder: Path) -> object:
+        (folder / "3").mkdir(exist_ok=True)
+        (folder / "3" / "manifest.json").write_bytes(content)
+        found = Manifest.read(epath.Path(folder / "3"))
+        with contextlib.suppress(Damaged):
+            found.check_files(epath.Path(folder / "3"))
+        check_same_run(Identity(**identity), found.identity, "x")
+        return found.size, changes(Identity(**identity), found.identity), found.identity.classes
+
+    text = changed_text(whole)
+    return Target(forged(json.dumps(whole).encode()), text | text.map(forged), read)
+
+
+def metrics_lines() -> Target:
+    train = {"step": 1, "split": "train", "loss": 0.5, "learning_rate": 0.1}
+    eval_ = {"step": 2, "split": "eval", "loss": None, "accuracy": 1.0, "ignored": {"a": 1}}
+    lines = b"\n".join(json.dumps(line).encode() for line in (train, eval_)) + b"\n"
+    one = changed_text(train) | changed_text(eval_)
+    several = st.lists(one, max_size=3).map(lambda some: lines + b"\n".join(some) + b"\n")
+
+    def read(content: bytes, folder: Path) -> object:
+        for name in ("metrics.jsonl", "metrics.evaluator.jsonl"):
+            (folder / name).write_bytes(content)
+        found = evaluator_metrics(str(folder))
+        with closing(RunFiles(str(folder))) as files:
+            return found, [files.history(split) for split in Split]
+
+    return Target(lines, several | changed_bytes(lines), read)
+
+
 def plan_summary() -> Target:
     def read(content: bytes, folder: Path) -> object:
         (folder / "x.json").write_bytes(content)
@@ -233,7 +295,8 @@ def plan_summary() -> Target:
 
     whole = dataclasses.asdict(FOUND)
     text = changed_text(whole)
-    return Target(changed_bytes(sealed("x", json.dumps(whole).encode())) | text.map(forged), read)
+    sound = forged(json.dumps(whole).encode())
+    return Target(sound, changed_bytes(sound) | text.map(forged), read)
 
 
 def forged(content: bytes) -> bytes:
@@ -241,7 +304,7 @@ def forged(content: bytes) -> bytes:
     return sealed("x", content)
 
 
-TARGETS = [tf_config, rendezvous_message, idx, hlo_text, plan_summary]
+TARGETS = [tf_config, rendezvous_message, idx, manifest_file, metrics_lines, hlo_text, plan_summary]
 
 
 @pytest.mark.drill
@@ -249,6 +312,7 @@ TARGETS = [tf_config, rendezvous_message, idx, hlo_text, plan_summary]
 @pytest.mark.parametrize("make", TARGETS, ids=lambda make: make.__name__)
 def test_no_input_ends_in_a_traceback(make: Callable[[], Target], tmp_path: Path) -> None:
     target = make()
+    target.read(target.sound, tmp_path)
     end = time.monotonic() + SECONDS / len(TARGETS)
     rounds = examples = 0
     found = False
