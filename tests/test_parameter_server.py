@@ -509,7 +509,7 @@ def build(config):
     ("fault", "code", "told"),
     [
         ("nan", 3, r"stopped: step 1?\d: loss and .*not finite .*\(loss nan; params/"),
-        ("error", 1, r"ZeroDivisionError: in the objective"),
+        ("error", 1, r"ZeroDivisionError: \S+wrong.py:\d+, in objective: raise ZeroDivisionError"),
         ("clip", 2, r"error: strategy parameter_server: the optimizer's clip_by_global_norm needs"),
     ],
 )
