@@ -8,11 +8,12 @@ import hashlib
 import hmac
 import os
 import secrets
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from spmdtrain import failing, job_token
+from spmdtrain import job_token
 from spmdtrain.errors import UserError
 from spmdtrain.tfconfig import Address
 from spmdtrain.user_folders import private_folder
@@ -117,7 +118,7 @@ def refused(chief: Address) -> UserError:
 
 def _is_given(environ: Mapping[str, str], chief: Address) -> bool:
     """Sets the token if the environment determines it; returns whether it does."""
-    if secret := job_token.read(environ, tell=failing.to_stderr):
+    if secret := job_token.read(environ, tell=lambda text: print(text, file=sys.stderr)):
         # Another token for each chief: whoever takes its port sees this one and no other.
         os.environ[TOKEN] = hmac.new(secret, f"ray {chief}".encode(), hashlib.sha256).hexdigest()
     return bool(environ.get(TOKEN) or environ.get(TOKEN_PATH))
