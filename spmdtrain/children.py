@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 
+from spmdtrain import out_of_memory
+
 _LONGEST_LINE = 1 << 16
 _REMEMBERED = 300  # lines of standard error, from which the reason of a death is read
 # Gloo writes this line itself, once for each group of devices, and has no option against it.
@@ -133,6 +135,10 @@ class Child:
         """The signals that the launcher has sent it."""
         self.status: int | None = None
         """None while it runs; then its exit code, or -N where signal N ended it."""
+        self.peak = 0
+        """Memory that its largest process has used, in bytes; set when it has ended."""
+        self.address_limit: int | None = None
+        """Limit of its address space in bytes; set when it has ended."""
         self._output = output
         self._guardian = guardian
         self._errors: collections.deque[bytes] = collections.deque(maxlen=_REMEMBERED)
@@ -170,7 +176,10 @@ class Child:
         for reader in self._readers:
             reader.join(timeout=max(0, patience - time.monotonic()))
         self._guardian.tell("-", self.pid)
-        self.status = self._process.wait()
+        self.address_limit = out_of_memory.address_limit(self.pid)
+        _, status, usage = os.wait4(self.pid, 0)
+        self.peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        self.status = self._process.returncode = os.waitstatus_to_exitcode(status)
         return True
 
     def send(self, number: int, pid: int | None = None) -> None:

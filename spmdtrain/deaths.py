@@ -6,8 +6,10 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from spmdtrain import out_of_memory
 from spmdtrain.errors import ExitCode
 from spmdtrain.phases import Phase, Reason, Record
+from spmdtrain.terminal import byte_size
 
 # What JAX's coordination service and gloo print when another process is gone, or never came.
 _LOST = re.compile(
@@ -53,6 +55,10 @@ class Ended:
     reason: Reason | None = None
     errors: str = ""
     """The last lines of its standard error."""
+    memory: str | None = None
+    """Evidence that memory was exhausted."""
+    peak: int = 0
+    """Memory that its largest process has used, in bytes; 0 if unknown."""
 
     @property
     def signal(self) -> signal.Signals | None:
@@ -134,6 +140,8 @@ def describe(ended: Ended) -> str:
         if lost:
             came = not _NEVER_CAME.search(ended.errors)
             because = ": JAX lost a peer" if came else ": JAX waited in vain for a peer"
+        elif ended.memory is not None:
+            because = f": {ended.memory}"
         elif ended.reason is None and ended.signal is not signal.SIGABRT:
             because = ""  # a traceback that did not end it
     elif ended.status == ExitCode.PREEMPTED:
@@ -149,10 +157,19 @@ def describe(ended: Ended) -> str:
 
 
 def hint(ended: Ended) -> str | None:
-    """What a signal most often means, where it is well known and was not the launcher's."""
-    if ended.ours or ended.signal is None:
+    """Returns what a death most often means, and the peak memory if memory may be the reason.
+
+    None if the launcher caused it, or nothing is known.
+    """
+    if ended.ours:
         return None
-    return _HINTS.get(ended.signal)
+    found = []
+    if ended.signal in _HINTS and ended.memory is None:
+        found.append(_HINTS[ended.signal])
+    by_memory = ended.memory or out_of_memory.is_told(ended.message or "")
+    if ended.peak and (by_memory or ended.signal is signal.SIGKILL):
+        found.append(f"the peak host memory of {ended.task} was {byte_size(ended.peak)}")
+    return "; ".join(found) or None
 
 
 def _where(record: Record | None) -> str:

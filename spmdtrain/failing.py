@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from spmdtrain import phases, processes
+from spmdtrain import out_of_memory, phases, processes
 from spmdtrain.errors import ExitCode, Preempted, foreign
 from spmdtrain.phases import Phase
 from spmdtrain.processes import KEY, Job
@@ -59,6 +59,7 @@ class _Ending:
     """Whether the main thread has met with a failure."""
     on_failure: Callable[[str], None] = _say_nothing
     usual_hook: Any = sys.__excepthook__
+    usual_thread_hook: Any = threading.__excepthook__
     stop: Callable[[], None] = lambda: None
     lock: threading.Lock = field(default_factory=threading.Lock)
     over: threading.Event = field(default_factory=threading.Event)
@@ -74,7 +75,9 @@ def begin(job: Job, hang_timeout: float) -> None:
     Where no process has moved for `hang_timeout` seconds, the one that holds the others is named,
     and the job ends; 0 is never.
     """
+    out_of_memory.reserve()
     _ending.usual_hook, sys.excepthook = sys.excepthook, _end_on_exception
+    _ending.usual_thread_hook, threading.excepthook = threading.excepthook, _end_on_exhaustion
     watch = threading.Thread(
         target=_watch, args=(job, hang_timeout), name="watch-the-others", daemon=True
     )
@@ -93,7 +96,7 @@ def begin(job: Job, hang_timeout: float) -> None:
 def end() -> None:
     """All processes have come to the end of the job: what they do from here on is their own."""
     _ending.stop()
-    sys.excepthook = _ending.usual_hook
+    sys.excepthook, threading.excepthook = _ending.usual_hook, _ending.usual_thread_hook
 
 
 @contextlib.contextmanager
@@ -115,7 +118,8 @@ def reason(error: BaseException) -> str:
 
     Nobody is told yet: whoever has called `fit` may still handle the error.
     """
-    own = " ".join(f"{type(error).__name__}: {error}".split())
+    out_of_memory.release(error)
+    own = _in_one_line(error)
     job, lost = processes.current(), _is_lost(error)
     if job is None:
         return own
@@ -133,6 +137,9 @@ def fail(code: int, why: str, error: BaseException, show: Callable[[], None]) ->
         show()
         phases.tell_reason(code, why)
         return code
+    if out_of_memory.release(error):  # what follows may fail or wait for memory all the same
+        phases.tell_reason(code, why)
+        out_of_memory.end_within(code)
     _ending.failing, lost = True, _is_lost(error)
     first = _announce(job, code, why, lost=lost)
     mine = first["rank"] == job.rank
@@ -163,8 +170,27 @@ def _end_on_exception(
 ) -> None:
     """For a process of a job: a plain exception would leave the others waiting for minutes."""
     code = ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else ExitCode.FAILED
-    line = " ".join(f"{kind.__name__}: {error}".split())
+    line = _in_one_line(error)
     fail(code, line, error, lambda: traceback.print_exception(kind, error, trace))
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Returns the type of an error and its message, if it has one."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+
+
+def _end_on_exhaustion(thread: threading.ExceptHookArgs) -> None:
+    """Ends the job if a thread dies of exhausted memory, because the others may wait for it.
+
+    Other errors of threads go to the usual hook.
+    """
+    error = thread.exc_value
+    if error is None or not out_of_memory.is_exhausted(error):
+        _ending.usual_thread_hook(thread)
+        return
+    name = thread.thread.name if thread.thread else "a thread"
+    line = f"{_in_one_line(error)} (in thread {name})"
+    fail(ExitCode.FAILED, line, error, lambda: traceback.print_exception(error))
 
 
 def _is_lost(error: BaseException) -> bool:

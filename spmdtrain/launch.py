@@ -14,7 +14,7 @@ from types import TracebackType
 
 import tyro
 
-from spmdtrain import hangs, phases
+from spmdtrain import hangs, out_of_memory, phases
 from spmdtrain.children import Child, Guardian, Output, Signals
 from spmdtrain.deaths import Ended, Rank, Restarts, cause, describe, hint, rank
 from spmdtrain.errors import ExitCode, UserError, exit_code_of
@@ -125,6 +125,7 @@ class Launcher:
         """Whether the training has ended for good."""
         self.folder = tempfile.mkdtemp(prefix="spmdtrain-")
         self.guardian = Guardian(self.folder)
+        self.oom_kills = out_of_memory.OomKills()
         self.output = Output([*environments, "launch"])
         self.evaluator = Evaluator(self) if options.evaluator else None
 
@@ -182,6 +183,7 @@ class Launcher:
     def tick(self) -> None:
         """Sleep a little, but not past a signal or the end of a child; see to the evaluator."""
         self.signals.wait(_POLL)
+        self.oom_kills.look()
         if self.evaluator is not None:
             self.evaluator.tend()
 
@@ -247,12 +249,28 @@ class Launcher:
         assert child.status is not None
         record = phases.read(self.folder, child.name)
         reason = phases.read_reason(self.folder, child.name)
-        ended = Ended(child.name, child.status, record=record, reason=reason, errors=child.errors)
+        ended = Ended(
+            child.name,
+            child.status,
+            record=record,
+            reason=reason,
+            errors=child.errors,
+            peak=child.peak,
+        )
         if ended.signal not in child.sent:
-            return ended
+            return dataclasses.replace(ended, memory=self._memory(ended, child.address_limit))
         if reason is not None:  # it was about to end by itself
             return dataclasses.replace(ended, status=reason.code)
         return dataclasses.replace(ended, ours=True)
+
+    def _memory(self, ended: Ended, address_limit: int | None) -> str | None:
+        """Returns the evidence that a signal ended a task because memory was exhausted."""
+        if ended.reason is not None:
+            return None
+        if ended.signal is signal.SIGKILL:
+            return self.oom_kills.reason()
+        crashed = ended.signal in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
+        return out_of_memory.why_aborted(ended.errors, address_limit) if crashed else None
 
     def _outcome(
         self, deaths: Sequence[Ended], hung: str | None, stopped: Sequence[str]

@@ -1,0 +1,169 @@
+"""Exhausted memory: the process reports it, and the launcher recognizes a kill by the kernel."""
+
+import contextlib
+import errno
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from processes import drill, launching, run_line
+
+from spmdtrain.deaths import Ended, describe, hint
+from spmdtrain.out_of_memory import OomKills, is_exhausted, why_aborted
+from spmdtrain.phases import Reason
+
+BOUND = 150
+
+
+@pytest.mark.parametrize(
+    ("group", "file", "text"),
+    [
+        ("0::/job\n", "job/memory.events", "low 0\noom 3\noom_kill {}\noom_group_kill 0\n"),
+        ("4:cpu,memory:/job\n0::/\n", "memory/job/memory.oom_control", "oom_kill {}\n"),
+        ("4:memory:/outside\n0::/\n", "memory/memory.oom_control", "under_oom 0\noom_kill {}\n"),
+    ],
+)
+def test_kills_are_counted_in_the_control_group_or_else_on_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, file: str, text: str
+) -> None:
+    counter, machine = tmp_path / "cgroup" / file, tmp_path / "proc" / "vmstat"
+    counter.parent.mkdir(parents=True)
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text(group)
+    counter.write_text(text.format(7))
+    machine.write_text("pgfault 1\noom_kill 9\n")
+    kills = OomKills(tmp_path / "cgroup", tmp_path / "proc")
+    assert kills.reason() is None
+    counter.write_text(text.format(8))
+    machine.write_text("pgfault 1\noom_kill 11\n")
+    assert "control group" in (kills.reason() or "")
+    assert "of this machine" in (kills.reason() or "")
+    assert kills.reason() is None
+    machine.write_text("oom_kill 12\n")
+    now = time.monotonic()
+    for seconds in (6, 70, 76):  # a kill of long ago explains no death
+        monkeypatch.setattr("time.monotonic", lambda at=now + seconds: at)
+        kills.look()
+    assert kills.reason() is None
+
+
+def test_without_counters_nothing_is_known(tmp_path: Path) -> None:
+    assert OomKills(tmp_path, tmp_path).reason() is None
+
+
+def test_errors_of_exhausted_memory() -> None:
+    assert is_exhausted(MemoryError())
+    assert is_exhausted(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert is_exhausted(RuntimeError("can't start new thread"))
+    wrapped = ValueError("no batch")
+    wrapped.__cause__ = MemoryError()
+    assert is_exhausted(wrapped)
+    assert not is_exhausted(OSError(errno.ENOSPC, "No space left"))
+
+
+def test_how_a_death_of_exhausted_memory_is_described() -> None:
+    aborted = "E1123 memory_manager.cc\nLLVM ERROR: Unable to allocate section memory!\n"
+    found = why_aborted(aborted, None)
+    assert found == (
+        "memory could not be allocated (LLVM ERROR: Unable to allocate section memory!)"
+    )
+    death = Ended("worker 0", -6, errors=aborted, memory=found, peak=1_230_000_000)
+    assert describe(death) == f"worker 0 aborted (SIGABRT): {found}"
+    assert hint(death) == "the peak host memory of worker 0 was 1.23 GB"
+    assert "1.50 GB (RLIMIT_AS)" in (why_aborted("", 1_500_000_000) or "")
+    assert why_aborted("Segmentation fault", None) is None
+    killed = hint(Ended("worker 0", -9, peak=1_230_000_000)) or ""
+    assert "for want of memory" in killed and killed.endswith("worker 0 was 1.23 GB")
+    failed = Ended("worker 0", 1, reason=Reason(1, "RuntimeError: can't start new thread", True))
+    assert hint(failed) is None
+    assert "1.23 GB" in (hint(replace(failed, peak=1_230_000_000)) or "")
+    assert "GB" not in (hint(Ended("worker 0", -11, peak=1_230_000_000)) or "")
+
+
+# -- real processes --------------------------------------------------------------------------------
+
+# Objects that are kept, of a size for Python's own allocator, under a limit or without.
+HOARD = """
+        if fault == "hoard":
+            if self.config.limited:
+                used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+                resource.setrlimit(resource.RLIMIT_AS, (used + 2**20,) * 2)
+            while True:
+                hoard.append(bytearray(500 if self.config.limited else 2**24))
+        if fault == "exception":"""
+
+
+def hoarding(folder: Path) -> Path:
+    """Returns an experiment whose fault takes all memory."""
+    return drill(
+        folder,
+        ('        if fault == "exception":', HOARD),
+        ("import os\nimport signal", "import os\nimport resource\nimport signal"),
+        ("class Rows:", "hoard = []\n\n\nclass Rows:"),
+        ('    mark: str = ""', '    limited: bool = True\n    mark: str = ""'),
+    )
+
+
+def launched(
+    folder: Path, *options: object, group: Path | None = None, within: float = 10.0
+) -> list[str]:
+    """Runs it through the launcher, perhaps in a control group; returns the launcher's lines."""
+    mark = folder / "mark"
+    workdir = ["--workdir", folder / "run", "--steps", 400, "--pause", 0.05]
+    line = run_line(hoarding(folder), *workdir, "--fault", "hoard", "--mark", mark, *options)
+    with launching(line, "--max-restarts", 0) as (process, lines):
+        if group is not None:
+            (group / "cgroup.procs").write_text(str(process.pid))
+        process.wait(BOUND)
+    time.sleep(0.5)  # until all lines have been read
+    said = [text for _, text in lines if text.startswith("[launch]")]
+    assert said, lines
+    assert lines[-1][0] - float(mark.read_text()) < within, lines
+    return said
+
+
+@pytest.mark.drill
+def test_a_process_that_cannot_allocate_ends_the_job_with_the_reason(tmp_path: Path) -> None:
+    said = launched(tmp_path)
+    assert re.search(r"worker 0 failed at step \d+: MemoryError", said[-1]), said
+    assert any("chief ended with it" in text for text in said), said
+    assert any(re.search(r"peak host memory of worker 0 was \d+ MB", text) for text in said), said
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """Returns a control group of 1.2 GB below that of this process."""
+    try:
+        own = Path("/proc/self/cgroup").read_text()
+        path = next(line.split(":")[2] for line in own.splitlines() if ":memory:" in line)
+        found = Path("/sys/fs/cgroup/memory", path[1:], f"spmdtrain-test-{os.getpid()}")
+        found.mkdir()
+    except (OSError, StopIteration) as error:
+        pytest.skip(f"no control group for memory can be made: {error!r}")
+    try:
+        (found / "memory.limit_in_bytes").write_text("1200000000")
+        yield found
+    finally:
+        for pid in (found / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        for _ in range(50):
+            with contextlib.suppress(OSError):
+                found.rmdir()
+                break
+            time.sleep(0.1)
+
+
+@pytest.mark.drill
+def test_a_kill_by_the_kernel_is_recognized(tmp_path: Path, group: Path) -> None:
+    said = launched(tmp_path, "--no-limited", group=group, within=60.0)  # it takes time to fill
+    killed = r"worker 0 was killed \(SIGKILL\).* step \d+: the kernel's OOM killer: the memory of"
+    assert re.search(killed, said[-1]), said
+    assert any(
+        re.search(r"peak host memory of worker 0 was [\d.]+ [MG]B", text) for text in said
+    ), said
