@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath, epy
 
-from spmdtrain import drift, manifest, nofollow, processes
+from spmdtrain import drift, manifest, nofollow, phases, processes
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.identity import Identity
 from spmdtrain.manifest import Damaged, Manifest
@@ -312,8 +312,11 @@ class Checkpoints:
 
     def _seal(self) -> None:
         """Write the manifest: all arrays are on the disk, and the folder has not its name yet."""
-        save = self._saving
-        assert save is not None
+        assert self._saving is not None
+        with phases.sealing(self._saving.step):
+            self._write_manifest(self._saving)
+
+    def _write_manifest(self, save: "_Save") -> None:
         totals = read_parts(save.sums)
         for rank in range(1, processes.count()):
             for name, part in processes.take(save.key_of(rank)).items():

@@ -46,7 +46,7 @@ except OSError as error:
 # Reads "+GROUP" and "-GROUP" until the launcher has ended, however it has.
 _GUARD = """
 import os, shutil, signal, sys
-for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
     signal.signal(ignored, signal.SIG_IGN)
 groups = set()
 for line in sys.stdin:
@@ -239,7 +239,9 @@ def _shown(line: bytes) -> bytes:
 
 
 class Signals:
-    """SIGTERM, SIGHUP and Ctrl-C as flags, and a sleep that they and the end of a child cut short.
+    """Signals to stop as flags, and a sleep that they and the end of a child cut short.
+
+    They are SIGTERM, SIGHUP, Ctrl-C and SIGUSR1, which Slurm sends ahead of a job's end.
 
     One that is ignored from the start, as by nohup, stays so.
     """
@@ -253,7 +255,8 @@ class Signals:
         for end in (self._reader, self._writer):
             os.set_blocking(end, False)
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGCHLD):
+        stop = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
+        for number in (*stop, signal.SIGCHLD):
             if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._catch)
         return self

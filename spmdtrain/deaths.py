@@ -177,6 +177,8 @@ def _where(record: Record | None) -> str:
         return ""
     if record.phase is Phase.START:
         return " at its start"
+    if record.sealing >= 0:  # by a thread beside the one that trains
+        return f" in {Phase.SAVE} of step {record.sealing}, at step {record.step}"
     inside = "" if record.phase in (Phase.STEP, Phase.HOST) else f" in {record.phase}"
     return f"{inside} at step {record.step}"
 

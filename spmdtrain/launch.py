@@ -331,7 +331,7 @@ class Launcher:
         for child in running:
             record = found[child.name]
             if record and child.name not in stopped:  # without a record, it would die of it
-                child.send(signal.SIGUSR1, record.pid)
+                child.send(signal.SIGUSR2, record.pid)
                 asked.append(child.name)
         stacks = hangs.gather_stacks(self.folder, asked)
         for name in found:

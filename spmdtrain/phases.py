@@ -15,7 +15,7 @@ import signal
 import struct
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,8 @@ WAITING = frozenset(
 # which another thread may write. Apart, the two need no lock.
 _RECORD = struct.Struct("<qq8sqd")
 _SAVED = struct.Struct("<q")
+_SEALING = struct.Struct("<q")  # another slot: the step whose manifest is being written
+_SIZE = _RECORD.size + _SAVED.size + _SEALING.size
 _NOT_SAVED = -1
 
 
@@ -75,13 +77,13 @@ class _Channel:
 
     def __init__(self, file: int | None, *, shared: bool = False) -> None:
         if shared and file is not None:
-            self._memory = mmap.mmap(file, _RECORD.size + _SAVED.size)
+            self._memory = mmap.mmap(file, _SIZE)
             os.close(file)
             # The pid stays that of the task, to which the launcher sends its signals.
             self.pid, self.step, phase, self.changes, _ = _RECORD.unpack_from(self._memory)
             self.phase = Phase(phase.rstrip(b"\0").decode())
             return
-        content = bytes(_RECORD.size) + _SAVED.pack(_NOT_SAVED)
+        content = bytes(_RECORD.size) + _SAVED.pack(_NOT_SAVED) + _SEALING.pack(_NOT_SAVED)
         if file is None:
             self._memory = mmap.mmap(-1, len(content))
             self._memory[:] = content
@@ -106,7 +108,10 @@ class _Channel:
         return bytes(self._memory)
 
     def publish_saved(self, step: int) -> None:
-        self._memory[_RECORD.size :] = _SAVED.pack(step)
+        self._memory[_RECORD.size : _RECORD.size + _SAVED.size] = _SAVED.pack(step)
+
+    def publish_sealing(self, step: int) -> None:
+        self._memory[_RECORD.size + _SAVED.size :] = _SEALING.pack(step)
 
 
 _channel: _Channel | None = None
@@ -162,9 +167,9 @@ def begin(*, always: bool = False) -> None:
         stacks = _create(path(folder, task, "stacks"))
     except FileExistsError:
         return  # a process that the task has started inherits its environment, but is not it
-    # In this order: SIGUSR1 ends a process that has not registered, and is sent to those only that
+    # In this order: SIGUSR2 ends a process that has not registered, and is sent to those only that
     # have a .phase file.
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     _channel = _Channel(_create(path(folder, task, "phase")))
     os.register_at_fork(after_in_child=_forget)
 
@@ -224,6 +229,16 @@ def saved(step: int) -> None:
         _channel.publish_saved(step)
 
 
+@contextlib.contextmanager
+def sealing(step: int) -> Iterator[None]:
+    """Publishes that the checkpoint of `step` lacks only its manifest, from the saving thread."""
+    if _channel is not None:
+        _channel.publish_sealing(step)
+    yield
+    if _channel is not None:
+        _channel.publish_sealing(_NOT_SAVED)
+
+
 def tell_reason(code: int, reason: str, *, own: bool = True) -> None:
     """Say why this process is about to end with `code`; the first reason told stays.
 
@@ -271,6 +286,8 @@ class Record:
     """When it last did, by `time.monotonic`, which is one clock for the whole machine."""
     pid: int = 0
     """The process itself, which need not be the one that was started: that may be a wrapper."""
+    sealing: int = _NOT_SAVED
+    """The step of a checkpoint whose data is written and whose manifest is not; -1 if none is."""
 
     @property
     def where(self) -> str:
@@ -299,13 +316,15 @@ def read(folder: str | os.PathLike[str], task: str) -> Record | None:
 
 
 def _record(task: str, content: bytes) -> Record | None:
-    if len(content) < _RECORD.size + _SAVED.size:
+    if len(content) < _SIZE:
         return None  # it is being made
     pid, step, phase, changes, at = _RECORD.unpack_from(content)
     if not changes:
         return None
     (newest,) = _SAVED.unpack_from(content, _RECORD.size)
-    return Record(task, step, Phase(phase.rstrip(b"\0").decode()), newest, changes, at, pid)
+    (sealing,) = _SEALING.unpack_from(content, _RECORD.size + _SAVED.size)
+    phase = Phase(phase.rstrip(b"\0").decode())
+    return Record(task, step, phase, newest, changes, at, pid, sealing)
 
 
 def read_reason(folder: str | os.PathLike[str], task: str) -> Reason | None:

@@ -355,6 +355,8 @@ class Session:
         if self.checkpoints is None:
             return
         with phases.within(phases.Phase.SAVE, step):
+            if self.journal.files:
+                self.journal.files.check_lock()
             epoch = self.epochs.so_far()
             self.checkpoints.save(state, step, self.identity, metrics, stopped=stopped, epoch=epoch)
         phases.saved(self.saved_step)

@@ -1,8 +1,9 @@
-"""Being asked to stop: SIGTERM and Ctrl-C become a question that the training loop asks."""
+"""Being asked to stop: signals become a question that the training loop asks."""
 
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 from spmdtrain import processes
@@ -10,7 +11,9 @@ from spmdtrain.errors import Preempted
 
 
 class StopSignals:
-    """While entered, the first SIGTERM or SIGINT only makes `asked` true; a second ends at once.
+    """While entered, the first SIGTERM, SIGUSR1 or SIGINT only sets `asked`; a second ends at once.
+
+    SIGUSR1 is what Slurm sends ahead of a job's end (`--signal=USR1@120`).
 
     Only the main thread can catch signals; in another one, they are left alone. Where several
     processes train together, SIGTERM to one of them is caught by JAX and concerns all.
@@ -23,14 +26,20 @@ class StopSignals:
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
             if processes.count() > 1:
-                self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._pass_on)
+                self._set(self._pass_on, signal.SIGINT, signal.SIGUSR1)
             else:
-                for number in (signal.SIGTERM, signal.SIGINT):
-                    self._before[number] = signal.signal(number, self._catch)
+                self._set(self._catch, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         return self
 
+    def _set(
+        self, handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals
+    ) -> None:
+        for number in numbers:
+            self._before[number] = signal.signal(number, handler)
+
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self._restore()
+        if number == signal.SIGINT:  # the next one ends this process; a SIGTERM changes nothing
+            self._restore()
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:

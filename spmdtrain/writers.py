@@ -100,6 +100,8 @@ class RunFiles:
         # A sibling: TensorBoard shows each folder as a run, and follows but one file in it.
         self._curves_name = writer.file("tensorboard")
         self.folder = folder_of(workdir)
+        self._lock_name = writer.file(".lock")
+        self._lock: IO[bytes] | None = None
         self._lines = self.folder / self._lines_name
         self._all_curves = self.folder / self._curves_name
         self._curves: _Curves | None = None
@@ -111,11 +113,12 @@ class RunFiles:
             try:
                 if not is_url(workdir):
                     self.folder.mkdir(parents=True, exist_ok=True)
-                lock = writer.file(".lock")  # also shows whether anything can be written
+                # Also shows whether anything can be written.
                 if is_url(workdir):
-                    (self.folder / lock).write_text("")
+                    (self.folder / self._lock_name).write_text("")
                 else:
-                    stack.enter_context(_lock(self.folder, lock, writer))
+                    held = _locked(self.folder, self._lock_name, writer)
+                    self._lock = stack.enter_context(held)
                 self._grown = self._growing(stack)
                 self._metrics = self._grown / self._lines_name
                 self._whole = self._whole_lines()
@@ -162,6 +165,27 @@ class RunFiles:
         self._replace("config.json", json.dumps(content, indent=2) + "\n")
         self.sync()
 
+    def check_lock(self) -> None:
+        """Raises `StorageError` if the workdir's lock is gone: another run may train there."""
+        if self._lock is None:
+            return
+        held = os.fstat(self._lock.fileno())
+        path = self.folder / self._lock_name
+        try:
+            found = os.stat(path, follow_symlinks=False)
+        except FileNotFoundError:
+            what = "removed"
+        except OSError as error:
+            raise StorageError(f"{path} cannot be read: {one_line(error)}") from error
+        else:
+            if (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino):
+                return
+            what = "replaced"
+        raise StorageError(
+            f"{path}, this run's lock, was {what}: another run may be using the workdir, so this "
+            "one ends and saves nothing more there. Never remove the lock of a run that goes on"
+        )
+
     def write_report(self, name: str, content: Mapping[str, Any]) -> None:
         """Write `NAME.json`: what a part of the run has to tell at its end."""
         self._replace(f"{name}.json", json.dumps(content, indent=2) + "\n")
@@ -172,6 +196,7 @@ class RunFiles:
             if self._failed:
                 return
             self._failed = status is Status.FAILED
+            self.check_lock()
             content = {"status": status, "step": step} | ({"reason": reason} if reason else {})
             try:
                 self.sync()
@@ -451,7 +476,7 @@ def write_predictions(workdir: str | None, predictions: Any) -> epath.Path:
     return path
 
 
-def _lock(folder: epath.Path, name: str, writer: Writer) -> contextlib.AbstractContextManager[Any]:
+def _locked(folder: epath.Path, name: str, writer: Writer) -> IO[bytes]:
     """Hold a workdir for this writer alone; the system lets go of it however the process ends."""
     file = os.fdopen(nofollow.open_file(folder, name, os.O_RDWR | os.O_CREAT), "r+b")
     if fcntl is None:

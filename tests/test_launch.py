@@ -561,7 +561,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_lets_all_save_and_ends_the_job(tmp_path: Path, number: signal.Signals) -> None:
     script = (
         TREE

@@ -103,14 +103,14 @@ os.wait()
     assert (record.phase, record.step, record.saved) == (Phase.HOST, 3, -1)
 
 
-def test_stacks_of_all_threads_on_sigusr1(tmp_path: Path) -> None:
+def test_stacks_of_all_threads_on_sigusr2(tmp_path: Path) -> None:
     code = """
 import threading, time
 def in_a_thread(): time.sleep(5)
 begin()
 threading.Thread(target=in_a_thread, daemon=True).start()
 time.sleep(0.1)
-def in_main(): os.kill(os.getpid(), signal.SIGUSR1)
+def in_main(): os.kill(os.getpid(), signal.SIGUSR2)
 in_main()
 """
     assert published(tmp_path, code).returncode == 0

@@ -1,0 +1,104 @@
+"""Lost locks, SIGUSR1, kills while a checkpoint is sealed, folders that become read-only."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import saved_steps, status
+from test_links import fit
+
+from spmdtrain import StorageError, load_params, phases
+from spmdtrain.deaths import Ended, describe
+from spmdtrain.errors import Preempted
+from spmdtrain.writers import RunFiles
+
+
+def at_step(number: int, do: Any) -> dict[str, Any]:
+    """Callbacks that do something once, after that step."""
+
+    def step(event: Any) -> None:
+        if event.step == number:
+            do()
+
+    return {"step": step}
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_run_whose_lock_was_removed_ends_at_the_next_save(another: bool, tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+
+        def take() -> None:
+            (tmp_path / ".lock").unlink()
+            if another:
+                stack.enter_context(contextlib.closing(RunFiles(str(tmp_path))))
+
+        what = "replaced" if another else "removed"
+        with pytest.raises(StorageError, match=rf"\.lock, this run's lock, was {what}"):
+            fit(tmp_path, 9, callbacks=at_step(3, take), log_every=1)
+    assert saved_steps(tmp_path)[-1] in (2, 3)
+    assert status(tmp_path)["status"] == "running"  # that file may be another run's by now
+
+
+def test_sigusr1_saves_and_exits_75(tmp_path: Path) -> None:
+    ask = at_step(3, lambda: signal.raise_signal(signal.SIGUSR1))
+    with pytest.raises(Preempted) as stop:
+        fit(tmp_path, 9, callbacks=ask)
+    assert stop.value.code == 75
+    saved = saved_steps(tmp_path)[-1]
+    assert saved in (3, 4)
+    assert status(tmp_path) == {"status": "preempted", "step": saved, "reason": "SIGUSR1"}
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+@pytest.mark.drill
+def test_a_kill_between_data_and_manifest_is_one_in_save(tmp_path: Path) -> None:
+    script = """
+import os, signal, sys
+from pathlib import Path
+from spmdtrain import manifest, phases
+sys.path.insert(0, sys.argv[1])
+from test_links import fit
+phases.begin()
+manifest.Manifest.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+fit(Path("run"), 3, checkpoint_at_start=False)
+"""
+    env = os.environ | {phases.LAUNCH: str(tmp_path), phases.TASK: "worker 0"}
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(Path(__file__).parent)], cwd=tmp_path, env=env
+    )
+    assert ended.returncode == -signal.SIGKILL
+    record = phases.read(tmp_path, "worker 0")
+    assert record is not None and record.sealing == 1
+    told = describe(Ended("worker 0", ended.returncode, record=record))
+    assert told.startswith("worker 0 was killed (SIGKILL) in save of step 1, at step ")
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounts need root")
+def test_a_folder_that_becomes_read_only_ends_the_run(tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no mounts are allowed here")
+    try:
+
+        def remount() -> None:
+            command = ["mount", "-o", "remount,ro", str(tmp_path)]
+            # Refused while files are open for writing, as the event file is: a second mount is not.
+            if subprocess.run(command, capture_output=True).returncode:
+                over = ["mount", "--bind", str(tmp_path), str(tmp_path)]
+                subprocess.run(over, check=True)
+                command = ["mount", "-o", "remount,bind,ro", str(tmp_path)]
+                subprocess.run(command, check=True, capture_output=True)
+
+        with pytest.raises(StorageError, match="Read-only file system"):
+            fit(tmp_path / "run", 9, callbacks=at_step(3, remount), log_every=1)
+        assert saved_steps(tmp_path / "run")[-1] in (1, 2, 3)
+        assert load_params(str(tmp_path / "run"))["kernel"].shape == (1, 1)
+    finally:
+        while subprocess.run(["umount", "-l", str(tmp_path)], capture_output=True).returncode == 0:
+            pass
+    fit(tmp_path / "run", 2)
