@@ -33,7 +33,8 @@ _HINTS = {
     signal.SIGKILL: "a SIGKILL that nobody sent is most often the system's own, for want of "
     "memory: dmesg tells, or the container's limits do",
     signal.SIGSEGV: "a SIGSEGV is a crash in native code; PYTHONFAULTHANDLER=1 shows where",
-    signal.SIGBUS: "a SIGBUS is most often a full disk or full shared memory: see df -h /dev/shm",
+    signal.SIGBUS: "a SIGBUS is most often a full disk or full shared memory (see df -h /dev/shm), "
+    "or a data file in use through np.memmap that was cut short",
 }
 
 

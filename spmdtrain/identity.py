@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NoReturn
 
 from spmdtrain.config import RunConfig, as_json
 from spmdtrain.errors import UserError
@@ -68,7 +68,7 @@ def check_same_run(saved: Identity, now: Identity, source: str) -> None:
     for name in _FIXED:
         there, here = saved.config[name], now.config[name]
         if there != here:
-            raise UserError(
+            _refuse(
                 f"{source} was trained with {name}={there}, this run has {here}: give "
                 f"{_option(name, there)}{_INSTEAD.get(name, '')}, or another workdir"
             )
@@ -76,17 +76,22 @@ def check_same_run(saved: Identity, now: Identity, source: str) -> None:
     check_same_classes(saved.classes, now.classes, f"{source} was", f"; {remedy}")
     for name, here in now.dataset.items():
         if name != "classes" and saved.dataset.get(name) != here:
-            raise UserError(
+            _refuse(
                 f"{source} was trained on other data: {name} was {saved.dataset.get(name)}, and "
                 f"is {here} now; {remedy}"
             )
     remedy = _remedy(saved.config, now.config)
     _check_same_leaves(saved.leaves, now.leaves, source, remedy)
     if saved.optimizer != now.optimizer:
-        raise UserError(
+        _refuse(
             f"{source} is of another optimizer: opt_state is {saved.optimizer} there and "
             f"{now.optimizer} here; {remedy}{_start_from(source)}"
         )
+
+
+def _refuse(message: str) -> NoReturn:
+    """Raises `UserError`; text of a manifest is escaped, because anyone may have written it."""
+    raise UserError(printable(message))
 
 
 def check_same_classes(
@@ -132,7 +137,7 @@ def _check_same_leaves(
         if saved.get(name) != now.get(name):
             part = name.split("/")[0]
             kind = {"opt_state": "optimizer", "averaged": "moving average"}.get(part, "model")
-            raise UserError(
+            _refuse(
                 f"{source} is of another {kind}: {name} is {saved.get(name, 'absent')} there and "
                 f"{now.get(name, 'absent')} here; {remedy}"
                 + ("" if kind == "model" else _start_from(source))
@@ -146,7 +151,7 @@ def changes(saved: Identity, now: Identity) -> list[str]:
     """
     before, after = _fields(as_json(RunConfig())) | _fields(saved.config), _fields(now.config)
     return [
-        f"{name}: {before.get(name)} -> {value}"
+        printable(f"{name}: {before.get(name)} -> {value}")
         for name, value in after.items()
         if name not in _NO_CHANGE and before.get(name) != value
     ]

@@ -1,6 +1,7 @@
 """Damaged and forged files in a run's folder and in caches: a message each, or set aside."""
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from test_links import fit
 
 from spmdtrain import UserError, compilation
 from spmdtrain.checkpoints import main as checkpoints
+from spmdtrain.identity import Identity, changes, check_same_run
 from spmdtrain.manifest import Damaged, Manifest
 from spmdtrain.run import main
 from spmdtrain.writers import RunFiles, evaluator_metrics, status_of
@@ -254,3 +256,21 @@ def test_a_workdir_that_is_no_name_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["small.py"]
     error = capsys.readouterr().err
     assert error.startswith("error: workdir is ") and error.count("\n") == 1
+
+
+def test_what_a_manifest_says_of_its_run_is_escaped_where_it_is_refused() -> None:
+    clear = "\x1b[2J\x1b]0;title\x07"
+    here = Identity({"seed": 0, "global_batch_size": 8, "shuffle": True}, {"crc32": 1}, {}, "x")
+    for saved in (
+        dataclasses.replace(here, dataset={"crc32": clear}),
+        dataclasses.replace(here, leaves={f"params/{clear}": "float32[1]"}),
+        dataclasses.replace(here, optimizer=clear),
+        dataclasses.replace(here, config={**here.config, "seed": clear}),
+    ):
+        with pytest.raises(UserError, match=r"\\x1b\[2J") as caught:
+            check_same_run(saved, here, "runs/x")
+        assert "\x1b" not in str(caught.value)
+    now = dataclasses.replace(here, config={**here.config, "steps": 3})
+    before = dataclasses.replace(here, config={**here.config, "steps": clear})
+    (change,) = changes(before, now)
+    assert "\x1b" not in change and change.startswith("steps: ")

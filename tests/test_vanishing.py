@@ -1,0 +1,79 @@
+"""Data files that vanish in mid-epoch: the file is named, and the run resumes once it is back."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from PIL import Image
+
+from spmdtrain import ImageFolder, StorageError, Trainer
+from spmdtrain.callbacks import Event
+from spmdtrain.sharding import named_leaves
+from spmdtrain.terminal import Terminal
+
+
+class Mean(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(12, 1, rngs=rngs)
+
+    def __call__(self, image: jax.Array) -> jax.Array:
+        return self.linear(image.reshape(image.shape[0], -1) / 255)[:, 0]
+
+
+def objective(model: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {"loss": (model(batch["image"]) - batch["label"]) ** 2}
+
+
+def fit(folder: Path, workdir: Path, **callbacks: Any) -> dict[str, np.ndarray]:
+    trainer = Trainer(
+        model=Mean,
+        objective=objective,
+        optimizer=optax.adam(0.1),
+        workdir=str(workdir),
+        global_batch_size=8,
+        checkpoint_every_steps=2,
+        terminal=Terminal(quiet=True),
+        callbacks=callbacks,
+    )
+    trainer.fit(ImageFolder(folder, 2), steps=30)
+    assert trainer.state is not None
+    return {name: np.asarray(leaf) for name, leaf in named_leaves(trainer.state.params).items()}
+
+
+@pytest.mark.parametrize("what", ["moved", "cut short"])
+@pytest.mark.slow
+def test_files_that_vanish_in_mid_epoch_are_named_and_the_run_resumes(
+    what: str, tmp_path: Path
+) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (160, 4, 4, 3)).astype(np.uint8)
+    for number, picture in enumerate(pixels):
+        place = tmp_path / "data" / "ab"[number % 2] / f"{number:03}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture).save(place)
+    whole = fit(tmp_path / "data", tmp_path / "whole")
+
+    def vanish(event: Event) -> None:
+        if event.step == 6:  # of 20 an epoch
+            shutil.copytree(tmp_path / "data", tmp_path / "copy")
+            for path in (tmp_path / "data").rglob("*.png"):
+                if what == "moved":
+                    path.unlink()
+                else:
+                    path.write_bytes(b"")
+
+    with pytest.raises((StorageError, ValueError), match=r"data/[ab]/\d+\.png: ") as caught:
+        fit(tmp_path / "data", tmp_path / "run", step=vanish)
+    assert isinstance(caught.value, StorageError) == (what == "moved")
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["status"] == "failed" and ".png" in status["reason"]
+    shutil.rmtree(tmp_path / "data")
+    (tmp_path / "copy").rename(tmp_path / "data")
+    resumed = fit(tmp_path / "data", tmp_path / "run")
+    for name, value in whole.items():
+        assert resumed[name].tobytes() == value.tobytes(), name
