@@ -31,11 +31,7 @@ from spmdtrain.untrusted import (
     parse_object,
     read_bytes,
 )
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
+from spmdtrain.workdir_lock import WorkdirLock
 
 _VERSIONS = ("spmdtrain", "jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -100,8 +96,7 @@ class RunFiles:
         # A sibling: TensorBoard shows each folder as a run, and follows but one file in it.
         self._curves_name = writer.file("tensorboard")
         self.folder = folder_of(workdir)
-        self._lock_name = writer.file(".lock")
-        self._lock: IO[bytes] | None = None
+        self._lock: WorkdirLock | None = None
         self._lines = self.folder / self._lines_name
         self._all_curves = self.folder / self._curves_name
         self._curves: _Curves | None = None
@@ -115,10 +110,10 @@ class RunFiles:
                     self.folder.mkdir(parents=True, exist_ok=True)
                 # Also shows whether anything can be written.
                 if is_url(workdir):
-                    (self.folder / self._lock_name).write_text("")
+                    (self.folder / writer.file(".lock")).write_text("")
                 else:
-                    held = _locked(self.folder, self._lock_name, writer)
-                    self._lock = stack.enter_context(held)
+                    self._lock = WorkdirLock(self.folder, writer.file(".lock"), writer)
+                    stack.callback(self._lock.close)
                 self._grown = self._growing(stack)
                 self._metrics = self._grown / self._lines_name
                 self._whole = self._whole_lines()
@@ -167,24 +162,8 @@ class RunFiles:
 
     def check_lock(self) -> None:
         """Raises `StorageError` if the workdir's lock is gone: another run may train there."""
-        if self._lock is None:
-            return
-        held = os.fstat(self._lock.fileno())
-        path = self.folder / self._lock_name
-        try:
-            found = os.stat(path, follow_symlinks=False)
-        except FileNotFoundError:
-            what = "removed"
-        except OSError as error:
-            raise StorageError(f"{path} cannot be read: {one_line(error)}") from error
-        else:
-            if (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino):
-                return
-            what = "replaced"
-        raise StorageError(
-            f"{path}, this run's lock, was {what}: another run may be using the workdir, so this "
-            "one ends and saves nothing more there. Never remove the lock of a run that goes on"
-        )
+        if self._lock is not None:
+            self._lock.check()
 
     def write_report(self, name: str, content: Mapping[str, Any]) -> None:
         """Write `NAME.json`: what a part of the run has to tell at its end."""
@@ -474,19 +453,6 @@ def write_predictions(workdir: str | None, predictions: Any) -> epath.Path:
     except failures(path) as error:
         raise UserError(f"{path} cannot be written: {one_line(error)}") from error
     return path
-
-
-def _locked(folder: epath.Path, name: str, writer: Writer) -> IO[bytes]:
-    """Hold a workdir for this writer alone; the system lets go of it however the process ends."""
-    file = os.fdopen(nofollow.open_file(folder, name, os.O_RDWR | os.O_CREAT), "r+b")
-    if fcntl is None:
-        return file
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise UserError(f"workdir {folder} is in use by another {writer}") from None
-    return file
 
 
 @contextlib.contextmanager

@@ -188,8 +188,8 @@ def test_a_loss_that_is_no_number_is_exit_3_in_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("rank", "number"),
-    [(0, signal.SIGTERM), (1, signal.SIGTERM), (0, signal.SIGINT)],
-    ids=["SIGTERM-chief", "SIGTERM-worker", "SIGINT-chief"],
+    [(0, signal.SIGTERM), (1, signal.SIGTERM), (0, signal.SIGINT), (1, signal.SIGUSR1)],
+    ids=["SIGTERM-chief", "SIGTERM-worker", "SIGINT-chief", "SIGUSR1-worker"],
 )
 def test_a_signal_to_one_saves_at_one_step_in_all(
     tmp_path: Path, whole: Path, rank: int, number: signal.Signals

@@ -25,7 +25,7 @@ LAYERS = [
         metrics model_state nnx_model nodes nofollow origins padding padding_rules permutation
         placement processes products profiling ray_auth reductions remat replicas retention settings
         sharding signals storage sums tallies terminal together traffic uneven_batch untrusted
-        writers
+        workdir_lock writers
         """,
         """
         actors callbacks calls checkpoint compilers data division division_table drift epochs
