@@ -87,14 +87,17 @@ def test_how_a_death_of_exhausted_memory_is_described() -> None:
 
 # -- real processes --------------------------------------------------------------------------------
 
-# Objects that are kept, of a size for Python's own allocator, under a limit or without.
+# Objects that are kept, of all sizes under a limit, so that nothing can be allocated after it.
 HOARD = """
         if fault == "hoard":
             if self.config.limited:
                 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
                 resource.setrlimit(resource.RLIMIT_AS, (used + 2**20,) * 2)
-            while True:
-                hoard.append(bytearray(500 if self.config.limited else 2**24))
+            for size in (2**20, 2**12, 500, 50) if self.config.limited else (2**24,):
+                with contextlib.suppress(MemoryError):
+                    while True:
+                        hoard.append(bytearray(size))
+            raise MemoryError
         if fault == "exception":"""
 
 
@@ -103,7 +106,10 @@ def hoarding(folder: Path) -> Path:
     return drill(
         folder,
         ('        if fault == "exception":', HOARD),
-        ("import os\nimport signal", "import os\nimport resource\nimport signal"),
+        (
+            "import os\nimport signal",
+            "import contextlib\nimport os\nimport resource\nimport signal",
+        ),
         ("class Rows:", "hoard = []\n\n\nclass Rows:"),
         ('    mark: str = ""', '    limited: bool = True\n    mark: str = ""'),
     )
