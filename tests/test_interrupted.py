@@ -58,14 +58,17 @@ def test_sigusr1_saves_and_exits_75(tmp_path: Path) -> None:
 @pytest.mark.drill
 def test_a_kill_between_data_and_manifest_is_one_in_save(tmp_path: Path) -> None:
     script = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 from spmdtrain import manifest, phases
 sys.path.insert(0, sys.argv[1])
 from test_links import fit
 phases.begin()
-manifest.Manifest.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-fit(Path("run"), 3, checkpoint_at_start=False)
+def write(*_):
+    time.sleep(0.3)  # training goes on meanwhile
+    os.kill(os.getpid(), signal.SIGKILL)
+manifest.Manifest.write = write
+fit(Path("run"), 500, checkpoint_every_steps=100, callbacks={"step": lambda _: time.sleep(0.01)})
 """
     env = os.environ | {phases.LAUNCH: str(tmp_path), phases.TASK: "worker 0"}
     ended = subprocess.run(
@@ -73,9 +76,9 @@ fit(Path("run"), 3, checkpoint_at_start=False)
     )
     assert ended.returncode == -signal.SIGKILL
     record = phases.read(tmp_path, "worker 0")
-    assert record is not None and record.sealing == 1
+    assert record is not None and record.sealing == 100 < record.step < 200
     told = describe(Ended("worker 0", ended.returncode, record=record))
-    assert told.startswith("worker 0 was killed (SIGKILL) in save of step 1, at step ")
+    assert told.startswith("worker 0 was killed (SIGKILL) in save of step 100, at step ")
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounts need root")

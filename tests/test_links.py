@@ -33,9 +33,7 @@ def fit(workdir: Path, steps: int, **options: Any) -> None:
         workdir=str(workdir),
         global_batch_size=8,
         steps=steps,
-        checkpoint_every_steps=1,
-        keep_latest=2,
-        **options,
+        **{"checkpoint_every_steps": 1, "keep_latest": 2} | options,
     ).fit(data)
 
 
