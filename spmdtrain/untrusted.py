@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_type_hints
 from etils import epath
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, foreign
 from spmdtrain.storage import is_url
 
 T = TypeVar("T")
@@ -29,6 +29,9 @@ _OPEN = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 class Malformed(UserError):
     """A file is not what it should be. Says what is wrong with it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(foreign(message, 500))  # it quotes the file
 
 
 class OtherFields(Malformed):

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from spmdtrain.checkpoints import main as checkpoints
 from spmdtrain.identity import Identity, changes, check_same_run
 from spmdtrain.manifest import Damaged, Manifest
 from spmdtrain.run import main
+from spmdtrain.untrusted import Malformed, check
 from spmdtrain.writers import RunFiles, evaluator_metrics, status_of
 
 pytestmark = pytest.mark.timeout(60)  # a FIFO must not be waited for
@@ -274,3 +275,14 @@ def test_what_a_manifest_says_of_its_run_is_escaped_where_it_is_refused() -> Non
     before = dataclasses.replace(here, config={**here.config, "steps": clear})
     (change,) = changes(before, now)
     assert "\x1b" not in change and change.startswith("steps: ")
+
+
+class Nothing(TypedDict):
+    """A schema without fields."""
+
+
+@pytest.mark.parametrize("key", ["\x1b[2J", "x" * 100_000])
+def test_what_is_quoted_of_a_malformed_file_is_escaped_and_short(key: str) -> None:
+    with pytest.raises(Malformed) as caught:
+        check({key: 1}, Nothing, "epoch")
+    assert "\x1b" not in str(caught.value) and len(str(caught.value)) < 600
