@@ -460,8 +460,9 @@ class Steps:
             return self._outputs(params, frozen, rows, model_state, key, mask=mask)
 
         outputs, after = with_policy(run, self._config.remat, params, model_state, key)
+        sums = self._sums(outputs, rows, mask)
         metrics.check_no_pairs(outputs, rows)
-        return self._sums(outputs, rows, mask), after
+        return sums, after
 
     def _outputs(
         self,
@@ -540,6 +541,7 @@ class Steps:
         self, variables: Variables, batch: PyTree, mask: jax.Array, draw: jax.Array
     ) -> dict[str, metrics.Sums]:
         outputs = self._in_eval(self._objective, variables, batch, mask, draw)
+        sums = self._sums(outputs, batch, mask)
         try:
             metrics.check_no_pairs(outputs, batch)
         except UserError:
@@ -550,7 +552,7 @@ class Steps:
             )
             found = jax.eval_shape(partial(self._in_eval, self._objective), variables, *twice, draw)
             metrics.check_no_pairs(found, twice[0])
-        return self._sums(outputs, batch, mask)
+        return sums
 
     def _sums(
         self, outputs: PyTree, batch: PyTree, mask: jax.Array | None = None

@@ -631,7 +631,7 @@ def test_a_signal_during_an_evaluation_loses_nothing(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.save(1, 2)()
-    using = one_device(stage.workdir, global_batch_size=8)
+    using = one_device(stage.workdir, eval_batch_size=8)
     batches: list[int] = []
 
     def advance(done: int) -> None:
