@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
-from jax.sharding import PartitionSpec, Sharding
+from jax.sharding import PartitionSpec
 
-from spmdtrain import hlo, metrics
+from spmdtrain import metrics
 from spmdtrain.errors import UserError
 from spmdtrain.jaxprs import equations
 from spmdtrain.mesh import BATCH_AXES
@@ -24,6 +24,7 @@ from spmdtrain.model_state import (
     rejoined,
     with_difference,
 )
+from spmdtrain.padding import why_parts_differ
 from spmdtrain.placement import Placement, noticing, under
 from spmdtrain.reductions import Reduction, packed
 from spmdtrain.sharding import named_leaves
@@ -241,12 +242,20 @@ def why_not_by_hand(
             "the model or the objective draws random numbers (dropout), which would be each "
             "device's own"
         )
-    if moved := _looks_across(gradients.placement, values, params, frozen, model_state, batch):
+    if (shards := gradients.placement.batch_shards) == 1:
+        return None
+    with under(Placement(DEFAULT, None)):
+        why = why_parts_differ(
+            lambda given, rows: values(given[0], given[1], given[2], rows),
+            (params, frozen, model_state),
+            batch,
+            shards,
+            own_draws=gradients.per_replica,
+        )
+    if why:
         return (
-            "the objective's values depend on other examples of the batch (a contrastive "
-            "loss, say), of which each device would see its own alone; or so it seems to XLA, "
-            f"which moves {moved[0].op_name or 'some'} between devices (take_along_axis and optax "
-            "pick values without)"
+            "the objective's values may depend on other examples of the batch, on its size or on "
+            f"an example's place in it, and a device has a part of the batch alone ({why})"
         )
     return None
 
@@ -280,24 +289,3 @@ def check_agrees(reduction: Reduction, placement: Placement, params: PyTree) -> 
             f"the reduction leaves each device with gradients of its own, of {apart[0]} for one: "
             "it must return the sums over all of its axes, as jax.lax.psum(gradients, axes) does"
         )
-
-
-def _looks_across(
-    placement: Placement,
-    values: Callable[[PyTree, PyTree, PyTree, PyTree], PyTree],
-    *given: PyTree,
-) -> list[hlo.Collective]:
-    """What XLA moves between a split batch and its split values: examples that have to meet."""
-    if placement.mesh is None or placement.batch_shards == 1:
-        return []
-    size = jax.tree.leaves(given[-1])[0].shape[0]
-
-    def place(x: Any) -> Sharding:
-        return placement.batch if x.ndim and x.shape[0] == size else placement.everywhere
-
-    with under(Placement(DEFAULT, None)):
-        shapes = jax.eval_shape(values, *given)
-        places = (*3 * (placement.everywhere,), placement.batch)
-        program = jax.jit(values, in_shardings=places, out_shardings=jax.tree.map(place, shapes))
-        text = program.lower(*given).compile().as_text() or ""
-    return hlo.collectives(text, placement.mesh)

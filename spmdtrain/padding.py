@@ -1,10 +1,11 @@
-"""Proof that padding a batch does not change the values of its real rows.
+"""Proofs that padding or splitting a batch does not change the values of its rows.
 
 A function of a batch is traced at two batch sizes, and each value in it is followed:
 
 - `FIXED`: the same array for any batch.
 - `Rows`: one dim holds the rows in order. The values of the first r rows depend neither on the
-  rows after them nor on how many there are.
+  rows after them nor on how many there are. If they depend on the row's number or on the rows
+  before it, they are `placed`: padding does not change them, and splitting the batch does.
 - `Mixed`: anything else, which includes every primitive without a rule here.
 
 The comparison of the two traces finds what a single one cannot show: a number that is the batch
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdtrain.padding_rules import CALLS, FIXED, RULES, Mixed, Op, Rows, Value, differing
+from spmdtrain.padding_rules import CALLS, DRAWS, FIXED, RULES, Mixed, Op, Rows, Value, differing
 
 PyTree = Any
 
@@ -37,35 +38,87 @@ def why_padding_matters(
     Returns:
         The reason, with the place in the source; None if the results are proven unchanged.
     """
-    size = jax.tree.leaves(batch)[0].shape[0]
+    found = _results(function, fixed, batch, 2 * _size(batch))
+    return found if isinstance(found, str) else None
 
-    def trace(times: int) -> Any:
-        rows = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((x.shape[0] * times, *x.shape[1:]), x.dtype), batch
-        )
-        return jax.make_jaxpr(function)(fixed, rows)
 
-    one = trace(1)
+def why_parts_differ(
+    function: Callable[[PyTree, PyTree], PyTree],
+    fixed: PyTree,
+    batch: PyTree,
+    parts: int,
+    *,
+    own_draws: bool = False,
+) -> str | None:
+    """Returns why a function could give other values for parts of a batch than for the whole.
+
+    Args:
+        function: As for `why_padding_matters`.
+        fixed: Likewise.
+        batch: Likewise.
+        parts: Number of equal parts.
+        own_draws: Whether each part may draw random numbers of its own.
+
+    Returns:
+        The reason; None if a row's values are proven to depend on this row alone: not on other
+        rows, their number, or its place among them.
+    """
+    size = _size(batch)
+    # One row is no example of a batch: its dim would be broadcast.
+    other = size // parts if size // parts > 1 else 2 * size
+    found = _results(function, fixed, batch, other, draws_by_place=not own_draws)
+    if isinstance(found, str):
+        return found
+    if any(isinstance(value, Rows) and value.placed for value in found):
+        return "the values of an example depend on its place in the batch"
+    return None
+
+
+def _size(batch: PyTree) -> int:
+    size: int = jax.tree.leaves(batch)[0].shape[0]
+    return size
+
+
+def _results(
+    function: Callable[[PyTree, PyTree], PyTree],
+    fixed: PyTree,
+    batch: PyTree,
+    other: int,
+    *,
+    draws_by_place: bool = True,
+) -> list[Value] | str:
+    """Returns what holds of the results by a trace of the batch and one of `other` rows.
+
+    If a result does not hold the rows in order, it returns the reason.
+    """
+
+    def trace(rows: int) -> Any:
+        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+        return jax.make_jaxpr(function)(fixed, given)
+
+    size = _size(batch)
+    one = trace(size)
     try:
-        two = trace(2)
+        two = trace(other)
     except Exception as error:
         return f"it cannot be traced for another batch size ({type(error).__name__}: {error})"
     leaves = len(jax.tree.leaves(fixed))
     given: list[Value] = [FIXED] * leaves
     given += [Rows(0)] * (len(one.in_avals) - leaves)
-    for value in _Walk(size).closed(one, two, given):
+    found = _Walk(size, draws_by_place).closed(one, two, given)
+    for value in found:
         if isinstance(value, Mixed):
             return value.why
         if value is not FIXED and (value.dim, value.inner) != (0, 1):
             return f"dim {value.dim} of its result holds the rows, and not the leading one"
-    return None
+    return found
 
 
 class _Walk:
     """Follows the rows of a batch through two traces of the same function."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, draws_by_place: bool) -> None:
+        self._size, self._draws_by_place = size, draws_by_place
 
     def closed(self, one: Any, two: Any, given: Sequence[Value]) -> list[Value]:
         """The values of the results; a closed jaxpr, or an open one without constants."""
@@ -132,7 +185,12 @@ class _Walk:
         if not op.rows and not made:
             return FIXED
         rule = RULES.get(name)
-        return op.mixed() if rule is None else rule(op)
+        found = op.mixed() if rule is None else rule(op)
+        if name in DRAWS and op.ins[0] is FIXED and isinstance(found, Rows):
+            found = found._replace(placed=self._draws_by_place)
+        if isinstance(found, list):
+            return [op.with_place(value) for value in found]
+        return op.with_place(found)
 
     # -- functions, loops and branches -------------------------------------------------------------
 
@@ -201,7 +259,10 @@ class _Walk:
         if not over_rows:
             return carry + [_shifted(value, 1) for value in each]
         # The carry after the last row has seen them all.
-        rows: list[Value] = [Rows(0) if value is FIXED else op.mixed() for value in each]
+        placed = carried > 0 or any(map(_by_place, op.ins))
+        rows: list[Value] = [
+            Rows(0, placed=placed) if value is FIXED else op.mixed() for value in each
+        ]
         return [op.mixed()] * carried + rows
 
 
@@ -215,7 +276,14 @@ def _item(op: Op, value: Value, over_rows: bool) -> Value:
 
 
 def _shifted(value: Value, by: int) -> Value:
-    return Rows(value.dim + by, value.inner) if isinstance(value, Rows) else value
+    if not isinstance(value, Rows):
+        return value
+    return Rows(value.dim + by, value.inner, placed=_by_place(value))
+
+
+def _by_place(value: Value) -> bool:
+    """Whether a value depends on places, its own numbers included."""
+    return isinstance(value, Rows) and (value.placed or any(value.own_number))
 
 
 def _settled(
@@ -238,7 +306,11 @@ def _joined(op: Op, values: Sequence[Value]) -> Value:
         if isinstance(value, Mixed):
             return value
     plain = {Rows(v.dim, v.inner) if isinstance(v, Rows) else FIXED for v in values}
-    return plain.pop() if len(plain) == 1 else op.mixed()
+    if len(plain) > 1:
+        return op.mixed()
+    (value,) = plain
+    placed = any(map(_by_place, values))
+    return value._replace(placed=placed) if isinstance(value, Rows) else value
 
 
 # -- what is the same in both traces ---------------------------------------------------------------
@@ -281,10 +353,8 @@ def _const(one: Any, two: Any) -> Value:
     """A constant of the function: the same, or one row for each of the batch (`np.arange(B)`)."""
     if _same_array(one, two):
         return FIXED
-    if (
-        np.ndim(one) == np.ndim(two)
-        and differing(one, two) == [0]
-        and _same_array(one, two[: one.shape[0]])
-    ):
-        return Rows(0)
+    if np.ndim(one) == np.ndim(two) and differing(one, two) == [0]:
+        shared = min(len(one), len(two))
+        if _same_array(one[:shared], two[:shared]):
+            return Rows(0, placed=True)
     return Mixed("a constant of it depends on the size of the batch")

@@ -22,6 +22,8 @@ class Rows(NamedTuple):
     """Entries of the last dim that hold the row's own number (`arange(B)`)."""
     never: bool = False
     """Whether this is False in all elements."""
+    placed: bool = False
+    """Whether a row's values depend on its number or on the rows before it."""
 
 
 class Mixed(NamedTuple):
@@ -73,6 +75,14 @@ class Op:
         found = {(of.dim, of.inner) for of in self.rows}
         return Rows(*found.pop()) if len(found) == 1 else None
 
+    def with_place(self, value: Value) -> Value:
+        """The result of a rule, `placed` if it comes of an operand that is, or of its numbers."""
+        if not isinstance(value, Rows):
+            return value
+        lost = self.one.primitive.name != "gather" and not any(value.own_number)
+        placed = any(of.placed or (lost and any(of.own_number)) for of in self.rows)
+        return value._replace(placed=value.placed or placed)
+
 
 Rule = Callable[[Op], "Value | list[Value]"]
 
@@ -105,7 +115,8 @@ def _created(op: Op) -> Value:
 def _iota(op: Op) -> Value:
     value = _created(op)
     if isinstance(value, Rows) and op.params["dimension"] == value.dim:
-        return value._replace(own_number=(True,) if len(op.out) == 1 else ())
+        alone = len(op.out) == 1
+        return value._replace(own_number=(True,) if alone else (), placed=not alone)
     return value
 
 
@@ -289,30 +300,37 @@ def _conv(op: Op) -> Value:
 
 def _gather(op: Op) -> Value:
     numbers, (operand, indices) = op.params["dimension_numbers"], op.ins
+    by_number = any(any(of.own_number) for of in op.rows)
     batch_dims = [d for d in range(len(op.out)) if d not in numbers.offset_dims]
     by_index = isinstance(indices, Rows) and indices.dim < len(op.shape(1)) - 1
     if not isinstance(operand, Rows):  # a table
         assert isinstance(indices, Rows)
-        return Rows(batch_dims[indices.dim], indices.inner) if by_index else op.mixed()
+        if not by_index:
+            return op.mixed()
+        return Rows(batch_dims[indices.dim], indices.inner, placed=by_number)
     gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     if indices is FIXED:
         if operand.dim in gone or op.params["slice_sizes"][operand.dim] != op.shape(0)[operand.dim]:
             return op.mixed()
         kept = [d for d in range(len(op.shape(0))) if d not in gone]
-        return Rows(numbers.offset_dims[kept.index(operand.dim)], operand.inner)
+        return Rows(numbers.offset_dims[kept.index(operand.dim)], operand.inner, placed=by_number)
     assert isinstance(indices, Rows)
     if not by_index or operand.inner != indices.inner:
         return op.mixed()
     if operand.dim in numbers.operand_batching_dims:  # row by row
         number = tuple(numbers.operand_batching_dims).index(operand.dim)
         paired = numbers.start_indices_batching_dims[number] == indices.dim
-        return Rows(batch_dims[indices.dim], indices.inner) if paired else op.mixed()
+        if not paired:
+            return op.mixed()
+        return Rows(batch_dims[indices.dim], indices.inner, placed=by_number)
     # x[arange(B), ...]: each row picks from itself, and a wider window from others too.
     alone = operand.inner == 1 and op.params["slice_sizes"][operand.dim] == 1
     if operand.dim in numbers.start_index_map and alone:
         column = tuple(numbers.start_index_map).index(operand.dim)
         if indices.own_number[column : column + 1] == (True,):
-            return Rows(batch_dims[indices.dim], indices.inner)
+            others = indices.own_number[:column] + indices.own_number[column + 1 :]
+            placed = any(others) or any(operand.own_number)
+            return Rows(batch_dims[indices.dim], indices.inner, placed=placed)
     return op.mixed()
 
 
@@ -364,6 +382,8 @@ _ELEMENTWISE = """
     sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
     square stop_gradient sub tan tanh xor zeta
 """
+# Random numbers of a key, the first operand: by position if it is one key for all rows.
+DRAWS = ("random_bits", "random_split", "random_gamma")
 RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
     "lt": _less,

@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 from helpers import REPOSITORY
 
-from spmdtrain import FunctionModel, Loop, MeshSpec, Trainer, UserError
+from spmdtrain import Collectives, FunctionModel, Loop, MeshSpec, Trainer, UserError
 from spmdtrain.models import MLP, MobileNetV2, Transformer, TransformerConfig
-from spmdtrain.padding import why_padding_matters
+from spmdtrain.padding import why_padding_matters, why_parts_differ
 from spmdtrain.terminal import Terminal
 
 X = np.arange(100, dtype=np.float32)
@@ -242,7 +242,7 @@ MIXING: dict[str, Any] = {
         jnp.arange(len(b["y"]))
     ).sum(1),
     "tiled rows": lambda b: jnp.tile(b["x"], (2, 1, 1))[: len(b["y"])],
-    "another rank": lambda b: b["x"].reshape(len(b["y"]), *([24] if len(b["y"]) > 8 else [4, 6])),
+    "another rank": lambda b: b["x"].reshape(len(b["y"]), *([4, 6] if len(b["y"]) == 8 else [24])),
     "loop until all": lambda b: jax.lax.while_loop(
         lambda x: (x < 100).any(), lambda x: x * 2, b["x"]
     ),
@@ -267,6 +267,71 @@ def test_independent_rows_are_proven(name: str) -> None:
 @pytest.mark.parametrize("name", MIXING)
 def test_what_mixes_rows_is_found(name: str) -> None:
     assert why(MIXING[name], **ROWS) is not None
+
+
+def by_mask(m: Any, b: Any, mask: Any) -> Any:
+    return {"loss": m["w"] * b["x"] * mask / mask.sum()}
+
+
+def by_place(m: Any, b: Any) -> Any:
+    return {"loss": m["w"] * b["x"] * jnp.arange(len(b["x"]))}
+
+
+def by_own_draws(m: Any, b: Any) -> Any:
+    return {"loss": m["w"] * jax.random.normal(jax.random.key(0), b["x"].shape)}
+
+
+def by_constants(m: Any, b: Any) -> Any:
+    return {"loss": m["w"] * b["x"] * np.linspace(0, 1, 64, dtype=np.float32)}
+
+
+@pytest.mark.parametrize("objective", [by_size, by_mask, by_place, by_own_draws, by_constants])
+def test_training_on_8_devices_has_the_loss_of_one(objective: Any) -> None:
+    def objective_of_w(m: Any, b: Any) -> Any:
+        return {"loss": m["w"] * by_size(m, b)["loss"]}
+
+    used = objective_of_w if objective is by_size else objective
+    one, eight = (trainer(used, n).fit({"x": X}, steps=1).train["loss"] for n in (1, 8))
+    assert eight == pytest.approx(one, rel=1e-5)
+    asked = trainer(used, 8, collectives=Collectives(reduction="packed"))
+    with pytest.raises(UserError, match="on its size or on an example's place in it"):
+        asked.fit({"x": X}, steps=1)
+
+
+# Padding does not change these, but splitting the batch does.
+PLACED: dict[str, Any] = {
+    "number": lambda b: b["y"] * jnp.arange(len(b["y"])),
+    "numbers of the host": lambda b: b["y"] * np.arange(len(b["y"])),
+    "wide numbers": lambda b: b["x"] * jax.lax.broadcasted_iota(jnp.int32, b["x"].shape, 0),
+    "table by number": lambda b: jnp.arange(100.0)[jnp.arange(len(b["y"]))],
+    "own entry by number": lambda b: jnp.take_along_axis(
+        b["x"][:, 0], jnp.arange(len(b["y"]))[:, None] % 4, 1
+    ),
+    "diagonal": lambda b: jnp.pad(b["x"][:, 0], ((0, 0), (0, 100)))[
+        jnp.arange(len(b["y"])), jnp.arange(len(b["y"]))
+    ],
+    "draws": INDEPENDENT["draws"],
+    "keys of rows": INDEPENDENT["keys of rows"],
+    "gamma": INDEPENDENT["gamma"],
+    "rows before": lambda b: jax.lax.scan(lambda c, x: (c + x, c), jnp.zeros((6, 4)), b["x"])[1],
+    "number in a loop": lambda b: jax.lax.fori_loop(
+        0, 3, lambda _, c: c + jnp.arange(len(b["y"])), b["y"]
+    ),
+    "number in map": lambda b: jax.lax.map(lambda x: 2 * x, jnp.arange(len(b["y"]))),
+}
+
+
+@pytest.mark.parametrize("name", sorted({*INDEPENDENT} - {*PLACED, "gamma of rows"}))
+def test_values_of_parts_are_proven_those_of_the_whole(name: str) -> None:
+    assert why_parts_differ(lambda _, b: INDEPENDENT[name](b), {}, ROWS, 2) is None
+
+
+@pytest.mark.parametrize("name", [*PLACED, *(f"mixing: {name}" for name in MIXING)])
+def test_values_that_depend_on_the_place_are_found(name: str) -> None:
+    of = PLACED.get(name) or MIXING[name.removeprefix("mixing: ")]
+    assert why_parts_differ(lambda _, b: of(b), {}, ROWS, 2) is not None
+    if name in PLACED:
+        assert why(of, **ROWS) is None
 
 
 def experiment(name: str) -> Any:
