@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import tyro
 from etils import epath
-from rich.markup import escape
+from rich import markup
 from rich.table import Table
 
 from spmdtrain.errors import ExitCode, StorageError, UserError, exit_code_of
@@ -128,6 +128,11 @@ def _verified(folder: epath.Path, terminal: Terminal) -> tuple[Sequence[str], st
             terminal.advance(done)
     size = byte_size(manifest.size) if manifest.files else ""
     return (_age(manifest), size, metric), fault
+
+
+def escape(text: object) -> str:
+    """Returns text of a file so that it is printed as it is, in one line."""
+    return markup.escape(printable(text))
 
 
 def show(path: str, step: int | None, terminal: Terminal) -> None:

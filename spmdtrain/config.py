@@ -416,9 +416,13 @@ def for_built(config: RunConfig, options: Mapping[str, Any]) -> RunConfig:
 
     Raises `UserError` also for what only a `build` could heed.
     """
-    for name in ("learning_rate", "data_dir"):
+    instead = {
+        "learning_rate": "give it to the optimizer, for example optimizer=optax.adam(0.001)",
+        "data_dir": "give the data to fit",
+    }
+    for name, advice in instead.items():
         if name in options:
-            raise UserError(f"{name} is for a config's build(): give it to what you build")
+            raise UserError(f"{name} is a field for the build(config) of an experiment: {advice}")
     config = with_options(config, options, "Trainer")
     if config.learning_rate_scaling != "none" or config.learning_rate_table:
         raise UserError(
@@ -578,16 +582,16 @@ def resolve(config: Config, *, batch_shards: int) -> Config:
         raise UserError(
             f"global_batch_size is {batch}: it does not divide over {batch_shards} devices "
             f"({batch} = {batch // batch_shards} * {batch_shards} + {batch % batch_shards}); "
-            f"{max(1, batch // batch_shards) * batch_shards} would, and a Trainer pads the batch "
-            "with uneven_batch=pad"
+            f"{max(1, batch // batch_shards) * batch_shards} would; uneven_batch=pad pads "
+            "the batch (not for a Loop)"
         )
     parts = batch_shards * config.microbatches
     if refused and batch % parts:
         raise UserError(
             f"global_batch_size is {batch}: it does not divide over {batch_shards} devices and "
             f"{config.microbatches} microbatches ({batch} = {batch // parts} * {parts} + "
-            f"{batch % parts}); {max(1, batch // parts) * parts} would, and a Trainer pads the "
-            "batch with uneven_batch=pad"
+            f"{batch % parts}); {max(1, batch // parts) * parts} would; "
+            "uneven_batch=pad pads the batch (not for a Loop)"
         )
     return dataclasses.replace(
         config,

@@ -553,7 +553,7 @@ class Trainer:
 
     def _call(self, moment: Moment, step: int, metrics: Metrics | None = None) -> None:
         self._calling = moment
-        found = {} if metrics is None else metrics
+        found = Fixed({}) if metrics is None else metrics
         try:
             for callback in self._callbacks[moment]:
                 callback(Event(self, moment, step, found))

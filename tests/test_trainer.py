@@ -415,7 +415,7 @@ def test_a_metric_may_not_take_a_word_of_the_metrics_file(name: str) -> None:
 
 
 def test_what_belongs_to_build_is_no_keyword() -> None:
-    with pytest.raises(UserError, match="learning_rate is for a config"):
+    with pytest.raises(UserError, match="learning_rate is a field for the build"):
         trainer(learning_rate=3.0)
 
 
@@ -606,6 +606,15 @@ def test_a_callback_reads_the_state_of_its_own_step_or_none() -> None:
     assert refused == ["log"] * 10 and len(read) == 14
     assert all(step == of_state for _, step, of_state in read)
     assert fitted.step == 10
+
+
+@pytest.mark.parametrize("moment", ["fit_start", "step", "fit_end"])
+def test_metrics_are_added_at_no_other_moment(moment: str) -> None:
+    def add(event: Event) -> None:
+        event.metrics["double"] = 2.0
+
+    with pytest.raises(UserError, match="only callbacks of 'log' and 'evaluation' may"):
+        trainer(callbacks={moment: add}).fit((X, Y), steps=1)
 
 
 def test_metrics_that_callbacks_add_are_in_every_record(tmp_path: Path) -> None:

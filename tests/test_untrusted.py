@@ -161,6 +161,16 @@ def test_a_forged_manifest_is_damage(
     assert capsys.readouterr().err == ""
 
 
+def test_names_of_metrics_are_shown_escaped(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in (workdir / "checkpoints").iterdir():
+        forge(folder, lambda m: m.update(metrics={"lo\x1b[31mss": 1.0}))
+    assert checkpoints(["show", str(workdir)]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b[31m" not in out and r"lo\x1b" in out
+
+
 def test_a_damaged_manifest_is_set_aside(workdir: Path) -> None:
     (workdir / "checkpoints" / "2" / "manifest.json").unlink()
     os.mkfifo(workdir / "checkpoints" / "2" / "manifest.json")
