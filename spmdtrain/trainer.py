@@ -306,13 +306,20 @@ class Trainer:
             # Nothing is left compiling behind the back of whoever has called.
             stack.callback(self._programs.wait)
             job = stack.enter_context(lead(self._init_timeout)) if by_servers else None
+            before = self._state, self._identity
             self._start(run, stack, restart=restart)
+            first = self._state
             stack.enter_context(run.ending())
             try:
                 self._loop(run, job)
                 self._finish(run)
             except StateError:
                 self._state = None  # nothing to go on from: a next fit restores or starts anew
+                raise
+            except Exception as error:
+                # Without a step the next fit may be of other data: nothing was trained on these.
+                if self._state is first and not isinstance(error, Preempted):
+                    self._state, self._identity = before
                 raise
         found = run.journal.latest
         train, seen, tested = found[Split.TRAIN], found[Split.EVAL], found[Split.TEST]

@@ -58,3 +58,15 @@ def test_a_restart_over_checkpoints_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="init_from"):
         trainer.fit(FIRST, steps=2, restart=True)
     assert trainer.fit(FIRST, steps=3).step == 3
+
+
+def test_a_fit_that_made_no_step_leaves_the_trainer_as_it_was() -> None:
+    trainer = fresh()
+    other = {"z": X}
+    with pytest.raises(KeyError):
+        trainer.fit(other, steps=1, global_batch_size=8)
+    assert trainer.fit(FIRST, steps=3, global_batch_size=8).step == 3
+    with pytest.raises(KeyError):
+        trainer.fit(other, steps=1, global_batch_size=8, restart=True)
+    assert trainer.step == 3
+    assert trainer.fit(FIRST, steps=5, global_batch_size=8).step == 5
