@@ -27,9 +27,9 @@ import optax
 from etils import epath
 
 from spmdtrain import Experiment, RunConfig, UserError
+from spmdtrain.errors import printable
 from spmdtrain.images import ImageFolder
 from spmdtrain.models import MobileNetV2
-from spmdtrain.terminal import printable
 
 URL = "http://download.tensorflow.org/example_images/flower_photos.tgz"
 CACHE = "~/.cache/spmdtrain/images"

@@ -52,7 +52,7 @@ class Admission:
 
     @property
     def refusals(self) -> str:
-        """How many connections were refused, from where, and why; empty if there are none."""
+        """The number of refusals, with address and reason of the last; empty if there are none."""
         if not self.refused:
             return ""
         many = "1 connection" if self.refused == 1 else f"{self.refused} connections"

@@ -59,7 +59,7 @@ def header_fault(name: str, header: Any, manifest: Manifest, *, in_memory: bool)
 
 
 def _are_numbers_of_key(header: Any, saved: str) -> bool:
-    """Whether an array may be what a random key of that description is stored as."""
+    """Returns whether an array can be the stored form of a random key described by `saved`."""
     *dims, numbers = header.shape or (0,)
     as_key = f"{saved.partition('[')[0]}[{','.join(map(str, dims))}]"
     return saved.startswith("key<") and saved == as_key and numbers <= _LONGEST_KEY

@@ -15,12 +15,12 @@ from etils import epath
 from rich import markup
 from rich.table import Table
 
-from spmdtrain.errors import ExitCode, StorageError, UserError, exit_code_of
+from spmdtrain.errors import ExitCode, StorageError, UserError, exit_code_of, printable
 from spmdtrain.export import export_params
 from spmdtrain.listing import LATEST, Listing
 from spmdtrain.manifest import Manifest
 from spmdtrain.restore import Source, examine, find, read_manifest
-from spmdtrain.terminal import Terminal, byte_size, number, printable
+from spmdtrain.terminal import Terminal, byte_size, number
 
 
 @dataclass(frozen=True)

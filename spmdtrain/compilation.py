@@ -142,7 +142,10 @@ class _Folder(CacheInterface):
 
 
 def _mark(key: str, program: bytes) -> bytes:
-    """What stands before a program in its file. Under another name it would run as another."""
+    """Returns the header of a program's file: a check sum over its key and its content.
+
+    The key is included because a renamed file would otherwise run in place of another program.
+    """
     return _MARK + hashlib.sha256(key.encode() + b"\0" + program).digest()
 
 

@@ -134,8 +134,8 @@ class RunConfig:
     batch_size_per_device: int | None = None
     """Examples in one step on each device, instead of global_batch_size."""
     uneven_batch: Literal["refuse", "pad"] = "refuse"
-    """What to do with a global batch that does not divide over the devices: refuse it, or pad it
-    with rows of weight 0, which is refused if it could change the gradients."""
+    """Treatment of a global batch that does not divide over the devices: `refuse`, or `pad` with
+    rows of weight 0, which is an error if padding could change the gradients."""
     eval_batch_size: int | None = None
     """Examples in one batch of an evaluation or prediction over all devices; the global batch size
     if it is not given."""

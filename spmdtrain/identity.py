@@ -8,10 +8,9 @@ from itertools import zip_longest
 from typing import Any, NoReturn
 
 from spmdtrain.config import RunConfig, as_json
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, printable
 from spmdtrain.sharding import named_leaves
 from spmdtrain.state import TrainState
-from spmdtrain.terminal import printable
 
 # Whatever else changes, these would change what is being computed.
 _FIXED = ("seed", "global_batch_size", "shuffle")
@@ -145,7 +144,7 @@ def _check_same_leaves(
 
 
 def changes(saved: Identity, now: Identity) -> list[str]:
-    """What differs between two configurations, as `name: before -> after`.
+    """Returns the differences between two configurations, each as `name: before -> after`.
 
     A field that was added since had its default before.
     """

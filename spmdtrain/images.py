@@ -26,7 +26,7 @@ import numpy as np
 from etils import epath
 
 from spmdtrain import processes
-from spmdtrain.errors import StorageError, UserError, did_you_mean
+from spmdtrain.errors import StorageError, UserError, did_you_mean, printable
 from spmdtrain.image_cache import ImageCache
 from spmdtrain.image_decoding import (
     OTHER_SUFFIXES,
@@ -37,7 +37,7 @@ from spmdtrain.image_decoding import (
     load_pillow,
 )
 from spmdtrain.storage import failures, is_url, one_line
-from spmdtrain.terminal import Terminal, byte_size, printable
+from spmdtrain.terminal import Terminal, byte_size
 
 SPLITS: Mapping[str, float] = {"train": 0.8, "validation": 0.1, "test": 0.1}
 
@@ -167,7 +167,7 @@ class ImageFolder:
         try:
             if not is_url(path):
                 found = os.stat(path)
-                # To open a pipe would wait for whoever writes to it.
+                # Opening a pipe waits until another process opens it for writing.
                 if not stat.S_ISREG(found.st_mode):
                     raise BrokenImageError(path, "it is not a regular file", advice)
                 check_file_size(found.st_size)

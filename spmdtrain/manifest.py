@@ -26,7 +26,7 @@ NAME = "manifest.json"
 _BOOKS = (NAME, "_CHECKPOINT_METADATA")  # Orbax writes the hour into its own when all is done
 _FORMAT = 1
 _LEAF = re.compile(r"([\w<>]+)\[(?:\d{1,18}(?:,\d{1,18})*)?\]", re.ASCII)  # float32[784,128]
-_UNPRINTABLE = re.compile(r"[\0-\x1f\x7f-\x9f]")
+_CONTROL_CHARACTERS = re.compile(r"[\0-\x1f\x7f-\x9f]")
 # What is needed of a configuration, whatever else is in it.
 _CONFIG: Mapping[str, Any] = {
     "seed": int,
@@ -39,7 +39,7 @@ _CONFIG: Mapping[str, Any] = {
 
 
 class _Epoch(TypedDict):
-    """What `Epochs.so_far` returns."""
+    """Metrics of an unfinished epoch, as `Epochs.so_far` returns them."""
 
     steps: int
     seconds: float
@@ -67,7 +67,7 @@ class Manifest:
     files: Mapping[str, int]
     """Every file's size in bytes; empty on object stores, which check that by themselves."""
     epoch: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What `Epochs.so_far` returned of the current epoch up to this step."""
+    """Metrics of the current epoch up to this step (`Epochs.so_far`); empty if not recorded."""
 
     @property
     def size(self) -> int:
@@ -141,7 +141,7 @@ class Manifest:
             if path.is_absolute() or ".." in path.parts or size < 0:
                 raise Malformed(f"files: {name[:60]!r} of {size} bytes is no file of a checkpoint")
         for name in (*self.identity.leaves, *self.sums, *self.files):
-            if _UNPRINTABLE.search(name):
+            if _CONTROL_CHARACTERS.search(name):
                 raise Malformed(f"{name[:60]!r} is no name")
 
     def check_kinds(self, folder: epath.Path) -> None:

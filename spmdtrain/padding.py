@@ -282,7 +282,7 @@ def _shifted(value: Value, by: int) -> Value:
 
 
 def _by_place(value: Value) -> bool:
-    """Whether a value depends on places, its own numbers included."""
+    """Returns whether a row's values depend on its position (row numbers included)."""
     return isinstance(value, Rows) and (value.placed or any(value.own_number))
 
 

@@ -23,7 +23,7 @@ class Rows(NamedTuple):
     never: bool = False
     """Whether this is False in all elements."""
     placed: bool = False
-    """Whether a row's values depend on its number or on the rows before it."""
+    """Whether a row's values depend on its position in the batch or on earlier rows."""
 
 
 class Mixed(NamedTuple):
@@ -76,7 +76,7 @@ class Op:
         return Rows(*found.pop()) if len(found) == 1 else None
 
     def with_place(self, value: Value) -> Value:
-        """The result of a rule, `placed` if it comes of an operand that is, or of its numbers."""
+        """Returns a rule's result, marked `placed` if an operand depends on row positions."""
         if not isinstance(value, Rows):
             return value
         lost = self.one.primitive.name != "gather" and not any(value.own_number)
@@ -146,7 +146,7 @@ def _random_gamma(op: Op) -> Value:
 
 
 def _by_position(op: Op, value: Value) -> bool:
-    """Whether the draws of the first rows, of one key, are the same if more rows follow."""
+    """Returns whether more rows leave the random numbers of the first rows unchanged."""
     key = op.one.invars[0].aval
     flags: Any = jax.config  # its attributes are not typed
     partitionable = "fry" in str(key.dtype) and flags.jax_threefry_partitionable

@@ -9,7 +9,6 @@ import hmac
 import os
 import secrets
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -68,10 +67,8 @@ def create_token(chief: Address, is_local: bool) -> None:
     Raises:
       UserError: If the tasks of the job share no secret.
     """
-    if _is_given(os.environ, chief):
+    if _set_by_environment(chief, is_local):
         return
-    if not is_local:
-        raise UserError(_no_token(chief))
     file = _file(chief)
     fresh = file.with_suffix(f".{os.getpid()}")
     fresh.unlink(missing_ok=True)
@@ -88,10 +85,8 @@ def read_token(chief: Address, is_local: bool) -> None:
     Raises:
       UserError: If this task shares no secret with the chief.
     """
-    if _is_given(os.environ, chief):
+    if _set_by_environment(chief, is_local):
         return
-    if not is_local:
-        raise UserError(_no_token(chief))
     try:
         os.environ[TOKEN] = _file(chief).read_text()
     except OSError as error:
@@ -116,19 +111,26 @@ def refused(chief: Address) -> UserError:
     )
 
 
-def _is_given(environ: Mapping[str, str], chief: Address) -> bool:
-    """Sets the token if the environment determines it; returns whether it does."""
-    if secret := job_token.read(environ, tell=lambda text: print(text, file=sys.stderr)):
-        # Another token for each chief: whoever takes its port sees this one and no other.
+def _set_by_environment(chief: Address, is_local: bool) -> bool:
+    """Sets the token if the environment determines it.
+
+    Returns:
+      Whether it does. If not, the token is in a file of this user.
+
+    Raises:
+      UserError: If it does not, and the job is not on loopback addresses alone.
+    """
+    if secret := job_token.read(tell=lambda text: print(text, file=sys.stderr)):
+        # Each chief has its own token, so a program that takes the port of one learns no other.
         os.environ[TOKEN] = hmac.new(secret, f"ray {chief}".encode(), hashlib.sha256).hexdigest()
-    return bool(environ.get(TOKEN) or environ.get(TOKEN_PATH))
-
-
-def _no_token(chief: Address) -> str:
-    return (
-        f"the tasks of the job at {chief} share no secret, and Ray executes the code of whoever "
-        f"reaches its ports: set {JOB_TOKEN} to the same secret in all of them (one is printed by "
-        "openssl rand -hex 32)"
+    if os.environ.get(TOKEN) or os.environ.get(TOKEN_PATH):
+        return True
+    if is_local:
+        return False
+    raise UserError(
+        f"the tasks of the job at {chief} share no secret, and Ray executes the code of every "
+        f"program that reaches its ports: set {JOB_TOKEN} to the same secret in all tasks "
+        "(openssl rand -hex 32 prints one)"
     )
 
 

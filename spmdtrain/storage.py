@@ -107,6 +107,18 @@ def why_failed(error: Exception, path: str | epath.Path) -> str | None:
     return storage_reason(error) or (in_short(error) if is_url(path) else None)
 
 
+# Errors of decoders. Orbax raises the last two for metadata that it does not know.
+_DECODING_ERRORS = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    NotImplementedError,
+    AssertionError,
+)
+
+
 def is_damage(error: BaseException) -> bool:
     """Whether an error of reading speaks of what is stored, and not of how it is got at."""
     for cause in _causes(error):
@@ -114,8 +126,7 @@ def is_damage(error: BaseException) -> bool:
             return isinstance(cause, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
         if found := _status(cause):
             return found[0] in _DAMAGE
-    # What else decoders say of what they cannot decode.
-    return isinstance(error, (ValueError, KeyError, TypeError, AttributeError, IndexError))
+    return isinstance(error, _DECODING_ERRORS)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -136,7 +147,7 @@ def in_short(error: BaseException) -> str:
     """An error in one line: of TensorStore's, the file it is about and what is wrong with it."""
     if not (found := _status(error)):
         kind = "" if isinstance(error, OSError) and str(error) else f"{type(error).__name__}: "
-        return f"{kind}{error}".split("\n")[0][:200]
+        return f"{kind}{error}".split("\n")[0].removesuffix(": ")[:200]
     text = _DETAILS.split(found[1])[0]
     *_, file = ["", *re.findall(r'local file "[^"]*/([^"/]+)"', text)]
     what = text.rpartition('": ')[2] or text

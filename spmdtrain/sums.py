@@ -30,11 +30,11 @@ class PartSum:
     value: Any
     """An int, or an array of one element that may still be computed."""
     starts: tuple[int, ...] = ()
-    """Where the part begins in the array, by dim."""
+    """Start index of the part in each dim of the array."""
     holders: tuple[int, ...] = (0,)
     """The processes that hold a copy of the part, ascending."""
     counts: bool = True
-    """Whether the copy here is the first one, which alone counts in the array's sum."""
+    """Whether this copy is added to the array's sum: only the first copy of a part is."""
 
     def read(self) -> int:
         """Waits for the value, and returns it."""

@@ -16,8 +16,6 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from spmdtrain.errors import printable as printable
-
 _REFRESH = 0.25  # seconds; more often nobody sees, and each time costs
 
 

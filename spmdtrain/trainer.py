@@ -67,7 +67,7 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class FitResult:
-    """How a run ended: its last step, the last metrics of each split, and those of all epochs."""
+    """Result of a fit: the last step, the last metrics of each split, and the history."""
 
     step: int
     train: Metrics

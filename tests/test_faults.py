@@ -161,6 +161,32 @@ def test_a_file_that_is_cut_or_missing_is_named(
     load(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        # Orbax raises NotImplementedError for the first, AssertionError for the second.
+        ("_sharding", "NamedSharding", "NAmedSharding"),
+        ("_METADATA", '"opt_state", "key_type": 2}, {"key"', '"opt_3tate", "key_type": 2}, {"key"'),
+    ],
+)
+def test_an_error_of_orbax_about_its_metadata_is_damage(
+    name: str,
+    before: str,
+    after: str,
+    saved: Path,
+    load: Callable[[Path], TrainState],
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "4"
+    shutil.copytree(saved / "checkpoints" / "4", folder)
+    path = folder / "training" / name
+    head, found, tail = path.read_text().partition(before)
+    assert found
+    path.write_text(head + after + tail)
+    with pytest.raises(Damaged, match="training cannot be read: "):
+        load(folder)
+
+
 # Orbax compresses what it writes: a flipped bit makes other numbers, which only the sums know, or
 # what cannot be decompressed. Which of them hangs on where in the file an array came to lie.
 WRONG_ARRAY = r"(params|opt_state)/\S+ (is not what was saved: its check sum is|cannot be read)"
