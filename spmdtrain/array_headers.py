@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from spmdtrain.identity import describe
 from spmdtrain.manifest import Damaged, Manifest
-from spmdtrain.sharding import path_name
 from spmdtrain.terminal import byte_size
+from spmdtrain.tree import path_name
 
 PyTree = Any
 

@@ -25,7 +25,6 @@ from spmdtrain.errors import StorageError, UserError
 from spmdtrain.identity import Identity
 from spmdtrain.manifest import Damaged, Manifest
 from spmdtrain.retention import Record, Retention
-from spmdtrain.sharding import path_name
 from spmdtrain.state import TrainState
 from spmdtrain.storage import (
     absolute,
@@ -35,6 +34,7 @@ from spmdtrain.storage import (
     why_failed,
 )
 from spmdtrain.sums import PartSum, as_text, read_parts, start_sums
+from spmdtrain.tree import path_name
 
 with epy.lazy_imports():  # as it takes long, and a run's first step can come before
     import orbax.checkpoint as ocp

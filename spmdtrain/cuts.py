@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from spmdtrain.partitioners import Leaf, Partitioner, Rows, place
-from spmdtrain.sharding import named_leaves, path_name
+from spmdtrain.tree import named_leaves, path_name
 
 PyTree = Any
 

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, Sharding
 from spmdtrain.config import Purpose, derive_seed
 from spmdtrain.errors import UserError
 from spmdtrain.permutation import permuted
-from spmdtrain.sharding import named_leaves
+from spmdtrain.tree import named_leaves
 
 PyTree = Any
 Augment = Callable[[PyTree, np.random.Generator], PyTree]

@@ -5,8 +5,8 @@ from rich.table import Table
 
 from spmdtrain.cuts import Cuts
 from spmdtrain.division import Division
-from spmdtrain.sharding import named_leaves
 from spmdtrain.terminal import Terminal, byte_size
+from spmdtrain.tree import named_leaves
 
 
 def show(terminal: Terminal, division: Division) -> None:

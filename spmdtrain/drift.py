@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from spmdtrain import processes
 from spmdtrain.errors import ReplicaError
-from spmdtrain.sharding import named_leaves
 from spmdtrain.state import TrainState
 from spmdtrain.sums import PartSum, is_small, start_sums
+from spmdtrain.tree import named_leaves
 
 _MOST_NAMES = 8  # of processes in a message
 

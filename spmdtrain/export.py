@@ -9,9 +9,8 @@ import numpy as np
 from spmdtrain import nofollow
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.restore import read_variables, warn
-from spmdtrain.sharding import named_leaves
 from spmdtrain.storage import failures, folder_of, in_short, is_url, storage_reason
-from spmdtrain.writers import as_numpy
+from spmdtrain.tree import as_numpy, named_leaves
 
 _SUFFIXES = (".npz", ".safetensors")
 

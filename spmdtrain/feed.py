@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from spmdtrain.data import Augment, Dataset, OrderedBatches, TrainBatches, padded_size, process_rows
 from spmdtrain.errors import UserError
 from spmdtrain.placement import Placement, carried
-from spmdtrain.sharding import named_leaves
+from spmdtrain.tree import named_leaves
 from spmdtrain.uneven_batch import Padded, rows_and_mask
 
 PyTree = Any

@@ -27,9 +27,9 @@ from spmdtrain.model_state import (
 from spmdtrain.padding import why_parts_differ
 from spmdtrain.placement import Placement, noticing, under
 from spmdtrain.reductions import Reduction, packed
-from spmdtrain.sharding import named_leaves
 from spmdtrain.strategies import DEFAULT
 from spmdtrain.together import call_together
+from spmdtrain.tree import named_leaves
 
 PyTree = Any
 

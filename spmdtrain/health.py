@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from spmdtrain.sharding import named_leaves
+from spmdtrain.tree import named_leaves
 
 PyTree = Any
 HEALTH = ("loss", "params", "opt_state", "model_state")

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from jax.interpreters import partial_eval
 
-from spmdtrain.sharding import path_name
 from spmdtrain.state import TrainState
+from spmdtrain.tree import path_name
 
 PyTree = Any
 _FIELD = jax.tree_util.GetAttrKey("hyperparams")

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 from spmdtrain.config import RunConfig, as_json
 from spmdtrain.errors import UserError, printable
-from spmdtrain.sharding import named_leaves
 from spmdtrain.state import TrainState
+from spmdtrain.tree import named_leaves
 
 # Whatever else changes, these would change what is being computed.
 _FIXED = ("seed", "global_batch_size", "shuffle")

@@ -10,7 +10,7 @@ from spmdtrain.adapters import Variables
 from spmdtrain.adapting import adapt
 from spmdtrain.errors import UserError
 from spmdtrain.restore import read_variables
-from spmdtrain.sharding import named_leaves, path_name
+from spmdtrain.tree import named_leaves, path_name
 
 PyTree = Any
 

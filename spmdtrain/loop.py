@@ -40,12 +40,13 @@ from spmdtrain.placement import place, prepare, under
 from spmdtrain.replicas import NotReducedError, replicas_in
 from spmdtrain.roles import refuse_evaluator
 from spmdtrain.session import Session
-from spmdtrain.sharding import Layout, Rule, check_placed, named_leaves
+from spmdtrain.sharding import Layout, Rule, check_placed
 from spmdtrain.state import TrainState
 from spmdtrain.step import StepOutput
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
 from spmdtrain.together import Together, await_compiled, call_together
+from spmdtrain.tree import named_leaves
 from spmdtrain.writers import Split, Status
 
 PyTree = Any

@@ -10,8 +10,8 @@ import numpy as np
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.metrics import check_names, loss_first
 from spmdtrain.replicas import NotReducedError, replicas_in
-from spmdtrain.sharding import named_leaves
 from spmdtrain.state import TrainState
+from spmdtrain.tree import named_leaves
 
 PyTree = Any
 Init = Callable[[jax.Array], Mapping[str, PyTree]]

@@ -25,7 +25,7 @@ from spmdtrain.flops import Flops, count_flops
 from spmdtrain.hlo import Carried, Collective
 from spmdtrain.placement import Placement, resolve_on_devices
 from spmdtrain.sent import Traffic, least_sent, traffic_of
-from spmdtrain.sharding import NotSplitError, field_of, path_name
+from spmdtrain.sharding import NotSplitError, field_of
 from spmdtrain.sharding_table import Held, Row
 from spmdtrain.state import TrainState
 from spmdtrain.strategies import strategy
@@ -33,6 +33,7 @@ from spmdtrain.summaries import Buffer, Found, Rematerialized, Use, compiled
 from spmdtrain.terminal import Terminal, byte_size
 from spmdtrain.topologies import Topology, gpu_config
 from spmdtrain.trainer import Trainer
+from spmdtrain.tree import path_name
 
 _REFUSED = re.compile(r"\(?([\d.]+[KMGT]?)\)? ?(?:of|exceeds available HBM) \(?([\d.]+[KMGT]?)\)?")
 _MORE = 1.05  # what is padded, to be split, is a little more, too

@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.mesh import BATCH_AXES
 from spmdtrain.placement import Placement, current_strategy, under
-from spmdtrain.sharding import named_leaves, path_name
 from spmdtrain.strategies import AXES, DEFAULT
+from spmdtrain.tree import named_leaves, path_name
 
 PyTree = Any
 

@@ -23,7 +23,6 @@ from spmdtrain.errors import StorageError, UserError
 from spmdtrain.identity import check_same_model, describe_leaves
 from spmdtrain.listing import BEST, LATEST, choose, parse_choice
 from spmdtrain.manifest import NAME, Damaged, Manifest
-from spmdtrain.sharding import named_leaves, path_name
 from spmdtrain.state import TrainState, average_of
 from spmdtrain.storage import (
     absolute,
@@ -34,6 +33,7 @@ from spmdtrain.storage import (
     why_failed,
 )
 from spmdtrain.sums import as_text, read_parts, start_sums, sums
+from spmdtrain.tree import named_leaves, path_name
 
 with epy.lazy_imports():  # as it takes long, and is for what is restored alone
     import orbax.checkpoint as ocp

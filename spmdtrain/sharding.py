@@ -16,6 +16,7 @@ from spmdtrain.mesh import BATCH_AXES, count_of
 from spmdtrain.placement import Placement
 from spmdtrain.strategies import AXES, STATE
 from spmdtrain.terminal import byte_size
+from spmdtrain.tree import named_leaves, path_name
 
 PyTree = Any
 Shape = tuple[int, ...]
@@ -58,17 +59,6 @@ class Rule:
             )
         if len(set(axes := _axes(self.spec))) < len(axes):
             raise UserError(f"sharding rule {self.pattern!r} names an axis twice: {self.spec}")
-
-
-def path_name(path: tuple[Any, ...]) -> str:
-    """A leaf's path as people write it: `params/hidden/0/kernel`."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by their path."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {path_name(path): leaf for path, leaf in leaves}
 
 
 def owner_of(name: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | None:

@@ -11,9 +11,10 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from spmdtrain.sharding import describe, field_of, named_leaves, owner_of
+from spmdtrain.sharding import describe, field_of, owner_of
 from spmdtrain.state import TrainState
 from spmdtrain.terminal import Terminal, byte_size
+from spmdtrain.tree import named_leaves
 
 _SPEC, _FIRST_SIZE = 3, 4  # the number of a column
 

@@ -12,7 +12,7 @@ from spmdtrain import calls, ray_crew
 from spmdtrain.division import Computed, Division
 from spmdtrain.errors import NonFiniteError, UserError
 from spmdtrain.server import Landed
-from spmdtrain.sharding import named_leaves
+from spmdtrain.tree import named_leaves
 from spmdtrain.updates import clipped
 
 PyTree = Any

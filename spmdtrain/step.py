@@ -27,9 +27,10 @@ from spmdtrain.padding import why_padding_matters
 from spmdtrain.placement import Placement, under
 from spmdtrain.reductions import NAMED, Reduction, all_reduce, in_dtype, packed
 from spmdtrain.remat import with_policy
-from spmdtrain.sharding import Layout, Rule, named_leaves, path_name
+from spmdtrain.sharding import Layout, Rule
 from spmdtrain.state import TrainState
 from spmdtrain.together import Together, call_together
+from spmdtrain.tree import named_leaves, path_name
 from spmdtrain.uneven_batch import rows_and_mask, why_not_in_training
 from spmdtrain.updates import Update, clipped, joined
 from spmdtrain.user_frames import locate_errors

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from spmdtrain.sharding import named_leaves
+from spmdtrain.tree import named_leaves
 
 _CHUNK = 2**20  # elements that are summed at a time on the host
 _SMALL = 2**16  # bytes; up to here to fetch an array is quicker than to compile for its shape

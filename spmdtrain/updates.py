@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from spmdtrain.errors import UserError
-from spmdtrain.sharding import named_leaves, path_name
 from spmdtrain.state import first_average
+from spmdtrain.tree import named_leaves, path_name
 
 PyTree = Any
 

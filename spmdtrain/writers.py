@@ -21,8 +21,8 @@ from etils import epath
 
 from spmdtrain import nofollow
 from spmdtrain.errors import StorageError, UserError
-from spmdtrain.sharding import named_leaves
 from spmdtrain.storage import failures, folder_of, is_url, one_line
+from spmdtrain.tree import as_numpy, named_leaves
 from spmdtrain.untrusted import (
     LARGEST,
     LARGEST_LOG,
@@ -433,11 +433,6 @@ def _by_step(lines: Iterable[Mapping[str, Any]], split: Split) -> dict[int, dict
 
 
 # -- predictions ---------------------------------------------------------------------------------
-
-
-def as_numpy(x: np.ndarray) -> np.ndarray:
-    """The array in a dtype that NumPy's files know: float32 for those JAX adds."""
-    return x if x.dtype.isbuiltin == 1 else x.astype(np.float32)
 
 
 def write_predictions(workdir: str | None, predictions: Any) -> epath.Path:

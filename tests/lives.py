@@ -16,9 +16,9 @@ from matrix import ROWS, Row
 from spmdtrain import Event, Trainer, TrainState
 from spmdtrain.placement import resolve_on_devices
 from spmdtrain.run import parse
-from spmdtrain.sharding import named_leaves
 from spmdtrain.strategies import STRATEGIES
 from spmdtrain.terminal import Terminal
+from spmdtrain.tree import named_leaves
 
 STEPS, MIDDLE = 20, 10
 CADENCE = (

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 
 from spmdtrain import FunctionModel, MeshSpec, Trainer, TrainState, hlo
 from spmdtrain.placement import under
-from spmdtrain.sharding import named_leaves
 from spmdtrain.step import StepOutput
 from spmdtrain.terminal import Terminal
+from spmdtrain.tree import named_leaves
 
 # Cancelled to nearly nothing, an element keeps the rounding of its terms: it is measured against
 # the largest of its array.

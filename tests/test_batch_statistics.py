@@ -18,9 +18,9 @@ from steps import SHOWS_GRADIENTS, on, one_step
 from spmdtrain import Collectives, LinenModel, MeshSpec, Trainer, UserError
 from spmdtrain.models import MLP
 from spmdtrain.restore import load_variables
-from spmdtrain.sharding import named_leaves
 from spmdtrain.terminal import Terminal
 from spmdtrain.testing_steps import compiled_step
+from spmdtrain.tree import named_leaves
 
 ROWS, MOMENTUM, EPSILON, REPLICAS = 16, 0.9, 1e-5, 2
 _draw = np.random.default_rng(3)

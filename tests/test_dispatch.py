@@ -28,8 +28,8 @@ from spmdtrain import (
 from spmdtrain.config import ShardingOptions
 from spmdtrain.data import ArrayDataset
 from spmdtrain.session import Session
-from spmdtrain.sharding import named_leaves
 from spmdtrain.terminal import Terminal
+from spmdtrain.tree import named_leaves
 
 GENERATOR = np.random.default_rng(7)
 X = GENERATOR.normal(size=(80, 4)).astype(np.float32)

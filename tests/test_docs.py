@@ -31,9 +31,9 @@ from spmdtrain import (
 )
 from spmdtrain.errors import field_meant
 from spmdtrain.run import Options
-from spmdtrain.sharding import named_leaves
 from spmdtrain.shared import Shared
 from spmdtrain.strategies import AXES, STRATEGIES
+from spmdtrain.tree import named_leaves
 
 DOCS = REPOSITORY / "docs"
 

@@ -27,8 +27,8 @@ from spmdtrain.mesh import batch_sharding, build_mesh
 from spmdtrain.models import mobilenet
 from spmdtrain.restore import read_variables
 from spmdtrain.run import main, parse
-from spmdtrain.sharding import named_leaves
 from spmdtrain.strategies import strategy
+from spmdtrain.tree import named_leaves
 
 FLOWERS = REPOSITORY / "experiments" / "flowers_mobilenet.py"
 DATA = Path(os.environ.get("SPMDTRAIN_DATA", REPOSITORY.parent / "shared" / "data"))

@@ -40,8 +40,8 @@ from spmdtrain import (
 )
 from spmdtrain.config import Collectives, ShardingOptions, resolve
 from spmdtrain.models import MLP
-from spmdtrain.sharding import named_leaves
 from spmdtrain.testing_steps import CompiledStep, compiled_step
+from spmdtrain.tree import named_leaves
 
 GENERATOR = np.random.default_rng(3)
 X = GENERATOR.normal(size=(ROWS, 6)).astype(np.float32)

@@ -16,9 +16,9 @@ from spmdtrain import Event, Loop, TrainState, read_manifest
 from spmdtrain.hyperparameters import initial_values, injected
 from spmdtrain.manifest import Manifest
 from spmdtrain.run import main
-from spmdtrain.sharding import named_leaves
 from spmdtrain.storage import folder_of
 from spmdtrain.terminal import Terminal
+from spmdtrain.tree import named_leaves
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 4)).astype(np.float32)

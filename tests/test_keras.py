@@ -23,8 +23,8 @@ from steps import primitives
 from spmdtrain import Collectives, MeshSpec, Rule, ShardingOptions, Trainer, UserError, load_params
 from spmdtrain.adapting import adapt
 from spmdtrain.keras_model import KerasModel
-from spmdtrain.sharding import named_leaves
 from spmdtrain.terminal import Terminal
+from spmdtrain.tree import named_leaves
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
 keras = pytest.importorskip("keras", reason="Keras is an extra")

@@ -17,7 +17,7 @@ LAYERS = [
     for words in (
         """
         admission chips cluster config dispenser doctor errors job_token ledger lines out_of_memory
-        partitioners phases rendezvous strategies tfconfig topologies user_folders
+        partitioners phases rendezvous strategies tfconfig topologies tree user_folders
         """,
         """
         adapters adapting asynchronous collectives compilation compiler_log crew cuts declared

@@ -21,8 +21,9 @@ from spmdtrain.adapting import adapt
 from spmdtrain.config import RunConfig
 from spmdtrain.models import MobileNetV2, mobilenet
 from spmdtrain.placement import place, under
-from spmdtrain.sharding import Layout, named_leaves
+from spmdtrain.sharding import Layout
 from spmdtrain.testing_steps import compiled_step
+from spmdtrain.tree import named_leaves
 
 SHALLOW = mobilenet.STAGES[:2]  # three blocks: one without expansion, with a stride, and residual
 

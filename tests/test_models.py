@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 from spmdtrain import FunctionModel, LinenModel, MeshSpec, Trainer, UserError
-from spmdtrain.sharding import named_leaves
 from spmdtrain.terminal import Terminal
+from spmdtrain.tree import named_leaves
 
 BATCH = 16
 X = np.random.default_rng(0).normal(2.0, 3.0, (64, 4)).astype(np.float32)

@@ -51,9 +51,10 @@ from spmdtrain.placement import place
 from spmdtrain.restore import load_state, read_variables
 from spmdtrain.retention import Retention
 from spmdtrain.run import main
-from spmdtrain.sharding import Rule, named_leaves
+from spmdtrain.sharding import Rule
 from spmdtrain.step import Steps, model_output
 from spmdtrain.terminal import Terminal
+from spmdtrain.tree import named_leaves
 
 P = PartitionSpec
 PyTree = Any

@@ -19,8 +19,8 @@ from spmdtrain import Experiment, MeshSpec, Trainer, TrainState, hlo
 from spmdtrain.config import RunConfig, resolve
 from spmdtrain.data import as_dataset
 from spmdtrain.feed import train_batches
-from spmdtrain.sharding import named_leaves
 from spmdtrain.terminal import Terminal
+from spmdtrain.tree import named_leaves
 
 DEVICES = (1, 2, 4, 8)
 # Computed but once, and cancelled to nearly nothing, an element keeps the rounding of its terms:

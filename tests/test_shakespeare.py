@@ -36,7 +36,8 @@ from spmdtrain.experiment import load_experiment
 from spmdtrain.models import Transformer
 from spmdtrain.placement import Placement, place
 from spmdtrain.run import parse
-from spmdtrain.sharding import Layout, named_leaves
+from spmdtrain.sharding import Layout
+from spmdtrain.tree import named_leaves
 
 DATA = Path(os.environ.get("SPMDTRAIN_DATA", REPOSITORY.parent / "shared" / "data"))
 

@@ -20,9 +20,10 @@ from spmdtrain.config import MeshSpec, RunConfig, ShardingOptions
 from spmdtrain.errors import UserError
 from spmdtrain.placement import Placement, place
 from spmdtrain.restore import load_state
-from spmdtrain.sharding import Gather, Layout, Rule, check_placed, describe, named_leaves
+from spmdtrain.sharding import Gather, Layout, Rule, check_placed, describe
 from spmdtrain.state import TrainState
 from spmdtrain.terminal import Terminal
+from spmdtrain.tree import named_leaves
 
 P = PartitionSpec
 EVERY_AXIS = MeshSpec(data=2, fsdp=2, tensor=2)

@@ -21,10 +21,10 @@ from jax.sharding import (
 )
 from rich.console import Console
 
-from spmdtrain.sharding import named_leaves, path_name
 from spmdtrain.sharding_table import Held, Row, ShardingTable, narrow, show, summary, tabulate
 from spmdtrain.state import TrainState, average_of
 from spmdtrain.terminal import Terminal
+from spmdtrain.tree import named_leaves, path_name
 
 P = PartitionSpec
 

@@ -23,9 +23,9 @@ from spmdtrain import Event, FunctionModel, Trainer
 from spmdtrain.config import Collectives, ShardingOptions
 from spmdtrain.models import MLP, mlp_rules
 from spmdtrain.run import parse
-from spmdtrain.sharding import named_leaves
 from spmdtrain.terminal import Terminal
 from spmdtrain.testing_steps import CompiledStep, compiled_step
+from spmdtrain.tree import named_leaves
 
 BATCH, INTO, HIDDEN, OUT, MIN_SIZE = 64, 64, 512, 16, 1024
 KERNELS = 4 * (INTO * HIDDEN + HIDDEN * OUT)  # bytes; both are large enough to be split

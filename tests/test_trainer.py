@@ -34,8 +34,9 @@ from spmdtrain import (
 from spmdtrain.adapting import adapt
 from spmdtrain.data import as_dataset
 from spmdtrain.placement import place
-from spmdtrain.sharding import Rule, named_leaves
+from spmdtrain.sharding import Rule
 from spmdtrain.step import Steps, model_output
+from spmdtrain.tree import named_leaves
 
 X = np.random.default_rng(1).normal(size=(40, 4)).astype(np.float32)
 Y = (X @ np.array([[1.0], [-2.0], [0.5], [3.0]], np.float32)).astype(np.float32)

@@ -17,7 +17,7 @@ from spmdtrain import MeshSpec, Trainer, UserError
 from spmdtrain.config import ShardingOptions
 from spmdtrain.models import MLP, TRANSFORMER_RULES, Transformer, TransformerConfig, mlp_rules
 from spmdtrain.models.transformer import is_fused, rotation
-from spmdtrain.sharding import named_leaves
+from spmdtrain.tree import named_leaves
 
 SMALL = TransformerConfig(
     vocabulary=50, rows=64, layers=2, width=32, heads=2, hidden=64, context=16, unroll=True

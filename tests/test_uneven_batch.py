@@ -17,8 +17,8 @@ from steps import SHOWS_GRADIENTS, on, tokens_batch, tokens_model, tokens_object
 from spmdtrain import Loop, Trainer, UserError
 from spmdtrain.config import Collectives, RunConfig, ShardingOptions
 from spmdtrain.models import MLP
-from spmdtrain.sharding import named_leaves
 from spmdtrain.terminal import Terminal
+from spmdtrain.tree import named_leaves
 
 BATCH = tokens_batch(np.random.default_rng(5))
 BATCH |= {name: BATCH[name] + 0.5 for name in ("tokens", "examples")}  # none is 0

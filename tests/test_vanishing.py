@@ -14,8 +14,8 @@ from PIL import Image
 
 from spmdtrain import ImageFolder, StorageError, Trainer
 from spmdtrain.callbacks import Event
-from spmdtrain.sharding import named_leaves
 from spmdtrain.terminal import Terminal
+from spmdtrain.tree import named_leaves
 
 
 class Mean(nnx.Module):

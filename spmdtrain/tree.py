@@ -1,0 +1,22 @@
+"""Pytrees: paths of leaves, and leaves as NumPy arrays."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """Returns the path of a leaf, such as `params/hidden/0/kernel`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a tree by their path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {path_name(path): leaf for path, leaf in leaves}
+
+
+def as_numpy(x: np.ndarray) -> np.ndarray:
+    """Returns an array in a dtype that NumPy's files support: float32 instead of bfloat16 etc."""
+    return x if x.dtype.isbuiltin == 1 else x.astype(np.float32)
