@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from spmdtrain import cluster, ray_crew
+from spmdtrain import ray_crew
 from spmdtrain.calls import KEPT, Call, Kept, PerWorker, Runner, Sent
 from spmdtrain.config import RunConfig
 from spmdtrain.crew import Came, Done, Event, Failed, Lost
@@ -30,6 +30,7 @@ from spmdtrain.phases import Phase, moves, within
 from spmdtrain.placement import prepare
 from spmdtrain.shared import Shared, check_params
 from spmdtrain.signals import StopSignals
+from spmdtrain.spec import from_environment
 from spmdtrain.state import TrainState
 from spmdtrain.terminal import Terminal
 from spmdtrain.updates import Update
@@ -120,9 +121,7 @@ class Coordinator:
         prepare(RunConfig(strategy="parameter_server"))
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._signals)
-            self._job = stack.enter_context(
-                ray_crew.begin(cluster.from_environment(), self._timeout)
-            )
+            self._job = stack.enter_context(ray_crew.begin(from_environment(), self._timeout))
             self._crew = self._job.crew(Runner)
             self._over = False
             thread = threading.Thread(target=self._work, name="coordinator", daemon=True)

@@ -15,11 +15,12 @@ import jax
 # devices.
 from jax._src import clusters, hardware_utils, xla_bridge
 
-from spmdtrain import cluster, failing, job_token, phases, processes, settings
-from spmdtrain.cluster import ClusterSpec, Role
+from spmdtrain import failing, job_token, phases, processes, settings
 from spmdtrain.errors import UserError
 from spmdtrain.rendezvous import Party, is_loopback, meet
+from spmdtrain.spec import ClusterSpec, Role, from_environment
 from spmdtrain.strategies import strategy as strategy_of
+from spmdtrain.tfconfig import Address
 
 _HEARTBEAT = 20  # seconds after which JAX gives up a process that has died
 _SHUTDOWN = 300  # seconds that those who are done wait for the others
@@ -104,7 +105,7 @@ def initialize(
         _begin(job, hang_timeout)
         processes.check_same(_about())
         return
-    spec = spec or cluster.from_environment()
+    spec = spec or from_environment()
     if spec.role is Role.EVALUATE or by_servers:
         _settled = True
         return
@@ -233,7 +234,7 @@ def _by_hand(explicit: Explicit) -> _Party:
         raise UserError(f"--processes is {size}: it must be above 0")
     if not 0 <= rank < size:
         raise UserError(f"--process-id is {rank}: with --processes {size} it is 0 to {size - 1}")
-    found = cluster.Address.parse(address, "--coordinator")
+    found = Address.parse(address, "--coordinator")
     names = [f"process {number}" for number in range(size)]
     return _Party(host=found.host, port=found.port, names=names, rank=rank, about=_about())
 

@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from spmdtrain import cluster, phases, ray_auth
-from spmdtrain.cluster import ClusterSpec, Task
+from spmdtrain import phases, ray_auth
 from spmdtrain.errors import ClusterError, ExitCode, UserError
+from spmdtrain.spec import ClusterSpec, Task, from_environment
 from spmdtrain.tfconfig import Address
 from spmdtrain.user_folders import private_folder
 
@@ -270,7 +270,7 @@ def main() -> None:
     """The chief's node, until the chief closes this one's stdin, or is gone."""
     for number in _SIGNALS:
         signal.signal(number, lambda *_: None)
-    spec = cluster.from_environment()
+    spec = from_environment()
     import_ray(spec)
     with _node(spec, spec.chief, head=True):
         sys.stdin.read()

@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmdtrain import cluster, distributed, nodes, phases, ray_crew
+from spmdtrain import distributed, nodes, phases, ray_crew
 from spmdtrain.asynchronous import Asynchronous, Outcome
-from spmdtrain.cluster import Role
 from spmdtrain.config import RunConfig, Servers, resolve
 from spmdtrain.data import Augment, Dataset
 from spmdtrain.dispenser import Dispenser
@@ -23,6 +22,7 @@ from spmdtrain.placement import Placement, place, prepare
 from spmdtrain.ray_crew import RayJob
 from spmdtrain.server import Landed
 from spmdtrain.session import Session
+from spmdtrain.spec import Role, from_environment
 from spmdtrain.state import TrainState
 from spmdtrain.step import StepOutput, Steps
 from spmdtrain.tallies import Tally
@@ -272,7 +272,7 @@ def take_part(timeout: float) -> None:
       UserError: If the cluster lacks tasks, or this is its evaluator.
       SystemExit: In a worker or a server, when the job has ended.
     """
-    spec = cluster.from_environment()
+    spec = from_environment()
     if spec.role is Role.EVALUATE:
         raise UserError(
             f"by TF_CONFIG this process is {spec.name}, which takes no part in a training: only "
@@ -298,11 +298,11 @@ def serve_elsewhere(timeout: float) -> None:
 
     Call before devices are used, because the actors of the task use them. Raises as `take_part`.
     """
-    spec = cluster.from_environment()
+    spec = from_environment()
     if spec.task_type in ("worker", "ps") and not spec.is_chief:
         take_part(timeout)
 
 
 def lead(timeout: float) -> AbstractContextManager[RayJob]:
     """Be the chief: the others come while the run begins, and end with it."""
-    return ray_crew.begin(cluster.from_environment(), timeout)
+    return ray_crew.begin(from_environment(), timeout)

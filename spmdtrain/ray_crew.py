@@ -12,11 +12,11 @@ from typing import Any
 
 from spmdtrain import nodes
 from spmdtrain.actors import ServerActor, WorkerActor
-from spmdtrain.cluster import ClusterSpec
 from spmdtrain.crew import Came, Done, Event, Failed, Lost
 from spmdtrain.division import Division
 from spmdtrain.errors import ClusterError, Preempted, UserError, for_users
 from spmdtrain.hlo_module import is_library
+from spmdtrain.spec import ClusterSpec
 from spmdtrain.state import TrainState
 
 _LOOK = 0.5  # seconds between two looks at whether to go on waiting for servers

@@ -1,18 +1,17 @@
 """The role of a process in a job, as TF_CONFIG and the strategy decide it."""
 
-from spmdtrain import cluster
-from spmdtrain.cluster import Role
 from spmdtrain.config import RunConfig
 from spmdtrain.errors import UserError
 from spmdtrain.parameter_server import serve_elsewhere
 from spmdtrain.placement import on_own_devices, prepare
+from spmdtrain.spec import Role, from_environment
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
 
 
 def is_evaluator() -> bool:
     """Returns whether TF_CONFIG makes this process the evaluator of a job."""
-    return cluster.from_environment().role is Role.EVALUATE
+    return from_environment().role is Role.EVALUATE
 
 
 def enter(config: RunConfig, timeout: float, terminal: Terminal | None) -> RunConfig:
@@ -44,7 +43,7 @@ def enter(config: RunConfig, timeout: float, terminal: Terminal | None) -> RunCo
 def refuse_evaluator(what: str) -> None:
     """Raises `UserError` in an evaluator task, for what only trains."""
     if is_evaluator():
-        name = cluster.from_environment().name
+        name = from_environment().name
         raise UserError(
             f"{what} in task {name} of TF_CONFIG: only Trainer.fit and python -m spmdtrain.run "
             "evaluate checkpoints there; leave the evaluator out of the cluster"

@@ -20,7 +20,6 @@ import jax
 import tyro
 
 from spmdtrain import (
-    cluster,
     distributed,
     division_table,
     evaluator,
@@ -30,7 +29,6 @@ from spmdtrain import (
     sharding_table,
 )
 from spmdtrain.checkpoints import verify
-from spmdtrain.cluster import Role
 from spmdtrain.config import RunConfig, check, check_compute_dtype, resolve
 from spmdtrain.errors import ExitCode, Preempted, UserError, exit_code_of, field_meant
 from spmdtrain.experiment import ExperimentFile, load_experiment
@@ -38,6 +36,7 @@ from spmdtrain.loop import Loop
 from spmdtrain.mesh import cpu_devices_in_environment
 from spmdtrain.parameter_server import take_part
 from spmdtrain.placement import on_own_devices, resolve_on_devices
+from spmdtrain.spec import ClusterSpec, Role, from_environment
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
 from spmdtrain.trainer import Trainer
@@ -241,7 +240,7 @@ def execute(command: Command) -> int:
     if options.mode == "verify":
         assert config.workdir is not None
         return verify(command.source or config.workdir, Terminal())
-    spec = cluster.from_environment()
+    spec = from_environment()
     if options.role == "train" and spec.role is Role.EVALUATE:
         raise UserError(f"--role train, and by TF_CONFIG this is {spec.name}: give one")
     if options.role == "evaluate" or (options.role is None and spec.role is Role.EVALUATE):
@@ -313,7 +312,7 @@ def execute(command: Command) -> int:
     return ExitCode.DONE
 
 
-def join(command: Command, spec: cluster.ClusterSpec) -> None:
+def join(command: Command, spec: ClusterSpec) -> None:
     """Joins the job that is described; all its processes must run the same experiment."""
     options, experiment = command.options, command.experiment
     distributed.initialize(

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from spmdtrain import job_token
-from spmdtrain.cluster import Role, from_tf_config
 from spmdtrain.errors import UserError
 from spmdtrain.phases import TASK
+from spmdtrain.spec import Role, from_tf_config
 
 EVALUATOR = "evaluator"
 _VIRTUAL_DEVICES = "--xla_force_host_platform_device_count"

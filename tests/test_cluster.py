@@ -10,14 +10,9 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from spmdtrain.cluster import (
-    Address,
-    ClusterSpec,
-    Role,
-    from_environment,
-    from_tf_config,
-)
 from spmdtrain.errors import UserError
+from spmdtrain.spec import ClusterSpec, Role, from_environment, from_tf_config
+from spmdtrain.tfconfig import Address
 
 settings = hypothesis.settings(max_examples=100, deadline=None, derandomize=True)
 

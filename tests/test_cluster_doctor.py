@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from spmdtrain import doctor
-from spmdtrain.cluster import Finding, check_network, from_tf_config
+from spmdtrain.cluster_checks import Finding, check_network
+from spmdtrain.spec import from_tf_config
 
 NO_HOST = "no-such-host.invalid"
 needs_ipv6 = pytest.mark.skipif(not doctor.is_here("::1"), reason="this machine has no IPv6")

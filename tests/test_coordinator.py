@@ -21,8 +21,8 @@ from test_parameter_server import BOUND, Lines, send, text_of, until
 
 from spmdtrain import Coordinator, Preempted, UserError, ray_crew
 from spmdtrain.calls import Call
-from spmdtrain.cluster import ClusterSpec
 from spmdtrain.crew import Came, Done, Event, Failed, Lost
+from spmdtrain.spec import ClusterSpec
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed"

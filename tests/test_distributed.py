@@ -20,10 +20,10 @@ from processes import free_port, tf_config
 
 from spmdtrain import distributed, failing, processes
 from spmdtrain.callbacks import Moment
-from spmdtrain.cluster import ClusterSpec, from_tf_config
 from spmdtrain.distributed import Explicit
 from spmdtrain.errors import ClusterError, NonFiniteError, UserError
 from spmdtrain.run import main
+from spmdtrain.spec import ClusterSpec, from_tf_config
 from spmdtrain.terminal import Terminal
 from spmdtrain.testing import run_processes, started
 from spmdtrain.trainer import Trainer

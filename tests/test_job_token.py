@@ -10,9 +10,10 @@ from helpers import environment
 from processes import BOUND, as_task, free_port, tf_config
 
 from spmdtrain import failing, processes
-from spmdtrain.cluster import check_token, from_tf_config
+from spmdtrain.cluster_checks import check_token
 from spmdtrain.errors import UserError
 from spmdtrain.job_token import TOKEN, TOKEN_FILE, create, read
+from spmdtrain.spec import from_tf_config
 from spmdtrain.tasks import environments_of
 
 GOOD = "0123456789abcdef"

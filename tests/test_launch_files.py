@@ -24,7 +24,7 @@ import yaml  # type: ignore[import-untyped]
 from helpers import REPOSITORY, environment, metrics, saved_steps, status
 
 from spmdtrain import job_token, run
-from spmdtrain.cluster import ClusterSpec, Role, from_tf_config
+from spmdtrain.spec import ClusterSpec, Role, from_tf_config
 
 LAUNCH = REPOSITORY / "launch"
 JOBSET, TFJOB = LAUNCH / "jobset.yaml", LAUNCH / "tfjob.yaml"

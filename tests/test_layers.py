@@ -16,8 +16,9 @@ LAYERS = [
     set(words.split())
     for words in (
         """
-        admission chips cluster config dispenser doctor errors job_token ledger lines out_of_memory
-        partitioners phases rendezvous strategies tfconfig topologies tree user_folders
+        admission chips cluster cluster_checks config dispenser doctor errors job_token ledger lines
+        out_of_memory
+        partitioners phases rendezvous spec strategies tfconfig topologies tree user_folders
         """,
         """
         adapters adapting asynchronous collectives compilation compiler_log crew cuts declared

@@ -12,9 +12,10 @@ from unittest import mock
 
 import pytest
 
-from spmdtrain import UserError, cluster, nodes, ray_crew
+from spmdtrain import UserError, nodes, ray_crew
 from spmdtrain.crew import Came, Event, Failed, Lost
 from spmdtrain.errors import ClusterError
+from spmdtrain.spec import ClusterSpec, from_environment
 
 exceptions = pytest.importorskip("ray").exceptions
 
@@ -26,10 +27,10 @@ def environment() -> Iterator[None]:
         yield
 
 
-def spec_of(chief: str) -> cluster.ClusterSpec:
+def spec_of(chief: str) -> ClusterSpec:
     tasks = {"chief": [chief], "worker": ["127.0.0.1:20001"], "ps": ["127.0.0.1:20002"]}
     told = {"cluster": tasks, "task": {"type": "chief", "index": 0}}
-    return cluster.from_environment({"TF_CONFIG": json.dumps(told)})
+    return from_environment({"TF_CONFIG": json.dumps(told)})
 
 
 def test_an_address_that_another_process_keeps_is_waited_for_and_named() -> None:

@@ -142,11 +142,12 @@ os._exit(0)  # ray.shutdown waits for the node that has joined; its processes en
 PROTECTED = """
 import os
 import sys
-from spmdtrain import cluster, nodes
+from spmdtrain import nodes
+from spmdtrain.spec import from_environment
 from spmdtrain.tasks import tf_configs
 
 os.environ["TF_CONFIG"] = tf_configs(["chief", "worker 0", "ps 0"])["chief"]
-spec = cluster.from_environment()
+spec = from_environment()
 with nodes.head(spec, 60.0) as ray:
     class Actor:
         def ready(self):

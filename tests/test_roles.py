@@ -16,8 +16,9 @@ from flax import nnx
 from helpers import environment, metrics, saved_steps
 
 from spmdtrain import Loop, Trainer, UserError, distributed
-from spmdtrain.cluster import check_servers, from_tf_config
+from spmdtrain.cluster_checks import check_servers
 from spmdtrain.parameter_server import take_part
+from spmdtrain.spec import from_tf_config
 from spmdtrain.tasks import tf_configs
 
 BOUND = 120  # seconds
