@@ -21,10 +21,10 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmdtrain.checkpoint import Checkpoints
-from spmdtrain.identity import Identity
-from spmdtrain.retention import Retention
-from spmdtrain.state import TrainState
+from spmdtrain.checkpoints.retention import Retention
+from spmdtrain.checkpoints.run_identity import Identity
+from spmdtrain.checkpoints.save import Checkpoints
+from spmdtrain.step.state import TrainState
 
 REPEATS = 5
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from spmdtrain.images import ImageFolder
+from spmdtrain.data.image_folder import ImageFolder
 
 REPEATS = 5
 COUNT = 200

@@ -27,8 +27,8 @@ import optax
 from etils import epath
 
 from spmdtrain import Experiment, RunConfig, UserError
+from spmdtrain.data.image_folder import ImageFolder
 from spmdtrain.errors import printable
-from spmdtrain.images import ImageFolder
 from spmdtrain.models import MobileNetV2
 
 URL = "http://download.tensorflow.org/example_images/flower_photos.tgz"

@@ -9,60 +9,60 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "BATCH_AXES": "mesh",
-    "Adapter": "adapters",
-    "ArrayDataset": "data",
+    "BATCH_AXES": "sharding.mesh",
+    "Adapter": "adapters.base",
+    "ArrayDataset": "data.datasets",
     "Collectives": "config",
-    "Coordinator": "coordinator",
-    "Dataset": "data",
-    "Event": "callbacks",
-    "Experiment": "experiment",
-    "FitResult": "trainer",
-    "FixedShards": "partitioners",
-    "FunctionModel": "adapters",
-    "Gather": "sharding",
-    "ImageFolder": "images",
-    "KerasModel": "keras_model",
-    "LinenModel": "adapters",
-    "Loop": "loop",
-    "Manifest": "manifest",
-    "Mapped": "data",
-    "MaxSize": "partitioners",
+    "Coordinator": "parameter_server.coordinator",
+    "Dataset": "data.datasets",
+    "Event": "train.callbacks",
+    "Experiment": "train.experiment",
+    "FitResult": "train.trainer",
+    "FixedShards": "parameter_server.partition",
+    "FunctionModel": "adapters.base",
+    "Gather": "sharding.layout",
+    "ImageFolder": "data.image_folder",
+    "KerasModel": "adapters.keras",
+    "LinenModel": "adapters.base",
+    "Loop": "train.loop",
+    "Manifest": "checkpoints.manifest",
+    "Mapped": "data.datasets",
+    "MaxSize": "parameter_server.partition",
     "MeshSpec": "config",
-    "MinSize": "partitioners",
-    "Mode": "adapters",
-    "Moment": "callbacks",
+    "MinSize": "parameter_server.partition",
+    "Mode": "adapters.base",
+    "Moment": "train.callbacks",
     "NonFiniteError": "errors",
-    "PerReplica": "replicas",
+    "PerReplica": "step.per_replica",
     "Preempted": "errors",
     "ReplicaError": "errors",
-    "Rule": "sharding",
+    "Rule": "sharding.layout",
     "RunConfig": "config",
     "Servers": "config",
     "ShardingOptions": "config",
     "StorageError": "errors",
-    "Subset": "data",
-    "TrainState": "state",
-    "Trainer": "trainer",
+    "Subset": "data.datasets",
+    "TrainState": "step.state",
+    "Trainer": "train.trainer",
     "UserError": "errors",
-    "Variables": "adapters",
-    "Weighted": "metrics",
-    "adapt": "adapting",
-    "constrain": "placement",
-    "current_strategy": "placement",
-    "export_params": "export",
-    "find_idx": "idx",
-    "initialize": "distributed",
-    "load_model": "loading",
-    "load_params": "restore",
-    "load_variables": "restore",
-    "per_replica": "replicas",
-    "read_idx": "idx",
-    "read_manifest": "restore",
-    "reduce": "replicas",
-    "rematerialize": "remat",
-    "resolve_on_devices": "placement",
-    "weighted_mean": "metrics",
+    "Variables": "adapters.base",
+    "Weighted": "step.metrics",
+    "adapt": "adapters.as_adapter",
+    "constrain": "sharding.placement",
+    "current_strategy": "sharding.placement",
+    "export_params": "checkpoints.export",
+    "find_idx": "data.idx",
+    "initialize": "distributed.initialize",
+    "load_model": "checkpoints.load_model",
+    "load_params": "checkpoints.restore",
+    "load_variables": "checkpoints.restore",
+    "per_replica": "step.per_replica",
+    "read_idx": "data.idx",
+    "read_manifest": "checkpoints.restore",
+    "reduce": "step.per_replica",
+    "rematerialize": "step.remat",
+    "resolve_on_devices": "sharding.placement",
+    "weighted_mean": "step.metrics",
 }
 
 __all__ = [
@@ -123,32 +123,32 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from spmdtrain.adapters import Adapter, FunctionModel, LinenModel, Mode, Variables
-    from spmdtrain.adapting import adapt
-    from spmdtrain.callbacks import Event, Moment
+    from spmdtrain.adapters.as_adapter import adapt
+    from spmdtrain.adapters.base import Adapter, FunctionModel, LinenModel, Mode, Variables
+    from spmdtrain.adapters.keras import KerasModel
+    from spmdtrain.checkpoints.export import export_params
+    from spmdtrain.checkpoints.load_model import load_model
+    from spmdtrain.checkpoints.manifest import Manifest
+    from spmdtrain.checkpoints.restore import load_params, load_variables, read_manifest
     from spmdtrain.config import Collectives, MeshSpec, RunConfig, Servers, ShardingOptions
-    from spmdtrain.coordinator import Coordinator
-    from spmdtrain.data import ArrayDataset, Dataset, Mapped, Subset
-    from spmdtrain.distributed import initialize
+    from spmdtrain.data.datasets import ArrayDataset, Dataset, Mapped, Subset
+    from spmdtrain.data.idx import find_idx, read_idx
+    from spmdtrain.data.image_folder import ImageFolder
+    from spmdtrain.distributed.initialize import initialize
     from spmdtrain.errors import NonFiniteError, Preempted, ReplicaError, StorageError, UserError
-    from spmdtrain.experiment import Experiment
-    from spmdtrain.export import export_params
-    from spmdtrain.idx import find_idx, read_idx
-    from spmdtrain.images import ImageFolder
-    from spmdtrain.keras_model import KerasModel
-    from spmdtrain.loading import load_model
-    from spmdtrain.loop import Loop
-    from spmdtrain.manifest import Manifest
-    from spmdtrain.mesh import BATCH_AXES
-    from spmdtrain.metrics import Weighted, weighted_mean
-    from spmdtrain.partitioners import FixedShards, MaxSize, MinSize
-    from spmdtrain.placement import constrain, current_strategy, resolve_on_devices
-    from spmdtrain.remat import rematerialize
-    from spmdtrain.replicas import PerReplica, per_replica, reduce
-    from spmdtrain.restore import load_params, load_variables, read_manifest
-    from spmdtrain.sharding import Gather, Rule
-    from spmdtrain.state import TrainState
-    from spmdtrain.trainer import FitResult, Trainer
+    from spmdtrain.parameter_server.coordinator import Coordinator
+    from spmdtrain.parameter_server.partition import FixedShards, MaxSize, MinSize
+    from spmdtrain.sharding.layout import Gather, Rule
+    from spmdtrain.sharding.mesh import BATCH_AXES
+    from spmdtrain.sharding.placement import constrain, current_strategy, resolve_on_devices
+    from spmdtrain.step.metrics import Weighted, weighted_mean
+    from spmdtrain.step.per_replica import PerReplica, per_replica, reduce
+    from spmdtrain.step.remat import rematerialize
+    from spmdtrain.step.state import TrainState
+    from spmdtrain.train.callbacks import Event, Moment
+    from spmdtrain.train.experiment import Experiment
+    from spmdtrain.train.loop import Loop
+    from spmdtrain.train.trainer import FitResult, Trainer
 
 
 def __getattr__(name: str) -> Any:

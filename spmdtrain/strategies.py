@@ -30,6 +30,8 @@ class Strategy:
     by_servers: bool = False
     """Parameter servers have the state; workers, mirrored over their own devices, make the steps,
     each at its own pace."""
+    backend: str = "spmdtrain.train.executor:MeshBackend"
+    """The class that makes the executor of steps (see `spmdtrain.train.executor.Backend`)."""
 
 
 _ALL = (
@@ -50,7 +52,11 @@ _ALL = (
     # An outer axis over hosts or slices, the other axes within each.
     Strategy(name="hybrid", sizes=(("replica", -1),)),
     # Asynchronous workers around parameter servers.
-    Strategy(name="parameter_server", by_servers=True),
+    Strategy(
+        name="parameter_server",
+        by_servers=True,
+        backend="spmdtrain.parameter_server.executor:ServerBackend",
+    ),
 )
 STRATEGIES: Mapping[str, Strategy] = {one.name: one for one in _ALL}
 DEFAULT = STRATEGIES["default"]

@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from matrix import ROWS, Row
 
 from spmdtrain import Event, Trainer, TrainState
-from spmdtrain.placement import resolve_on_devices
-from spmdtrain.run import parse
+from spmdtrain.sharding.placement import resolve_on_devices
 from spmdtrain.strategies import STRATEGIES
 from spmdtrain.terminal import Terminal
+from spmdtrain.train.command_line import parse
 from spmdtrain.tree import named_leaves
 
 STEPS, MIDDLE = 20, 10

@@ -10,9 +10,9 @@ from typing import Any
 
 from processes import free_port
 
+from spmdtrain.cluster.json_lines import Line
+from spmdtrain.cluster.rendezvous import Party, meet
 from spmdtrain.errors import ClusterError, UserError
-from spmdtrain.lines import Line
-from spmdtrain.rendezvous import Party, meet
 
 NONCE = "0" * 32
 NAMES = ("chief", "worker 0", "worker 1", "worker 2")

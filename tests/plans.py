@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from helpers import environment
 
-from spmdtrain import planning, run, topologies
-from spmdtrain.advice import Advice, advise
-from spmdtrain.plan import Options
-from spmdtrain.plan_json import as_json
+from spmdtrain.plan import planner, topologies
+from spmdtrain.plan.advice import Advice, advise
+from spmdtrain.plan.command import Options
+from spmdtrain.plan.json_report import as_json
+from spmdtrain.train import command_line
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
@@ -35,20 +36,20 @@ def planned(config: Path, *options: object) -> dict[str, Any]:
     arguments = ["--config", str(config), *map(str, options)]
     if "--topology" not in arguments:
         arguments += ["--topology", "cpu:8"]
-    command = run.parse(arguments, Options)
+    command = command_line.parse(arguments, Options)
     topology = topologies.parse(command.options.topology)
-    return as_json(planning.plan(command.experiment, command.config, topology))
+    return as_json(planner.plan(command.experiment, command.config, topology))
 
 
 def advised(config: Path, *options: object) -> list[Advice]:
     """What would mend that plan."""
     arguments = ["--config", str(config), *map(str, options)]
-    command = run.parse(arguments, Options)
+    command = command_line.parse(arguments, Options)
     topology = topologies.parse(command.options.topology)
 
-    def again(more: Sequence[str]) -> planning.Plan:
-        other = run.parse([*arguments, *more], Options).config
-        return planning.plan(command.experiment, other, topology)
+    def again(more: Sequence[str]) -> planner.Plan:
+        other = command_line.parse([*arguments, *more], Options).config
+        return planner.plan(command.experiment, other, topology)
 
-    plan = planning.plan(command.experiment, command.config, topology)
+    plan = planner.plan(command.experiment, command.config, topology)
     return advise(plan, command.config, topology, again)

@@ -36,7 +36,7 @@ import optax
 from flax import nnx
 
 from spmdtrain import Experiment, RunConfig, UserError
-from spmdtrain import processes as spmdtrain_processes
+from spmdtrain.distributed import process_group as spmdtrain_processes
 from spmdtrain.models import MLP
 
 

@@ -10,11 +10,12 @@ import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import Mesh
 
-from spmdtrain import FunctionModel, MeshSpec, Trainer, TrainState, hlo
-from spmdtrain.placement import under
-from spmdtrain.step import StepOutput
+from spmdtrain import FunctionModel, MeshSpec, Trainer, TrainState
+from spmdtrain.sharding.placement import under
+from spmdtrain.step.train_step import StepOutput
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
+from spmdtrain.xla import collectives
 
 # Cancelled to nearly nothing, an element keeps the rounding of its terms: it is measured against
 # the largest of its array.
@@ -40,7 +41,7 @@ def trainer(**options: Any) -> Trainer:
 
 def one_step(of: Trainer, batch: Any, *, seed: int = 0) -> tuple[TrainState, StepOutput]:
     """The state after one step from the initial one, and what the step told."""
-    steps = of._steps
+    steps = of.functions
     steps.settle(batch)
     with under(of.placement):
         placed = jax.device_put(batch, of.placement.batch)
@@ -143,14 +144,14 @@ def primitives(of: Trainer, batch: Any, name: str) -> list[Any]:
 
     Of products those with matrices: with vectors of zeros what is not finite is looked for.
     """
-    steps = of._steps
+    steps = of.functions
     with under(of.placement):
         jaxpr = jax.make_jaxpr(steps._train)(steps.abstract_state, batch)
     found = [equation for equation in equations(jaxpr) if equation.primitive.name == name]
     return [x for x in found if name != "dot_general" or x.invars[-1].aval.ndim > 1]
 
 
-def in_loops(text: str, mesh: Mesh) -> list[hlo.Collective]:
+def in_loops(text: str, mesh: Mesh) -> list[collectives.Collective]:
     """The collectives of a program that are inside of a loop, in what it calls too."""
     parts = dict(re.findall(r"^(?:ENTRY )?%?([\w.\-]+) .*?\{$(.*?)^\}", text, re.M | re.S))
     reached: set[str] = set()
@@ -161,4 +162,4 @@ def in_loops(text: str, mesh: Mesh) -> list[hlo.Collective]:
             reached.add(name)
             called = re.findall(r"%?([\w.\-]+)", parts[name])
             waiting += [other for other in called if other in parts]
-    return [one for name in sorted(reached) for one in hlo.collectives(parts[name], mesh)]
+    return [one for name in sorted(reached) for one in collectives.collectives(parts[name], mesh)]

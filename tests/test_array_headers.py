@@ -14,8 +14,8 @@ from etils import epath
 from flax import nnx
 
 from spmdtrain import Trainer, UserError, load_params
-from spmdtrain.checkpoints import main
-from spmdtrain.manifest import Manifest, sizes
+from spmdtrain.checkpoints.command import main
+from spmdtrain.checkpoints.manifest import Manifest, sizes
 from spmdtrain.models import MLP
 from spmdtrain.terminal import Terminal
 

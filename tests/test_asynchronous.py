@@ -15,13 +15,13 @@ import optax
 import pytest
 from hypothesis import given, settings
 
-from spmdtrain.asynchronous import Asynchronous
-from spmdtrain.crew import Came, Done, Event, Failed, Lost
-from spmdtrain.dispenser import Dispenser
-from spmdtrain.division import outcome
 from spmdtrain.errors import ClusterError
-from spmdtrain.server import Held, Landed, Push, Server
-from spmdtrain.updates import Update
+from spmdtrain.parameter_server.batch_queue import Dispenser
+from spmdtrain.parameter_server.scheduler import Asynchronous
+from spmdtrain.parameter_server.server import Held, Landed, Push, Server
+from spmdtrain.parameter_server.state_partition import outcome
+from spmdtrain.parameter_server.worker_pool import Came, Done, Event, Failed, Lost
+from spmdtrain.step.optimizer import Update
 
 WORKERS = ("worker 0", "worker 1", "worker 2")
 

@@ -16,10 +16,10 @@ from processes import job
 from steps import SHOWS_GRADIENTS, on, one_step
 
 from spmdtrain import Collectives, LinenModel, MeshSpec, Trainer, UserError
+from spmdtrain.checkpoints.restore import load_variables
 from spmdtrain.models import MLP
-from spmdtrain.restore import load_variables
 from spmdtrain.terminal import Terminal
-from spmdtrain.testing_steps import compiled_step
+from spmdtrain.testing.compiled_step import compiled_step
 from spmdtrain.tree import named_leaves
 
 ROWS, MOMENTUM, EPSILON, REPLICAS = 16, 0.9, 1e-5, 2
@@ -50,7 +50,7 @@ class Linen(nn.Module):
 def keras_model() -> Any:
     os.environ.setdefault("KERAS_BACKEND", "jax")
     keras = pytest.importorskip("keras")
-    from spmdtrain.keras_model import KerasModel
+    from spmdtrain.adapters.keras import KerasModel
 
     layers = [
         keras.Input((4,)),
@@ -127,7 +127,7 @@ def test_each_replica_normalizes_by_its_own_rows(library: str) -> None:
         o: next(n for n in names(of) if n.endswith(t))
         for o, t in zip(ours, NAMES[library].split(), strict=True)
     }
-    params = named_leaves(of._steps.init(0).params)
+    params = named_leaves(of.functions.init(0).params)
     start = {name: np.asarray(params[theirs[name]], np.float64) for name in ours[:4]}
     found = after_a_step(of)
     for name, value in by_hand(start, REPLICAS).items():
@@ -138,7 +138,7 @@ def test_each_replica_normalizes_by_its_own_rows(library: str) -> None:
 
 
 def names(of: Trainer) -> list[str]:
-    state = of._steps.abstract_state
+    state = of.functions.abstract_state
     return [*named_leaves(state.params), *named_leaves(state.model_state)]
 
 

@@ -10,9 +10,9 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
+from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment, from_tf_config
+from spmdtrain.cluster.tf_config import Address
 from spmdtrain.errors import UserError
-from spmdtrain.spec import ClusterSpec, Role, from_environment, from_tf_config
-from spmdtrain.tfconfig import Address
 
 settings = hypothesis.settings(max_examples=100, deadline=None, derandomize=True)
 
@@ -685,7 +685,7 @@ def test_the_environment_is_read_when_it_is_asked(monkeypatch: pytest.MonkeyPatc
 def test_reading_and_printing_import_neither_jax_nor_sockets() -> None:
     code = """
 import sys
-from spmdtrain.cluster import main
+from spmdtrain.cluster.command import main
 assert main(["--json", "--no-network"]) == 0
 print(sorted({"jax", "numpy", "socket", "rich.console"} & set(sys.modules)))
 assert main(["--json"]) == 0

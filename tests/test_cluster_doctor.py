@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from spmdtrain import doctor
-from spmdtrain.cluster_checks import Finding, check_network
-from spmdtrain.spec import from_tf_config
+from spmdtrain.cluster import network_check
+from spmdtrain.cluster.checks import Finding, check_network
+from spmdtrain.cluster.spec import from_tf_config
 
 NO_HOST = "no-such-host.invalid"
-needs_ipv6 = pytest.mark.skipif(not doctor.is_here("::1"), reason="this machine has no IPv6")
+needs_ipv6 = pytest.mark.skipif(not network_check.is_here("::1"), reason="this machine has no IPv6")
 ELSEWHERE = "203.0.113"  # addresses for documentation: nobody has them
 
 
@@ -38,7 +38,7 @@ def free() -> int:
 @pytest.fixture
 def all_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every host answers, and nothing listens there."""
-    monkeypatch.setattr(doctor, "connect", lambda address: doctor.REFUSES)
+    monkeypatch.setattr(network_check, "connect", lambda address: network_check.REFUSES)
 
 
 def text(kind: str, index: int, /, **jobs: list[str]) -> str:
@@ -94,7 +94,7 @@ def test_a_taken_port_of_rank_0_is_an_error_whichever_address_holds_it(host: str
 
 def test_a_port_that_is_held_with_reuse_of_ports_is_taken_all_the_same() -> None:
     with socket.create_server(("127.0.0.1", 0), reuse_port=True) as server:
-        assert doctor.why_not_free(server.getsockname()[1]) == "Address already in use"
+        assert network_check.why_not_free(server.getsockname()[1]) == "Address already in use"
 
 
 def test_a_port_that_a_run_has_just_left_is_free() -> None:
@@ -106,7 +106,7 @@ def test_a_port_that_a_run_has_just_left_is_free() -> None:
         accepted, _ = server.accept()
         accepted.close()  # first, so that this side's half lingers, and without SO_REUSEADDR
         assert client.recv(1) == b""  # the port could not be bound
-    assert doctor.why_not_free(port) is None
+    assert network_check.why_not_free(port) is None
 
 
 def test_a_taken_port_of_another_rank_is_a_warning_for_nothing_is_to_listen_there(
@@ -133,7 +133,7 @@ def test_a_coordinator_is_reached_or_has_not_started() -> None:
 
 
 def test_a_machine_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(network_check, "_CONNECT_SECONDS", 0.3)
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(listening(backlog=0))
         for _ in range(3):  # its queue is full: to one more it says nothing, as a firewall would
@@ -150,7 +150,7 @@ def test_a_machine_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPa
 
 
 def test_tasks_that_do_not_train_ask_nobody(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr(doctor, "connect", lambda address: pytest.fail("asked"))
+    monkeypatch.setattr(network_check, "connect", lambda address: pytest.fail("asked"))
     jobs = {"worker": [f"127.0.0.1:{free}"], "ps": ["127.0.0.2:9"], "evaluator": ["127.0.0.3:9"]}
     for kind in ("worker", "ps", "evaluator"):
         assert "firewall" not in fine(findings(kind, 0, **jobs))
@@ -189,8 +189,8 @@ def test_a_slow_resolver_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, free
             time.sleep(6)
         return ["127.0.0.1"]
 
-    monkeypatch.setattr(doctor, "resolve", resolve)
-    monkeypatch.setattr(doctor, "_RESOLVE_SECONDS", 0.2)
+    monkeypatch.setattr(network_check, "resolve", resolve)
+    monkeypatch.setattr(network_check, "_RESOLVE_SECONDS", 0.2)
     began = time.monotonic()
     found = findings("worker", 0, worker=[f"quick:{free}", "slow:1"])
     assert time.monotonic() - began < 4
@@ -205,7 +205,7 @@ def test_names_are_asked_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.3)
         return [host]
 
-    monkeypatch.setattr(doctor, "resolve", resolve)
+    monkeypatch.setattr(network_check, "resolve", resolve)
     began = time.monotonic()
     found = findings("worker", 0, worker=[f"127.0.1.{i}:1" for i in range(1, 41)])
     assert time.monotonic() - began < 3  # one after the other they take 12 seconds
@@ -245,7 +245,7 @@ def test_a_machine_whose_own_name_is_loopback_is_warned_of_gloo(
     monkeypatch: pytest.MonkeyPatch, free: int, ip: str, warned: bool
 ) -> None:
     ips = {f"{ELSEWHERE}.{n}": [f"{ELSEWHERE}.{n}"] for n in (7, 8)} | {"me": [ip]}
-    monkeypatch.setattr(doctor, "resolve", ips.__getitem__)
+    monkeypatch.setattr(network_check, "resolve", ips.__getitem__)
     monkeypatch.setattr(socket, "gethostname", lambda: "me")
     found = findings("worker", 0, worker=[f"{ELSEWHERE}.7:{free}", f"{ELSEWHERE}.8:2222"])
     assert ("this machine" in warnings(found)) == warned
@@ -261,7 +261,7 @@ def test_a_name_that_is_loopback_here_alone_is_a_warning(
         "two": [f"{ELSEWHERE}.7"],
         socket.gethostname(): [],
     }  # as in Debian's /etc/hosts
-    monkeypatch.setattr(doctor, "resolve", ips.__getitem__)
+    monkeypatch.setattr(network_check, "resolve", ips.__getitem__)
     found = findings("worker", 0, worker=[f"one:{free}", "two:2222"])
     assert not errors(found)
     assert warnings(found)["worker 0"].startswith("one resolves to 127.0.1.1 here, which no other")
@@ -285,7 +285,10 @@ def command(
     """Run the doctor as a user does, or after a prelude in the same interpreter."""
     how = ["-m", "spmdtrain.cluster"]
     if prelude is not None:
-        how = ["-c", f"{prelude}\nimport sys; from spmdtrain.cluster import main; sys.exit(main())"]
+        how = [
+            "-c",
+            f"{prelude}\nimport sys; from spmdtrain.cluster.command import main; sys.exit(main())",
+        ]
     hidden = ("TF_CONFIG", "SLURM_", "OMPI_")
     env = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
     env |= {} if config is None else {"TF_CONFIG": config}
@@ -364,7 +367,10 @@ def test_an_unknown_option_is_exit_code_2() -> None:
 
 
 def test_the_command_ends_while_a_resolver_still_hangs() -> None:
-    hang = "import time; from spmdtrain import doctor; doctor.resolve = lambda host: time.sleep(50)"
+    hang = (
+        "import time; from spmdtrain.cluster import network_check; "
+        "network_check.resolve = lambda host: time.sleep(50)"
+    )
     began = time.monotonic()
     done = command(text("worker", 0, worker=["a:1", "b:1"]), "--json", prelude=hang)
     assert time.monotonic() - began < 20

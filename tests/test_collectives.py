@@ -20,9 +20,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from processes import free_port
 
 from spmdtrain import UserError
-from spmdtrain.collectives import MPI_LIBRARY, check_reduce_dtype, compiler_options, prepare
 from spmdtrain.config import Collectives
 from spmdtrain.testing import run_processes
+from spmdtrain.xla.collective_options import (
+    MPI_LIBRARY,
+    check_reduce_dtype,
+    compiler_options,
+    prepare,
+)
 
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 NONE = Collectives()
@@ -123,7 +128,7 @@ def test_a_timeout_comes_before_the_devices(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_timeout_is_rounded_up_and_split(
     monkeypatch: pytest.MonkeyPatch, timeout: float, between: int, until_warning: int, after: int
 ) -> None:
-    monkeypatch.setattr("spmdtrain.collectives._not_too_late", lambda option: None)
+    monkeypatch.setattr("spmdtrain.xla.collective_options._not_too_late", lambda option: None)
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
     expected = [
         "--xla_a=1",
@@ -137,7 +142,7 @@ def test_a_timeout_is_rounded_up_and_split(
 
 
 def test_mpi_has_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spmdtrain.collectives._not_too_late", lambda option: None)
+    monkeypatch.setattr("spmdtrain.xla.collective_options._not_too_late", lambda option: None)
     monkeypatch.setenv(MPI_LIBRARY, "libmpiwrapper.so")
     before = jax.config.jax_cpu_collectives_implementation  # type: ignore[attr-defined]
     try:
@@ -186,7 +191,7 @@ VIRTUAL = """
 import sys, time
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from spmdtrain.collectives import compiler_options, prepare
+from spmdtrain.xla.collective_options import compiler_options, prepare
 from spmdtrain.config import Collectives
 
 options = Collectives(timeout=float(sys.argv[1]) or None)
@@ -244,13 +249,13 @@ import sys, time
 import jax, numpy as np
 import spmdtrain
 from jax.sharding import NamedSharding, PartitionSpec as P
-from spmdtrain import processes
-from spmdtrain.collectives import compiler_options, prepare
+from spmdtrain.distributed import process_group
+from spmdtrain.xla.collective_options import compiler_options, prepare
 from spmdtrain.config import Collectives
 
 spmdtrain.initialize()
 options = Collectives(timeout=float(sys.argv[1]) or None, cpu_implementation="gloo")
-prepare(options, processes.count())
+prepare(options, process_group.count())
 mesh = jax.make_mesh((jax.device_count(),), ("data",))
 step = jax.jit(
     jax.shard_map(
@@ -261,9 +266,9 @@ step = jax.jit(
 ones = np.ones((4, 2), np.float32)
 x = jax.make_array_from_callback(ones.shape, NamedSharding(mesh, P("data")), ones.__getitem__)
 step = step.lower(x).compile()
-processes.barrier()  # so that neither waits for the other's compiler
+process_group.barrier()  # so that neither waits for the other's compiler
 print("first", float(step(x).addressable_data(0).sum()), flush=True)
-if processes.rank() == 1:
+if process_group.rank() == 1:
     time.sleep(5)
 began = time.time()
 try:
@@ -298,7 +303,7 @@ def test_a_collective_of_several_processes_ends_them_when_the_timeout_is_over() 
 MPI = """
 import os, sys
 import jax
-from spmdtrain.collectives import MPI_LIBRARY, prepare
+from spmdtrain.xla.collective_options import MPI_LIBRARY, prepare
 from spmdtrain.config import Collectives
 
 os.environ[MPI_LIBRARY] = "libmpiwrapper.so"  # too late for JAX to find it
@@ -343,7 +348,7 @@ import json, re, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from spmdtrain.collectives import compiler_options
+from spmdtrain.xla.collective_options import compiler_options
 from spmdtrain.config import Collectives
 
 topology = topologies.get_topology_desc(**json.loads(sys.argv[1]))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import command, environment, metrics, small_experiment, together
 
-from spmdtrain import compilation
+from spmdtrain.xla import compile_cache
 
 
 def train(
@@ -83,7 +83,7 @@ def test_a_folder_that_cannot_be_there_and_a_damaged_file_only_cost_time(tmp_pat
 def test_a_file_appears_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = compilation._Folder(tmp_path)
+    folder = compile_cache._Folder(tmp_path)
     assert folder.get("a") is None
     folder.put("a", b"1" * 1000)
     assert folder.get("a") == b"1" * 1000
@@ -103,14 +103,14 @@ def test_a_file_appears_whole_or_not_at_all(
 def test_what_was_of_no_use_for_the_longest_time_makes_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = compilation._Folder(tmp_path)
+    folder = compile_cache._Folder(tmp_path)
     names = [f"jit_{letter}-{letter * 64}" for letter in "abcd"]
     for number, name in enumerate([*names, "input.txt", ".new-half_1"]):
         folder.put(name, bytes(100))
         os.utime(tmp_path / name, (number, number))
     assert folder.get(names[0]) is not None  # which is of use again
-    monkeypatch.setattr(compilation, "_MOST_BYTES", 380)
-    compilation._make_room(tmp_path)
+    monkeypatch.setattr(compile_cache, "_MOST_BYTES", 380)
+    compile_cache._make_room(tmp_path)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {names[0], ".new-half_1", "input.txt"}  # the last is none of ours
 
@@ -118,7 +118,7 @@ def test_what_was_of_no_use_for_the_longest_time_makes_room(
 def test_what_cannot_be_written_is_read_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = compilation._Folder(tmp_path)
+    folder = compile_cache._Folder(tmp_path)
     folder.put("a", b"1")
 
     def refused(*_: object) -> None:
@@ -129,8 +129,8 @@ def test_what_cannot_be_written_is_read_all_the_same(
 
 
 def test_hosts_of_other_processors_do_not_share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = compilation.processor()
-    assert here == compilation.processor()
+    here = compile_cache.processor()
+    assert here == compile_cache.processor()
     read_text = Path.read_text
 
     def other(path: Path, *args: object) -> str:
@@ -138,7 +138,7 @@ def test_hosts_of_other_processors_do_not_share_programs(monkeypatch: pytest.Mon
         return text.replace("flags\t", "flags\tavx9000 ") if "cpuinfo" in str(path) else text
 
     monkeypatch.setattr(Path, "read_text", other)
-    assert compilation.processor() != here
+    assert compile_cache.processor() != here
 
 
 @pytest.mark.slow

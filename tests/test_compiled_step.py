@@ -14,9 +14,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from spmdtrain import MeshSpec, Trainer
 from spmdtrain.config import Collectives
 from spmdtrain.models import MLP
-from spmdtrain.placement import current_strategy
+from spmdtrain.sharding.placement import current_strategy
 from spmdtrain.terminal import Terminal
-from spmdtrain.testing_steps import CompiledStep, compiled_step
+from spmdtrain.testing.compiled_step import CompiledStep, compiled_step
 
 P = PartitionSpec
 BATCH = (np.zeros((32, 16), np.float64), np.zeros(32, np.int64))

@@ -19,10 +19,11 @@ import pytest
 from processes import launching
 from test_parameter_server import BOUND, Lines, send, text_of, until
 
-from spmdtrain import Coordinator, Preempted, UserError, ray_crew
-from spmdtrain.calls import Call
-from spmdtrain.crew import Came, Done, Event, Failed, Lost
-from spmdtrain.spec import ClusterSpec
+from spmdtrain import Coordinator, Preempted, UserError
+from spmdtrain.cluster.spec import ClusterSpec
+from spmdtrain.parameter_server import ray_pool
+from spmdtrain.parameter_server.remote_call import Call
+from spmdtrain.parameter_server.worker_pool import Came, Done, Event, Failed, Lost
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed"
@@ -346,9 +347,9 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> Crew:
     def begin(spec: object, timeout: float) -> Iterator[Job]:
         yield Job(SimpleNamespace(cloudpickle=pickle, put=lambda x: x), found)
 
-    monkeypatch.setattr("spmdtrain.coordinator.take_part", lambda timeout: None)
-    monkeypatch.setattr("spmdtrain.ray_crew.begin", begin)
-    monkeypatch.setattr("spmdtrain.coordinator._is_used", False)
+    monkeypatch.setattr("spmdtrain.parameter_server.coordinator.take_part", lambda timeout: None)
+    monkeypatch.setattr("spmdtrain.parameter_server.ray_pool.begin", begin)
+    monkeypatch.setattr("spmdtrain.parameter_server.coordinator._is_used", False)
     return found
 
 
@@ -461,10 +462,14 @@ def test_how_a_job_ends_is_told(
 ) -> None:
     told = list[str]()
     ray = SimpleNamespace(cloudpickle=SimpleNamespace(register_pickle_by_value=lambda _: None))
-    monkeypatch.setattr("spmdtrain.nodes.head", lambda *_: contextlib.nullcontext(ray))
-    monkeypatch.setattr("spmdtrain.nodes.tell_end", lambda ray, how, coming: told.append(how))
+    monkeypatch.setattr(
+        "spmdtrain.parameter_server.ray_nodes.head", lambda *_: contextlib.nullcontext(ray)
+    )
+    monkeypatch.setattr(
+        "spmdtrain.parameter_server.ray_nodes.tell_end", lambda ray, how, coming: told.append(how)
+    )
     spec = ClusterSpec({}, None, None)
-    with contextlib.suppress(SystemExit, ValueError), ray_crew.begin(spec, 1.0):
+    with contextlib.suppress(SystemExit, ValueError), ray_pool.begin(spec, 1.0):
         if raised is not None:
             raise raised
     assert told == [how]

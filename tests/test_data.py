@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdtrain.config import MeshSpec
-from spmdtrain.data import (
+from spmdtrain.data.datasets import (
     ArrayDataset,
     Augment,
     Dataset,
@@ -27,10 +27,10 @@ from spmdtrain.data import (
     fingerprint,
     process_rows,
 )
+from spmdtrain.data.loader import ordered_batches, train_batches
+from spmdtrain.data.permutation import permuted
 from spmdtrain.errors import UserError
-from spmdtrain.feed import ordered_batches, train_batches
-from spmdtrain.mesh import batch_sharding, build_mesh
-from spmdtrain.permutation import permuted
+from spmdtrain.sharding.mesh import batch_sharding, build_mesh
 
 DEVICES = (1, 2, 4, 8)
 

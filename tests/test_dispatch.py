@@ -26,9 +26,9 @@ from spmdtrain import (
     UserError,
 )
 from spmdtrain.config import ShardingOptions
-from spmdtrain.data import ArrayDataset
-from spmdtrain.session import Session
+from spmdtrain.data.datasets import ArrayDataset
 from spmdtrain.terminal import Terminal
+from spmdtrain.train.session import Session
 from spmdtrain.tree import named_leaves
 
 GENERATOR = np.random.default_rng(7)

@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
-from spmdtrain.dispenser import Dispenser
+from spmdtrain.parameter_server.batch_queue import Dispenser
 
 WORKERS = ("a", "b", "c")
 

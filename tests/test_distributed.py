@@ -18,24 +18,24 @@ from helpers import environment, run, small_experiment
 from jax._src import distributed as jax_distributed
 from processes import free_port, tf_config
 
-from spmdtrain import distributed, failing, processes
-from spmdtrain.callbacks import Moment
-from spmdtrain.distributed import Explicit
+from spmdtrain.cluster.spec import ClusterSpec, from_tf_config
+from spmdtrain.distributed import failures, initialize, process_group
+from spmdtrain.distributed.initialize import Explicit
 from spmdtrain.errors import ClusterError, NonFiniteError, UserError
 from spmdtrain.run import main
-from spmdtrain.spec import ClusterSpec, from_tf_config
 from spmdtrain.terminal import Terminal
 from spmdtrain.testing import run_processes, started
-from spmdtrain.trainer import Trainer
+from spmdtrain.train.callbacks import Moment
+from spmdtrain.train.trainer import Trainer
 
 ADDRESSES = ("127.0.0.1:4001", "127.0.0.1:4002", "127.0.0.1:4003")
 
 
 def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process in which nothing has been decided yet."""
-    monkeypatch.setattr(distributed, "_settled", False)
-    monkeypatch.setattr(distributed, "_deferred", None)
-    monkeypatch.setattr(processes, "_job", None)
+    monkeypatch.setattr(initialize, "_settled", False)
+    monkeypatch.setattr(initialize, "_deferred", None)
+    monkeypatch.setattr(process_group, "_job", None)
 
 
 # -- descriptions ----------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def test_three_options_that_do_not_make_a_cluster_are_refused(
 ) -> None:
     unsettled(monkeypatch)
     with pytest.raises(UserError, match=message):
-        distributed.initialize(from_tf_config(None), explicit=given)
+        initialize.initialize(from_tf_config(None), explicit=given)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_two_descriptions_are_refused(
     unsettled(monkeypatch)
     given = Explicit(coordinator="a:1", processes=2, process_id=0)
     with pytest.raises(UserError, match=f"--coordinator, .* and {other}: give one"):
-        distributed.initialize(from_tf_config(text), detect=detect, explicit=given)
+        initialize.initialize(from_tf_config(text), detect=detect, explicit=given)
 
 
 def test_where_nothing_is_to_be_found_auto_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_where_nothing_is_to_be_found_auto_says_so(monkeypatch: pytest.MonkeyPat
     for name in ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match="--cluster auto: found no TPU pod, Slurm, Open MPI or Kub"):
-        distributed.initialize(from_tf_config(None), detect=True)
+        initialize.initialize(from_tf_config(None), detect=True)
 
 
 def test_what_is_found_but_not_usable_is_never_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_what_is_found_but_not_usable_is_never_swallowed(monkeypatch: pytest.Mon
     for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NODELIST"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match="--cluster auto: "):
-        distributed.initialize(from_tf_config(None), detect=True)
+        initialize.initialize(from_tf_config(None), detect=True)
 
 
 def test_what_slurm_says_is_found_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,12 +103,12 @@ def test_what_slurm_says_is_found_as_it_is(monkeypatch: pytest.MonkeyPatch) -> N
     }
     for name, value in described.items():
         monkeypatch.setenv(name, value)
-    found = distributed._party(from_tf_config(None), True, Explicit())
+    found = initialize._party(from_tf_config(None), True, Explicit())
     assert found is not None
     assert (found.host, found.rank) == ("node3", 2) and 1024 < found.port < 65536
     assert list(found.names) == ["process 0", "process 1", "process 2", "process 3"]
     # Never by accident.
-    assert distributed._party(from_tf_config(None), False, Explicit()) is None
+    assert initialize._party(from_tf_config(None), False, Explicit()) is None
 
 
 def in_cluster(task: str, **jobs: list[str]) -> ClusterSpec:
@@ -119,16 +119,16 @@ def in_cluster(task: str, **jobs: list[str]) -> ClusterSpec:
 
 def test_a_server_is_refused_by_a_synchronous_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     unsettled(monkeypatch)
-    distributed.initialize(in_cluster("ps"))  # the strategy is not known yet
+    initialize.initialize(in_cluster("ps"))  # the strategy is not known yet
     with pytest.raises(UserError, match="this process is ps 0, a parameter server"):
-        distributed.initialize(strategy="mirrored")
+        initialize.initialize(strategy="mirrored")
 
 
 def test_an_evaluator_joins_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     unsettled(monkeypatch)
-    monkeypatch.setattr(distributed, "meet", None)
-    distributed.initialize(in_cluster("evaluator"))
-    assert distributed._settled
+    monkeypatch.setattr(initialize, "meet", None)
+    initialize.initialize(in_cluster("evaluator"))
+    assert initialize._settled
 
 
 def test_with_servers_the_strategy_decides_who_joins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,28 +138,28 @@ def test_with_servers_the_strategy_decides_who_joins(monkeypatch: pytest.MonkeyP
         met.append((party.names[party.rank], timeout))
         raise ClusterError("enough")
 
-    monkeypatch.setattr(distributed, "meet", meet)
-    is_started = "spmdtrain.distributed.xla_bridge.backends_are_initialized"
+    monkeypatch.setattr(initialize, "meet", meet)
+    is_started = "spmdtrain.distributed.initialize.xla_bridge.backends_are_initialized"
     monkeypatch.setattr(is_started, lambda: False)
     unsettled(monkeypatch)
-    distributed.initialize(in_cluster("worker"), timeout=7.0)
-    distributed.initialize()
+    initialize.initialize(in_cluster("worker"), timeout=7.0)
+    initialize.initialize()
     assert met == []
     with pytest.raises(ClusterError):
-        distributed.initialize(strategy="fully_sharded")
+        initialize.initialize(strategy="fully_sharded")
     assert met == [("worker 0", 7.0)]
     unsettled(monkeypatch)
-    distributed.initialize(in_cluster("worker"), strategy="parameter_server")
-    assert met == [("worker 0", 7.0)] and distributed._settled
+    initialize.initialize(in_cluster("worker"), strategy="parameter_server")
+    assert met == [("worker 0", 7.0)] and initialize._settled
     monkeypatch.setattr(is_started, lambda: True)
     unsettled(monkeypatch)
-    distributed.initialize(in_cluster("worker"))
+    initialize.initialize(in_cluster("worker"))
     with pytest.raises(UserError, match=r"call spmdtrain.initialize\(strategy=...\) first"):
-        distributed.initialize(strategy="mirrored")
+        initialize.initialize(strategy="mirrored")
 
 
 def test_who_it_is_is_taken_from_the_description() -> None:
-    found = distributed._party(from_tf_config(tf_config(ADDRESSES, 2)), False, Explicit())
+    found = initialize._party(from_tf_config(tf_config(ADDRESSES, 2)), False, Explicit())
     assert found is not None
     assert (found.host, found.port, found.rank) == ("127.0.0.1", 4001, 2)
     assert list(found.names) == ["chief", "worker 0", "worker 1"]
@@ -174,14 +174,14 @@ def test_processes_of_other_code_in_a_subfolder_or_of_another_script_are_refused
     package, script = tmp_path / "spmdtrain", tmp_path / "train.py"
     (package / "models").mkdir(parents=True)
     changed = package / "models" / "mlp.py"
-    monkeypatch.setattr(distributed, "__file__", str(package / "distributed.py"))
+    monkeypatch.setattr(initialize, "__file__", str(package / "distributed.py"))
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     changed.write_text("a = 1")
     script.write_text("b = 1")
-    before = distributed._about()
+    before = initialize._about()
     for path, name in ((changed, "spmdtrain/models/mlp.py"), (script, "the script train.py")):
         path.write_text("c = 1")
-        after = distributed._about()
+        after = initialize._about()
         assert {key for key in before if before[key] != after[key]} == {name}
         before = after
 
@@ -193,7 +193,7 @@ def test_a_job_comes_too_late_when_jax_has_started_its_devices(
     assert jax.device_count() == 8
     message = "JAX has already started its devices, and this process is worker 1 of 3: call"
     with pytest.raises(UserError, match=message):
-        distributed.initialize(from_tf_config(tf_config(ADDRESSES, 2)))
+        initialize.initialize(from_tf_config(tf_config(ADDRESSES, 2)))
 
 
 @pytest.mark.drill
@@ -226,17 +226,17 @@ def test_one_process_of_one_is_alone(tmp_path: Path) -> None:
 
 
 def test_alone_all_agreement_is_trivial() -> None:
-    assert (processes.count(), processes.rank()) == (1, 0)
-    assert processes.is_chief() and not processes.preempted()
-    assert processes.broadcast("x") == "x" and processes.gather(3) == [3]
-    assert processes.collect(None) == [None] and processes.summed({"a": 2}) == {"a": 2}
-    processes.barrier()
-    processes.check_same({"anything": object()})
+    assert (process_group.count(), process_group.rank()) == (1, 0)
+    assert process_group.is_chief() and not process_group.preempted()
+    assert process_group.broadcast("x") == "x" and process_group.gather(3) == [3]
+    assert process_group.collect(None) == [None] and process_group.summed({"a": 2}) == {"a": 2}
+    process_group.barrier()
+    process_group.check_same({"anything": object()})
     error = KeyError("as it was")
     with pytest.raises(KeyError) as raised:
-        processes.jointly(lambda: (_ for _ in ()).throw(error), KeyError)
+        process_group.jointly(lambda: (_ for _ in ()).throw(error), KeyError)
     assert raised.value is error
-    assert failing.reason(ValueError("a\nb")) == "ValueError: a b"
+    assert failures.reason(ValueError("a\nb")) == "ValueError: a b"
 
 
 # -- differences -----------------------------------------------------------------------------------
@@ -247,20 +247,20 @@ def in_a_job(
 ) -> Callable[[dict[str, Any]], None]:
     """`check_same` of process 0, where the others have these values."""
     names = ["chief", *(f"worker {n}" for n in range(len(others)))]
-    monkeypatch.setattr(processes, "count", lambda: len(names))
-    monkeypatch.setattr(processes, "names", lambda: names)
-    monkeypatch.setattr(processes, "_job", processes.Job(names, 0, None))
+    monkeypatch.setattr(process_group, "count", lambda: len(names))
+    monkeypatch.setattr(process_group, "names", lambda: names)
+    monkeypatch.setattr(process_group, "_job", process_group.Job(names, 0, None))
 
     def check(mine: dict[str, Any]) -> None:
-        flats = [processes._flat(x) for x in [mine, *others]]
+        flats = [process_group._flat(x) for x in [mine, *others]]
 
         def gather(value: Any) -> list[Any]:
             if isinstance(value, str):  # digests
                 return [value if flat == flats[0] else repr(flat) for flat in flats]
             return flats
 
-        monkeypatch.setattr(processes, "gather", gather)
-        processes.check_same(mine)
+        monkeypatch.setattr(process_group, "gather", gather)
+        process_group.check_same(mine)
 
     return check
 
@@ -291,7 +291,7 @@ def test_the_same_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nested_values_are_named_by_their_path() -> None:
-    found = processes._flat({"a": {"b": {"c": (1,)}, "d": None}, "e": Path("x")})
+    found = process_group._flat({"a": {"b": {"c": (1,)}, "d": None}, "e": Path("x")})
     assert found == {"a.b.c": [1], "a.d": None, "e": "x"}
 
 
@@ -321,20 +321,20 @@ OWN = [
 
 @pytest.mark.parametrize("text", LOST)
 def test_a_lost_connection_is_known(text: str) -> None:
-    assert failing._is_lost(jax.errors.JaxRuntimeError(text))
-    assert failing._is_lost(ValueError(text))
+    assert failures._is_lost(jax.errors.JaxRuntimeError(text))
+    assert failures._is_lost(ValueError(text))
     # Also where it was caught on the way.
     outer = RuntimeError("a step failed")
     outer.__cause__ = ValueError(text)
-    assert failing._is_lost(outer)
+    assert failures._is_lost(outer)
     outer = RuntimeError("while it was handled")
     outer.__context__ = jax.errors.JaxRuntimeError(text)
-    assert failing._is_lost(outer)
+    assert failures._is_lost(outer)
 
 
 @pytest.mark.parametrize("text", OWN)
 def test_an_error_of_its_own_is_none(text: str) -> None:
-    assert not failing._is_lost(jax.errors.JaxRuntimeError(text))
+    assert not failures._is_lost(jax.errors.JaxRuntimeError(text))
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_an_error_of_its_own_is_none(text: str) -> None:
     ],
 )
 def test_an_error_of_the_users_is_none_whatever_its_words(error: Exception) -> None:
-    assert not failing._is_lost(error)
+    assert not failures._is_lost(error)
 
 
 # -- the helper for tests of users' own ------------------------------------------------------------
@@ -456,9 +456,9 @@ def test_once_agreed_to_stop_stays_agreed(monkeypatch: pytest.MonkeyPatch) -> No
         def reached_sync_point(self, point: int) -> bool:
             return point == 3
 
-    monkeypatch.setattr(processes, "_job", processes.Job(["chief", "worker 0"], 0, None))
+    monkeypatch.setattr(process_group, "_job", process_group.Job(["chief", "worker 0"], 0, None))
     monkeypatch.setattr(jax_distributed.global_state, "preemption_sync_manager", Manager())
-    assert [processes.preempted() for _ in range(5)] == [False, False, True, True, True]
+    assert [process_group.preempted() for _ in range(5)] == [False, False, True, True, True]
 
 
 def test_of_several_processes_only_callbacks_may_stop_the_run(
@@ -476,7 +476,7 @@ def test_of_several_processes_only_callbacks_may_stop_the_run(
     with pytest.raises(ZeroDivisionError):  # it is over, too, when it has failed
         trainer._callbacks[Moment.FIT_START] = [lambda event: print(1 / 0)]
         trainer.fit(x, steps=5, global_batch_size=8)
-    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(process_group, "count", lambda: 2)
     with pytest.raises(UserError, match=r"stop\(\) outside of a callback"):
         trainer.stop()
 

@@ -12,11 +12,11 @@ from helpers import DIGITS
 
 from spmdtrain import Trainer
 from spmdtrain.config import RunConfig, resolve
-from spmdtrain.division import Division, bytes_in
-from spmdtrain.experiment import Experiment, load_experiment
-from spmdtrain.partitioners import FixedShards
-from spmdtrain.server import Server
-from spmdtrain.worker import Worker
+from spmdtrain.parameter_server.partition import FixedShards
+from spmdtrain.parameter_server.server import Server
+from spmdtrain.parameter_server.state_partition import Division, bytes_in
+from spmdtrain.parameter_server.worker import Worker
+from spmdtrain.train.experiment import Experiment, load_experiment
 
 STEPS = 4
 
@@ -43,7 +43,7 @@ def experiment(**options: Any) -> tuple[Experiment, RunConfig]:
 def divided(of: Experiment, config: RunConfig, servers: int) -> Any:
     """The state after some batches, each computed from the newest parameters and pushed."""
     trainer = Trainer.of(of, config)
-    steps, placement = trainer._steps, trainer.placement
+    steps, placement = trainer.functions, trainer.placement
     begun = jax.tree.map(np.asarray, steps.init(config.seed))
     division = Division.of(steps.abstract_state, steps.update, servers, FixedShards(servers))
     made = [Server(division.on_server, division.held_by(n, begun), step=0) for n in range(servers)]
@@ -99,7 +99,7 @@ def test_threads_read_the_same_batches() -> None:
     read = []
     for threads in (0, 3):
         trainer = Trainer.of(of, config)
-        steps = trainer._steps
+        steps = trainer.functions
         division = Division.of(steps.abstract_state, steps.update, 1, FixedShards(1))
         worker = Worker(
             steps,

@@ -30,9 +30,9 @@ from spmdtrain import (
     load_params,
 )
 from spmdtrain.errors import field_meant
-from spmdtrain.run import Options
-from spmdtrain.shared import Shared
+from spmdtrain.parameter_server.shared_params import Shared
 from spmdtrain.strategies import AXES, STRATEGIES
+from spmdtrain.train.command_line import Options
 from spmdtrain.tree import named_leaves
 
 DOCS = REPOSITORY / "docs"

@@ -12,7 +12,7 @@ from helpers import saved_steps, status
 from jax.sharding import NamedSharding, PartitionSpec
 from processes import BOUND, codes, drill, job, quiet, show
 
-from spmdtrain import drift, sums
+from spmdtrain.checkpoints import checksums, replica_check
 from spmdtrain.testing import run_processes
 
 P = PartitionSpec
@@ -27,7 +27,7 @@ def corrupted(state, name, rank):
     import dataclasses
     import jax
     import numpy as np
-    from spmdtrain.sharding import path_name
+    from spmdtrain.sharding.layout import path_name
 
     def change(path, x):
         if path_name(path) != name or jax.process_index() != rank:
@@ -168,15 +168,15 @@ def test_a_loop_finds_it_as_well(tmp_path: Path, at: int, found: int, saved: lis
     ],
 )
 def test_the_majority_is_right_if_there_is_one(digests: str, found: object) -> None:
-    assert drift._find_odd([{"g": digest} for digest in digests]) == found
+    assert replica_check._find_odd([{"g": digest} for digest in digests]) == found
 
 
 def test_only_processes_that_hold_the_same_part_are_compared() -> None:
     """Four processes: the first two hold one half of an array, the others the other."""
     halves = [{"x": "a", "all": "z"}] * 2 + [{"y": "b", "all": "z"}] * 2
-    assert drift._find_odd(halves) is None
+    assert replica_check._find_odd(halves) is None
     halves[3] = {"y": "c", "all": "z"}
-    assert drift._find_odd(halves) == ("y", 2, [3], False)
+    assert replica_check._find_odd(halves) == ("y", 2, [3], False)
 
 
 # -- what is compared ------------------------------------------------------------------------------
@@ -194,12 +194,14 @@ def test_the_first_step_is_compared_as_it_was_before_its_arrays_were_donated(
         "on host": jax.device_put(values, NamedSharding(mesh, P(), memory_kind="pinned_host")),
     }
     compared: dict[str, Any] = {}
-    monkeypatch.setattr(drift, "check_equal", lambda started, step: compared.update(started))
-    first = drift.FirstStep(state, 1)
+    monkeypatch.setattr(
+        replica_check, "check_equal", lambda started, step: compared.update(started)
+    )
+    first = replica_check.FirstStep(state, 1)
     jax.jit(lambda x: jax.tree.map(lambda x: x * 0 - 7, x), donate_argnums=0)(state)
     assert state["large"].is_deleted() and state["small"].is_deleted()
     first.check()
-    expected = sums.sums({"large": values, "small": values[:8]})
-    assert sums.as_text(sums.read_parts(compared)) == expected
+    expected = checksums.sums({"large": values, "small": values[:8]})
+    assert checksums.as_text(checksums.read_parts(compared)) == expected
     assert {part.holders for parts in compared.values() for part in parts} == {(0,)}
     assert len(compared["large"]) == (1 if spec == P() else 8)

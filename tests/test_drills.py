@@ -35,7 +35,7 @@ from processes import (
     under_way,
 )
 
-from spmdtrain.checkpoints import main as checkpoints
+from spmdtrain.checkpoints.command import main as checkpoints
 from spmdtrain.testing import started
 
 pytestmark = pytest.mark.drill
@@ -333,7 +333,8 @@ def test_a_workdir_that_is_not_shared_is_refused(tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     python, *_, config, _, _ = command(drill(tmp_path), "--workdir", workdir)
     hurried = (
-        "import sys; from spmdtrain import checkpoint, run; checkpoint._SHOWS_WITHIN = 3.0; "
+        "import sys; from spmdtrain import run; from spmdtrain.checkpoints import save; "
+        "save._SHOWS_WITHIN = 3.0; "
         "sys.exit(run.main(sys.argv[1:]))"
     )
     line = [python, "-uc", hurried, "--config", config, "--workdir", str(workdir)]

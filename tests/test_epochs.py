@@ -10,8 +10,8 @@ import pytest
 from helpers import metrics
 
 from spmdtrain import FitResult, FunctionModel, RunConfig, Trainer
-from spmdtrain.callbacks import Event
 from spmdtrain.terminal import Terminal
+from spmdtrain.train.callbacks import Event
 
 SIZE, BATCH = 100, 16  # epochs end at steps 7, 13 and 19: batches reach over their ends
 ENDS = [0, 7, 13, 19]

@@ -20,10 +20,11 @@ from fake_gcs import fake_gcs
 from flax import nnx
 from helpers import command, environment, events, metrics, run, saved_steps, small_experiment
 
-from spmdtrain import MeshSpec, RunConfig, StorageError, Trainer, UserError, phases
-from spmdtrain.evaluator import Which, best_and_last, watch
-from spmdtrain.manifest import Manifest
-from spmdtrain.writers import RunFiles, Split, Status, Writer, evaluator_metrics, status_of
+from spmdtrain import MeshSpec, RunConfig, StorageError, Trainer, UserError
+from spmdtrain.checkpoints.manifest import Manifest
+from spmdtrain.distributed import progress
+from spmdtrain.files.run_files import RunFiles, Split, Status, Writer, evaluator_metrics, status_of
+from spmdtrain.train.evaluator import Which, best_and_last, watch
 
 X = np.linspace(-1, 1, 64, dtype=np.float32)[:, None]
 DATA = (X, 3 * X + 2)
@@ -367,7 +368,7 @@ def test_storage_that_does_not_answer_is_asked_for_a_minute(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    owner: Any = Trainer if where == "restore" else sys.modules["spmdtrain.evaluator"]
+    owner: Any = Trainer if where == "restore" else sys.modules["spmdtrain.train.evaluator"]
     original = getattr(owner, where)
 
     def answer(*arguments: Any) -> Any:
@@ -432,7 +433,7 @@ def test_a_training_that_a_scheduler_starts_again_is_followed(status: Status, st
 @pytest.fixture
 def two_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the place of the hour that a training may be silent."""
-    monkeypatch.setattr("spmdtrain.evaluator._SILENT", 120.0)
+    monkeypatch.setattr("spmdtrain.train.evaluator._SILENT", 120.0)
 
 
 @pytest.mark.usefixtures("two_minutes")
@@ -563,9 +564,9 @@ def test_a_launcher_knows_the_end_of_a_training_that_was_killed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv(phases.LAUNCH, str(tmp_path))
+    monkeypatch.setenv(progress.LAUNCH, str(tmp_path))
     acts = [stage.say(Status.RUNNING, 1), stage.save(1), *[stage.nothing] * 20]
-    assert stage.play(*acts, lambda: phases.write_ended(tmp_path, how)) == code
+    assert stage.play(*acts, lambda: progress.write_ended(tmp_path, how)) == code
     assert stage.now == 23.0 and told_steps(stage.workdir) == [1]
     assert f"evaluator: the training {line}\n" in capsys.readouterr().out
 
@@ -573,7 +574,7 @@ def test_a_launcher_knows_the_end_of_a_training_that_was_killed(
 def test_a_failed_training_that_a_launcher_starts_again_is_followed(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(phases.LAUNCH, str(tmp_path))
+    monkeypatch.setenv(progress.LAUNCH, str(tmp_path))
     failed = [stage.save(1), stage.say(Status.FAILED, 1, "boom"), *[stage.nothing] * 200]
     again = [stage.say(Status.RUNNING, 1), stage.save(2, 3, 4), stage.finish]
     stage.until = 250.0
@@ -584,7 +585,7 @@ def test_a_failed_training_that_a_launcher_starts_again_is_followed(
 def test_where_the_launcher_is_dead_a_failed_training_ends_it_all_the_same(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(phases.LAUNCH, str(tmp_path))
+    monkeypatch.setenv(progress.LAUNCH, str(tmp_path))
     stage.until = 1000.0
     assert stage.play(stage.say(Status.RUNNING, 0), stage.say(Status.FAILED, 0, "boom")) == 0
     assert stage.now == 602.0
@@ -622,7 +623,7 @@ def test_a_signal_ends_the_waiting_for_storage(
     def answer(workdir: str) -> Any:
         raise StorageError("no route to host")
 
-    monkeypatch.setattr("spmdtrain.evaluator.saved_in", answer)
+    monkeypatch.setattr("spmdtrain.train.evaluator.saved_in", answer)
     assert stage.play(partial(signal.raise_signal, signal.SIGTERM)) == 75
     assert stage.now == 1.0
 
@@ -726,7 +727,7 @@ def test_the_status_of_a_run_can_be_read_before_there_is_one(tmp_path: Path) -> 
 EVALUATOR = """
 import importlib.util, sys
 from spmdtrain import Trainer
-from spmdtrain.evaluator import watch
+from spmdtrain.train.evaluator import watch
 
 path, workdir, which, total = sys.argv[1:]
 spec = importlib.util.spec_from_file_location("small", path)

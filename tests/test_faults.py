@@ -39,12 +39,12 @@ from helpers import (
 )
 
 from spmdtrain import Event, StorageError, Trainer, UserError, load_params
-from spmdtrain.checkpoints import main as checkpoints
-from spmdtrain.manifest import Damaged, Manifest
+from spmdtrain.checkpoints.command import main as checkpoints
+from spmdtrain.checkpoints.manifest import Damaged, Manifest
+from spmdtrain.checkpoints.restore import load_state
+from spmdtrain.files.storage import hush_late_answers, is_damage
 from spmdtrain.models import MLP
-from spmdtrain.restore import load_state
-from spmdtrain.state import TrainState
-from spmdtrain.storage import hush_late_answers, is_damage
+from spmdtrain.step.state import TrainState
 
 FLIPS = 200
 KILLS = 20
@@ -98,7 +98,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def load(saved: Path) -> Callable[[Path], TrainState]:
     """Loads a checkpoint's whole state, as a resume does."""
-    steps = trainer(saved, steps=4)._steps
+    steps = trainer(saved, steps=4).functions
 
     def load(folder: Path) -> TrainState:
         path = epath.Path(folder)
@@ -397,7 +397,7 @@ def test_steps_taken_while_a_save_is_written_never_leak_into_it(tmp_path: Path) 
     assert len(unfinished) >= 3  # else nothing was put to the test
     for step, state in expected.items():
         folder = epath.Path(tmp_path / "checkpoints" / str(step))
-        steps = made._steps
+        steps = made.functions
         found = load_state(folder, Manifest.read(folder), steps.abstract_state, steps.shardings)
         assert bits(found) == state, step
 

@@ -18,9 +18,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from spmdtrain import Trainer
 from spmdtrain.config import resolve
-from spmdtrain.experiment import load_experiment
-from spmdtrain.flops import Flops, count_flops
 from spmdtrain.models import MobileNetV2, mobilenet
+from spmdtrain.plan.flops import Flops, count_flops
+from spmdtrain.train.experiment import load_experiment
 
 
 def traced(file: Path, **options: Any) -> Flops:

@@ -19,15 +19,16 @@ from steps import SHOWS_GRADIENTS, on
 from test_same_numbers import trainer_on
 
 from spmdtrain import Experiment, Trainer, UserError
+from spmdtrain.checkpoints.restore import read_variables
 from spmdtrain.config import RunConfig, resolve
-from spmdtrain.data import Dataset
-from spmdtrain.experiment import load_experiment
-from spmdtrain.feed import train_batches
-from spmdtrain.mesh import batch_sharding, build_mesh
+from spmdtrain.data.datasets import Dataset
+from spmdtrain.data.loader import train_batches
 from spmdtrain.models import mobilenet
-from spmdtrain.restore import read_variables
-from spmdtrain.run import main, parse
+from spmdtrain.run import main
+from spmdtrain.sharding.mesh import batch_sharding, build_mesh
 from spmdtrain.strategies import strategy
+from spmdtrain.train.command_line import parse
+from spmdtrain.train.experiment import load_experiment
 from spmdtrain.tree import named_leaves
 
 FLOWERS = REPOSITORY / "experiments" / "flowers_mobilenet.py"
@@ -168,10 +169,10 @@ def step_on(devices: int, experiment: Experiment, config: RunConfig) -> Step:
     # An "optimizer" whose state is the gradient.
     experiment = dataclasses.replace(experiment, optimizer=SHOWS_GRADIENTS)
     trainer = trainer_on(devices, experiment, config)
-    start = trainer._steps.init(0)
+    start = trainer.functions.init(0)
     batch = first_batch(trainer, experiment, config)
     assert len(batch["image"].sharding.device_set) == devices
-    after, output = trainer._steps.train_program()(start, batch)
+    after, output = trainer.functions.train_program()(start, batch)
     found = (named_leaves(jax.device_get(x)) for x in (after.opt_state.trace, after.model_state))
     return Step(float(output.metrics["loss"]), *found)
 
@@ -234,7 +235,9 @@ def test_batch_statistics_are_those_of_the_global_batch(
     # What the first of them must be, by NumPy, and what it would be of each device's own rows.
     experiment, config = built(pictures)
     trainer = trainer_on(1, experiment, config)
-    kernel = np.asarray(trainer._steps.init(0).params["stem"]["convolution"]["kernel"], np.float64)
+    kernel = np.asarray(
+        trainer.functions.init(0).params["stem"]["convolution"]["kernel"], np.float64
+    )
     pictured = np.asarray(first_batch(trainer, experiment, config)["image"], np.float64) / 255
     padded = np.pad(pictured, ((0, 0), (0, 1), (0, 1), (0, 0)))
     outputs = sum(

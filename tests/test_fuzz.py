@@ -30,17 +30,19 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from test_summaries import FOUND
 
-from spmdtrain import StorageError, UserError, manifest, rendezvous, tfconfig
-from spmdtrain.hlo import collectives
-from spmdtrain.hlo_module import Module
-from spmdtrain.identity import Identity, changes, check_same_run
-from spmdtrain.idx import read_idx
-from spmdtrain.lines import Line
-from spmdtrain.manifest import Damaged, Manifest
-from spmdtrain.products import products
-from spmdtrain.summaries import read_summary, sealed
-from spmdtrain.traffic import bytes_moved
-from spmdtrain.writers import RunFiles, Split, evaluator_metrics
+from spmdtrain import StorageError, UserError
+from spmdtrain.checkpoints import manifest
+from spmdtrain.checkpoints.manifest import Damaged, Manifest
+from spmdtrain.checkpoints.run_identity import Identity, changes, check_same_run
+from spmdtrain.cluster import rendezvous, tf_config
+from spmdtrain.cluster.json_lines import Line
+from spmdtrain.data.idx import read_idx
+from spmdtrain.files.run_files import RunFiles, Split, evaluator_metrics
+from spmdtrain.plan.matmul_flops import products
+from spmdtrain.plan.memory_traffic import bytes_moved
+from spmdtrain.plan.summary import read_summary, sealed
+from spmdtrain.xla.collectives import collectives
+from spmdtrain.xla.hlo_parser import Module
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
@@ -132,7 +134,7 @@ class Target(NamedTuple):
     read: Callable[[Any, Path], object]
 
 
-def tf_config() -> Target:
+def tf_config_text() -> Target:
     whole = {
         "cluster": {
             "chief": ["a:1"],
@@ -146,7 +148,7 @@ def tf_config() -> Target:
     return Target(
         json.dumps(whole).encode(),
         changed_text(whole),
-        lambda text, _: tfconfig.parse(text.decode(errors="surrogateescape")),
+        lambda text, _: tf_config.parse(text.decode(errors="surrogateescape")),
     )
 
 
@@ -309,7 +311,15 @@ def forged(content: bytes) -> bytes:
     return sealed("x", content)
 
 
-TARGETS = [tf_config, rendezvous_message, idx, manifest_file, metrics_lines, hlo_text, plan_summary]
+TARGETS = [
+    tf_config_text,
+    rendezvous_message,
+    idx,
+    manifest_file,
+    metrics_lines,
+    hlo_text,
+    plan_summary,
+]
 
 
 def read_or_refuse(target: Target, given: Any, folder: Path) -> None:

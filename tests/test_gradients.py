@@ -40,7 +40,7 @@ from spmdtrain import (
 )
 from spmdtrain.config import Collectives, ShardingOptions, resolve
 from spmdtrain.models import MLP
-from spmdtrain.testing_steps import CompiledStep, compiled_step
+from spmdtrain.testing.compiled_step import CompiledStep, compiled_step
 from spmdtrain.tree import named_leaves
 
 GENERATOR = np.random.default_rng(3)
@@ -92,7 +92,7 @@ def test_microbatches_add_up_to_the_big_batch_however_its_parts_weigh(
     batch = tokens_batch(np.random.default_rng(seed))
     for part in dead:
         batch["tokens"][part::8] = batch["examples"][part::8] = 0
-    params = of_tokens(1, 1)._steps.init(0).params
+    params = of_tokens(1, 1).functions.init(0).params
     expected = tokens_expected(params, batch)
     for devices in (1, 8):
         for microbatches in (1, 2, 4, 8):
@@ -203,7 +203,7 @@ def test_parameters_of_16_bits_keep_their_optimizer_s_dtypes() -> None:
         optimizer=optax.adam(0.01),
         microbatches=2,
     )
-    before = jax.tree.map(lambda x: x.dtype, of._steps.abstract_state)
+    before = jax.tree.map(lambda x: x.dtype, of.functions.abstract_state)
     of.fit((X, Y), steps=2)
     assert jax.tree.map(lambda x: x.dtype, of.state) == before
 
@@ -569,7 +569,7 @@ def test_frozen_parameters_keep_every_bit_and_have_no_optimizer_state(
     of = mlp(
         optimizer=optax.adamw(0.01, weight_decay=0.5), frozen=FREEZING, ema_decay=0.9, **options
     )
-    before = {name: np.asarray(x) for name, x in named_leaves(of._steps.init(0).params).items()}
+    before = {name: np.asarray(x) for name, x in named_leaves(of.functions.init(0).params).items()}
     after = params_after(of, 3)
     unchanged = {name for name, value in before.items() if (after[name] == value).all()}
     assert unchanged == FROZEN
@@ -665,7 +665,7 @@ def test_clipping_and_a_schedule_are_the_same_on_any_devices() -> None:
     ]
     expected: dict[str, np.ndarray] = {}
     for place in places:
-        seen = [named_leaves(jax.device_get(mlp()._steps.init(0).params))]
+        seen = [named_leaves(jax.device_get(mlp().functions.init(0).params))]
 
         def note(event: Event, seen: list[Any] = seen) -> None:
             assert event.trainer.state is not None

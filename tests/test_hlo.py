@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from spmdtrain.hlo import Collective, collectives, describe
+from spmdtrain.xla.collectives import Collective, collectives, describe
 
 
 def make_mesh(**sizes: int) -> Mesh:

@@ -8,9 +8,9 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from spmdtrain.errors import UserError
-from spmdtrain.hlo import collectives, told
-from spmdtrain.hlo_module import Module
-from spmdtrain.traffic import bytes_moved
+from spmdtrain.plan.memory_traffic import bytes_moved
+from spmdtrain.xla.collectives import collectives, told
+from spmdtrain.xla.hlo_parser import Module
 
 CALLED = """
 %fused (a: f32[8]) -> f32[8] {

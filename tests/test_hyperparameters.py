@@ -13,10 +13,10 @@ import pytest
 from helpers import metrics, saved_steps
 
 from spmdtrain import Event, Loop, TrainState, read_manifest
-from spmdtrain.hyperparameters import initial_values, injected
-from spmdtrain.manifest import Manifest
+from spmdtrain.checkpoints.manifest import Manifest
+from spmdtrain.files.storage import folder_of
 from spmdtrain.run import main
-from spmdtrain.storage import folder_of
+from spmdtrain.step.hyperparameters import initial_values, injected
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
 

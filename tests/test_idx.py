@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from etils import epath
 
+from spmdtrain.data.idx import find_idx, read_idx
 from spmdtrain.errors import UserError
-from spmdtrain.idx import find_idx, read_idx
 
 CODES = {
     "uint8": 0x08,
@@ -219,7 +219,7 @@ def test_a_file_that_grows_a_thousandfold_is_refused_in_little_memory(
     code = """
 import sys
 from pathlib import Path
-from spmdtrain.idx import read_idx
+from spmdtrain.data.idx import read_idx
 try:
     read_idx(sys.argv[1])
 except ValueError as error:

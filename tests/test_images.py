@@ -29,15 +29,18 @@ from helpers import REPOSITORY, environment, small_experiment
 from hypothesis import given, settings
 from PIL import Image, ImageFile
 
-from spmdtrain import Trainer, cluster, image_decoding, images, phases
-from spmdtrain.data import Dataset, Mapped, Subset, fingerprint
+from spmdtrain import Trainer
+from spmdtrain.checkpoints.run_identity import Identity, check_same_classes, check_same_run
+from spmdtrain.cluster import command
+from spmdtrain.data import image_decoding, image_folder
+from spmdtrain.data.datasets import Dataset, Mapped, Subset, fingerprint
+from spmdtrain.data.image_folder import SPLITS, BrokenImageError, ImageFolder, split_of
+from spmdtrain.data.permutation import permuted
+from spmdtrain.distributed import progress
 from spmdtrain.errors import StorageError, UserError
-from spmdtrain.identity import Identity, check_same_classes, check_same_run
-from spmdtrain.images import SPLITS, BrokenImageError, ImageFolder, split_of
-from spmdtrain.permutation import permuted
+from spmdtrain.files.run_files import RunFiles, Status, status_of
 from spmdtrain.run import main
 from spmdtrain.terminal import Terminal
-from spmdtrain.writers import RunFiles, Status, status_of
 
 DATA = Path(os.environ.get("SPMDTRAIN_DATA", REPOSITORY.parent / "shared" / "data"))
 
@@ -94,7 +97,7 @@ def decodes(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         seen.append(content)
         return image_decoding.decode(content, size)
 
-    monkeypatch.setattr(images, "decode", count)
+    monkeypatch.setattr(image_folder, "decode", count)
     return seen
 
 
@@ -373,7 +376,7 @@ def test_pictures_of_kinds_that_are_not_read_are_counted_in_one_line(
 IN_A_BUCKET = """
 import numpy as np
 from etils import epath
-from spmdtrain.images import ImageFolder
+from spmdtrain.data.image_folder import ImageFolder
 
 kind = type(epath.Path("gs://bucket/data"))
 is_dir, asked = kind.is_dir, set()
@@ -465,7 +468,7 @@ def test_a_picture_for_which_there_is_no_memory_is_not_called_broken(
         raise MemoryError
 
     dataset = ImageFolder(numbered(tmp_path, 1), 2)
-    monkeypatch.setattr(images, "decode", none)
+    monkeypatch.setattr(image_folder, "decode", none)
     with pytest.raises(UserError, match=r"000\.png: no memory to decode it to 2 x 2 pix") as error:
         everything(dataset)
     assert not isinstance(error.value, BrokenImageError)
@@ -645,10 +648,10 @@ def test_a_long_look_for_broken_files_shows_a_bar(
             bars.append(f"{description} {done}/{total}")
             return super().progress(description, done=done, total=total)
 
-    monkeypatch.setattr(images, "Terminal", Shown)
+    monkeypatch.setattr(image_folder, "Terminal", Shown)
     ImageFolder(numbered(tmp_path, 30), 2, broken="skip", threads=1)
     assert bars == []
-    monkeypatch.setattr(images, "_PATIENCE", -1)
+    monkeypatch.setattr(image_folder, "_PATIENCE", -1)
     ImageFolder(tmp_path, 2, broken="skip", threads=1)
     assert bars == ["checking 0/30"]
 
@@ -697,7 +700,7 @@ def test_a_broken_file_ends_a_run_with_one_line(
     file.write_bytes(b"what")
     config = small_experiment(
         tmp_path,
-        ("from spmdtrain ", "from spmdtrain.images import ImageFolder\nfrom spmdtrain "),
+        ("from spmdtrain ", "from spmdtrain.data.image_folder import ImageFolder\nfrom spmdtrain "),
         ("    x, y = batch\n", '    x = batch["image"].mean((1, 2, 3))[:, None] / 255; y = x\n'),
         ("    data = (x, 3 * x + 2)\n", "    data = ImageFolder(config.data_dir, 2)\n"),
     )
@@ -783,7 +786,7 @@ def test_as_many_are_decoded_at_a_time_as_there_are_threads_or_cores(
         return image_decoding.decode(content, size)
 
     dataset = ImageFolder(numbered(tmp_path, 2 * wanted), 2, threads=threads)
-    monkeypatch.setattr(images, "decode", meet)
+    monkeypatch.setattr(image_folder, "decode", meet)
     assert values(dataset) == list(range(2 * wanted))
     assert most == wanted
 
@@ -845,7 +848,7 @@ def test_where_one_picture_fails_the_others_are_not_decoded_first(
         return image_decoding.decode(content, size)
 
     folder = folder_of(numbered(tmp_path, 40), {"a/000.png": b"?"})
-    monkeypatch.setattr(images, "decode", slow)
+    monkeypatch.setattr(image_folder, "decode", slow)
     for cache in ("none", "memory"):
         dataset = ImageFolder(folder, 2, threads=1, cache=cache)
         begun.clear()
@@ -874,7 +877,7 @@ def test_a_picture_that_another_thread_gave_up_is_asked_for_again(
 
     folder = folder_of(numbered(tmp_path, 9), {"a/000.png": b"?"})
     dataset = ImageFolder(folder, 2, threads=1, cache="memory")
-    monkeypatch.setattr(images, "decode", decode)
+    monkeypatch.setattr(image_folder, "decode", decode)
     ask, found = dataset._decoded, list[Any]()
 
     def tell(file: str) -> Any:
@@ -905,7 +908,7 @@ def test_a_picture_that_another_thread_gave_up_is_asked_for_again(
 LEAVING = """
 import sys, threading, time
 import numpy as np
-from spmdtrain import images
+from spmdtrain.data import image_folder as images
 
 def slow(content, size):
     print("decoding", flush=True)
@@ -1014,7 +1017,7 @@ KILLED = """
 import os, sys
 from pathlib import Path
 import numpy as np
-from spmdtrain.images import ImageFolder
+from spmdtrain.data.image_folder import ImageFolder
 
 whole = Path.write_bytes
 
@@ -1058,7 +1061,7 @@ def test_two_that_fill_a_cache_at_once_do_not_meet(
         reader.join()
     assert not both.broken
     assert len(stored(tmp_path)) == 1
-    monkeypatch.setattr(images, "decode", None)  # what there is, is taken
+    monkeypatch.setattr(image_folder, "decode", None)  # what there is, is taken
     assert values(on_disk(tmp_path)) == [5]
 
 
@@ -1138,20 +1141,20 @@ def test_a_terminal_escapes_what_it_cannot_write(
     accent = "é" if encoding == "utf-8" else r"\xe9"
     assert written.getvalue().decode(encoding) == rf"a\udcffb {accent} :smile:" + "\n"
     written.truncate(0)
-    cluster._console().print(":smile:")
+    command._console().print(":smile:")
     assert b":smile:" in written.getvalue()
 
 
 def test_a_reason_with_a_name_that_is_no_text_reaches_the_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(phases.LAUNCH, str(tmp_path))
-    monkeypatch.setenv(phases.TASK, "chief")
-    phases.tell_reason(2, "a\udcffé: broken")
-    told = phases.read_reason(tmp_path, "chief")
-    assert told == phases.Reason(2, r"a\udcffé: broken", True)
-    phases.write_ended(tmp_path, "failed: a\udcffé: broken")
-    assert phases.job_ended() == r"failed: a\udcffé: broken"
+    monkeypatch.setenv(progress.LAUNCH, str(tmp_path))
+    monkeypatch.setenv(progress.TASK, "chief")
+    progress.tell_reason(2, "a\udcffé: broken")
+    told = progress.read_reason(tmp_path, "chief")
+    assert told == progress.Reason(2, r"a\udcffé: broken", True)
+    progress.write_ended(tmp_path, "failed: a\udcffé: broken")
+    assert progress.job_ended() == r"failed: a\udcffé: broken"
     assert (tmp_path / "ended").read_bytes() == r"failed: a\udcffé: broken".encode()
 
 
@@ -1169,7 +1172,7 @@ def experiment_on(folder: Path, *changes: tuple[str, str]) -> Path:
     """The file of an experiment on the images in --data-dir."""
     return small_experiment(
         folder,
-        ("from spmdtrain ", "from spmdtrain.images import ImageFolder\nfrom spmdtrain "),
+        ("from spmdtrain ", "from spmdtrain.data.image_folder import ImageFolder\nfrom spmdtrain "),
         ("    x, y = batch\n", '    x = batch["image"].mean((1, 2, 3))[:, None] / 255; y = x\n'),
         ("    data = (x, 3 * x + 2)\n", "    data = ImageFolder(config.data_dir, 2)\n"),
         *changes,

@@ -12,10 +12,11 @@ import pytest
 from helpers import saved_steps, status
 from test_links import fit
 
-from spmdtrain import StorageError, load_params, phases
-from spmdtrain.deaths import Ended, describe
+from spmdtrain import StorageError, load_params
+from spmdtrain.distributed import progress
 from spmdtrain.errors import Preempted
-from spmdtrain.writers import RunFiles
+from spmdtrain.files.run_files import RunFiles
+from spmdtrain.launch.exit_report import Ended, describe
 
 
 def at_step(number: int, do: Any) -> dict[str, Any]:
@@ -60,22 +61,23 @@ def test_a_kill_between_data_and_manifest_is_one_in_save(tmp_path: Path) -> None
     script = """
 import os, signal, sys, time
 from pathlib import Path
-from spmdtrain import manifest, phases
+from spmdtrain.checkpoints import manifest
+from spmdtrain.distributed import progress
 sys.path.insert(0, sys.argv[1])
 from test_links import fit
-phases.begin()
+progress.begin()
 def write(*_):
     time.sleep(0.3)  # training goes on meanwhile
     os.kill(os.getpid(), signal.SIGKILL)
 manifest.Manifest.write = write
 fit(Path("run"), 500, checkpoint_every_steps=100, callbacks={"step": lambda _: time.sleep(0.01)})
 """
-    env = os.environ | {phases.LAUNCH: str(tmp_path), phases.TASK: "worker 0"}
+    env = os.environ | {progress.LAUNCH: str(tmp_path), progress.TASK: "worker 0"}
     ended = subprocess.run(
         [sys.executable, "-c", script, str(Path(__file__).parent)], cwd=tmp_path, env=env
     )
     assert ended.returncode == -signal.SIGKILL
-    record = phases.read(tmp_path, "worker 0")
+    record = progress.read(tmp_path, "worker 0")
     assert record is not None and record.sealing == 100 < record.step < 200
     told = describe(Ended("worker 0", ended.returncode, record=record))
     assert told.startswith("worker 0 was killed (SIGKILL) in save of step 100, at step ")

@@ -9,12 +9,12 @@ import pytest
 from helpers import environment
 from processes import BOUND, as_task, free_port, tf_config
 
-from spmdtrain import failing, processes
-from spmdtrain.cluster_checks import check_token
+from spmdtrain.cluster.checks import check_token
+from spmdtrain.cluster.job_token import TOKEN, TOKEN_FILE, create, read
+from spmdtrain.cluster.spec import from_tf_config
+from spmdtrain.distributed import failures, process_group
 from spmdtrain.errors import UserError
-from spmdtrain.job_token import TOKEN, TOKEN_FILE, create, read
-from spmdtrain.spec import from_tf_config
-from spmdtrain.tasks import environments_of
+from spmdtrain.launch.task_env import environments_of
 
 GOOD = "0123456789abcdef"
 
@@ -153,15 +153,15 @@ EVIL = "a\x1b[2J\u202eb"
 
 def test_another_process_s_reason_is_shown_escaped() -> None:
     told = {"rank": 0, "name": EVIL, "code": 1, "reason": EVIL, "lost": False}
-    found = failing._announced(processes.Job(["chief", "worker 0"], 1, Store(told)))
+    found = failures._announced(process_group.Job(["chief", "worker 0"], 1, Store(told)))
     assert found is not None
-    assert failing._of_another(found) == r"a\x1b[2J\u202eb failed: a\x1b[2J\u202eb"
+    assert failures._of_another(found) == r"a\x1b[2J\u202eb failed: a\x1b[2J\u202eb"
 
 
 def test_another_process_s_error_is_raised_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = processes.Job(["chief", "worker 0"], 1, Store([f"{EVIL}\nsecond", None]))
+    job = process_group.Job(["chief", "worker 0"], 1, Store([f"{EVIL}\nsecond", None]))
     job.client.key_value_set = lambda *_: None
-    monkeypatch.setattr(processes, "_job", job)
+    monkeypatch.setattr(process_group, "_job", job)
     with pytest.raises(UserError) as error:
-        processes.jointly(lambda: None, UserError)
+        process_group.jointly(lambda: None, UserError)
     assert str(error.value) == "a\\x1b[2J\\u202eb\nsecond"

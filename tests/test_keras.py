@@ -21,8 +21,8 @@ from processes import codes, job
 from steps import primitives
 
 from spmdtrain import Collectives, MeshSpec, Rule, ShardingOptions, Trainer, UserError, load_params
-from spmdtrain.adapting import adapt
-from spmdtrain.keras_model import KerasModel
+from spmdtrain.adapters.as_adapter import adapt
+from spmdtrain.adapters.keras import KerasModel
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
 
@@ -321,9 +321,9 @@ def test_rules_find_variables_by_their_keras_paths(strategy: str) -> None:
 def test_initial_values_go_straight_to_their_places() -> None:
     split = ShardingOptions(min_size=16)
     fitted = trainer(made(sequential), strategy="fully_sharded", sharding=split)
-    place = fitted._steps._places["net/hidden/kernel"]
+    place = fitted.functions._places["net/hidden/kernel"]
     assert place.spec == P(None, "fsdp")
-    started = fitted._steps.init(0).params["net"]["hidden"]["kernel"]
+    started = fitted.functions.init(0).params["net"]["hidden"]["kernel"]
     np.testing.assert_array_equal(started, values(made(sequential))["net/hidden/kernel"])
 
 
@@ -565,7 +565,7 @@ import numpy as np
 import optax
 
 from spmdtrain import Experiment, RunConfig
-from spmdtrain.keras_model import KerasModel
+from spmdtrain.adapters.keras import KerasModel
 
 os.environ["KERAS_BACKEND"] = "jax"
 

@@ -13,20 +13,20 @@ from pathlib import Path
 import pytest
 from helpers import environment
 
-from spmdtrain.children import _prefixes, lines
-from spmdtrain.deaths import Ended, Rank, Restarts, cause, describe, hint, rank
+from spmdtrain.distributed.progress import Phase, Reason, Record
 from spmdtrain.errors import UserError
-from spmdtrain.hangs import Watch, main_stacks
-from spmdtrain.launch import main
-from spmdtrain.phases import Phase, Reason, Record
-from spmdtrain.tasks import environments_of, gpus_of, tf_configs, training_tasks
+from spmdtrain.launch.child import _prefixes, lines
+from spmdtrain.launch.exit_report import Ended, Rank, Restarts, cause, describe, hint, rank
+from spmdtrain.launch.launcher import main
+from spmdtrain.launch.stalls import Watch, main_stacks
+from spmdtrain.launch.task_env import environments_of, gpus_of, tf_configs, training_tasks
 
 # What a script finds: its task, which attempt this is, and a mark that others can wait for.
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
-from spmdtrain import phases
-from spmdtrain.phases import Phase, within
+from spmdtrain.distributed import progress
+from spmdtrain.distributed.progress import Phase, within
 task = os.environ["SPMDTRAIN_TASK"]
 log = Path(task.replace(" ", "-") + ".attempts")
 attempt = len(log.read_text()) if log.exists() else 0
@@ -359,9 +359,9 @@ def test_all_end_well(tmp_path: Path) -> None:
             id="2",
         ),
         pytest.param(
-            "phases.begin()\n"
+            "progress.begin()\n"
             "with within(Phase.STEP, 9): pass\n"
-            "if task == 'chief': phases.tell_reason(3, 'the loss is nan'); sys.exit(3)",
+            "if task == 'chief': progress.tell_reason(3, 'the loss is nan'); sys.exit(3)",
             3,
             "chief ended (code 3) at step 9: the loss is nan",
             id="3",
@@ -379,7 +379,7 @@ def test_what_restarting_does_not_mend(tmp_path: Path, script: str, code: int, w
 
 def test_the_cause_is_named_not_its_consequences(tmp_path: Path) -> None:
     script = """
-phases.begin()
+progress.begin()
 if task == "chief":
     print("E0000 Terminating process because the JAX distributed service detected fatal errors",
         file=sys.stderr)
@@ -388,7 +388,7 @@ if task == "chief":
 wait_for("aborted")
 with within(Phase.STEP, 12):
     if task == "worker 0":
-        phases.tell_reason(1, "a peer is gone", own=False)
+        progress.tell_reason(1, "a peer is gone", own=False)
         sys.exit(1)
     if task == "worker 1":
         time.sleep(0.3)
@@ -409,9 +409,9 @@ with within(Phase.STEP, 12):
 
 def test_one_that_tells_its_reason_and_does_not_end_is_the_cause(tmp_path: Path) -> None:
     script = """
-phases.begin()
-if task == "chief": phases.tell_reason(1, "lost a peer", own=False); sys.exit(1)
-if task == "worker 0": phases.tell_reason(1, "disk full"); time.sleep(60)
+progress.begin()
+if task == "chief": progress.tell_reason(1, "lost a peer", own=False); sys.exit(1)
+if task == "worker 0": progress.tell_reason(1, "disk full"); time.sleep(60)
 time.sleep(60)
 """
     ended = launch(tmp_path, script, "--processes", 3, "--max-restarts", 0)
@@ -420,7 +420,7 @@ time.sleep(60)
 
 def test_a_killed_one_is_named_and_all_start_again(tmp_path: Path) -> None:
     script = """
-phases.begin()
+progress.begin()
 if attempt: sys.exit(0)
 with within(Phase.STEP, 37):
     if task == "worker 1": os.kill(os.getpid(), signal.SIGKILL)
@@ -438,8 +438,8 @@ with within(Phase.STEP, 37):
 
 def test_progress_refills_the_budget_and_nothing_else_does(tmp_path: Path) -> None:
     script = """
-phases.begin()
-phases.saved([5, 9, 9][attempt])
+progress.begin()
+progress.saved([5, 9, 9][attempt])
 raise OSError(f"in attempt {attempt}")
 """
     ended = launch(tmp_path, script, "--processes", 1, "--max-restarts", 1)
@@ -469,7 +469,7 @@ if attempt == 0:
 HANG = """
 mark(task + " here")
 wait_for("chief here", "worker 0 here")  # or one that starts late is taken for the one that holds
-phases.begin()
+progress.begin()
 if attempt: sys.exit(0)
 for step in range(5):
     with within(Phase.LOAD, step): pass
@@ -519,7 +519,7 @@ with within(Phase.STEP, 5):
 
 def test_who_moves_is_not_hung_nor_who_does_not_publish(tmp_path: Path) -> None:
     script = """
-if task == "chief": phases.begin()
+if task == "chief": progress.begin()
 for step in range(25):
     with within(Phase.STEP, step): time.sleep(0.1)
 """
@@ -662,7 +662,7 @@ def test_no_restart_after_a_signal_in_the_wait_for_it(tmp_path: Path) -> None:
 def test_an_attempt_leaves_the_next_nothing(tmp_path: Path) -> None:
     script = """
 assert not list(Path(os.environ["SPMDTRAIN_LAUNCH"]).glob("chief.*"))
-phases.begin()
+progress.begin()
 Path(f"config {attempt}").write_text(os.environ["TF_CONFIG"])
 if attempt == 0:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
@@ -677,7 +677,7 @@ print("alive:", Path(f"/proc/{Path('child').read_text()}/cwd").exists())
 
 # Of parameter servers: who ends with the chief, and after how long.
 SERVED = ("--processes", 2, "--ps", 1, "--max-restarts", 1)
-ENDED_WITH = 'phases.tell_reason(1, "the job: the chief is gone", own=False); sys.exit(1)'
+ENDED_WITH = 'progress.tell_reason(1, "the job: the chief is gone", own=False); sys.exit(1)'
 
 
 def test_a_finished_chief_has_finished_whoever_was_just_coming(tmp_path: Path) -> None:
@@ -696,7 +696,7 @@ def test_a_chief_tells_why_though_all_have_ended_before(tmp_path: Path) -> None:
 if task != "chief":
     {ENDED_WITH}
 time.sleep(12)  # for those that never come
-phases.tell_reason(2, "the seed is another")
+progress.tell_reason(2, "the seed is another")
 sys.exit(2)
 """
     ended = launch(tmp_path, script, *SERVED)
@@ -705,8 +705,8 @@ sys.exit(2)
 
 def test_of_parameter_servers_a_hang_is_the_chiefs(tmp_path: Path) -> None:
     script = """
-phases.begin()
-with within(Phase.STEP, 37) if task == "chief" else phases.within(Phase.START, 0):
+progress.begin()
+with within(Phase.STEP, 37) if task == "chief" else progress.within(Phase.START, 0):
     time.sleep(60)
 """
     ended = launch(tmp_path, script, *SERVED, "--max-restarts", 0, "--hang-timeout", 2)
@@ -715,8 +715,8 @@ with within(Phase.STEP, 37) if task == "chief" else phases.within(Phase.START, 0
 
 def test_a_shell_between_does_not_hide_the_process(tmp_path: Path) -> None:
     inner = """
-phases.begin()
-def save(*_): phases.tell_reason(75, "SIGTERM"); sys.exit(75)
+progress.begin()
+def save(*_): progress.tell_reason(75, "SIGTERM"); sys.exit(75)
 signal.signal(signal.SIGTERM, save)
 with within(Phase.STEP, 4):
     mark("ready")
@@ -742,8 +742,8 @@ if task == "evaluator":
     if attempt == 0: folder.write_text(os.environ["SPMDTRAIN_LAUNCH"]); sys.exit(1)
     assert folder.read_text() == os.environ["SPMDTRAIN_LAUNCH"]
     mark("evaluator again")
-    while phases.job_ended() is None: time.sleep(0.01)
-    print("ended:", phases.job_ended())
+    while progress.job_ended() is None: time.sleep(0.01)
+    print("ended:", progress.job_ended())
     sys.exit(0)
 wait_for("evaluator again")
 sys.exit(attempt == 0)
@@ -760,8 +760,8 @@ sys.exit(attempt == 0)
 def test_the_evaluator_hears_of_a_failure(tmp_path: Path) -> None:
     script = """
 if task == "chief": sys.exit(5)
-while phases.job_ended() is None: time.sleep(0.01)
-print(phases.job_ended())
+while progress.job_ended() is None: time.sleep(0.01)
+print(progress.job_ended())
 """
     options = ("--processes", 1, "--evaluator", "--max-restarts", 0)
     ended = launch(tmp_path, script, *options)
@@ -785,7 +785,7 @@ def test_an_evaluator_without_progress_is_killed_as_hung(tmp_path: Path) -> None
     script = """
 if task == "chief": wait_for("ready"); sys.exit(0)
 mark("ready")
-phases.begin()
+progress.begin()
 for step in range(15):
     with within(Phase.EVALUATE, step): time.sleep(0.1)
 mark("evaluated")
@@ -800,7 +800,7 @@ time.sleep(100)
 def test_a_signal_reaches_the_evaluator_once_the_training_has_saved(tmp_path: Path) -> None:
     script = """
 def end(*_):
-    if task == "evaluator": print(phases.job_ended(), Path("saved").exists())
+    if task == "evaluator": print(progress.job_ended(), Path("saved").exists())
     else: time.sleep(0.3); mark("saved")
     sys.exit(75)
 signal.signal(signal.SIGTERM, end)

@@ -23,8 +23,9 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from helpers import REPOSITORY, environment, metrics, saved_steps, status
 
-from spmdtrain import job_token, run
-from spmdtrain.spec import ClusterSpec, Role, from_tf_config
+from spmdtrain.cluster import job_token
+from spmdtrain.cluster.spec import ClusterSpec, Role, from_tf_config
+from spmdtrain.train import command_line
 
 LAUNCH = REPOSITORY / "launch"
 JOBSET, TFJOB = LAUNCH / "jobset.yaml", LAUNCH / "tfjob.yaml"
@@ -335,13 +336,13 @@ def said(folder: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def understood(arguments: str, monkeypatch: pytest.MonkeyPatch) -> run.Command:
+def understood(arguments: str, monkeypatch: pytest.MonkeyPatch) -> command_line.Command:
     """What `spmdtrain.run` makes of a recorded command line of Python."""
     words = shlex.split(arguments)
     words = words[words.index("-m") :]
     assert words[:2] == ["-m", "spmdtrain.run"]
     monkeypatch.chdir(REPOSITORY)
-    return run.parse(words[2:])
+    return command_line.parse(words[2:])
 
 
 # -- JobSet ----------------------------------------------------------------------------------------

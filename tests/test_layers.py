@@ -11,82 +11,62 @@ import spmdtrain
 
 PACKAGE = Path(spmdtrain.__file__).parent
 
-# As in the design. Within a layer imports may go sideways, without cycles.
-LAYERS = [
-    set(words.split())
-    for words in (
-        """
-        admission chips cluster cluster_checks config dispenser doctor errors job_token ledger lines
-        out_of_memory
-        partitioners phases rendezvous spec strategies tfconfig topologies tree user_folders
-        """,
-        """
-        adapters adapting asynchronous collectives compilation compiler_log crew cuts declared
-        distributed divided elsewhere estimate failing hlo hlo_module idx jaxprs live_ranges mesh
-        metrics model_state nnx_model nodes nofollow origins padding padding_rules permutation
-        placement processes products profiling ray_auth reductions remat replicas retention settings
-        sharding signals storage sums tallies terminal together traffic uneven_batch untrusted
-        workdir_lock writers
-        """,
-        """
-        actors callbacks calls checkpoint compilers data division division_table drift epochs
-        evaluate experiment export feed flops gradients health hyperparameters identity image_cache
-        image_decoding images initial journal keras_model late listing loading loop_checks
-        manifest orbax_manager parameter_server programs ray_crew restore roles sent server
-        session sharding_table shared state step stepping summaries updates user_frames
-        array_headers worker
-        """,
-        "advice coordinator evaluator loop measuring plan_json planning trainer",
-        "checkpoints children deaths hangs launch plan plan_tables run tasks",
-    )
-]
-ASIDE = {"models", "testing", "testing_steps"}
-FILES = {path.stem: [path] for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
-FILES |= {
-    path.parent.name: list(path.parent.glob("*.py")) for path in PACKAGE.glob("*/__init__.py")
-}
-MODULES = sorted(FILES)  # a folder is one
+# From the bottom to the top: a folder imports from the folders before it. `root` is the files at
+# the package's top. `run` and `__main__` are the commands, and nothing imports them.
+FOLDERS = (
+    *("root", "files", "cluster", "xla", "distributed", "sharding", "adapters", "launch", "data"),
+    *("step", "checkpoints", "train", "parameter_server", "plan", "testing", "run"),
+)
+STANDALONE = {"models"}  # imports from the others, and nothing imports it
+MODULES = sorted(
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    for path in PACKAGE.rglob("*.py")
+    if path.stem not in ("__init__", "__main__")
+)
+
+
+def folder_of(module: str) -> str:
+    """The folder of a dotted module name, or of a name imported from the package itself."""
+    parts = module.split(".")[1:]
+    if parts == ["run"]:
+        return "run"
+    return parts[0] if parts and (PACKAGE / parts[0]).is_dir() else "root"
 
 
 def imports(module: str) -> set[str]:
-    """The modules of the package that a module imports, wherever in it."""
+    """The folders of the package that a module imports from, wherever in it."""
+    path = PACKAGE.parent / (module.replace(".", "/") + ".py")
     found = set()
-    for node in (n for file in FILES[module] for n in ast.walk(ast.parse(file.read_text()))):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module == "spmdtrain":
-            found |= {alias.name for alias in node.names}
+            found |= {folder_of(f"spmdtrain.{alias.name}") for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("spmdtrain."):
-            found.add((node.module or "").split(".")[1])
+            found.add(folder_of(node.module or ""))
         elif isinstance(node, ast.Import):
-            names = [alias.name.split(".") for alias in node.names]
-            found |= {name[1] for name in names if name[0] == "spmdtrain" and len(name) > 1}
-    return (found & set(MODULES)) - {module}
-
-
-def layer(module: str) -> int:
-    return next(number for number, names in enumerate(LAYERS) if module in names)
+            names = [alias.name for alias in node.names]
+            found |= {folder_of(name) for name in names if name.startswith("spmdtrain")}
+    return found
 
 
 def test_the_check_sees_imports() -> None:
-    assert {"journal", "programs", "restore", "session", "step"} <= imports("trainer")
-    assert {"errors", "placement", "remat", "sharding"} <= imports("models")
+    assert {"checkpoints", "root", "data", "step"} <= imports("spmdtrain.train.session")
+    assert {folder_of(module) for module in MODULES} == {*FOLDERS, *STANDALONE}
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_imports_point_down_or_sideways(module: str) -> None:
-    if module in ASIDE:
+def test_folders_import_in_one_direction(module: str) -> None:
+    folder = folder_of(module)
+    if folder in STANDALONE:
         return
-    for imported in imports(module):
-        assert imported not in ASIDE, f"{module} imports {imported}, which stands aside"
-        assert layer(imported) <= layer(module), f"{module} imports {imported}, which is above it"
+    above = {*FOLDERS[FOLDERS.index(folder) + 1 :], *STANDALONE}
+    assert not imports(module) & above
 
 
-def test_imports_have_no_cycle() -> None:
-    done: set[str] = set()
-    left = {module: imports(module) for module in MODULES}
-    while ready := [module for module, needs in left.items() if needs <= done]:
-        done |= set(ready)
-        left = {module: needs for module, needs in left.items() if module not in done}
-    assert not left, f"these modules import each other: {sorted(left)}"
+def test_each_folder_says_its_purpose_in_a_line() -> None:
+    for folder in {*FOLDERS, *STANDALONE} - {"root", "run"}:
+        purpose = ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text()))
+        assert purpose and purpose.splitlines()[0].endswith("."), folder
+    assert len(list(PACKAGE.glob("*.py"))) <= 10
 
 
 def python(code: str) -> str:
@@ -99,7 +79,7 @@ def test_importing_everything_starts_no_backend() -> None:
     code = f"""
 import importlib, spmdtrain
 for name in spmdtrain.__all__: getattr(spmdtrain, name)
-for name in {MODULES}: importlib.import_module("spmdtrain." + name)
+for name in {MODULES}: importlib.import_module(name)
 from jax._src import xla_bridge
 print(len(xla_bridge._backends))
 import jax; jax.devices(); print(len(xla_bridge._backends) > 0)
@@ -115,7 +95,7 @@ def test_the_package_and_its_lowest_layer_do_not_import_jax() -> None:
 
 def test_what_takes_long_to_import_waits_until_it_is_needed() -> None:
     code = """
-import sys, spmdtrain.trainer, spmdtrain.run
+import sys, spmdtrain.train.trainer, spmdtrain.run
 print(sorted({"flax", "orbax.checkpoint", "grain", "keras", "PIL"} & set(sys.modules)))
 """
     assert python(code) == "[]"
@@ -125,7 +105,7 @@ def test_orbax_logs_nothing_though_it_is_imported_late() -> None:
     code = """
 import sys
 sys.stderr = sys.stdout
-import spmdtrain.checkpoint, orbax.checkpoint
+import spmdtrain.checkpoints.save, orbax.checkpoint
 for file in ("/lib/orbax/checkpoint/manager.py", "/lib/other.py"):
     exec(compile("from absl import logging; logging.error('from ' + file)", file, "exec"))
 """

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdtrain import lines
+from spmdtrain.cluster import json_lines
+from spmdtrain.cluster.json_lines import Line, parse
 from spmdtrain.errors import foreign
-from spmdtrain.lines import Line, parse
 
 CHIEF, WORKER = "1" * 32, "2" * 32
 
@@ -123,9 +123,9 @@ def test_lines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = socket.socketpair()
     with one, other:
         line = Line(other, "chief")
-        one.sendall(json.dumps({"spmdtrain": "x" * lines.LONGEST_GREETING}).encode())
+        one.sendall(json.dumps({"spmdtrain": "x" * json_lines.LONGEST_GREETING}).encode())
         assert arrived(line) == [None]  # before its end
-    monkeypatch.setattr(lines, "LONGEST", 3000)
+    monkeypatch.setattr(json_lines, "LONGEST", 3000)
     with ends() as (chief, worker):
         chief.send({"waiting": "x" * 2000})
         assert arrived(worker) == [{"waiting": "x" * 2000}]

@@ -13,9 +13,9 @@ import pytest
 from helpers import contents, saved_steps
 
 from spmdtrain import StorageError, Trainer, UserError
-from spmdtrain.checkpoints import main as checkpoints
-from spmdtrain.export import export_params
-from spmdtrain.writers import RunFiles, Split, Status, write_predictions
+from spmdtrain.checkpoints.command import main as checkpoints
+from spmdtrain.checkpoints.export import export_params
+from spmdtrain.files.run_files import RunFiles, Split, Status, write_predictions
 
 
 def objective(model: Any, batch: Any) -> dict[str, Any]:

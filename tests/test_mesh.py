@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
 
-from spmdtrain import mesh as meshes
-from spmdtrain import processes
 from spmdtrain.config import MeshSpec
+from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
-from spmdtrain.mesh import (
+from spmdtrain.sharding import mesh as meshes
+from spmdtrain.sharding.mesh import (
     batch_sharding,
     batch_shards,
     build_mesh,
@@ -255,7 +255,7 @@ def test_one_device_has_no_axis_of_two(axis: str) -> None:
 
 
 def test_one_device_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(process_group, "count", lambda: 2)
     assert "one_device is for one process, and there are 2" in refusal(MeshSpec(), "one_device")
 
 
@@ -336,8 +336,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
         count = len(set(owners))
         names = list(hosts) or [f"host {process}" for process in range(count)]
         monkeypatch.setattr(meshes, "choose_devices", lambda names: devices)
-        monkeypatch.setattr(processes, "count", lambda: count)
-        monkeypatch.setattr(processes, "gather", lambda value: names)
+        monkeypatch.setattr(process_group, "count", lambda: count)
+        monkeypatch.setattr(process_group, "gather", lambda value: names)
         return devices
 
     return make

@@ -13,10 +13,10 @@ import numpy as np
 import optax
 import pytest
 
-from spmdtrain.adapters import FunctionModel
+from spmdtrain.adapters.base import FunctionModel
 from spmdtrain.errors import UserError
-from spmdtrain.metrics import Means, Sums, Weighted, loss_first, mean, weighted_sums
-from spmdtrain.trainer import Trainer
+from spmdtrain.step.metrics import Means, Sums, Weighted, loss_first, mean, weighted_sums
+from spmdtrain.train.trainer import Trainer
 
 settings = hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
 

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from steps import equations, on, trainer
 
 from spmdtrain import MeshSpec, UserError
-from spmdtrain.adapters import Adapter, Mode, Variables
-from spmdtrain.adapting import adapt
+from spmdtrain.adapters.as_adapter import adapt
+from spmdtrain.adapters.base import Adapter, Mode, Variables
 from spmdtrain.config import RunConfig
 from spmdtrain.models import MobileNetV2, mobilenet
-from spmdtrain.placement import place, under
-from spmdtrain.sharding import Layout
-from spmdtrain.testing_steps import compiled_step
+from spmdtrain.sharding.layout import Layout
+from spmdtrain.sharding.placement import place, under
+from spmdtrain.testing.compiled_step import compiled_step
 from spmdtrain.tree import named_leaves
 
 SHALLOW = mobilenet.STAGES[:2]  # three blocks: one without expansion, with a stride, and residual

@@ -241,7 +241,7 @@ def test_parameters_that_are_trees_and_attributes_that_are_arrays() -> None:
 
     fitted = trainer(Tree)
     np.testing.assert_allclose(fitted.predict((X, Y)), X.sum(-1, keepdims=True) * 2 + 5, rtol=1e-5)
-    assert set(named_leaves(fitted._steps.abstract_state.params)) == {"both/a", "both/b"}
+    assert set(named_leaves(fitted.functions.abstract_state.params)) == {"both/a", "both/b"}
 
     class Bare(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:

@@ -12,8 +12,9 @@ import pytest
 from helpers import DIGITS, environment, saved_steps, status
 from other_user import UID, as_stranger, needs_root
 
-from spmdtrain import UserError, storage, user_folders
-from spmdtrain.tasks import tf_configs
+from spmdtrain import UserError
+from spmdtrain.files import storage, user_folders
+from spmdtrain.launch.task_env import tf_configs
 
 BOUND = 180
 
@@ -21,9 +22,10 @@ BOUND = 180
 READS = """
 import sys
 import jax
-from spmdtrain import checkpoints, load_params, load_variables
+from spmdtrain import load_params, load_variables
+from spmdtrain.checkpoints import command
 
-assert checkpoints.main(["verify", sys.argv[1]]) == 0
+assert command.main(["verify", sys.argv[1]]) == 0
 assert jax.tree.leaves(load_params(sys.argv[1])) and load_variables(sys.argv[1])
 """
 

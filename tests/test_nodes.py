@@ -12,10 +12,11 @@ from unittest import mock
 
 import pytest
 
-from spmdtrain import UserError, nodes, ray_crew
-from spmdtrain.crew import Came, Event, Failed, Lost
+from spmdtrain import UserError
+from spmdtrain.cluster.spec import ClusterSpec, from_environment
 from spmdtrain.errors import ClusterError
-from spmdtrain.spec import ClusterSpec, from_environment
+from spmdtrain.parameter_server import ray_nodes, ray_pool
+from spmdtrain.parameter_server.worker_pool import Came, Event, Failed, Lost
 
 exceptions = pytest.importorskip("ray").exceptions
 
@@ -39,7 +40,7 @@ def test_an_address_that_another_process_keeps_is_waited_for_and_named() -> None
         began = time.monotonic()
         with (
             pytest.raises(UserError, match=f"cannot listen at {chief}, .*: Address already in use"),
-            nodes.head(spec_of(chief), 1.0),
+            ray_nodes.head(spec_of(chief), 1.0),
         ):
             pytest.fail("it has begun")
         assert 1.0 <= time.monotonic() - began < 20.0
@@ -49,7 +50,7 @@ def test_an_address_of_no_interface_here_is_named_at_once() -> None:
     began = time.monotonic()
     with (
         pytest.raises(UserError, match=r"cannot listen at 192\.0\.2\.1:2000, .*Cannot assign"),
-        nodes.head(spec_of("192.0.2.1:2000"), 60.0),  # of a network kept for documentation
+        ray_nodes.head(spec_of("192.0.2.1:2000"), 60.0),  # of a network kept for documentation
     ):
         pytest.fail("it has begun")
     assert time.monotonic() - began < 20.0
@@ -70,20 +71,20 @@ class Remote:
             raise fault
 
 
-def crew_of(worker: object) -> ray_crew.RayCrew:
+def crew_of(worker: object) -> ray_pool.RayCrew:
     """Of one worker, on a Ray whose calls have all been made as soon as they are looked for."""
     ray = SimpleNamespace(
         exceptions=exceptions,
         wait=lambda calls, num_returns, timeout: (calls, []),
         get=lambda call: call.answer(),
     )
-    return ray_crew.RayCrew(ray, {"worker 0": ray_crew._Place(worker)}, "how it gets ready")
+    return ray_pool.RayCrew(ray, {"worker 0": ray_pool._Place(worker)}, "how it gets ready")
 
 
 def test_a_worker_that_dies_while_it_gets_ready_is_told_and_at_last_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("spmdtrain.ray_crew._AGAIN", 0.0)
+    monkeypatch.setattr("spmdtrain.parameter_server.ray_pool._AGAIN", 0.0)
     died = exceptions.ActorDiedError
     # It is not there twice, dies twice, comes, is lost, and then dies for ever.
     worker = SimpleNamespace(
@@ -106,11 +107,11 @@ def test_a_worker_that_dies_while_it_gets_ready_is_told_and_at_last_named(
 
 WAITS = """
 import sys, time
-from spmdtrain import nodes
-from spmdtrain.tfconfig import Address
+from spmdtrain.parameter_server import ray_nodes
+from spmdtrain.cluster.tf_config import Address
 
-nodes._GONE = 1.0
-with nodes._ending_with(Address("127.0.0.1", int(sys.argv[1])), lambda: None):
+ray_nodes._GONE = 1.0
+with ray_nodes._ending_with(Address("127.0.0.1", int(sys.argv[1])), lambda: None):
     time.sleep(float(sys.argv[2]))  # as Ray does, where the chief has gone meanwhile
 print("begun")
 """

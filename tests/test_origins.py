@@ -4,8 +4,8 @@ import textwrap
 
 import pytest
 
-from spmdtrain.hlo_module import Computation, Instruction, Module
-from spmdtrain.origins import Origin, Origins
+from spmdtrain.xla.hlo_parser import Computation, Instruction, Module
+from spmdtrain.xla.provenance import Origin, Origins
 
 NAMES = {"state.params['w']": "w", "state.params['v']": "v"}
 ARGUMENTS = """\

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from processes import drill, launching, run_line
 
-from spmdtrain.deaths import Ended, describe, hint
-from spmdtrain.out_of_memory import OomKills, is_exhausted, why_aborted
-from spmdtrain.phases import Reason
+from spmdtrain.distributed.out_of_memory import OomKills, is_exhausted, why_aborted
+from spmdtrain.distributed.progress import Reason
+from spmdtrain.launch.exit_report import Ended, describe, hint
 
 BOUND = 150
 

@@ -14,8 +14,8 @@ from helpers import REPOSITORY
 
 from spmdtrain import Collectives, FunctionModel, Loop, MeshSpec, Trainer, UserError
 from spmdtrain.models import MLP, MobileNetV2, Transformer, TransformerConfig
-from spmdtrain.padding import why_padding_matters, why_parts_differ
 from spmdtrain.terminal import Terminal
+from spmdtrain.xla.padding import why_padding_matters, why_parts_differ
 
 X = np.arange(100, dtype=np.float32)
 NOISE = np.random.default_rng(0).normal(size=(100, 8)).astype(np.float32)
@@ -353,4 +353,4 @@ def test_shipped_experiments_are_proven_and_so_compile_once(name: str) -> None:
     rows = {
         k: np.zeros((1, *s), np.int32 if k != "image" else np.float32) for k, s in shapes.items()
     }
-    assert of._steps.why_not_padded(rows, 8) is None
+    assert of.functions.why_not_padded(rows, 8) is None

@@ -19,7 +19,7 @@ import pytest
 from helpers import DIGITS, MNIST, command, environment, metrics, run, status
 from processes import launch, launching
 
-from spmdtrain.tasks import tf_configs, training_tasks
+from spmdtrain.launch.task_env import tf_configs, training_tasks
 
 pytestmark = [
     pytest.mark.drill,

@@ -4,7 +4,14 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from spmdtrain.partitioners import FixedShards, Leaf, MaxSize, MinSize, Partitioner, place
+from spmdtrain.parameter_server.partition import (
+    FixedShards,
+    Leaf,
+    MaxSize,
+    MinSize,
+    Partitioner,
+    place,
+)
 
 
 @pytest.mark.parametrize(

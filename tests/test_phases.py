@@ -10,16 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdtrain import phases
-from spmdtrain.phases import WAITING, Phase, Record, holder
+from spmdtrain.distributed import progress
+from spmdtrain.distributed.progress import WAITING, Phase, Record, holder
 
 
 def published(
     tmp_path: Path, code: str, task: str = "worker 1"
 ) -> subprocess.CompletedProcess[str]:
     """Run a few lines as a launched process."""
-    env = os.environ | {phases.LAUNCH: str(tmp_path), phases.TASK: task}
-    begin = "import os, signal, sys\nfrom spmdtrain import phases\nfrom spmdtrain.phases import *\n"
+    env = os.environ | {progress.LAUNCH: str(tmp_path), progress.TASK: task}
+    begin = (
+        "import os, signal, sys\nfrom spmdtrain.distributed import progress\n"
+        "from spmdtrain.distributed.progress import *\n"
+    )
     return subprocess.run(
         [sys.executable, "-c", begin + code],
         env=env,
@@ -33,20 +36,21 @@ def published(
 def test_without_a_launcher_nothing_happens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(phases.LAUNCH, raising=False)
+    monkeypatch.delenv(progress.LAUNCH, raising=False)
     monkeypatch.chdir(tmp_path)
-    phases.begin()
-    with phases.within(Phase.STEP, 3):
-        phases.saved(3)
-    phases.tell_reason(1, "why")
-    assert phases.job_ended() is None
+    progress.begin()
+    with progress.within(Phase.STEP, 3):
+        progress.saved(3)
+    progress.tell_reason(1, "why")
+    assert progress.job_ended() is None
     assert not list(tmp_path.iterdir())
 
 
 def test_phases_nest_and_steps_stay(tmp_path: Path) -> None:
     code = """
-def show(): r = phases.read(".", "worker 1"); print(r.phase, r.step, r.saved, r.pid == os.getpid())
-print(phases.read(".", "worker 1"))
+def show():
+    r = progress.read(".", "worker 1"); print(r.phase, r.step, r.saved, r.pid == os.getpid())
+print(progress.read(".", "worker 1"))
 begin(); show()
 with within(Phase.EVALUATE, 7):
     show()
@@ -72,7 +76,7 @@ begin(); show()
 def test_a_record_outlives_a_killed_process(tmp_path: Path) -> None:
     code = "begin(); saved(4)\nwith within(Phase.SAVE, 5): os.kill(os.getpid(), 9)"
     assert published(tmp_path, code).returncode == -9
-    record = phases.read(tmp_path, "worker 1")
+    record = progress.read(tmp_path, "worker 1")
     assert record is not None
     assert (record.phase, record.step, record.saved, record.changes) == (Phase.SAVE, 5, 4, 2)
     assert record.where == "save at step 5"
@@ -81,7 +85,7 @@ def test_a_record_outlives_a_killed_process(tmp_path: Path) -> None:
 def test_every_change_counts(tmp_path: Path) -> None:
     code = "begin()\nfor k in range(10):\n    with within(Phase.STEP, k): pass"
     published(tmp_path, code)
-    record = phases.read(tmp_path, "worker 1")
+    record = progress.read(tmp_path, "worker 1")
     assert record is not None
     assert record.changes == 21
 
@@ -90,7 +94,8 @@ def test_what_a_process_starts_does_not_publish_for_it(tmp_path: Path) -> None:
     code = """
 import subprocess
 begin()
-nested = "from spmdtrain.phases import *; begin(); within(Phase.LOAD, 99).__enter__(); saved(99)"
+nested = '''from spmdtrain.distributed.progress import *
+begin(); within(Phase.LOAD, 99).__enter__(); saved(99)'''
 with within(Phase.STEP, 3): subprocess.run([sys.executable, "-c", nested], check=True)
 if os.fork() == 0:
     within(Phase.LOAD, 98).__enter__()
@@ -98,7 +103,7 @@ if os.fork() == 0:
 os.wait()
 """
     assert published(tmp_path, code).returncode == 0
-    record = phases.read(tmp_path, "worker 1")
+    record = progress.read(tmp_path, "worker 1")
     assert record is not None
     assert (record.phase, record.step, record.saved) == (Phase.HOST, 3, -1)
 
@@ -124,23 +129,23 @@ def test_the_first_reason_stays(tmp_path: Path) -> None:
     assert published(tmp_path, code, "chief").returncode == 0
     content = json.loads((tmp_path / "chief.reason").read_text())
     assert content == {"code": 3, "reason": "the loss is nan", "own": True}
-    assert phases.read_reason(tmp_path, "chief") == phases.Reason(3, "the loss is nan", True)
-    assert phases.read_reason(tmp_path, "worker 0") is None
+    assert progress.read_reason(tmp_path, "chief") == progress.Reason(3, "the loss is nan", True)
+    assert progress.read_reason(tmp_path, "worker 0") is None
     (tmp_path / "chief.reason").write_text('{"code": 3, "rea')
-    assert phases.read_reason(tmp_path, "chief") is None
+    assert progress.read_reason(tmp_path, "chief") is None
 
 
 def test_the_end_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(phases.LAUNCH, str(tmp_path))
-    assert phases.job_ended() is None
-    phases.write_ended(tmp_path, "failed: worker 2 was killed")
-    assert phases.job_ended() == "failed: worker 2 was killed"
+    monkeypatch.setenv(progress.LAUNCH, str(tmp_path))
+    assert progress.job_ended() is None
+    progress.write_ended(tmp_path, "failed: worker 2 was killed")
+    assert progress.job_ended() == "failed: worker 2 was killed"
 
 
 def test_a_file_in_the_making_is_no_record(tmp_path: Path) -> None:
     for size in (0, 10, 48):
         (tmp_path / "chief.phase").write_bytes(bytes(size))
-        assert phases.read(tmp_path, "chief") is None
+        assert progress.read(tmp_path, "chief") is None
 
 
 # Who holds the others. A record: phase, step, and when it last moved.

@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from spmdtrain import Event, FunctionModel, MeshSpec, RunConfig, Trainer, UserError, processes
+from spmdtrain import Event, FunctionModel, MeshSpec, RunConfig, Trainer, UserError
 from spmdtrain import constrain as exported_constrain
 from spmdtrain import current_strategy as exported_current_strategy
 from spmdtrain.config import ShardingOptions, check, resolve
-from spmdtrain.mesh import BATCH_AXES
-from spmdtrain.placement import (
+from spmdtrain.distributed import process_group
+from spmdtrain.sharding.mesh import BATCH_AXES
+from spmdtrain.sharding.placement import (
     Placement,
     constrain,
     current_strategy,
@@ -113,7 +114,7 @@ def test_the_most_shards_are_heeded() -> None:
 
 
 def test_what_is_for_one_process_is_refused_with_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "count", lambda: 3)
+    monkeypatch.setattr(process_group, "count", lambda: 3)
     for name in ("default", "one_device"):
         with pytest.raises(UserError) as caught:
             placed(name)

@@ -18,15 +18,16 @@ import pytest
 from helpers import DIGITS, GAN, GPT, environment, text_in
 from plans import needs_libtpu, plan, planned
 
-from spmdtrain import Trainer, compilers, estimate, topologies
+from spmdtrain import Trainer
 from spmdtrain.config import resolve
 from spmdtrain.errors import UserError
-from spmdtrain.experiment import load_experiment
-from spmdtrain.hlo import collectives_of
-from spmdtrain.hlo_module import Module
-from spmdtrain.origins import Origins
-from spmdtrain.plan import main
-from spmdtrain.summaries import sealed
+from spmdtrain.plan import aot, time_model, topologies
+from spmdtrain.plan.command import main
+from spmdtrain.plan.summary import sealed
+from spmdtrain.train.experiment import load_experiment
+from spmdtrain.xla.collectives import collectives_of
+from spmdtrain.xla.hlo_parser import Module
+from spmdtrain.xla.provenance import Origins
 
 PARAMETERS = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10  # of digits_mlp
 
@@ -52,7 +53,7 @@ def test_on_cpu_it_is_what_the_compiled_step_and_the_live_arrays_say(strategy: s
     assert memory["temporaries"] == compiled.temp_size_in_bytes
     assert memory["results"] == compiled.output_size_in_bytes - compiled.alias_size_in_bytes
 
-    live = trainer._steps.init(0)
+    live = trainer.functions.init(0)
 
     def held(tree: Any) -> int:
         return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
@@ -290,17 +291,17 @@ def test_over_two_slices_of_tpus_the_network_between_them_is_one_axis() -> None:
 def test_without_libtpu_it_says_which_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"not installed; pip install 'spmdtrain\[tpu\]'"):
-        compilers.devices_of(topologies.parse("v5e:4x4"))
+        aot.devices_of(topologies.parse("v5e:4x4"))
 
 
 def test_a_compiler_that_jax_was_not_made_with_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilers, "version_of", lambda package: "0.0.11")
-    tpu, gpu = (compilers.other_compiler(topologies.parse(x)) for x in ("v5e:4x4", "gpu:h100:1x8"))
+    monkeypatch.setattr(aot, "version_of", lambda package: "0.0.11")
+    tpu, gpu = (aot.other_compiler(topologies.parse(x)) for x in ("v5e:4x4", "gpu:h100:1x8"))
     assert tpu.startswith(f"libtpu 0.0.11 is installed, and jax {jax.__version__} was made with")
     assert "pip install 'spmdtrain[tpu]'" in tpu and "pip install 'spmdtrain[cuda12]'" in gpu
     monkeypatch.undo()
-    assert compilers.other_compiler(topologies.parse("v5e:4x4")) == ""
-    assert compilers.other_compiler(topologies.parse("cpu:8")) == ""
+    assert aot.other_compiler(topologies.parse("v5e:4x4")) == ""
+    assert aot.other_compiler(topologies.parse("cpu:8")) == ""
 
 
 @needs_libtpu
@@ -339,7 +340,7 @@ def torus(*shape: int) -> list[Any]:
 )
 def test_links_of_a_torus(name: str, chosen: slice, bandwidth: float, hops: int) -> None:
     topology = topologies.parse(name)
-    link = estimate.link_between("all-reduce", torus(*topology.shape)[chosen], topology)
+    link = time_model.link_between("all-reduce", torus(*topology.shape)[chosen], topology)
     assert (link.bandwidth / 1e9, link.hops) == (bandwidth, hops)
 
 
@@ -355,29 +356,29 @@ def test_links_of_a_torus(name: str, chosen: slice, bandwidth: float, hops: int)
 def test_all_to_all_crosses_the_middle(name: str, chosen: slice, bandwidth: float) -> None:
     """The time of n arrays of B / n bytes over a ring of links w is n B / 8 w (bisection)."""
     topology = topologies.parse(name)
-    link = estimate.link_between("all-to-all", torus(*topology.shape)[chosen], topology)
+    link = time_model.link_between("all-to-all", torus(*topology.shape)[chosen], topology)
     assert link.bandwidth / 1e9 == bandwidth
 
 
 def test_gpus_of_a_host_and_of_two() -> None:
     topology = topologies.parse("gpu:h100:2x8")
     devices = [SimpleNamespace(id=n) for n in range(16)]
-    assert estimate.link_between("all-reduce", devices[:8], topology).name == "NVLink"
+    assert time_model.link_between("all-reduce", devices[:8], topology).name == "NVLink"
     assert (
-        estimate.link_between("all-reduce", devices, topology).name == "the network between hosts"
+        time_model.link_between("all-reduce", devices, topology).name == "the network between hosts"
     )
 
 
 def test_seconds_of_collectives() -> None:
-    link = estimate.Link(bandwidth=1e9, hops=4, name="links")
-    assert estimate.seconds("all-gather", 8e9, 8, link) == pytest.approx(7)
-    assert estimate.seconds("reduce-scatter", 8e9, 8, link) == pytest.approx(7)
-    assert estimate.seconds("all-reduce", 8e9, 8, link) == pytest.approx(14)
-    assert estimate.seconds("collective-permute", 8e9, 8, link) == pytest.approx(8)
-    assert estimate.seconds("all-reduce", 8, 8, link) == pytest.approx(8e-6)
-    assert estimate.seconds("all-gather", 8, 8, link) == pytest.approx(4e-6)
-    assert estimate.seconds("all-reduce", 8e9, 1, link) == 0
-    times = estimate.Times(
+    link = time_model.Link(bandwidth=1e9, hops=4, name="links")
+    assert time_model.seconds("all-gather", 8e9, 8, link) == pytest.approx(7)
+    assert time_model.seconds("reduce-scatter", 8e9, 8, link) == pytest.approx(7)
+    assert time_model.seconds("all-reduce", 8e9, 8, link) == pytest.approx(14)
+    assert time_model.seconds("collective-permute", 8e9, 8, link) == pytest.approx(8)
+    assert time_model.seconds("all-reduce", 8, 8, link) == pytest.approx(8e-6)
+    assert time_model.seconds("all-gather", 8, 8, link) == pytest.approx(4e-6)
+    assert time_model.seconds("all-reduce", 8e9, 1, link) == 0
+    times = time_model.Times(
         useful=0.0, compute=3, memory=5, waiting=2, overlapped=4, least_memory=1, least_links=3.5
     )
     assert (times.bound, times.estimate, times.rules) == (3.5, 7, "collectives")

@@ -9,11 +9,12 @@ import pytest
 from helpers import DIGITS, GPT, text_in
 from plans import advised, needs_libtpu, plan, planned
 
-from spmdtrain import plan_tables, run
-from spmdtrain.compiler_log import CompilerLog, kept_log
-from spmdtrain.live_ranges import Live, read_dump
-from spmdtrain.plan import Options
-from spmdtrain.summaries import Use
+from spmdtrain.plan import tables
+from spmdtrain.plan.command import Options
+from spmdtrain.plan.compiler_log import CompilerLog, kept_log
+from spmdtrain.plan.peak_memory import Live, read_dump
+from spmdtrain.plan.summary import Use
+from spmdtrain.train import command_line
 
 NAMES = {f"layers/{n}/{kind}" for n in range(3) for kind in ("kernel", "bias")}
 PARAMETERS = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10  # of digits_mlp
@@ -242,8 +243,8 @@ def test_events_of_collectives_and_of_time() -> None:
 
     before = of("all-gather", 0.0, "compute", "links")
     after = of("all-reduce", 0.25, "collectives", "the network between slices")
-    assert list(plan_tables.events(before, before)) == []
-    assert list(plan_tables.events(before, after | {"fits": False})) == [
+    assert list(tables.events(before, before)) == []
+    assert list(tables.events(before, after | {"fits": False})) == [
         "does not fit any more",
         "w: crosses in all-reduce (in all-gather before)",
         "collectives cross the network between slices",
@@ -272,7 +273,7 @@ def test_an_array_that_is_made_whole_is_told_with_its_line(tmp_path: Path) -> No
 
 RESHARDED = """    def loss(model, batch):
         from jax.sharding import NamedSharding, PartitionSpec as P
-        from spmdtrain.placement import current_strategy
+        from spmdtrain.sharding.placement import current_strategy
         mesh = current_strategy().mesh
         def lay(x, *spec):
             return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
@@ -313,7 +314,7 @@ def test_the_partitioners_warnings_are_read_in_both_spellings(
 def test_an_option_of_several_values_may_be_given_several_times() -> None:
     given = ["--compiler-option", "a=1", "--steps", "5", "--compiler-option=b=2", "c=3"]
     where = ["--config", str(DIGITS), "--topology", "cpu:8"]
-    config = run.parse([*where, *given, "--frozen", "x", "--frozen", "y"], Options).config
+    config = command_line.parse([*where, *given, "--frozen", "x", "--frozen", "y"], Options).config
     assert config.compiler_option == ("a=1", "b=2", "c=3")
     assert (config.frozen, config.steps) == (("x", "y"), 5)
 

@@ -29,7 +29,7 @@ from processes import (
     tf_config,
 )
 
-from spmdtrain.checkpoints import main as checkpoints
+from spmdtrain.checkpoints.command import main as checkpoints
 from spmdtrain.testing import Finished, run_processes
 
 # -- the same numbers ------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ import optax
 from jax.experimental.multihost_utils import process_allgather
 
 from spmdtrain.distributed import initialize
-from spmdtrain.processes import count, rank
+from spmdtrain.distributed.process_group import count, rank
 
 initialize(timeout=100)
 
@@ -54,7 +54,7 @@ sys.path.insert(0, EXPERIMENTS)
 from digits_mlp import load_digits, objective
 from spmdtrain import MeshSpec, Trainer
 from spmdtrain.models import MLP, mlp_rules
-from spmdtrain.sharding import named_leaves
+from spmdtrain.sharding.layout import named_leaves
 
 
 class Rows:

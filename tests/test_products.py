@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmdtrain.flops import count_flops
-from spmdtrain.hlo_module import Module
-from spmdtrain.products import products
+from spmdtrain.plan.flops import count_flops
+from spmdtrain.plan.matmul_flops import products
+from spmdtrain.xla.hlo_parser import Module
 
 # A line of a program, the operands' dims and the operations: two for each multiply-add.
 LINES = {

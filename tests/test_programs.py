@@ -12,8 +12,8 @@ import pytest
 from linear import squared_error, trainer
 
 from spmdtrain import Mapped, Trainer, UserError
-from spmdtrain.session import Session
-from spmdtrain.step import Steps
+from spmdtrain.step.train_step import Steps
+from spmdtrain.train.session import Session
 
 X = np.random.default_rng(1).normal(size=(40, 4))  # of f64, which the devices make f32
 Y = X.sum(-1, keepdims=True).astype(np.float32)

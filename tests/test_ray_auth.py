@@ -13,9 +13,10 @@ from unittest import mock
 import pytest
 from other_user import UID, as_stranger, needs_root
 
-from spmdtrain import UserError, ray_auth
-from spmdtrain.tfconfig import Address
-from spmdtrain.user_folders import private_folder
+from spmdtrain import UserError
+from spmdtrain.cluster.tf_config import Address
+from spmdtrain.files.user_folders import private_folder
+from spmdtrain.parameter_server import ray_auth
 
 CHIEF = Address("127.0.0.1", 2222)
 BOUND = 120
@@ -142,13 +143,13 @@ os._exit(0)  # ray.shutdown waits for the node that has joined; its processes en
 PROTECTED = """
 import os
 import sys
-from spmdtrain import nodes
-from spmdtrain.spec import from_environment
-from spmdtrain.tasks import tf_configs
+from spmdtrain.parameter_server import ray_nodes
+from spmdtrain.cluster.spec import from_environment
+from spmdtrain.launch.task_env import tf_configs
 
 os.environ["TF_CONFIG"] = tf_configs(["chief", "worker 0", "ps 0"])["chief"]
 spec = from_environment()
-with nodes.head(spec, 60.0) as ray:
+with ray_nodes.head(spec, 60.0) as ray:
     class Actor:
         def ready(self):
             pass

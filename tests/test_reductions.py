@@ -28,12 +28,12 @@ from steps import (
 
 from spmdtrain import MeshSpec, Rule, Trainer, UserError
 from spmdtrain.config import Collectives, ShardingOptions
-from spmdtrain.mesh import build_mesh
 from spmdtrain.models import MLP
-from spmdtrain.placement import constrain, current_strategy
-from spmdtrain.reductions import Reduction, all_reduce, hierarchical, one_device, packed
+from spmdtrain.sharding.mesh import build_mesh
+from spmdtrain.sharding.placement import constrain, current_strategy
+from spmdtrain.step.reductions import Reduction, all_reduce, hierarchical, one_device, packed
 from spmdtrain.terminal import Terminal
-from spmdtrain.testing_steps import CompiledStep, compiled_step
+from spmdtrain.testing.compiled_step import CompiledStep, compiled_step
 
 BATCH = tokens_batch(np.random.default_rng(5))
 SPLIT = ShardingOptions(min_size=1)
@@ -48,7 +48,7 @@ def tokens(**options: Any) -> Trainer:
 
 @cache
 def expected() -> dict[str, np.ndarray]:
-    return tokens_expected(tokens()._steps.init(0).params, BATCH)
+    return tokens_expected(tokens().functions.init(0).params, BATCH)
 
 
 @cache
@@ -523,7 +523,7 @@ def test_each_batch_is_judged_by_itself() -> None:
         optimizer=optax.sgd(0.1),
         global_batch_size=8,
         terminal=Terminal(quiet=True),
-    )._steps
+    ).functions
     alone = {"x": np.ones((8, 4), np.float32), "y": np.ones((8, 1), np.float32)}
     for batch, packs in ((alone, True), (alone | {"together": np.ones(8)}, False), (alone, True)):
         told = steps.settle(batch)

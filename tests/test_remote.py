@@ -26,9 +26,9 @@ from helpers import (
 )
 
 from spmdtrain.errors import StorageError, UserError
+from spmdtrain.files.run_files import RunFiles, Split, Status
+from spmdtrain.files.storage import folder_of
 from spmdtrain.run import main
-from spmdtrain.storage import folder_of
-from spmdtrain.writers import RunFiles, Split, Status
 
 pytestmark = pytest.mark.slow  # to a bucket, simulated, every file takes its time
 

@@ -33,9 +33,9 @@ from meetings import (
 )
 from processes import free_port
 
-from spmdtrain import rendezvous
+from spmdtrain.cluster import rendezvous
+from spmdtrain.cluster.rendezvous import Party, meet
 from spmdtrain.errors import ClusterError, UserError
-from spmdtrain.rendezvous import Party, meet
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +130,8 @@ def test_without_an_answer_after_it_has_come_back_it_counts_as_missing() -> None
 def test_a_process_0_that_dies_while_it_gathers_is_named() -> None:
     who = parties(3)
     script = (
-        "from spmdtrain import rendezvous\nfrom spmdtrain.rendezvous import Party, meet\n"
+        "from spmdtrain.cluster import rendezvous\n"
+        "from spmdtrain.cluster.rendezvous import Party, meet\n"
         "rendezvous._TELL_EVERY = 0.1\n"
         f"meet(Party('127.0.0.1', {who[0].port}, {NAMES[:3]!r}, 0), 60, print)"
     )

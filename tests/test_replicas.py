@@ -25,8 +25,8 @@ from spmdtrain import (
     reduce,
     weighted_mean,
 )
-from spmdtrain.placement import Placement, place, under
-from spmdtrain.reductions import all_reduce
+from spmdtrain.sharding.placement import Placement, place, under
+from spmdtrain.step.reductions import all_reduce
 from spmdtrain.testing import run_processes
 
 RNG = np.random.default_rng(0)

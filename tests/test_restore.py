@@ -34,25 +34,25 @@ from spmdtrain import (
     Trainer,
     TrainState,
     UserError,
-    checkpoints,
     export_params,
     load_model,
     load_params,
     load_variables,
     read_manifest,
 )
-from spmdtrain.adapting import adapt
-from spmdtrain.checkpoint import Checkpoints
+from spmdtrain.adapters.as_adapter import adapt
+from spmdtrain.checkpoints import command
+from spmdtrain.checkpoints.manifest import Manifest
+from spmdtrain.checkpoints.restore import load_state, read_variables
+from spmdtrain.checkpoints.retention import Retention
+from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, describe_optimizer
+from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.config import as_json
-from spmdtrain.identity import Identity, describe_leaves, describe_optimizer
-from spmdtrain.manifest import Manifest
 from spmdtrain.models import MLP
-from spmdtrain.placement import place
-from spmdtrain.restore import load_state, read_variables
-from spmdtrain.retention import Retention
 from spmdtrain.run import main
-from spmdtrain.sharding import Rule
-from spmdtrain.step import Steps, model_output
+from spmdtrain.sharding.layout import Rule
+from spmdtrain.sharding.placement import place
+from spmdtrain.step.train_step import Steps, model_output
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
 
@@ -288,7 +288,7 @@ PROGRAM = """
 import json, sys
 import jax
 from spmdtrain import load_params
-from spmdtrain.sharding import named_leaves
+from spmdtrain.sharding.layout import named_leaves
 params = named_leaves(load_params(sys.argv[1]))
 print(json.dumps({n: [str(x.dtype), x.tobytes().hex()] for n, x in params.items()}))
 on_device = load_params(sys.argv[1], sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
@@ -510,7 +510,7 @@ def test_parameters_of_any_structure_are_loaded_resumed_and_exported(
     again.fit((X, Y), steps=2)
     assert structure_of(again.state) == structure_of(fitted.state)
     assert_same_bits(again.state, fitted.state)
-    assert checkpoints.main(["verify", str(tmp_path / "run")]) == 0
+    assert command.main(["verify", str(tmp_path / "run")]) == 0
 
 
 # -- export ----------------------------------------------------------------------------------------
@@ -682,7 +682,7 @@ def test_show_prints_the_arrays_and_the_facts(
     plain: Run, copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     remove_arrays(copy)
-    assert checkpoints.main(["show", str(copy), "--step", "6"]) == 0
+    assert command.main(["show", str(copy), "--step", "6"]) == 0
     printed = capsys.readouterr().out
     table = {name: cells for name, *cells in rows(printed)}
     assert list(table) == list(named_leaves(plain.state))
@@ -695,7 +695,7 @@ def test_show_prints_the_arrays_and_the_facts(
     loss = metrics(plain.workdir, "eval")[-1]["loss"]
     assert facts["metrics"] == str({"loss": loss})
     assert facts["config.keep_latest"] == "3" and "'examples': 40" in facts["dataset"]
-    assert checkpoints.main(["show", str(copy / "checkpoints" / "4")]) == 0
+    assert command.main(["show", str(copy / "checkpoints" / "4")]) == 0
     assert "\nstep: 4\n" in capsys.readouterr().out
 
 
@@ -814,7 +814,7 @@ def test_a_checkpoint_goes_into_a_module_in_one_line(rising: Run) -> None:
 def test_show_lists_all_checkpoints_and_marks_the_best(
     rising: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert checkpoints.main(["show", str(rising.workdir)]) == 0
+    assert command.main(["show", str(rising.workdir)]) == 0
     found = {cells[0]: cells[-2:] for cells in rows(capsys.readouterr().out)}
     assert found == {"4": ["0.6", ""], "3": ["0.7", ""], "2": ["0.9", "best score"]}
 
@@ -837,7 +837,7 @@ def test_verify_prints_a_row_a_checkpoint_and_what_is_wrong(
     plain: Run, copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = copy / "checkpoints"
-    assert checkpoints.main(["verify", str(copy)]) == 0
+    assert command.main(["verify", str(copy)]) == 0
     found = rows(capsys.readouterr().out)
     assert [[row[0], row[4]] for row in found] == [["6", "good"], ["4", "good"], ["2", "good"]]
     losses = {line["step"]: line["loss"] for line in metrics(plain.workdir, "eval")}
@@ -850,7 +850,7 @@ def test_verify_prints_a_row_a_checkpoint_and_what_is_wrong(
     (folder / "7.orbax-checkpoint-tmp").mkdir()
     (folder / "8.damaged").mkdir()
     before = contents(copy)
-    assert checkpoints.main(["verify", str(copy)]) == 1
+    assert command.main(["verify", str(copy)]) == 1
     found = rows(capsys.readouterr().out)
     assert [[row[0], row[4]] for row in found] == [
         ["6", "manifest.json is missing: the save did not end, or something else made it"],
@@ -863,10 +863,10 @@ def test_verify_prints_a_row_a_checkpoint_and_what_is_wrong(
         ["8.damaged", "set aside"],
     ]
     assert contents(copy) == before  # to look changes nothing
-    assert checkpoints.main(["verify", str(folder / "2")]) == 0
+    assert command.main(["verify", str(folder / "2")]) == 0
     assert [row[0] for row in rows(capsys.readouterr().out)] == ["2"]
-    assert checkpoints.main(["verify", str(folder / "4")]) == 1
-    assert checkpoints.main(["verify", str(copy / "nowhere")]) == 2
+    assert command.main(["verify", str(folder / "4")]) == 1
+    assert command.main(["verify", str(copy / "nowhere")]) == 2
     assert "nowhere: holds no checkpoint" in capsys.readouterr().err
 
 
@@ -874,17 +874,17 @@ def test_the_export_command_says_what_it_wrote_or_why_not(
     plain: Run, averaging: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "x.npz"
-    assert checkpoints.main(["export", str(plain.workdir), str(target)]) == 0
+    assert command.main(["export", str(plain.workdir), str(target)]) == 0
     said = capsys.readouterr().out
     assert said == f"4 arrays, {4 * 8 * 2 + 8 * 2 + 8 * 4 + 4} B, in {target}\n"
     for options, expected in zip(([], ["--trained"]), both(averaging.state), strict=True):
-        assert checkpoints.main(["export", str(averaging.workdir), str(target), *options]) == 0
+        assert command.main(["export", str(averaging.workdir), str(target), *options]) == 0
         with np.load(target) as found:
             np.testing.assert_array_equal(found["layers.0.bias"], expected["layers/0/bias"])
-    assert checkpoints.main(["export", str(plain.workdir), str(tmp_path / "x.bin")]) == 2
+    assert command.main(["export", str(plain.workdir), str(tmp_path / "x.bin")]) == 2
     assert capsys.readouterr().err.startswith("error: ")
     (tmp_path / "folder.npz").mkdir()
-    assert checkpoints.main(["export", str(plain.workdir), str(tmp_path / "folder.npz")]) == 1
+    assert command.main(["export", str(plain.workdir), str(tmp_path / "folder.npz")]) == 1
     assert capsys.readouterr().err.startswith("failed: ")
 
 
@@ -916,7 +916,7 @@ def test_step_0_is_saved_on_request_and_a_run_begins_from_it(
     zero = read_manifest(str(averaging.workdir / "checkpoints" / "0"))
     assert (zero.step, zero.metrics) == (0, None)
     params = load_params(str(averaging.workdir / "checkpoints" / "0"))
-    assert_same_bits(params, trainer(tmp_path / "new")._steps.init(0).params)
+    assert_same_bits(params, trainer(tmp_path / "new").functions.init(0).params)
     workdir = tmp_path / "run"
     shutil.copytree(averaging.workdir / "checkpoints" / "0", workdir / "checkpoints" / "0")
     again = trainer(workdir, ema_decay=0.3, resume="must", eval_every_steps=4)

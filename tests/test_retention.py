@@ -19,16 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdtrain import Trainer, UserError
-from spmdtrain.adapting import adapt
-from spmdtrain.checkpoint import Checkpoints
+from spmdtrain.adapters.as_adapter import adapt
+from spmdtrain.checkpoints.manifest import Manifest
+from spmdtrain.checkpoints.restore import load_state
+from spmdtrain.checkpoints.retention import Record, Retention
+from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, describe_optimizer
+from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.config import MeshSpec, RunConfig, as_json
-from spmdtrain.identity import Identity, describe_leaves, describe_optimizer
-from spmdtrain.manifest import Manifest
-from spmdtrain.placement import place
-from spmdtrain.restore import load_state
-from spmdtrain.retention import Record, Retention
-from spmdtrain.state import TrainState
-from spmdtrain.step import Steps, model_output
+from spmdtrain.sharding.placement import place
+from spmdtrain.step.state import TrainState
+from spmdtrain.step.train_step import Steps, model_output
 from spmdtrain.terminal import Terminal
 
 START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)

@@ -15,11 +15,12 @@ import pytest
 from flax import nnx
 from helpers import environment, metrics, saved_steps
 
-from spmdtrain import Loop, Trainer, UserError, distributed
-from spmdtrain.cluster_checks import check_servers
-from spmdtrain.parameter_server import take_part
-from spmdtrain.spec import from_tf_config
-from spmdtrain.tasks import tf_configs
+from spmdtrain import Loop, Trainer, UserError
+from spmdtrain.cluster.checks import check_servers
+from spmdtrain.cluster.spec import from_tf_config
+from spmdtrain.distributed import initialize
+from spmdtrain.launch.task_env import tf_configs
+from spmdtrain.parameter_server.executor import take_part
 
 BOUND = 120  # seconds
 
@@ -175,7 +176,7 @@ def test_the_doctor_refuses_what_a_run_refuses(
     task = {"type": next(iter(jobs)), "index": 0}
     text = json.dumps({"cluster": jobs, "task": task})
     monkeypatch.setenv("TF_CONFIG", text)
-    monkeypatch.setattr(distributed, "_settled", False)  # restored after the test
+    monkeypatch.setattr(initialize, "_settled", False)  # restored after the test
     (finding,) = check_servers(from_tf_config(text))
     if missing is None:
         assert finding.level == "ok"

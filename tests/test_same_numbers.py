@@ -15,12 +15,13 @@ import pytest
 from flax import nnx
 from helpers import DIGITS, LINEAR, MNIST
 
-from spmdtrain import Experiment, MeshSpec, Trainer, TrainState, hlo
+from spmdtrain import Experiment, MeshSpec, Trainer, TrainState
 from spmdtrain.config import RunConfig, resolve
-from spmdtrain.data import as_dataset
-from spmdtrain.feed import train_batches
+from spmdtrain.data.datasets import as_dataset
+from spmdtrain.data.loader import train_batches
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
+from spmdtrain.xla import collectives
 
 DEVICES = (1, 2, 4, 8)
 # Computed but once, and cancelled to nearly nothing, an element keeps the rounding of its terms:
@@ -60,7 +61,7 @@ class Gradients:
         self.devices, self.experiment, self.config = devices, experiment, config
 
     def __call__(self, state: TrainState) -> tuple[float, dict[str, np.ndarray]]:
-        steps = self.trainer._steps
+        steps = self.trainer.functions
         common = dataclasses.replace(
             steps.init(0),
             step=jnp.asarray(np.asarray(state.step)),
@@ -156,10 +157,10 @@ def test_the_step_holds_all_reduces_of_each_gradient_once_and_no_all_gather() ->
     trainer = trainer_on(8, experiment, config)
     program = compiled(trainer, experiment, config)
     assert trainer.mesh is not None
-    found = hlo.collectives(program, trainer.mesh)
+    found = collectives.collectives(program, trainer.mesh)
     assert {collective.kind for collective in found} == {"all-reduce"}
     assert {collective.axes for collective in found} == {("data",)}
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(trainer._steps.abstract_state.params))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(trainer.functions.abstract_state.params))
     loss_and_accuracy = 2
     assert sum(collective.bytes for collective in found) == 4 * (parameters + loss_and_accuracy)
 
@@ -168,12 +169,12 @@ def test_the_step_on_one_device_holds_no_collective() -> None:
     experiment, config = build(DIGITS)
     trainer = trainer_on(1, experiment, config)
     assert trainer.mesh is not None
-    assert hlo.collectives(compiled(trainer, experiment, config), trainer.mesh) == []
+    assert collectives.collectives(compiled(trainer, experiment, config), trainer.mesh) == []
 
 
 def compiled(trainer: Trainer, experiment: Experiment, config: RunConfig) -> str:
     """The optimized HLO of the train step that `fit` would run."""
-    steps, batch = trainer._steps, first_batch(trainer, experiment, config, 0)
+    steps, batch = trainer.functions, first_batch(trainer, experiment, config, 0)
     text: str = steps.train_program().lower(steps.abstract_state, batch).compile().as_text()
     return text
 
@@ -181,7 +182,7 @@ def compiled(trainer: Trainer, experiment: Experiment, config: RunConfig) -> str
 def test_the_state_is_born_where_it_belongs() -> None:
     experiment, config = build(DIGITS)
     trainer = trainer_on(8, experiment, config)
-    for name, leaf in named_leaves(trainer._steps.init(0)).items():
+    for name, leaf in named_leaves(trainer.functions.init(0)).items():
         assert len(leaf.sharding.device_set) == 8, name
         assert leaf.sharding.is_fully_replicated, name
 

@@ -9,7 +9,7 @@ import pytest
 from helpers import saved_steps
 from processes import codes, differing, drill, job, run_line, show
 
-from spmdtrain import settings
+from spmdtrain.distributed import numeric_settings
 
 
 def of_other_keras(folder: Path) -> str:
@@ -68,13 +68,13 @@ def test_settings_that_a_script_changes_later_are_compared_before_the_training(
 
 
 def test_the_settings_are_those_of_the_thread_and_have_no_places_of_one_host() -> None:
-    before = settings.settings()
+    before = numeric_settings.settings()
     assert "jax_default_device" not in before and "jax_num_cpu_devices" not in before
     with jax.enable_x64(True), jax.default_device(jax.devices()[3]):
-        after = settings.settings()
+        after = numeric_settings.settings()
     assert {name for name in before if before[name] != after[name]} == {"jax_enable_x64"}
     with jax.default_matmul_precision("highest"), jax.numpy_rank_promotion("raise"):
-        after = settings.settings()
+        after = numeric_settings.settings()
     changed = {name: after[name] for name in before if before[name] != after[name]}
     assert changed == {
         "jax_default_matmul_precision": "highest",
@@ -93,11 +93,11 @@ def test_the_settings_are_those_of_the_thread_and_have_no_places_of_one_host() -
     ],
 )
 def test_flags_are_compared_by_what_xla_makes_of_them(text: str, found: dict[str, str]) -> None:
-    assert settings.xla_flags(text) == found
+    assert numeric_settings.xla_flags(text) == found
 
 
 def test_flags_may_be_in_a_file(tmp_path: Path) -> None:
     """As XLA has it: what does not begin with a hyphen is the name of a file."""
     path = tmp_path / "flags"
     path.write_text("--xla_a=1\n--xla_b\n")
-    assert settings.xla_flags(str(path)) == {"--xla_a": "1", "--xla_b": "true"}
+    assert numeric_settings.xla_flags(str(path)) == {"--xla_a": "1", "--xla_b": "true"}

@@ -7,9 +7,9 @@ from helpers import DIGITS, run
 
 from spmdtrain import Loop, RunConfig, Servers, UserError
 from spmdtrain.config import check
-from spmdtrain.parameter_server import of_options, take_part
-from spmdtrain.partitioners import FixedShards, MaxSize, MinSize
-from spmdtrain.tasks import tf_configs
+from spmdtrain.launch.task_env import tf_configs
+from spmdtrain.parameter_server.executor import of_options, take_part
+from spmdtrain.parameter_server.partition import FixedShards, MaxSize, MinSize
 
 BY_SERVERS = {"strategy": "parameter_server"}
 

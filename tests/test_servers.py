@@ -11,13 +11,13 @@ import optax
 import pytest
 from hypothesis import given, settings
 
-from spmdtrain.cuts import Cuts, cuts_of
-from spmdtrain.divided import divided, name_of, parts_of
 from spmdtrain.errors import UserError
-from spmdtrain.model_state import difference, with_difference
-from spmdtrain.partitioners import FixedShards
-from spmdtrain.server import Counts, Held, Landed, Push, Server
-from spmdtrain.updates import Update
+from spmdtrain.parameter_server.optimizer_split import divided, name_of, parts_of
+from spmdtrain.parameter_server.partition import FixedShards
+from spmdtrain.parameter_server.server import Counts, Held, Landed, Push, Server
+from spmdtrain.parameter_server.tree_partition import Cuts, cuts_of
+from spmdtrain.step.model_state import difference, with_difference
+from spmdtrain.step.optimizer import Update
 
 PARAMS = {
     "kernel": jnp.arange(70.0).reshape(10, 7) / 70,

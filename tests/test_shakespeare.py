@@ -32,11 +32,11 @@ from matrix import ROWS, Row
 
 from spmdtrain import Trainer, UserError
 from spmdtrain.config import ShardingOptions
-from spmdtrain.experiment import load_experiment
 from spmdtrain.models import Transformer
-from spmdtrain.placement import Placement, place
-from spmdtrain.run import parse
-from spmdtrain.sharding import Layout
+from spmdtrain.sharding.layout import Layout
+from spmdtrain.sharding.placement import Placement, place
+from spmdtrain.train.command_line import parse
+from spmdtrain.train.experiment import load_experiment
 from spmdtrain.tree import named_leaves
 
 DATA = Path(os.environ.get("SPMDTRAIN_DATA", REPOSITORY.parent / "shared" / "data"))
@@ -183,7 +183,7 @@ def placed(row: Row) -> tuple[Placement, ShardingOptions]:
 def test_every_preset_has_a_place_under_every_strategy(preset: str | None, text: Path) -> None:
     of = config(preset, data_dir=str(text))
     experiment = gpt.build(of)
-    state = Trainer.of(experiment, of)._steps.abstract_state  # shapes, and no arrays
+    state = Trainer.of(experiment, of).functions.abstract_state  # shapes, and no arrays
     large = {name: x.shape for name, x in named_leaves(state).items() if x.size >= 2**20}
     count = {None: 0, "tiny": 0, "gpt2-small": 5, "gpt2-medium": 6, "1.3b": 5}[preset]
     assert len(large) == 3 * count  # parameters and two moments of each

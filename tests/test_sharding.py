@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from spmdtrain import FunctionModel, Loop, Trainer
+from spmdtrain.checkpoints.restore import load_state
 from spmdtrain.config import MeshSpec, RunConfig, ShardingOptions
 from spmdtrain.errors import UserError
-from spmdtrain.placement import Placement, place
-from spmdtrain.restore import load_state
-from spmdtrain.sharding import Gather, Layout, Rule, check_placed, describe
-from spmdtrain.state import TrainState
+from spmdtrain.sharding.layout import Gather, Layout, Rule, check_placed, describe
+from spmdtrain.sharding.placement import Placement, place
+from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
 
@@ -806,7 +806,7 @@ WRONG = "params/kernel of shape (32, 8) is replicated, and its rules ask for P('
 
 def test_a_state_that_is_born_elsewhere_stops_the_run() -> None:
     fitted = trainer()
-    steps = fitted._steps
+    steps = fitted.functions
     places = replicated(fitted, steps.shardings)
     steps._jit_init = jax.jit(steps._init, out_shardings=places)
     with pytest.raises(UserError) as caught:
@@ -825,7 +825,7 @@ def test_a_state_that_is_restored_elsewhere_stops_the_run(
     def elsewhere(folder: Any, manifest: Any, abstract: Any, shardings: Any) -> Any:
         return load_state(folder, manifest, abstract, replicated(fitted, shardings))
 
-    monkeypatch.setattr("spmdtrain.session.load_state", elsewhere)
+    monkeypatch.setattr("spmdtrain.train.session.load_state", elsewhere)
     with pytest.raises(UserError) as caught:
         fitted.fit(X, steps=3)
     assert str(caught.value) == f"as restored, {WRONG}"
@@ -833,7 +833,7 @@ def test_a_state_that_is_restored_elsewhere_stops_the_run(
 
 def test_a_state_that_a_step_leaves_elsewhere_stops_the_run() -> None:
     fitted = trainer()
-    steps = fitted._steps
+    steps = fitted.functions
     places = (steps.shardings, fitted.placement.batch)
     after = (replicated(fitted, steps.shardings), fitted.placement.everywhere)
     wrong = jax.jit(steps._train, in_shardings=places, out_shardings=after)
@@ -847,7 +847,7 @@ def test_a_state_that_a_step_leaves_elsewhere_stops_the_run() -> None:
 def test_a_state_that_is_where_it_should_be_is_trained(strategy: str) -> None:
     fitted = trainer(strategy=strategy, ema_decay=0.9)
     assert fitted.fit(X, steps=2).step == 2
-    check_placed(fitted.state, fitted._steps.shardings, "at the end")
+    check_placed(fitted.state, fitted.functions.shardings, "at the end")
     assert fitted.state is not None
     kernel = fitted.state.params["kernel"]
     assert kernel.addressable_shards[0].data.shape == (

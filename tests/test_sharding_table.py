@@ -21,8 +21,8 @@ from jax.sharding import (
 )
 from rich.console import Console
 
-from spmdtrain.sharding_table import Held, Row, ShardingTable, narrow, show, summary, tabulate
-from spmdtrain.state import TrainState, average_of
+from spmdtrain.sharding.table import Held, Row, ShardingTable, narrow, show, summary, tabulate
+from spmdtrain.step.state import TrainState, average_of
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves, path_name
 

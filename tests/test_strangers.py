@@ -43,10 +43,10 @@ from processes import (
     tf_config,
 )
 
-from spmdtrain import admission, rendezvous
+from spmdtrain.cluster import admission, rendezvous
+from spmdtrain.cluster.json_lines import Line
+from spmdtrain.cluster.rendezvous import Party
 from spmdtrain.errors import ClusterError, UserError
-from spmdtrain.lines import Line
-from spmdtrain.rendezvous import Party
 from spmdtrain.testing import started
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
@@ -357,7 +357,7 @@ import json, socket, sys, time
 from pathlib import Path
 
 from meetings import NONCE, greeted, greeting, hello, knock, parties
-from spmdtrain.rendezvous import Party
+from spmdtrain.cluster.rendezvous import Party
 
 port, go, names = int(sys.argv[1]), Path(sys.argv[2]), ["chief", "worker 0"]
 worker = Party("127.0.0.1", port, names, 1)

@@ -22,9 +22,9 @@ from matrix import ROWS, Row
 from spmdtrain import Event, FunctionModel, Trainer
 from spmdtrain.config import Collectives, ShardingOptions
 from spmdtrain.models import MLP, mlp_rules
-from spmdtrain.run import parse
 from spmdtrain.terminal import Terminal
-from spmdtrain.testing_steps import CompiledStep, compiled_step
+from spmdtrain.testing.compiled_step import CompiledStep, compiled_step
+from spmdtrain.train.command_line import parse
 from spmdtrain.tree import named_leaves
 
 BATCH, INTO, HIDDEN, OUT, MIN_SIZE = 64, 64, 512, 16, 1024
@@ -91,7 +91,7 @@ class Program(NamedTuple):
 
     def held(self, field: str) -> dict[str, float]:
         """Of each large array of the state the fraction that a device holds."""
-        steps = self.trainer._steps
+        steps = self.trainer.functions
         shardings = named_leaves(getattr(steps.shardings, field))
         leaves = named_leaves(getattr(steps.abstract_state, field))
         return {
@@ -252,7 +252,7 @@ def test_gradients_are_reduced_into_the_parts_that_the_optimizer_has(
     name: str, held: float
 ) -> None:
     """XLA may find that by itself, from the optimizer's state; here it is asked to."""
-    steps = program(name).trainer._steps
+    steps = program(name).trainer.functions
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), steps.abstract_state.params)
     found = named_leaves(jax.jit(steps.layout.gradients)(zeros))
     large = [x for x in found.values() if x.size >= MIN_SIZE]
@@ -265,7 +265,7 @@ def test_gradients_are_reduced_into_the_parts_that_the_optimizer_has(
 def test_default_knows_no_mesh() -> None:
     of = program("default")
     assert of.trainer.mesh is None
-    shardings = jax.tree.leaves(of.trainer._steps.shardings)
+    shardings = jax.tree.leaves(of.trainer.functions.shardings)
     shardings += [of.trainer.placement.batch, *jax.tree.leaves(of.step.compiled.output_shardings)]
     assert all(type(one) is SingleDeviceSharding for one in shardings)
     assert {one.device_set == {jax.devices()[0]} for one in shardings} == {True}

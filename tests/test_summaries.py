@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdtrain.hlo import Carried, Collective
-from spmdtrain.summaries import Buffer, Found, Use, read_summary, sealed
+from spmdtrain.plan.summary import Buffer, Found, Use, read_summary, sealed
+from spmdtrain.xla.collectives import Carried, Collective
 
 FOUND = Found(
     sizes={"temp": 123456, "total": 400000},

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmdtrain.sums import _on_devices, _sum, as_text, read_parts, start_sums, sums
+from spmdtrain.checkpoints.checksums import _on_devices, _sum, as_text, read_parts, start_sums, sums
 
 P = PartitionSpec
 
@@ -230,6 +230,8 @@ def test_arrays_in_host_memory_and_in_pieces_have_the_same_sum(
     for spec in (P(), P("a"), P(None, "a")):
         host = NamedSharding(MESHES["8"], spec, memory_kind="pinned_host")
         assert sums([jax.device_put(x, host)]) == expected
-    monkeypatch.setattr("spmdtrain.sums._CHUNK", 1000)  # not a whole number of rows
+    monkeypatch.setattr(
+        "spmdtrain.checkpoints.checksums._CHUNK", 1000
+    )  # not a whole number of rows
     assert sums([x]) == expected
     assert sums([x.reshape(4, 16, 32, 32)]) == expected

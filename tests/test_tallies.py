@@ -11,10 +11,10 @@ from hypothesis import given
 from rich.console import Console
 
 from spmdtrain.config import RunConfig, resolve
-from spmdtrain.journal import Journal
-from spmdtrain.tallies import Tally
+from spmdtrain.files.run_files import RunFiles, Split
+from spmdtrain.parameter_server.stats import Tally
 from spmdtrain.terminal import Terminal
-from spmdtrain.writers import RunFiles, Split
+from spmdtrain.train.run_logger import Journal
 
 
 def shown(tally: Tally, made: dict[str, int]) -> list[str]:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from spmdtrain.hlo_module import Module
-from spmdtrain.traffic import bytes_moved
+from spmdtrain.plan.memory_traffic import bytes_moved
+from spmdtrain.xla.hlo_parser import Module
 
 FUSED = """\
 %copied (a: f32[16,8]) -> f32[16,8] {

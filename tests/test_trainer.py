@@ -29,13 +29,13 @@ from spmdtrain import (
     Trainer,
     UserError,
     read_manifest,
-    user_frames,
 )
-from spmdtrain.adapting import adapt
-from spmdtrain.data import as_dataset
-from spmdtrain.placement import place
-from spmdtrain.sharding import Rule
-from spmdtrain.step import Steps, model_output
+from spmdtrain.adapters.as_adapter import adapt
+from spmdtrain.data.datasets import as_dataset
+from spmdtrain.sharding.layout import Rule
+from spmdtrain.sharding.placement import place
+from spmdtrain.step import user_frames
+from spmdtrain.step.train_step import Steps, model_output
 from spmdtrain.tree import named_leaves
 
 X = np.random.default_rng(1).normal(size=(40, 4)).astype(np.float32)

@@ -18,13 +18,14 @@ from helpers import small_experiment
 from jax._src.compilation_cache import reset_cache
 from test_links import fit
 
-from spmdtrain import UserError, compilation
-from spmdtrain.checkpoints import main as checkpoints
-from spmdtrain.identity import Identity, changes, check_same_run
-from spmdtrain.manifest import Damaged, Manifest
+from spmdtrain import UserError
+from spmdtrain.checkpoints.command import main as checkpoints
+from spmdtrain.checkpoints.manifest import Damaged, Manifest
+from spmdtrain.checkpoints.run_identity import Identity, changes, check_same_run
+from spmdtrain.files.run_files import RunFiles, evaluator_metrics, status_of
+from spmdtrain.files.validation import Malformed, check
 from spmdtrain.run import main
-from spmdtrain.untrusted import Malformed, check
-from spmdtrain.writers import RunFiles, evaluator_metrics, status_of
+from spmdtrain.xla import compile_cache
 
 pytestmark = pytest.mark.timeout(60)  # a FIFO must not be waited for
 
@@ -196,7 +197,7 @@ def test_a_fifo_in_a_checkpoint_is_damage(
 
 
 def test_a_program_under_the_name_of_another_is_not_run(tmp_path: Path) -> None:
-    folder = compilation._Folder(tmp_path)
+    folder = compile_cache._Folder(tmp_path)
     folder.put("a", b"the program a")
     folder.put("b", b"the program b")
     (tmp_path / "a").rename(tmp_path / "c")
@@ -223,11 +224,11 @@ def test_a_cache_that_was_moved_is_of_use(tmp_path: Path, own_cache: None) -> No
         jax.clear_caches()
         jax.jit(lambda x: 3 * x + 1).lower(jnp.ones(3)).compile()
 
-    compilation.keep_programs(str(tmp_path / "here"))
+    compile_cache.keep_programs(str(tmp_path / "here"))
     compile_one()
     names = {path.name for path in (tmp_path / "here").iterdir()}
     shutil.move(tmp_path / "here", tmp_path / "there")
-    compilation.keep_programs(str(tmp_path / "there"))
+    compile_cache.keep_programs(str(tmp_path / "there"))
     compile_one()
     assert {path.name for path in (tmp_path / "there").iterdir()} == names and names
 
@@ -244,13 +245,13 @@ def test_the_cache_of_another_user_is_not_used(
         os.seteuid(54321)
         try:
             with pytest.warns(UserWarning, match="not used"):
-                compilation.keep_programs(None)
+                compile_cache.keep_programs(None)
         finally:
             os.seteuid(0)
     else:
         closed.chmod(0)
         with pytest.warns(UserWarning, match="not used"):
-            compilation.keep_programs(None)
+            compile_cache.keep_programs(None)
     assert jax.config.jax_compilation_cache_dir is None  # type: ignore[attr-defined]
 
 

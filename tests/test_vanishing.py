@@ -13,8 +13,8 @@ from flax import nnx
 from PIL import Image
 
 from spmdtrain import ImageFolder, StorageError, Trainer
-from spmdtrain.callbacks import Event
 from spmdtrain.terminal import Terminal
+from spmdtrain.train.callbacks import Event
 from spmdtrain.tree import named_leaves
 
 

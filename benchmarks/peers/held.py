@@ -35,13 +35,14 @@ if work.processes > 1:
 import jax
 from nets import net_of
 
-from spmdtrain import ArrayDataset, Experiment, RunConfig, Trainer, resolve_on_devices, stepping
-from spmdtrain.experiment import load_experiment
+from spmdtrain import ArrayDataset, Experiment, RunConfig, Trainer, resolve_on_devices
 from spmdtrain.terminal import Terminal
+from spmdtrain.train import executor
+from spmdtrain.train.experiment import load_experiment
 
 gate.mark("imported")
 FLOWERS = Path(__file__).parents[2] / "experiments" / "flowers_mobilenet.py"
-train_batches = vars(stepping)["train_batches"]
+train_batches = vars(executor)["train_batches"]
 
 
 def gated(*arguments: Any, **options: Any) -> Iterator[Any]:
@@ -75,7 +76,7 @@ def experiment_and_config() -> tuple[Experiment, RunConfig]:
     ), config
 
 
-vars(stepping)["train_batches"] = gated
+vars(executor)["train_batches"] = gated
 experiment, config = experiment_and_config()
 run = Trainer.of(experiment, config, terminal=Terminal(quiet=True))
 run.fit(experiment.train)

@@ -23,7 +23,10 @@ if work.processes > 1:
 import jax
 from nets import net_of
 
-from spmdtrain import ArrayDataset, Collectives, Trainer, checkpoint, feed, stepping
+from spmdtrain import ArrayDataset, Collectives, Trainer
+from spmdtrain.checkpoints.save import Checkpoints
+from spmdtrain.data import loader
+from spmdtrain.train import executor
 
 gate.mark("imported")
 net = net_of(work)
@@ -34,19 +37,19 @@ if work.per_dispatch > 1:
     options |= {"steps_per_dispatch": work.per_dispatch, "data_on_device": True}
 if "--automatic" in sys.argv:
     options["collectives"] = Collectives(reduction="automatic")
-train_batches = feed.train_batches
+train_batches = loader.train_batches
 
 
-saving: list[checkpoint.Checkpoints] = []  # one for each save of the segment
-save = checkpoint.Checkpoints.save
+saving: list[Checkpoints] = []  # one for each save of the segment
+save = Checkpoints.save
 
 
-def noted(self: checkpoint.Checkpoints, *arguments: Any, **options: Any) -> None:
+def noted(self: Checkpoints, *arguments: Any, **options: Any) -> None:
     saving.append(self)
     save(self, *arguments, **options)
 
 
-checkpoint.Checkpoints.save = noted  # type: ignore[method-assign]
+Checkpoints.save = noted  # type: ignore[method-assign]
 
 
 def gated(*arguments: Any, **options: Any) -> Iterator[Any]:
@@ -68,7 +71,7 @@ def gated(*arguments: Any, **options: Any) -> Iterator[Any]:
             gate.mark("first step")
 
 
-vars(stepping)["train_batches"] = gated
+vars(executor)["train_batches"] = gated
 images, labels = work.arrays()
 # One for all processes; the benchmark removes what is in its temporary folder.
 workdir = Path(tempfile.gettempdir()) / f"spmdtrain-{gate.address.replace(':', '-')}"

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.errors import UserError
-from spmdtrain.placement import constrain, current_batch_shards, current_device
+from spmdtrain.sharding.placement import constrain, current_batch_shards, current_device
 
 # Expansion, channels, blocks, and the stride of the first of them: t, c, n and s of table 2.
 STAGES = (

@@ -11,9 +11,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from spmdtrain.errors import UserError
-from spmdtrain.placement import constrain, current_device
-from spmdtrain.remat import rematerialize
-from spmdtrain.sharding import Gather, Rule
+from spmdtrain.sharding.layout import Gather, Rule
+from spmdtrain.sharding.placement import constrain, current_device
+from spmdtrain.step.remat import rematerialize
 
 # Over "tensor" each device has some of the heads and of the hidden values, so that one sum over
 # the devices ends each half of a block. The first dim of what is in blocks is the layers'.

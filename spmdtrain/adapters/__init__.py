@@ -1,0 +1,1 @@
+"""Adapters from model libraries to pure functions over plain pytrees."""

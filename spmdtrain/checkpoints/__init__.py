@@ -1,0 +1,1 @@
+"""Checkpoints: saving, verification, restoring and export."""

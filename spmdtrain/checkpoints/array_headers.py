@@ -1,0 +1,71 @@
+"""Headers of the stored arrays of a checkpoint, checked before memory is allocated for the arrays.
+
+A header of a few bytes may declare any size, and TensorStore allocates what it declares.
+"""
+
+import functools
+import math
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmdtrain.checkpoints.manifest import Damaged, Manifest
+from spmdtrain.checkpoints.run_identity import describe
+from spmdtrain.terminal import byte_size
+from spmdtrain.tree import path_name
+
+PyTree = Any
+
+_LONGEST_KEY = 16  # uint32s; JAX's own keys have 2 or 4
+
+
+def check_headers(tree: PyTree, manifest: Manifest, *, in_memory: bool) -> None:
+    """Compares the headers of the arrays of an item with the checkpoint's manifest.
+
+    Args:
+      tree: Orbax' metadata of the item's arrays.
+      manifest: The checkpoint's.
+      in_memory: Whether each array is then read whole by this machine.
+
+    Raises:
+      Damaged: If an array is not in the manifest, has another shape or dtype there, or has to be
+        and is not smaller than this machine's memory.
+    """
+    for path, header in jax.tree_util.tree_leaves_with_path(tree):
+        if fault := header_fault(path_name(path), header, manifest, in_memory=in_memory):
+            raise Damaged(fault)
+
+
+def header_fault(name: str, header: Any, manifest: Manifest, *, in_memory: bool) -> str | None:
+    """Returns what is wrong with the header of one array; None if nothing is."""
+    saved = manifest.identity.leaves.get(name)
+    if saved is None:
+        return f"{name} is not of this checkpoint"
+    shape, found = tuple(header.shape), describe(header)
+    if found != saved and not _are_numbers_of_key(header, saved):
+        return f"{name} is {found} by its header, and was saved as {saved}"
+    chunk = tuple(getattr(header.storage, "chunk_shape", None) or ())
+    if math.prod(chunk) > max(1, math.prod(shape)):
+        return f"{name} is {found} by its header, and a chunk of it is {list(chunk)}"
+    size, memory = math.prod(shape) * jnp.dtype(header.dtype).itemsize, _memory()
+    if in_memory and size > memory:
+        return (
+            f"{name} is {found} by its header, {byte_size(size)}, more than the "
+            f"{byte_size(memory)} of memory that this machine has"
+        )
+    return None
+
+
+def _are_numbers_of_key(header: Any, saved: str) -> bool:
+    """Returns whether an array can be the stored form of a random key described by `saved`."""
+    *dims, numbers = header.shape or (0,)
+    as_key = f"{saved.partition('[')[0]}[{','.join(map(str, dims))}]"
+    return saved.startswith("key<") and saved == as_key and numbers <= _LONGEST_KEY
+
+
+@functools.cache
+def _memory() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,215 @@
+"""`python -m spmdtrain.checkpoints`: check, show and export what a run has saved."""
+
+import datetime
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import tyro
+from etils import epath
+from rich import markup
+from rich.table import Table
+
+from spmdtrain.checkpoints.export import export_params
+from spmdtrain.checkpoints.listing import LATEST, Listing
+from spmdtrain.checkpoints.manifest import Manifest
+from spmdtrain.checkpoints.restore import Source, examine, find, read_manifest
+from spmdtrain.errors import ExitCode, StorageError, UserError, exit_code_of, printable
+from spmdtrain.terminal import Terminal, byte_size, number
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Read every array of every checkpoint and say which checkpoints are good."""
+
+    path: tyro.conf.Positional[str]
+    """A workdir, or one of its checkpoints/STEP."""
+
+
+@dataclass(frozen=True)
+class Show:
+    """List the checkpoints of a workdir with their metrics, or show one in detail."""
+
+    path: tyro.conf.Positional[str]
+    """A workdir, whose checkpoints are listed, or one of its checkpoints/STEP, which is shown."""
+    step: int | None = None
+    """The checkpoint to show: arrays, shapes, dtypes, sizes and metadata, without loading it."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write the parameters of a checkpoint into one file for other programs."""
+
+    path: tyro.conf.Positional[str]
+    """A workdir, or one of its checkpoints/STEP."""
+    to: tyro.conf.Positional[str]
+    """The file to write: NAME.npz or NAME.safetensors."""
+    checkpoint: str = "latest"
+    """Which checkpoint of the workdir: latest (the newest good one), best or a step."""
+    trained: bool = False
+    """The trained parameters themselves where the run kept an average of them."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    command: Any = tyro.cli(
+        Annotated[Verify | Show | Export, tyro.conf.arg(name="")],
+        args=arguments,
+        prog="python -m spmdtrain.checkpoints",
+        description=__doc__,
+    )
+    return exit_code_of(lambda: execute(command, Terminal()))
+
+
+def execute(command: Verify | Show | Export, terminal: Terminal) -> int:
+    """Do what the command line says; returns the exit code."""
+    if isinstance(command, Verify):
+        return verify(command.path, terminal)
+    if isinstance(command, Show):
+        show(command.path, command.step, terminal)
+    else:
+        averaged = False if command.trained else None
+        arrays = export_params(
+            command.path,
+            command.to,
+            which=command.checkpoint,
+            averaged=averaged,
+            tell=terminal.line,
+        )
+        size = byte_size(sum(x.nbytes for x in arrays.values()))
+        terminal.line(f"{len(arrays)} arrays, {size}, in {command.to}")
+    return ExitCode.DONE
+
+
+def verify(path: str, terminal: Terminal) -> int:
+    """Print a table of checkpoints, the newest first; exit code 1 where one is not good."""
+    source = find(path)
+    table = Table("step", "saved", "size", "metric", "verdict", title=escape(str(source.folder)))
+    for column in table.columns[:4]:
+        column.justify = "right"
+    faults = 0
+    with terminal.progress("verify", done=0, total=len(source.steps)):
+        for done, step in enumerate(reversed(source.steps), start=1):
+            cells, fault = _verified(source.path(step), terminal)
+            if fault and not source.path(step).exists():
+                continue  # a run that is going on has removed it meanwhile
+            faults += fault is not None
+            table.add_row(str(step), *cells, escape(fault or "good"))
+            terminal.advance(done)
+    if source.whole_workdir:
+        for name in sorted(path.name for path in source.folder.iterdir()):
+            if re.fullmatch(r"\d+\.damaged\d*", name):
+                table.add_row(name, "", "", "", "set aside")
+            elif ".orbax-checkpoint-tmp" in name:
+                what = "unfinished: being saved now, or to be removed by the next start"
+                table.add_row(name, "", "", "", what)
+    terminal.console.print(table)
+    return ExitCode.FAILED if faults else ExitCode.DONE
+
+
+def _verified(folder: epath.Path, terminal: Terminal) -> tuple[Sequence[str], str | None]:
+    """Age, size and metric of a checkpoint, and what is wrong with it, if anything."""
+    try:
+        manifest = Manifest.read(folder)
+    except (UserError, StorageError) as error:
+        return ("", "", ""), str(error)
+    name = manifest.identity.config["best_metric"]
+    value = (manifest.metrics or {}).get(name)
+    metric = "" if value is None else f"{name} {number(value)}"
+    fault = None
+    with terminal.progress(f"step {manifest.step}", done=0, total=len(manifest.sums)):
+        for done, (_, found) in enumerate(examine(folder, manifest), start=1):
+            fault = fault or found
+            terminal.advance(done)
+    size = byte_size(manifest.size) if manifest.files else ""
+    return (_age(manifest), size, metric), fault
+
+
+def escape(text: object) -> str:
+    """Returns text of a file so that it is printed as it is, in one line."""
+    return markup.escape(printable(text))
+
+
+def show(path: str, step: int | None, terminal: Terminal) -> None:
+    """Prints a table of a workdir's checkpoints, or what the manifest says of one of them."""
+    source = find(path)
+    if step is None and source.whole_workdir:
+        _show_all(source, terminal)
+    else:
+        _show_one(path, LATEST if step is None else step, terminal)
+
+
+def _show_all(source: Source, terminal: Terminal) -> None:
+    listing = Listing.of(source.folder, source.steps)
+    names = dict.fromkeys(name for metrics in listing.metrics.values() for name in metrics)
+    table = Table(
+        "step", "saved", "size", *map(escape, names), "", title=escape(str(source.folder))
+    )
+    for column in table.columns[:-1]:
+        column.justify = "right"
+    for step in sorted(source.steps, reverse=True):
+        if (manifest := listing.manifests.get(step)) is None:
+            blank = [""] * (2 + len(names))
+            table.add_row(str(step), *blank, escape(listing.faults[step]))
+            continue
+        metrics = listing.metrics[step]
+        values = [number(metrics[name]) if name in metrics else "" for name in names]
+        size = byte_size(manifest.size) if manifest.files else ""
+        mark = f"best {escape(listing.best_metric)}" if step == listing.best else ""
+        table.add_row(str(step), _age(manifest), size, *values, mark)
+    terminal.console.print(table)
+
+
+def _show_one(path: str, which: str | int, terminal: Terminal) -> None:
+    manifest = read_manifest(path, which=which, tell=terminal.line)
+    table = Table(
+        "array", "shape and dtype", "bytes", title=escape(f"step {manifest.step} of {path}")
+    )
+    table.columns[2].justify = "right"
+    for name, text in manifest.identity.leaves.items():
+        table.add_row(escape(name), escape(text), _bytes(text))
+    terminal.console.print(table)
+    parameters = sum(
+        _elements(text)
+        for name, text in manifest.identity.leaves.items()
+        if name.split("/")[0] == "params"
+    )
+    facts: dict[str, Any] = {
+        "step": manifest.step,
+        "saved": f"{manifest.saved_at}, {_age(manifest)}",
+        "size": byte_size(manifest.size) if manifest.files else "not known in a bucket",
+        "parameters": f"{parameters:,}",
+        "metrics": dict(manifest.metrics or {}),
+        "optimizer": manifest.identity.optimizer,
+        "dataset": dict(manifest.identity.dataset),
+    }
+    facts |= {f"config.{name}": value for name, value in manifest.identity.config.items()}
+    for name, fact in facts.items():
+        terminal.line(printable(f"{name}: {fact}"))
+
+
+def _elements(text: str) -> int:
+    """How many elements `float32[784,128]` has."""
+    dims = text[text.index("[") + 1 : -1]
+    return math.prod(int(dim) for dim in dims.split(",") if dim)
+
+
+def _bytes(text: str) -> str:
+    """How much room `float32[784,128]` takes."""
+    dtype = text[: text.index("[")]
+    if dtype.startswith("key"):  # as many as its implementation wants
+        return ""
+    return byte_size(_elements(text) * jax.dtypes.itemsize_bits(jnp.dtype(dtype)) // 8)
+
+
+def _age(manifest: Manifest) -> str:
+    saved = datetime.datetime.fromisoformat(manifest.saved_at)
+    minutes = (datetime.datetime.now(datetime.UTC) - saved) // datetime.timedelta(minutes=1)
+    for unit, length in (("days", 2 * 1440), ("hours", 2 * 60)):
+        if minutes >= length:
+            return f"{minutes // (length // 2)} {unit} ago"
+    return f"{minutes} min ago"

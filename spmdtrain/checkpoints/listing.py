@@ -1,0 +1,118 @@
+"""The checkpoints of a workdir with their metrics, and the choice of one of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from etils import epath
+
+from spmdtrain.checkpoints.manifest import Manifest
+from spmdtrain.checkpoints.retention import Record, Retention
+from spmdtrain.errors import StorageError, UserError
+from spmdtrain.files.run_files import evaluator_metrics
+
+LATEST, BEST = "latest", "best"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Checkpoints with their manifests and metrics, and which of them is the best.
+
+    Metrics are those of the run's own evaluation, or of an evaluator beside it. The best is the
+    one that the newest checkpoint's `best_metric` and `best_direction` rank first.
+    """
+
+    manifests: Mapping[int, Manifest]
+    """The manifests that can be read, by step, oldest first."""
+    faults: Mapping[int, str]
+    """What is wrong with each of the others, by step."""
+    metrics: Mapping[int, Mapping[str, float]]
+    """Evaluation metrics by step; empty for a checkpoint that was not evaluated."""
+    best_metric: str
+    best: int | None
+    """The best checkpoint's step; None if none of them has the metric."""
+
+    @classmethod
+    def of(cls, folder: epath.Path, steps: Sequence[int]) -> "Listing":
+        """Reads the manifests of the checkpoints of these steps in a folder.
+
+        Args:
+          folder: The `checkpoints` folder of a workdir.
+          steps: The steps of its checkpoints.
+
+        Raises:
+          StorageError: If the evaluator's metrics cannot be read.
+        """
+        manifests: dict[int, Manifest] = {}
+        faults: dict[int, str] = {}
+        for step in sorted(steps):
+            try:
+                manifests[step] = Manifest.read(folder / str(step))
+            except (UserError, StorageError) as error:
+                faults[step] = str(error)
+        evaluated = evaluator_metrics(str(folder.parent))
+        metrics = {
+            step: dict(manifest.metrics or evaluated.get(step, {}))
+            for step, manifest in manifests.items()
+        }
+        newest = max(manifests, default=None)
+        config: Mapping[str, Any] = {} if newest is None else manifests[newest].identity.config
+        # Versions that did not have these fields ranked by the lowest loss.
+        metric = config.get("best_metric", "loss")
+        ranking = Retention(metric=metric, direction=config.get("best_direction", "min"))
+        ranked = ranking.best_first(
+            Record(step, datetime.fromisoformat(manifest.saved_at), metrics[step])
+            for step, manifest in manifests.items()
+        )
+        best = ranked[0] if ranked else None
+        return cls(manifests, faults, metrics, metric, best)
+
+
+def parse_choice(which: str | int) -> str | int:
+    """Returns "latest", "best" or a step number.
+
+    Raises:
+      UserError: If `which` is none of these.
+    """
+    text = str(which)
+    if text.isdecimal():
+        return int(text)
+    if text not in (LATEST, BEST):
+        raise UserError(
+            f"checkpoint is {which!r}: it must be {LATEST}, {BEST} or a step number such as 500"
+        )
+    return text
+
+
+def choose(folder: epath.Path, steps: Sequence[int], which: str | int) -> int:
+    """Returns the step of the best checkpoint, or `which` itself if it is a step.
+
+    Args:
+      folder: The `checkpoints` folder of a workdir.
+      steps: The steps of its checkpoints.
+      which: "best" or a step.
+
+    Raises:
+      UserError: If there is no such checkpoint, none has the metric that says which is best, or
+        a manifest cannot be read: its checkpoint could be the best.
+    """
+    if which != BEST:
+        step = int(which)
+        if step not in steps:
+            there = ", ".join(map(str, sorted(steps)))
+            raise UserError(f"{folder}: there is no checkpoint of step {step}; there are: {there}")
+        return step
+    listing = Listing.of(folder, steps)
+    for step, fault in listing.faults.items():
+        if (folder / str(step)).exists():  # and not removed while it was read
+            raise UserError(
+                f"{folder / str(step)}: {fault}, so that it could be the best of them: name a "
+                "step, or latest"
+            )
+    if listing.best is None:
+        raise UserError(
+            f"{folder}: none of its {len(steps)} checkpoints has the evaluation metric "
+            f"{listing.best_metric!r}, which says which is best: name a step, or latest"
+        )
+    return listing.best

@@ -1,0 +1,68 @@
+"""Models with the values of a checkpoint, for use outside a run."""
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmdtrain.adapters.as_adapter import adapt
+from spmdtrain.adapters.base import Variables
+from spmdtrain.checkpoints.restore import read_variables
+from spmdtrain.errors import UserError
+from spmdtrain.tree import named_leaves, path_name
+
+PyTree = Any
+
+
+def load_model(
+    model: Any,
+    path: str | os.PathLike[str],
+    *,
+    which: str | int = "latest",
+    averaged: bool | None = None,
+) -> Any:
+    """Returns a model with the parameters and batch statistics of a checkpoint.
+
+    Args:
+      model: What a `Trainer` takes: an nnx module or a function of `rngs` that makes one, a
+        `LinenModel`, a `KerasModel` or a `FunctionModel`. It is not changed.
+      path: A workdir, or one of its `checkpoints/STEP`.
+      which: The checkpoint of a workdir: "latest" (the newest good one), "best" or a step.
+      averaged: Whether to load averaged parameters; by default, if the run kept an average.
+
+    Returns:
+      The model in evaluation mode, an nnx module for an nnx module, as `Trainer.model`.
+
+    Raises:
+      UserError: If the checkpoint is of another model, or there is none that is good.
+      StorageError: If it cannot be read.
+    """
+    adapter = adapt(model)
+    expected = jax.eval_shape(adapter.init, adapter.given, jax.random.key(0))
+    found, _ = read_variables(path, which=which, averaged=averaged)
+    return adapter.merge(
+        Variables(
+            _like(expected.params, found.params, f"{os.fspath(path)}: parameter"),
+            _like(expected.model_state, found.model_state, f"{os.fspath(path)}: model state"),
+        )
+    )
+
+
+def _like(expected: PyTree, found: PyTree, what: str) -> PyTree:
+    """The found arrays in the structure of the expected ones, matched by path."""
+    there, here = named_leaves(found), named_leaves(expected)
+    for name in sorted(there.keys() | here.keys()):
+        saved, own = _shape(there.get(name)), _shape(here.get(name))
+        if saved != own:
+            raise UserError(
+                f"{what} {name}: {saved} in the checkpoint, {own} in the model. Build the model "
+                "that was trained"
+            )
+    return jax.tree_util.tree_map_with_path(
+        lambda leaf_path, _: jnp.asarray(there[path_name(leaf_path)]), expected
+    )
+
+
+def _shape(leaf: Any) -> str:
+    return "absent" if leaf is None else f"shape {tuple(leaf.shape)}"

@@ -1,0 +1,136 @@
+"""Comparison of the copies of a state that several processes hold."""
+
+import collections
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmdtrain.checkpoints.checksums import PartSum, is_small, start_sums
+from spmdtrain.distributed import process_group
+from spmdtrain.errors import ReplicaError
+from spmdtrain.step.state import TrainState
+from spmdtrain.tree import named_leaves
+
+_MOST_NAMES = 8  # of processes in a message
+
+
+class FirstStep:
+    """A comparison that begins when a step is dispatched, and ends when its output is read.
+
+    Nothing waits for the step at the beginning: large arrays are summed where they live, and small
+    ones are copied there to be summed on the host. Arrays that rest in host memory are left to the
+    next save.
+
+    Args:
+      state: The state after the step. It may be donated to the next step.
+      step: The number of the step.
+    """
+
+    def __init__(self, state: TrainState, step: int) -> None:
+        self.step = step
+        leaves = {name: x for name, x in named_leaves(state).items() if not _rests_on_host(x)}
+        self._small = _copies({name: x for name, x in leaves.items() if is_small(x)})
+        self._sums = start_sums({name: x for name, x in leaves.items() if not is_small(x)})
+
+    def check(self) -> None:
+        """Compares the state. All processes call it at the same point.
+
+        Raises:
+          ReplicaError: If copies differ.
+        """
+        check_equal(self._sums | start_sums(self._small), self.step)
+
+
+@jax.jit
+def _copies(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return jax.tree.map(jnp.copy, leaves)
+
+
+def _rests_on_host(leaf: jax.Array) -> bool:
+    device: Any = next(iter(leaf.sharding.device_set))
+    return leaf.sharding.memory_kind not in (None, device.default_memory().kind)
+
+
+def check_equal(started: Mapping[str, Sequence[PartSum]], step: int) -> None:
+    """Compares the sums of what several processes hold a copy of. All processes call it alike.
+
+    Parts of arrays that only one process holds are left out.
+
+    Args:
+      started: What `start_sums` began, by the leaf's path.
+      step: The step after which the state is compared.
+
+    Raises:
+      ReplicaError: If copies differ. Names the processes that differ from most others, and the
+        first array.
+    """
+    if process_group.count() == 1:
+        return
+    shared: dict[str, dict[str, int]] = {}  # by the processes that hold a copy, then by name
+    for name, parts in started.items():
+        for part in parts:
+            if len(part.holders) > 1:
+                group = json.dumps(part.holders)
+                shared.setdefault(group, {})[_part_name(name, part)] = part.read()
+    digests = {_digest(group): _digest(sums) for group, sums in shared.items()}
+    odd = process_group.broadcast(_find_odd(process_group.collect(digests)))
+    if odd is None:
+        return
+    group, usual, different, certain = odd
+    own = next((sums for holders, sums in shared.items() if _digest(holders) == group), {})
+    sums = process_group.gather(own if process_group.rank() in (usual, different[0]) else {})
+    one, other = sums[usual], sums[different[0]]
+    names = [name for name in one if one[name] != other.get(name)]
+    copies = f"step {step}: the copies of {_first(names)} that all processes must hold alike differ"
+    which = _names(different) if certain else _names([usual, *different])
+    raise ReplicaError(
+        f"{copies}: {which} {'differs' if len(different) == 1 and certain else 'differ'} from "
+        f"{'the other processes' if certain else 'each other'}; the state was not saved. Compare "
+        "what these processes run with (environment, libraries, hardware), and start again from "
+        "the last checkpoint"
+    )
+
+
+def _names(ranks: Sequence[int]) -> str:
+    names = [process_group.names()[rank] for rank in ranks[:_MOST_NAMES]]
+    if len(ranks) > _MOST_NAMES:
+        return f"{', '.join(names)} and {len(ranks) - _MOST_NAMES} more"
+    return " and ".join(names)
+
+
+def _part_name(name: str, part: PartSum) -> str:
+    return f"{name} from {list(part.starts)}" if any(part.starts) else name
+
+
+def _first(names: Sequence[str]) -> str:
+    """Returns the first parameter; without one, the first array of any other kind."""
+    return min(names, key=lambda name: not name.startswith("params/"))
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _find_odd(digests: Sequence[Mapping[str, str]]) -> tuple[str, int, list[int], bool] | None:
+    """Finds the first group of processes whose digests differ.
+
+    Args:
+      digests: The digests of each process by group.
+
+    Returns:
+      The group, a process of the majority, the processes that differ from it, and True. Without
+      a majority: the group, its first process, the others, and False. None if all are equal.
+    """
+    for group in sorted({group for found in digests for group in found}):
+        of_rank = {rank: found[group] for rank, found in enumerate(digests) if group in found}
+        (most, count), *others = collections.Counter(of_rank.values()).most_common()
+        if others:
+            usual = next(rank for rank, digest in of_rank.items() if digest == most)
+            certain = 2 * count > len(of_rank)
+            odd = [r for r in of_rank if r != usual and not (certain and of_rank[r] == most)]
+            return group, usual, odd, certain
+    return None

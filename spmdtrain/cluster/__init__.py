@@ -1,0 +1,1 @@
+"""The processes of a job before JAX starts: TF_CONFIG, rendezvous, authentication."""

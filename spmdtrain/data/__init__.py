@@ -1,0 +1,1 @@
+"""Datasets, the batch of each step, and batches on devices."""

@@ -1,0 +1,341 @@
+"""Data as a function of the step: which examples make up batch k.
+
+A dataset is random access: its length, and rows for an array of indices. The stream of training
+examples is the concatenation of each epoch's order, and batch k is the k-th slice of it,
+whatever the devices, the processes, and how often the run was interrupted.
+"""
+
+import functools
+import math
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, Sharding
+
+from spmdtrain.config import Purpose, derive_seed
+from spmdtrain.data.permutation import permuted
+from spmdtrain.errors import UserError
+from spmdtrain.tree import named_leaves
+
+PyTree = Any
+Augment = Callable[[PyTree, np.random.Generator], PyTree]
+"""(example, generator) -> example; what is drawn depends on seed, example and epoch alone."""
+
+_BLOCK = 16384  # positions permuted at once: enough to spread NumPy's cost a call over many batches
+
+
+# -- datasets --------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """Examples by index. Any object with these two methods is one."""
+
+    def __len__(self) -> int:
+        """The number of examples, at least 1."""
+        ...
+
+    def rows(self, indices: np.ndarray) -> PyTree:
+        """The examples at `indices` (int64, shape (n,)): a pytree of arrays of leading dim n.
+
+        The arrays are fresh: they may still be read when the next call comes.
+        """
+        ...
+
+
+class ArrayDataset:
+    """A pytree of arrays in memory, all with the examples along the leading dim."""
+
+    def __init__(self, arrays: PyTree) -> None:
+        self.arrays = jax.tree.map(np.asarray, arrays)
+        for name, leaf in named_leaves(self.arrays).items():
+            if leaf.dtype.kind not in "biufcV":  # V: what JAX adds, such as bfloat16
+                raise UserError(f"array {name!r} of a dataset holds {leaf.dtype}, not numbers")
+        shapes = {name: leaf.shape for name, leaf in named_leaves(self.arrays).items()}
+        if not shapes or any(not shape for shape in shapes.values()):
+            raise UserError(f"a dataset needs arrays with a leading dim of examples: {shapes}")
+        lengths = {shape[0] for shape in shapes.values()}
+        if len(lengths) > 1:
+            raise UserError(f"the arrays of a dataset differ in their number of examples: {shapes}")
+        (self._length,) = lengths
+        self._leaves: list[np.ndarray]
+        self._structure: Any
+        self._leaves, self._structure = jax.tree.flatten(self.arrays)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def rows(self, indices: np.ndarray) -> PyTree:
+        # Of numbers NumPy is faster by index, of longer rows by `take`.
+        found = [x[indices] if x.ndim == 1 else x.take(indices, axis=0) for x in self._leaves]
+        return self._structure.unflatten(found)
+
+
+@dataclass(frozen=True)
+class Subset:
+    """The examples of `dataset` at `indices` (whole numbers, shape (n,)), in that order."""
+
+    dataset: Any
+    """A dataset, or arrays."""
+    indices: np.ndarray
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dataset", as_dataset(self.dataset))
+        indices, length = np.asarray(self.indices), len(self.dataset)
+        if indices.ndim != 1 or indices.dtype.kind not in "iu":
+            raise UserError(
+                f"the indices of a Subset are {indices.dtype}{list(indices.shape)}: they must be "
+                "whole numbers, in one dim"
+            )
+        if indices.size and not (indices.min() >= 0 and indices.max() < length):
+            raise UserError(
+                f"the indices of a Subset go from {indices.min()} to {indices.max()}: the dataset "
+                f"has 0 to {length - 1}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def rows(self, indices: np.ndarray) -> PyTree:
+        return self.dataset.rows(np.asarray(self.indices)[indices])
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """`dataset` with a function applied to the rows that are read, many examples at once."""
+
+    dataset: Any
+    """A dataset, or arrays."""
+    function: Callable[[PyTree], PyTree]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dataset", as_dataset(self.dataset))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def rows(self, indices: np.ndarray) -> PyTree:
+        return self.function(self.dataset.rows(indices))
+
+
+@dataclass(frozen=True)
+class Elements:
+    """An indexable collection of single examples (a Grain source, say) as a dataset."""
+
+    source: Any
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def rows(self, indices: np.ndarray) -> PyTree:
+        examples = [self.source[int(index)] for index in indices]
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
+
+
+def as_dataset(data: Any, what: str = "the dataset") -> Dataset:
+    """A dataset from arrays (one, a tuple, a dictionary), an indexable source, or a dataset.
+
+    `what` is how an error calls it. Raises `UserError` for anything else, and for an empty one.
+    """
+    if isinstance(data, Dataset):
+        dataset: Dataset = data
+    elif isinstance(data, (tuple, dict, np.ndarray, jax.Array)):
+        dataset = ArrayDataset(data)
+    elif isinstance(data, (list, str)):
+        raise UserError(
+            f"a {type(data).__name__} is no dataset: give an array, or several in a tuple or "
+            "dictionary"
+        )
+    elif advice := _table_advice(data):
+        raise UserError(f"a {type(data).__module__}.{type(data).__name__} is no dataset: {advice}")
+    elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        dataset = Elements(data)
+    else:
+        why = (
+            ": a stream cannot give batch k without reading all before it, so a run could be "
+            "neither resumed nor spread over processes"
+            if isinstance(data, Iterable)
+            else ""
+        )
+        raise UserError(
+            f"a {type(data).__name__} is no dataset{why}. Give arrays, or an object with __len__ "
+            "and rows(indices)"
+        )
+    if len(dataset) < 1:
+        raise UserError(f"{what} is empty: it needs at least one example")
+    return dataset
+
+
+def _table_advice(data: Any) -> str | None:
+    """How to make a dataset of a table of a known library; None for anything else."""
+    library = type(data).__module__.partition(".")[0]
+    name = type(data).__name__
+    if library in ("pandas", "polars"):
+        if name == "DataFrame":
+            return "give its columns, {name: frame[name].to_numpy() for name in frame.columns}"
+        return "give its values, series.to_numpy()" if name == "Series" else None
+    if library == "pyarrow" and name in ("Table", "RecordBatch"):
+        return "give its columns, {name: table[name].to_numpy() for name in table.column_names}"
+    if library == "datasets":
+        if name in ("DatasetDict", "IterableDatasetDict"):
+            return f"it holds several: give one of them, data[name] with name in {sorted(data)}"
+        if getattr(data, "format", {"type": "any"})["type"] is None:
+            return 'its rows are Python objects: give data.with_format("numpy")'
+    return None
+
+
+def fingerprint(dataset: Dataset) -> dict[str, Any]:
+    """What tells one dataset from another: length, shapes, dtypes, and a sum over a few rows.
+
+    And the classes, by name, where it has any.
+    """
+    rows = dataset.rows(np.unique(np.linspace(0, len(dataset) - 1, 16).astype(np.int64)))
+    leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(rows).items()}
+    classes = classes_of(dataset)
+    return ({"classes": list(classes)} if classes else {}) | {
+        "examples": len(dataset),
+        "arrays": {n: f"{x.dtype}{list(x.shape[1:])}" for n, x in leaves.items()},
+        "crc32": functools.reduce(lambda crc, x: zlib.crc32(x.tobytes(), crc), leaves.values(), 0),
+    }
+
+
+def classes_of(dataset: Any) -> Sequence[str]:
+    """What a dataset, or the one below a `Subset` or `Mapped`, calls its labels; else nothing."""
+    while isinstance(dataset, (Subset, Mapped)):
+        dataset = dataset.dataset
+    found = getattr(dataset, "classes", ())
+    named = isinstance(found, (tuple, list)) and all(isinstance(name, str) for name in found)
+    return found if named else ()
+
+
+# -- which examples make up batch k ---------------------------------------------------------------
+
+
+def all_rows(batch_size: int) -> np.ndarray:
+    """The rows of a batch that a process loads when it loads all of them."""
+    return np.arange(batch_size)
+
+
+def process_rows(sharding: Sharding, batch_size: int) -> np.ndarray:
+    """The rows of each global batch that this process's devices hold.
+
+    Read off the sharding, never the process index: with a model axis across processes, several
+    processes hold the same rows.
+    """
+    slices = sharding.addressable_devices_indices_map((batch_size,)).values()
+    return np.unique(np.concatenate([all_rows(batch_size)[s] for s in slices if s is not None]))
+
+
+def padded_size(batch_size: int, sharding: Sharding) -> int:
+    """The smallest number of rows from `batch_size` on that divides over a batch's devices."""
+    shards = 1
+    if isinstance(sharding, NamedSharding) and sharding.spec and sharding.spec[0] is not None:
+        axes = sharding.spec[0] if isinstance(sharding.spec[0], tuple) else (sharding.spec[0],)
+        shards = math.prod(sharding.mesh.shape[axis] for axis in axes)
+    return -(-batch_size // shards) * shards
+
+
+@dataclass(eq=False)
+class TrainBatches:
+    """Batch k of the training stream for every k: always full, running on into the next epoch."""
+
+    dataset: Dataset
+    batch_size: int
+    seed: int
+    shuffle: bool
+    steps: int
+    local: np.ndarray
+    """Rows of each batch to load (see `process_rows`)."""
+    augment: Augment | None = None
+
+    def __post_init__(self) -> None:
+        self._per_block = max(1, _BLOCK // self.batch_size)  # batches
+        # A few blocks, as threads that read ahead may stand in different ones.
+        self._block = functools.lru_cache(maxsize=4)(self._make_block)
+        self._own_block = functools.lru_cache(maxsize=4)(self._make_own_block)
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, step: int) -> PyTree:
+        indices, epochs = self.own_examples(step)
+        rows = self.dataset.rows(indices)
+        if self.augment is None:
+            return rows
+        return self._augmented(rows, indices, epochs)
+
+    def examples(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Index and epoch of each example of global batch `step`."""
+        indices, epochs = self._block(step // self._per_block)
+        batch = step % self._per_block
+        return indices[batch], epochs[batch]
+
+    def own_examples(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """The same of this process's rows alone."""
+        indices, epochs = self._own_block(step // self._per_block)
+        batch = step % self._per_block
+        return indices[batch], epochs[batch]
+
+    def _make_own_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        indices, epochs = self._block(block)
+        return indices[:, self.local], epochs[:, self.local]
+
+    def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of several batches, one in a row."""
+        size, length = len(self.dataset), self._per_block * self.batch_size
+        positions = np.arange(block * length, (block + 1) * length)
+        epochs = positions // size
+        positions -= epochs * size
+        if self.shuffle:
+            positions = permuted(positions, size=size, seed=self.seed, epochs=epochs)
+        shape = (self._per_block, self.batch_size)
+        return positions.reshape(shape), epochs.reshape(shape)
+
+    def _augmented(self, rows: PyTree, indices: np.ndarray, epochs: np.ndarray) -> PyTree:
+        assert self.augment is not None
+        examples = []
+        for row, (index, epoch) in enumerate(zip(indices, epochs, strict=True)):
+            # Philox is counter-based: each (example, epoch) has a stream of its own under the key.
+            bits = np.random.Philox(
+                key=derive_seed(self.seed, Purpose.DATA), counter=[0, 0, int(index), int(epoch)]
+            )
+            example = jax.tree.map(lambda array, row=row: array[row], rows)
+            examples.append(self.augment(example, np.random.Generator(bits)))
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
+
+
+@dataclass(frozen=True)
+class OrderedBatches:
+    """The examples once each, in order. A batch is filled up by repeating its last row.
+
+    An item is (rows, mask); mask is f32, 0 for what was only filled in.
+    """
+
+    dataset: Dataset
+    batch_size: int
+    """Examples of a batch; the last one may have fewer."""
+    local: np.ndarray
+    """Rows of each batch to load; those from `batch_size` on only fill it up."""
+    unless: int | None = None
+    """If given, batches of another number of rows are not filled up, and all rows are loaded."""
+
+    def __len__(self) -> int:
+        return -(-len(self.dataset) // self.batch_size)
+
+    def is_whole(self, number: int) -> bool:
+        """Whether all rows of a batch are loaded, because it is not filled up."""
+        return self.unless is not None and self._count(number) != self.unless
+
+    def _count(self, number: int) -> int:
+        return min(self.batch_size, len(self.dataset) - number * self.batch_size)
+
+    def __getitem__(self, number: int) -> tuple[PyTree, np.ndarray]:
+        first, count = number * self.batch_size, self._count(number)
+        local = all_rows(count) if self.is_whole(number) else self.local
+        # A real row rather than zeros, so that no model meets a value it never could in the data.
+        rows = self.dataset.rows(first + np.minimum(local, count - 1))
+        return rows, (local < count).astype(np.float32)

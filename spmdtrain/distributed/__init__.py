@@ -1,0 +1,1 @@
+"""One job of many processes: initialization, agreement, progress and failures."""

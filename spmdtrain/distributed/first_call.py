@@ -1,0 +1,109 @@
+"""First calls of compiled programs, which all processes of a job make at the same time.
+
+A collective fails if a process enters it much later than the others: gloo waits 30 seconds for its
+first connections, whatever its timeout is. Compile times differ by more than that between hosts.
+Programs that differ would hang, or compute something else in one process.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+# JAX has no public name for a program without source locations and addresses of callbacks.
+from jax._src import cache_key
+
+from spmdtrain.distributed import process_group
+from spmdtrain.distributed.progress import Phase, within
+from spmdtrain.errors import UserError
+
+_LONGEST = 200  # characters of a line in a message
+
+
+def await_compiled(lowered: jax.stages.Lowered | None) -> None:
+    """Returns when all processes have called it, each after it compiled the same program.
+
+    Args:
+      lowered: The program; None if it is not compiled.
+
+    Raises:
+      UserError: If a process has compiled another program. Names it, and the first line that
+        differs.
+    """
+    if process_group.count() == 1:
+        return
+    with within(Phase.COMPILED):
+        digests = process_group.gather(None if lowered is None else _digest(lowered))
+    odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if odd is not None:
+        _refuse(lowered, odd)
+
+
+def _digest(lowered: jax.stages.Lowered) -> str:
+    module: Any = lowered.compiler_ir("stablehlo")
+    program = cache_key._canonicalize_ir(module, cache_key.IgnoreCallbacks.ALL)
+    return hashlib.sha256(program).hexdigest()
+
+
+def _refuse(lowered: jax.stages.Lowered | None, odd: int) -> None:
+    """Raises `UserError` with the first line in which two processes' programs differ."""
+    lines = [] if lowered is None else lowered.as_text().splitlines()
+    compared = process_group.rank() in (0, odd)
+    short = [hashlib.sha256(line.encode()).hexdigest()[:8] for line in lines]
+    found = process_group.gather(short if compared else [])
+    one, other = found[0], found[odd]
+    same = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+    first = min(len(one), len(other)) if same is None else same
+    line = lines[first].strip()[:_LONGEST] if first < len(lines) else "nothing"
+    texts = process_group.gather(line if compared else "")
+    names = process_group.names()
+    raise UserError(
+        f"{names[odd]} and {names[0]} compiled different programs: line {first + 1} is "
+        f"{texts[odd]!r} in {names[odd]} and {texts[0]!r} in {names[0]}; what a model computes "
+        "must not depend on the process, on the order of a set, or on other libraries or settings"
+    )
+
+
+def call_together(jitted: Any, *args: Any) -> Any:
+    """Calls a jitted function after all processes have compiled it for these arguments.
+
+    For programs that are called once; `Together` is for the others.
+
+    Args:
+      jitted: What `jax.jit` returned.
+      *args: Its arguments, whose shapes are equal in all processes.
+
+    Returns:
+      Its result.
+    """
+    if process_group.count() > 1:
+        with within(Phase.COMPILE):
+            lowered = jitted.lower(*args)
+            lowered.compile()
+        await_compiled(lowered)
+    return jitted(*args)
+
+
+class Together:
+    """A jitted function whose first call for given shapes waits until all processes compiled it.
+
+    Args:
+      jitted: What `jax.jit` returned.
+      constant: Number of leading arguments whose shapes are the same in all calls.
+    """
+
+    def __init__(self, jitted: Callable[..., Any], constant: int = 0) -> None:
+        self._jitted, self._constant = jitted, constant
+        self._compiled: set[Any] = set()
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls the function. All processes call it alike, from the thread that trains."""
+        if process_group.count() > 1:
+            leaves, treedef = jax.tree.flatten(args[self._constant :])
+            shapes = (treedef, *map(jax.typeof, leaves))
+            if shapes not in self._compiled:
+                found = call_together(self._jitted, *args)
+                self._compiled.add(shapes)
+                return found
+        return self._jitted(*args)

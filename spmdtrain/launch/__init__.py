@@ -1,0 +1,1 @@
+"""The launcher: starts, watches and restarts the processes of a job."""

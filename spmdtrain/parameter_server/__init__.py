@@ -1,0 +1,1 @@
+"""Training with parameter servers: a chief, workers and servers on Ray."""

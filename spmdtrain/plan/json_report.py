@@ -1,0 +1,94 @@
+"""Plans as `--json` prints them: bytes of one device, seconds of one step."""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from spmdtrain.plan import planner
+from spmdtrain.plan.advice import Advice
+from spmdtrain.plan.measurement import Measured
+from spmdtrain.plan.summary import Buffer
+from spmdtrain.plan.traffic import Traffic
+from spmdtrain.sharding.table import Row
+
+_MOST_BUFFERS = 12
+
+
+def as_json(
+    plan: planner.Plan, advised: Sequence[Advice] = (), measured: Measured | None = None
+) -> dict[str, Any]:
+    """A plan, with what would mend it and what was measured."""
+    times, memory = plan.times, dataclasses.asdict(plan.memory)
+    found = {
+        "topology": plan.topology,
+        "chips": plan.chips,
+        "used": plan.used,
+        "devices": plan.devices,
+        "placement": plan.placement,
+        "global_batch_size": plan.global_batch_size,
+        "fits": plan.fits,
+        "memory": memory | {"buffers": _buffers(plan.buffers)},
+        "state": [_parameter(row) for row in plan.rows],
+        "collectives": list(map(_collective, plan.collectives)),
+        "sent": _sent(plan.traffic),
+        "rematerialized": list(map(dataclasses.asdict, plan.rematerialized)),
+        "flops": {
+            "step": plan.flops,
+            "again": plan.flops_again,
+            "chip": plan.flops / plan.used,
+            "device": None if math.isnan(plan.products) else plan.products,
+            "by_line": plan.flops_by_line,
+        },
+        "time": None,
+        "measured": None if measured is None else dataclasses.asdict(measured),
+        "advice": list(map(dataclasses.asdict, advised)),
+        "notes": plan.notes,
+    }
+    if times is not None:
+        tokens = plan.global_batch_size * plan.tokens / times.estimate
+        found["time"] = dataclasses.asdict(times) | {
+            "bound": times.bound,
+            "estimate": times.estimate,
+            "rules": times.rules,
+            "utilization": plan.utilization,
+            "examples_per_second": plan.global_batch_size / times.estimate,
+            "tokens_per_second": tokens or None,
+            "steps": plan.steps,
+            "run": plan.steps * times.estimate,
+            "chip_hours": plan.steps * times.estimate * plan.chips / 3600,
+        }
+    return found
+
+
+def _collective(one: planner.Moved) -> dict[str, Any]:
+    return dataclasses.asdict(one) | {"seconds": None if math.isnan(one.seconds) else one.seconds}
+
+
+def _parameter(row: Row) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "shape": row.shape,
+        "dtype": row.dtype,
+        "bytes": row.own.device,
+        "parts": row.own.parts,
+        "optimizer_bytes": row.optimizer.device,
+        "optimizer_parts": row.optimizer.parts,
+    }
+
+
+def _sent(traffic: Traffic) -> dict[str, Any]:
+    return {
+        "bytes": traffic.bytes,
+        "least": traffic.least,
+        "excess": traffic.excess,
+        "by_parameter": list(map(dataclasses.asdict, traffic.by_parameter)),
+    }
+
+
+def _buffers(buffers: Sequence[Buffer]) -> list[dict[str, Any]]:
+    """The largest, those that are alike together: each has so many `bytes`."""
+    alike = Counter(buffers)
+    largest = sorted(alike, key=lambda one: -one.bytes * alike[one])[:_MOST_BUFFERS]
+    return [dataclasses.asdict(one) | {"count": alike[one]} for one in largest]

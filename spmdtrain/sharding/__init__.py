@@ -1,0 +1,1 @@
+"""Meshes, sharding rules and the placement of arrays on devices."""

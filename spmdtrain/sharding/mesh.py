@@ -1,0 +1,279 @@
+"""Devices and the named axes they are arranged in."""
+
+import contextlib
+import math
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from spmdtrain.config import MeshSpec
+from spmdtrain.distributed import process_group
+from spmdtrain.errors import UserError
+from spmdtrain.strategies import STRATEGIES, Strategy, mesh_sizes
+
+BATCH_AXES = ("replica", "data", "fsdp")  # the axes over which a batch's examples are split
+
+
+def make_cpu_devices(count: int | None) -> None:
+    """Split the CPU into `count` virtual devices; call it before anything uses a JAX backend.
+
+    Without effect on accelerators, and where the environment already says how many
+    (JAX_NUM_CPU_DEVICES, or XLA_FLAGS).
+    """
+    if count is None or cpu_devices_in_environment() is not None:
+        return
+    if jax.config.jax_num_cpu_devices == count:  # type: ignore[attr-defined]
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:
+        raise UserError(
+            f"cpu_devices={count} comes too late: JAX has already started its backend"
+        ) from error
+
+
+def cpu_devices_in_environment() -> str | None:
+    """The setting that already says how many CPU devices there are, as `NAME=value`."""
+    if "JAX_NUM_CPU_DEVICES" in os.environ:
+        return f"JAX_NUM_CPU_DEVICES={os.environ['JAX_NUM_CPU_DEVICES']}"
+    flag = "--xla_force_host_platform_device_count"
+    return next((f for f in os.environ.get("XLA_FLAGS", "").split() if f.startswith(flag)), None)
+
+
+_elsewhere: ContextVar[Sequence[jax.Device] | None] = ContextVar("elsewhere", default=None)
+
+
+@contextlib.contextmanager
+def devices_elsewhere(devices: Sequence[jax.Device]) -> Iterator[None]:
+    """Within, meshes are laid over these and not over what is here: to compile for them."""
+    token = _elsewhere.set(devices)
+    try:
+        yield
+    finally:
+        _elsewhere.reset(token)
+
+
+def are_elsewhere() -> bool:
+    """Whether that is so, and nothing can be run on the devices."""
+    return _elsewhere.get() is not None
+
+
+def default_device() -> jax.Device:
+    """The device of what is not laid over a mesh."""
+    if elsewhere := _elsewhere.get():
+        return elsewhere[0]
+    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
+
+
+def _visible(platform: str | None = None) -> list[jax.Device]:
+    """All devices there are to choose from; of one platform, none where it is not there."""
+    if elsewhere := _elsewhere.get():
+        return [device for device in elsewhere if platform in (None, device.platform)]
+    try:
+        return jax.devices(platform)
+    except RuntimeError:
+        if platform is None:
+            raise
+        return []
+
+
+def choose_devices(names: tuple[str | int, ...]) -> list[jax.Device]:
+    """The devices of these names, an index (`0`, `"3"`) or platform and index (`"gpu:0"`).
+
+    TensorFlow's spellings (`"/gpu:0"`, `"GPU:0"`, `"/device:GPU:0"`) name the same. No names
+    mean all devices. Raises `UserError` for a device that is not there.
+    """
+    if not names:
+        return _visible()
+    chosen = [_device(str(name)) for name in names]
+    if len(set(chosen)) != len(chosen):
+        raise UserError(f"mesh.devices names a device twice: {' '.join(map(str, names))}")
+    for process, name in enumerate(process_group.names() if _elsewhere.get() is None else ()):
+        if process not in {device.process_index for device in chosen}:
+            raise UserError(
+                f"mesh.devices names none of the devices of {name}: {' '.join(map(str, names))}; "
+                "every process of a job takes part in its mesh"
+            )
+    return chosen
+
+
+def _device(name: str) -> jax.Device:
+    plain = name.lower().removeprefix("/").removeprefix("device:")
+    platform, _, index = plain.rpartition(":")
+    visible = _visible(platform or None)
+    if not index.isdecimal() or int(index) >= len(visible):
+        where = f" of platform {platform}" if platform else ""
+        seen = ", ".join(f"{d.platform}:{i}" for i, d in enumerate(visible)) or "none"
+        raise UserError(f"mesh.devices: there is no device {name!r}; visible{where}: {seen}")
+    return visible[int(index)]
+
+
+def build_mesh(
+    spec: MeshSpec, of: Strategy = STRATEGIES["mirrored"], *, max_shards: int | None = None
+) -> Mesh:
+    """The mesh that `spec` describes, for a strategy that has one.
+
+    Every axis is there, those not used with size 1. `max_shards` bounds a fsdp axis that would
+    take the rest. Raises `UserError`, with the arithmetic, where the sizes do not multiply to the
+    devices or the strategy has nothing to split over.
+    """
+    assert of.has_mesh
+    devices = _only_one(spec) if of.devices == 1 else choose_devices(spec.devices)
+    sizes = mesh_sizes(of, spec.given())
+    if len(devices) == 1:  # one device is of every strategy: there is nothing to split over
+        sizes |= {axis: 1 for axis, size in of.sizes if size > 1 and getattr(spec, axis) is None}
+    hosts = _hosts(devices) if sizes["replica"] != 1 else []
+    if sizes["replica"] == -1:
+        sizes["replica"] = len(hosts) if len(hosts) > 1 else min(2, len(devices))
+    if max_shards is not None and sizes["fsdp"] == -1:
+        others = math.prod(size for size in sizes.values() if size != -1)
+        most = range(min(max_shards, len(devices)), 0, -1)
+        sizes["fsdp"] = next(n for n in most if len(devices) // others % n == 0)
+        sizes["data"] = -1 if spec.data is None else sizes["data"]
+    sizes = _whole(sizes, devices)
+    _check_used(of, sizes, devices)
+    shape = tuple(sizes.values())
+    if sizes["replica"] > 1:
+        grid = np.stack(
+            [_grid(shape[1:], group, spec) for group in _groups(devices, hosts, sizes["replica"])]
+        )
+    else:
+        grid = _grid(shape, devices, spec)
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _only_one(spec: MeshSpec) -> list[jax.Device]:
+    if process_group.count() > 1:
+        raise UserError(
+            f"strategy one_device is for one process, and there are {process_group.count()}: "
+            "mirrored uses them all"
+        )
+    if len(spec.devices) > 1:
+        raise UserError(
+            f"strategy one_device takes one device, and mesh.devices names {len(spec.devices)}"
+        )
+    return choose_devices(spec.devices)[:1]
+
+
+def _whole(sizes: dict[str, int], devices: Sequence[jax.Device]) -> dict[str, int]:
+    """The sizes with the one that is -1 filled in."""
+    rest = [axis for axis, size in sizes.items() if size == -1]
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    product = " * ".join(f"{axis}={size}" for axis, size in sizes.items() if size != -1)
+    if len(rest) > 1:
+        raise UserError(f"mesh: {' and '.join(rest)} are both -1, and only one can be the rest")
+    if rest:
+        if len(devices) % fixed:
+            raise UserError(
+                f"mesh: {product} = {fixed} does not divide {count_of(devices)}, "
+                f"so {rest[0]}=-1 has no whole size"
+            )
+        return sizes | {rest[0]: len(devices) // fixed}
+    if fixed != len(devices):
+        raise UserError(
+            f"mesh: {product} = {fixed} != {count_of(devices)}; set one axis to -1, or name "
+            "the devices to use in mesh.devices"
+        )
+    return sizes
+
+
+def _check_used(of: Strategy, sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> None:
+    """A strategy that splits over an axis of size 1 would be asked for and not be there."""
+    # The data axis is in no strategy's sizes; with shards_params fsdp does what it would do.
+    zero = ["data"] if of.shards_optimizer and not of.shards_params else []
+    for axis in [*zero, *(axis for axis, size in of.sizes if size != 1)]:
+        if sizes[axis] == 1 and len(devices) > 1:
+            raise UserError(
+                f"strategy {of.name} uses the axis {axis}, and the mesh has {axis}=1: "
+                f"{', '.join(f'{name}={size}' for name, size in sizes.items())} "
+                f"on {count_of(devices)}"
+            )
+
+
+def _grid(shape: tuple[int, ...], devices: Sequence[jax.Device], spec: MeshSpec) -> np.ndarray:
+    # All devices: let JAX lay the mesh along the links between them. A chosen few: as chosen.
+    if spec.devices:
+        return np.array(devices).reshape(shape)
+    slices: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        slices.setdefault(getattr(device, "slice_index", 0), []).append(device)
+    if len(slices) == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    # JAX lays out one slice. The slow network between them is for one axis, the first that can.
+    over = next((axis for axis, size in enumerate(shape) if size % len(slices) == 0), None)
+    if over is None:
+        raise UserError(
+            f"mesh: none of the axes' sizes ({', '.join(map(str, shape))}) divides over "
+            f"{len(slices)} slices"
+        )
+    part = (*shape[:over], shape[over] // len(slices), *shape[over + 1 :])
+    return np.concatenate([_grid(part, of_one, spec) for of_one in slices.values()], over)
+
+
+def _hosts(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+    """The devices by what links them: those of a slice, else those of a host."""
+    where: dict[jax.Device, Any] = {d: getattr(d, "slice_index", 0) for d in devices}
+    if len(set(where.values())) == 1:
+        where = {device: device.process_index for device in devices}
+        if process_group.count() > 1:  # several may share a host
+            names = process_group.gather(socket.gethostname())
+            where = {device: names[device.process_index] for device in devices}
+    groups: dict[Any, list[jax.Device]] = {}
+    for device in devices:
+        groups.setdefault(where[device], []).append(device)
+    return list(groups.values())
+
+
+def _groups(
+    devices: Sequence[jax.Device], hosts: list[list[jax.Device]], number: int
+) -> list[list[jax.Device]]:
+    """The devices in `number` groups of one size, each whole hosts or a part of one host."""
+    # Hosts of one size next to each other, so that groups end where hosts do.
+    ordered = [device for host in sorted(hosts, key=len, reverse=True) for device in host]
+    size = len(ordered) // number
+    groups = [ordered[start : start + size] for start in range(0, len(ordered), max(1, size))]
+    whole = len(groups) == number and all(
+        set(host) <= set(group) or set(group) <= set(host) or not set(host) & set(group)
+        for host in hosts
+        for group in groups
+    )
+    if not whole:
+        counts = sorted({len(host) for host in hosts})
+        raise UserError(
+            f"mesh: replica={number} does not divide {count_of(devices)} on {len(hosts)} "
+            f"host{'s' if len(hosts) > 1 else ''} of {' or '.join(map(str, counts))} into groups "
+            "of whole hosts, or hosts into whole groups"
+        )
+    return groups
+
+
+def count_of(devices: Sequence[jax.Device]) -> str:
+    """`8 devices`; of several processes also how many each has: `5 devices (2 + 3)`."""
+    text = f"{len(devices)} device{'s' if len(devices) > 1 else ''}"
+    owners = [device.process_index for device in devices]
+    counts = [str(owners.count(owner)) for owner in sorted(set(owners))]
+    return text if len(counts) == 1 else f"{text} ({' + '.join(counts)} of {len(counts)} processes)"
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """The sharding of a batch: its leading dim is split over the batch axes."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """Into how many parts a batch is split."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def describe(mesh: Mesh) -> str:
+    """`data=4 tensor=2`: the axes in use."""
+    used = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
+    return " ".join(used) or "data=1"

@@ -1,0 +1,321 @@
+"""What `--show-sharding` prints: where each parameter lives, and what that costs a device."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, Sharding
+from rich.cells import cell_len
+from rich.table import Table
+from rich.text import Text
+
+from spmdtrain.sharding.layout import describe, field_of, owner_of
+from spmdtrain.terminal import Terminal, byte_size
+from spmdtrain.tree import named_leaves
+
+PyTree = Any
+
+_SPEC, _FIRST_SIZE = 3, 4  # the number of a column
+
+
+@dataclass(frozen=True)
+class Held:
+    """The bytes of some leaves: on a device, beside it in its host's memory, and as a whole."""
+
+    device: int = 0
+    host: int = 0
+    whole: int = 0
+
+    @property
+    def parts(self) -> int:
+        """Into how many equal ones it is split."""
+        held = self.device + self.host
+        return round(self.whole / held) if held else 1
+
+    def __add__(self, other: "Held") -> "Held":
+        return Held(self.device + other.device, self.host + other.host, self.whole + other.whole)
+
+    def __str__(self) -> str:
+        parts = [byte_size(self.device)] if self.device or not self.host else []
+        return " + ".join(parts + ([f"{byte_size(self.host)} host"] if self.host else []))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter, with the leaves of the optimizer's state and of the average that follow it."""
+
+    name: str
+    shape: str
+    dtype: str
+    spec: str
+    own: Held
+    optimizer: Held
+    average: Held
+    elements: int = 0
+    """Of the parameter; 0 of `other`."""
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The leaf of which a device holds the most beyond an even split over all devices."""
+
+    name: str
+    spec: str
+    holders: int
+    """How many devices hold a part of it, or all."""
+    held: int
+    """Bytes on each of those."""
+    excess: int
+    """Bytes on each of those beyond an even split."""
+    copies: float
+    """How often it is there: 1 where it is split over its holders, their number where it is not."""
+
+
+@dataclass(frozen=True)
+class ShardingTable:
+    """The state over the devices. The bytes of a row are those of a device that holds a part."""
+
+    rows: list[Row]
+    """The parameters in the state's order, and last `other`: step, key, model state, and what of
+    the optimizer's state follows no parameter."""
+    total: Row
+    devices: int
+    fullest: int
+    """Bytes in the memory of the device that holds the most, and of the one that holds the least.
+    """
+    emptiest: int
+    worst: Worst | None
+    """None where every leaf is split evenly."""
+
+
+@dataclass
+class _Sums:
+    """A row under construction."""
+
+    own: Held = field(default_factory=Held)
+    optimizer: Held = field(default_factory=Held)
+    average: Held = field(default_factory=Held)
+
+
+def tabulate(abstract_state: PyTree, shardings: PyTree) -> ShardingTable:
+    """The table of a state that is not made yet. Nothing is compiled and nothing allocated.
+
+    An optimizer's leaf belongs to the parameter whose path ends its own: `opt_state/0/mu/blocks/q`
+    to `blocks/q`, whatever its shape.
+    """
+    leaves, where = named_leaves(abstract_state), named_leaves(shardings)
+    assert list(leaves) == list(where), "the state and its shardings are different trees"
+    shapes = {n: tuple(leaf.shape) for n, leaf in leaves.items() if field_of(n) == "params"}
+    sums = {name: _Sums() for name in shapes}
+    other, others = _Sums(), []
+    places = _Places()
+    for name, leaf in leaves.items():
+        held = places.add(leaf, where[name])
+        owner = owner_of(name, tuple(leaf.shape), shapes)
+        row = other if owner is None else sums[owner]
+        if owner is None:
+            others.append(name)
+        match field_of(name):
+            case "opt_state":
+                row.optimizer += held
+            case "averaged":
+                row.average += held
+            case _:
+                row.own += held
+    rows = [
+        Row(
+            name=name.removeprefix("params/"),
+            shape=str(tuple(leaves[name].shape)),
+            dtype=str(leaves[name].dtype),
+            spec=_spec(where[name]),
+            own=of.own,
+            optimizer=of.optimizer,
+            average=of.average,
+            elements=math.prod(leaves[name].shape),
+        )
+        for name, of in sums.items()
+    ]
+    specs = {_spec(where[name]) for name in others}
+    rows.append(
+        Row(
+            name="other",
+            shape=f"{len(others)} arrays",
+            dtype="",
+            spec=specs.pop() if len(specs) == 1 else "several",
+            own=other.own,
+            optimizer=other.optimizer,
+            average=other.average,
+        )
+    )
+    devices = places.per_device()
+    return ShardingTable(
+        rows=rows,
+        total=Row(
+            *("total", "", "", ""),
+            own=_sum(row.own for row in rows),
+            optimizer=_sum(row.optimizer for row in rows),
+            average=_sum(row.average for row in rows),
+        ),
+        devices=len(devices),
+        fullest=max(devices),
+        emptiest=min(devices),
+        worst=_worst(leaves, where, len(devices)),
+    )
+
+
+def render(table: ShardingTable) -> Table:
+    """The table as rich draws it."""
+    header, *rows = _cells(table)
+    drawn = Table()
+    for number, name in enumerate(header):
+        drawn.add_column(name, justify="right" if number >= _FIRST_SIZE else "left", no_wrap=True)
+    for row in rows:
+        if row is rows[-1]:
+            drawn.add_section()
+        drawn.add_row(*map(Text, row))  # no markup: a path may have brackets
+    return drawn
+
+
+def narrow(table: ShardingTable) -> list[str]:
+    """The same where it is too wide: of each row a line with name and spec, and one below."""
+    _, *rows = _cells(table)
+    shape, dtype, _, *sizes = (
+        max(map(len, column)) for column in list(zip(*rows, strict=True))[1:]
+    )
+    lines = []
+    for row in rows:
+        cells = [size.rjust(width) for size, width in zip(row[_FIRST_SIZE:], sizes, strict=True)]
+        labelled = map("".join, zip(("", "optimizer ", "average "), cells, strict=False))
+        lines.append(f"{row[0]}  {row[_SPEC]}".rstrip())
+        lines.append("  ".join([f"    {row[1]:{shape}}", f"{row[2]:{dtype}}", *labelled]))
+    return lines
+
+
+def summary(table: ShardingTable) -> list[str]:
+    """What the table comes to, a line each: the bytes of a device, and the worst imbalance."""
+    total = table.total.own + table.total.optimizer + table.total.average
+    who = f"each of {table.devices} devices" if table.devices > 1 else "the one device"
+    holds, even = f"holds {byte_size(table.fullest)}", -(-total.whole // table.devices)
+    if table.fullest != table.emptiest:
+        who = f"the fullest of {table.devices} devices"
+        holds += f", the emptiest {byte_size(table.emptiest)}"
+    if total.host:
+        holds += f", and {byte_size(total.host)} in host memory"
+    comma = "," if "," in holds else ""
+    line = f"{who} {holds}{comma} of {byte_size(total.whole)} ({_part(table, total)}"
+    if table.fullest + total.host > 1.01 * even:
+        line += f"; an even split is {byte_size(even)}"
+    if table.devices == 1:
+        return [line + ")"]
+    worst = "none, all is split evenly"
+    if table.worst is not None:
+        worst = _told(table.worst, table.devices, table.fullest + total.host)
+    return [line + ")", f"worst imbalance: {worst}"]
+
+
+def show(terminal: Terminal, table: ShardingTable) -> None:
+    """Print the table and what it comes to; in a file, a row is one line, however wide."""
+    widths = [
+        max(cell_len(line) for cell in column for line in cell.split("\n"))
+        for column in zip(*_cells(table), strict=True)
+    ]
+    if sum(widths) + 3 * len(widths) + 1 <= terminal.console.width:  # with rules and padding
+        terminal.console.print(render(table))
+    else:
+        for line in narrow(table):
+            terminal.line(line)
+    for line in summary(table):
+        terminal.line(line)
+
+
+def _cells(table: ShardingTable) -> list[list[str]]:
+    """The header, a row for each of the table's, and the total."""
+    averaged = table.total.average.whole > 0
+    sizes = ["bytes per\ndevice", "optimizer\nper device", "average\nper device"]
+    cells = [["parameter", "shape", "dtype", "spec", *sizes]]
+    for row in [*table.rows, table.total]:
+        held = map(str, (row.own, row.optimizer, row.average))
+        cells.append([row.name, row.shape, row.dtype, row.spec, *held])
+    return cells if averaged else [row[:-1] for row in cells]
+
+
+class _Places:
+    """Sums up what each device holds."""
+
+    def __init__(self) -> None:
+        # By group of devices, not by device: a mesh may have thousands, and its leaves hundreds.
+        self._bytes: dict[Any, int] = {}
+        self._devices: dict[Any, Iterable[jax.Device]] = {}
+
+    def add(self, leaf: Any, sharding: Sharding) -> Held:
+        held, whole = _held(leaf, sharding), _nbytes(leaf, leaf.shape)
+        on_host = sharding.memory_kind == "pinned_host"
+        group = sharding.mesh if isinstance(sharding, NamedSharding) else sharding
+        self._devices[group] = sharding.device_set
+        self._bytes[group] = self._bytes.get(group, 0) + (0 if on_host else held)
+        return Held(0, held, whole) if on_host else Held(held, 0, whole)
+
+    def per_device(self) -> list[int]:
+        found: dict[jax.Device, int] = {}
+        for group, size in self._bytes.items():
+            for device in self._devices[group]:
+                found[device] = found.get(device, 0) + size
+        return list(found.values())
+
+
+def _worst(leaves: dict[str, Any], where: dict[str, Sharding], devices: int) -> Worst | None:
+    found: Worst | None = None
+    for name, leaf in leaves.items():
+        sharding, whole = where[name], _nbytes(leaf, leaf.shape)
+        held = _held(leaf, sharding)
+        excess = held - -(-whole // devices)
+        if excess > (found.excess if found else 0):
+            found = Worst(
+                name=name.removeprefix("params/") if field_of(name) == "params" else name,
+                spec=_spec(sharding),
+                holders=sharding.num_devices,
+                held=held,
+                excess=excess,
+                copies=held * sharding.num_devices / whole,
+            )
+    return found
+
+
+def _told(worst: Worst, devices: int, held: int) -> str:
+    who = f"each of {devices}" if worst.holders == devices else f"{worst.holders} of {devices}"
+    copies = f"{worst.copies:g} cop{'y' if worst.copies == 1 else 'ies'}"
+    share = worst.excess / held
+    return (
+        f"{worst.name} ({worst.spec}), {byte_size(worst.held)} on {who} devices ({copies}): "
+        f"{byte_size(worst.excess)} more than an even split, "
+        f"{f'{share:.1%}' if share >= 0.001 else 'under 0.1%'} of what a device holds"
+    )
+
+
+def _held(leaf: Any, sharding: Sharding) -> int:
+    return _nbytes(leaf, sharding.shard_shape(tuple(leaf.shape)))
+
+
+def _nbytes(leaf: Any, shape: Iterable[int]) -> int:
+    return math.prod(shape) * int(leaf.dtype.itemsize)
+
+
+def _sum(parts: Iterable[Held]) -> Held:
+    return sum(parts, Held())
+
+
+def _part(table: ShardingTable, total: Held) -> str:
+    """`1/8`, or `56%` where it is no such part."""
+    held = table.fullest + total.host
+    if held >= total.whole:
+        return "all of it"
+    parts = round(total.whole / held)
+    is_part = abs(total.whole / held / parts - 1) < 0.01
+    return f"1/{parts}" if is_part else f"{held / total.whole:.0%}"
+
+
+def _spec(sharding: Sharding) -> str:
+    on_host = sharding.memory_kind == "pinned_host"
+    return describe(sharding) + (" host" if on_host else "")

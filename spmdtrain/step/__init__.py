@@ -1,0 +1,1 @@
+"""The train step: pure functions that are compiled."""

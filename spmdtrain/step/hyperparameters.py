@@ -1,0 +1,119 @@
+"""Hyperparameters in the optimizer's state (`optax.inject_hyperparams`) across a resume.
+
+A constant that is injected lives in the optimizer's state, so a restore brings the old value back.
+Each checkpoint therefore records the values that the optimizer starts with. If those differ on a
+resume, the new value replaces the restored one. A value that the run itself has changed (in a
+callback, say) is kept as long as the value to start with is the same. Schedules are not recorded:
+they are computed from the step count at each update. A checkpoint of an older version has no
+record; then the configured learning rate decides.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.interpreters import partial_eval
+
+from spmdtrain.step.state import TrainState
+from spmdtrain.tree import path_name
+
+PyTree = Any
+_FIELD = jax.tree_util.GetAttrKey("hyperparams")
+_SCHEDULES = jax.tree_util.GetAttrKey("hyperparams_states")
+_RATE = "learning_rate"
+
+
+def injected(opt_state: PyTree) -> dict[str, Any]:
+    """Return the injected hyperparameters of an optimizer's state by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(opt_state)
+    return {path_name(path): leaf for path, leaf in leaves if _FIELD in path}
+
+
+def _constants(opt_state: PyTree) -> dict[str, Any]:
+    """The injected hyperparameters that no schedule computes, by path."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(opt_state)]
+    indices = [(path, path.index(_SCHEDULES)) for path in paths if _SCHEDULES in path]
+    scheduled = {path_name((*path[:at], _FIELD, path[at + 1])) for path, at in indices}
+    return {name: x for name, x in injected(opt_state).items() if name not in scheduled}
+
+
+def _is_rate(name: str) -> bool:
+    return name.split("/")[-1] == _RATE
+
+
+def learning_rate(opt_state: PyTree) -> jax.Array | None:
+    """Return the injected learning rate; None if there is none, or more than one."""
+    found = [x for name, x in injected(opt_state).items() if _is_rate(name)]
+    return found[0] if len(found) == 1 and found[0].ndim == 0 else None
+
+
+def initial_values(init: Callable[..., PyTree], *arguments: PyTree) -> dict[str, Any]:
+    """Return the injected hyperparameters that an optimizer starts with, as numbers.
+
+    Those that a schedule computes are left out.
+
+    Args:
+        init: Makes the optimizer's state. It is traced; only what the hyperparameters need is
+            computed.
+        *arguments: What `init` takes; shapes suffice.
+    """
+    program, shapes = jax.make_jaxpr(init, return_shape=True)(*arguments)
+    constants = _constants(shapes)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    wanted = [path_name(path) in constants for path in paths]
+    if not any(wanted):
+        return {}
+    needed, used = partial_eval.dce_jaxpr(program.jaxpr, wanted)
+    if any(used):  # values computed from the parameters are no setting
+        return {}
+    values = jax.core.eval_jaxpr(needed, program.consts)
+    return {name: np.asarray(value).tolist() for name, value in zip(constants, values, strict=True)}
+
+
+def updated(
+    state: TrainState,
+    shardings: TrainState,
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    tell: Callable[[str], None],
+    *,
+    rate_changed: bool,
+) -> TrainState:
+    """Return a restored state with the new values of hyperparameters that have changed.
+
+    Args:
+        state: The restored state.
+        shardings: Its shardings.
+        saved: The initial values when it was saved; empty if they were not recorded.
+        now: The initial values of this run.
+        tell: Called with a line for each change, and for each value that may have changed and is
+            not used because there is no record.
+        rate_changed: Whether the configured learning rate is another than when it was saved.
+    """
+    if not now or saved == now:
+        return state
+
+    def replace(path: tuple[Any, ...], leaf: jax.Array, sharding: jax.sharding.Sharding) -> Any:
+        if (name := path_name(path)) not in now:
+            return leaf
+        value = np.asarray(now[name], leaf.dtype)
+        restored = np.asarray(leaf.addressable_data(0)) if leaf.is_fully_replicated else None
+        differs = restored is not None and not np.array_equal(restored, value)
+        changed = rate_changed and _is_rate(name)
+        if saved:
+            changed = saved.get(name, now[name]) != now[name]
+        if not changed:
+            if differs and not saved:
+                tell(
+                    f"optimizer: {name} stays {restored!s}, and not {value!s}: the checkpoint "
+                    "does not record the value that it began with"
+                )
+            return leaf
+        if differs:
+            tell(f"optimizer: {name} {restored!s} -> {value!s}")
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: value[index])
+
+    opt_state = jax.tree_util.tree_map_with_path(replace, state.opt_state, shardings.opt_state)
+    return dataclasses.replace(state, opt_state=opt_state)

@@ -1,0 +1,279 @@
+"""Functions that each replica computes on its own examples, and what has to become of the results.
+
+Elsewhere in spmdtrain every value is global. Here alone there is one for each replica, as a type of
+its own, so that it cannot be taken for a global one: it has to be reduced first.
+"""
+
+import contextvars
+from collections.abc import Callable
+from typing import Any, Literal, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.sharding.mesh import BATCH_AXES
+from spmdtrain.sharding.placement import Placement, current_strategy, under
+from spmdtrain.strategies import AXES, DEFAULT
+from spmdtrain.tree import named_leaves, path_name
+
+PyTree = Any
+
+_within = contextvars.ContextVar("_within", default=False)  # a function of `per_replica`
+
+
+class NotReducedError(UserError, TypeError):
+    """A value for each replica was used where a global one is needed."""
+
+
+@jax.tree_util.register_pytree_node_class
+class PerReplica:
+    """A value for each replica, made by `per_replica`; to be reduced before it is used.
+
+    Anything else done with it, arithmetic or a call of `jnp`, raises `NotReducedError`, a
+    `TypeError`. It may go into another `per_replica`, where each replica gets its own again, and
+    leave a jitted function as it is, as a pytree: `jax.tree` functions see the arrays of all
+    replicas.
+    """
+
+    def __init__(self, stacked: PyTree, examples: int) -> None:
+        self._stacked = stacked  # arrays of leading dim R, in the order of the batch's parts
+        self._examples = examples  # that each replica has seen
+
+    def sum(self) -> PyTree:
+        """The sum over the replicas: global arrays of the shape that each replica gave."""
+        return jax.tree.map(lambda x: x.sum(0), self._stacked)
+
+    def mean(self, weights: jax.typing.ArrayLike | None = None) -> PyTree:
+        """The mean over all examples, in f32: of arrays (b, ...) a replica, arrays of shape (...).
+
+        `weights`: (B,), of the global batch's examples; 0 where nothing counts. Raises `UserError`
+        for values that have no dim of the replica's b examples: `stack().mean(0)` is the mean over
+        the replicas, of a gradient, say.
+        """
+        return jax.tree.map(lambda x: _mean_over_examples(x, weights), self._by_example())
+
+    def gather(self) -> PyTree:
+        """The values of all examples, in the batch's order: of (b, ...) a replica, (B, ...).
+
+        Raises `UserError` for values that have no dim of examples: those `stack` brings together.
+        """
+        return _everywhere(self._by_example())
+
+    def _by_example(self) -> PyTree:
+        for name, x in named_leaves(self._stacked).items():
+            if x.shape[1:2] != (self._examples,):
+                raise UserError(
+                    f"each replica's {name or 'value'} has shape {x.shape[1:]}, without a leading "
+                    f"dim of its {self._examples} examples: return values by example, or reduce "
+                    "what there is by sum() or stack()"
+                )
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), self._stacked)
+
+    def stack(self) -> PyTree:
+        """Each replica's value: global arrays with a new leading dim of R."""
+        return _everywhere(self._stacked)
+
+    def local(self) -> list[PyTree]:
+        """The values of the replicas on this process's devices, as NumPy arrays.
+
+        Raises `UserError` while JAX traces: there, no process has any.
+        """
+        parts = jax.tree.map(_local_parts, self._stacked)
+        found: Any = jax.tree.flatten(parts, is_leaf=lambda x: isinstance(x, list))
+        leaves, treedef = found
+        return [treedef.unflatten(one) for one in zip(*leaves, strict=True)]
+
+    def tree_flatten(self) -> tuple[tuple[PyTree], int]:
+        """For JAX: what crosses the border of a jitted function."""
+        return (self._stacked,), self._examples
+
+    @classmethod
+    def tree_unflatten(cls, examples: int, children: tuple[PyTree]) -> "PerReplica":
+        """For JAX: the way back."""
+        return cls(*children, examples)
+
+    def __repr__(self) -> str:
+        return f"PerReplica({jax.tree.map(jnp.shape, self._stacked)})"
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotReducedError(
+            "a value for each replica is no global value: reduce it first, by sum(), mean(), "
+            "gather() or stack(), or look at local()"
+        )
+
+    __array__ = __float__ = __int__ = __index__ = __bool__ = __complex__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = (
+        _refuse
+    )
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuse
+    __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __eq__ = __ne__ = _refuse
+    __len__ = __iter__ = __getitem__ = __format__ = _refuse
+    __hash__ = object.__hash__
+
+
+def per_replica(function: Callable[..., PyTree], batch: PyTree, *whole: PyTree) -> PerReplica:
+    """`function(examples, *whole)` on each replica, of its own part of the batch.
+
+    `batch`: global arrays of leading dim B, and values for each replica, of which each gets its
+    own. `whole`: what every replica gets in full, parameters, say. Gradients that `function` takes
+    are those of its own examples. Within it replicas meet only in collectives over `BATCH_AXES` (a
+    gradient *through* `psum` is that of all replicas' sums), and `current_strategy()` is the
+    default one. Of a replica that is several devices (tensor parallel), each computes the whole of
+    it. Raises `UserError` where B does not divide.
+    """
+    if _within.get():
+        raise UserError("per_replica within per_replica: there, everything is one replica's own")
+    if replicas_in(whole):
+        raise NotReducedError(
+            "per_replica: what every replica gets in full holds a value for each replica: reduce "
+            "it first, or give it with the batch, where each gets its own"
+        )
+    placement = current_strategy()
+    flat: Any = jax.tree.flatten(batch, is_leaf=_is_per_replica)
+    parts, treedef = flat
+    examples = _examples(batch, placement.batch_shards)
+
+    def own(part: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: x[0], part._stacked) if _is_per_replica(part) else part
+
+    def local(parts: list[PyTree], *whole: PyTree) -> PyTree:
+        token = _within.set(True)
+        try:
+            with under(Placement(DEFAULT, None)):
+                found = function(treedef.unflatten(map(own, parts)), *whole)
+        finally:
+            _within.reset(token)
+        return jax.tree.map(_as_one_of_many, found)
+
+    split, everywhere = PartitionSpec(BATCH_AXES), PartitionSpec()
+    # Unchecked: what a replica computes is its own, whatever it is.
+    program = jax.shard_map(
+        local,
+        mesh=placement.mesh or _mesh_of_one(placement),
+        in_specs=(split, *[everywhere] * len(whole)),
+        out_specs=split,
+        check_vma=False,
+    )
+    return PerReplica(program(parts, *whole), examples)
+
+
+def reduce(op: Literal["sum", "mean"], value: PyTree, *, axis: Literal[0] | None = None) -> PyTree:
+    """Reduces a value of the replicas to a global one, as `tf.distribute.Strategy.reduce` does.
+
+    Args:
+      op: "sum" or "mean".
+      value: A `PerReplica`. If there is one replica, as under the default strategy, also arrays:
+        the value of that replica.
+      axis: None reduces over the replicas; 0 over the replicas and their examples, the leading dim
+        of each replica's value.
+
+    Returns:
+      Global arrays: of the shape of a replica's value, without its leading dim if axis is 0.
+
+    Raises:
+      UserError: If op or axis is another, a value has no dim of examples, or `value` is not a
+        `PerReplica` although there are several replicas.
+    """
+    if op not in ("sum", "mean"):
+        raise UserError(f"reduce: op is {op!r}.{did_you_mean(str(op), ['sum', 'mean'])}")
+    if axis not in (None, 0):
+        raise UserError(f"reduce: axis is {axis!r}: it must be None (replicas) or 0 (examples)")
+    if not _is_per_replica(value):
+        if replicas_in(value):
+            raise UserError("reduce: give one PerReplica, not a tree of them")
+        if (replicas := current_strategy().batch_shards) > 1:
+            raise UserError(
+                f"reduce: the value is a {type(value).__name__}, and there are {replicas} "
+                "replicas: give the PerReplica that per_replica returned"
+            )
+        examples = {jnp.shape(x)[:1] for x in jax.tree.leaves(value)}
+        size = next(iter(examples))[0] if len(examples) == 1 and () not in examples else 0
+        value = PerReplica(jax.tree.map(lambda x: jnp.asarray(x)[None], value), size)
+    if axis is None:
+        return jax.tree.map(lambda x: getattr(x, op)(0), value._stacked)
+    return value.mean() if op == "mean" else jax.tree.map(lambda x: x.sum(0), value._by_example())
+
+
+def replicas_in(tree: PyTree) -> list[PerReplica]:
+    """The values for each replica that a tree holds."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=_is_per_replica) if _is_per_replica(x)]
+
+
+def _is_per_replica(x: Any) -> bool:
+    return isinstance(x, PerReplica)
+
+
+def _examples(batch: PyTree, replicas: int) -> int:
+    """How many each replica gets. Raises `UserError` for a batch that does not divide."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_per_replica)
+    earlier = [x for _, x in leaves if _is_per_replica(x)]
+    arrays = {path_name(path): jnp.shape(x) for path, x in leaves if not _is_per_replica(x)}
+    for value in earlier:
+        if {x.shape[0] for x in jax.tree.leaves(value._stacked)} - {replicas}:
+            raise UserError(f"per_replica: {value!r} is not of the {replicas} replicas here")
+    for name, shape in arrays.items():
+        what = f"per_replica: the batch's {name or 'array'}"
+        if not shape:
+            raise UserError(f"{what} is a single number: it needs a leading dim of examples")
+        if shape[0] % replicas:
+            raise UserError(
+                f"{what} has {shape[0]} examples, which do not divide over {replicas} replicas"
+            )
+    counts = {shape[0] for shape in arrays.values()}
+    if len(counts) > 1:
+        raise UserError(f"per_replica: the batch's arrays differ in their examples: {arrays}")
+    if not counts and not earlier:
+        raise UserError("per_replica: the batch holds no arrays")
+    return counts.pop() // replicas if counts else earlier[0]._examples
+
+
+def _as_one_of_many(x: Any) -> jax.Array:
+    if not isinstance(x, (bool, int, float, complex, jax.Array, np.ndarray, np.generic)):
+        raise UserError(
+            f"per_replica: the function returned a {type(x).__name__}: it must return arrays"
+        )
+    return jnp.asarray(x)[None]
+
+
+def _mesh_of_one(placement: Placement) -> Mesh:
+    """Without a mesh, too, the axes have names, so that the same function runs."""
+    return Mesh(np.array(placement.devices).reshape([1] * len(AXES)), AXES)
+
+
+def _everywhere(tree: PyTree) -> PyTree:
+    """Arrays that are split over processes made whole in each; others are left to XLA."""
+
+    def whole(x: jax.Array) -> jax.Array:
+        if isinstance(x, jax.core.Tracer) or x.is_fully_addressable:
+            return x
+        assert isinstance(x.sharding, NamedSharding)
+        places = NamedSharding(x.sharding.mesh, PartitionSpec())
+        found: jax.Array = jax.jit(lambda x: x, out_shardings=places)(x)
+        return found
+
+    return jax.tree.map(whole, tree)
+
+
+def _mean_over_examples(x: jax.Array, weights: jax.typing.ArrayLike | None) -> jax.Array:
+    weights = jnp.asarray(jnp.ones(x.shape[0]) if weights is None else weights, jnp.float32)
+    if weights.shape != x.shape[:1]:
+        raise UserError(
+            f"mean: weights of shape {weights.shape} for {x.shape[0]} examples: one for each"
+        )
+    weights = weights.reshape(-1, *[1] * (x.ndim - 1))
+    total = weights.sum()
+    counted = jnp.where(weights == 0, 0.0, x.astype(jnp.float32)) * weights
+    return jnp.where(total == 0, 0.0, counted.sum(0) / jnp.where(total == 0, 1, total))
+
+
+def _local_parts(x: jax.Array) -> list[np.ndarray]:
+    if isinstance(x, jax.core.Tracer):
+        raise UserError("local() is for outside of jitted functions, where there are values")
+    parts = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+    # A part may hold several replicas: where the compiler has left the values on fewer devices.
+    return [row for start in sorted(parts) for row in np.asarray(parts[start])]

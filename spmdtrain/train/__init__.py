@@ -1,0 +1,1 @@
+"""Training runs: the trainer, the loop, evaluation, logs and callbacks."""

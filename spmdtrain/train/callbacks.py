@@ -1,0 +1,118 @@
+"""Functions that a run calls at named moments."""
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.train.loop_checks import numbers
+
+
+class Moment(enum.StrEnum):
+    """When callbacks are called."""
+
+    FIT_START = "fit_start"
+    STEP = "step"  # an update has been dispatched; its numbers are not known yet
+    LOG = "log"  # with the train metrics of that step, whose state cannot be read any more
+    EPOCH_END = "epoch_end"  # with the epoch's means; before its evaluation and checkpoint
+    EVALUATION = "evaluation"  # with the validation metrics
+    CHECKPOINT = "checkpoint"
+    FIT_END = "fit_end"  # with the test metrics, where there is a test split
+
+
+@dataclass
+class Event:
+    """What a callback is told. `trainer.stop()` ends the run after this step."""
+
+    trainer: Any  # the Trainer, which stands above this module
+    moment: Moment
+    step: int
+    metrics: dict[str, float]
+    """Callbacks of `log` and `evaluation` may add metrics to it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # `event.metrics |= {...}` adds to the dictionary, and assigns it again.
+        if self.__dict__.get(name, value) is not value:
+            raise UserError(f"event.{name} cannot be replaced: to add metrics, use event.metrics")
+        object.__setattr__(self, name, value)
+
+
+class Fixed(dict[str, Any]):
+    """Metrics that a callback must not change, because they are written already."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise UserError(
+            "event.metrics cannot be changed here: only callbacks of 'log' and 'evaluation' may "
+            "add metrics, and none may change a computed one"
+        )
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)  # a copy is a plain dictionary
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    update = setdefault = pop = popitem = clear = _refuse
+
+
+class Reported(Fixed):
+    """Metrics that are about to be written: a callback may add others."""
+
+    def __init__(self, computed: Mapping[str, float]) -> None:
+        super().__init__(computed)
+        self._computed = dict(computed)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._computed:
+            self._refuse()
+        dict.__setitem__(self, name, value)
+
+    def update(self, *given: Any, **named: Any) -> None:
+        for name, value in dict(*given, **named).items():
+            self[name] = value
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def __ior__(self, given: Any) -> "Reported":  # type: ignore[override,misc]
+        self.update(given)
+        return self
+
+    def with_added(self) -> dict[str, float]:
+        """Return the computed metrics, then those added. Raises `UserError` for no number."""
+        added = {name: x for name, x in self.items() if name not in self._computed}
+        return self._computed | (numbers(added, "the callback's") if added else {})
+
+
+Callback = Callable[[Event], None]
+Callbacks = Mapping[str, Callback | list[Callback]]
+"""One function or several, by the name of their `Moment`."""
+
+
+def by_moment(callbacks: Callbacks) -> dict[Moment, list[Callback]]:
+    """Returns the functions of every moment.
+
+    Raises:
+      UserError: If there is no such moment, or what is given for it is no function.
+    """
+    if not isinstance(callbacks, Mapping):
+        raise UserError(
+            f"callbacks is a {type(callbacks).__name__}: it must be a dictionary of moments, for "
+            f'example {{"log": f}}. The moments are: {", ".join(Moment)}'
+        )
+    found: dict[Moment, list[Callback]] = {moment: [] for moment in Moment}
+    for name, functions in callbacks.items():
+        if name not in found:
+            raise UserError(
+                f"there is no moment {name!r} for callbacks.{did_you_mean(name, found)}"
+            )
+        given = functions if isinstance(functions, list) else [functions]
+        for function in given:
+            if not callable(function):
+                raise UserError(
+                    f"callbacks[{name!r}] is a {type(function).__name__}: it must be a function of "
+                    "the event, or a list of such functions"
+                )
+        found[Moment(name)] += given
+    return found

@@ -1,0 +1,158 @@
+"""Weighted means of the training metrics over an epoch, and the history of a run."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from spmdtrain.config import RunConfig
+from spmdtrain.files.run_files import Split
+from spmdtrain.step import hyperparameters
+from spmdtrain.step.metrics import Means
+from spmdtrain.train.run_logger import Journal
+
+PyTree = Any
+# Fields of optax's states whose values scale the updates.
+_RATES = frozenset({"scale", "learning_rate", "estim_lr"})
+
+
+@dataclass(frozen=True)
+class History:
+    """Metrics of a run, oldest first, also of the part before a resume.
+
+    Attributes:
+        epochs: One dictionary per epoch: "step" and "epoch", the weighted means of the training
+            metrics, "learning_rate" if it is known, "seconds" and "examples_per_second".
+        evaluations: One dictionary per evaluation of the validation split: "step", "epoch" (the
+            number of epochs completed by then) and the metrics.
+    """
+
+    epochs: list[dict[str, float]]
+    evaluations: list[dict[str, float]]
+
+
+@dataclass
+class Tally:
+    """Steps of the current epoch whose outputs were read.
+
+    Attributes:
+        steps: Number of steps.
+        seconds: Time spent on them.
+        names: Names of their metrics.
+        sums: Weighted sums of these and weights in float64, (names, 2).
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    names: Sequence[str] = ()
+    sums: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 2)))
+
+
+class Epochs:
+    """Adds up the training metrics of each epoch, and writes their means at its end.
+
+    Args:
+        config: The run's configuration.
+        num_examples: Number of training examples; 0 if the run has no dataset, and so no epochs.
+        journal: Writes the means.
+        fixed_rate: The learning rate of all steps, if it is known.
+    """
+
+    def __init__(
+        self, config: RunConfig, num_examples: int, journal: Journal, fixed_rate: float | None
+    ) -> None:
+        self._config, self._size, self._journal = config, num_examples, journal
+        self._fixed_rate = fixed_rate
+        self._counted = 0.0  # seconds of training that are in a tally
+        self._epoch = range(0)  # its steps
+        self.tally = Tally()
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Goes on from what `so_far` returned; from an empty tally if `saved` is empty."""
+        if saved:
+            sums = saved["sums"]
+            values = np.array(list(sums.values()), np.float64).reshape(-1, 2)
+            self.tally = Tally(saved["steps"], saved["seconds"], list(sums), values)
+
+    def so_far(self) -> dict[str, Any]:
+        """Returns the tally as JSON, in which floats keep all their bits."""
+        self._count_seconds()
+        tally = self.tally
+        sums = {name: pair.tolist() for name, pair in zip(tally.names, tally.sums, strict=True)}
+        return {"steps": tally.steps, "seconds": tally.seconds, "sums": sums}
+
+    def count(
+        self, step: int, names: Sequence[str], sums: np.ndarray, rate: jax.Array | None
+    ) -> None:
+        """Adds a step's metrics, and writes the means if an epoch ends with it.
+
+        Steps are counted in order. An epoch of which not all steps were counted is not written.
+
+        Args:
+            step: Its number.
+            names: Names of its metrics.
+            sums: Their weighted sums and weights, (names, 2).
+            rate: Its learning rate, if that is among its outputs.
+        """
+        tally, config, size = self.tally, self._config, self._size
+        if tally.names != names:  # none yet, or the objective has changed since the save
+            tally = self.tally = Tally(0, tally.seconds, names, np.zeros((len(names), 2)))
+        tally.steps += 1
+        tally.sums += sums
+        if step >= self._epoch.stop:
+            self._epoch = config.epoch_of(step, size)
+        if step < self._epoch.stop - 1:
+            return
+        self._count_seconds()
+        self.tally = Tally()
+        if tally.steps != len(self._epoch):
+            return
+        used = self._fixed_rate if rate is None else float(rate)
+        measured = {} if used is None else {"learning_rate": used}
+        measured["seconds"] = tally.seconds
+        if tally.seconds > 0:
+            examples = tally.steps * (config.global_batch_size or 0)
+            measured["examples_per_second"] = examples / tally.seconds
+        means = Means(dict(zip(tally.names, tally.sums, strict=True))).result(empty=0.0)
+        # A metric of the objective that has one of these names stays what it is.
+        found = {"epoch": config.epochs_at(step, size)} | means | (measured | means)
+        self._journal.epoch_ended(step, found)
+
+    def _count_seconds(self) -> None:
+        now = self._journal.seconds
+        self.tally.seconds += now - self._counted
+        self._counted = now
+
+    def history(self) -> History:
+        """Returns what was written of epochs and evaluations."""
+        told, config = self._journal.told, self._config
+        return History(
+            [{"step": step} | of for step, of in sorted(told[Split.EPOCH].items())],
+            [
+                {"step": step, "epoch": config.epochs_at(step, self._size)} | of
+                for step, of in sorted(told[Split.EVAL].items())
+            ],
+        )
+
+
+def known_rate(config: RunConfig, opt_state: PyTree) -> float | None:
+    """Returns the configured learning rate if the optimizer uses no other one.
+
+    None if the optimizer's state holds a schedule's count, or a rate or a scale of the updates
+    (`optax.contrib.reduce_on_plateau`).
+
+    Args:
+        config: The configuration.
+        opt_state: The optimizer's state, or its shapes.
+    """
+
+    def scales(node: Any) -> bool:
+        named = not _RATES.isdisjoint(getattr(node, "_fields", ()))
+        return named or isinstance(node, optax.ScaleByScheduleState)
+
+    scaled = any(map(scales, jax.tree.leaves(opt_state, is_leaf=scales)))
+    return None if scaled or hyperparameters.injected(opt_state) else config.learning_rate

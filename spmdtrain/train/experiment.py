@@ -1,0 +1,175 @@
+"""An experiment: the real objects of a run, and the Python file that builds them."""
+
+import dataclasses
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import optax
+
+from spmdtrain.adapters.base import Function
+from spmdtrain.config import RunConfig
+from spmdtrain.data.datasets import Augment
+from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.sharding.layout import Rule
+from spmdtrain.step.reductions import Reduction
+from spmdtrain.train.callbacks import Callbacks
+
+PyTree = Any
+
+TRACEBACK_SWITCH = (
+    "SPMDTRAIN_TRACEBACK"  # set to 1, errors in experiment files keep their traceback
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """What `build(config)` returns."""
+
+    model: Any
+    """An nnx module, or a function of `rngs` that makes one; a LinenModel, KerasModel or
+    FunctionModel."""
+    objective: Function
+    """(model, batch) -> per-example values by name, "loss" among them."""
+    optimizer: optax.GradientTransformation
+    train: Any
+    """A dataset: arrays, or any object with __len__ and rows(indices)."""
+    validation: Any = None
+    test: Any = None
+    predict: Function | None = None
+    """(model, batch) -> what to predict; the model's own output by default."""
+    augment: Augment | None = None
+    """(example, generator) -> example, for the training examples alone."""
+    rules: Sequence[Rule] = ()
+    """Where the model's parameters lie on the mesh, whatever the strategy; the first match counts.
+    Parameters that no rule matches lie where the strategy puts them."""
+    reduction: Reduction | None = None
+    """(gradients, axes) -> gradients: reduces the gradients under shard_map, in XLA's stead."""
+    prompts: Any = None
+    """A dataset for --mode predict, instead of the test or validation split."""
+    present: Callable[[PyTree], Iterable[str]] | None = None
+    """What --mode predict prints of its predictions: a line each."""
+    callbacks: Callbacks = field(default_factory=dict)
+    """Functions by the moment they are called at (see `Moment`)."""
+
+
+@dataclass(frozen=True)
+class ExperimentFile:
+    """An experiment's Python file, loaded."""
+
+    path: Path
+    config_class: type[RunConfig]
+    presets: Mapping[str, RunConfig]
+    doc: str
+    module: Any
+
+    @property
+    def name(self) -> str:
+        """The file's name without .py."""
+        return self.path.stem
+
+    def preset(self, name: str | None) -> RunConfig:
+        """The named preset, or the defaults."""
+        if name is None:
+            return _guarded(self.path, self.config_class)
+        if name not in self.presets:
+            known = did_you_mean(name, self.presets) if self.presets else " It has none."
+            raise UserError(f"{self.path} has no preset {name!r}.{known}")
+        return self.presets[name]
+
+    @property
+    def has_own_loop(self) -> bool:
+        """Whether it trains by itself, by `train(config, loop)`, and builds nothing."""
+        return not callable(getattr(self.module, "build", None))
+
+    def build(self, config: RunConfig) -> Experiment:
+        """The experiment's objects for this configuration."""
+        if self.has_own_loop:
+            raise UserError(
+                f"{self.path} has a loop of its own, train(config, loop), which can only train: "
+                "--mode evaluate, --mode predict, --role evaluate and --show-sharding are for "
+                "files with build(config)"
+            )
+        experiment = _guarded(self.path, lambda: self.module.build(config))
+        if not isinstance(experiment, Experiment):
+            raise UserError(
+                f"{self.path}: build(config) returned a {type(experiment).__name__}: it must "
+                "return an Experiment"
+            )
+        return experiment
+
+
+def load_experiment(name: str, reserved: frozenset[str]) -> ExperimentFile:
+    """Import an experiment's file and check its parts; `reserved` fields it may not define.
+
+    Raises `UserError` for everything that can be wrong with it.
+    """
+    path = Path(name)
+    if not path.is_file():
+        problem = "is a folder" if path.is_dir() else "no such file"
+        raise UserError(f"{path}: {problem}; --config takes an experiment's .py file")
+    spec = importlib.util.spec_from_file_location(f"experiment_{path.stem}", path.resolve())
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path}: --config takes an experiment's .py file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up by name
+    sys.path.append(str(path.resolve().parent))  # its neighbours can be imported, as by a script
+    loader = spec.loader
+    _guarded(path, lambda: loader.exec_module(module))
+
+    config_class = getattr(module, "Config", None)
+    if not (
+        isinstance(config_class, type)
+        and issubclass(config_class, RunConfig)
+        and "__dataclass_fields__" in vars(config_class)  # of its own, not RunConfig's alone
+    ):
+        raise UserError(f"{path}: has no dataclass Config(RunConfig)")
+    _guarded(path, lambda: get_type_hints(config_class, include_extras=True))
+    build, train = (getattr(module, name, None) for name in ("build", "train"))
+    if not callable(build) and not callable(train):
+        raise UserError(f"{path}: has no function build(config), and no train(config, loop)")
+    if callable(build) and getattr(train, "__module__", None) == module.__name__:
+        raise UserError(
+            f"{path}: has both build(config) and train(config, loop), a loop of its own: one of "
+            "the two"
+        )
+    if collisions := sorted(reserved & {f.name for f in dataclasses.fields(config_class)}):
+        raise UserError(
+            f"{path}: Config has a field {collisions[0]!r}, which is the command's own option"
+        )
+    presets = getattr(module, "PRESETS", {})
+    if not isinstance(presets, Mapping) or not all(
+        isinstance(p, config_class) for p in presets.values()
+    ):
+        raise UserError(
+            f"{path}: PRESETS must be a dictionary of names to {config_class.__name__}s"
+        )
+    return ExperimentFile(path, config_class, presets, (module.__doc__ or "").strip(), module)
+
+
+def _guarded(path: Path, call: Callable[[], Any]) -> Any:
+    """`call()`, an exception in the user's file turned into one line that says where."""
+    try:
+        return call()
+    except UserError:
+        raise
+    except SyntaxError as error:
+        where = f"{error.filename}:{error.lineno}" if error.filename else str(path)
+        raise UserError(f"{where}: {error.msg}") from error
+    except Exception as error:
+        if os.environ.get(TRACEBACK_SWITCH) == "1":
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        inside = [f for f in frames if f.filename == str(path.resolve())]
+        where = f"{path}:{inside[-1].lineno}" if inside else str(path)
+        within = f"in {inside[-1].name}; " if inside else ""
+        message = " ".join(str(error).split())
+        raise UserError(
+            f"{where}: {type(error).__name__}: {message} "
+            f"({within}{TRACEBACK_SWITCH}=1 shows the traceback)"
+        ) from error

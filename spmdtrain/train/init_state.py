@@ -1,0 +1,65 @@
+"""What a run begins with: initial values, or those of another run's checkpoint."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+
+from spmdtrain.adapters.base import Variables
+from spmdtrain.checkpoints.manifest import Manifest
+from spmdtrain.checkpoints.restore import find, load_model, newest_good
+from spmdtrain.config import RunConfig, as_json
+from spmdtrain.distributed import process_group
+from spmdtrain.errors import UserError
+from spmdtrain.step.state import TrainState
+from spmdtrain.step.train_step import Steps
+
+PyTree = Any
+Tell = Callable[[str], None]
+
+
+def initial_state(steps: Steps, config: RunConfig, tell: Tell) -> TrainState:
+    """The state before step 1, with the parameters of `init_from` where that is given."""
+    state = steps.init(config.seed)
+    if not config.init_from:
+        return state
+    found, _ = load_values(config.init_from, config.checkpoint, steps, config, tell)
+    places = steps.shardings
+    params, model_state = steps.as_parameters(found)
+    params = jax.device_put(params, places.params)
+    averaged: PyTree = {}
+    if config.ema_decay is not None:  # arrays of its own, as the state is donated
+        averaged = jax.tree.map(
+            lambda x, like: jnp.array(x, like.dtype), found.params, state.averaged
+        )
+        averaged = jax.device_put(averaged, places.averaged)
+    return dataclasses.replace(
+        state,
+        params=params,
+        # Some optimizers keep a copy of the parameters that they start from.
+        opt_state=steps.opt_state_of(params),
+        averaged=averaged,
+        model_state=model_state,
+    )
+
+
+def load_values(
+    path: str, which: str | int, steps: Steps, config: RunConfig, tell: Tell
+) -> tuple[Variables, Manifest]:
+    """The model's values in a checkpoint, of this or of another run, and what is known of it.
+
+    `path` is a workdir, of which `which` selects a checkpoint, or one of its checkpoints/STEP.
+    Raises `UserError`.
+    """
+
+    def load(folder: epath.Path, manifest: Manifest) -> Variables:
+        return load_model(folder, manifest, steps.abstract_state, steps.shardings, as_json(config))
+
+    source = process_group.jointly(lambda: find(path, which), UserError)
+    found = newest_good(source, load, tell, by_all=True)
+    step = found.manifest.step
+    tell(f"parameters of step {step} from {source.path(step)}")
+    return found.value, found.manifest

@@ -1,0 +1,582 @@
+"""The pieces of a run, for loops of one's own: several optimizers, a GAN, reinforcement learning.
+
+The `Trainer` is one loop made of them. Here the loop is the user's; data, placement, checkpoints,
+logs and the ways to end are the run's, as there.
+"""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from spmdtrain.config import Purpose, RunConfig, derive_seed, resolve, with_options
+from spmdtrain.data.datasets import Augment, as_dataset, process_rows
+from spmdtrain.data.loader import check_fits, ordered_batches, train_batches
+from spmdtrain.distributed import failures, process_group
+from spmdtrain.distributed.first_call import Together, await_compiled, call_together
+from spmdtrain.distributed.progress import Phase, within
+from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
+from spmdtrain.files.run_files import Split, Status
+from spmdtrain.sharding.layout import Layout, Rule, check_placed
+from spmdtrain.sharding.placement import place, prepare, under
+from spmdtrain.step.declared_arguments import eval_key
+from spmdtrain.step.finite import health
+from spmdtrain.step.hyperparameters import initial_values
+from spmdtrain.step.per_replica import NotReducedError, replicas_in
+from spmdtrain.step.state import TrainState
+from spmdtrain.step.train_step import StepOutput
+from spmdtrain.strategies import strategy
+from spmdtrain.terminal import Terminal
+from spmdtrain.train.loop_checks import (
+    Init,
+    Step,
+    beginning,
+    check_state,
+    numbers,
+    scalars,
+    state_and_metrics,
+)
+from spmdtrain.train.metrics_reader import LateReader
+from spmdtrain.train.roles import refuse_evaluator
+from spmdtrain.train.session import Session
+from spmdtrain.tree import named_leaves
+from spmdtrain.xla import collective_options, collectives
+from spmdtrain.xla.compile_cache import compiler_options
+
+PyTree = Any
+# What the Trainer's own step does, and a step of one's own has to do by itself.
+_OF_THE_TRAINER: Mapping[str, Any] = {
+    "microbatches": 1,
+    "uneven_batch": "refuse",
+    "batch_statistics": "global",
+    "compute_dtype": "float32",
+    "remat": "none",
+    "frozen": (),
+    "ema_decay": None,
+    "jit": True,
+    "steps_per_dispatch": 1,
+    "data_on_device": False,
+    "init_from": None,
+    "checkpoint": "latest",
+    "evaluated_by": "training",
+    "eval_at_checkpoints": False,
+    "profile_steps": None,
+}
+
+
+class Loop:
+    """What a training loop of one's own is made of.
+
+        with Loop(strategy="mirrored", steps=1000, workdir="runs/mine") as loop:
+            state = loop.start(init, train=images)
+            step = loop.compile_step(function)
+            for batch in loop.batches():
+                state, output = step(state, batch)
+                loop.record(state, output)
+
+    `options` are fields of `RunConfig`, and change `config`. Raises `UserError` for anything wrong
+    in them, and for those that only the `Trainer` heeds.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig | None = None,
+        *,
+        terminal: Terminal | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        **options: Any,
+    ) -> None:
+        config = with_options(config or RunConfig(), options, "Loop")
+        for name, only in _OF_THE_TRAINER.items():
+            if getattr(config, name) != only:
+                raise UserError(
+                    f"{name} is {getattr(config, name)!r}, which the Trainer's own step heeds: "
+                    "in a loop of your own, the step does what you write"
+                )
+        chosen = config.collectives.reduction not in (None, "automatic")
+        if chosen or config.collectives.reduce_dtype:
+            raise UserError(
+                "collectives.reduction and reduce_dtype are for the Trainer's own step: in a loop "
+                "of your own, per_replica(...) gives gradients to reduce as you like"
+            )
+        if strategy(config.strategy).by_servers:
+            raise UserError(
+                "strategy parameter_server makes the Trainer's steps: a loop of your own has a "
+                "Coordinator (docs/parameter-server.md)"
+            )
+        refuse_evaluator("a Loop")
+        prepare(config)
+        self.placement = place(config)
+        self.config = resolve(config, batch_shards=self.placement.batch_shards)
+        self.terminal = terminal or Terminal(quiet=not process_group.is_chief())
+        self.step = 0
+        """Steps recorded so far, of the whole run."""
+        placed = self.placement.strategy
+        ours = collective_options.compiler_options(
+            config.collectives,
+            self.placement.devices[0].platform,
+            gathers=placed.shards_params or placed.shards_optimizer,
+        )
+        self._compiler_options = compiler_options(
+            self.config.compiler_option, ours, self.placement.everywhere
+        )
+        self._clock = clock
+        self._stack = contextlib.ExitStack()
+        self._entered = False
+        self._run: Session | None = None
+        self._layout: Layout | None = None
+        self._augment: Augment | None = None
+        self._state: TrainState | None = None
+        self._late: LateReader | None = None
+        # The step that this start goes on from; that up to which what was due is done.
+        self._first = self._done = 0
+        self._saved: int | None = None  # the newest that there is a checkpoint of
+        self._stop = self._over = False
+        self._seen: tuple[int, dict[str, float]] | None = None  # an evaluation, and of which step
+        self._evaluated: set[tuple[str, int]] = set()  # splits and steps, in this start
+        self.left_early = False
+        """Whether the loop was left, by `break` say, before its last step and without `stop()`."""
+        self._bar = contextlib.ExitStack()
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The device mesh; None under the default strategy."""
+        return self.placement.mesh
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether `start` has been called."""
+        return self._run is not None
+
+    @property
+    def total(self) -> int:
+        """Steps of the whole run."""
+        return self._started().total
+
+    # -- beginning and end ---------------------------------------------------------------------
+
+    def __enter__(self) -> "Loop":
+        self._entered = True
+        self._stack.enter_context(under(self.placement))
+        return self
+
+    def start(
+        self,
+        init: Init,
+        *,
+        train: Any = None,
+        rules: Sequence[Rule] = (),
+        augment: Augment | None = None,
+    ) -> TrainState:
+        """The state to go on from: the workdir's newest checkpoint, else what `init` makes.
+
+        `init(key)` is compiled, so that each array is born in its place. `train`: a dataset or
+        arrays, for `batches`. Raises `UserError`.
+        """
+        if not self._entered or self._run is not None:
+            raise UserError("start() is called once, within `with Loop(...) as loop:`")
+        keys = [jax.random.key(derive_seed(self.config.seed, p)) for p in _PURPOSES]
+        begin = beginning(init)
+        abstract = jax.eval_shape(begin, *keys)
+        self._layout = Layout(abstract, self.placement, rules, self.config.sharding)
+        self._augment = augment
+        initial = initial_values(lambda *keys: begin(*keys).opt_state, *keys)
+        placed = _Placed(abstract, self._layout.shardings, initial)
+        run = Session.open(
+            self._stack,
+            self.config,
+            {"train": train},
+            placed,
+            self.terminal,
+            self._clock,
+        )
+        self._stack.enter_context(failures.at_work(run.failed_elsewhere))
+        with within(Phase.RESTORE, 0):
+            state = run.resume(placed)
+            if state is None:
+                when = "after the initialisation"
+                program = jax.jit(begin, out_shardings=self._layout.shardings)
+                state = call_together(program, *keys)
+            else:
+                when, self._saved = "as restored", int(state.step)
+        check_placed(state, self._layout.shardings, when)
+        self._run, self._state = run, state
+        self._late = LateReader(run, self.placement, lambda: self._state)
+        self.step = self._first = self._done = int(state.step)
+        run.journal.begin(self.step, self.placement)
+        self._stack.enter_context(run.ending())
+        if run.start_due(self.step):
+            self._save(run)
+        return state
+
+    def __exit__(self, *error: Any) -> bool | None:
+        self._bar.close()
+        try:
+            if error[0] is None and self._run is not None:
+                self._finish(self._run)
+        except BaseException as own:
+            if not self._stack.__exit__(type(own), own, own.__traceback__):
+                raise
+            return None
+        finally:
+            self._over = True
+        return self._stack.__exit__(*error)
+
+    def _finish(self, run: Session) -> None:
+        assert self._late is not None and self._state is not None
+        self._do_what_is_due()
+        self._late.catch_up()
+        # Where a step was made and none recorded, there is no state, not even the first.
+        nothing = self.step == self._first and self._state.step.is_deleted()
+        if self.step != self._saved and not nothing:
+            self._save(run)
+        run.await_save()
+        self.left_early = self.step < run.total
+        if self.left_early:
+            why = f"the loop was left after {self.step} of {run.total} steps"
+            run.journal.end(Status.PREEMPTED, self.step, why, saved=self.step == self._saved)
+        else:
+            run.journal.end(Status.FINISHED, self.step)
+
+    # -- data ----------------------------------------------------------------------------------
+
+    def batches(self) -> Iterator[PyTree]:
+        """The training batches from here to the end of the run, placed on the mesh.
+
+        Between two of them what is due is done: logs, checkpoints, a stop that was asked for. So
+        each step is to be recorded before the next batch is taken.
+        """
+        run = self._started()
+        if run.train is None:
+            raise UserError("batches() is of the dataset that start(train=...) is given")
+        config = self.config
+        assert config.global_batch_size is not None
+        batches = train_batches(
+            run.train,
+            config.global_batch_size,
+            self.placement.batch,
+            seed=config.seed,
+            shuffle=config.shuffle,
+            start=self.step,
+            stop=run.total,
+            augment=self._augment,
+            threads=config.data_threads,
+        )
+        for _ in self.steps():
+            with within(Phase.LOAD):
+                batch = next(batches)
+            yield batch
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps to make, from 1: `batches`, for what makes its own data."""
+        run = self._started()
+        self._do_what_is_due()  # of the last step, where another iteration was left after it
+        run.journal.train_goes_on(self.step)
+        # Not of this generator, which may be kept: it ends with the loop in any case.
+        self._bar.close()
+        self._bar.enter_context(self.terminal.progress("train", done=self.step, total=run.total))
+        while self.step < run.total:
+            step = self.step + 1
+            yield step
+            if self.step != step:
+                raise UserError(
+                    f"step {step} was recorded {self.step + 1 - step} times: call "
+                    "record(state, output) once for each batch"
+                )
+            self._do_what_is_due()
+        self._bar.close()
+
+    def examples(self, data: Any) -> Iterator[tuple[PyTree, jax.Array]]:
+        """All examples of a dataset once, in order: placed batches of (rows, mask).
+
+        The mask, (B,), is 0 for what only fills up the last batch: a weight for `weighted_mean`.
+        """
+        assert self.config.global_batch_size is not None
+        batches, _ = ordered_batches(
+            as_dataset(data),
+            self.config.eval_batch_size or self.config.global_batch_size,
+            self.placement.batch,
+            threads=self.config.data_threads,
+        )
+        return batches
+
+    def eval_key(self, number: int) -> jax.Array:
+        """The random key of batch `number` of an evaluation, the same in each evaluation.
+
+        For functions of the batches that `examples` gives, counted from 0.
+        """
+        draw = np.array([derive_seed(self.config.seed, Purpose.EVAL), number], np.uint32)
+        key: jax.Array = jax.jit(eval_key, out_shardings=self.placement.everywhere)(draw)
+        return key
+
+    def place(self, batch: PyTree) -> PyTree:
+        """A global batch of NumPy arrays, the same in all processes, split over the mesh."""
+        sharding = self.placement.batch
+        for name, leaf in named_leaves(batch).items():
+            what, shards = name or "the array", self.placement.batch_shards
+            if not (shape := np.shape(leaf)):
+                raise UserError(
+                    f"place: {what} is a single number: a batch is NumPy arrays of a leading dim "
+                    "of examples (a list is a tree of its items)"
+                )
+            if shape[0] % shards:
+                raise UserError(
+                    f"place: {what} of shape {shape}: its leading dim does not divide over "
+                    f"{shards} devices"
+                )
+
+        def placed(leaf: Any) -> jax.Array:
+            array = np.asarray(leaf)
+            check_fits(array)
+            local = array[process_rows(sharding, len(array))]
+            return jax.make_array_from_process_local_data(sharding, local, array.shape)
+
+        return jax.tree.map(placed, batch)
+
+    # -- programs ------------------------------------------------------------------------------
+
+    def compile_step(
+        self, function: Step
+    ) -> Callable[[TrainState, PyTree], tuple[TrainState, StepOutput]]:
+        """A step, compiled with the strategy's shardings for the batches that it is given.
+
+        `function(state, batch, key)` returns the state after one step and its metrics; step number
+        and key are counted on for it. The state is donated: use what it returns. Whatever of it
+        rests in host memory is in device memory within.
+        """
+        self._started()
+        assert self._layout is not None and self._state is not None
+        layout, abstract = self._layout, jax.tree.map(jax.typeof, self._state)
+
+        def counted(state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
+            state = layout.bring(state, lambda of: of)
+            after, told = state_and_metrics(function(state, batch, state.step_key))
+            check_state(after, abstract)
+            if after.step is not state.step or after.key is not state.key:
+                raise UserError("the step changed step or key of the state, which count themselves")
+            after = dataclasses.replace(after, step=state.step + 1, key=state.key)
+            means = scalars(told)
+            finite = health(jnp.stack(list(means.values())), state, after, layout.shardings)
+            return after, StepOutput(means, finite, after.step)
+
+        everywhere = self.placement.everywhere
+        jitted = jax.jit(
+            counted,
+            in_shardings=(layout.shardings, self.placement.batch),
+            out_shardings=(layout.shardings, everywhere),
+            donate_argnums=0,
+            compiler_options=self._compiler_options or None,
+        )
+        compiled: set[Any] = set()
+
+        def step(state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
+            _check_there(state, self.step)
+            leaves, treedef = jax.tree.flatten(jax.tree.map(jax.typeof, batch))
+            sizes = [leaf.shape[0] for leaf in leaves if leaf.shape]
+            self._started().journal.batch_size = sizes[0] if sizes else None
+            key = (treedef, *leaves)
+            if key not in compiled:
+                self._compile(jitted, state, batch)
+                compiled.add(key)
+            with within(Phase.STEP):
+                after, output = jitted(state, batch)  # which finds it compiled
+            if self.step == self._first:
+                check_placed(after, layout.shardings, "after the first step")
+            return after, output
+
+        return step
+
+    def _compile(self, jitted: Any, state: TrainState, batch: PyTree) -> None:
+        began = time.perf_counter()
+        with self.terminal.waiting("compiling the step"), within(Phase.COMPILE):
+            lowered = jitted.lower(state, batch)
+            compiled = lowered.compile()
+            await_compiled(lowered)
+        if process_group.is_chief():
+            found = collectives.told(compiled.as_text(), self.mesh)
+            seconds = time.perf_counter() - began
+            program = f"step compiled in {seconds:.1f} s: {found}"
+            self._started().journal.introduce(self.placement, state.params, program)
+        self._started().journal.train_goes_on(self.step)
+
+    def whole(self, params: PyTree) -> PyTree:
+        """Within a step, parameters as a model reads them: gathered, where a strategy splits them.
+
+        The state's own, all of them. XLA may otherwise move activations instead, which is less for
+        small batches, and more for large ones.
+        """
+        self._started()
+        assert self._layout is not None
+        return self._layout.whole(params)
+
+    def compile(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """Any other function of arrays, compiled; each process gets all of its result."""
+
+        def reduced(*args: PyTree) -> PyTree:
+            found = function(*args)
+            if replicas_in(found):
+                raise NotReducedError(
+                    "what compile() makes gives each process all of its result: reduce a value "
+                    "for each replica within, or take jax.jit, which leaves it where it is"
+                )
+            return found
+
+        jitted = Together(jax.jit(reduced, out_shardings=self.placement.everywhere))
+
+        def call(*args: PyTree) -> PyTree:
+            with under(self.placement):
+                return jitted(*jax.tree.map(_in_device_memory, args))
+
+        return call
+
+    # -- what the run is told ------------------------------------------------------------------
+
+    def record(self, state: TrainState, output: StepOutput) -> None:
+        """One step is made: its state, to be saved when that is due, and its numbers.
+
+        They are read and logged some steps late. Raises `NonFiniteError` where they are none.
+        """
+        run = self._started()
+        assert self._late is not None
+        if self.step >= run.total:
+            raise UserError(f"all {run.total} steps of the run are made: take them from batches()")
+        if not isinstance(output, StepOutput):
+            raise UserError(
+                f"record(state, output) is given a {type(output).__name__}: the output is the "
+                "second value that the compiled step returns"
+            )
+        _check_there(state, self.step)
+        self.step += 1
+        self._state = state
+        self._late.add([self.step], output)
+
+    def evaluation_due(self) -> bool:
+        """Whether an evaluation is due after the step just recorded, as `eval_every_steps` says."""
+        return self._started().look_due(self.step)
+
+    def evaluated(self, found: Mapping[str, Any], split: str = "eval") -> None:
+        """Write the metrics of an evaluation after the step just recorded; `split`: eval, test.
+
+        All processes call it alike. Told before the next batch is taken, those of eval say how
+        good this step's checkpoint is. Raises `NonFiniteError` for a loss that is no number.
+        """
+        run = self._started()
+        assert self._late is not None
+        if split not in (Split.EVAL, Split.TEST):
+            raise UserError(f"there is no split {split!r}.{did_you_mean(split, ['eval', 'test'])}")
+        self._late.catch_up()
+        told = numbers(found)
+        if not math.isfinite(told.get("loss", 0.0)):
+            raise NonFiniteError(f"step {self.step}: the {split} loss is {told['loss']}")
+        if (split, self.step) in self._evaluated:
+            raise UserError(
+                f"evaluated() was called twice for {split} after step {self.step}: give all of its "
+                "metrics at once"
+            )
+        if split == Split.EVAL:
+            self._check_best(told)
+            self._seen = self.step, told
+        self._evaluated.add((split, self.step))
+        if not run.journal.recall(Split(split), self.step):
+            run.journal.evaluated(Split(split), self.step, told)
+
+    def _check_best(self, told: Mapping[str, float]) -> None:
+        """Whether an evaluation says which checkpoint is best."""
+        best = self.config.best_metric
+        if best in told:
+            return
+        # The default has not been asked for: then none is best, and that is said once.
+        if best != "loss":
+            raise UserError(
+                f"best_metric is {best!r}, which this evaluation does not give."
+                + did_you_mean(best, told)
+            )
+        if self.config.workdir and self.config.keep_best and not self._evaluated:
+            self.terminal.line(
+                "no checkpoint will be kept as the best: best_metric is 'loss', which this "
+                f"evaluation does not give ({', '.join(told)})"
+            )
+
+    def stop(self) -> None:
+        """End the run with the step just recorded, as its last one.
+
+        All processes call it alike. The same command then finds the run finished, unless it asks
+        for more steps.
+        """
+        self._started().total = self.step
+        self._stop = True
+
+    def _do_what_is_due(self) -> None:
+        run = self._started()
+        assert self._late is not None
+        if self._done == self.step:
+            return
+        self._done = self.step
+        # From here on, what one process decides all have to: see `processes`.
+        save, preempted = run.save_due(self.step), run.signals.asked()
+        if not (self._metrics() or save or preempted or self.step == run.total):
+            return
+        self._late.catch_up()
+        if save or preempted:
+            self._save(run)
+        if preempted:
+            run.await_save()  # what is told to be saved is saved
+            run.signals.stop_if_received()
+        run.journal.train_goes_on(self.step)
+
+    def _save(self, run: Session) -> None:
+        assert self._late is not None and self._state is not None
+        _check_there(self._state, self.step)
+        self._late.catch_up()
+        run.save(self._state, self.step, self._metrics(), stopped=self._stop)
+        self._saved = self.step
+
+    def _metrics(self) -> dict[str, float] | None:
+        """What an evaluation of the step just recorded has found."""
+        step, found = self._seen or (None, None)
+        return found if step == self.step else None
+
+    def _started(self) -> Session:
+        if self._over:
+            raise UserError("the loop is over: it ends with its `with`")
+        if self._run is None:
+            raise UserError("the loop has not begun: call start(init) first")
+        return self._run
+
+
+def _check_there(state: TrainState, step: int) -> None:
+    """The arrays of a state that a step has been made from are the next state's."""
+    if not isinstance(state, TrainState):
+        raise UserError(f"the state is a {type(state).__name__}: it is what start() returned")
+    if state.step.is_deleted():
+        raise UserError(
+            f"the state is gone (step {step} is the last one recorded): the compiled step has "
+            "taken its memory for the next state, which it returned: go on with that, and give "
+            "record(state, output) that, before anything else"
+        )
+
+
+_PURPOSES = (Purpose.INIT, Purpose.STEP)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placed:
+    """A state's shapes and places."""
+
+    abstract_state: TrainState
+    shardings: TrainState
+    initial_hyperparameters: Mapping[str, Any]
+    metric_names: None = None
+
+
+def _in_device_memory(x: Any) -> Any:
+    if isinstance(x, jax.Array) and x.sharding.memory_kind == "pinned_host":
+        return jax.device_put(x, x.sharding.with_memory_kind("device"))
+    return x

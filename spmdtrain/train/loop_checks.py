@@ -1,0 +1,122 @@
+"""What a user's own functions give to a `Loop`, checked: state and metrics."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.step.metrics import check_names, loss_first
+from spmdtrain.step.per_replica import NotReducedError, replicas_in
+from spmdtrain.step.state import TrainState
+from spmdtrain.tree import named_leaves
+
+PyTree = Any
+Init = Callable[[jax.Array], Mapping[str, PyTree]]
+"""key -> the state's parts by name: `params`, and what there is of the others (see `PARTS`)."""
+Step = Callable[[TrainState, PyTree, jax.Array], tuple[TrainState, Mapping[str, Any]]]
+"""(state, batch, key) -> the state after it, and metrics: scalars by name."""
+
+PARTS = ("params", "opt_state", "averaged", "model_state")
+
+
+def beginning(init: Init) -> Callable[[jax.Array, jax.Array], TrainState]:
+    """From the keys of initialisation and of the steps to the first state. Raises `UserError`."""
+    if not callable(init):
+        raise UserError(
+            f"start() is given a {type(init).__name__}: it takes a function of a key that makes "
+            "the state's parts"
+        )
+
+    def begin(init_key: jax.Array, step_key: jax.Array) -> TrainState:
+        parts = init(init_key)
+        names = list(parts) if isinstance(parts, Mapping) else _told(parts)
+        if not isinstance(parts, Mapping) or "params" not in parts:
+            raise UserError(f"init returned {names}: it must return a dictionary with 'params'")
+        if unknown := [name for name in parts if name not in PARTS]:
+            raise UserError(
+                f"init returned {unknown[0]!r}, which is no part of the state."
+                + did_you_mean(unknown[0], PARTS)
+            )
+        empty: dict[str, PyTree] = {name: {} for name in PARTS}
+        numbers = jax.random.key_data(step_key)
+        return TrainState(step=jnp.zeros((), jnp.int32), key=numbers, **empty | dict(parts))
+
+    return begin
+
+
+def state_and_metrics(returned: Any) -> tuple[Any, Any]:
+    """The two things that a step returns. Raises `UserError` for anything else."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise UserError(
+            f"the step returned {_told(returned)}: it must return two things, the state after it, "
+            "dataclasses.replace(state, params=...), and the metrics"
+        )
+    return returned
+
+
+def check_state(after: Any, before: TrainState) -> None:
+    """Raise `UserError` where a step returned anything but a state of the same arrays."""
+    if not isinstance(after, TrainState):
+        raise UserError(
+            f"the step returned {_told(after)} first: that must be the state after it, "
+            "dataclasses.replace(state, params=...)"
+        )
+    if apart := replicas_in(after):
+        raise NotReducedError(
+            f"the step put {apart[0]!r}, a value for each replica, into the state: reduce it first"
+        )
+    was, now = named_leaves(before), named_leaves(after)
+    for name in [*was, *(name for name in now if name not in was)]:
+        one, other = (_told(tree.get(name)) for tree in (was, now))
+        if one != other:
+            raise UserError(f"the step made {name} of the state, {one}, into {other}")
+
+
+def _told(x: Any) -> str:
+    """What a user's function gave, in a word or two."""
+    if x is None:
+        return "nothing"
+    if hasattr(x, "dtype") and hasattr(x, "shape"):
+        return f"{x.dtype}{list(x.shape)}"
+    if isinstance(x, (bool, int, float, complex)):
+        return f"a Python {type(x).__name__}"
+    return f"a {type(x).__name__}"
+
+
+def scalars(told: Any) -> dict[str, jax.Array]:
+    """A step's metrics in f32. Raises `UserError`."""
+    return {name: jnp.asarray(x, jnp.float32) for name, x in _checked(told, "the step's").items()}
+
+
+def numbers(found: Any, whose: str = "the evaluation's") -> dict[str, float]:
+    """Metrics by name as numbers. Raises `UserError`."""
+    checked = _checked(found, whose)
+    return loss_first({name: float(x) for name, x in checked.items()})
+
+
+def _checked(told: Any, whose: str) -> Mapping[str, Any]:
+    if not isinstance(told, Mapping) or not told:
+        what = "empty" if isinstance(told, Mapping) else _told(told)
+        raise UserError(f"{whose} metrics are {what}: they must be scalars by name")
+    check_names(told, f"{whose} metric")
+    for name, value in told.items():
+        what = f"{whose} metric {name!r} is"
+        if replicas_in(value):
+            raise NotReducedError(f"{what} {value!r}: reduce it to one number, by sum(), say")
+        if not _is_real(value):
+            raise UserError(f"{what} {_told(value)}: it must be one real number")
+        if jnp.shape(value):
+            raise UserError(
+                f"{what} {_told(value)}: reduce it to one number, by weighted_mean, say"
+            )
+    return told
+
+
+def _is_real(x: Any) -> bool:
+    if not isinstance(x, (bool, int, float, jax.Array, np.ndarray, np.generic)):
+        return False
+    dtype = jnp.result_type(x)
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))

@@ -1,0 +1,48 @@
+"""A profiler trace of some steps, for TensorBoard or Perfetto."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from spmdtrain.errors import StorageError
+from spmdtrain.files import no_follow
+from spmdtrain.files.storage import one_line
+
+
+class ProfiledSteps:
+    """Traces the steps `first` to `last` (both included) into `folder`; nothing without a range."""
+
+    def __init__(self, steps: tuple[int, int] | None, folder: str | None) -> None:
+        self._first, self._last = steps or (0, 0)
+        self._folder = folder
+        self._running = False
+
+    def __enter__(self) -> "ProfiledSteps":
+        return self
+
+    def before(self, step: int) -> None:
+        """Call before `step` is dispatched."""
+        if self._first <= step <= self._last and not self._running:
+            assert self._folder is not None
+            try:
+                for name in ("plugins", "plugins/profile"):  # where the profiler writes
+                    no_follow.make_folder(Path(self._folder).expanduser(), name)
+            except OSError as error:
+                raise StorageError(f"no trace can be written: {one_line(error)}") from error
+            jax.profiler.start_trace(self._folder)
+            self._running = True
+
+    def after(self, step: int, output: Any) -> None:
+        """Call after `step` is dispatched; `output` is what tells when it is done."""
+        if step == self._last and self._running:
+            jax.block_until_ready(output)
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()

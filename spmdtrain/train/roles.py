@@ -1,0 +1,49 @@
+"""The role of a process in a job, as TF_CONFIG and the strategy decide it."""
+
+from spmdtrain.cluster.spec import Role, from_environment
+from spmdtrain.config import RunConfig
+from spmdtrain.errors import UserError
+from spmdtrain.sharding.placement import on_own_devices, prepare
+from spmdtrain.strategies import strategy
+from spmdtrain.terminal import Terminal
+from spmdtrain.train.executor import backend_of
+
+
+def is_evaluator() -> bool:
+    """Returns whether TF_CONFIG makes this process the evaluator of a job."""
+    return from_environment().role is Role.EVALUATE
+
+
+def enter(config: RunConfig, timeout: float, terminal: Terminal | None) -> RunConfig:
+    """Takes the role of this process in the job of a configuration.
+
+    A process that trains joins the others. A worker or parameter server of strategy
+    parameter_server serves the chief and exits with the job.
+
+    Args:
+      config: Configuration of the run.
+      timeout: Seconds in which the chief of parameter servers has to come.
+      terminal: Receives the reason if an evaluator uses a placement of its own.
+
+    Returns:
+      The configuration for this process: an evaluator has devices of its own.
+
+    Raises:
+      UserError: If the strategy has no use for this task.
+      SystemExit: In a worker or parameter server, when the job has ended.
+    """
+    if is_evaluator():
+        return on_own_devices(config, (terminal or Terminal()).line)
+    backend_of(strategy(config.strategy)).join(timeout)
+    prepare(config)
+    return config
+
+
+def refuse_evaluator(what: str) -> None:
+    """Raises `UserError` in an evaluator task, for what only trains."""
+    if is_evaluator():
+        name = from_environment().name
+        raise UserError(
+            f"{what} in task {name} of TF_CONFIG: only Trainer.fit and python -m spmdtrain.run "
+            "evaluate checkpoints there; leave the evaluator out of the cluster"
+        )

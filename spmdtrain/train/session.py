@@ -1,0 +1,422 @@
+"""One run: what it was given, whom it tells, and what it has saved."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from etils import epath
+
+from spmdtrain.checkpoints.manifest import Damaged, Manifest
+from spmdtrain.checkpoints.restore import agreed, load_state, newest_good, saved_in
+from spmdtrain.checkpoints.retention import Retention
+from spmdtrain.checkpoints.run_identity import (
+    Identity,
+    changes,
+    check_same_run,
+    describe_leaves,
+    describe_optimizer,
+)
+from spmdtrain.checkpoints.save import Checkpoints, check_can_be_saved
+from spmdtrain.config import RunConfig, as_json
+from spmdtrain.data.datasets import Dataset, as_dataset, fingerprint
+from spmdtrain.distributed import failures, numeric_settings, process_group, progress
+from spmdtrain.distributed.preemption import StopSignals
+from spmdtrain.errors import Preempted, StateError, StorageError, UserError, did_you_mean
+from spmdtrain.files.run_files import RunFiles, Status, evaluator_metrics
+from spmdtrain.files.storage import folder_of, is_url
+from spmdtrain.step import hyperparameters
+from spmdtrain.step.state import TrainState
+from spmdtrain.terminal import Terminal
+from spmdtrain.train.epochs import Epochs, known_rate
+from spmdtrain.train.run_logger import Journal, Metrics
+
+_LOOK_AHEAD = 1.0  # seconds between two looks of several processes at process 0's clock
+
+
+class Trained(Protocol):
+    """What a run trains, as far as its files go."""
+
+    @property
+    def abstract_state(self) -> TrainState: ...
+
+    @property
+    def shardings(self) -> TrainState: ...
+
+    @property
+    def initial_hyperparameters(self) -> Mapping[str, Any]:
+        """Injected hyperparameters that the optimizer starts with, by path."""
+        ...
+
+    @property
+    def metric_names(self) -> Callable[[Any], Iterable[str]] | None:
+        """What an evaluation of such rows gives; None where nobody knows before it is made."""
+        ...
+
+
+@dataclass
+class Session:
+    """One call of `fit`, from `open` to the closing of its files."""
+
+    config: RunConfig
+    train: Dataset | None
+    validation: Dataset | None
+    test: Dataset | None
+    total: int  # steps of the whole run; less, once a callback has asked to stop
+    identity: Identity
+    journal: Journal
+    checkpoints: Checkpoints | None
+    signals: StopSignals
+    clock: Callable[[], float]
+    epochs: Epochs
+    saved_at: float = 0.0
+    stops_at_epochs: bool = False  # whether a callback reads the state after each epoch
+    _ask_clock_at: int = 0  # the step at which to ask process 0 for the time again
+    _asked_clock: tuple[float, int] = (0.0, 0)  # when it was asked last, and at which step
+
+    @classmethod
+    def open(
+        cls,
+        stack: contextlib.ExitStack,
+        config: RunConfig,
+        splits: Mapping[str, Any],
+        trained: Trained,
+        terminal: Terminal,
+        clock: Callable[[], float],
+    ) -> "Session":
+        """Check what `fit` was given and open what it writes to; `stack` closes it.
+
+        `splits` are `train`, `validation` and `test`. Raises `UserError`.
+        """
+        data = {n: as_dataset(x, f"{n} data") for n, x in splits.items() if x is not None}
+        train = data.get("train")
+        if train is None and config.steps is None:
+            raise UserError("without a dataset there are no epochs: give steps")
+        total = config.total_steps(0 if train is None else len(train))
+        profiled = config.profile_range()
+        if profiled and (config.workdir is None or profiled[1] > total):
+            raise UserError(
+                f"profile_steps is {config.profile_steps}: it needs a workdir "
+                f"({config.workdir}), and no more than the run's {total} steps"
+            )
+        if config.eval_at_checkpoints and (config.workdir is None or "validation" not in data):
+            raise UserError(
+                "eval_at_checkpoints needs a workdir for the checkpoints, and a validation split"
+            )
+        if profiled and is_url(str(config.workdir)):
+            raise UserError(f"profile_steps: the profiler writes no trace to {config.workdir}")
+        if config.evaluated_by == "evaluator":
+            if config.workdir is None:
+                raise UserError("evaluated_by is 'evaluator': it needs a workdir, where it looks")
+            data.pop("validation", None)
+        elif config.best_metric != "loss" and trained.metric_names is not None:
+            if "validation" not in data:
+                raise UserError(
+                    f"best_metric is {config.best_metric!r}: it needs a validation split"
+                )
+            names = list(trained.metric_names(data["validation"].rows(np.arange(1))))
+            if config.best_metric not in names:
+                raise UserError(
+                    f"best_metric is {config.best_metric!r}, which no evaluation gives."
+                    + did_you_mean(config.best_metric, names)
+                )
+        identity = Identity(
+            config=as_json(config),
+            dataset={} if train is None else fingerprint(train),
+            leaves=describe_leaves(trained.abstract_state),
+            optimizer=describe_optimizer(trained.abstract_state.opt_state),
+            hyperparameters=trained.initial_hyperparameters,
+        )
+        # Before anything is written: processes that differ would train nonsense, or wait for ever.
+        if process_group.count() > 1:
+            told = dataclasses.asdict(identity)
+            told["config"].pop("data_dir")  # where it is may differ, what is in it may not
+            told |= (
+                numeric_settings.settings()
+            )  # a script may have changed them since the processes met
+            process_group.check_same(told | {"data": {n: fingerprint(x) for n, x in data.items()}})
+        files = checkpoints = None
+        signals = StopSignals()
+        if config.workdir is not None or process_group.count() > 1:
+            # Without a workdir there is nothing to save to, and Ctrl-C keeps its usual meaning.
+            stack.enter_context(signals)
+        if config.workdir is not None:
+            check_can_be_saved(trained.abstract_state)
+            if process_group.is_chief():
+                files = stack.enter_context(contextlib.closing(RunFiles(config.workdir)))
+            process_group.barrier()  # the folder is there, and no other run has it
+            by_evaluator = config.evaluated_by == "evaluator"
+            checkpoints = stack.enter_context(
+                contextlib.closing(
+                    Checkpoints(
+                        folder_of(config.workdir) / "checkpoints",
+                        Retention(
+                            latest=config.keep_latest,
+                            best=config.keep_best,
+                            metric=config.best_metric,
+                            direction=config.best_direction,
+                            every_steps=config.keep_every_steps,
+                            every_hours=config.keep_every_hours,
+                        ),
+                        functools.partial(evaluator_metrics, config.workdir)
+                        if by_evaluator
+                        else None,
+                    )
+                )
+            )
+        journal = Journal(terminal, files, config)
+        rate = known_rate(config, trained.abstract_state.opt_state)
+        return cls(
+            config=config,
+            train=train,
+            validation=data.get("validation"),
+            test=data.get("test"),
+            total=total,
+            identity=identity,
+            journal=journal,
+            checkpoints=checkpoints,
+            signals=signals,
+            clock=clock,
+            epochs=Epochs(config, 0 if train is None else len(train), journal, rate),
+            saved_at=clock(),
+        )
+
+    # -- going on from a checkpoint ------------------------------------------------------------
+
+    def resume(self, trained: Trained) -> TrainState | None:
+        """The state of the newest good checkpoint, as `resume` says; None where there is none.
+
+        Damaged ones are set aside once a good one is found. Where none is good, `UserError`:
+        a run never begins anew over checkpoints.
+        """
+        config, where = self.config, f"workdir {self.config.workdir}"
+        if config.workdir is None or not (source := agreed(saved_in(config.workdir))).steps:
+            if config.resume == "must":
+                raise UserError(f"resume is 'must', and {where} holds no checkpoint")
+            return None
+        if config.resume == "never":
+            raise UserError(
+                f"resume is 'never', and {where} holds checkpoints up to step {source.steps[-1]}: "
+                "use another workdir, or remove them"
+            )
+
+        def load(folder: epath.Path, manifest: Manifest) -> TrainState:
+            check_same_run(manifest.identity, self.identity, str(folder))
+            return load_state(folder, manifest, trained.abstract_state, trained.shardings)
+
+        tell = self.journal.terminal.line
+        try:
+            found = newest_good(source, load, tell, by_all=True)
+        except Damaged as error:
+            raise UserError(
+                f"{error}; nothing was changed: begin anew in another workdir"
+            ) from None
+        assert self.checkpoints is not None
+        for step, name in zip(
+            found.damaged, self.checkpoints.set_aside(found.damaged), strict=True
+        ):
+            tell(f"checkpoint {step} is set aside as {name}")
+        saved = found.manifest
+        self.epochs.restore(saved.epoch)
+        before, now = saved.identity.config, self.identity.config
+        if saved.stopped and all(before[name] == now[name] for name in ("epochs", "steps")):
+            self.total = saved.step  # a callback ended it here, and nobody asked for more since
+        tell(f"resumed from step {saved.step} of {config.workdir}")
+        for change in changes(saved.identity, self.identity):
+            tell(f"changed since: {change}")
+        return hyperparameters.updated(
+            found.value,
+            trained.shardings,
+            saved.identity.hyperparameters,
+            self.identity.hyperparameters,
+            tell,
+            rate_changed=before.get("learning_rate") != now["learning_rate"],
+        )
+
+    def check_no_checkpoints(self) -> None:
+        """Raises `UserError` if the workdir holds checkpoints, whose steps a restart repeats."""
+        if self.checkpoints is not None and (self.saved_step or self.checkpoints.holds(0)):
+            where = self.config.workdir
+            raise UserError(
+                f"restart=True counts steps from 0, and workdir {where} holds checkpoints up to "
+                f"step {self.saved_step}: use a Trainer without a workdir, or a new Trainer "
+                f"with another workdir and init_from={where!r} (its optimizer begins anew)"
+            )
+
+    def check_newest(self, step: int) -> None:
+        """Raise `UserError` where the workdir is ahead of a trainer that has made `step` steps."""
+        if self.saved_step > step:
+            raise UserError(
+                f"workdir {self.config.workdir} holds step {self.saved_step}, and this trainer has "
+                f"made {step}: another has gone on there; take a new Trainer, which resumes from it"
+            )
+
+    # -- what devices make without the host ----------------------------------------------------
+
+    def dispatches(self, first: int) -> Iterator[range]:
+        """The steps from after `first` on, as they are dispatched: one, or several at once.
+
+        `steps_per_dispatch` of them where nothing is due between, else one: for each other number
+        a program would have to be compiled.
+        """
+        size, step, free = self.config.steps_per_dispatch, first, first
+        while step < self.total:
+            if size == 1:
+                step += 1
+                yield range(step, step + 1)
+                continue
+            # `free` is the last step that one dispatch from here could make.
+            while free < min(step + size, self.total) and (free == step or not self._ends(free)):
+                free += 1
+            count = size if free == step + size else 1
+            yield range(step + 1, step + count + 1)
+            step += count
+
+    def check_dispatches(self) -> None:
+        """Raise `UserError` where so many steps never come together."""
+        size = self.config.steps_per_dispatch
+        if size == 1 or self.total < size:
+            return
+        if all(len(steps) == 1 for steps in itertools.islice(self.dispatches(0), 4 * size)):
+            raise UserError(
+                f"steps_per_dispatch is {size}, and the steps between evaluations, checkpoints "
+                "and profiles are fewer"
+            )
+
+    def _ends(self, step: int) -> bool:
+        """Whether something is to be done between `step` and the next."""
+        saved = self.checkpoints is not None and self.saves_by_count(step)
+        profiled = self.config.profile_range()
+        around = profiled is not None and step in (profiled[0] - 1, profiled[1])
+        ended = self.epoch_end_due(step)
+        return saved or around or ended or self.evaluation_due(step, saved=saved)
+
+    def is_due(self, step: int) -> bool:
+        """Whether something is known to be due after a step, but for what the clock says."""
+        saved = self.checkpoints is not None and self.saves_by_count(step)
+        called = step == self.total or self.epoch_end_due(step)
+        return called or saved or self.evaluation_due(step, saved=saved)
+
+    # -- what is due ---------------------------------------------------------------------------
+
+    def evaluation_due(self, step: int, *, saved: bool) -> bool:
+        """Whether to evaluate the validation split after `step`, which is `saved` or not."""
+        if self.validation is None:
+            return False
+        return self.look_due(step) or (saved and self.config.eval_at_checkpoints)
+
+    def look_due(self, step: int) -> bool:
+        """Whether `step` is one to evaluate after, if there is anything to evaluate with."""
+        return step == self.total or self.config.evaluates_at(step, self._num_examples)
+
+    def epoch_end_due(self, step: int) -> bool:
+        """Returns whether callbacks of `epoch_end` are called after `step`."""
+        return self.stops_at_epochs and self.config.ends_epoch(step, self._num_examples)
+
+    def save_due(self, step: int) -> bool:
+        """Whether to save after `step`, by count or by time."""
+        if self.checkpoints is None:
+            return False
+        by_time = self._time_to_save(step)
+        return by_time or self.saves_by_count(step)
+
+    def saves_by_count(self, step: int) -> bool:
+        """Whether `step` is one to save after, whatever the time."""
+        return step == self.total or self.config.saves_at(step, self._num_examples)
+
+    @property
+    def _num_examples(self) -> int:
+        return 0 if self.train is None else len(self.train)
+
+    def _time_to_save(self, step: int) -> bool:
+        """Whether `checkpoint_every_seconds` have passed, by process 0's clock.
+
+        Several processes do not ask it at every step: each time it also says when to ask again.
+        """
+        seconds = self.config.checkpoint_every_seconds
+        if seconds is None or step < self._ask_clock_at:
+            return False
+        now = self.clock()
+        if process_group.count() == 1:
+            return now - self.saved_at >= seconds
+        asked_at, asked = self._asked_clock
+        rate = (step - asked) / max(now - asked_at, 1e-3) if asked else 0.0
+        self._asked_clock = now, step
+        wait = min(_LOOK_AHEAD, max(0.0, seconds - (now - self.saved_at)))
+        due = process_group.broadcast(now - self.saved_at >= seconds)
+        self._ask_clock_at = step + process_group.broadcast(max(1, int(rate * wait)))
+        return due
+
+    # -- saving --------------------------------------------------------------------------------
+
+    def save(self, state: TrainState, step: int, metrics: Metrics | None, *, stopped: bool) -> None:
+        """Begin to save the state after `step`; `stopped` says that a callback ended the run."""
+        if self.checkpoints is None:
+            return
+        with progress.within(progress.Phase.SAVE, step):
+            if self.journal.files:
+                self.journal.files.check_lock()
+            epoch = self.epochs.so_far()
+            self.checkpoints.save(state, step, self.identity, metrics, stopped=stopped, epoch=epoch)
+        progress.saved(self.saved_step)
+        self.saved_at = self.clock()
+        self.journal.saved(self.saved_step)
+
+    def await_save(self) -> None:
+        """Return when what is being saved is whole; raises what went wrong."""
+        if self.checkpoints is not None:
+            with progress.within(progress.Phase.SAVE):
+                self.checkpoints.wait()
+            progress.saved(self.saved_step)
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """Around all that the run does: where it does not come to its end, say why."""
+        try:
+            yield
+        except Preempted as stop:
+            # Under parameter servers a signal may come before anything could be saved.
+            saved = self.saved_step > 0 or bool(self.checkpoints and self.checkpoints.holds(0))
+            self.journal.end(Status.PREEMPTED, self.saved_step, stop.signal, saved=saved)
+            raise
+        except BaseException as error:
+            self._failed(error)
+            if isinstance(error, SystemExit):
+                failures.check_exit(error)
+            raise
+
+    def _failed(self, error: BaseException) -> None:
+        """Say why the run ends; raises `StorageError` where what was being saved failed, too."""
+        # That is worth waiting for, if all are still there to save it: each of several processes
+        # sees for itself that a state is wrong, but other errors may be one's own.
+        all_there = process_group.count() == 1 or isinstance(error, StateError)
+        why = error
+        try:
+            if not all_there and self.checkpoints is not None:
+                self.checkpoints.abandon()
+            elif isinstance(error, Exception):
+                self.await_save()
+        except StorageError as failed_save:
+            why = failed_save
+            raise
+        finally:
+            self.journal.end(Status.FAILED, self.saved_step, failures.reason(why))
+
+    def failed_elsewhere(self, reason: str) -> None:
+        """Say so, before this process is ended because another one has failed."""
+        self.journal.end(Status.FAILED, self.saved_step, reason)
+
+    @property
+    def saved_step(self) -> int:
+        """The newest checkpoint that is known to be whole."""
+        return self.checkpoints.saved_step if self.checkpoints else 0
+
+    def start_due(self, step: int) -> bool:
+        """Whether to save the state before the first step."""
+        if self.checkpoints is None or step != 0:
+            return False
+        return self.config.checkpoint_at_start and not self.checkpoints.holds(0)

@@ -1,0 +1,1 @@
+"""Traced and compiled programs: reading, analysis, options and the cache."""

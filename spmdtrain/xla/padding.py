@@ -1,0 +1,370 @@
+"""Proofs that padding or splitting a batch does not change the values of its rows.
+
+A function of a batch is traced at two batch sizes, and each value in it is followed:
+
+- `FIXED`: the same array for any batch.
+- `Rows`: one dim holds the rows in order. The values of the first r rows depend neither on the
+  rows after them nor on how many there are. If they depend on the row's number or on the rows
+  before it, they are `placed`: padding does not change them, and splitting the batch does.
+- `Mixed`: anything else, which includes every primitive without a rule here.
+
+The comparison of the two traces finds what a single one cannot show: a number that is the batch
+size (`values / len(values)`), and dims that have this size by chance.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmdtrain.xla.padding_rules import (
+    CALLS,
+    DRAWS,
+    FIXED,
+    RULES,
+    Mixed,
+    Op,
+    Rows,
+    Value,
+    differing,
+)
+
+PyTree = Any
+
+
+def why_padding_matters(
+    function: Callable[[PyTree, PyTree], PyTree], fixed: PyTree, batch: PyTree
+) -> str | None:
+    """Returns why padding could change what a function gives for the rows of a batch.
+
+    Args:
+        function: A traceable function of (fixed, batch); its results have leading dim B, or do not
+            depend on the batch.
+        fixed: Arguments that are the same for all batches; abstract arrays suffice.
+        batch: Arrays of leading dim B > 1; abstract ones suffice.
+
+    Returns:
+        The reason, with the place in the source; None if the results are proven unchanged.
+    """
+    found = _results(function, fixed, batch, 2 * _size(batch))
+    return found if isinstance(found, str) else None
+
+
+def why_parts_differ(
+    function: Callable[[PyTree, PyTree], PyTree],
+    fixed: PyTree,
+    batch: PyTree,
+    parts: int,
+    *,
+    own_draws: bool = False,
+) -> str | None:
+    """Returns why a function could give other values for parts of a batch than for the whole.
+
+    Args:
+        function: As for `why_padding_matters`.
+        fixed: Likewise.
+        batch: Likewise.
+        parts: Number of equal parts.
+        own_draws: Whether each part may draw random numbers of its own.
+
+    Returns:
+        The reason; None if a row's values are proven to depend on this row alone: not on other
+        rows, their number, or its place among them.
+    """
+    size = _size(batch)
+    # One row is no example of a batch: its dim would be broadcast.
+    other = size // parts if size // parts > 1 else 2 * size
+    found = _results(function, fixed, batch, other, draws_by_place=not own_draws)
+    if isinstance(found, str):
+        return found
+    if any(isinstance(value, Rows) and value.placed for value in found):
+        return "the values of an example depend on its place in the batch"
+    return None
+
+
+def _size(batch: PyTree) -> int:
+    size: int = jax.tree.leaves(batch)[0].shape[0]
+    return size
+
+
+def _results(
+    function: Callable[[PyTree, PyTree], PyTree],
+    fixed: PyTree,
+    batch: PyTree,
+    other: int,
+    *,
+    draws_by_place: bool = True,
+) -> list[Value] | str:
+    """Returns what holds of the results by a trace of the batch and one of `other` rows.
+
+    If a result does not hold the rows in order, it returns the reason.
+    """
+
+    def trace(rows: int) -> Any:
+        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+        return jax.make_jaxpr(function)(fixed, given)
+
+    size = _size(batch)
+    one = trace(size)
+    try:
+        two = trace(other)
+    except Exception as error:
+        return f"it cannot be traced for another batch size ({type(error).__name__}: {error})"
+    leaves = len(jax.tree.leaves(fixed))
+    given: list[Value] = [FIXED] * leaves
+    given += [Rows(0)] * (len(one.in_avals) - leaves)
+    found = _Walk(size, draws_by_place).closed(one, two, given)
+    for value in found:
+        if isinstance(value, Mixed):
+            return value.why
+        if value is not FIXED and (value.dim, value.inner) != (0, 1):
+            return f"dim {value.dim} of its result holds the rows, and not the leading one"
+    return found
+
+
+class _Walk:
+    """Follows the rows of a batch through two traces of the same function."""
+
+    def __init__(self, size: int, draws_by_place: bool) -> None:
+        self._size, self._draws_by_place = size, draws_by_place
+
+    def closed(self, one: Any, two: Any, given: Sequence[Value]) -> list[Value]:
+        """The values of the results; a closed jaxpr, or an open one without constants."""
+        consts = [_const(a, b) for a, b in zip(one.consts, two.consts, strict=False)]
+        return self._jaxpr(getattr(one, "jaxpr", one), getattr(two, "jaxpr", two), consts, given)
+
+    def _inner(self, one: Any, two: Any, given: Sequence[Value]) -> list[Value]:
+        if hasattr(one, "consts"):
+            return self.closed(one, two, given)
+        return self._jaxpr(one, two, [], given)
+
+    def _jaxpr(
+        self, one: Any, two: Any, consts: Sequence[Value], given: Sequence[Value]
+    ) -> list[Value]:
+        steps = [
+            [(e.primitive.name, [len(_shape(v)) for v in e.outvars]) for e in of.eqns]
+            for of in (one, two)
+        ]
+        if steps[0] != steps[1] or len(one.constvars) != len(two.constvars):
+            return [Mixed("it computes something else for another batch size")] * len(one.outvars)
+        known: dict[Any, Value] = dict(zip(one.constvars, consts, strict=True))
+        known |= dict(zip(one.invars, given, strict=True))
+
+        def read(a: Any, b: Any) -> Value:
+            if not hasattr(a, "val"):
+                return known[a]
+            if hasattr(b, "val") and _same_array(a.val, b.val):
+                return FIXED
+            return Mixed("it computes with the size of the batch")
+
+        for a, b in zip(one.eqns, two.eqns, strict=True):
+            ins = [read(x, y) for x, y in zip(a.invars, b.invars, strict=True)]
+            outs = self._outputs(Op(a, b, ins))
+            known |= dict(zip(a.outvars, outs, strict=True))
+        return [read(x, y) for x, y in zip(one.outvars, two.outvars, strict=True)]
+
+    def _outputs(self, op: Op) -> list[Value]:
+        name, count = op.one.primitive.name, len(op.one.outvars)
+        structured = self._structured(name, op)
+        found = self._simple(name, op) if structured is None else structured
+        values = found if isinstance(found, list) else [found] * count
+        return [self._checked(op, number, value) for number, value in enumerate(values)]
+
+    def _checked(self, op: Op, number: int, value: Value) -> Value:
+        """The value, if the dims that vary with the batch size are those that it says."""
+        if isinstance(value, Mixed):
+            return value
+        sized = op.sized(number)
+        if value is FIXED:
+            return FIXED if not sized else op.mixed()
+        length = op.one.outvars[number].aval.shape[value.dim] if sized == [value.dim] else 0
+        return value if length == self._size * value.inner else op.mixed()
+
+    def _simple(self, name: str, op: Op) -> "Value | list[Value]":
+        """By the rules of one operation."""
+        if name == "select_n" and isinstance(op.ins[0], Rows) and op.ins[0].never:
+            return op.ins[1]
+        for value in op.ins:
+            if isinstance(value, Mixed):
+                return value
+        if not _same_params(op.one.params, op.two.params):
+            return op.mixed()
+        made = name in ("iota", "broadcast_in_dim", "random_bits", "random_split")
+        if not op.rows and not made:
+            return FIXED
+        rule = RULES.get(name)
+        found = op.mixed() if rule is None else rule(op)
+        if name in DRAWS and op.ins[0] is FIXED and isinstance(found, Rows):
+            found = found._replace(placed=self._draws_by_place)
+        if isinstance(found, list):
+            return [op.with_place(value) for value in found]
+        return op.with_place(found)
+
+    # -- functions, loops and branches -------------------------------------------------------------
+
+    def _structured(self, name: str, op: Op) -> list[Value] | None:
+        """By what an operation runs; None for one that runs nothing."""
+        if name in CALLS:
+            key = next(k for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in op.params)
+            return self._inner(op.one.params[key], op.two.params[key], op.ins)
+        if name == "cond":
+            return self._cond(op)
+        if name == "while":
+            return self._while(op)
+        if name == "scan":
+            return self._scan(op)
+        if name == "custom_linear_solve":
+            return self._solve(op)
+        return None
+
+    def _solve(self, op: Op) -> list[Value]:
+        lengths = op.params["const_lengths"]
+        before = lengths.matvec + lengths.vecmat
+        given = [*op.ins[before : before + lengths.solve], *op.ins[sum(lengths) :]]
+        a, b = (of.params["jaxprs"].solve for of in (op.one, op.two))
+        return self._inner(a, b, given)
+
+    def _cond(self, op: Op) -> list[Value]:
+        if op.ins[0] is not FIXED:
+            return [op.mixed()] * len(op.one.outvars)
+        branches = zip(op.one.params["branches"], op.two.params["branches"], strict=True)
+        found = [self._inner(a, b, op.ins[1:]) for a, b in branches]
+        return [_joined(op, values) for values in zip(*found, strict=True)]
+
+    def _while(self, op: Op) -> list[Value]:
+        tests, bodies = op.params["cond_nconsts"], op.params["body_nconsts"]
+        for_test, for_body = op.ins[:tests], op.ins[tests : tests + bodies]
+        carry = list(op.ins[tests + bodies :])
+
+        def body(carry: Sequence[Value]) -> list[Value]:
+            a, b = (of.params["body_jaxpr"] for of in (op.one, op.two))
+            return self._inner(a, b, [*for_body, *carry])
+
+        carry = _settled(op, carry, lambda carry: (body(carry), []))[0]
+        a, b = (of.params["cond_jaxpr"] for of in (op.one, op.two))
+        if self._inner(a, b, [*for_test, *carry]) != [FIXED]:
+            return [op.mixed()] * len(carry)
+        return carry
+
+    def _scan(self, op: Op) -> list[Value]:
+        count, carried = op.params["num_consts"], op.params["num_carry"]
+        consts, carry = list(op.ins[:count]), list(op.ins[count : count + carried])
+        over_rows = op.params["length"] != op.two.params["length"]
+        items = [_item(op, value, over_rows) for value in op.ins[count + carried :]]
+        if over_rows and (
+            [*consts, *carry] != [FIXED] * (count + carried)
+            or (op.params["reverse"] and carried)
+            or op.params["length"] != self._size
+        ):
+            return [op.mixed()] * len(op.one.outvars)
+
+        def body(carry: Sequence[Value]) -> tuple[list[Value], list[Value]]:
+            a, b = (of.params["jaxpr"] for of in (op.one, op.two))
+            found = self._inner(a, b, [*consts, *carry, *items])
+            return found[:carried], found[carried:]
+
+        carry, each = _settled(op, carry, body)
+        if not over_rows:
+            return carry + [_shifted(value, 1) for value in each]
+        # The carry after the last row has seen them all.
+        placed = carried > 0 or any(map(_by_place, op.ins))
+        rows: list[Value] = [
+            Rows(0, placed=placed) if value is FIXED else op.mixed() for value in each
+        ]
+        return [op.mixed()] * carried + rows
+
+
+def _item(op: Op, value: Value, over_rows: bool) -> Value:
+    """What a scan hands its body of a scanned operand."""
+    if isinstance(value, Mixed):
+        return value
+    if over_rows:
+        return FIXED if value is not FIXED and value[:2] == (0, 1) else op.mixed()
+    return _shifted(value, -1)
+
+
+def _shifted(value: Value, by: int) -> Value:
+    if not isinstance(value, Rows):
+        return value
+    return Rows(value.dim + by, value.inner, placed=_by_place(value))
+
+
+def _by_place(value: Value) -> bool:
+    """Returns whether a row's values depend on its position (row numbers included)."""
+    return isinstance(value, Rows) and (value.placed or any(value.own_number))
+
+
+def _settled(
+    op: Op,
+    carry: list[Value],
+    body: Callable[[Sequence[Value]], tuple[list[Value], list[Value]]],
+) -> tuple[list[Value], list[Value]]:
+    """The carry of a loop as it is in every iteration, and the other results of its body."""
+    while True:
+        after, others = body(carry)
+        joined = [_joined(op, pair) for pair in zip(carry, after, strict=True)]
+        if joined == carry:
+            return carry, others
+        carry = joined
+
+
+def _joined(op: Op, values: Sequence[Value]) -> Value:
+    """What holds of an array that is one of several."""
+    for value in values:
+        if isinstance(value, Mixed):
+            return value
+    plain = {Rows(v.dim, v.inner) if isinstance(v, Rows) else FIXED for v in values}
+    if len(plain) > 1:
+        return op.mixed()
+    (value,) = plain
+    placed = any(map(_by_place, values))
+    return value._replace(placed=placed) if isinstance(value, Rows) else value
+
+
+# -- what is the same in both traces ---------------------------------------------------------------
+
+# Their sizes follow from the shapes, which are compared by themselves.
+_SIZES = {"shape", "new_sizes", "limit_indices", "slice_sizes", "sizes"}
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    found: tuple[int, ...] = getattr(variable.aval, "shape", ())
+    return found
+
+
+def _same_params(one: dict[str, Any], two: dict[str, Any]) -> bool:
+    return all(name in _SIZES or _same(one[name], two[name]) for name in one)
+
+
+def _same(one: Any, two: Any) -> bool:
+    try:
+        return bool(one == two) or str(one) == str(two)
+    except ValueError:  # arrays
+        return _same_array(one, two)
+
+
+def _same_array(one: Any, two: Any) -> bool:
+    if one is two:
+        return True
+    if any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in (one, two)):
+        return False
+    a, b = map(_numbers, (one, two))
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def _numbers(x: Any) -> np.ndarray:
+    is_key = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)
+
+
+def _const(one: Any, two: Any) -> Value:
+    """A constant of the function: the same, or one row for each of the batch (`np.arange(B)`)."""
+    if _same_array(one, two):
+        return FIXED
+    if np.ndim(one) == np.ndim(two) and differing(one, two) == [0]:
+        shared = min(len(one), len(two))
+        if _same_array(one[:shared], two[:shared]):
+            return Rows(0, placed=True)
+    return Mixed("a constant of it depends on the size of the batch")
