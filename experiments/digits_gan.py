@@ -21,7 +21,7 @@ import optax
 from digits_mlp import load_digits
 from etils import epath
 
-from spmdtrain import Loop, Mode, RunConfig, TrainState, Variables, adapt, weighted_mean
+from spmdtrain import Loop, Mode, RunConfig, TrainState, Variables, as_adapter, weighted_mean
 from spmdtrain.models import MLP
 
 PIXELS = 64
@@ -48,8 +48,8 @@ class Config(RunConfig):
 
 def train(config: Config, loop: Loop) -> None:
     """What the command calls: the loop itself."""
-    generator = adapt(partial(MLP, config.noise, config.hidden, PIXELS))
-    critic = adapt(partial(MLP, PIXELS, config.hidden, 1))
+    generator = as_adapter(partial(MLP, config.noise, config.hidden, PIXELS))
+    critic = as_adapter(partial(MLP, PIXELS, config.hidden, 1))
     optimizer = optax.adam(config.learning_rate, b1=0.5)
 
     def init(key: jax.Array) -> dict[str, Any]:
@@ -98,10 +98,10 @@ def train(config: Config, loop: Loop) -> None:
     compiled = loop.compile_step(step)
     for batch in loop.batches():
         state, output = compiled(state, batch)
-        loop.record(state, output)
-        if loop.evaluation_due():
+        loop.end_step(state, output)
+        if loop.should_evaluate():
             made = np.asarray(sample(state.params["generator"]))
-            loop.evaluated({"distance": distance(made, unseen)})
+            loop.log_evaluation({"distance": distance(made, unseen)})
     made = np.asarray(sample(state.params["generator"]))
     if config.workdir is not None and jax.process_index() == 0:
         draw(made[:64], epath.Path(config.workdir) / "samples.png")

@@ -174,5 +174,5 @@ def build(config: Config) -> Experiment:
         validation=pictures["validation"],
         test=test,
         augment=partial(augment, shift=config.shift),
-        present=partial(present, classes, test.files),
+        format_predictions=partial(present, classes, test.files),
     )

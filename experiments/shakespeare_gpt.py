@@ -364,5 +364,5 @@ def build(config: Config) -> Experiment:
         rules=TRANSFORMER_RULES,
         predict=writer(config),
         prompts=prompts(config, vocabulary),
-        present=partial(present, vocabulary),
+        format_predictions=partial(present, vocabulary),
     )

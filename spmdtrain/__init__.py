@@ -9,36 +9,36 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "BATCH_AXES": "sharding.mesh",
     "Adapter": "adapters.base",
     "ArrayDataset": "data.datasets",
-    "Collectives": "config",
+    "BATCH_AXES": "sharding.mesh",
+    "CallbackContext": "train.callbacks",
+    "CallbackEvent": "train.callbacks",
+    "CollectiveOptions": "config",
     "Coordinator": "parameter_server.coordinator",
     "Dataset": "data.datasets",
-    "Event": "train.callbacks",
     "Experiment": "train.experiment",
     "FitResult": "train.trainer",
     "FixedShards": "parameter_server.partition",
     "FunctionModel": "adapters.base",
-    "Gather": "sharding.layout",
+    "GatherPolicy": "sharding.layout",
     "ImageFolder": "data.image_folder",
     "KerasModel": "adapters.keras",
     "LinenModel": "adapters.base",
     "Loop": "train.loop",
     "Manifest": "checkpoints.manifest",
-    "Mapped": "data.datasets",
+    "MappedDataset": "data.datasets",
     "MaxSize": "parameter_server.partition",
     "MeshSpec": "config",
     "MinSize": "parameter_server.partition",
     "Mode": "adapters.base",
-    "Moment": "train.callbacks",
     "NonFiniteError": "errors",
+    "ParameterServerOptions": "config",
     "PerReplica": "step.per_replica",
-    "Preempted": "errors",
+    "PreemptedExit": "errors",
     "ReplicaError": "errors",
     "Rule": "sharding.layout",
     "RunConfig": "config",
-    "Servers": "config",
     "ShardingOptions": "config",
     "StorageError": "errors",
     "Subset": "data.datasets",
@@ -46,9 +46,9 @@ _HOMES = {
     "Trainer": "train.trainer",
     "UserError": "errors",
     "Variables": "adapters.base",
-    "Weighted": "step.metrics",
-    "adapt": "adapters.as_adapter",
-    "constrain": "sharding.placement",
+    "WeightedValues": "step.metrics",
+    "as_adapter": "adapters.as_adapter",
+    "constrain_sharding": "sharding.placement",
     "current_strategy": "sharding.placement",
     "export_params": "checkpoints.export",
     "find_idx": "data.idx",
@@ -60,8 +60,8 @@ _HOMES = {
     "read_idx": "data.idx",
     "read_manifest": "checkpoints.restore",
     "reduce": "step.per_replica",
-    "rematerialize": "step.remat",
-    "resolve_on_devices": "sharding.placement",
+    "remat": "step.remat",
+    "resolve_config": "sharding.placement",
     "weighted_mean": "step.metrics",
 }
 
@@ -69,33 +69,33 @@ __all__ = [
     "BATCH_AXES",
     "Adapter",
     "ArrayDataset",
-    "Collectives",
+    "CallbackContext",
+    "CallbackEvent",
+    "CollectiveOptions",
     "Coordinator",
     "Dataset",
-    "Event",
     "Experiment",
     "FitResult",
     "FixedShards",
     "FunctionModel",
-    "Gather",
+    "GatherPolicy",
     "ImageFolder",
     "KerasModel",
     "LinenModel",
     "Loop",
     "Manifest",
-    "Mapped",
+    "MappedDataset",
     "MaxSize",
     "MeshSpec",
     "MinSize",
     "Mode",
-    "Moment",
     "NonFiniteError",
+    "ParameterServerOptions",
     "PerReplica",
-    "Preempted",
+    "PreemptedExit",
     "ReplicaError",
     "Rule",
     "RunConfig",
-    "Servers",
     "ShardingOptions",
     "StorageError",
     "Subset",
@@ -103,9 +103,9 @@ __all__ = [
     "Trainer",
     "UserError",
     "Variables",
-    "Weighted",
-    "adapt",
-    "constrain",
+    "WeightedValues",
+    "as_adapter",
+    "constrain_sharding",
     "current_strategy",
     "export_params",
     "find_idx",
@@ -117,35 +117,47 @@ __all__ = [
     "read_idx",
     "read_manifest",
     "reduce",
-    "rematerialize",
-    "resolve_on_devices",
+    "remat",
+    "resolve_config",
     "weighted_mean",
 ]
 
 if TYPE_CHECKING:
-    from spmdtrain.adapters.as_adapter import adapt
+    from spmdtrain.adapters.as_adapter import as_adapter
     from spmdtrain.adapters.base import Adapter, FunctionModel, LinenModel, Mode, Variables
     from spmdtrain.adapters.keras import KerasModel
     from spmdtrain.checkpoints.export import export_params
     from spmdtrain.checkpoints.load_model import load_model
     from spmdtrain.checkpoints.manifest import Manifest
     from spmdtrain.checkpoints.restore import load_params, load_variables, read_manifest
-    from spmdtrain.config import Collectives, MeshSpec, RunConfig, Servers, ShardingOptions
-    from spmdtrain.data.datasets import ArrayDataset, Dataset, Mapped, Subset
+    from spmdtrain.config import (
+        CollectiveOptions,
+        MeshSpec,
+        ParameterServerOptions,
+        RunConfig,
+        ShardingOptions,
+    )
+    from spmdtrain.data.datasets import ArrayDataset, Dataset, MappedDataset, Subset
     from spmdtrain.data.idx import find_idx, read_idx
     from spmdtrain.data.image_folder import ImageFolder
     from spmdtrain.distributed.initialize import initialize
-    from spmdtrain.errors import NonFiniteError, Preempted, ReplicaError, StorageError, UserError
+    from spmdtrain.errors import (
+        NonFiniteError,
+        PreemptedExit,
+        ReplicaError,
+        StorageError,
+        UserError,
+    )
     from spmdtrain.parameter_server.coordinator import Coordinator
     from spmdtrain.parameter_server.partition import FixedShards, MaxSize, MinSize
-    from spmdtrain.sharding.layout import Gather, Rule
+    from spmdtrain.sharding.layout import GatherPolicy, Rule
     from spmdtrain.sharding.mesh import BATCH_AXES
-    from spmdtrain.sharding.placement import constrain, current_strategy, resolve_on_devices
-    from spmdtrain.step.metrics import Weighted, weighted_mean
+    from spmdtrain.sharding.placement import constrain_sharding, current_strategy, resolve_config
+    from spmdtrain.step.metrics import WeightedValues, weighted_mean
     from spmdtrain.step.per_replica import PerReplica, per_replica, reduce
-    from spmdtrain.step.remat import rematerialize
+    from spmdtrain.step.remat import remat
     from spmdtrain.step.state import TrainState
-    from spmdtrain.train.callbacks import Event, Moment
+    from spmdtrain.train.callbacks import CallbackContext, CallbackEvent
     from spmdtrain.train.experiment import Experiment
     from spmdtrain.train.loop import Loop
     from spmdtrain.train.trainer import FitResult, Trainer

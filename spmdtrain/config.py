@@ -55,7 +55,7 @@ class ShardingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Servers:
+class ParameterServerOptions:
     """How parameter_server divides the state, and how far its workers may drift apart."""
 
     partitioner: Literal["min_size", "max_size", "fixed_shards"] = "min_size"
@@ -72,25 +72,25 @@ class Servers:
     max_staleness: int | None = None
     """How many updates may come between what a worker reads and what it adds to them; any number
     where nothing is said, and with 0 the result is that of mirrored."""
-    patience: float | None = None
+    backup_task_timeout: float | None = None
     """Seconds after which a batch that has not come back is given to an idle worker, too; three
     times what one usually takes where nothing is said, and at least one second."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collectives:
+class CollectiveOptions:
     """How devices exchange what they have computed. What a backend cannot do is an error."""
 
-    reduction: Literal["automatic", "all_reduce", "packed", "hierarchical", "one_device"] | None = (
-        None
-    )
+    reduction: (
+        Literal["automatic", "all_reduce", "flattened", "hierarchical", "one_device"] | None
+    ) = None
     """Who adds the gradients up: XLA where it sees fit (automatic), or each device computes its own
-    and they are reduced once: array by array, packed into one, first within the groups of the
+    and they are reduced once: array by array, flattened into one, first within the groups of the
     replica axis, or on one device, which sends the sums to the others. Where nothing is said,
-    packed on CPU if that means the same, else automatic."""
+    flattened on CPU if that means the same, else automatic."""
     reduce_dtype: Literal["bfloat16", "float16"] | None = None
     """Reduce gradients in this dtype, not in their own."""
-    bytes_per_pack: int | None = None
+    combine_threshold_bytes: int | None = None
     """Arrays of up to so many bytes together travel in one collective."""
     cpu_implementation: Literal["gloo", "mpi"] | None = None
     """What carries the collectives of several CPU processes; gloo where nothing is said."""
@@ -161,8 +161,8 @@ class RunConfig:
     tensor_parallel, central_storage, hybrid or parameter_server; several are joined by +
     (hybrid+zero)."""
     sharding: ShardingOptions = ShardingOptions()
-    collectives: Collectives = Collectives()
-    servers: Servers = Servers()
+    collectives: CollectiveOptions = CollectiveOptions()
+    servers: ParameterServerOptions = ParameterServerOptions()
     microbatches: int = 1
     """Parts in which a step's batch is computed one after the other, their gradients added up."""
     batch_statistics: Literal["global", "replica"] = "global"
@@ -173,7 +173,7 @@ class RunConfig:
     remat: Literal["none", "full", "dots", "dots_no_batch"] = "none"
     """What the backward pass computes again rather than keeps: nothing, everything, or everything
     but the results of matrix products (of those without a batch dim)."""
-    frozen: tuple[str, ...] = ()
+    freeze: tuple[str, ...] = ()
     """Parameters that are not trained, by regular expressions found in their paths."""
     cpu_devices: int | None = None
     """Virtual devices to make of the CPU where there is no accelerator."""
@@ -190,7 +190,7 @@ class RunConfig:
     compilation_cache: str | None = None
     """Folder where compiled programs are kept for later starts; one of the user's
     (~/.cache/spmdtrain) where nothing is said, and none for 'off'."""
-    compiler_option: tuple[str, ...] = ()
+    compiler_options: tuple[str, ...] = ()
     """Options of XLA's to compile the steps with, NAME=VALUE each."""
     resume: Literal["auto", "never", "must"] = "auto"
     """Go on from the workdir's newest good checkpoint, never, or fail where there is none."""
@@ -342,10 +342,10 @@ def check(config: RunConfig) -> None:
         raise UserError(
             f"checkpoint is {config.checkpoint!r}: it must be latest, best or a step number"
         )
-    for option in config.compiler_option:
+    for option in config.compiler_options:
         name, equals, _ = option.partition("=")
         if not (name and equals):
-            raise UserError(f"compiler_option is {option!r}: it must be NAME=VALUE")
+            raise UserError(f"compiler_options is {option!r}: it must be NAME=VALUE")
     if config.eval_at_checkpoints and config.evaluated_by == "evaluator":
         raise UserError(
             "eval_at_checkpoints is for evaluated_by 'training': an evaluator evaluates each "
@@ -411,7 +411,7 @@ def with_options(config: RunConfig, options: Mapping[str, Any], of: str) -> RunC
     return config
 
 
-def for_built(config: RunConfig, options: Mapping[str, Any]) -> RunConfig:
+def validate_trainer_options(config: RunConfig, options: Mapping[str, Any]) -> RunConfig:
     """The same for a trainer, whose model and optimizer are built already.
 
     Raises `UserError` also for what only a `build` could heed.
@@ -427,7 +427,7 @@ def for_built(config: RunConfig, options: Mapping[str, Any]) -> RunConfig:
     if config.learning_rate_scaling != "none" or config.learning_rate_table:
         raise UserError(
             "learning_rate_scaling and learning_rate_table come too late for a Trainer, whose "
-            "optimizer is built: call config = resolve_on_devices(config) before building it"
+            "optimizer is built: call config = resolve_config(config) before building it"
         )
     return config
 
@@ -469,7 +469,7 @@ def _check_placement(config: RunConfig) -> None:
         ("sharding.min_size", sharding.min_size),
         ("sharding.max_shards", sharding.max_shards),
         ("sharding.replicated_limit", sharding.replicated_limit),
-        ("collectives.bytes_per_pack", collectives.bytes_per_pack),
+        ("collectives.combine_threshold_bytes", collectives.combine_threshold_bytes),
         ("collectives.timeout", collectives.timeout),
     ):
         if value is not None and not (value > 0 and math.isfinite(value)):
@@ -479,8 +479,8 @@ def _check_placement(config: RunConfig) -> None:
             raise UserError(
                 f"collectives.{option}: strategy {placed.name} has no mesh to reduce over"
             )
-    if collectives.bytes_per_pack is not None and not config.jit:
-        raise UserError("collectives.bytes_per_pack is for compiled steps, and jit is off")
+    if collectives.combine_threshold_bytes is not None and not config.jit:
+        raise UserError("collectives.combine_threshold_bytes is for compiled steps, and jit is off")
     if sharding.max_shards is not None:
         if not placed.shards_params:
             raise UserError(
@@ -496,23 +496,23 @@ def _check_placement(config: RunConfig) -> None:
         raise UserError(
             f"sharding.offload is for central_storage, and the strategy is {placed.name}"
         )
-    for pattern in config.frozen:
+    for pattern in config.freeze:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise UserError(f"frozen: {pattern!r} is no regular expression: {error}") from error
+            raise UserError(f"freeze: {pattern!r} is no regular expression: {error}") from error
 
 
 def _check_servers(config: RunConfig) -> None:
-    servers, default = config.servers, Servers()
+    servers, default = config.servers, ParameterServerOptions()
     if not strategy(config.strategy).by_servers:
-        for name in (f.name for f in dataclasses.fields(Servers)):
+        for name in (f.name for f in dataclasses.fields(ParameterServerOptions)):
             if getattr(servers, name) != getattr(default, name):
                 raise UserError(
                     f"servers.{name} is for parameter_server, and the strategy is {config.strategy}"
                 )
         return
-    for name in ("min_shard_bytes", "max_shard_bytes", "max_shards", "patience"):
+    for name in ("min_shard_bytes", "max_shard_bytes", "max_shards", "backup_task_timeout"):
         value = getattr(servers, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise UserError(f"servers.{name} is {value}: it must be above 0")

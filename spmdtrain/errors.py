@@ -51,7 +51,7 @@ class ClusterError(ConnectionError):
     """The processes of a job could not come together, or have lost one another."""
 
 
-class Preempted(SystemExit):
+class PreemptedExit(SystemExit):
     """The run was asked to stop, saved its state, and can be started again. Exits 75.
 
     A `SystemExit`, so that a script which calls `fit` ends with the right code by itself and an

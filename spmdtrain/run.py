@@ -18,12 +18,12 @@ from spmdtrain.checkpoints.command import verify
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
 from spmdtrain.config import resolve
 from spmdtrain.distributed import failures, initialize, process_group, progress
-from spmdtrain.errors import ExitCode, Preempted, UserError, exit_code_of
+from spmdtrain.errors import ExitCode, PreemptedExit, UserError, exit_code_of
 from spmdtrain.files.run_files import write_predictions
 from spmdtrain.parameter_server import partition_table
-from spmdtrain.parameter_server.executor import server_partition, take_part
+from spmdtrain.parameter_server.executor import run_task_role, server_partition
 from spmdtrain.sharding import table
-from spmdtrain.sharding.placement import on_own_devices, resolve_on_devices
+from spmdtrain.sharding.placement import local_config, resolve_config
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
 from spmdtrain.train import evaluator
@@ -37,10 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given = sys.argv[1:] if arguments is None else arguments
         progress.begin()
-        code = exit_code_of(lambda: execute(parse(given)), failures.fail_in_words)
+        code = exit_code_of(lambda: execute(parse(given)), failures.fail_with_message)
         initialize.leave()
         return code
-    except Preempted:
+    except PreemptedExit:
         initialize.leave()
         raise
     except SystemExit as stop:
@@ -79,7 +79,7 @@ def execute(command: Command) -> int:
                     f"{option} is for processes in lockstep: those of parameter servers are told "
                     "by TF_CONFIG, and watched by the launcher"
                 )
-        take_part(options.init_timeout)
+        run_task_role(options.init_timeout)
     elif by_servers and len(spec.tasks) > 1:
         raise UserError(
             f"--mode {options.mode} under parameter_server is for one process, and TF_CONFIG lists "
@@ -90,18 +90,20 @@ def execute(command: Command) -> int:
     if process_group.count() > 1 and not command.own_workdir:
         raise UserError("--workdir must be given with several processes: a folder that all can see")
     # Resolved before build: it is to see the batch size and the learning rate that will be used.
-    config = resolve_on_devices(config)
+    config = resolve_config(config)
     terminal = Terminal(quiet=not process_group.is_chief())
     if spec.has_ps and not by_servers:
         terminal.line("TF_CONFIG lists ps tasks: not used, the training is synchronous")
     if experiment_file.has_own_loop and options.mode == "train" and not options.show_sharding:
         with Loop(config, terminal=terminal) as loop:
             experiment_file.module.train(config, loop)
-            if not loop.has_begun:
+            if not loop.started:
                 raise UserError(f"{experiment_file.path}: train(config, loop) never calls start()")
-        return ExitCode.PREEMPTED if loop.left_early else ExitCode.DONE
+        return ExitCode.PREEMPTED if loop.stopped_early else ExitCode.DONE
     experiment = experiment_file.build(config)
-    trainer = Trainer.of(experiment, config, terminal=terminal, init_timeout=options.init_timeout)
+    trainer = Trainer.from_experiment(
+        experiment, config, terminal=terminal, init_timeout=options.init_timeout
+    )
     if options.show_sharding:
         if by_servers:
             servers = max(1, len(spec.jobs.get("ps", ())))
@@ -131,8 +133,8 @@ def execute(command: Command) -> int:
     if not process_group.is_chief():  # who alone writes
         return ExitCode.DONE
     path = write_predictions(config.workdir, predictions)  # first: what it costs is not to be lost
-    if experiment.present is not None:
-        for line in experiment.present(predictions):
+    if experiment.format_predictions is not None:
+        for line in experiment.format_predictions(predictions):
             trainer.terminal.line(line)
     rows = jax.tree.leaves(predictions)[0].shape[0]
     trainer.terminal.line(f"predictions for the {rows:,} examples of {name}: {path}")
@@ -145,8 +147,8 @@ def join(command: Command, spec: ClusterSpec) -> None:
     initialize.initialize(
         spec,
         strategy=command.config.strategy,
-        detect=options.cluster == "auto",
-        explicit=initialize.Explicit(
+        auto_detect=options.cluster == "auto",
+        explicit=initialize.ClusterOptions(
             coordinator=options.coordinator,
             processes=options.processes,
             process_id=options.process_id,
@@ -169,11 +171,11 @@ def evaluate_beside(command: Command) -> int:
         if getattr(command.options, name) is not None:
             option = f"--{name}".replace("_", "-")
             raise UserError(f"{option} in an evaluator, which is none of the job's processes")
-    initialize.stay_alone()
-    config = on_own_devices(command.config, Terminal().line)
+    initialize.set_single_process()
+    config = local_config(command.config, Terminal().line)
     experiment = command.experiment.build(resolve(config, batch_shards=1))
     return evaluator.follow(
-        Trainer.of(experiment, config),
+        Trainer.from_experiment(experiment, config),
         config,
         experiment.train,
         experiment.validation,

@@ -13,8 +13,8 @@ from helpers import metrics
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from matrix import ROWS, Row
 
-from spmdtrain import Event, Trainer, TrainState
-from spmdtrain.sharding.placement import resolve_on_devices
+from spmdtrain import CallbackContext, Trainer, TrainState
+from spmdtrain.sharding.placement import resolve_config
 from spmdtrain.strategies import STRATEGIES
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.command_line import parse
@@ -108,10 +108,10 @@ class Life:
         self.row, self.workdir, self.source = row, folder / "run", folder / "saved"
         line = [*options, *row.arguments, "--workdir", str(self.workdir)]
         command = parse(line)
-        config = resolve_on_devices(command.config)
+        config = resolve_config(command.config)
         self.experiment = command.experiment.build(config)
         self.seen: list[Where] = []
-        self.trainer = Trainer.of(
+        self.trainer = Trainer.from_experiment(
             self.experiment,
             config,
             terminal=Terminal(quiet=True),
@@ -127,7 +127,7 @@ class Life:
         self.places, self.seen = self.seen, []
         shutil.copytree(self.workdir / "checkpoints", self.source)
 
-    def _look(self, event: Event) -> None:
+    def _look(self, event: CallbackContext) -> None:
         self.seen.append(where(event.trainer.state))
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 from processes import free_port
 
 from spmdtrain.cluster.json_lines import Line
-from spmdtrain.cluster.rendezvous import Party, meet
+from spmdtrain.cluster.rendezvous import Party, join_rendezvous
 from spmdtrain.errors import ClusterError, UserError
 
 NONCE = "0" * 32
@@ -51,7 +51,7 @@ class Told:
 def ending(party: Party, timeout: float, told: Told) -> Ending:
     """How a process's part in the meeting ends: with an error of ours, or all well."""
     try:
-        meet(party, timeout, told.to(party.rank))
+        join_rendezvous(party, timeout, told.to(party.rank))
     except (UserError, ClusterError) as error:
         return error
     return None

@@ -17,7 +17,7 @@ from typing import Any
 
 from helpers import command, environment
 
-from spmdtrain.testing import Command, Finished, Job, run_processes, started
+from spmdtrain.testing import Command, Job, ProcessResult, run_processes, start_processes
 
 BOUND = 150  # seconds for a job that takes ten where the machine has nothing else to do
 STEPS = 24
@@ -157,7 +157,7 @@ def job(
     devices: int | Sequence[int] = 1,
     check: bool = True,
     grace: float = 40.0,
-) -> list[Finished]:
+) -> list[ProcessResult]:
     """Run an experiment as several processes of one job, by TF_CONFIG alone."""
     return run_processes(
         command(config, *options),
@@ -170,7 +170,7 @@ def job(
     )
 
 
-def differing(line: Command, *, processes: int = 2, grace: float = 40.0) -> list[Finished]:
+def differing(line: Command, *, processes: int = 2, grace: float = 40.0) -> list[ProcessResult]:
     """Run a job whose processes have command lines of their own, to whatever end."""
     return run_processes(
         line, processes=processes, timeout=BOUND, check=False, grace=grace, env=quiet()
@@ -181,7 +181,7 @@ def under_way(
     config: Path, *options: object, processes: int = 2
 ) -> contextlib.AbstractContextManager[Job]:
     """Start an experiment as a job, to be interfered with."""
-    return started(
+    return start_processes(
         command(config, *options), processes=processes, timeout=BOUND, grace=60, env=quiet()
     )
 
@@ -191,18 +191,18 @@ def quiet() -> dict[str, str]:
     return {"SPMDTRAIN_LAUNCH": "", "SPMDTRAIN_TASK": ""}
 
 
-def codes(ended: Sequence[Finished]) -> list[int]:
+def codes(ended: Sequence[ProcessResult]) -> list[int]:
     """The exit codes by rank, of processes that have all ended by themselves."""
     assert not any(one.killed for one in ended), show(ended)
     return [one.code for one in ended]
 
 
-def spread(ended: Sequence[Finished]) -> float:
+def spread(ended: Sequence[ProcessResult]) -> float:
     """Seconds between the first end and the last."""
     return max(one.seconds for one in ended) - min(one.seconds for one in ended)
 
 
-def show(ended: Sequence[Finished]) -> str:
+def show(ended: Sequence[ProcessResult]) -> str:
     """All that is known of how processes ended, for the message of an assertion."""
     return "\n".join(
         f"-- {one.task}: {one.code} after {one.seconds:.1f} s\n{one.output}" for one in ended

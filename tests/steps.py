@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import Mesh
 
 from spmdtrain import FunctionModel, MeshSpec, Trainer, TrainState
-from spmdtrain.sharding.placement import under
+from spmdtrain.sharding.placement import use_placement
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
@@ -42,8 +42,8 @@ def trainer(**options: Any) -> Trainer:
 def one_step(of: Trainer, batch: Any, *, seed: int = 0) -> tuple[TrainState, StepOutput]:
     """The state after one step from the initial one, and what the step told."""
     steps = of.functions
-    steps.settle(batch)
-    with under(of.placement):
+    steps.choose_reduction(batch)
+    with use_placement(of.placement):
         placed = jax.device_put(batch, of.placement.batch)
         result: tuple[TrainState, StepOutput] = steps.train_program()(steps.init(seed), placed)
     return result
@@ -145,7 +145,7 @@ def primitives(of: Trainer, batch: Any, name: str) -> list[Any]:
     Of products those with matrices: with vectors of zeros what is not finite is looked for.
     """
     steps = of.functions
-    with under(of.placement):
+    with use_placement(of.placement):
         jaxpr = jax.make_jaxpr(steps._train)(steps.abstract_state, batch)
     found = [equation for equation in equations(jaxpr) if equation.primitive.name == name]
     return [x for x in found if name != "dot_general" or x.invars[-1].aval.ndim > 1]

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 
 from spmdtrain.errors import ClusterError
-from spmdtrain.parameter_server.batch_queue import Dispenser
-from spmdtrain.parameter_server.scheduler import Asynchronous
-from spmdtrain.parameter_server.server import Held, Landed, Push, Server
+from spmdtrain.parameter_server.batch_queue import BatchQueue
+from spmdtrain.parameter_server.scheduler import BatchScheduler
+from spmdtrain.parameter_server.server import Push, PushResult, Server, ServerState
 from spmdtrain.parameter_server.state_partition import outcome
-from spmdtrain.parameter_server.worker_pool import Came, Done, Event, Failed, Lost
+from spmdtrain.parameter_server.worker_pool import Done, Failed, PoolEvent, WorkerJoined, WorkerLost
 from spmdtrain.step.optimizer import Update
 
 WORKERS = ("worker 0", "worker 1", "worker 2")
@@ -28,7 +28,7 @@ WORKERS = ("worker 0", "worker 1", "worker 2")
 
 def servers(count: int, max_staleness: int | None) -> list[Server]:
     update = Update(optax.sgd(1.0))
-    held = Held({"w": jnp.zeros(1)}, update.init({"w": jnp.zeros(1)}), {}, {})
+    held = ServerState({"w": jnp.zeros(1)}, update.init({"w": jnp.zeros(1)}), {}, {})
     return [Server(update, held, 0, max_staleness) for _ in range(count)]
 
 
@@ -39,7 +39,7 @@ class Work:
     number: int
     versions: list[int]
     left: list[int]
-    said: list[Landed] = field(default_factory=list)
+    said: list[PushResult] = field(default_factory=list)
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Strange:
         versions = [server.pull().version for server in self.servers]
         self.work[worker] = Work(work, versions, list(range(len(self.servers))))
 
-    def events(self, timeout: float) -> list[Event]:
+    def events(self, timeout: float) -> list[PoolEvent]:
         self.now += timeout
         if not self.work:
             return []
@@ -75,7 +75,7 @@ class Strange:
         worker = workers[choice % len(workers)]
         if choice % 7 == 6 and self.killed[self.work[worker].number] < self.patient:
             self.killed[self.work.pop(worker).number] += 1
-            return [Lost(worker, "killed")]
+            return [WorkerLost(worker, "killed")]
         if choice % 7 == 5:
             return []  # nobody moves
         return self._push(worker, self.work[worker])
@@ -83,7 +83,7 @@ class Strange:
     def gradient(self, worker: str, work: Work) -> float:
         return float(2.0**work.number)
 
-    def _push(self, worker: str, work: Work) -> list[Event]:
+    def _push(self, worker: str, work: Work) -> list[PoolEvent]:
         server = work.left.pop(0)
         gradient = {"w": np.full(1, self.gradient(worker, work), np.float32)}
         pushed = Push(work.number, work.versions[server], gradient, {}, 0.0)
@@ -109,9 +109,9 @@ def test_each_batch_is_added_once_to_each_server(
 ) -> None:
     total = 10
     crew = Strange(servers(count, max_staleness), choices)
-    dispenser = Dispenser(0, max_staleness)
+    dispenser = BatchQueue(0, max_staleness)
     dispenser.limit = total
-    run = Asynchronous(crew, dispenser, patience, clock=lambda: crew.now)
+    run = BatchScheduler(crew, dispenser, patience, clock=lambda: crew.now)
     outcomes = [run.take(number) for number in range(total)]
     run.settle()
     assert [outcome.metrics["loss"] for outcome in outcomes] == list(range(total))
@@ -149,9 +149,9 @@ def test_without_staleness_whoever_is_killed_the_numbers_are_the_same(
     count: int, choices: list[int]
 ) -> None:
     crew, total = Exact(servers(count, 0), choices), 10
-    dispenser = Dispenser(0, 0)
+    dispenser = BatchQueue(0, 0)
     dispenser.limit = total
-    run = Asynchronous(crew, dispenser, 1000.0, clock=lambda: crew.now)
+    run = BatchScheduler(crew, dispenser, 1000.0, clock=lambda: crew.now)
     for number in range(total):
         run.take(number)
     w = np.float32(0.0)
@@ -163,9 +163,9 @@ def test_without_staleness_whoever_is_killed_the_numbers_are_the_same(
 
 def test_a_batch_that_is_long_out_is_given_to_one_more() -> None:
     crew, told = Strange(servers(1, None), [5] * 4), list[str]()
-    dispenser = Dispenser(0)
+    dispenser = BatchQueue(0)
     dispenser.limit = 1
-    run = Asynchronous(crew, dispenser, 1.0, told.append, clock=lambda: crew.now)
+    run = BatchScheduler(crew, dispenser, 1.0, told.append, clock=lambda: crew.now)
     assert run.take(0).number == 0
     assert told == [
         "worker 0: batch 0 is out for more than 1 s; worker 1 makes it, too, and so with those to "
@@ -175,19 +175,19 @@ def test_a_batch_that_is_long_out_is_given_to_one_more() -> None:
 
 def test_a_lost_worker_is_told_with_its_batch() -> None:
     crew, told = Strange(servers(1, None), [6]), list[str]()
-    dispenser = Dispenser(0)
+    dispenser = BatchQueue(0)
     dispenser.limit = 1
-    run = Asynchronous(crew, dispenser, 1.0, told.append, clock=lambda: crew.now)
+    run = BatchScheduler(crew, dispenser, 1.0, told.append, clock=lambda: crew.now)
     assert run.take(0).number == 0
     assert told == ["worker 0 is lost (killed): batch 0 is given out again"]
 
 
 def test_a_batch_that_kills_whoever_computes_it_is_named() -> None:
     crew = Strange(servers(1, None), [6] * 9, patient=9)
-    dispenser = Dispenser(0)
+    dispenser = BatchQueue(0)
     dispenser.limit = 1
     with pytest.raises(ClusterError) as caught:
-        Asynchronous(crew, dispenser, 1.0).take(0)
+        BatchScheduler(crew, dispenser, 1.0).take(0)
     assert str(caught.value) == (
         "batch 0 was lost with each of 4 workers that had it (worker 0, worker 0, worker 0, "
         "worker 0; the last: killed): does it take more memory than there is?"
@@ -196,21 +196,21 @@ def test_a_batch_that_kills_whoever_computes_it_is_named() -> None:
 
 def test_an_error_of_the_users_is_raised() -> None:
     class Raises(Strange):
-        def _push(self, worker: str, work: Work) -> list[Event]:
+        def _push(self, worker: str, work: Work) -> list[PoolEvent]:
             return [Failed(worker, ZeroDivisionError("in the objective"))]
 
     crew = Raises(servers(1, None), [])
-    dispenser = Dispenser(0)
+    dispenser = BatchQueue(0)
     dispenser.limit = 1
     with pytest.raises(ZeroDivisionError, match="in the objective"):
-        Asynchronous(crew, dispenser, 1.0).take(0)
+        BatchScheduler(crew, dispenser, 1.0).take(0)
 
 
 @dataclass
 class Told(Strange):
     """Events in the order of a list, instead: each a worker that comes, or is lost."""
 
-    script: list[list[Event]] = field(default_factory=list)
+    script: list[list[PoolEvent]] = field(default_factory=list)
     there: set[str] = field(default_factory=set)
 
     @property
@@ -220,12 +220,12 @@ class Told(Strange):
     def idle(self) -> Sequence[str]:
         return [worker for worker in super().idle() if worker in self.there]
 
-    def events(self, timeout: float) -> list[Event]:
+    def events(self, timeout: float) -> list[PoolEvent]:
         if not self.script:
             return super().events(timeout)
         found = self.script.pop(0)
         for event in found:
-            if isinstance(event, Lost):
+            if isinstance(event, WorkerLost):
                 self.there.discard(event.worker)
                 self.work.pop(event.worker, None)
             else:
@@ -234,10 +234,16 @@ class Told(Strange):
 
 
 def test_who_waits_for_a_worker_hears_so_and_may_stop() -> None:
-    script: list[list[Event]] = [[], [], [Came("worker 2")], [Lost("worker 2", "killed")], []]
+    script: list[list[PoolEvent]] = [
+        [],
+        [],
+        [WorkerJoined("worker 2")],
+        [WorkerLost("worker 2", "killed")],
+        [],
+    ]
     crew, told, asked = Told(servers(1, None), [], script=script), list[str](), list[int]()
-    crew.script.append([Came("worker 2")])
-    dispenser = Dispenser(0)
+    crew.script.append([WorkerJoined("worker 2")])
+    dispenser = BatchQueue(0)
     dispenser.limit = 1
 
     def may_stop(is_empty: bool) -> None:
@@ -245,7 +251,7 @@ def test_who_waits_for_a_worker_hears_so_and_may_stop() -> None:
             asked.append(len(crew.script))
 
     times = iter(range(0, 1000, 15))
-    run = Asynchronous(
+    run = BatchScheduler(
         crew, dispenser, 1000.0, told.append, may_stop, clock=lambda: float(next(times))
     )
     assert run.take(0).number == 0
@@ -261,15 +267,15 @@ def test_who_waits_for_a_worker_hears_so_and_may_stop() -> None:
 
 def test_a_batch_that_hangs_and_is_waited_for_goes_before_new_ones() -> None:
     class Hangs(Strange):
-        def events(self, timeout: float) -> list[Event]:
+        def events(self, timeout: float) -> list[PoolEvent]:
             self.now += timeout
             moving = [worker for worker in self.work if worker != "worker 0"]
             return self._push(moving[0], self.work[moving[0]]) if moving else []
 
     crew, told = Hangs(servers(1, None), []), list[str]()
-    dispenser = Dispenser(0)
+    dispenser = BatchQueue(0)
     dispenser.limit = 10_000
-    run = Asynchronous(crew, dispenser, None, told.append, clock=lambda: crew.now)
+    run = BatchScheduler(crew, dispenser, None, told.append, clock=lambda: crew.now)
     assert run.take(0).number == 0
     # Half a second for each of the other two's: 60 s are bearable while none has come, then 3.
     assert 10.0 < crew.now < 30.0 and run.made["worker 0"] == 0
@@ -278,9 +284,9 @@ def test_a_batch_that_hangs_and_is_waited_for_goes_before_new_ones() -> None:
 
 def test_where_nothing_comes_of_what_is_out_that_is_told_once() -> None:
     crew, told = Strange(servers(1, None), [0] + [5] * 300), list[float]()
-    dispenser = Dispenser(0)
+    dispenser = BatchQueue(0)
     dispenser.limit = 2
-    run = Asynchronous(crew, dispenser, 1000.0, tell_silence=told.append, clock=lambda: crew.now)
+    run = BatchScheduler(crew, dispenser, 1000.0, tell_silence=told.append, clock=lambda: crew.now)
     run.take(0)
     assert told == [60.0] and crew.now >= 150.0
     crew.choices = [5] * 1000
@@ -298,9 +304,9 @@ def test_where_nothing_comes_of_what_is_out_that_is_told_once() -> None:
 
 def test_how_long_is_too_long_is_learned_from_what_came() -> None:
     crew = Strange(servers(1, None), [])
-    dispenser = Dispenser(0)
+    dispenser = BatchQueue(0)
     dispenser.limit = 100
-    run = Asynchronous(crew, dispenser, None, clock=lambda: crew.now)
+    run = BatchScheduler(crew, dispenser, None, clock=lambda: crew.now)
     assert run._bearable() == 60.0  # nothing is known yet: a first batch compiles the step
     crew.now = 0.0
     for number in range(50):

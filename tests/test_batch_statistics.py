@@ -15,7 +15,7 @@ from flax import nnx
 from processes import job
 from steps import SHOWS_GRADIENTS, on, one_step
 
-from spmdtrain import Collectives, LinenModel, MeshSpec, Trainer, UserError
+from spmdtrain import CollectiveOptions, LinenModel, MeshSpec, Trainer, UserError
 from spmdtrain.checkpoints.restore import load_variables
 from spmdtrain.models import MLP
 from spmdtrain.terminal import Terminal
@@ -183,7 +183,9 @@ class Counting(nnx.Module):
         return self.inner(x)
 
 
-@pytest.mark.parametrize("options", [{}, {"collectives": Collectives(reduction="hierarchical")}])
+@pytest.mark.parametrize(
+    "options", [{}, {"collectives": CollectiveOptions(reduction="hierarchical")}]
+)
 def test_counters_count_once_and_what_nothing_changes_keeps_its_bits(options: Any) -> None:
     found = after_a_step(trainer(Counting, mesh=on(4), **options))
     assert found["calls"] == 4 and bool(found["seen"])
@@ -218,7 +220,7 @@ def contrastive(model: Any, batch: Any) -> dict[str, jax.Array]:
         ({"model": partial(MLP, 4, [8], 1)}, "batch_statistics is replica, and the model carries"),
         ({"objective": contrastive}, "batch_statistics=replica .* depend on other examples"),
         (
-            {"collectives": Collectives(reduction="automatic")},
+            {"collectives": CollectiveOptions(reduction="automatic")},
             "collectives.reduction is automatic, which leaves them to XLA",
         ),
         ({"batch_statistics": "local"}, "batch_statistics.*'local'"),

@@ -20,17 +20,17 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from processes import free_port
 
 from spmdtrain import UserError
-from spmdtrain.config import Collectives
+from spmdtrain.config import CollectiveOptions
 from spmdtrain.testing import run_processes
 from spmdtrain.xla.collective_options import (
     MPI_LIBRARY,
     check_reduce_dtype,
     compiler_options,
-    prepare,
+    configure_collectives,
 )
 
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
-NONE = Collectives()
+NONE = CollectiveOptions()
 
 # -- what is refused, and why ----------------------------------------------------------------------
 
@@ -38,23 +38,27 @@ NONE = Collectives()
 @pytest.mark.parametrize(
     ("options", "platforms", "reason"),
     [
-        (Collectives(bytes_per_pack=1), ["cpu"], "bytes_per_pack: XLA has no threshold on CPU"),
         (
-            Collectives(reduce_dtype="bfloat16"),
+            CollectiveOptions(combine_threshold_bytes=1),
+            ["cpu"],
+            "combine_threshold_bytes: XLA has no threshold on CPU",
+        ),
+        (
+            CollectiveOptions(reduce_dtype="bfloat16"),
             ["cpu"],
             "reduce_dtype is bfloat16: XLA on CPU turns such a reduction into one of float32, so "
             "nothing would be saved; float16 is reduced as it is",
         ),
         (
-            Collectives(cpu_implementation="gloo"),
+            CollectiveOptions(cpu_implementation="gloo"),
             ["gpu", "cuda", "rocm", "tpu"],
             "cpu_implementation is gloo, and the devices are of platform",
         ),
-        (Collectives(timeout=9), ["gpu", "cuda", "rocm", "tpu"], "timeout: XLA"),
+        (CollectiveOptions(timeout=9), ["gpu", "cuda", "rocm", "tpu"], "timeout: XLA"),
     ],
 )
 def test_what_a_platform_cannot_do_is_an_error_there_alone(
-    options: Collectives, platforms: list[str], reason: str
+    options: CollectiveOptions, platforms: list[str], reason: str
 ) -> None:
     for platform in PLATFORMS:
         if platform in platforms:
@@ -67,7 +71,7 @@ def test_what_a_platform_cannot_do_is_an_error_there_alone(
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_nothing_asked_is_nothing_set(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
-    prepare(NONE, 2)
+    configure_collectives(NONE, 2)
     assert compiler_options(NONE, platform) == {}
     assert os.environ["XLA_FLAGS"] == "--xla_a=1"
 
@@ -75,13 +79,13 @@ def test_nothing_asked_is_nothing_set(platform: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     "options",
     [
-        Collectives(reduce_dtype="float16"),
-        Collectives(bytes_per_pack=8),
-        Collectives(cpu_implementation="gloo"),
-        Collectives(timeout=9),
+        CollectiveOptions(reduce_dtype="float16"),
+        CollectiveOptions(combine_threshold_bytes=8),
+        CollectiveOptions(cpu_implementation="gloo"),
+        CollectiveOptions(timeout=9),
     ],
 )
-def test_on_an_unknown_platform_nothing_is_promised(options: Collectives) -> None:
+def test_on_an_unknown_platform_nothing_is_promised(options: CollectiveOptions) -> None:
     assert compiler_options(NONE, "neural") == {}
     with pytest.raises(UserError, match="takes effect on neural is not known"):
         compiler_options(options, "neural")
@@ -90,35 +94,37 @@ def test_on_an_unknown_platform_nothing_is_promised(options: Collectives) -> Non
 def test_an_implementation_is_for_several_processes() -> None:
     for name in ("gloo", "mpi"):
         with pytest.raises(UserError, match=f"is {name}, and there is one process"):
-            prepare(Collectives(cpu_implementation=name), 1)
-    prepare(Collectives(cpu_implementation="gloo"), 2)  # what JAX has chosen already
+            configure_collectives(CollectiveOptions(cpu_implementation=name), 1)
+    configure_collectives(
+        CollectiveOptions(cpu_implementation="gloo"), 2
+    )  # what JAX has chosen already
 
 
 def test_mpi_needs_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = Collectives(cpu_implementation="mpi")
+    options = CollectiveOptions(cpu_implementation="mpi")
     monkeypatch.delenv(MPI_LIBRARY, raising=False)
     with pytest.raises(UserError, match="is mpi, and MPITRAMPOLINE_LIB is not set"):
-        prepare(options, 2)
+        configure_collectives(options, 2)
     monkeypatch.setenv(MPI_LIBRARY, "libmpiwrapper.so")
     with pytest.raises(UserError, match="cpu_implementation=mpi comes too late"):
-        prepare(options, 2)
+        configure_collectives(options, 2)
 
 
 def test_a_timeout_comes_before_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = Collectives(timeout=9)
+    options = CollectiveOptions(timeout=9)
     monkeypatch.setenv("XLA_FLAGS", "")
     with pytest.raises(UserError, match="timeout=9 comes too late"):
-        prepare(options, 1)
+        configure_collectives(options, 1)
     assert os.environ["XLA_FLAGS"] == ""
     monkeypatch.setenv("XLA_FLAGS", "/a/file")
     with pytest.raises(UserError, match=r"XLA_FLAGS, which here names a file \(/a/file\)"):
-        prepare(options, 1)
+        configure_collectives(options, 1)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_collective_timeout_seconds=8")
     with pytest.raises(UserError, match="is 9, and XLA_FLAGS already says --xla_cpu_collective_t"):
-        prepare(options, 1)
+        configure_collectives(options, 1)
     for seconds in (0, -1, float("nan"), float("inf"), 1e10):
         with pytest.raises(UserError, match="it must be above 0"):
-            prepare(Collectives(timeout=seconds), 1)
+            configure_collectives(CollectiveOptions(timeout=seconds), 1)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +143,7 @@ def test_a_timeout_is_rounded_up_and_split(
         f"--xla_cpu_collective_call_terminate_timeout_seconds={after}",
     ]
     for _ in range(2):  # again, by a second trainer, is no change
-        prepare(Collectives(timeout=timeout), 1)
+        configure_collectives(CollectiveOptions(timeout=timeout), 1)
         assert os.environ["XLA_FLAGS"].split() == expected
 
 
@@ -147,7 +153,7 @@ def test_mpi_has_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     before = jax.config.jax_cpu_collectives_implementation  # type: ignore[attr-defined]
     try:
         with pytest.raises(UserError, match="timeout: MPI knows none"):
-            prepare(Collectives(cpu_implementation="mpi", timeout=5), 2)
+            configure_collectives(CollectiveOptions(cpu_implementation="mpi", timeout=5), 2)
         assert jax.config.jax_cpu_collectives_implementation == "mpi"  # type: ignore[attr-defined]
     finally:
         jax.config.update("jax_cpu_collectives_implementation", before)
@@ -177,11 +183,11 @@ def summed(dtype: Any) -> Any:
 def test_cpu_reduces_float16_and_not_bfloat16() -> None:
     found = {dtype: reductions(summed(dtype).compile().as_text()) for dtype in ("f2", "bfloat16")}
     assert found == {"f2": ["f16"], "bfloat16": ["f32"]}
-    check_reduce_dtype(Collectives(reduce_dtype="float16"), "cpu")
+    check_reduce_dtype(CollectiveOptions(reduce_dtype="float16"), "cpu")
 
 
 def test_cpu_combines_whatever_the_threshold() -> None:
-    options = compiler_options(Collectives(bytes_per_pack=1), "gpu")
+    options = compiler_options(CollectiveOptions(combine_threshold_bytes=1), "gpu")
     assert len(reductions(summed("f4").compile(options).as_text())) == 1
 
 
@@ -192,9 +198,9 @@ import sys, time
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from spmdtrain.xla.collective_options import compiler_options, prepare
-from spmdtrain.config import Collectives
+from spmdtrain.config import CollectiveOptions
 
-options = Collectives(timeout=float(sys.argv[1]) or None)
+options = CollectiveOptions(timeout=float(sys.argv[1]) or None)
 prepare(options, 1)
 mesh, late = jax.make_mesh((4,), ("data",)), [False]
 
@@ -251,10 +257,10 @@ import spmdtrain
 from jax.sharding import NamedSharding, PartitionSpec as P
 from spmdtrain.distributed import process_group
 from spmdtrain.xla.collective_options import compiler_options, prepare
-from spmdtrain.config import Collectives
+from spmdtrain.config import CollectiveOptions
 
 spmdtrain.initialize()
-options = Collectives(timeout=float(sys.argv[1]) or None, cpu_implementation="gloo")
+options = CollectiveOptions(timeout=float(sys.argv[1]) or None, cpu_implementation="gloo")
 prepare(options, process_group.count())
 mesh = jax.make_mesh((jax.device_count(),), ("data",))
 step = jax.jit(
@@ -304,11 +310,11 @@ MPI = """
 import os, sys
 import jax
 from spmdtrain.xla.collective_options import MPI_LIBRARY, prepare
-from spmdtrain.config import Collectives
+from spmdtrain.config import CollectiveOptions
 
 os.environ[MPI_LIBRARY] = "libmpiwrapper.so"  # too late for JAX to find it
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 1, 0)
-prepare(Collectives(cpu_implementation="mpi"), 2)
+prepare(CollectiveOptions(cpu_implementation="mpi"), 2)
 print("prepared", flush=True)
 jax.devices()
 """
@@ -349,7 +355,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from spmdtrain.xla.collective_options import compiler_options
-from spmdtrain.config import Collectives
+from spmdtrain.config import CollectiveOptions
 
 topology = topologies.get_topology_desc(**json.loads(sys.argv[1]))
 count = len(topology.devices)
@@ -368,7 +374,7 @@ def step(weights, x):
     return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights, x))
 
 def found(lowered, kind="all-reduce", **options):
-    options = compiler_options(Collectives(**options), topology.devices[0].platform)
+    options = compiler_options(CollectiveOptions(**options), topology.devices[0].platform)
     text = re.sub(r"/\\*.*?\\*/", "", lowered.compile(compiler_options=options).as_text())
     start = rf"= (\\(*\\w+)\\[[^=]*? {kind}(?:-start)?\\("
     return [dtype.lstrip("(") for dtype in re.findall(start, text)]
@@ -389,7 +395,7 @@ kinds = {
         lambda ws: [jax.lax.psum_scatter(w, "data", tiled=True) for w in ws], P("data")
     ),
 }
-report = {kind: [len(found(kinds[kind], kind, bytes_per_pack=n)) for n in packs]
+report = {kind: [len(found(kinds[kind], kind, combine_threshold_bytes=n)) for n in packs]
           for kind in sys.argv[2:]}
 for dtype in ("bfloat16", "float16"):
     low = mapped(

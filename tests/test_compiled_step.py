@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spmdtrain import MeshSpec, Trainer
-from spmdtrain.config import Collectives
+from spmdtrain.config import CollectiveOptions
 from spmdtrain.models import MLP
 from spmdtrain.sharding.placement import current_strategy
 from spmdtrain.terminal import Terminal
@@ -35,7 +35,7 @@ def mirrored(**options: Any) -> Trainer:
         optimizer=optax.adam(1e-3),
         mesh=MeshSpec(data=8),
         strategy="mirrored",
-        collectives=Collectives(reduction="automatic"),
+        collectives=CollectiveOptions(reduction="automatic"),
         terminal=Terminal(quiet=True),
     )
 
@@ -76,25 +76,25 @@ def refused(claim: Callable[..., None], *args: Any, **options: Any) -> str:
 
 
 def test_a_mirrored_step_has_one_all_reduce_over_data_and_nothing_else(step: CompiledStep) -> None:
-    step.has_exactly(1, "all-reduce", over="data")
-    step.has_no("all-gather")
+    step.assert_count(1, "all-reduce", axes="data")
+    step.assert_no("all-gather")
     (only,) = step.collectives
     assert GRADIENTS <= only.bytes <= GRADIENTS + 16  # and the loss's sum and weight
 
 
 def test_wrong_claims_of_a_mirrored_step_fail(step: CompiledStep) -> None:
-    message = refused(step.has_no, "all-reduce")
+    message = refused(step.assert_no, "all-reduce")
     first, *listed = message.splitlines()
     assert first == "no all-reduce claimed, but there are 1:"
     (line,) = listed
     assert line.split()[:5] == ["*", "all-reduce", "over", "data=8", "2.04"]
     assert "jit(_train)" in line  # the operation it comes from
-    assert refused(step.has_exactly, 2, "all-reduce", over="data").startswith(
+    assert refused(step.assert_count, 2, "all-reduce", axes="data").startswith(
         "2 all-reduce over data=8 claimed, but there are 1:"
     )
-    refused(step.has_exactly, 1, "all-reduce", above=GRADIENTS + 16)
-    refused(step.has_exactly, 1, "all-reduce", over="fsdp")
-    message = refused(step.has_exactly, 1, "all-gather", above="1 MB")
+    refused(step.assert_count, 1, "all-reduce", larger_than=GRADIENTS + 16)
+    refused(step.assert_count, 1, "all-reduce", axes="fsdp")
+    message = refused(step.assert_count, 1, "all-gather", larger_than="1 MB")
     assert message.startswith("1 all-gather above 1.00 MB claimed, but there are 0:")
     assert "*" not in message.splitlines()[1]  # what there is, though none of it is meant
 
@@ -116,7 +116,7 @@ def test_the_model_knows_the_mesh_that_its_step_is_compiled_for() -> None:
         assert current_strategy().batch_shards == 8
         return squared_error(model, batch)
 
-    compiled_step(mirrored(objective=objective), BATCH).has_exactly(1, "all-reduce", over="data")
+    compiled_step(mirrored(objective=objective), BATCH).assert_count(1, "all-reduce", axes="data")
 
 
 def test_a_trainer_without_compiled_steps_is_refused() -> None:
@@ -128,12 +128,12 @@ def test_a_trainer_without_compiled_steps_is_refused() -> None:
 
 
 def test_all_gathers_are_seen_with_their_axis_and_size(gathers: CompiledStep) -> None:
-    gathers.has_exactly(1, "all-gather", over="fsdp")
-    gathers.has_exactly(1, "all-gather", above="1 MB", over=("fsdp",))
-    gathers.has_no("all-gather", above="1.1 MB")
-    gathers.has_no("all-gather", over="data")
-    gathers.has_no("all-gather", over=("data", "fsdp"))
-    message = refused(gathers.has_no, "all-gather", above="1 MB")
+    gathers.assert_count(1, "all-gather", axes="fsdp")
+    gathers.assert_count(1, "all-gather", larger_than="1 MB", axes=("fsdp",))
+    gathers.assert_no("all-gather", larger_than="1.1 MB")
+    gathers.assert_no("all-gather", axes="data")
+    gathers.assert_no("all-gather", axes=("data", "fsdp"))
+    message = refused(gathers.assert_no, "all-gather", larger_than="1 MB")
     assert message.startswith("no all-gather above 1.00 MB claimed, but there are 1:")
     marked = [line.split() for line in message.splitlines() if line.startswith("  *")]
     assert [line[1:6] for line in marked] == [["all-gather", "over", "fsdp=4", "1.05", "MB"]]
@@ -143,20 +143,20 @@ def test_all_gathers_are_seen_with_their_axis_and_size(gathers: CompiledStep) ->
 def test_above_is_more_than(gathers: CompiledStep) -> None:
     (size,) = [one.bytes for one in gathers.collectives if one.kind == "all-gather"]
     assert size == 2**20
-    gathers.has_no("all-gather", above=size)
-    gathers.has_no("all-gather", above="1 MiB")
-    gathers.has_no("all-gather", above="1024KiB")
-    refused(gathers.has_no, "all-gather", above=size - 1)
-    refused(gathers.has_no, "all-gather", above="1023.9 KiB")
-    refused(gathers.has_no, "all-gather", above="1048 kb")
+    gathers.assert_no("all-gather", larger_than=size)
+    gathers.assert_no("all-gather", larger_than="1 MiB")
+    gathers.assert_no("all-gather", larger_than="1024KiB")
+    refused(gathers.assert_no, "all-gather", larger_than=size - 1)
+    refused(gathers.assert_no, "all-gather", larger_than="1023.9 KiB")
+    refused(gathers.assert_no, "all-gather", larger_than="1048 kb")
 
 
 def test_over_means_exactly_these_axes() -> None:
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     step = compiled(mesh, jnp.sin, into=P(("data", "fsdp")), out=P())
-    step.has_exactly(1, "all-gather", over=("fsdp", "data"))
-    step.has_exactly(0, "all-gather", over="data")
-    assert "over data=2 fsdp=4" in refused(step.has_no, "all-gather", over=("fsdp", "data"))
+    step.assert_count(1, "all-gather", axes=("fsdp", "data"))
+    step.assert_count(0, "all-gather", axes="data")
+    assert "over data=2 fsdp=4" in refused(step.assert_no, "all-gather", axes=("fsdp", "data"))
 
 
 def test_collectives_of_axes_that_cannot_be_read_let_no_claim_over_axes_hold(
@@ -166,20 +166,20 @@ def test_collectives_of_axes_that_cannot_be_read_let_no_claim_over_axes_hold(
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(AxisType.Auto,))
     step = CompiledStep(gathers.compiled, mesh)
     for count in (0, 1):
-        message = refused(step.has_exactly, count, "all-gather", over="data")
+        message = refused(step.assert_count, count, "all-gather", axes="data")
         assert "the axes of some cannot be told" in message
         assert "over unknown axes" in message
-    step.has_exactly(1, "all-gather")
+    step.assert_count(1, "all-gather")
 
 
 def test_one_device_has_no_collectives() -> None:
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
     for shown in (mesh, None):
         step = CompiledStep(compiled(mesh, jnp.sin, into=P("data"), out=P()).compiled, shown)
-        step.has_no("all-gather")
-        assert "the step has no collectives" in refused(step.has_exactly, 1, "all-gather")
+        step.assert_no("all-gather")
+        assert "the step has no collectives" in refused(step.assert_count, 1, "all-gather")
     with pytest.raises(ValueError, match=r"no axis 'data'\. It has none"):
-        step.has_no("all-gather", over="data")
+        step.assert_no("all-gather", axes="data")
 
 
 # --- Misspellings ---
@@ -209,6 +209,6 @@ def test_a_misspelling_is_no_claim_that_holds(
     gathers: CompiledStep, kind: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        gathers.has_no(kind, **options)
+        gathers.assert_no(kind, **options)
     with pytest.raises(ValueError, match=message):
-        gathers.has_exactly(1, kind, **options)
+        gathers.assert_count(1, kind, **options)

@@ -19,11 +19,11 @@ import pytest
 from processes import launching
 from test_parameter_server import BOUND, Lines, send, text_of, until
 
-from spmdtrain import Coordinator, Preempted, UserError
+from spmdtrain import Coordinator, PreemptedExit, UserError
 from spmdtrain.cluster.spec import ClusterSpec
 from spmdtrain.parameter_server import ray_pool
 from spmdtrain.parameter_server.remote_call import Call
-from spmdtrain.parameter_server.worker_pool import Came, Done, Event, Failed, Lost
+from spmdtrain.parameter_server.worker_pool import Done, Failed, PoolEvent, WorkerJoined, WorkerLost
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed"
@@ -287,12 +287,12 @@ print("pushed:", set(shared.pull()["w"].tolist()))
 @pytest.mark.drill
 def test_asked_to_stop_the_script_can_save(tmp_path: Path) -> None:
     body = """
-from spmdtrain import Preempted
+from spmdtrain import PreemptedExit
 print("begun")
 try:
     while True:
         coordinator.schedule(time.sleep, 0.01)
-except Preempted:
+except PreemptedExit:
     print("saving")
     raise
 """
@@ -309,7 +309,7 @@ class Crew:
     def __init__(self, *workers: str) -> None:
         self.workers = workers
         self.given = queue.Queue[tuple[str, Call]]()
-        self.coming = queue.Queue[Event | Exception]()
+        self.coming = queue.Queue[PoolEvent | Exception]()
 
     def idle(self) -> Sequence[str]:
         return self.workers  # Ray's are idle again before what they have done is taken
@@ -317,7 +317,7 @@ class Crew:
     def give(self, worker: str, work: Call) -> None:
         self.given.put((worker, work))
 
-    def events(self, timeout: float) -> list[Event]:
+    def events(self, timeout: float) -> list[PoolEvent]:
         try:
             found = self.coming.get(timeout=timeout)
         except queue.Empty:
@@ -347,7 +347,9 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> Crew:
     def begin(spec: object, timeout: float) -> Iterator[Job]:
         yield Job(SimpleNamespace(cloudpickle=pickle, put=lambda x: x), found)
 
-    monkeypatch.setattr("spmdtrain.parameter_server.coordinator.take_part", lambda timeout: None)
+    monkeypatch.setattr(
+        "spmdtrain.parameter_server.coordinator.run_task_role", lambda timeout: None
+    )
     monkeypatch.setattr("spmdtrain.parameter_server.ray_pool.begin", begin)
     monkeypatch.setattr("spmdtrain.parameter_server.coordinator._is_used", False)
     return found
@@ -369,7 +371,7 @@ def test_who_has_come_keeps_what_it_was_given_before_that_was_told(crew: Crew) -
     with Coordinator() as coordinator:
         value = coordinator.schedule(len, [])
         crew.given.get(timeout=BOUND)
-        crew.coming.put(Came("worker 0"))
+        crew.coming.put(WorkerJoined("worker 0"))
         while not crew.coming.empty():
             time.sleep(0.01)
         assert not coordinator.done()
@@ -397,14 +399,14 @@ def test_what_was_lost_half_done_is_done_whatever_else_fails(crew: Crew) -> None
         lost, failing = (coordinator.schedule(len, []) for _ in range(2))
         never = coordinator.schedule(len, [])
         crew.workers = ()
-        crew.coming.put(Lost("worker 0", "killed"))
+        crew.coming.put(WorkerLost("worker 0", "killed"))
         crew.coming.put(Failed("worker 1", ZeroDivisionError("in it")))
         with pytest.raises(ZeroDivisionError):
             coordinator.fetch(failing)
         with pytest.raises(UserError, match="not run, as another function raised ZeroDivision"):
             coordinator.fetch(never)
         crew.workers = ("worker 0",)
-        crew.coming.put(Came("worker 0"))
+        crew.coming.put(WorkerJoined("worker 0"))
         crew.coming.put(Done("worker 0", 5))
         assert coordinator.fetch(lost) == 5
         with pytest.raises(ZeroDivisionError):
@@ -412,7 +414,7 @@ def test_what_was_lost_half_done_is_done_whatever_else_fails(crew: Crew) -> None
 
 
 def test_asked_to_stop_it_lets_land_what_is_out_and_runs_nothing_more(crew: Crew) -> None:
-    with pytest.raises(Preempted), Coordinator() as coordinator:
+    with pytest.raises(PreemptedExit), Coordinator() as coordinator:
         values = [coordinator.schedule(len, []) for _ in range(5)]
         crew.given.get(timeout=BOUND)
         coordinator._signals.received = signal.SIGTERM
@@ -453,7 +455,7 @@ def test_functions_of_each_call_are_not_kept_for_ever(crew: Crew) -> None:
         (None, "finished"),
         (SystemExit(0), "finished"),
         (SystemExit(3), "failed"),
-        (Preempted("SIGTERM"), "preempted"),
+        (PreemptedExit("SIGTERM"), "preempted"),
         (ValueError("of the script"), "failed"),
     ],
 )

@@ -17,8 +17,8 @@ from spmdtrain.data.datasets import (
     ArrayDataset,
     Augment,
     Dataset,
-    Elements,
-    Mapped,
+    IndexableDataset,
+    MappedDataset,
     OrderedBatches,
     Subset,
     TrainBatches,
@@ -700,7 +700,7 @@ def test_an_object_with_a_length_and_rows_is_a_dataset_as_it_is() -> None:
 def test_an_indexable_collection_of_examples_is_a_dataset() -> None:
     collection = [{"x": np.array([i, i + 1]), "y": i * 10} for i in range(5)]
     dataset = as_dataset(collections.UserList(collection))
-    assert isinstance(dataset, Elements)
+    assert isinstance(dataset, IndexableDataset)
     assert len(dataset) == 5
     rows = dataset.rows(np.array([3, 0]))
     assert rows["x"].tolist() == [[3, 4], [0, 1]]
@@ -756,7 +756,7 @@ def test_a_mapped_dataset_is_mapped_a_batch_at_once_when_it_is_read() -> None:
         calls.append(len(rows["x"]))
         return {"x": rows["x"] / 10}
 
-    mapped = Mapped(ArrayDataset({"x": np.arange(20)}), scale)
+    mapped = MappedDataset(ArrayDataset({"x": np.arange(20)}), scale)
     assert len(mapped) == 20
     assert calls == []
     assert mapped.rows(np.array([3, 1, 19]))["x"].tolist() == [0.3, 0.1, 1.9]
@@ -805,7 +805,7 @@ def test_a_fingerprint_reads_a_few_rows_alone() -> None:
         seen.extend(rows.tolist())
         return rows
 
-    fingerprint(Mapped(Recording(), look))
+    fingerprint(MappedDataset(Recording(), look))
     assert seen[0] == 0
     assert seen[-1] == 7999
     assert 2 < len(seen) <= 64

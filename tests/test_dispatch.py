@@ -18,7 +18,7 @@ from hypothesis import given
 from linear import trainer
 
 from spmdtrain import (
-    Event,
+    CallbackContext,
     FunctionModel,
     MeshSpec,
     NonFiniteError,
@@ -28,7 +28,7 @@ from spmdtrain import (
 from spmdtrain.config import ShardingOptions
 from spmdtrain.data.datasets import ArrayDataset
 from spmdtrain.terminal import Terminal
-from spmdtrain.train.session import Session
+from spmdtrain.train.session import RunSession
 from spmdtrain.tree import named_leaves
 
 GENERATOR = np.random.default_rng(7)
@@ -58,7 +58,7 @@ def test_each_step_is_made_once_and_nothing_due_is_passed_over(
     run: Any = SimpleNamespace(
         config=SimpleNamespace(steps_per_dispatch=size), total=total, _ends=ends.__contains__
     )
-    found = list(Session.dispatches(run, first))
+    found = list(RunSession.dispatches(run, first))
     assert list(itertools.chain(*found)) == list(range(first + 1, total + 1))
     assert {len(steps) for steps in found} <= {1, size}  # two programs at most
     for steps in found:
@@ -162,7 +162,7 @@ def test_the_command_takes_both(tmp_path: Path) -> None:
 def test_callbacks_are_called_after_each_dispatch_and_its_logged_steps(tmp_path: Path) -> None:
     heard: dict[str, list[int]] = {"step": [], "log": [], "evaluation": [], "checkpoint": []}
 
-    def hear(event: Event) -> None:
+    def hear(event: CallbackContext) -> None:
         heard[event.moment].append(event.step)
         assert event.moment != "step" or event.trainer.step == event.step
 
@@ -179,7 +179,7 @@ def test_callbacks_are_called_after_each_dispatch_and_its_logged_steps(tmp_path:
 
 
 def test_a_stop_comes_after_the_dispatch_it_is_asked_in() -> None:
-    def stop(event: Event) -> None:
+    def stop(event: CallbackContext) -> None:
         event.trainer.stop()
 
     fitted = trainer(steps_per_dispatch=6, callbacks={"step": stop})

@@ -3,38 +3,38 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
-from spmdtrain.parameter_server.batch_queue import Dispenser
+from spmdtrain.parameter_server.batch_queue import BatchQueue
 
 WORKERS = ("a", "b", "c")
 
 
 def test_what_is_lost_is_given_again_and_first() -> None:
-    dispenser = Dispenser(0)
+    dispenser = BatchQueue(0)
     dispenser.limit = 5
     assert [dispenser.give(worker, 0.0) for worker in WORKERS] == [0, 1, 2]
-    assert dispenser.lose("b") == [1]
+    assert dispenser.requeue("b") == [1]
     assert dispenser.give("a", 0.0) == 1 and dispenser.give("a", 0.0) == 3
 
 
 def test_who_lands_a_batch_first_lands_it() -> None:
-    dispenser = Dispenser(7)
+    dispenser = BatchQueue(7)
     dispenser.limit = 8
     assert dispenser.give("a", now=1.0) == 7 and dispenser.give("b", now=1.0) is None
     assert dispenser.overdue(1.0) == [] and dispenser.overdue(1.5) == [7]
-    dispenser.give_too(7, "b", now=2.0)
+    dispenser.assign_backup(7, "b", now=2.0)
     assert dispenser.overdue(1.5) == []
-    assert dispenser.lose("a") == []  # the other has it still
-    assert dispenser.land(7) and not dispenser.land(7)
+    assert dispenser.requeue("a") == []  # the other has it still
+    assert dispenser.complete(7) and not dispenser.complete(7)
     assert (dispenser.landed.complete, dispenser.is_idle) == (8, True)
 
 
 def test_it_can_be_held() -> None:
-    dispenser = Dispenser(0)
+    dispenser = BatchQueue(0)
     dispenser.limit = 10
     for worker in WORKERS:
         dispenser.give(worker, 0.0)
     assert dispenser.hold() == 3 and dispenser.give("a", 0.0) is None
-    dispenser.lose("a")
+    dispenser.requeue("a")
     assert dispenser.give("b", 0.0) == 0  # it was given out before
 
 
@@ -47,7 +47,7 @@ def test_each_lands_once_and_is_fresh(
     max_staleness: int | None, first: int, events: list[tuple[str, str]]
 ) -> None:
     total = first + 12
-    dispenser = Dispenser(first, max_staleness)
+    dispenser = BatchQueue(first, max_staleness)
     dispenser.limit = total
     held: dict[str, tuple[int, int]] = {}  # a batch, and the updates that its worker has read
     landed: list[int] = []
@@ -63,10 +63,10 @@ def test_each_lands_once_and_is_fresh(
         if worker not in held:
             return False
         if event == "lose":
-            assert dispenser.lose(worker) == [held.pop(worker)[0]]
+            assert dispenser.requeue(worker) == [held.pop(worker)[0]]
         elif event == "land":
             number, read = held.pop(worker)
-            assert dispenser.land(number)
+            assert dispenser.complete(number)
             if max_staleness is not None:
                 assert len(landed) - read <= max_staleness
             landed.append(number)

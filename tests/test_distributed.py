@@ -20,12 +20,12 @@ from processes import free_port, tf_config
 
 from spmdtrain.cluster.spec import ClusterSpec, from_tf_config
 from spmdtrain.distributed import failures, initialize, process_group
-from spmdtrain.distributed.initialize import Explicit
+from spmdtrain.distributed.initialize import ClusterOptions
 from spmdtrain.errors import ClusterError, NonFiniteError, UserError
 from spmdtrain.run import main
 from spmdtrain.terminal import Terminal
-from spmdtrain.testing import run_processes, started
-from spmdtrain.train.callbacks import Moment
+from spmdtrain.testing import run_processes, start_processes
+from spmdtrain.train.callbacks import CallbackEvent
 from spmdtrain.train.trainer import Trainer
 
 ADDRESSES = ("127.0.0.1:4001", "127.0.0.1:4002", "127.0.0.1:4003")
@@ -44,18 +44,27 @@ def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (Explicit(processes=2, process_id=0), "--coordinator is missing: it goes with the other"),
-        (Explicit(coordinator="a:1", process_id=0), "--processes is missing"),
-        (Explicit(coordinator="a:1", processes=2), "--process-id is missing"),
-        (Explicit(coordinator="a:1", processes=2, process_id=2), "--process-id is 2: with --proc"),
-        (Explicit(coordinator="a:1", processes=2, process_id=-1), "--process-id is -1"),
-        (Explicit(coordinator="a:1", processes=0, process_id=0), "--processes is 0: it must be"),
-        (Explicit(coordinator="a", processes=2, process_id=0), "--coordinator"),
-        (Explicit(coordinator="a:70000", processes=2, process_id=0), "--coordinator.*70000"),
+        (
+            ClusterOptions(processes=2, process_id=0),
+            "--coordinator is missing: it goes with the other",
+        ),
+        (ClusterOptions(coordinator="a:1", process_id=0), "--processes is missing"),
+        (ClusterOptions(coordinator="a:1", processes=2), "--process-id is missing"),
+        (
+            ClusterOptions(coordinator="a:1", processes=2, process_id=2),
+            "--process-id is 2: with --proc",
+        ),
+        (ClusterOptions(coordinator="a:1", processes=2, process_id=-1), "--process-id is -1"),
+        (
+            ClusterOptions(coordinator="a:1", processes=0, process_id=0),
+            "--processes is 0: it must be",
+        ),
+        (ClusterOptions(coordinator="a", processes=2, process_id=0), "--coordinator"),
+        (ClusterOptions(coordinator="a:70000", processes=2, process_id=0), "--coordinator.*70000"),
     ],
 )
 def test_three_options_that_do_not_make_a_cluster_are_refused(
-    monkeypatch: pytest.MonkeyPatch, given: Explicit, message: str
+    monkeypatch: pytest.MonkeyPatch, given: ClusterOptions, message: str
 ) -> None:
     unsettled(monkeypatch)
     with pytest.raises(UserError, match=message):
@@ -70,9 +79,9 @@ def test_two_descriptions_are_refused(
     monkeypatch: pytest.MonkeyPatch, text: str | None, detect: bool, other: str
 ) -> None:
     unsettled(monkeypatch)
-    given = Explicit(coordinator="a:1", processes=2, process_id=0)
+    given = ClusterOptions(coordinator="a:1", processes=2, process_id=0)
     with pytest.raises(UserError, match=f"--coordinator, .* and {other}: give one"):
-        initialize.initialize(from_tf_config(text), detect=detect, explicit=given)
+        initialize.initialize(from_tf_config(text), auto_detect=detect, explicit=given)
 
 
 def test_where_nothing_is_to_be_found_auto_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +89,7 @@ def test_where_nothing_is_to_be_found_auto_says_so(monkeypatch: pytest.MonkeyPat
     for name in ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match="--cluster auto: found no TPU pod, Slurm, Open MPI or Kub"):
-        initialize.initialize(from_tf_config(None), detect=True)
+        initialize.initialize(from_tf_config(None), auto_detect=True)
 
 
 def test_what_is_found_but_not_usable_is_never_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +98,7 @@ def test_what_is_found_but_not_usable_is_never_swallowed(monkeypatch: pytest.Mon
     for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NODELIST"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match="--cluster auto: "):
-        initialize.initialize(from_tf_config(None), detect=True)
+        initialize.initialize(from_tf_config(None), auto_detect=True)
 
 
 def test_what_slurm_says_is_found_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,12 +112,12 @@ def test_what_slurm_says_is_found_as_it_is(monkeypatch: pytest.MonkeyPatch) -> N
     }
     for name, value in described.items():
         monkeypatch.setenv(name, value)
-    found = initialize._party(from_tf_config(None), True, Explicit())
+    found = initialize._party(from_tf_config(None), True, ClusterOptions())
     assert found is not None
     assert (found.host, found.rank) == ("node3", 2) and 1024 < found.port < 65536
     assert list(found.names) == ["process 0", "process 1", "process 2", "process 3"]
     # Never by accident.
-    assert initialize._party(from_tf_config(None), False, Explicit()) is None
+    assert initialize._party(from_tf_config(None), False, ClusterOptions()) is None
 
 
 def in_cluster(task: str, **jobs: list[str]) -> ClusterSpec:
@@ -159,7 +168,7 @@ def test_with_servers_the_strategy_decides_who_joins(monkeypatch: pytest.MonkeyP
 
 
 def test_who_it_is_is_taken_from_the_description() -> None:
-    found = initialize._party(from_tf_config(tf_config(ADDRESSES, 2)), False, Explicit())
+    found = initialize._party(from_tf_config(tf_config(ADDRESSES, 2)), False, ClusterOptions())
     assert found is not None
     assert (found.host, found.port, found.rank) == ("127.0.0.1", 4001, 2)
     assert list(found.names) == ["chief", "worker 0", "worker 1"]
@@ -234,7 +243,7 @@ def test_alone_all_agreement_is_trivial() -> None:
     process_group.check_same({"anything": object()})
     error = KeyError("as it was")
     with pytest.raises(KeyError) as raised:
-        process_group.jointly(lambda: (_ for _ in ()).throw(error), KeyError)
+        process_group.run_on_all(lambda: (_ for _ in ()).throw(error), KeyError)
     assert raised.value is error
     assert failures.reason(ValueError("a\nb")) == "ValueError: a b"
 
@@ -422,7 +431,7 @@ def test_run_processes_ends_in_time_whatever_happens() -> None:
 
 def test_a_started_job_can_be_waited_for_and_sent_signals() -> None:
     script = "import time; print('ready'); time.sleep(100)"
-    with started(python(script), processes=2, timeout=60, grace=0.3) as job:
+    with start_processes(python(script), processes=2, timeout=60, grace=0.3) as job:
         job[1].wait_for("ready", timeout=30)
         with pytest.raises(AssertionError, match=r"chief ran for 0\.1 s without 'never':\nready"):
             job[0].wait_for("ready", timeout=30)
@@ -440,7 +449,7 @@ def test_what_a_test_leaves_behind_is_killed() -> None:
     pids = []
     with (
         pytest.raises(ZeroDivisionError),
-        started(python("import time; time.sleep(100)"), processes=2, timeout=60) as job,
+        start_processes(python("import time; time.sleep(100)"), processes=2, timeout=60) as job,
     ):
         pids = [process.pid for process in job.processes]
         raise ZeroDivisionError
@@ -474,7 +483,7 @@ def test_of_several_processes_only_callbacks_may_stop_the_run(
     )
     assert trainer.fit(x, steps=5, global_batch_size=8).step == 1
     with pytest.raises(ZeroDivisionError):  # it is over, too, when it has failed
-        trainer._callbacks[Moment.FIT_START] = [lambda event: print(1 / 0)]
+        trainer._callbacks[CallbackEvent.FIT_START] = [lambda event: print(1 / 0)]
         trainer.fit(x, steps=5, global_batch_size=8)
     monkeypatch.setattr(process_group, "count", lambda: 2)
     with pytest.raises(UserError, match=r"stop\(\) outside of a callback"):

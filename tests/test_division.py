@@ -14,7 +14,7 @@ from spmdtrain import Trainer
 from spmdtrain.config import RunConfig, resolve
 from spmdtrain.parameter_server.partition import FixedShards
 from spmdtrain.parameter_server.server import Server
-from spmdtrain.parameter_server.state_partition import Division, bytes_in
+from spmdtrain.parameter_server.state_partition import ServerPartition, bytes_in
 from spmdtrain.parameter_server.worker import Worker
 from spmdtrain.train.experiment import Experiment, load_experiment
 
@@ -42,10 +42,10 @@ def experiment(**options: Any) -> tuple[Experiment, RunConfig]:
 
 def divided(of: Experiment, config: RunConfig, servers: int) -> Any:
     """The state after some batches, each computed from the newest parameters and pushed."""
-    trainer = Trainer.of(of, config)
+    trainer = Trainer.from_experiment(of, config)
     steps, placement = trainer.functions, trainer.placement
     begun = jax.tree.map(np.asarray, steps.init(config.seed))
-    division = Division.of(steps.abstract_state, steps.update, servers, FixedShards(servers))
+    division = ServerPartition.of(steps.abstract_state, steps.update, servers, FixedShards(servers))
     made = [Server(division.on_server, division.held_by(n, begun), step=0) for n in range(servers)]
     worker = Worker(
         steps,
@@ -72,11 +72,11 @@ def divided(of: Experiment, config: RunConfig, servers: int) -> Any:
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["mlp", "state", "clipped", "frozen and averaged"])
+@pytest.mark.parametrize("kind", ["mlp", "state", "clipped", "freeze and averaged"])
 def test_one_worker_makes_what_a_mirrored_step_makes(servers: int, kind: str) -> None:
     options: dict[str, Any] = {}
-    if kind == "frozen and averaged":
-        options = {"frozen": ("layers/0",), "ema_decay": 0.9}
+    if kind == "freeze and averaged":
+        options = {"freeze": ("layers/0",), "ema_decay": 0.9}
     of, config = experiment(strategy="mirrored", **options)
     if kind == "state":
         of = dataclasses.replace(of, model=Normed, rules=())
@@ -84,7 +84,7 @@ def test_one_worker_makes_what_a_mirrored_step_makes(servers: int, kind: str) ->
         clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
         of = dataclasses.replace(of, optimizer=clipped)
     state, losses = divided(of, config, servers)
-    trainer = Trainer.of(of, config)
+    trainer = Trainer.from_experiment(of, config)
     trainer.fit(of.train)
     assert trainer.state is not None
     expected = trainer.state
@@ -98,9 +98,9 @@ def test_threads_read_the_same_batches() -> None:
     of, config = experiment(strategy="mirrored", global_batch_size=40)
     read = []
     for threads in (0, 3):
-        trainer = Trainer.of(of, config)
+        trainer = Trainer.from_experiment(of, config)
         steps = trainer.functions
-        division = Division.of(steps.abstract_state, steps.update, 1, FixedShards(1))
+        division = ServerPartition.of(steps.abstract_state, steps.update, 1, FixedShards(1))
         worker = Worker(
             steps,
             trainer.placement,

@@ -16,15 +16,15 @@ from helpers import REPOSITORY, saved_steps, status
 
 import spmdtrain
 from spmdtrain import (
-    Collectives,
+    CallbackContext,
+    CollectiveOptions,
     Coordinator,
-    Event,
     Experiment,
     Loop,
     MeshSpec,
+    ParameterServerOptions,
     PerReplica,
     RunConfig,
-    Servers,
     ShardingOptions,
     Trainer,
     load_params,
@@ -124,7 +124,13 @@ def values_of(*classes: type) -> set[str]:
     return {str(word) for part in parts if get_origin(part) is Literal for word in get_args(part)}
 
 
-CONFIGS: tuple[type, ...] = (RunConfig, MeshSpec, ShardingOptions, Servers, Collectives)
+CONFIGS: tuple[type, ...] = (
+    RunConfig,
+    MeshSpec,
+    ShardingOptions,
+    ParameterServerOptions,
+    CollectiveOptions,
+)
 KEYWORDS = names_of(RunConfig, Experiment, Trainer, Trainer.fit)
 OPTIONS = names_of(RunConfig, Options)
 NAMES_HERE = KEYWORDS | names_of(*CONFIGS)
@@ -133,7 +139,7 @@ ROOTS: dict[str, Any] = {
     "v": PerReplica,
     "loop": Loop,
     "trainer": Trainer,
-    "event": Event,
+    "event": CallbackContext,
     "coordinator": Coordinator,
     "jax": jax,
     "np": np,
@@ -257,7 +263,7 @@ def test_a_name_that_a_field_answers_has_it_in_its_right_hand_cell() -> None:
     ("span", "fault"),
     [
         ("steps_per_execution=n", "steps_per_execution"),
-        ('collectives=Collectives(pack="all")', "pack"),
+        ('collectives=CollectiveOptions(pack="all")', "pack"),
         ("fit(x, epoch=2)", "epoch"),
         ("v.total()", "total"),
         ("loop.scatter(batch)", "scatter"),

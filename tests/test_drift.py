@@ -129,7 +129,7 @@ with Loop(**options, checkpoint_every_steps=3) as loop:
         state, output = step(state, batch)
         if loop.step == int(sys.argv[2]) - 1:
             state = corrupted(state, "layers/1/kernel", 1)
-        loop.record(state, output)
+        loop.end_step(state, output)
 """
 
 

@@ -36,7 +36,7 @@ from processes import (
 )
 
 from spmdtrain.checkpoints.command import main as checkpoints
-from spmdtrain.testing import started
+from spmdtrain.testing import start_processes
 
 pytestmark = pytest.mark.drill
 
@@ -344,7 +344,7 @@ def test_a_workdir_that_is_not_shared_is_refused(tmp_path: Path) -> None:
     def line_of(rank: int) -> list[str]:
         return ["unshare", "-m", "sh", "-c", mount, "sh", *line] if rank else line
 
-    with started(line_of, processes=2, timeout=150) as running:
+    with start_processes(line_of, processes=2, timeout=150) as running:
         ended = running.wait(check=False)
     assert codes(ended) == [2, 2], show(ended)
     for one in ended:
@@ -638,7 +638,7 @@ def test_two_hosts_of_which_one_loses_its_cable_end_by_themselves(
         mine = as_task(tf_config(addresses, rank), run_line(config, *options))
         return on_host(hosts[rank], rank + 1, tmp_path, mine)
 
-    with started(line, processes=2, timeout=BOUND, grace=60) as under:
+    with start_processes(line, processes=2, timeout=BOUND, grace=60) as under:
         under[0].wait_for("step 8/", timeout=BOUND)
         cable = f"va{os.getpid() % 10**6}"
         subprocess.run(["ip", "-n", hosts[0], "link", "set", cable, "down"], check=True)

@@ -11,7 +11,7 @@ from helpers import metrics
 
 from spmdtrain import FitResult, FunctionModel, RunConfig, Trainer
 from spmdtrain.terminal import Terminal
-from spmdtrain.train.callbacks import Event
+from spmdtrain.train.callbacks import CallbackContext
 
 SIZE, BATCH = 100, 16  # epochs end at steps 7, 13 and 19: batches reach over their ends
 ENDS = [0, 7, 13, 19]
@@ -103,7 +103,7 @@ def test_a_second_fit_goes_on_with_its_epoch() -> None:
 def test_a_callback_at_an_epochs_end_reads_its_state_and_may_stop(together: int) -> None:
     seen: list[tuple[int, int, float]] = []
 
-    def ended(event: Event) -> None:
+    def ended(event: CallbackContext) -> None:
         assert event.trainer.step == int(event.trainer.state.step) == event.step
         seen.append((event.step, int(event.metrics["epoch"]), event.metrics["loss"]))
         if event.metrics["epoch"] == 2:

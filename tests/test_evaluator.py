@@ -359,7 +359,7 @@ def test_a_checkpoint_of_another_model_ends_it(stage: Stage) -> None:
     assert told(stage.workdir) == []
 
 
-@pytest.mark.parametrize("where", ["saved_in", "restore", "status_of"])
+@pytest.mark.parametrize("where", ["list_checkpoints", "restore", "status_of"])
 @pytest.mark.parametrize("seconds", [30, 1000])
 def test_storage_that_does_not_answer_is_asked_for_a_minute(
     where: str,
@@ -623,7 +623,7 @@ def test_a_signal_ends_the_waiting_for_storage(
     def answer(workdir: str) -> Any:
         raise StorageError("no route to host")
 
-    monkeypatch.setattr("spmdtrain.train.evaluator.saved_in", answer)
+    monkeypatch.setattr("spmdtrain.train.evaluator.list_checkpoints", answer)
     assert stage.play(partial(signal.raise_signal, signal.SIGTERM)) == 75
     assert stage.now == 1.0
 
@@ -736,7 +736,7 @@ sys.modules["small"] = small
 spec.loader.exec_module(small)
 config = small.Config(workdir=workdir)
 experiment = small.build(config)
-trainer = Trainer.of(experiment, config)
+trainer = Trainer.from_experiment(experiment, config)
 options = {"which": which, "total_steps": int(total), "poll_seconds": 0.02}
 sys.exit(watch(trainer, experiment.validation, **options))
 """

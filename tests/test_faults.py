@@ -38,11 +38,11 @@ from helpers import (
     together,
 )
 
-from spmdtrain import Event, StorageError, Trainer, UserError, load_params
+from spmdtrain import CallbackContext, StorageError, Trainer, UserError, load_params
 from spmdtrain.checkpoints.command import main as checkpoints
-from spmdtrain.checkpoints.manifest import Damaged, Manifest
+from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.restore import load_state
-from spmdtrain.files.storage import hush_late_answers, is_damage
+from spmdtrain.files.storage import is_damage, silence_tensorstore_shutdown
 from spmdtrain.models import MLP
 from spmdtrain.step.state import TrainState
 
@@ -130,7 +130,7 @@ def test_a_flipped_bit_is_harmless_or_noticed(
         try:
             assert bits(load(folder)) == expected, f"{path.name}, byte {at}: other values"
             outcomes["harmless"] += 1
-        except Damaged as error:
+        except CheckpointCorruptedError as error:
             # Only the sums know: Orbax read the file, and gave wrong numbers.
             outcomes["wrong numbers" if "check sum" in str(error) else "unreadable"] += 1
         path.write_bytes(whole)
@@ -155,7 +155,7 @@ def test_a_file_that_is_cut_or_missing_is_named(
             path.unlink()
         else:
             path.write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(Damaged, match=re.escape(name)):
+        with pytest.raises(CheckpointCorruptedError, match=re.escape(name)):
             load(folder)
         path.write_bytes(whole)
     load(folder)
@@ -183,7 +183,7 @@ def test_an_error_of_orbax_about_its_metadata_is_damage(
     head, found, tail = path.read_text().partition(before)
     assert found
     path.write_text(head + after + tail)
-    with pytest.raises(Damaged, match="training cannot be read: "):
+    with pytest.raises(CheckpointCorruptedError, match="training cannot be read: "):
         load(folder)
 
 
@@ -374,10 +374,10 @@ def test_steps_taken_while_a_save_is_written_never_leak_into_it(tmp_path: Path) 
     expected: dict[int, dict[str, bytes]] = {}
     unfinished: list[int] = []
 
-    def remember(event: Event) -> None:
+    def remember(event: CallbackContext) -> None:
         expected[event.step] = bits(event.trainer.state)
 
-    def look(event: Event) -> None:
+    def look(event: CallbackContext) -> None:
         # A step after a save has been dispatched: is that save still on its way?
         if (
             event.step - 1 in expected
@@ -625,7 +625,7 @@ def test_after_a_failure_what_orbax_leaves_unawaited_is_not_told() -> None:
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        hush_late_answers.__wrapped__()
+        silence_tensorstore_shutdown.__wrapped__()
         save_many()  # gone at once, and nobody waited for it
         warnings.warn("others are heard", RuntimeWarning, stacklevel=1)
     assert [str(warning.message) for warning in told] == ["others are heard"]

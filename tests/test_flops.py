@@ -28,7 +28,7 @@ def traced(file: Path, **options: Any) -> Flops:
     found = load_experiment(str(file), frozenset())
     config = found.config_class(strategy="default", **options)
     experiment = found.build(resolve(config, batch_shards=1))
-    trainer = Trainer.of(experiment, config)
+    trainer = Trainer.from_experiment(experiment, config)
     rows = experiment.train.rows(np.arange(config.global_batch_size or 0))
     return count_flops(trainer.trace_step(rows).jaxpr)
 

@@ -32,7 +32,7 @@ from test_summaries import FOUND
 
 from spmdtrain import StorageError, UserError
 from spmdtrain.checkpoints import manifest
-from spmdtrain.checkpoints.manifest import Damaged, Manifest
+from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.run_identity import Identity, changes, check_same_run
 from spmdtrain.cluster import rendezvous, tf_config
 from spmdtrain.cluster.json_lines import Line
@@ -264,7 +264,7 @@ def manifest_file() -> Target:
         (folder / "3").mkdir(exist_ok=True)
         (folder / "3" / "manifest.json").write_bytes(content)
         found = Manifest.read(epath.Path(folder / "3"))
-        with contextlib.suppress(Damaged):
+        with contextlib.suppress(CheckpointCorruptedError):
             found.check_files(epath.Path(folder / "3"))
         here = Identity(**identity)
         told = changes(found.identity, here)

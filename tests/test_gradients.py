@@ -30,15 +30,15 @@ from steps import (
 )
 
 from spmdtrain import (
-    Event,
+    CallbackContext,
     FunctionModel,
     RunConfig,
     Trainer,
     UserError,
     load_params,
-    rematerialize,
+    remat,
 )
-from spmdtrain.config import Collectives, ShardingOptions, resolve
+from spmdtrain.config import CollectiveOptions, ShardingOptions, resolve
 from spmdtrain.models import MLP
 from spmdtrain.testing.compiled_step import CompiledStep, compiled_step
 from spmdtrain.tree import named_leaves
@@ -46,7 +46,7 @@ from spmdtrain.tree import named_leaves
 GENERATOR = np.random.default_rng(3)
 X = GENERATOR.normal(size=(ROWS, 6)).astype(np.float32)
 Y = GENERATOR.normal(size=(ROWS, 4)).astype(np.float32)
-BY_HAND = Collectives(reduction="all_reduce")
+BY_HAND = CollectiveOptions(reduction="all_reduce")
 
 
 def squared_error(model: Any, batch: Any) -> dict[str, jax.Array]:
@@ -262,7 +262,7 @@ def test_by_hand_the_gradients_cross_once_after_the_loop_and_are_not_copied() ->
     assert mesh is not None
     steps = [wide(64, microbatches=m, collectives=BY_HAND) for m in (1, 4)]
     for step in steps:
-        step.has_exactly(1, "all-reduce", over="data")
+        step.assert_count(1, "all-reduce", axes="data")
         (crossing,) = step.collectives
         assert WIDE <= crossing.bytes <= WIDE + 16
         assert in_loops(step.text, mesh) == []
@@ -275,7 +275,7 @@ def test_xla_adds_no_more_than_a_copy_and_on_cpu_reduces_each_microbatch() -> No
     # second half of this test has nothing to say any more, and neither has docs/step.md.
     mesh = mlp(mesh=on(8)).mesh
     assert mesh is not None
-    by_xla = Collectives(reduction="automatic")
+    by_xla = CollectiveOptions(reduction="automatic")
     whole, parts = (wide(64, microbatches=m, collectives=by_xla) for m in (1, 4))
     added = parts.memory.temp_size_in_bytes - whole.memory.temp_size_in_bytes
     assert added <= WIDE + KERNEL / 4
@@ -444,11 +444,11 @@ class Blocks(nnx.Module):
                 y = jnp.tanh(layer(x))
                 return jnp.sin(jnp.einsum("bi,bi->b", y, y))[:, None] * y
 
-            x = (rematerialize(block) if self.marked else block)(x)
+            x = (remat(block) if self.marked else block)(x)
         return self.last(x)
 
 
-@rematerialize
+@remat
 def layer(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, None]:
     """Outside of any model: JAX remembers what it has traced of it, under another policy too."""
     return jnp.tanh(x @ kernel), None
@@ -517,7 +517,7 @@ def test_rematerialisation_takes_less_memory() -> None:
         return jnp.zeros((16, 32, 32))
 
     def apply(kernels: jax.Array, x: jax.Array) -> jax.Array:
-        @rematerialize
+        @remat
         def block(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, None]:
             return jnp.sin(jnp.tanh(jnp.cos(x @ kernel))), None
 
@@ -601,7 +601,7 @@ def test_no_gradient_of_a_frozen_parameter_is_computed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("frozen", "message"),
+    ("freeze", "message"),
     [
         (("layers/7",), r"'layers/7' is found in no parameter's path: \['layers/0/bias', "),
         (("kernel", "baias"), "'baias' is found in no parameter's path"),
@@ -613,7 +613,7 @@ def test_no_gradient_of_a_frozen_parameter_is_computed() -> None:
 def test_patterns_that_freeze_nothing_or_all_are_refused(
     frozen: tuple[str, ...], message: str
 ) -> None:
-    with pytest.raises(UserError, match=f"frozen: {message}"):
+    with pytest.raises(UserError, match=f"freeze: {message}"):
         mlp(frozen=frozen)
 
 
@@ -621,7 +621,7 @@ def test_patterns_that_freeze_nothing_or_all_are_refused(
 def test_a_frozen_run_goes_on_where_it_was_to_the_bit(tmp_path: Path) -> None:
     def options(name: str) -> dict[str, Any]:
         optimizer = optax.adamw(0.01)
-        return {"optimizer": optimizer, "frozen": FREEZING, "workdir": str(tmp_path / name)}
+        return {"optimizer": optimizer, "freeze": FREEZING, "workdir": str(tmp_path / name)}
 
     expected = params_after(mlp(**options("whole")), 4)
     params_after(mlp(**options("parts")), 2)
@@ -637,10 +637,10 @@ def test_the_command_freezes_by_path(tmp_path: Path) -> None:
     path = small_experiment(tmp_path)
     workdir = tmp_path / "run"
     frozen, wrong = together(
-        lambda: run(path, "--workdir", workdir, "--frozen", "kernel$", "none", "--steps", 2),
-        lambda: run(path, "--workdir", workdir / "other", "--frozen", "^bias", "--steps", 2),
+        lambda: run(path, "--workdir", workdir, "--freeze", "kernel$", "none", "--steps", 2),
+        lambda: run(path, "--workdir", workdir / "other", "--freeze", "^bias", "--steps", 2),
     )
-    assert frozen.returncode == 2 and "frozen: 'none' is found in no parameter" in frozen.stderr
+    assert frozen.returncode == 2 and "freeze: 'none' is found in no parameter" in frozen.stderr
     assert wrong.returncode == 0, wrong.stderr
     assert saved_steps(workdir) == [] and saved_steps(workdir / "other") == [2]
     params = load_params(str(workdir / "other"))
@@ -667,7 +667,7 @@ def test_clipping_and_a_schedule_are_the_same_on_any_devices() -> None:
     for place in places:
         seen = [named_leaves(jax.device_get(mlp().functions.init(0).params))]
 
-        def note(event: Event, seen: list[Any] = seen) -> None:
+        def note(event: CallbackContext, seen: list[Any] = seen) -> None:
             assert event.trainer.state is not None
             seen.append(named_leaves(jax.device_get(event.trainer.state.params)))
 

@@ -12,7 +12,7 @@ import optax
 import pytest
 from helpers import metrics, saved_steps
 
-from spmdtrain import Event, Loop, TrainState, read_manifest
+from spmdtrain import CallbackContext, Loop, TrainState, read_manifest
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.files.storage import folder_of
 from spmdtrain.run import main
@@ -72,7 +72,7 @@ def moved(workdir: Path, rate: float, optimizer: Any = nested, **options: Any) -
     before: dict[str, Any] = {}
     after: dict[str, Any] = {}
 
-    def keep(event: Event) -> None:
+    def keep(event: CallbackContext) -> None:
         params = jax.device_get(event.trainer.state.params)
         (before if event.moment == "fit_start" else after).update(params)
 
@@ -114,7 +114,7 @@ def test_what_a_run_changed_itself_is_kept_unless_its_initial_value_changes(
     def optimizer(rate: float, momentum: float = 0.0) -> optax.GradientTransformation:
         return optax.inject_hyperparams(optax.sgd)(rate, momentum=momentum)
 
-    def halve(event: Event) -> None:
+    def halve(event: CallbackContext) -> None:
         if event.step == 1:
             state = event.trainer.state
             halved = jax.tree.map(lambda x: x * 0.5, state.opt_state.hyperparams)
@@ -224,8 +224,8 @@ def test_a_loop_of_ones_own_uses_it_too(tmp_path: Path) -> None:
             state = loop.start(init)
             compiled = loop.compile_step(step)
             for _ in loop.steps():
-                state, output = compiled(state, loop.place(np.ones((8,), np.float32)))
-                loop.record(state, output)
+                state, output = compiled(state, loop.shard_batch(np.ones((8,), np.float32)))
+                loop.end_step(state, output)
             return float(state.params["w"])
 
     assert train(0.5, 2) == -1.0

@@ -33,7 +33,7 @@ from spmdtrain import Trainer
 from spmdtrain.checkpoints.run_identity import Identity, check_same_classes, check_same_run
 from spmdtrain.cluster import command
 from spmdtrain.data import image_decoding, image_folder
-from spmdtrain.data.datasets import Dataset, Mapped, Subset, fingerprint
+from spmdtrain.data.datasets import Dataset, MappedDataset, Subset, fingerprint
 from spmdtrain.data.image_folder import SPLITS, BrokenImageError, ImageFolder, split_of
 from spmdtrain.data.permutation import permuted
 from spmdtrain.distributed import progress
@@ -1150,7 +1150,7 @@ def test_a_reason_with_a_name_that_is_no_text_reaches_the_launcher(
 ) -> None:
     monkeypatch.setenv(progress.LAUNCH, str(tmp_path))
     monkeypatch.setenv(progress.TASK, "chief")
-    progress.tell_reason(2, "a\udcffé: broken")
+    progress.write_exit_reason(2, "a\udcffé: broken")
     told = progress.read_reason(tmp_path, "chief")
     assert told == progress.Reason(2, r"a\udcffé: broken", True)
     progress.write_ended(tmp_path, "failed: a\udcffé: broken")
@@ -1224,7 +1224,7 @@ def test_a_trainer_refuses_other_classes_than_it_was_trained_on(tmp_path: Path) 
     trainer.evaluate(one)
     trainer.predict({"image": np.zeros((8, 2, 2, 3), np.uint8)})  # has no names
     for call in (trainer.evaluate, trainer.predict):
-        for wrapped in (other, Mapped(Subset(other, np.arange(9)), lambda rows: rows)):
+        for wrapped in (other, MappedDataset(Subset(other, np.arange(9)), lambda rows: rows)):
             with pytest.raises(
                 UserError, match=r"classes a, b; this data has a, c \(.*: b, here c"
             ):
@@ -1238,7 +1238,7 @@ def pixels(batch: Any) -> Any:
 def test_the_names_of_classes_are_in_the_identity_only_where_there_are_any(tmp_path: Path) -> None:
     dataset = ImageFolder(numbered(tmp_path, 3), 2)
     assert fingerprint(dataset)["classes"] == ["a"]
-    assert "classes" not in fingerprint(Mapped(np.zeros(3), lambda rows: rows))
+    assert "classes" not in fingerprint(MappedDataset(np.zeros(3), lambda rows: rows))
     config = {"seed": 0, "global_batch_size": 8, "shuffle": True}
     now = Identity(config, fingerprint(dataset), {}, "")
     before = Identity(config, {k: v for k, v in now.dataset.items() if k != "classes"}, {}, "")

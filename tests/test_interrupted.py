@@ -14,9 +14,9 @@ from test_links import fit
 
 from spmdtrain import StorageError, load_params
 from spmdtrain.distributed import progress
-from spmdtrain.errors import Preempted
+from spmdtrain.errors import PreemptedExit
 from spmdtrain.files.run_files import RunFiles
-from spmdtrain.launch.exit_report import Ended, describe
+from spmdtrain.launch.exit_report import TaskExit, describe
 
 
 def at_step(number: int, do: Any) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def test_a_run_whose_lock_was_removed_ends_at_the_next_save(another: bool, tmp_p
 
 def test_sigusr1_saves_and_exits_75(tmp_path: Path) -> None:
     ask = at_step(3, lambda: signal.raise_signal(signal.SIGUSR1))
-    with pytest.raises(Preempted) as stop:
+    with pytest.raises(PreemptedExit) as stop:
         fit(tmp_path, 9, callbacks=ask)
     assert stop.value.code == 75
     saved = saved_steps(tmp_path)[-1]
@@ -79,7 +79,7 @@ fit(Path("run"), 500, checkpoint_every_steps=100, callbacks={"step": lambda _: t
     assert ended.returncode == -signal.SIGKILL
     record = progress.read(tmp_path, "worker 0")
     assert record is not None and record.sealing == 100 < record.step < 200
-    told = describe(Ended("worker 0", ended.returncode, record=record))
+    told = describe(TaskExit("worker 0", ended.returncode, record=record))
     assert told.startswith("worker 0 was killed (SIGKILL) in save of step 100, at step ")
 
 

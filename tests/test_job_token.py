@@ -163,5 +163,5 @@ def test_another_process_s_error_is_raised_escaped(monkeypatch: pytest.MonkeyPat
     job.client.key_value_set = lambda *_: None
     monkeypatch.setattr(process_group, "_job", job)
     with pytest.raises(UserError) as error:
-        process_group.jointly(lambda: None, UserError)
+        process_group.run_on_all(lambda: None, UserError)
     assert str(error.value) == "a\\x1b[2J\\u202eb\nsecond"

@@ -20,8 +20,16 @@ from jax.sharding import PartitionSpec as P
 from processes import codes, job
 from steps import primitives
 
-from spmdtrain import Collectives, MeshSpec, Rule, ShardingOptions, Trainer, UserError, load_params
-from spmdtrain.adapters.as_adapter import adapt
+from spmdtrain import (
+    CollectiveOptions,
+    MeshSpec,
+    Rule,
+    ShardingOptions,
+    Trainer,
+    UserError,
+    load_params,
+)
+from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.adapters.keras import KerasModel
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
@@ -333,10 +341,10 @@ def test_gradients_are_also_reduced_by_hand() -> None:
         return keras.Sequential([keras.Input((4,)), dense], name="net")
 
     expected = losses_of(made(make))
-    by_hand = losses_of(made(make), collectives=Collectives(reduction="all_reduce"))
+    by_hand = losses_of(made(make), collectives=CollectiveOptions(reduction="all_reduce"))
     np.testing.assert_allclose(by_hand, expected, rtol=1e-5)
     with pytest.raises(UserError, match=r"the model carries state \(2 arrays"):
-        losses_of(made(sequential), collectives=Collectives(reduction="all_reduce"))
+        losses_of(made(sequential), collectives=CollectiveOptions(reduction="all_reduce"))
 
 
 def test_it_computes_in_the_dtype_of_its_own_policy() -> None:
@@ -510,7 +518,7 @@ def test_keras_has_to_run_on_jax_and_leave_the_devices_to_us(
 
 def test_a_keras_model_alone_is_told_what_to_do() -> None:
     with pytest.raises(UserError, match=r"wrap it in KerasModel\(model\)"):
-        adapt(made(sequential))
+        as_adapter(made(sequential))
 
 
 # -- the experiment, and several processes ---------------------------------------------------------

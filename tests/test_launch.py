@@ -16,7 +16,15 @@ from helpers import environment
 from spmdtrain.distributed.progress import Phase, Reason, Record
 from spmdtrain.errors import UserError
 from spmdtrain.launch.child import _prefixes, lines
-from spmdtrain.launch.exit_report import Ended, Rank, Restarts, cause, describe, hint, rank
+from spmdtrain.launch.exit_report import (
+    CauseRank,
+    Restarts,
+    TaskExit,
+    describe,
+    hint,
+    rank,
+    root_cause,
+)
 from spmdtrain.launch.launcher import main
 from spmdtrain.launch.stalls import Watch, main_stacks
 from spmdtrain.launch.task_env import environments_of, gpus_of, tf_configs, training_tasks
@@ -360,8 +368,8 @@ def test_all_end_well(tmp_path: Path) -> None:
         ),
         pytest.param(
             "progress.begin()\n"
-            "with within(Phase.STEP, 9): pass\n"
-            "if task == 'chief': progress.tell_reason(3, 'the loss is nan'); sys.exit(3)",
+            "with phase(Phase.STEP, 9): pass\n"
+            "if task == 'chief': progress.write_exit_reason(3, 'the loss is nan'); sys.exit(3)",
             3,
             "chief ended (code 3) at step 9: the loss is nan",
             id="3",
@@ -386,9 +394,9 @@ if task == "chief":
     mark("aborted")
     os.abort()
 wait_for("aborted")
-with within(Phase.STEP, 12):
+with phase(Phase.STEP, 12):
     if task == "worker 0":
-        progress.tell_reason(1, "a peer is gone", own=False)
+        progress.write_exit_reason(1, "a peer is gone", own=False)
         sys.exit(1)
     if task == "worker 1":
         time.sleep(0.3)
@@ -410,8 +418,8 @@ with within(Phase.STEP, 12):
 def test_one_that_tells_its_reason_and_does_not_end_is_the_cause(tmp_path: Path) -> None:
     script = """
 progress.begin()
-if task == "chief": progress.tell_reason(1, "lost a peer", own=False); sys.exit(1)
-if task == "worker 0": progress.tell_reason(1, "disk full"); time.sleep(60)
+if task == "chief": progress.write_exit_reason(1, "lost a peer", own=False); sys.exit(1)
+if task == "worker 0": progress.write_exit_reason(1, "disk full"); time.sleep(60)
 time.sleep(60)
 """
     ended = launch(tmp_path, script, "--processes", 3, "--max-restarts", 0)
@@ -422,7 +430,7 @@ def test_a_killed_one_is_named_and_all_start_again(tmp_path: Path) -> None:
     script = """
 progress.begin()
 if attempt: sys.exit(0)
-with within(Phase.STEP, 37):
+with phase(Phase.STEP, 37):
     if task == "worker 1": os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 """
@@ -472,16 +480,14 @@ wait_for("chief here", "worker 0 here")  # or one that starts late is taken for 
 progress.begin()
 if attempt: sys.exit(0)
 for step in range(5):
-    with within(Phase.LOAD, step): pass
+    with phase(Phase.LOAD, step): pass
 def read_a_row():
-    with within(Phase.LOAD, 6): time.sleep(60)
+    with phase(Phase.LOAD, 6): time.sleep(60)
 """
 
 
 def test_the_one_that_holds_the_others_is_named_and_shown(tmp_path: Path) -> None:
-    script = (
-        HANG + "if task == 'worker 0': read_a_row()\nwith within(Phase.STEP, 5): time.sleep(60)"
-    )
+    script = HANG + "if task == 'worker 0': read_a_row()\nwith phase(Phase.STEP, 5): time.sleep(60)"
     ended = launch(tmp_path, script, "--processes", 2, "--hang-timeout", 1)
     assert ended.returncode == 0, ended.stderr
     sentence = "worker 0 is in load at step 6 and holds the others"
@@ -500,7 +506,7 @@ def test_a_stopped_one_is_named(tmp_path: Path) -> None:
     script = (
         HANG
         + """
-with within(Phase.STEP, 5):
+with phase(Phase.STEP, 5):
     if task == "chief": os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(60)
 """
@@ -521,7 +527,7 @@ def test_who_moves_is_not_hung_nor_who_does_not_publish(tmp_path: Path) -> None:
     script = """
 if task == "chief": progress.begin()
 for step in range(25):
-    with within(Phase.STEP, step): time.sleep(0.1)
+    with phase(Phase.STEP, step): time.sleep(0.1)
 """
     ended = launch(tmp_path, script, "--processes", 2, "--hang-timeout", 2)
     assert (ended.returncode, said(ended)) == (0, ["finished"])
@@ -677,7 +683,7 @@ print("alive:", Path(f"/proc/{Path('child').read_text()}/cwd").exists())
 
 # Of parameter servers: who ends with the chief, and after how long.
 SERVED = ("--processes", 2, "--ps", 1, "--max-restarts", 1)
-ENDED_WITH = 'progress.tell_reason(1, "the job: the chief is gone", own=False); sys.exit(1)'
+ENDED_WITH = 'progress.write_exit_reason(1, "the job: the chief is gone", own=False); sys.exit(1)'
 
 
 def test_a_finished_chief_has_finished_whoever_was_just_coming(tmp_path: Path) -> None:
@@ -696,7 +702,7 @@ def test_a_chief_tells_why_though_all_have_ended_before(tmp_path: Path) -> None:
 if task != "chief":
     {ENDED_WITH}
 time.sleep(12)  # for those that never come
-progress.tell_reason(2, "the seed is another")
+progress.write_exit_reason(2, "the seed is another")
 sys.exit(2)
 """
     ended = launch(tmp_path, script, *SERVED)
@@ -706,7 +712,7 @@ sys.exit(2)
 def test_of_parameter_servers_a_hang_is_the_chiefs(tmp_path: Path) -> None:
     script = """
 progress.begin()
-with within(Phase.STEP, 37) if task == "chief" else progress.within(Phase.START, 0):
+with phase(Phase.STEP, 37) if task == "chief" else progress.phase(Phase.START, 0):
     time.sleep(60)
 """
     ended = launch(tmp_path, script, *SERVED, "--max-restarts", 0, "--hang-timeout", 2)
@@ -716,9 +722,9 @@ with within(Phase.STEP, 37) if task == "chief" else progress.within(Phase.START,
 def test_a_shell_between_does_not_hide_the_process(tmp_path: Path) -> None:
     inner = """
 progress.begin()
-def save(*_): progress.tell_reason(75, "SIGTERM"); sys.exit(75)
+def save(*_): progress.write_exit_reason(75, "SIGTERM"); sys.exit(75)
 signal.signal(signal.SIGTERM, save)
-with within(Phase.STEP, 4):
+with phase(Phase.STEP, 4):
     mark("ready")
     time.sleep(100)
 """
@@ -787,7 +793,7 @@ if task == "chief": wait_for("ready"); sys.exit(0)
 mark("ready")
 progress.begin()
 for step in range(15):
-    with within(Phase.EVALUATE, step): time.sleep(0.1)
+    with phase(Phase.EVALUATE, step): time.sleep(0.1)
 mark("evaluated")
 time.sleep(100)
 """
@@ -843,36 +849,38 @@ GLOO = "RuntimeError: [external/gloo/transport/tcp/pair.cc:534] Connection close
 @pytest.mark.parametrize(
     ("ended", "words", "ranked"),
     [
-        (Ended("chief", 0), "chief ended (code 0)", Rank.NONE),
+        (TaskExit("chief", 0), "chief ended (code 0)", CauseRank.NONE),
         (
-            Ended("worker 2", -9, record=AT_37),
+            TaskExit("worker 2", -9, record=AT_37),
             "worker 2 was killed (SIGKILL) at step 37",
-            Rank.OWN,
+            CauseRank.OWN,
         ),
-        (Ended("chief", 137), "chief was killed (SIGKILL)", Rank.OWN),
-        (Ended("chief", -9, ours=True), "chief was killed (SIGKILL)", Rank.NONE),
-        (Ended("chief", -11), "chief crashed (SIGSEGV)", Rank.OWN),
-        (Ended("chief", -15), "chief was terminated (SIGTERM)", Rank.OWN),
-        (Ended("chief", -6), "chief aborted (SIGABRT)", Rank.OWN),
+        (TaskExit("chief", 137), "chief was killed (SIGKILL)", CauseRank.OWN),
+        (TaskExit("chief", -9, ours=True), "chief was killed (SIGKILL)", CauseRank.NONE),
+        (TaskExit("chief", -11), "chief crashed (SIGSEGV)", CauseRank.OWN),
+        (TaskExit("chief", -15), "chief was terminated (SIGTERM)", CauseRank.OWN),
+        (TaskExit("chief", -6), "chief aborted (SIGABRT)", CauseRank.OWN),
         (
-            Ended(
+            TaskExit(
                 "chief", -6, errors="F0 UNAVAILABLE: The following task is missing its heartbeats"
             ),
             "chief aborted (SIGABRT): JAX lost a peer",
-            Rank.CONSEQUENCE,
+            CauseRank.CONSEQUENCE,
         ),
         (
-            Ended("chief", -6, errors="DEADLINE_EXCEEDED: ...\n CoordinationService/RegisterTask"),
+            TaskExit(
+                "chief", -6, errors="DEADLINE_EXCEEDED: ...\n CoordinationService/RegisterTask"
+            ),
             "chief aborted (SIGABRT): JAX waited in vain for a peer",
-            Rank.CONSEQUENCE,
+            CauseRank.CONSEQUENCE,
         ),
         (
-            Ended("chief", 1, errors=f"Traceback (most recent call last):\n  File x\n{GLOO}"),
+            TaskExit("chief", 1, errors=f"Traceback (most recent call last):\n  File x\n{GLOO}"),
             f"chief failed: it lost a peer: {GLOO}",
-            Rank.CONSEQUENCE,
+            CauseRank.CONSEQUENCE,
         ),
         (
-            Ended(
+            TaskExit(
                 "worker 2",
                 1,
                 record=AT_37,
@@ -880,63 +888,65 @@ GLOO = "RuntimeError: [external/gloo/transport/tcp/pair.cc:534] Connection close
                 "Traceback (most recent call last):\n  File x\n    y\nKeyError: 'row'\na note",
             ),
             "worker 2 failed at step 37: KeyError: 'row'",
-            Rank.OWN,
+            CauseRank.OWN,
         ),
         (
-            Ended(
+            TaskExit(
                 "chief",
                 -6,
                 errors="Traceback (most recent call last):\n  File x\nValueError: bad row\n"
                 "E0 Polled an error from coordination service\n*** Check failure stack trace: ***",
             ),
             "chief aborted (SIGABRT): ValueError: bad row",
-            Rank.OWN,
+            CauseRank.OWN,
         ),
         (
-            Ended("chief", -6, errors=f"Traceback (most recent call last):\n  File x\n{GLOO}\nF0"),
+            TaskExit(
+                "chief", -6, errors=f"Traceback (most recent call last):\n  File x\n{GLOO}\nF0"
+            ),
             "chief aborted (SIGABRT): JAX lost a peer",
-            Rank.CONSEQUENCE,
+            CauseRank.CONSEQUENCE,
         ),
-        (Ended("chief", 1), "chief failed (code 1)", Rank.FAILED),
-        (Ended("chief", 75), "chief was preempted and saved (code 75)", Rank.PREEMPTED),
+        (TaskExit("chief", 1), "chief failed (code 1)", CauseRank.FAILED),
+        (TaskExit("chief", 75), "chief was preempted and saved (code 75)", CauseRank.PREEMPTED),
         (
-            Ended("chief", 75, reason=Reason(75, "SIGTERM", True)),
+            TaskExit("chief", 75, reason=Reason(75, "SIGTERM", True)),
             "chief was preempted and saved (code 75)",
-            Rank.PREEMPTED,
+            CauseRank.PREEMPTED,
         ),
         (
-            Ended("chief", 1, reason=Reason(1, "the disk is full\nmore", True)),
+            TaskExit("chief", 1, reason=Reason(1, "the disk is full\nmore", True)),
             "chief failed: the disk is full",
-            Rank.OWN,
+            CauseRank.OWN,
         ),
         (
-            Ended("chief", 1, reason=Reason(1, "chief is gone", False)),
+            TaskExit("chief", 1, reason=Reason(1, "chief is gone", False)),
             "chief ended with it: chief is gone",
-            Rank.CONSEQUENCE,
+            CauseRank.CONSEQUENCE,
         ),
     ],
 )
-def test_deaths_in_words(ended: Ended, words: str, ranked: Rank) -> None:
+def test_deaths_in_words(ended: TaskExit, words: str, ranked: CauseRank) -> None:
     assert describe(ended) == words
     assert rank(ended) is ranked
 
 
 def test_the_best_explanation_is_the_cause_and_of_equals_the_first() -> None:
-    abort = Ended("chief", -6, errors="heartbeat")
-    preempted, failed = Ended("worker 0", 75), Ended("worker 1", 1)
-    own, later = Ended("worker 2", -9), Ended("worker 3", 3)
+    abort = TaskExit("chief", -6, errors="heartbeat")
+    preempted, failed = TaskExit("worker 0", 75), TaskExit("worker 1", 1)
+    own, later = TaskExit("worker 2", -9), TaskExit("worker 3", 3)
     deaths = [abort, preempted, failed, own, later]
     for expected in (own, later, failed, preempted, abort):
-        assert cause(deaths) is expected
+        assert root_cause(deaths) is expected
         deaths.remove(expected)
-    assert cause([Ended("chief", 0), Ended("worker 0", -9, ours=True)]) is None
+    assert root_cause([TaskExit("chief", 0), TaskExit("worker 0", -9, ours=True)]) is None
 
 
 def test_hints_are_for_signals_of_others() -> None:
-    assert "memory" in (hint(Ended("chief", -9)) or "")
-    assert "/dev/shm" in (hint(Ended("chief", -7)) or "")
-    assert hint(Ended("chief", -9, ours=True)) is None
-    assert hint(Ended("chief", 1)) is None
+    assert "memory" in (hint(TaskExit("chief", -9)) or "")
+    assert "/dev/shm" in (hint(TaskExit("chief", -7)) or "")
+    assert hint(TaskExit("chief", -9, ours=True)) is None
+    assert hint(TaskExit("chief", 1)) is None
 
 
 def test_waits_double_up_to_a_minute_and_begin_anew_with_progress() -> None:

@@ -15,7 +15,7 @@ from helpers import events, metrics, saved_steps, small_experiment, status
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain import (
-    Collectives,
+    CollectiveOptions,
     FunctionModel,
     Loop,
     MeshSpec,
@@ -32,7 +32,7 @@ from spmdtrain import (
     weighted_mean,
 )
 from spmdtrain.run import main
-from spmdtrain.sharding.layout import owner_of
+from spmdtrain.sharding.layout import parameter_of
 from spmdtrain.terminal import Terminal
 
 RNG = np.random.default_rng(0)
@@ -78,7 +78,7 @@ def trained(*, stop_before: int | None = None, **options: Any) -> tuple[dict[str
         compiled = own.compile_step(step)
         for batch in own.batches():
             state, output = compiled(state, batch)
-            own.record(state, output)
+            own.end_step(state, output)
             told.append({name: float(value) for name, value in output.metrics.items()})
             if own.step == stop_before:
                 break
@@ -143,7 +143,7 @@ def test_the_state_is_where_the_strategy_says_and_the_rules() -> None:
             for leaf in (state.params["b"], moments["b"]):
                 assert leaf.sharding.spec == P("fsdp")
             state, output = compiled(state, next(own.batches()))
-            own.record(state, output)
+            own.end_step(state, output)
     with pytest.raises(UserError, match="outside a run"):
         current_strategy()
 
@@ -164,11 +164,11 @@ def test_the_optimizers_of_several_models_follow_their_models() -> None:
 
 def test_an_optimizers_leaf_belongs_to_the_parameter_of_the_longest_path() -> None:
     shapes = {"params/actor/w": (4, 3), "params/w": (4, 3), "params/0/w": (3,), "params/1/w": (2,)}
-    assert owner_of("opt_state/actor/0/mu/w", (4, 3), shapes) == "params/actor/w"
-    assert owner_of("opt_state/0/mu/w", (4, 3), shapes) == "params/w"
-    assert owner_of("opt_state/0/mu/1/w", (2,), shapes) == "params/1/w"
+    assert parameter_of("opt_state/actor/0/mu/w", (4, 3), shapes) == "params/actor/w"
+    assert parameter_of("opt_state/0/mu/w", (4, 3), shapes) == "params/w"
+    assert parameter_of("opt_state/0/mu/1/w", (2,), shapes) == "params/1/w"
     assert (
-        owner_of(
+        parameter_of(
             "opt_state/0/v_row/1/w", (3,), {n: s for n, s in shapes.items() if n != "params/w"}
         )
         == "params/1/w"
@@ -184,7 +184,7 @@ def test_an_infinity_on_purpose_is_no_failure() -> None:
         compiled = own.compile_step(step)
         for batch in own.batches():
             state, output = compiled(state, batch)
-            own.record(state, output)
+            own.end_step(state, output)
     assert own.step == STEPS
 
 
@@ -193,7 +193,7 @@ def test_parameters_may_be_gathered_for_the_model() -> None:
 
     def gathering(state: TrainState, batch: Any, key: jax.Array) -> tuple[TrainState, Any]:
         def loss_of(params: Any) -> jax.Array:
-            return weighted_mean(losses(own.whole(params), batch))
+            return weighted_mean(losses(own.gather_params(params), batch))
 
         loss, gradients = jax.value_and_grad(loss_of)(state.params)
         updates, opt_state = OPTIMIZER.update(gradients, state.opt_state)
@@ -206,7 +206,7 @@ def test_parameters_may_be_gathered_for_the_model() -> None:
         compiled = own.compile_step(gathering)
         for batch, one in zip(own.batches(), told, strict=True):
             state, output = compiled(state, batch)
-            own.record(state, output)
+            own.end_step(state, output)
             np.testing.assert_allclose(output.metrics["loss"], one["loss"], rtol=1e-5)
 
 
@@ -250,7 +250,7 @@ def test_a_loop_that_is_left_early_has_saved_and_goes_on_from_there(tmp_path: Pa
 def test_a_loop_that_is_left_before_its_first_step_has_saved_too(tmp_path: Path) -> None:
     with loop(workdir=str(tmp_path)) as own:
         own.start(init, train=(X, Y))
-    assert saved_steps(tmp_path) == [0] and own.left_early
+    assert saved_steps(tmp_path) == [0] and own.stopped_early
     assert "saved" not in status(tmp_path)["reason"]
 
 
@@ -262,8 +262,8 @@ def test_that_no_checkpoint_will_be_the_best_is_said_once(
         compiled = own.compile_step(step)
         for batch in own.batches():
             state, output = compiled(state, batch)
-            own.record(state, output)
-            own.evaluated({"distance": 1.0})
+            own.end_step(state, output)
+            own.log_evaluation({"distance": 1.0})
     words = "best_metric is 'loss', which this evaluation does not give (distance)"
     assert capsys.readouterr().out.count(words) == 1
 
@@ -276,9 +276,9 @@ def test_what_is_due_is_done_however_batches_are_taken(tmp_path: Path, how: str)
         while own.step < own.total:
             for batch in [next(own.batches())] if how == "next" else own.batches():
                 state, output = compiled(state, batch)
-                own.record(state, output)
+                own.end_step(state, output)
                 if own.step == 5:
-                    own.evaluated({"loss": 123.0})
+                    own.log_evaluation({"loss": 123.0})
                 if own.step % 5 == 0:
                     break
     assert saved_steps(tmp_path) == [5, 10, 12]
@@ -302,7 +302,7 @@ def test_a_caught_error_leaves_no_sound_state(tmp_path: Path) -> None:
         try:
             for batch in own.batches():
                 state, output = compiled(state, batch)
-                own.record(state, output)
+                own.end_step(state, output)
         except NonFiniteError:
             pass
     assert saved_steps(tmp_path) == [] and status(tmp_path)["status"] == "failed"
@@ -318,14 +318,14 @@ def test_each_call_of_the_step_is_recorded_once_and_in_time(tmp_path: Path) -> N
         for batch in own.batches():
             state, _ = compiled(state, batch)
             state, output = compiled(state, batch)
-            own.record(state, output)
+            own.end_step(state, output)
     with pytest.raises(UserError, match="step 1 was recorded 2 times"), loop() as own:
         state = own.start(init, train=(X, Y))
         compiled = own.compile_step(step)
         for batch in own.batches():
             state, output = compiled(state, batch)
-            own.record(state, output)
-            own.record(state, output)
+            own.end_step(state, output)
+            own.end_step(state, output)
     words = r"the state is gone \(step 1 is the last"
     with pytest.raises(UserError, match=words), loop(workdir=str(tmp_path)) as own:
         state = own.start(init, train=(X, Y))
@@ -334,21 +334,21 @@ def test_each_call_of_the_step_is_recorded_once_and_in_time(tmp_path: Path) -> N
             state, output = compiled(state, batch)
             if own.step == 1:
                 break
-            own.record(state, output)
+            own.end_step(state, output)
     with pytest.raises(UserError, match=r"gone \(step 0 is the last"), loop() as own:
         begun = own.start(init, train=(X, Y))
         _, output = own.compile_step(step)(begun, next(own.batches()))
-        own.record(begun, output)
+        own.end_step(begun, output)
     with pytest.raises(UserError, match=r"gone \(step 1 is the last"), loop() as own:
         begun = own.start(init, train=(X, Y))
         compiled = own.compile_step(step)
         for batch in own.batches():
             state, output = compiled(begun, batch)  # the first state, again and again
-            own.record(state, output)
+            own.end_step(state, output)
     with pytest.raises(UserError, match="is given a dict: the output is the second"), loop() as own:
         state = own.start(init, train=(X, Y))
         state, output = own.compile_step(step)(state, next(own.batches()))
-        own.record(state, output.metrics)  # type: ignore[arg-type]
+        own.end_step(state, output.metrics)  # type: ignore[arg-type]
 
 
 def test_a_loop_that_is_stopped_is_finished(tmp_path: Path) -> None:
@@ -358,11 +358,11 @@ def test_a_loop_that_is_stopped_is_finished(tmp_path: Path) -> None:
             compiled, made = own.compile_step(step), 0
             for batch in own.batches():
                 state, output = compiled(state, batch)
-                own.record(state, output)
+                own.end_step(state, output)
                 made += 1
                 if own.step == 7:
                     own.stop()
-                    assert own.evaluation_due()
+                    assert own.should_evaluate()
             return made
 
     assert stopped() == 7 and saved_steps(tmp_path) == [7]
@@ -402,7 +402,7 @@ def test_numbers_that_are_none_end_the_run(tmp_path: Path, where: str) -> None:
         compiled = own.compile_step(spoiled)
         for batch in own.batches():
             state, output = compiled(state, batch)
-            own.record(state, output)
+            own.end_step(state, output)
     assert saved_steps(tmp_path) == [2, 4]
     assert status(tmp_path)["status"] == "failed"
 
@@ -421,17 +421,17 @@ def test_evaluations_are_written_and_say_which_checkpoint_is_best(tmp_path: Path
         compiled = own.compile_step(step)
         for batch in own.batches():
             state, output = compiled(state, batch)
-            own.record(state, output)
-            if own.evaluation_due():
-                own.evaluated({"score": jnp.float32(scores[own.step])})
-        own.evaluated({"score": 0.5}, split="test")
+            own.end_step(state, output)
+            if own.should_evaluate():
+                own.log_evaluation({"score": jnp.float32(scores[own.step])})
+        own.log_evaluation({"score": 0.5}, split="test")
     assert [(m["step"], m["score"]) for m in metrics(tmp_path, "eval")] == list(scores.items())
     assert metrics(tmp_path, "test") == [{"step": 12, "split": "test", "score": 0.5}]
     assert saved_steps(tmp_path) == [8, 12]
     words = "best_metric is 'score', which this evaluation does not give"
     with pytest.raises(UserError, match=words), loop(**options | {"steps": 13}) as own:
         own.start(init, train=(X, Y))
-        own.evaluated({"loss": 1.0})
+        own.log_evaluation({"loss": 1.0})
 
 
 def test_an_evaluation_counts_every_example_once() -> None:
@@ -441,7 +441,7 @@ def test_an_evaluation_counts_every_example_once() -> None:
         sums = own.compile(
             lambda params, rows, mask: ((losses(params, rows) * mask).sum(), mask.sum())
         )
-        found = [sums(params, rows, mask) for rows, mask in own.examples((X, Y))]
+        found = [sums(params, rows, mask) for rows, mask in own.eval_batches((X, Y))]
     total, count = np.sum(found, axis=0)
     assert count == 40 and len(found) == 3
     np.testing.assert_allclose(total / count, np.asarray(losses(params, (X, Y))).mean(), rtol=1e-5)
@@ -453,11 +453,11 @@ def test_without_a_dataset_the_batches_are_placed_by_hand(tmp_path: Path) -> Non
         compiled = own.compile_step(step)
         seen = []
         for number in own.steps():
-            batch = own.place((X[:16] * number, Y[:16]))
+            batch = own.shard_batch((X[:16] * number, Y[:16]))
             assert batch[0].sharding == own.placement.batch
             np.testing.assert_array_equal(batch[0], X[:16] * number)
             state, output = compiled(state, batch)
-            own.record(state, output)
+            own.end_step(state, output)
             seen.append(number)
         with pytest.raises(UserError, match=r"batches\(\) is of the dataset"):
             next(own.batches())
@@ -472,8 +472,8 @@ def test_a_batch_of_another_size_is_compiled_again() -> None:
         state = own.start(init)
         compiled = own.compile_step(step)
         for size in (8, 24, 8):
-            state, output = compiled(state, own.place((X[:size], Y[:size])))
-            own.record(state, output)
+            state, output = compiled(state, own.shard_batch((X[:size], Y[:size])))
+            own.end_step(state, output)
         assert int(state.step) == own.step == 3
 
 
@@ -495,7 +495,7 @@ def test_values_of_each_replica_within_a_step() -> None:
         compiled = own.compile_step(by_hand)
         for batch, one in zip(own.batches(), told, strict=True):
             state, output = compiled(state, batch)
-            own.record(state, output)
+            own.end_step(state, output)
             np.testing.assert_allclose(output.metrics["loss"], one["loss"], rtol=1e-5)
     np.testing.assert_allclose(state.params["w"], expected["w"], rtol=1e-5, atol=1e-6)
 
@@ -510,13 +510,16 @@ def test_values_of_each_replica_within_a_step() -> None:
         ({"compute_dtype": "bfloat16"}, "compute_dtype is 'bfloat16'"),
         ({"ema_decay": 0.9}, "ema_decay is 0.9"),
         ({"jit": False}, "jit is False"),
-        ({"frozen": ("w",)}, "frozen is"),
+        ({"freeze": ("w",)}, "freeze is"),
         ({"profile_steps": "1:2"}, "profile_steps is"),
         ({"evaluated_by": "evaluator"}, "evaluated_by is"),
         ({"stepss": 3}, "Loop has no option 'stepss'. Did you mean 'steps'"),
         ({"global_batch_size": 12}, "12"),
-        ({"collectives": Collectives(bytes_per_pack=4)}, "XLA has no threshold on CPU"),
-        ({"collectives": Collectives(reduction="all_reduce")}, "per_replica"),
+        (
+            {"collectives": CollectiveOptions(combine_threshold_bytes=4)},
+            "XLA has no threshold on CPU",
+        ),
+        ({"collectives": CollectiveOptions(reduction="all_reduce")}, "per_replica"),
     ],
 )
 def test_options_that_a_loop_would_ignore_are_refused(options: dict[str, Any], words: str) -> None:
@@ -601,29 +604,33 @@ def test_a_loop_says_how_it_is_used() -> None:
     with pytest.raises(UserError, match="within `with Loop"):
         own.start(init)
     with loop() as own:
-        for call in (own.evaluation_due, lambda: own.compile_step(step), lambda: next(own.steps())):
+        for call in (
+            own.should_evaluate,
+            lambda: own.compile_step(step),
+            lambda: next(own.steps()),
+        ):
             with pytest.raises(UserError, match=r"call start\(init\) first"):
                 call()
         state = own.start(init, train=(X, Y))
         with pytest.raises(UserError, match="called once"):
             own.start(init)
         with pytest.raises(UserError, match="place: 0 is a single number"):
-            own.place([1, 2, 3, 4, 5, 6, 7, 8])
+            own.shard_batch([1, 2, 3, 4, 5, 6, 7, 8])
         with (
             loop() as other,
             pytest.raises(UserError, match="is given a dict: it takes a function"),
         ):
             other.start({"params": 1})  # type: ignore[arg-type]
         with pytest.raises(UserError, match="there is no split 'evaluation'"):
-            own.evaluated({}, split="evaluation")
+            own.log_evaluation({}, split="evaluation")
         with pytest.raises(UserError, match=r"of shape \(12, 16\): its leading dim does"):
-            own.place(X[:12])
+            own.shard_batch(X[:12])
         with pytest.raises(UserError, match="which do not fit int32"):
-            own.place(np.full(8, 2**40))
+            own.shard_batch(np.full(8, 2**40))
         with pytest.raises(UserError, match="each process all of its result"):
-            own.compile(lambda y: per_replica(lambda y: y, y))(own.place(Y[:8]))
+            own.compile(lambda y: per_replica(lambda y: y, y))(own.shard_batch(Y[:8]))
         with pytest.raises(NonFiniteError, match="step 0: the test loss is nan"):
-            own.evaluated({"loss": np.nan}, split="test")
+            own.log_evaluation({"loss": np.nan}, split="test")
         for found, words in (
             ({"split": 1.0}, "the evaluation's metric 'split' is a word"),
             ({}, "the evaluation's metrics are empty"),
@@ -632,20 +639,20 @@ def test_a_loop_says_how_it_is_used() -> None:
             ({"loss": np.ones(2)}, r"metric 'loss' is float64\[2\]: reduce it"),
         ):
             with pytest.raises(UserError, match=words):
-                own.evaluated(found)  # type: ignore[arg-type]
-        own.evaluated({"loss": 1.0})
+                own.log_evaluation(found)  # type: ignore[arg-type]
+        own.log_evaluation({"loss": 1.0})
         with pytest.raises(UserError, match="called twice for eval after step 0"):
-            own.evaluated({"distance": 1.0})
+            own.log_evaluation({"distance": 1.0})
         compiled, batches = own.compile_step(step), own.batches()
         state, output = compiled(state, next(batches))
         with pytest.raises(UserError, match="step 1 was recorded 0 times"):
             next(batches)
-        own.record(state, output)
+        own.end_step(state, output)
         for batch in own.batches():
             state, output = compiled(state, batch)
-            own.record(state, output)
+            own.end_step(state, output)
         with pytest.raises(UserError, match="all 12 steps of the run are made"):
-            own.record(state, output)
+            own.end_step(state, output)
     with pytest.raises(UserError, match="the loop is over"):
         next(own.batches())
 
@@ -668,7 +675,7 @@ def train(config, loop):
     compiled = loop.compile_step(step)
     for batch in loop.batches():
         state, output = compiled(state, batch)
-        loop.record(state, output)
+        loop.end_step(state, output)
 """
 
 
@@ -763,8 +770,8 @@ def test_the_batch_that_was_placed_is_the_one_reported(
         state = own.start(init)
         compiled = own.compile_step(step)
         for _ in own.steps():
-            state, output = compiled(state, own.place((X[:16], Y[:16])))
-            own.record(state, output)
+            state, output = compiled(state, own.shard_batch((X[:16], Y[:16])))
+            own.end_step(state, output)
     assert "global batch 16 (2 per device)" in capsys.readouterr().out
     speeds: dict[str, list[float]] = {}
     for event in events(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 
 from spmdtrain.adapters.base import FunctionModel
 from spmdtrain.errors import UserError
-from spmdtrain.step.metrics import Means, Sums, Weighted, loss_first, mean, weighted_sums
+from spmdtrain.step.metrics import Means, Sums, WeightedValues, loss_first, mean, weighted_sums
 from spmdtrain.train.trainer import Trainer
 
 settings = hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
@@ -61,7 +61,7 @@ def outputs(draw: st.DrawFn) -> tuple[Any, Sums, np.ndarray | None, float]:
     if weighed is not None:
         weights = draw(hnp.arrays(np.float32, weighed, elements=st.floats(0, 10, width=16)))
     mask = draw(st.none() | hnp.arrays(np.float32, (batch,), elements=st.sampled_from([0.0, 1.0])))
-    form = draw(st.sampled_from([Weighted, lambda v, w: (v, w)]))
+    form = draw(st.sampled_from([WeightedValues, lambda v, w: (v, w)]))
     output = values if weighed is None else form(values, weights)
     bound = 1e-6 * float(np.abs(values.astype(np.float64)).sum()) * float(weights.max())
     return output, reference(values, weights, mask), mask, bound + 1e-30
@@ -96,7 +96,7 @@ def test_a_weight_an_example_counts_each_of_its_tokens() -> None:
     values = np.array([[1.0, 2.0], [3.0, 4.0]])
     assert one_sum(values, 2) == (10, 4)
     assert one_sum((values, np.array([1.0, 10.0])), 2) == (73, 22)  # not by token: (64, 22)
-    assert one_sum(Weighted(values, np.array([[1.0, 10.0]])), 2) == (64, 22)
+    assert one_sum(WeightedValues(values, np.array([[1.0, 10.0]])), 2) == (64, 22)
     assert one_sum((values, [[1.0, 0.0], [0.0, 2.0]]), 2) == (9, 3)
     assert one_sum((values, 2.0), 2) == (20, 8)
 
@@ -112,7 +112,7 @@ def test_each_metric_has_weights_of_its_own() -> None:
         {
             "loss": (np.array([1.0, 3.0]), np.array([3.0, 1.0])),
             "accuracy": np.array([True, False]),
-            "tokens": Weighted(np.ones((2, 3)), np.array([[1, 1, 0], [1, 0, 0]])),
+            "tokens": WeightedValues(np.ones((2, 3)), np.array([[1, 1, 0], [1, 0, 0]])),
         },
         2,
     )
@@ -249,7 +249,7 @@ def test_values_that_are_not_one_an_example_are_refused_by_name(shape: tuple[int
     message = refusal({"loss": np.ones(4), "accuracy": np.ones(shape)})
     assert f"'accuracy' has shape {shape}" in message
     assert "each of the 4 examples" in message
-    weighted = refusal({"loss": Weighted(np.ones(shape), 1.0)})
+    weighted = refusal({"loss": WeightedValues(np.ones(shape), 1.0)})
     assert f"'loss' has shape {shape}" in weighted
 
 
@@ -288,7 +288,7 @@ def objective(model: jax.Array, batch: Mapping[str, jax.Array]) -> dict[str, Any
     return {
         "loss": (model * batch["x"], batch["weight"]),
         "plain": batch["x"],
-        "tokens": Weighted(batch["tokens"], batch["tokens_weight"]),
+        "tokens": WeightedValues(batch["tokens"], batch["tokens_weight"]),
         "by_example": (batch["tokens"], batch["weight"]),
         "hit": batch["x"] > 0.5,
         "nothing": (batch["x"], 0 * batch["weight"]),

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from steps import equations, on, trainer
 
 from spmdtrain import MeshSpec, UserError
-from spmdtrain.adapters.as_adapter import adapt
+from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.adapters.base import Adapter, Mode, Variables
 from spmdtrain.config import RunConfig
 from spmdtrain.models import MobileNetV2, mobilenet
 from spmdtrain.sharding.layout import Layout
-from spmdtrain.sharding.placement import place, under
+from spmdtrain.sharding.placement import make_placement, use_placement
 from spmdtrain.testing.compiled_step import compiled_step
 from spmdtrain.tree import named_leaves
 
@@ -30,7 +30,7 @@ SHALLOW = mobilenet.STAGES[:2]  # three blocks: one without expansion, with a st
 
 def abstract(classes: int = 1000, **options: Any) -> tuple[Adapter, Variables]:
     """The model and the shapes of its variables; nothing is drawn."""
-    adapter = adapt(partial(MobileNetV2, classes, **options))
+    adapter = as_adapter(partial(MobileNetV2, classes, **options))
     return adapter, jax.eval_shape(adapter.init, {}, jax.random.key(0))
 
 
@@ -199,10 +199,10 @@ def test_in_bfloat16_the_statistics_are_float32_and_the_products_are_not(
 @pytest.mark.parametrize("strategy", ["default", "mirrored"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_statistics_of_values_far_from_0_keep_their_digits(dtype: str, strategy: str) -> None:
-    placement = place(RunConfig(strategy=strategy, mesh=MeshSpec()))
+    placement = make_placement(RunConfig(strategy=strategy, mesh=MeshSpec()))
     norm = mobilenet._Norm(3, momentum=0.9, epsilon=1e-3, rngs=nnx.Rngs(0))
     x = jnp.asarray(np.random.default_rng(0).normal(1000, 1, (64, 4, 4, 3)), dtype)
-    with under(placement):
+    with use_placement(placement):
         found = nnx.jit(lambda norm, x: norm(x))(norm, jax.device_put(x, placement.batch))
     exact = np.asarray(x).astype(np.float64)
     mean, var = exact.mean((0, 1, 2)), exact.var((0, 1, 2))
@@ -214,7 +214,7 @@ def test_the_statistics_of_values_far_from_0_keep_their_digits(dtype: str, strat
 
 def test_a_batch_that_does_not_divide_has_the_same_statistics() -> None:
     x = np.random.default_rng(0).normal(3, 1, (12, 2, 2, 3)).astype(np.float32)
-    with under(place(RunConfig(strategy="mirrored", mesh=on(8)))):
+    with use_placement(make_placement(RunConfig(strategy="mirrored", mesh=on(8)))):
         mean, var = jax.jit(mobilenet.moments)(x)
     np.testing.assert_allclose(mean, x.mean((0, 1, 2)), rtol=1e-6)
     np.testing.assert_allclose(var, x.var((0, 1, 2)), rtol=1e-6)
@@ -245,7 +245,7 @@ def test_mean_and_variance_of_a_layer_travel_together(monkeypatch: pytest.Monkey
 def test_the_published_model_has_a_place_under_every_strategy(strategy: str) -> None:
     _, variables = abstract(1000)
     config = RunConfig(strategy=strategy, mesh=MeshSpec())
-    placement = place(config)
+    placement = make_placement(config)
     assert len(placement.devices) == 8
     state = {"params": variables.params, "model_state": variables.model_state}
     layout = Layout(state, placement, (), config.sharding)

@@ -16,7 +16,7 @@ from spmdtrain import UserError
 from spmdtrain.cluster.spec import ClusterSpec, from_environment
 from spmdtrain.errors import ClusterError
 from spmdtrain.parameter_server import ray_nodes, ray_pool
-from spmdtrain.parameter_server.worker_pool import Came, Event, Failed, Lost
+from spmdtrain.parameter_server.worker_pool import Failed, PoolEvent, WorkerJoined, WorkerLost
 
 exceptions = pytest.importorskip("ray").exceptions
 
@@ -92,15 +92,15 @@ def test_a_worker_that_dies_while_it_gets_ready_is_told_and_at_last_named(
         begin=Remote(died(), died(), None, *[died() for _ in range(9)]),
         do=Remote(died()),
     )
-    crew, found = crew_of(worker), list[Event]()
+    crew, found = crew_of(worker), list[PoolEvent]()
     while not any(isinstance(event, Failed) for event in found):
         found += crew.events(0.0)
         if crew.idle():
             crew.give("worker 0", 1)
     early, late = "its process is dead, while it got ready", "its process is dead"
-    lost = [Lost("worker 0", early)] * 2
-    assert found[:4] == [*lost, Came("worker 0"), Lost("worker 0", late)]
-    assert found[4:-1] == [Lost("worker 0", early)] * 3
+    lost = [WorkerLost("worker 0", early)] * 2
+    assert found[:4] == [*lost, WorkerJoined("worker 0"), WorkerLost("worker 0", late)]
+    assert found[4:-1] == [WorkerLost("worker 0", early)] * 3
     assert isinstance(found[-1], Failed) and isinstance(found[-1].error, ClusterError)
     assert str(found[-1].error).startswith("worker 0 was lost 4 times while it got ready")
 

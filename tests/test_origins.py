@@ -159,5 +159,5 @@ metadata={op_name="jit(step)/dot_general"}
 %c = bf16[8,8]{1,0} convert(%m)
 %y = bf16[4,8]{1,0} reduce-scatter(%c), dimensions={0}, to_apply=%add"""
     origins, within = program(lines, "%w")
-    made: Instruction = origins.made_by(within.instructions["y"], within)
+    made: Instruction = origins.producer(within.instructions["y"], within)
     assert made.op_name == "jit(step)/dot_general"

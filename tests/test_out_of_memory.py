@@ -15,7 +15,7 @@ from processes import drill, launching, run_line
 
 from spmdtrain.distributed.out_of_memory import OomKills, is_exhausted, why_aborted
 from spmdtrain.distributed.progress import Reason
-from spmdtrain.launch.exit_report import Ended, describe, hint
+from spmdtrain.launch.exit_report import TaskExit, describe, hint
 
 BOUND = 150
 
@@ -72,17 +72,17 @@ def test_how_a_death_of_exhausted_memory_is_described() -> None:
     assert found == (
         "memory could not be allocated (LLVM ERROR: Unable to allocate section memory!)"
     )
-    death = Ended("worker 0", -6, errors=aborted, memory=found, peak=1_230_000_000)
+    death = TaskExit("worker 0", -6, errors=aborted, memory=found, peak=1_230_000_000)
     assert describe(death) == f"worker 0 aborted (SIGABRT): {found}"
     assert hint(death) == "the peak host memory of worker 0 was 1.23 GB"
     assert "1.50 GB (RLIMIT_AS)" in (why_aborted("", 1_500_000_000) or "")
     assert why_aborted("Segmentation fault", None) is None
-    killed = hint(Ended("worker 0", -9, peak=1_230_000_000)) or ""
+    killed = hint(TaskExit("worker 0", -9, peak=1_230_000_000)) or ""
     assert "for want of memory" in killed and killed.endswith("worker 0 was 1.23 GB")
-    failed = Ended("worker 0", 1, reason=Reason(1, "RuntimeError: can't start new thread", True))
+    failed = TaskExit("worker 0", 1, reason=Reason(1, "RuntimeError: can't start new thread", True))
     assert hint(failed) is None
     assert "1.23 GB" in (hint(replace(failed, peak=1_230_000_000)) or "")
-    assert "GB" not in (hint(Ended("worker 0", -11, peak=1_230_000_000)) or "")
+    assert "GB" not in (hint(TaskExit("worker 0", -11, peak=1_230_000_000)) or "")
 
 
 # -- real processes --------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from helpers import REPOSITORY
 
-from spmdtrain import Collectives, FunctionModel, Loop, MeshSpec, Trainer, UserError
+from spmdtrain import CollectiveOptions, FunctionModel, Loop, MeshSpec, Trainer, UserError
 from spmdtrain.models import MLP, MobileNetV2, Transformer, TransformerConfig
 from spmdtrain.terminal import Terminal
 from spmdtrain.xla.padding import why_padding_matters, why_parts_differ
@@ -293,7 +293,7 @@ def test_training_on_8_devices_has_the_loss_of_one(objective: Any) -> None:
     used = objective_of_w if objective is by_size else objective
     one, eight = (trainer(used, n).fit({"x": X}, steps=1).train["loss"] for n in (1, 8))
     assert eight == pytest.approx(one, rel=1e-5)
-    asked = trainer(used, 8, collectives=Collectives(reduction="packed"))
+    asked = trainer(used, 8, collectives=CollectiveOptions(reduction="flattened"))
     with pytest.raises(UserError, match="on its size or on an example's place in it"):
         asked.fit({"x": X}, steps=1)
 

@@ -159,7 +159,7 @@ from functools import partial
 
 import numpy as np
 import optax
-from spmdtrain import Servers, Trainer
+from spmdtrain import ParameterServerOptions, Trainer
 from spmdtrain.models import MLP
 
 draw = np.random.default_rng(0)
@@ -180,7 +180,9 @@ trainer = Trainer(
     workdir=workdir,
     log_every=1,
     ema_decay=0.9,
-    servers=Servers(max_staleness=0) if strategy == "parameter_server" else Servers(),
+    servers=ParameterServerOptions(
+        max_staleness=0 if strategy == "parameter_server" else None
+    ),
 )
 seen = []
 result = trainer.fit((x, y), steps=30, validation=(x, y), test=(x, y), global_batch_size=32)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdtrain.distributed import progress
-from spmdtrain.distributed.progress import WAITING, Phase, Record, holder
+from spmdtrain.distributed.progress import WAITING, Phase, Record, find_stalled_task
 
 
 def published(
@@ -39,9 +39,9 @@ def test_without_a_launcher_nothing_happens(
     monkeypatch.delenv(progress.LAUNCH, raising=False)
     monkeypatch.chdir(tmp_path)
     progress.begin()
-    with progress.within(Phase.STEP, 3):
+    with progress.phase(Phase.STEP, 3):
         progress.saved(3)
-    progress.tell_reason(1, "why")
+    progress.write_exit_reason(1, "why")
     assert progress.job_ended() is None
     assert not list(tmp_path.iterdir())
 
@@ -52,12 +52,12 @@ def show():
     r = progress.read(".", "worker 1"); print(r.phase, r.step, r.saved, r.pid == os.getpid())
 print(progress.read(".", "worker 1"))
 begin(); show()
-with within(Phase.EVALUATE, 7):
+with phase(Phase.EVALUATE, 7):
     show()
-    with within(Phase.LOAD): show()
+    with phase(Phase.LOAD): show()
     show()
 saved(6); show()
-with within(Phase.STEP, 8): show()
+with phase(Phase.STEP, 8): show()
 begin(); show()
 """
     shown = published(tmp_path, code).stdout.splitlines()
@@ -74,7 +74,7 @@ begin(); show()
 
 
 def test_a_record_outlives_a_killed_process(tmp_path: Path) -> None:
-    code = "begin(); saved(4)\nwith within(Phase.SAVE, 5): os.kill(os.getpid(), 9)"
+    code = "begin(); saved(4)\nwith phase(Phase.SAVE, 5): os.kill(os.getpid(), 9)"
     assert published(tmp_path, code).returncode == -9
     record = progress.read(tmp_path, "worker 1")
     assert record is not None
@@ -83,7 +83,7 @@ def test_a_record_outlives_a_killed_process(tmp_path: Path) -> None:
 
 
 def test_every_change_counts(tmp_path: Path) -> None:
-    code = "begin()\nfor k in range(10):\n    with within(Phase.STEP, k): pass"
+    code = "begin()\nfor k in range(10):\n    with phase(Phase.STEP, k): pass"
     published(tmp_path, code)
     record = progress.read(tmp_path, "worker 1")
     assert record is not None
@@ -95,10 +95,10 @@ def test_what_a_process_starts_does_not_publish_for_it(tmp_path: Path) -> None:
 import subprocess
 begin()
 nested = '''from spmdtrain.distributed.progress import *
-begin(); within(Phase.LOAD, 99).__enter__(); saved(99)'''
-with within(Phase.STEP, 3): subprocess.run([sys.executable, "-c", nested], check=True)
+begin(); phase(Phase.LOAD, 99).__enter__(); saved(99)'''
+with phase(Phase.STEP, 3): subprocess.run([sys.executable, "-c", nested], check=True)
 if os.fork() == 0:
-    within(Phase.LOAD, 98).__enter__()
+    phase(Phase.LOAD, 98).__enter__()
     os._exit(0)
 os.wait()
 """
@@ -125,7 +125,7 @@ in_main()
 
 
 def test_the_first_reason_stays(tmp_path: Path) -> None:
-    code = "tell_reason(3, 'the loss is nan'); tell_reason(1, 'later', own=False)"
+    code = "write_exit_reason(3, 'the loss is nan'); write_exit_reason(1, 'later', own=False)"
     assert published(tmp_path, code, "chief").returncode == 0
     content = json.loads((tmp_path / "chief.reason").read_text())
     assert content == {"code": 3, "reason": "the loss is nan", "own": True}
@@ -252,13 +252,13 @@ def records(places: Places) -> list[Record]:
 def test_who_holds_the_others(
     places: Places, stopped: list[str], task: str | None, sentence: str
 ) -> None:
-    found = holder(records(places), stopped)
+    found = find_stalled_task(records(places), stopped)
     assert (found.task, found.sentence) == (task, sentence)
 
 
 def test_one_that_has_not_begun_holds_the_others() -> None:
     here = records({"chief": ("start", 0, 2.0)})
-    found = holder([*here, Record("worker 0", 0, Phase.START, -1, changes=0, at=0.0)])
+    found = find_stalled_task([*here, Record("worker 0", 0, Phase.START, -1, changes=0, at=0.0)])
     assert (found.task, found.sentence) == (
         "worker 0",
         "worker 0 has not begun and holds the others",
@@ -280,7 +280,7 @@ def test_one_that_waits_is_never_blamed_where_one_does_not(
     all_ = [
         Record(f"worker {i}", step, phase, -1, 5, at) for i, (phase, step, at) in enumerate(places)
     ]
-    found = holder(all_)
+    found = find_stalled_task(all_)
     blamed = next((record for record in all_ if record.task == found.task), None)
     if any(record.phase not in WAITING for record in all_) and blamed is not None:
         assert blamed.phase not in WAITING
@@ -288,6 +288,8 @@ def test_one_that_waits_is_never_blamed_where_one_does_not(
         assert blamed is not None
     if blamed is not None:
         assert (found.phase, found.step) == (blamed.phase, blamed.step)
-    assert holder(all_[::-1]).phase == found.phase or len({r.at for r in all_}) < len(all_)
+    assert find_stalled_task(all_[::-1]).phase == found.phase or len({r.at for r in all_}) < len(
+        all_
+    )
     for record in all_:
-        assert holder(all_, [record.task]).task == record.task
+        assert find_stalled_task(all_, [record.task]).task == record.task

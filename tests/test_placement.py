@@ -15,20 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from spmdtrain import Event, FunctionModel, MeshSpec, RunConfig, Trainer, UserError
-from spmdtrain import constrain as exported_constrain
+from spmdtrain import CallbackContext, FunctionModel, MeshSpec, RunConfig, Trainer, UserError
+from spmdtrain import constrain_sharding as exported_constrain
 from spmdtrain import current_strategy as exported_current_strategy
 from spmdtrain.config import ShardingOptions, check, resolve
 from spmdtrain.distributed import process_group
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import (
     Placement,
-    constrain,
+    constrain_sharding,
     current_strategy,
-    on_own_devices,
-    place,
-    resolve_on_devices,
-    under,
+    local_config,
+    make_placement,
+    resolve_config,
+    use_placement,
 )
 from spmdtrain.strategies import DEFAULT
 from spmdtrain.terminal import Terminal
@@ -39,7 +39,7 @@ DATA = (X, 3 * X + 2)
 
 
 def placed(strategy: str = "mirrored", **sizes: Any) -> Placement:
-    return place(RunConfig(strategy=strategy, mesh=MeshSpec(**sizes)))
+    return make_placement(RunConfig(strategy=strategy, mesh=MeshSpec(**sizes)))
 
 
 def told() -> str:
@@ -81,7 +81,7 @@ def test_the_default_strategy_has_no_mesh_and_its_arrays_are_on_the_default_devi
     assert found.devices == [jax.devices()[0]]
     assert found.size("data") == found.size("fsdp") == found.size("tensor") == 1
     plain = SingleDeviceSharding(jax.devices()[0])
-    assert found.batch == found.everywhere == plain
+    assert found.batch == found.replicated == plain
     assert found.sharding(P("data")) == plain
     with jax.default_device(jax.devices()[3]):
         assert found.devices == [jax.devices()[3]]
@@ -96,7 +96,7 @@ def test_a_placement_over_a_mesh() -> None:
     assert found.batch_shards == 4
     assert [found.size(axis) for axis in ("replica", "data", "fsdp", "tensor")] == [1, 2, 2, 2]
     assert found.batch == NamedSharding(found.mesh, P(BATCH_AXES))
-    assert found.everywhere == NamedSharding(found.mesh, P())
+    assert found.replicated == NamedSharding(found.mesh, P())
     assert found.sharding(P("fsdp")) == NamedSharding(found.mesh, P("fsdp"))
 
 
@@ -110,7 +110,7 @@ def test_several_devices_of_one_cpu_are_virtual_and_a_single_one_is_not() -> Non
 
 def test_the_most_shards_are_heeded() -> None:
     config = RunConfig(strategy="fully_sharded", sharding=ShardingOptions(max_shards=5))
-    assert place(config).axes == "data=2 fsdp=4"
+    assert make_placement(config).axes == "data=2 fsdp=4"
 
 
 def test_what_is_for_one_process_is_refused_with_several(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_what_is_for_one_process_is_refused_with_several(monkeypatch: pytest.Mon
 
 def shared(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
     """A loop's body outside of any model: JAX remembers what it has traced."""
-    return constrain(jnp.tanh(x @ w), "batch", None), None
+    return constrain_sharding(jnp.tanh(x @ w), "batch", None), None
 
 
 def test_a_function_that_trainers_share_is_laid_out_for_each() -> None:
@@ -154,7 +154,9 @@ def test_a_function_that_trainers_share_is_laid_out_for_each() -> None:
 def test_outside_of_a_run_it_is_refused() -> None:
     with pytest.raises(UserError, match="batch_size_per_device"):
         current_strategy()
-    assert exported_current_strategy is current_strategy and exported_constrain is constrain
+    assert (
+        exported_current_strategy is current_strategy and exported_constrain is constrain_sharding
+    )
 
 
 def test_within_it_is_the_trainers_wherever_user_code_is_called() -> None:
@@ -241,7 +243,7 @@ def test_the_objective_sees_the_strategy(strategy: str, found: str, jit: bool) -
 
 
 def test_after_an_exception_it_is_the_default_strategy_again() -> None:
-    def failing(event: Event) -> None:
+    def failing(event: CallbackContext) -> None:
         assert told() == MIRRORED
         raise RuntimeError("mine")
 
@@ -268,7 +270,7 @@ def test_a_trainer_within_anothers_callback_has_a_strategy_of_its_own() -> None:
         seen.append(told())
         return squared_error(model, batch)
 
-    def within(event: Event) -> None:
+    def within(event: CallbackContext) -> None:
         seen.append("outer, before: " + told())
         inner = trainer(objective=objective, strategy="one_device", mesh=MeshSpec(devices=(5,)))
         inner.fit(DATA, steps=1)
@@ -283,8 +285,8 @@ def test_a_trainer_within_anothers_callback_has_a_strategy_of_its_own() -> None:
 
 def test_under_ends_with_its_block_and_nests() -> None:
     outer, inner = placed("fully_sharded"), placed("one_device")
-    with under(outer):
-        with contextlib.suppress(RuntimeError), under(inner):
+    with use_placement(outer):
+        with contextlib.suppress(RuntimeError), use_placement(inner):
             assert current_strategy() is inner
             raise RuntimeError
         assert current_strategy() is outer
@@ -296,8 +298,8 @@ def test_under_ends_with_its_block_and_nests() -> None:
 
 def laid_out(placement: Placement, shape: tuple[int, ...], *spec: str | None) -> P:
     """The spec of a computed array whose layout is constrained."""
-    with under(placement):
-        found = jax.jit(lambda x: constrain(jnp.sin(x), *spec))(jnp.ones(shape))
+    with use_placement(placement):
+        found = jax.jit(lambda x: constrain_sharding(jnp.sin(x), *spec))(jnp.ones(shape))
     assert isinstance(found.sharding, NamedSharding)
     return found.sharding.spec
 
@@ -305,10 +307,10 @@ def laid_out(placement: Placement, shape: tuple[int, ...], *spec: str | None) ->
 @pytest.mark.parametrize("placement", [Placement(DEFAULT, None), placed(devices=(4,))])
 def test_without_a_mesh_an_array_stays_as_it_is(placement: Placement) -> None:
     x = jnp.ones((7, 3))
-    with under(placement):
-        assert constrain(x, "batch", "tensor") is x
-        assert constrain(jnp.float32(1)).shape == ()
-    assert constrain(x, None, None) is x
+    with use_placement(placement):
+        assert constrain_sharding(x, "batch", "tensor") is x
+        assert constrain_sharding(jnp.float32(1)).shape == ()
+    assert constrain_sharding(x, None, None) is x
 
 
 @pytest.mark.parametrize(
@@ -327,19 +329,21 @@ def test_a_dim_lies_along_the_axis_that_is_named(
     sizes: dict[str, Any], spec: tuple[str | None, ...], shard: tuple[int, ...]
 ) -> None:
     placement = placed(**sizes)
-    with under(placement):
-        found = jax.jit(lambda x: constrain(jnp.sin(x), *spec))(jnp.ones((16, 8)))
+    with use_placement(placement):
+        found = jax.jit(lambda x: constrain_sharding(jnp.sin(x), *spec))(jnp.ones((16, 8)))
     assert found.sharding.shard_shape((16, 8)) == shard
-    with under(placement):  # without jit as well
-        assert constrain(jnp.ones((16, 8)), *spec).sharding.shard_shape((16, 8)) == shard
+    with use_placement(placement):  # without jit as well
+        assert constrain_sharding(jnp.ones((16, 8)), *spec).sharding.shard_shape((16, 8)) == shard
 
 
 def test_the_constraint_is_in_the_program() -> None:
     def program(*placements: Placement) -> str:
         with contextlib.ExitStack() as stack:
             for placement in placements:
-                stack.enter_context(under(placement))
-            return str(jax.make_jaxpr(lambda x: constrain(x, "batch", "tensor"))(jnp.ones((8, 8))))
+                stack.enter_context(use_placement(placement))
+            return str(
+                jax.make_jaxpr(lambda x: constrain_sharding(x, "batch", "tensor"))(jnp.ones((8, 8)))
+            )
 
     assert "sharding_constraint" in program(placed(tensor=2))
     assert "sharding_constraint" not in program()
@@ -348,9 +352,11 @@ def test_the_constraint_is_in_the_program() -> None:
 
 def test_a_dim_that_does_not_divide_is_left_to_the_compiler() -> None:
     placement = placed(tensor=2)
-    with under(placement):
+    with use_placement(placement):
         program = str(
-            jax.make_jaxpr(lambda x: constrain(x, "batch", "tensor", None))(jnp.ones((6, 4, 3)))
+            jax.make_jaxpr(lambda x: constrain_sharding(x, "batch", "tensor", None))(
+                jnp.ones((6, 4, 3))
+            )
         )
     assert "spec=P(UNCONSTRAINED, 'tensor', None)" in program
     assert laid_out(placement, (6, 4), "batch", "tensor")[1] == "tensor"
@@ -366,17 +372,17 @@ def test_any_array_keeps_its_values(dims: list[tuple[int, str | None]]) -> None:
         spec.append(None if entry in used else entry)
         used.add(entry)
     x = np.arange(np.prod([size for size, _ in dims], dtype=int)).reshape([n for n, _ in dims])
-    with under(placed(tensor=2)):
-        np.testing.assert_array_equal(constrain(jnp.asarray(x), *spec), x)
+    with use_placement(placed(tensor=2)):
+        np.testing.assert_array_equal(constrain_sharding(jnp.asarray(x), *spec), x)
 
 
 @pytest.mark.parametrize("placement", [Placement(DEFAULT, None), placed()])
 def test_another_number_of_entries_than_dims_is_an_error(placement: Placement) -> None:
     x = jnp.ones((16, 4))
-    with under(placement):
+    with use_placement(placement):
         for spec in (("batch",), ("batch", None, None), ()):
             with pytest.raises(ValueError, match=rf"{len(spec)} entries for an array of .*16, 4"):
-                constrain(x, *spec)
+                constrain_sharding(x, *spec)
 
 
 # --- Configurations ---
@@ -385,7 +391,7 @@ def test_another_number_of_entries_than_dims_is_an_error(placement: Placement) -
 def test_a_configuration_is_resolved_for_the_parts_of_its_batch() -> None:
     def batch(strategy: str, **sizes: Any) -> int | None:
         config = RunConfig(batch_size_per_device=4, strategy=strategy, mesh=MeshSpec(**sizes))
-        return resolve_on_devices(config).global_batch_size
+        return resolve_config(config).global_batch_size
 
     assert batch("mirrored") == batch("fully_sharded") == batch("hybrid") == 32
     assert batch("mirrored", tensor=2) == batch("tensor_parallel") == 16
@@ -395,9 +401,9 @@ def test_a_configuration_is_resolved_for_the_parts_of_its_batch() -> None:
 def test_another_process_keeps_a_strategy_that_fits_its_devices() -> None:
     config = RunConfig(strategy="fully_sharded", mesh=MeshSpec(data=2))
     told: list[str] = []
-    assert on_own_devices(config, told.append) == config
+    assert local_config(config, told.append) == config
     config = RunConfig(learning_rate=0.1, learning_rate_scaling="linear")
-    assert on_own_devices(config, told.append).learning_rate_scaling == "none"
+    assert local_config(config, told.append).learning_rate_scaling == "none"
     assert not told
 
 
@@ -423,10 +429,10 @@ def test_another_process_keeps_a_strategy_that_fits_its_devices() -> None:
 def test_where_a_strategy_does_not_fit_all_devices_are_along_the_batch(config: RunConfig) -> None:
     check(config)
     told: list[str] = []
-    found = on_own_devices(config, told.append)
+    found = local_config(config, told.append)
     (line,) = told
     assert line.startswith("here mirrored over 8 devices, as its own placement fails: ")
     assert (found.strategy, found.mesh) == ("mirrored", MeshSpec())
     assert found.sharding.min_size == config.sharding.min_size
     check(found)  # what was for the other strategy is gone
-    assert resolve(found, batch_shards=place(found).batch_shards).global_batch_size == 32
+    assert resolve(found, batch_shards=make_placement(found).batch_shards).global_batch_size == 32

@@ -44,7 +44,7 @@ def test_on_cpu_it_is_what_the_compiled_step_and_the_live_arrays_say(strategy: s
     file = load_experiment(str(DIGITS), frozenset())
     config = resolve(file.config_class(strategy=strategy, compilation_cache="off"), batch_shards=8)
     experiment = file.build(config)
-    trainer = Trainer.of(experiment, config)
+    trainer = Trainer.from_experiment(experiment, config)
     batch = experiment.train.rows(np.arange(64))
     compiled: Any = trainer.compile_step(batch).memory_analysis()
     memory = found["memory"]
@@ -95,7 +95,7 @@ def test_loops_count_as_often_as_they_turn(text: Path) -> None:
 def test_a_compiler_option_passes_through_and_a_summary_is_kept_for_each(tmp_path: Path) -> None:
     cpu = ("--topology", "cpu:8", "--no-advice")
     options = (*cpu, "--dropout", 0, "--collectives.reduction", "all_reduce")
-    apart = ("--compiler-option", "xla_disable_hlo_passes=cpu-all-reduce-combiner")
+    apart = ("--compiler-options", "xla_disable_hlo_passes=cpu-all-reduce-combiner")
     env = environment() | {"XDG_CACHE_HOME": str(tmp_path)}
 
     def reduces(*more: str) -> int:
@@ -131,7 +131,7 @@ def test_a_compiler_option_passes_through_and_a_summary_is_kept_for_each(tmp_pat
     assert len(list(kept.iterdir())) == 2
     first.write_text("{")  # cut off: made anew
     assert reduces() == together
-    ended = plan(DIGITS, *options, "--compiler-option", "xla_no_such=1")
+    ended = plan(DIGITS, *options, "--compiler-options", "xla_no_such=1")
     assert ended.returncode == 2 and "No such compile option: 'xla_no_such'" in ended.stderr
 
 
@@ -381,7 +381,7 @@ def test_seconds_of_collectives() -> None:
     times = time_model.Times(
         useful=0.0, compute=3, memory=5, waiting=2, overlapped=4, least_memory=1, least_links=3.5
     )
-    assert (times.bound, times.estimate, times.rules) == (3.5, 7, "collectives")
+    assert (times.bound, times.estimate, times.bottleneck) == (3.5, 7, "collectives")
 
 
 # -- loops of a TPU's program, which does not say how often they turn ------------------------------

@@ -118,7 +118,7 @@ def test_mirrored_sends_what_it_has_to() -> None:
     assert found["bytes"] == pytest.approx(found["least"], abs=64)  # and metrics
     assert found["excess"] < 64
     # Of what is not trained no gradient crosses.
-    frozen = planned(DIGITS, "--frozen", "layers/0", "--frozen", "layers/1")["sent"]
+    frozen = planned(DIGITS, "--freeze", "layers/0", "--freeze", "layers/1")["sent"]
     assert frozen["least"] == pytest.approx(2 * 7 / 8 * 4 * (128 * 10 + 10))
     assert frozen["excess"] < 64
 
@@ -312,11 +312,11 @@ def test_the_partitioners_warnings_are_read_in_both_spellings(
 
 
 def test_an_option_of_several_values_may_be_given_several_times() -> None:
-    given = ["--compiler-option", "a=1", "--steps", "5", "--compiler-option=b=2", "c=3"]
+    given = ["--compiler-options", "a=1", "--steps", "5", "--compiler-options=b=2", "c=3"]
     where = ["--config", str(DIGITS), "--topology", "cpu:8"]
-    config = command_line.parse([*where, *given, "--frozen", "x", "--frozen", "y"], Options).config
-    assert config.compiler_option == ("a=1", "b=2", "c=3")
-    assert (config.frozen, config.steps) == (("x", "y"), 5)
+    config = command_line.parse([*where, *given, "--freeze", "x", "--freeze", "y"], Options).config
+    assert config.compiler_options == ("a=1", "b=2", "c=3")
+    assert (config.freeze, config.steps) == (("x", "y"), 5)
 
 
 def test_measuring_wants_the_devices_at_hand() -> None:

@@ -144,7 +144,7 @@ def test_options_that_say_nothing_of_the_step_do_not_hinder(tmp_path: Path) -> N
 @needs_libtpu
 def test_what_is_too_much_for_a_core_is_no_question_of_the_memory() -> None:
     option = "xla_tpu_scoped_vmem_limit_kib=16"
-    ended = plan(DIGITS, "--topology", "v5e:1x1", "--compiler-option", option)
+    ended = plan(DIGITS, "--topology", "v5e:1x1", "--compiler-options", option)
     assert (ended.returncode, ended.stdout) == (2, "")
     (line,) = ended.stderr.splitlines()
     assert line.startswith("error: the compiler: RESOURCE_EXHAUSTED") and "vmem" in line

@@ -30,7 +30,7 @@ from processes import (
 )
 
 from spmdtrain.checkpoints.command import main as checkpoints
-from spmdtrain.testing import Finished, run_processes
+from spmdtrain.testing import ProcessResult, run_processes
 
 # -- the same numbers ------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ FLOOR = 5e-6  # as in test_same_numbers
 
 def trained_by_script(
     folder: Path, tensor: int, runs: Sequence[tuple[Path, int]], devices: int | Sequence[int] = 8
-) -> list[Finished]:
+) -> list[ProcessResult]:
     script = folder / "script.py"
     script.write_text(SCRIPT.replace("EXPERIMENTS", repr(str(REPOSITORY / "experiments"))))
     told = json.dumps([tensor, *((str(name), steps) for name, steps in runs)])

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from linear import squared_error, trainer
 
-from spmdtrain import Mapped, Trainer, UserError
-from spmdtrain.step.train_step import Steps
-from spmdtrain.train.session import Session
+from spmdtrain import MappedDataset, Trainer, UserError
+from spmdtrain.step.train_step import StepFunctions
+from spmdtrain.train.session import RunSession
 
 X = np.random.default_rng(1).normal(size=(40, 4))  # of f64, which the devices make f32
 Y = X.sum(-1, keepdims=True).astype(np.float32)
@@ -23,13 +23,13 @@ Y = X.sum(-1, keepdims=True).astype(np.float32)
 def settled(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     """The threads in which steps have been settled, and so compiled."""
     threads: list[threading.Thread] = []
-    settle = Steps.settle
+    settle = StepFunctions.choose_reduction
 
-    def noted(self: Steps, *args: Any) -> str:
+    def noted(self: StepFunctions, *args: Any) -> str:
         threads.append(threading.current_thread())
         return settle(self, *args)
 
-    monkeypatch.setattr(Steps, "settle", noted)
+    monkeypatch.setattr(StepFunctions, "settle", noted)
     return threads
 
 
@@ -38,9 +38,9 @@ def test_it_is_compiled_while_the_state_is_restored(
 ) -> None:
     trainer(workdir=str(tmp_path)).fit((X, Y), steps=3)
     settled.clear()
-    resume, seen = Session.resume, threading.Event()
+    resume, seen = RunSession.resume, threading.Event()
 
-    def waits(self: Session, trained: Any) -> Any:
+    def waits(self: RunSession, trained: Any) -> Any:
         for _ in range(3000):
             if settled:
                 seen.set()
@@ -48,7 +48,7 @@ def test_it_is_compiled_while_the_state_is_restored(
             seen.wait(0.01)
         return resume(self, trained)
 
-    monkeypatch.setattr(Session, "resume", waits)
+    monkeypatch.setattr(RunSession, "resume", waits)
     assert trainer(workdir=str(tmp_path)).fit((X, Y), steps=6).step == 6
     assert seen.is_set() and len(settled) == 1
     assert settled[0] is not threading.main_thread()
@@ -114,7 +114,7 @@ def test_a_dataset_may_give_arrays_that_are_on_a_device(
         return jax.tree.map(lambda x: jax.device_put(x.astype(np.float32), place), rows)
 
     found, expected = trainer(strategy=strategy), trainer(strategy=strategy)
-    assert compilations(found, Mapped((X, Y), placed), caplog) == 1
+    assert compilations(found, MappedDataset((X, Y), placed), caplog) == 1
     expected.fit((X, Y), steps=6)
     for one, other in zip(*map(jax.tree.leaves, (found.state, expected.state)), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -25,7 +25,7 @@ from spmdtrain import (
     reduce,
     weighted_mean,
 )
-from spmdtrain.sharding.placement import Placement, place, under
+from spmdtrain.sharding.placement import Placement, make_placement, use_placement
 from spmdtrain.step.reductions import all_reduce
 from spmdtrain.testing import run_processes
 
@@ -35,7 +35,7 @@ W = RNG.normal(size=3).astype(np.float32)
 
 
 def placed(strategy: str = "mirrored", **mesh: Any) -> Placement:
-    return place(RunConfig(strategy=strategy, mesh=MeshSpec(**mesh)))
+    return make_placement(RunConfig(strategy=strategy, mesh=MeshSpec(**mesh)))
 
 
 def squares(examples: Any, w: Any) -> Any:
@@ -66,7 +66,7 @@ def test_each_replica_computes_its_part_of_the_batch(
             lambda rows, w: {"of": squares(rows, w), "g": gradient(rows, w)}, batch, w
         )
 
-    with under(placed(strategy, **mesh)):
+    with use_placement(placed(strategy, **mesh)):
         found = (jax.jit(both) if jit else both)((X, Y), W)
     expected = (X @ W - Y) ** 2
     cut = (np.split(array, replicas) for array in (X, Y))
@@ -78,7 +78,7 @@ def test_each_replica_computes_its_part_of_the_batch(
     for one, part in zip(local, parts, strict=True):
         assert isinstance(one["g"], np.ndarray)
         np.testing.assert_allclose(one["g"], part, rtol=2e-5, atol=1e-5)
-    with under(placed(strategy, **mesh)):
+    with use_placement(placed(strategy, **mesh)):
         values = per_replica(squares, (X, Y), W)
     np.testing.assert_allclose(values.gather(), expected, rtol=2e-5)
     np.testing.assert_allclose(values.mean(), expected.mean(), rtol=2e-5)
@@ -88,11 +88,11 @@ def test_each_replica_computes_its_part_of_the_batch(
 def test_summed_by_hand_it_is_the_gradient_of_the_whole_batch() -> None:
     """What tf.distribute's run and reduce come to; within, replicas may also meet by themselves."""
     whole = jax.grad(lambda w: weighted_mean((X @ w - Y) ** 2))(W)
-    with under(placed()):
+    with use_placement(placed()):
         summed = jax.jit(lambda: per_replica(gradient, (X, Y), W).sum() / len(X))()
     np.testing.assert_allclose(summed, whole, rtol=1e-5)
     for strategy in ("mirrored", "default", "hybrid"):
-        with under(placed(strategy)):
+        with use_placement(placed(strategy)):
             met = per_replica(lambda *of: all_reduce(gradient(*of), BATCH_AXES), (X, Y), W)
         for one in met.local():
             np.testing.assert_allclose(one / len(X), whole, rtol=1e-5)
@@ -124,7 +124,7 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 def test_used_unreduced_it_is_an_error(operation: Callable[[Any], Any]) -> None:
-    with under(placed()):
+    with use_placement(placed()):
         value = per_replica(lambda x: x.sum(), Y)
     with pytest.raises(TypeError, match=r"reduce it first, by sum\(\), mean\(\)|got.*PerReplica"):
         operation(value)
@@ -133,42 +133,48 @@ def test_used_unreduced_it_is_an_error(operation: Callable[[Any], Any]) -> None:
 
 
 def test_the_gradient_of_one_is_an_error() -> None:
-    with under(placed()), pytest.raises(TypeError):
+    with use_placement(placed()), pytest.raises(TypeError):
         jax.grad(lambda w: per_replica(lambda y, w: (w * y).sum(), Y, w))(1.0)
 
 
 def test_what_has_no_dim_of_examples_has_no_mean() -> None:
-    with under(placed()):
+    with use_placement(placed()):
         total = per_replica(lambda y: {"total": y.sum()}, Y)
     for reduced in (total.mean, total.gather):
         with pytest.raises(UserError, match=r"each replica's total has shape \(\), without"):
             reduced()
     np.testing.assert_allclose(total.stack()["total"], Y.reshape(8, 2).sum(1), rtol=1e-6)
-    with under(placed()):
+    with use_placement(placed()):
         slopes = per_replica(gradient, (X, Y), W)
     words = r"value has shape \(3,\), without a leading dim of its 2 examples"
     with pytest.raises(UserError, match=words):
         slopes.mean()
     np.testing.assert_allclose(slopes.stack().mean(0), slopes.sum() / 8, rtol=1e-5)
-    with under(placed()), pytest.raises(UserError, match=r"of shape \(3,\) for 16 examples"):
+    with (
+        use_placement(placed()),
+        pytest.raises(UserError, match=r"of shape \(3,\) for 16 examples"),
+    ):
         per_replica(lambda y: y, Y).mean(np.ones(3))
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
-    with under(placed()), pytest.raises(UserError, match=r"y has 12 examples, .* over 8 replicas"):
+    with (
+        use_placement(placed()),
+        pytest.raises(UserError, match=r"y has 12 examples, .* over 8 replicas"),
+    ):
         per_replica(lambda batch: batch, {"x": X, "y": Y[:12]})
-    with under(placed()), pytest.raises(UserError, match="arrays differ in their examples"):
+    with use_placement(placed()), pytest.raises(UserError, match="arrays differ in their examples"):
         per_replica(lambda batch: batch, {"x": X, "y": Y[:8]})
-    with under(placed()), pytest.raises(UserError, match="array is a single number"):
+    with use_placement(placed()), pytest.raises(UserError, match="array is a single number"):
         per_replica(lambda batch: batch, 3.0)
-    with under(placed()), pytest.raises(UserError, match="the batch holds no arrays"):
+    with use_placement(placed()), pytest.raises(UserError, match="the batch holds no arrays"):
         per_replica(lambda batch: batch, {})
-    with under(placed()), pytest.raises(UserError, match="the function returned a str"):
+    with use_placement(placed()), pytest.raises(UserError, match="the function returned a str"):
         per_replica(lambda batch: "a", Y)
 
 
 def test_each_replica_gets_its_own_of_what_an_earlier_one_made() -> None:
-    with under(placed()):
+    with use_placement(placed()):
         doubled = per_replica(lambda y: {"y": 2 * y, "sum": y.sum()}, Y)
         again = per_replica(lambda of: of["y"] - of["sum"], doubled)
         beside = per_replica(lambda of: of[0]["sum"] * of[1], (doubled, Y))
@@ -181,17 +187,20 @@ def test_each_replica_gets_its_own_of_what_an_earlier_one_made() -> None:
             per_replica(lambda y, whole: y, Y, doubled)
         with pytest.raises(UserError, match="within per_replica"):
             per_replica(lambda y: per_replica(lambda z: z, y).sum(), Y)
-    with under(placed(data=4, tensor=2)), pytest.raises(UserError, match="not of the 4 replicas"):
+    with (
+        use_placement(placed(data=4, tensor=2)),
+        pytest.raises(UserError, match="not of the 4 replicas"),
+    ):
         per_replica(lambda y: y, doubled)
 
 
 def test_there_are_no_local_values_while_jax_traces() -> None:
-    with under(placed()), pytest.raises(UserError, match="outside of jitted functions"):
+    with use_placement(placed()), pytest.raises(UserError, match="outside of jitted functions"):
         jax.jit(lambda: per_replica(lambda y: y, Y).local())()
 
 
 def test_it_leaves_a_jitted_function_as_its_own_type() -> None:
-    with under(placed()):
+    with use_placement(placed()):
         found = jax.jit(lambda: per_replica(lambda y: y.max(), Y))()
     assert isinstance(found, PerReplica) and repr(found) == "PerReplica((8,))"
     np.testing.assert_array_equal(found.stack(), Y.reshape(8, 2).max(1))
@@ -237,7 +246,7 @@ def test_the_strategy_within_a_replica_is_the_default() -> None:
         seen.append(current_strategy().name)
         return y
 
-    with under(placed("fully_sharded")):
+    with use_placement(placed("fully_sharded")):
         per_replica(look, Y)
         seen.append(current_strategy().name)
     assert seen == ["default", "fully_sharded"]
@@ -254,7 +263,7 @@ from spmdtrain import Loop, per_replica
 
 spmdtrain.initialize()
 with Loop(steps=1, global_batch_size=8) as loop:
-    x = loop.place(np.arange(8, dtype=np.float32))
+    x = loop.shard_batch(np.arange(8, dtype=np.float32))
     values = per_replica(lambda rows: rows * 2, x)
     sums = jax.jit(lambda x: per_replica(lambda rows: rows.sum(), x))(x)
     found = [values.gather(), values.stack(), values.local(), values.sum(), values.mean()]
@@ -286,7 +295,7 @@ def test_each_process_has_all_or_its_own(tmp_path: Path) -> None:
 def test_reduce_takes_values_of_replicas_under_every_strategy(
     strategy: str, mesh: dict[str, int], replicas: int
 ) -> None:
-    with under(placed(strategy, **mesh)):
+    with use_placement(placed(strategy, **mesh)):
         found = per_replica(lambda rows: rows, X)
         over_replicas = reduce("sum", found), reduce("mean", found)
         over_examples = reduce("sum", found, axis=0), reduce("mean", found, axis=0)
@@ -300,10 +309,10 @@ def test_reduce_takes_values_of_replicas_under_every_strategy(
 
 
 def test_reduce_takes_an_array_only_if_there_is_one_replica() -> None:
-    with under(placed("default")):
+    with use_placement(placed("default")):
         np.testing.assert_array_equal(reduce("sum", X), X)
         np.testing.assert_allclose(reduce("mean", X, axis=0), X.mean(0), rtol=1e-5, atol=1e-6)
         with pytest.raises(UserError, match="leading dim"):
             reduce("mean", 2.0, axis=0)
-    with under(placed("mirrored")), pytest.raises(UserError, match="8 replicas"):
+    with use_placement(placed("mirrored")), pytest.raises(UserError, match="8 replicas"):
         reduce("sum", X)

@@ -40,7 +40,7 @@ from spmdtrain import (
     load_variables,
     read_manifest,
 )
-from spmdtrain.adapters.as_adapter import adapt
+from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.checkpoints import command
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.restore import load_state, read_variables
@@ -51,8 +51,8 @@ from spmdtrain.config import as_json
 from spmdtrain.models import MLP
 from spmdtrain.run import main
 from spmdtrain.sharding.layout import Rule
-from spmdtrain.sharding.placement import place
-from spmdtrain.step.train_step import Steps, model_output
+from spmdtrain.sharding.placement import make_placement
+from spmdtrain.step.train_step import StepFunctions, model_output
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
 
@@ -195,22 +195,22 @@ KERNELS = {
 }
 
 
-def steps_for(layout: str) -> Steps:
+def steps_for(layout: str) -> StepFunctions:
     """The programs of an MLP whose kernels, and their moments, lie as the layout says."""
     mesh, kernel = KERNELS[layout]
     config = RunConfig(mesh=mesh, ema_decay=0.9)
-    return Steps(
-        adapter=adapt(partial(MLP, 8, (16, 24), 8)),
+    return StepFunctions(
+        adapter=as_adapter(partial(MLP, 8, (16, 24), 8)),
         objective=squared_error,
         predict=model_output,
         optimizer=optax.adam(0.1),
-        placement=place(config),
+        placement=make_placement(config),
         rules=[Rule("kernel$", kernel)],
         config=config,
     )
 
 
-def random_state(steps: Steps) -> TrainState:
+def random_state(steps: StepFunctions) -> TrainState:
     """A state in which no two bits are what they are by default; NaN and -0.0 are among them."""
     random = np.random.default_rng(3)
 
@@ -332,7 +332,7 @@ def test_averaged_parameters_are_what_is_loaded_unless_the_trained_ones_are_aske
     assert_same_bits(load_params(path), averaging.state.averaged)
     assert_same_bits(load_params(path, averaged=True), averaging.state.averaged)
     assert_same_bits(load_params(path, averaged=False), averaging.state.params)
-    moved = averaging.trainer.placement.everywhere
+    moved = averaging.trainer.placement.replicated
     assert_same_bits(load_params(path, sharding=moved), averaging.state.averaged)
     averaged, trained = both(averaging.state)
     assert averaged["layers/0/kernel"].tobytes() != trained["layers/0/kernel"].tobytes()

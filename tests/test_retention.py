@@ -19,16 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdtrain import Trainer, UserError
-from spmdtrain.adapters.as_adapter import adapt
+from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.restore import load_state
 from spmdtrain.checkpoints.retention import Record, Retention
 from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, describe_optimizer
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.config import MeshSpec, RunConfig, as_json
-from spmdtrain.sharding.placement import place
+from spmdtrain.sharding.placement import make_placement
 from spmdtrain.step.state import TrainState
-from spmdtrain.step.train_step import Steps, model_output
+from spmdtrain.step.train_step import StepFunctions, model_output
 from spmdtrain.terminal import Terminal
 
 START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
@@ -164,14 +164,14 @@ def test_hours_and_steps_begin_where_the_clock_and_the_count_do() -> None:
 # -- on the disk -----------------------------------------------------------------------------------
 
 
-def small_steps() -> Steps:
+def small_steps() -> StepFunctions:
     config = RunConfig(mesh=MeshSpec(devices=(0,)))
-    return Steps(
-        adapter=adapt(partial(nnx.Linear, 2, 1)),
+    return StepFunctions(
+        adapter=as_adapter(partial(nnx.Linear, 2, 1)),
         objective=squared_error,
         predict=model_output,
         optimizer=optax.sgd(0.1),
-        placement=place(config),
+        placement=make_placement(config),
         config=config,
     )
 

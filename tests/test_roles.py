@@ -20,7 +20,7 @@ from spmdtrain.cluster.checks import check_servers
 from spmdtrain.cluster.spec import from_tf_config
 from spmdtrain.distributed import initialize
 from spmdtrain.launch.task_env import tf_configs
-from spmdtrain.parameter_server.executor import take_part
+from spmdtrain.parameter_server.executor import run_task_role
 
 BOUND = 120  # seconds
 
@@ -180,8 +180,8 @@ def test_the_doctor_refuses_what_a_run_refuses(
     (finding,) = check_servers(from_tf_config(text))
     if missing is None:
         assert finding.level == "ok"
-        take_part(1.0)
+        run_task_role(1.0)
         return
     assert finding.level == "error" and missing in finding.text
     with pytest.raises(UserError, match=missing):
-        take_part(1.0)
+        run_task_role(1.0)

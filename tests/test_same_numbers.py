@@ -48,7 +48,9 @@ def build(path: Path, **options: Any) -> tuple[Experiment, RunConfig]:
 
 def trainer_on(devices: int, experiment: Experiment, config: RunConfig, **options: Any) -> Trainer:
     mesh = MeshSpec(devices=tuple(range(devices)))
-    return Trainer.of(experiment, config, mesh=mesh, terminal=Terminal(quiet=True), **options)
+    return Trainer.from_experiment(
+        experiment, config, mesh=mesh, terminal=Terminal(quiet=True), **options
+    )
 
 
 class Gradients:

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from helpers import DIGITS, run
 
-from spmdtrain import Loop, RunConfig, Servers, UserError
+from spmdtrain import Loop, ParameterServerOptions, RunConfig, UserError
 from spmdtrain.config import check
 from spmdtrain.launch.task_env import tf_configs
-from spmdtrain.parameter_server.executor import of_options, take_part
+from spmdtrain.parameter_server.executor import of_options, run_task_role
 from spmdtrain.parameter_server.partition import FixedShards, MaxSize, MinSize
 
 BY_SERVERS = {"strategy": "parameter_server"}
@@ -18,27 +18,28 @@ BY_SERVERS = {"strategy": "parameter_server"}
     ("options", "told"),
     [
         (
-            {"servers": Servers(max_staleness=0)},
+            {"servers": ParameterServerOptions(max_staleness=0)},
             "servers.max_staleness is for parameter_server, and the strategy is mirrored",
         ),
         (
-            BY_SERVERS | {"servers": Servers(max_staleness=-1)},
+            BY_SERVERS | {"servers": ParameterServerOptions(max_staleness=-1)},
             "servers.max_staleness is -1: it must be 0 or more",
         ),
         (
-            BY_SERVERS | {"servers": Servers(max_shards=0)},
+            BY_SERVERS | {"servers": ParameterServerOptions(max_shards=0)},
             "servers.max_shards is 0: it must be above 0",
         ),
         (
-            BY_SERVERS | {"servers": Servers(patience=float("nan"))},
-            "servers.patience is nan: it must be above 0",
+            BY_SERVERS | {"servers": ParameterServerOptions(backup_task_timeout=float("nan"))},
+            "servers.backup_task_timeout is nan: it must be above 0",
         ),
         (
-            BY_SERVERS | {"servers": Servers(partitioner="fixed_shards", min_shard_bytes=1)},
+            BY_SERVERS
+            | {"servers": ParameterServerOptions(partitioner="fixed_shards", min_shard_bytes=1)},
             "servers.min_shard_bytes is for min_size, and servers.partitioner is fixed_shards",
         ),
         (
-            BY_SERVERS | {"servers": Servers(max_shard_bytes=1)},
+            BY_SERVERS | {"servers": ParameterServerOptions(max_shard_bytes=1)},
             "servers.max_shard_bytes is for max_size, and servers.partitioner is min_size",
         ),
         (
@@ -65,10 +66,12 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], told: st
 
 
 def test_the_options_are_tensorflows_partitioners() -> None:
-    assert of_options(Servers(), 3) == MinSize(3, 256 * 1024)
-    assert of_options(Servers(max_shards=2, min_shard_bytes=7), 3) == MinSize(2, 7)
-    assert of_options(Servers(partitioner="max_size"), 3) == MaxSize(4 * 1024 * 1024, None)
-    assert of_options(Servers(partitioner="fixed_shards"), 3) == FixedShards(3)
+    assert of_options(ParameterServerOptions(), 3) == MinSize(3, 256 * 1024)
+    assert of_options(ParameterServerOptions(max_shards=2, min_shard_bytes=7), 3) == MinSize(2, 7)
+    assert of_options(ParameterServerOptions(partitioner="max_size"), 3) == MaxSize(
+        4 * 1024 * 1024, None
+    )
+    assert of_options(ParameterServerOptions(partitioner="fixed_shards"), 3) == FixedShards(3)
 
 
 def test_a_loop_of_ones_own_has_a_coordinator() -> None:
@@ -81,7 +84,7 @@ def test_which_tasks_are_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(
         UserError, match=r"ps tasks \(this one has no worker besides the chief\): start one"
     ):
-        take_part(1.0)
+        run_task_role(1.0)
 
 
 def test_without_a_cluster_it_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from spmdtrain.errors import UserError
 from spmdtrain.parameter_server.optimizer_split import divided, name_of, parts_of
 from spmdtrain.parameter_server.partition import FixedShards
-from spmdtrain.parameter_server.server import Counts, Held, Landed, Push, Server
-from spmdtrain.parameter_server.tree_partition import Cuts, cuts_of
+from spmdtrain.parameter_server.server import Counts, Push, PushResult, Server, ServerState
+from spmdtrain.parameter_server.tree_partition import TreePartition, cuts_of
 from spmdtrain.step.model_state import difference, with_difference
 from spmdtrain.step.optimizer import Update
 
@@ -27,7 +27,7 @@ PARAMS = {
 STATE = {"mean": jnp.zeros(3), "count": jnp.uint32(0)}
 
 
-def cuts(servers: int, tree: Any = PARAMS) -> Cuts:
+def cuts(servers: int, tree: Any = PARAMS) -> TreePartition:
     return cuts_of(jax.eval_shape(lambda: tree), servers, FixedShards(servers))
 
 
@@ -43,7 +43,7 @@ def test_what_is_cut_can_be_joined(servers: int) -> None:
     equal(found.join([found.cut(PARAMS, server) for server in range(servers)]), PARAMS)
     optimizer = optax.adamw(1e-3)
     state = optimizer.init(PARAMS)
-    of_state = found.through(optimizer.init)
+    of_state = found.map(optimizer.init)
     equal(of_state.join([of_state.cut(state, server) for server in range(servers)]), state)
     # Each has a part of it, and all of the counter.
     assert sum(of_state.bytes_of(server) for server in range(servers)) == (
@@ -58,12 +58,14 @@ def step_on_servers(
     of_params, of_model = cuts(servers), cuts(servers, STATE)
     on_worker, on_server = divided(optimizer, of_params)
     update = Update(on_server)
-    of_state = of_params.through(update.init)
+    of_state = of_params.map(update.init)
     state = update.init(PARAMS)
     made = [
         Server(
             update,
-            Held(of_params.cut(PARAMS, n), of_state.cut(state, n), {}, of_model.cut(STATE, n)),
+            ServerState(
+                of_params.cut(PARAMS, n), of_state.cut(state, n), {}, of_model.cut(STATE, n)
+            ),
             step=0,
         )
         for n in range(servers)
@@ -74,7 +76,7 @@ def step_on_servers(
         for n, server in enumerate(made):
             more = of_model.cut(jax.tree.map(jnp.ones_like, STATE), n)
             pushed = Push(number, number, of_params.cut(clipped, n), more, 1.0)
-            assert server.push(pushed) == Landed(True, False, 0, (True,) * 4)
+            assert server.push(pushed) == PushResult(True, False, 0, (True,) * 4)
     held = [server.held() for server in made]
     model_state = of_model.join([one.model_state for one in held])
     equal(model_state, jax.tree.map(lambda x: x + len(gradients), STATE))
@@ -154,7 +156,9 @@ def test_the_parts_of_a_chain_have_names() -> None:
 @given(st.permutations(range(6)), st.lists(st.integers(0, 5), max_size=6))
 def test_each_push_is_added_once_in_any_order(order: list[int], again: list[int]) -> None:
     update = Update(optax.sgd(1.0))
-    server = Server(update, Held({"w": jnp.zeros(2)}, update.init({"w": jnp.zeros(2)}), {}, {}), 0)
+    server = Server(
+        update, ServerState({"w": jnp.zeros(2)}, update.init({"w": jnp.zeros(2)}), {}, {}), 0
+    )
     for number in [*order, *again]:
         push = Push(number, 0, {"w": np.full(2, 2.0**number, np.float32)}, {}, 0.0)
         is_new = number not in server.ledger
@@ -165,7 +169,7 @@ def test_each_push_is_added_once_in_any_order(order: list[int], again: list[int]
 
 def test_what_is_too_stale_is_refused() -> None:
     update = Update(optax.sgd(1.0))
-    held = Held({"w": jnp.zeros(2)}, update.init({"w": jnp.zeros(2)}), {}, {})
+    held = ServerState({"w": jnp.zeros(2)}, update.init({"w": jnp.zeros(2)}), {}, {})
     server = Server(update, held, step=4, max_staleness=1)
     one = Push(4, 4, {"w": np.ones(2, np.float32)}, {}, 0.0)
     pushed = [server.push(dataclasses.replace(one, number=number)) for number in (4, 6, 5)]
@@ -179,7 +183,7 @@ def test_what_is_too_stale_is_refused() -> None:
 
 def test_what_is_not_finite_is_told() -> None:
     update = Update(optax.sgd(1.0))
-    held = Held({"w": jnp.zeros(2)}, update.init({"w": jnp.zeros(2)}), {}, {})
+    held = ServerState({"w": jnp.zeros(2)}, update.init({"w": jnp.zeros(2)}), {}, {})
     push = Push(0, 0, {"w": np.array([1, np.inf], np.float32)}, {}, 0.0)
     server = Server(update, held, 0)
     assert server.push(push).finite == (True, False, True, True)
@@ -191,7 +195,7 @@ def test_what_is_not_finite_is_told() -> None:
 
 def test_numbers_that_come_no_more_are_forgotten() -> None:
     update = Update(optax.sgd(1.0))
-    held = Held({"w": jnp.zeros(2)}, update.init({"w": jnp.zeros(2)}), {}, {})
+    held = ServerState({"w": jnp.zeros(2)}, update.init({"w": jnp.zeros(2)}), {}, {})
     server = Server(update, held, 0)
     push = Push(0, 0, {"w": np.ones(2, np.float32)}, {}, 0.0)
     for number in range(0, 300, 3):  # the others push nothing
@@ -222,7 +226,9 @@ def test_a_mask_in_the_model_state_keeps_its_infinities() -> None:
 @pytest.mark.parametrize("workers", [1, 20, 200])
 def test_what_many_workers_make_of_a_statistic_does_not_overshoot(workers: int) -> None:
     update = Update(optax.sgd(1.0))
-    held = Held({"w": jnp.zeros(1)}, update.init({"w": jnp.zeros(1)}), {}, {"var": jnp.ones(1)})
+    held = ServerState(
+        {"w": jnp.zeros(1)}, update.init({"w": jnp.zeros(1)}), {}, {"var": jnp.ones(1)}
+    )
     server = Server(update, held, 0)
     for number in range(workers):  # all have pulled 1, and seen a variance of 0.01
         more = {"var": np.full(1, 0.1 * (0.01 - 1), np.float32)}
@@ -233,7 +239,9 @@ def test_what_many_workers_make_of_a_statistic_does_not_overshoot(workers: int) 
 
 def test_without_staleness_a_batch_that_one_server_has_is_computed_from_the_same_again() -> None:
     update = Update(optax.sgd(1.0))
-    held = Held({"w": jnp.zeros(1)}, update.init({"w": jnp.zeros(1)}), {}, {"n": jnp.int32(0)})
+    held = ServerState(
+        {"w": jnp.zeros(1)}, update.init({"w": jnp.zeros(1)}), {}, {"n": jnp.int32(0)}
+    )
     server = Server(update, held, 7, max_staleness=0)
     before = server.pull(7)
     push = Push(7, before.version, {"w": np.ones(1, np.float32)}, {"n": np.int32(1)}, 0.0)

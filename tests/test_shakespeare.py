@@ -34,7 +34,7 @@ from spmdtrain import Trainer, UserError
 from spmdtrain.config import ShardingOptions
 from spmdtrain.models import Transformer
 from spmdtrain.sharding.layout import Layout
-from spmdtrain.sharding.placement import Placement, place
+from spmdtrain.sharding.placement import Placement, make_placement
 from spmdtrain.train.command_line import parse
 from spmdtrain.train.experiment import load_experiment
 from spmdtrain.tree import named_leaves
@@ -176,14 +176,16 @@ def test_dims_divide_over_the_default_meshes(preset: str | None) -> None:
 def placed(row: Row) -> tuple[Placement, ShardingOptions]:
     """What a row of the matrix of strategies asks for."""
     given = parse(["--config", str(GPT), *row.arguments]).config
-    return place(given), given.sharding
+    return make_placement(given), given.sharding
 
 
 @pytest.mark.parametrize("preset", [None, *gpt.PRESETS])
 def test_every_preset_has_a_place_under_every_strategy(preset: str | None, text: Path) -> None:
     of = config(preset, data_dir=str(text))
     experiment = gpt.build(of)
-    state = Trainer.of(experiment, of).functions.abstract_state  # shapes, and no arrays
+    state = Trainer.from_experiment(
+        experiment, of
+    ).functions.abstract_state  # shapes, and no arrays
     large = {name: x.shape for name, x in named_leaves(state).items() if x.size >= 2**20}
     count = {None: 0, "tiny": 0, "gpt2-small": 5, "gpt2-medium": 6, "1.3b": 5}[preset]
     assert len(large) == 3 * count  # parameters and two moments of each

@@ -19,8 +19,8 @@ from spmdtrain import FunctionModel, Loop, Trainer
 from spmdtrain.checkpoints.restore import load_state
 from spmdtrain.config import MeshSpec, RunConfig, ShardingOptions
 from spmdtrain.errors import UserError
-from spmdtrain.sharding.layout import Gather, Layout, Rule, check_placed, describe
-from spmdtrain.sharding.placement import Placement, place
+from spmdtrain.sharding.layout import GatherPolicy, Layout, Rule, check_placed, describe
+from spmdtrain.sharding.placement import Placement, make_placement
 from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
@@ -57,7 +57,7 @@ def state_of(
 
 
 def placement_of(strategy: str, mesh: MeshSpec | None = None) -> Placement:
-    return place(RunConfig(strategy=strategy, mesh=mesh or MeshSpec()))
+    return make_placement(RunConfig(strategy=strategy, mesh=mesh or MeshSpec()))
 
 
 def layout(
@@ -677,7 +677,7 @@ def computed(function: Callable[[Any], Any], params: Any) -> dict[str, Partition
 def test_the_model_reads_parameters_split_at_most_as_the_rules_say() -> None:
     params = {"w": shaped(16, 8), "stack": shaped(4, 16, 8), "wide": shaped(8, 16)}
     rules = [
-        Rule("stack", P(None, "fsdp"), Gather.IN_MODEL),
+        Rule("stack", P(None, "fsdp"), GatherPolicy.PER_LAYER),
         Rule("wide", P("tensor", "fsdp")),
     ]
     found = layout(params, *rules, strategy="fully_sharded", mesh=EVERY_AXIS)
@@ -702,17 +702,17 @@ def test_gradients_are_reduced_to_where_the_optimizers_state_is() -> None:
     assert computed(found.gradients, values) == {"w": P("data"), "b": P()}
     split = jax.device_put(values["w"], NamedSharding(values["w"].sharding.mesh, P("data")))
     state = state_of(params)
-    updated = jax.jit(lambda w: found.resting({"w": w, "b": values["b"]}))(split)
+    updated = jax.jit(lambda w: found.at_rest({"w": w, "b": values["b"]}))(split)
     assert state.params.keys() == updated.keys()
     assert updated["w"].sharding.is_fully_replicated
     found = layout(params, strategy="fully_sharded")
     assert computed(found.gradients, arrays(found, params)) == {"w": P("fsdp"), "b": P()}
-    assert layout(params).gradients(params) is params and layout(params).resting(params) is params
+    assert layout(params).gradients(params) is params and layout(params).at_rest(params) is params
 
 
 # --- What is where it should be ---
 
-MESH = place(RunConfig(mesh=EVERY_AXIS))
+MESH = make_placement(RunConfig(mesh=EVERY_AXIS))
 
 
 def tree_of(**specs: PartitionSpec) -> tuple[dict[str, jax.Array], dict[str, NamedSharding]]:
@@ -798,7 +798,7 @@ def trainer(**options: Any) -> Trainer:
 
 
 def replicated(fitted: Trainer, tree: Any) -> Any:
-    return jax.tree.map(lambda _: fitted.placement.everywhere, tree)
+    return jax.tree.map(lambda _: fitted.placement.replicated, tree)
 
 
 WRONG = "params/kernel of shape (32, 8) is replicated, and its rules ask for P('fsdp', None)"
@@ -835,7 +835,7 @@ def test_a_state_that_a_step_leaves_elsewhere_stops_the_run() -> None:
     fitted = trainer()
     steps = fitted.functions
     places = (steps.shardings, fitted.placement.batch)
-    after = (replicated(fitted, steps.shardings), fitted.placement.everywhere)
+    after = (replicated(fitted, steps.shardings), fitted.placement.replicated)
     wrong = jax.jit(steps._train, in_shardings=places, out_shardings=after)
     vars(steps)["train_program"] = lambda *_, **__: wrong
     with pytest.raises(UserError) as caught:

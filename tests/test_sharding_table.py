@@ -21,7 +21,7 @@ from jax.sharding import (
 )
 from rich.console import Console
 
-from spmdtrain.sharding.table import Held, Row, ShardingTable, narrow, show, summary, tabulate
+from spmdtrain.sharding.table import MemoryUse, Row, ShardingTable, narrow, show, summary, tabulate
 from spmdtrain.step.state import TrainState, average_of
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves, path_name
@@ -107,17 +107,17 @@ def test_a_row_a_parameter_with_the_leaves_of_the_optimizer_that_follow_it(mesh:
         shape="(4, 64, 32)",
         dtype="float32",
         spec="P(None, 'fsdp')",
-        own=Held(whole // 4, 0, whole),
-        optimizer=Held(whole // 2, 0, 2 * whole),  # mu and nu
-        average=Held(whole // 4, 0, whole),
+        own=MemoryUse(whole // 4, 0, whole),
+        optimizer=MemoryUse(whole // 2, 0, 2 * whole),  # mu and nu
+        average=MemoryUse(whole // 4, 0, whole),
         elements=4 * 64 * 32,
     )
     # Not that of blocks/q, though both end in q; and its average is in f32.
     assert found["embed/q"].dtype == "bfloat16"
     assert (found["embed/q"].own.whole, found["embed/q"].average.whole) == (128, 256)
     # step and key, and Adam's count.
-    assert found["other"].own == Held(12, 0, 12)
-    assert found["other"].optimizer == Held(4, 0, 4)
+    assert found["other"].own == MemoryUse(12, 0, 12)
+    assert found["other"].optimizer == MemoryUse(4, 0, 4)
 
 
 def test_the_longest_path_that_ends_an_optimizers_leaf_owns_it(mesh: Mesh) -> None:
@@ -153,7 +153,7 @@ def test_model_state_and_what_follows_no_parameter_are_other(mesh: Mesh) -> None
 def test_parameters_that_are_one_array_have_its_name(mesh: Mesh) -> None:
     of = state(shaped(8, 8))
     found = rows(tabulate(of, placed(of, mesh, ("params|mu|nu", P("fsdp")))))
-    assert found["params"].own == Held(64, 0, 256)
+    assert found["params"].own == MemoryUse(64, 0, 256)
     assert found["params"].optimizer.whole >= 512
 
 
@@ -213,15 +213,18 @@ def test_host_memory_is_counted_beside_the_devices(mesh: Mesh) -> None:
     on_host = NamedSharding(mesh, P("fsdp"), memory_kind="pinned_host")
     table = tabulate(of, placed(of, mesh, ("opt_state.*w", on_host), ("w", P(("data", "fsdp")))))
     row = rows(table)["w"]
-    assert (row.own, row.optimizer) == (Held(40_000, 0, 320_000), Held(0, 160_000, 640_000))
+    assert (row.own, row.optimizer) == (
+        MemoryUse(40_000, 0, 320_000),
+        MemoryUse(0, 160_000, 640_000),
+    )
     assert (str(row.own), str(row.optimizer)) == ("40.0 kB", "160 kB host")
     assert table.fullest == 40_000 + 16  # with the scalars
     assert summary(table)[0] == (
         "each of 8 devices holds 40.0 kB, and 160 kB in host memory, of 960 kB "
         "(21%; an even split is 120 kB)"
     )
-    assert str(Held(1, 2, 3)) == "1 B + 2 B host"
-    assert str(Held()) == "0 B"
+    assert str(MemoryUse(1, 2, 3)) == "1 B + 2 B host"
+    assert str(MemoryUse()) == "0 B"
 
 
 def test_an_even_split_is_a_part_of_the_whole(mesh: Mesh) -> None:

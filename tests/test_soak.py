@@ -10,7 +10,7 @@ STEPS = 20_000
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("reduction", ["packed", "automatic"])
+@pytest.mark.parametrize("reduction", ["flattened", "automatic"])
 def test_twenty_thousand_steps_on_eight_virtual_devices(reduction: str, tmp_path: Path) -> None:
     """Without a bound of the steps under way, the in-process all-reduce can end the process."""
     ended = run(

@@ -47,7 +47,7 @@ from spmdtrain.cluster import admission, rendezvous
 from spmdtrain.cluster.json_lines import Line
 from spmdtrain.cluster.rendezvous import Party
 from spmdtrain.errors import ClusterError, UserError
-from spmdtrain.testing import started
+from spmdtrain.testing import start_processes
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
 OTHER = b"another token of the same length"
@@ -393,7 +393,7 @@ def test_a_job_trains_though_strangers_attack_its_rendezvous(tmp_path: Path) -> 
     before = {0: "ulimit -n 512", 1: f"until test -e {go}; do sleep 0.1; done"}
     shells = {rank: ["bash", "-c", f'{text}; exec "$@"', "task"] for rank, text in before.items()}
     attack = [sys.executable, "-c", ATTACKER, addresses[0].split(":")[1], str(go)]
-    with started(
+    with start_processes(
         lambda rank: as_task(tf_config(addresses, rank), [*shells[rank], *line]),
         processes=2,
         timeout=BOUND,

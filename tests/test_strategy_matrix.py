@@ -289,8 +289,8 @@ def test_a_cell_that_says_no_is_refused_in_words(row: Row, column: str, tmp_path
             "float32",
         ),
         (
-            "--collectives.bytes-per-pack 1000000",
-            "collectives.bytes_per_pack: XLA has no threshold on CPU",
+            "--collectives.combine-threshold-bytes 1000000",
+            "collectives.combine_threshold_bytes: XLA has no threshold on CPU",
         ),
     ],
 )

@@ -19,8 +19,8 @@ from helpers import DIGITS
 from jax.sharding import SingleDeviceSharding
 from matrix import ROWS, Row
 
-from spmdtrain import Event, FunctionModel, Trainer
-from spmdtrain.config import Collectives, ShardingOptions
+from spmdtrain import CallbackContext, FunctionModel, Trainer
+from spmdtrain.config import CollectiveOptions, ShardingOptions
 from spmdtrain.models import MLP, mlp_rules
 from spmdtrain.terminal import Terminal
 from spmdtrain.testing.compiled_step import CompiledStep, compiled_step
@@ -59,7 +59,7 @@ def trainer_of(row: Row, **options: Any) -> Trainer:
         "mesh": config.mesh,
         "sharding": ShardingOptions(min_size=MIN_SIZE),
         "global_batch_size": BATCH,
-        "collectives": Collectives(reduction="automatic"),  # of what XLA makes
+        "collectives": CollectiveOptions(reduction="automatic"),  # of what XLA makes
     }
     return Trainer(**given | options, terminal=Terminal(quiet=True))
 
@@ -114,7 +114,7 @@ def program(name: str) -> Program:
 
 def one_reduction_over(of: Program, *axes: str) -> None:
     """Every gradient crosses once, all of them together, and nothing else does."""
-    of.step.has_exactly(1, "all-reduce", over=axes)
+    of.step.assert_count(1, "all-reduce", axes=axes)
     (only,) = of.step.collectives
     assert PARAMETERS < only.bytes <= PARAMETERS + SMALL  # and the loss and its weight
     assert {*of.held("params").values(), *of.held("opt_state").values()} == {1}
@@ -123,7 +123,7 @@ def one_reduction_over(of: Program, *axes: str) -> None:
 def gathered_once_over(of: Program, axis: str) -> None:
     """Each kernel is made whole once in a step, its gradient reduced once."""
     assert of.bytes_of("all-gather") == KERNELS and of.arrays_of("all-gather") == 2
-    of.step.has_exactly(0, "all-to-all")
+    of.step.assert_count(0, "all-to-all")
     assert all(one.axes == (axis,) for one in of.step.collectives if one.kind == "all-gather")
 
 
@@ -150,11 +150,11 @@ def fully_sharded(of: Program) -> None:
 
 
 def tensor_parallel(of: Program) -> None:
-    of.step.has_no("all-gather")
+    of.step.assert_no("all-gather")
     activations = 4 * (BATCH // 4) * OUT  # of the second layer, of a device's examples
-    of.step.has_exactly(1, "all-reduce", above=SMALL, over="tensor")
-    of.step.has_no("all-reduce", above=activations, over="tensor")
-    of.step.has_no("all-reduce", above=SMALL, over=("data", "tensor"))
+    of.step.assert_count(1, "all-reduce", larger_than=SMALL, axes="tensor")
+    of.step.assert_no("all-reduce", larger_than=activations, axes="tensor")
+    of.step.assert_no("all-reduce", larger_than=SMALL, axes=("data", "tensor"))
     # Each device has half of everything but the last bias.
     gradients = (PARAMETERS - 4 * OUT) // 2 + 4 * OUT
     assert gradients < of.bytes_of(*REDUCTIONS) - activations <= gradients + SMALL
@@ -170,7 +170,7 @@ def fully_sharded_tensor(of: Program) -> None:
     activations = 4 * (BATCH // 4) * OUT
     gradients = (PARAMETERS - 4 * OUT) // 2 + 4 * OUT
     assert gradients < of.bytes_of(*REDUCTIONS) - activations <= gradients + SMALL
-    of.step.has_no("all-reduce", above=activations, over="tensor")
+    of.step.assert_no("all-reduce", larger_than=activations, axes="tensor")
 
 
 def hybrid_fully_sharded(of: Program) -> None:
@@ -309,7 +309,7 @@ def test_central_storage_keeps_between_steps_what_is_asked_in_host_memory(
 ) -> None:
     found: list[set[str]] = []
 
-    def look(event: Event) -> None:
+    def look(event: CallbackContext) -> None:
         leaves = named_leaves(event.trainer.state).items()
         kinds = {(n.partition("/")[0], x.sharding.memory_kind == "pinned_host") for n, x in leaves}
         # Scalars (an optimizer's count) stay on the devices.

@@ -12,12 +12,12 @@ from rich.console import Console
 
 from spmdtrain.config import RunConfig, resolve
 from spmdtrain.files.run_files import RunFiles, Split
-from spmdtrain.parameter_server.stats import Tally
+from spmdtrain.parameter_server.stats import StalenessStats
 from spmdtrain.terminal import Terminal
-from spmdtrain.train.run_logger import Journal
+from spmdtrain.train.run_logger import RunLogger
 
 
-def shown(tally: Tally, made: dict[str, int]) -> list[str]:
+def shown(tally: StalenessStats, made: dict[str, int]) -> list[str]:
     console = Console(file=io.StringIO(), width=200)
     console.print(tally.table(made))
     assert isinstance(console.file, io.StringIO)
@@ -25,7 +25,7 @@ def shown(tally: Tally, made: dict[str, int]) -> list[str]:
 
 
 def test_the_table_has_a_row_for_each_number_and_wider_ones_beyond() -> None:
-    tally = Tally()
+    tally = StalenessStats()
     for staleness, times in {0: 10, 1: 20, 7: 1, 8: 2, 15: 3, 16: 5, 100: 1}.items():
         for _ in range(times):
             tally.add(staleness, pulled=1000, pushed=500)
@@ -46,7 +46,7 @@ def test_the_table_has_a_row_for_each_number_and_wider_ones_beyond() -> None:
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=50))
 def test_every_update_is_in_the_report_and_in_the_table(found: list[int]) -> None:
-    tally = Tally()
+    tally = StalenessStats()
     for staleness in found:
         tally.add(staleness, 10, 20)
     told = tally.report({"worker 0": len(found)}, [{"added": len(found)}])
@@ -59,7 +59,7 @@ def test_every_update_is_in_the_report_and_in_the_table(found: list[int]) -> Non
 def test_lines_of_training_count_since_the_last_one(tmp_path: Path) -> None:
     config = resolve(RunConfig(steps=4, workdir=str(tmp_path)), batch_shards=1)
     with contextlib.closing(RunFiles(str(tmp_path))) as files:
-        journal = Journal(Terminal(quiet=True), files, config)
+        journal = RunLogger(Terminal(quiet=True), files, config)
         for step, staleness in enumerate([[0], [3, 3, 1]], start=1):
             for number in staleness:
                 journal.count("staleness", number)

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from linear import squared_error
 
 from spmdtrain import (
-    Event,
+    CallbackContext,
     FunctionModel,
     MeshSpec,
     NonFiniteError,
@@ -30,12 +30,12 @@ from spmdtrain import (
     UserError,
     read_manifest,
 )
-from spmdtrain.adapters.as_adapter import adapt
+from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.data.datasets import as_dataset
 from spmdtrain.sharding.layout import Rule
-from spmdtrain.sharding.placement import place
+from spmdtrain.sharding.placement import make_placement
 from spmdtrain.step import user_frames
-from spmdtrain.step.train_step import Steps, model_output
+from spmdtrain.step.train_step import StepFunctions, model_output
 from spmdtrain.tree import named_leaves
 
 X = np.random.default_rng(1).normal(size=(40, 4)).astype(np.float32)
@@ -84,7 +84,7 @@ def test_steps_and_epochs_are_totals() -> None:
 def test_callbacks_are_called_at_their_moments_and_can_stop_the_run(tmp_path: Path) -> None:
     heard: list[tuple[str, int]] = []
 
-    def hear(event: Event) -> None:
+    def hear(event: CallbackContext) -> None:
         heard.append((event.moment, event.step))
         if event.moment == "step" and event.step == 7:
             event.trainer.stop()
@@ -160,7 +160,7 @@ def test_a_number_that_is_none_stops_the_run_and_is_never_saved(tmp_path: Path, 
 def test_saving_by_seconds_follows_the_clock(tmp_path: Path) -> None:
     now = [0.0]
 
-    def tick(event: Event) -> None:
+    def tick(event: CallbackContext) -> None:
         now[0] += 1.0
 
     fitted = trainer(
@@ -178,7 +178,7 @@ def test_saving_by_seconds_follows_the_clock(tmp_path: Path) -> None:
 def test_the_best_by_the_named_metric_is_kept_beside_the_newest(tmp_path: Path) -> None:
     losses = {}
 
-    def note(event: Event) -> None:
+    def note(event: CallbackContext) -> None:
         losses[event.step] = event.metrics["distance"]
 
     def objective(model: Any, batch: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
@@ -218,9 +218,9 @@ def test_evaluate_before_fit_does_not_hide_the_checkpoint_from_fit(tmp_path: Pat
 
 def test_what_the_rules_ask_for_is_where_the_state_lives() -> None:
     config = RunConfig(mesh=MeshSpec(data=2, fsdp=4))
-    placement = place(config)
-    steps = Steps(
-        adapter=adapt(partial(nnx.Linear, 8, 16)),
+    placement = make_placement(config)
+    steps = StepFunctions(
+        adapter=as_adapter(partial(nnx.Linear, 8, 16)),
         objective=squared_error,
         predict=model_output,
         optimizer=optax.adam(1e-3),
@@ -343,7 +343,7 @@ def test_what_is_infinite_from_the_start_is_meant_so() -> None:
 
 
 def test_an_early_stop_ends_at_the_evaluation_and_lasts(tmp_path: Path) -> None:
-    def enough(event: Event) -> None:
+    def enough(event: CallbackContext) -> None:
         if event.step == 10:
             event.trainer.stop()
 
@@ -359,7 +359,7 @@ def test_an_early_stop_ends_at_the_evaluation_and_lasts(tmp_path: Path) -> None:
 
 
 def test_a_stop_at_a_step_that_is_saved_and_not_evaluated_evaluates_it(tmp_path: Path) -> None:
-    def stop(event: Event) -> None:
+    def stop(event: CallbackContext) -> None:
         if event.step == 4:
             event.trainer.stop()
 
@@ -439,7 +439,7 @@ def test_a_stop_before_the_first_step_makes_none() -> None:
 
 
 def test_a_workdir_in_use_is_refused_and_free_again_afterwards(tmp_path: Path) -> None:
-    def second(event: Event) -> None:
+    def second(event: CallbackContext) -> None:
         with pytest.raises(UserError, match=f"workdir {tmp_path} is in use by another run"):
             trainer(workdir=str(tmp_path)).fit((X, Y), steps=1)
 
@@ -588,11 +588,11 @@ def test_a_callback_reads_the_state_of_its_own_step_or_none() -> None:
     read: list[tuple[str, int, int]] = []
     refused: list[str] = []
 
-    def read_state(event: Event) -> None:
+    def read_state(event: CallbackContext) -> None:
         assert event.trainer.state is not None
         read.append((event.moment, event.step, int(event.trainer.state.step)))
 
-    def try_all(event: Event) -> None:
+    def try_all(event: CallbackContext) -> None:
         for name in ("state", "model", "step"):
             with pytest.raises(UserError, match="cannot be read in a log callback"):
                 getattr(event.trainer, name)
@@ -611,7 +611,7 @@ def test_a_callback_reads_the_state_of_its_own_step_or_none() -> None:
 
 @pytest.mark.parametrize("moment", ["fit_start", "step", "fit_end"])
 def test_metrics_are_added_at_no_other_moment(moment: str) -> None:
-    def add(event: Event) -> None:
+    def add(event: CallbackContext) -> None:
         event.metrics["double"] = 2.0
 
     with pytest.raises(UserError, match="only callbacks of 'log' and 'evaluation' may"):
@@ -619,10 +619,10 @@ def test_metrics_are_added_at_no_other_moment(moment: str) -> None:
 
 
 def test_metrics_that_callbacks_add_are_in_every_record(tmp_path: Path) -> None:
-    def add(event: Event) -> None:
+    def add(event: CallbackContext) -> None:
         event.metrics["double"] = 2 * event.metrics["loss"]
 
-    def change(event: Event) -> None:
+    def change(event: CallbackContext) -> None:
         with pytest.raises(UserError, match="cannot be changed"):
             event.metrics["loss"] = 0.0
 
@@ -641,7 +641,7 @@ def test_metrics_that_callbacks_add_are_in_every_record(tmp_path: Path) -> None:
 def test_metrics_of_an_event_are_added_to_and_copied_as_a_dictionary_is() -> None:
     copies: list[dict[str, float]] = []
 
-    def add(event: Event) -> None:
+    def add(event: CallbackContext) -> None:
         metrics = event.metrics
         metrics |= {"one": 1.0}
         event.metrics |= {"two": 2.0}
@@ -653,7 +653,7 @@ def test_metrics_of_an_event_are_added_to_and_copied_as_a_dictionary_is() -> Non
         with pytest.raises(UserError, match="cannot be replaced"):
             event.metrics = {"loss": 0.0}
 
-    def keep(event: Event) -> None:
+    def keep(event: CallbackContext) -> None:
         of = event.metrics
         copies.extend([copy.copy(of), copy.deepcopy(of), pickle.loads(pickle.dumps(of))])
 

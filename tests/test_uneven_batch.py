@@ -15,7 +15,7 @@ from processes import drill, job
 from steps import SHOWS_GRADIENTS, on, tokens_batch, tokens_model, tokens_objective
 
 from spmdtrain import Loop, Trainer, UserError
-from spmdtrain.config import Collectives, RunConfig, ShardingOptions
+from spmdtrain.config import CollectiveOptions, RunConfig, ShardingOptions
 from spmdtrain.models import MLP
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
@@ -62,8 +62,8 @@ def draws(model: Any, batch: Any, key: jax.Array) -> Any:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "packed": {},
-    "by XLA": {"collectives": Collectives(reduction="automatic")},
+    "flattened": {},
+    "by XLA": {"collectives": CollectiveOptions(reduction="automatic")},
     "one example": {"global_batch_size": 1},
     "microbatches": {"microbatches": 2},
     "fully sharded": {"strategy": "fully_sharded", "sharding": ShardingOptions(min_size=1)},

@@ -20,7 +20,7 @@ from test_links import fit
 
 from spmdtrain import UserError
 from spmdtrain.checkpoints.command import main as checkpoints
-from spmdtrain.checkpoints.manifest import Damaged, Manifest
+from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.run_identity import Identity, changes, check_same_run
 from spmdtrain.files.run_files import RunFiles, evaluator_metrics, status_of
 from spmdtrain.files.validation import Malformed, check
@@ -155,7 +155,7 @@ def test_a_forged_manifest_is_damage(
 ) -> None:
     folder = workdir / "checkpoints" / "2"
     forge(folder, CHANGES[name])
-    with pytest.raises(Damaged, match=r"^manifest\.json"):
+    with pytest.raises(CheckpointCorruptedError, match=r"^manifest\.json"):
         Manifest.read(epath.Path(folder))
     assert checkpoints(["verify", str(workdir)]) == 1
     assert checkpoints(["show", str(workdir)]) == 0

@@ -14,7 +14,7 @@ from PIL import Image
 
 from spmdtrain import ImageFolder, StorageError, Trainer
 from spmdtrain.terminal import Terminal
-from spmdtrain.train.callbacks import Event
+from spmdtrain.train.callbacks import CallbackContext
 from spmdtrain.tree import named_leaves
 
 
@@ -58,7 +58,7 @@ def test_files_that_vanish_in_mid_epoch_are_named_and_the_run_resumes(
         Image.fromarray(picture).save(place)
     whole = fit(tmp_path / "data", tmp_path / "whole")
 
-    def vanish(event: Event) -> None:
+    def vanish(event: CallbackContext) -> None:
         if event.step == 6:  # of 20 an epoch
             shutil.copytree(tmp_path / "data", tmp_path / "copy")
             for path in (tmp_path / "data").rglob("*.png"):

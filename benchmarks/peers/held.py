@@ -35,7 +35,7 @@ if work.processes > 1:
 import jax
 from nets import net_of
 
-from spmdtrain import ArrayDataset, Experiment, RunConfig, Trainer, resolve_on_devices
+from spmdtrain import ArrayDataset, Experiment, RunConfig, Trainer, resolve_config
 from spmdtrain.terminal import Terminal
 from spmdtrain.train import executor
 from spmdtrain.train.experiment import load_experiment
@@ -66,10 +66,10 @@ def experiment_and_config() -> tuple[Experiment, RunConfig]:
     if work.workload == "flowers":
         flowers = load_experiment(str(FLOWERS), frozenset()).module
         config = flowers.Config(data_dir=work.data, batch_statistics=given.statistics, **common)
-        config = resolve_on_devices(config)
+        config = resolve_config(config)
         return dataclasses.replace(flowers.build(config), validation=None, test=None), config
     net, (images, labels) = net_of(work), work.arrays()
-    config = resolve_on_devices(RunConfig(**common))
+    config = resolve_config(RunConfig(**common))
     data = ArrayDataset({"image": images, "label": labels})
     return Experiment(
         model=net.make, objective=net.objective, optimizer=net.optimizer, train=data
@@ -78,6 +78,6 @@ def experiment_and_config() -> tuple[Experiment, RunConfig]:
 
 vars(executor)["train_batches"] = gated
 experiment, config = experiment_and_config()
-run = Trainer.of(experiment, config, terminal=Terminal(quiet=True))
+run = Trainer.from_experiment(experiment, config, terminal=Terminal(quiet=True))
 run.fit(experiment.train)
 sys.exit("the run ended before the benchmark")

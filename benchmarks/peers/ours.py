@@ -23,7 +23,7 @@ if work.processes > 1:
 import jax
 from nets import net_of
 
-from spmdtrain import ArrayDataset, Collectives, Trainer
+from spmdtrain import ArrayDataset, CollectiveOptions, Trainer
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.data import loader
 from spmdtrain.train import executor
@@ -36,7 +36,7 @@ if work.accelerator:
 if work.per_dispatch > 1:
     options |= {"steps_per_dispatch": work.per_dispatch, "data_on_device": True}
 if "--automatic" in sys.argv:
-    options["collectives"] = Collectives(reduction="automatic")
+    options["collectives"] = CollectiveOptions(reduction="automatic")
 train_batches = loader.train_batches
 
 

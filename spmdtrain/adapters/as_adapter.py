@@ -6,7 +6,7 @@ from spmdtrain.adapters.base import Adapter
 from spmdtrain.errors import UserError
 
 
-def adapt(model: Any) -> Adapter:
+def as_adapter(model: Any) -> Adapter:
     """The adapter of an nnx module, or of a function of `rngs` that makes one."""
     if isinstance(model, Adapter):
         return model

@@ -1,7 +1,4 @@
-"""From a model, whatever library it comes from, to pure functions over plain pytrees.
-
-The rest of spmdtrain knows only the `Adapter` protocol; `adapting.adapt` finds the right one.
-"""
+"""The `Adapter` protocol: a model of any library as pure functions over plain pytrees."""
 
 import enum
 from collections.abc import Callable, Sequence

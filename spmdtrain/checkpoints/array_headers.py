@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmdtrain.checkpoints.manifest import Damaged, Manifest
+from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.run_identity import describe
 from spmdtrain.terminal import byte_size
 from spmdtrain.tree import path_name
@@ -30,12 +30,12 @@ def check_headers(tree: PyTree, manifest: Manifest, *, in_memory: bool) -> None:
       in_memory: Whether each array is then read whole by this machine.
 
     Raises:
-      Damaged: If an array is not in the manifest, has another shape or dtype there, or has to be
-        and is not smaller than this machine's memory.
+      CheckpointCorruptedError: If an array is not in the manifest, has another shape or dtype
+        there, or has to be and is not smaller than this machine's memory.
     """
     for path, header in jax.tree_util.tree_leaves_with_path(tree):
         if fault := header_fault(path_name(path), header, manifest, in_memory=in_memory):
-            raise Damaged(fault)
+            raise CheckpointCorruptedError(fault)
 
 
 def header_fault(name: str, header: Any, manifest: Manifest, *, in_memory: bool) -> str | None:

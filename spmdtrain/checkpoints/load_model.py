@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmdtrain.adapters.as_adapter import adapt
+from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.adapters.base import Variables
 from spmdtrain.checkpoints.restore import read_variables
 from spmdtrain.errors import UserError
@@ -38,7 +38,7 @@ def load_model(
       UserError: If the checkpoint is of another model, or there is none that is good.
       StorageError: If it cannot be read.
     """
-    adapter = adapt(model)
+    adapter = as_adapter(model)
     expected = jax.eval_shape(adapter.init, adapter.given, jax.random.key(0))
     found, _ = read_variables(path, which=which, averaged=averaged)
     return adapter.merge(

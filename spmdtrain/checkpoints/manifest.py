@@ -53,7 +53,7 @@ class _Epoch(TypedDict):
     sums: Mapping[str, Sequence[float]]
 
 
-class Damaged(UserError):
+class CheckpointCorruptedError(UserError):
     """A checkpoint is not, or not whole, what was once saved. Says which file or parameter."""
 
 
@@ -93,17 +93,21 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: epath.Path) -> "Manifest":
-        """A checkpoint's manifest. Raises `Damaged` where it is missing or not as written."""
+        """Returns the manifest of a checkpoint.
+
+        Raises:
+          CheckpointCorruptedError: If it is missing or malformed.
+        """
         try:
             content = parse_object(read_bytes(folder / NAME))
         except (FileNotFoundError, NotADirectoryError):
-            raise Damaged(
+            raise CheckpointCorruptedError(
                 f"{NAME} is missing: the save did not end, or something else made it"
             ) from None
         except Malformed as error:
-            raise Damaged(f"{NAME} is not as it was written: {error}") from error
+            raise CheckpointCorruptedError(f"{NAME} is not as it was written: {error}") from error
         if content.pop("sha256", None) != _digest(content):
-            raise Damaged(f"{NAME} is not as it was written")
+            raise CheckpointCorruptedError(f"{NAME} is not as it was written")
         try:
             if content.pop("format", None) != _FORMAT:
                 raise OtherFields("format")
@@ -114,9 +118,11 @@ class Manifest:
                 f"{folder} was saved by another version of spmdtrain, which this one cannot read"
             ) from None
         except Malformed as error:  # the digest is no signature: anyone can compute it
-            raise Damaged(f"{NAME}: {error}") from error
+            raise CheckpointCorruptedError(f"{NAME}: {error}") from error
         if folder.name.isdecimal() and int(folder.name) != found.step:
-            raise Damaged(f"it is the checkpoint of step {found.step} under another name")
+            raise CheckpointCorruptedError(
+                f"it is the checkpoint of step {found.step} under another name"
+            )
         return found
 
     def _check(self) -> None:
@@ -152,9 +158,9 @@ class Manifest:
                 raise Malformed(f"{name[:60]!r} is no name")
 
     def check_kinds(self, folder: epath.Path) -> None:
-        """Raises `Damaged` naming the first thing in a checkpoint that is not a file or folder.
+        """Checks that a checkpoint contains regular files and folders only.
 
-        Libraries would wait for a FIFO for ever.
+        Opening a FIFO would block for ever.
         """
         for root, folders, names in () if is_url(folder) else os.walk(folder):
             for path in [Path(root, name) for name in sorted(folders + names)]:
@@ -163,20 +169,24 @@ class Manifest:
                 except OSError as error:
                     if error.errno not in (errno.ENOENT, errno.ELOOP):
                         raise  # it cannot be reached now, whatever it is
-                    raise Damaged(f"{path.relative_to(folder)} is missing") from None
+                    raise CheckpointCorruptedError(
+                        f"{path.relative_to(folder)} is missing"
+                    ) from None
                 whole = stat.S_ISREG(mode) or (stat.S_ISDIR(mode) and not path.is_symlink())
                 if not whole:
-                    raise Damaged(f"{path.relative_to(folder)} is not a regular file or folder")
+                    raise CheckpointCorruptedError(
+                        f"{path.relative_to(folder)} is not a regular file or folder"
+                    )
 
     def check_files(self, folder: epath.Path) -> None:
-        """Raise `Damaged` naming the first file that is missing or of another size."""
+        """Raises `CheckpointCorruptedError` if a file is missing or of another size."""
         for name, size in self.files.items():
             try:
                 found, _ = size_and_time(folder / name)
             except (FileNotFoundError, NotADirectoryError):
-                raise Damaged(f"{name} is missing") from None
+                raise CheckpointCorruptedError(f"{name} is missing") from None
             if found != size:
-                raise Damaged(f"{name} has {found:,} bytes, and had {size:,}")
+                raise CheckpointCorruptedError(f"{name} has {found:,} bytes, and had {size:,}")
 
 
 def sizes(folder: epath.Path) -> dict[str, int]:

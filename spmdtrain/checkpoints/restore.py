@@ -19,7 +19,7 @@ from spmdtrain.adapters.base import Variables
 from spmdtrain.checkpoints.array_headers import check_headers, header_fault
 from spmdtrain.checkpoints.checksums import as_text, read_parts, start_sums, sums
 from spmdtrain.checkpoints.listing import BEST, LATEST, choose, parse_choice
-from spmdtrain.checkpoints.manifest import NAME, Damaged, Manifest
+from spmdtrain.checkpoints.manifest import NAME, CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.run_identity import check_same_model, describe_leaves
 from spmdtrain.checkpoints.save import ITEMS, items_of, raw_keys, steps_in
 from spmdtrain.distributed import process_group
@@ -27,9 +27,9 @@ from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files.storage import (
     absolute,
     folder_of,
-    hush_late_answers,
     in_short,
     is_damage,
+    silence_tensorstore_shutdown,
     why_failed,
 )
 from spmdtrain.step.state import TrainState, average_of
@@ -69,7 +69,7 @@ class Found(Generic[T]):
     damaged: Sequence[int]
 
 
-def saved_in(workdir: str) -> Source:
+def list_checkpoints(workdir: str) -> Source:
     """The checkpoints of a workdir, perhaps none."""
     return _listed(absolute(folder_of(workdir) / "checkpoints"))
 
@@ -107,7 +107,7 @@ def find(path: str | os.PathLike[str], which: str | int = LATEST) -> Source:
                 "give its workdir"
             )
         return Source(given.parent, [int(given.name)], whole_workdir=False)
-    source = _listed(given) if given.name == "checkpoints" else saved_in(path)
+    source = _listed(given) if given.name == "checkpoints" else list_checkpoints(path)
     if not source.steps:
         raise UserError(f"{path}: holds no checkpoint (neither a workdir nor a checkpoints/STEP)")
     if which == LATEST:
@@ -117,41 +117,49 @@ def find(path: str | os.PathLike[str], which: str | int = LATEST) -> Source:
     return Source(source.folder, [step], whole_workdir=False)
 
 
-def agreed(source: Source) -> Source:
+def broadcast_source(source: Source) -> Source:
     """As process 0 sees it: all processes of a job call it, to load the same checkpoint."""
     return replace(source, steps=process_group.broadcast(list(source.steps)))
 
 
-def newest_good(
+def load_latest_valid(
     source: Source,
     load: Callable[[epath.Path, Manifest], T],
     tell: Callable[[str], None],
     *,
     by_all: bool = False,
 ) -> Found[T]:
-    """What `load` makes of the newest checkpoint that is good.
+    """Loads the newest valid checkpoint of a source.
 
-    A damaged one is told of and passed over. A refusal by `load` is none of that and is raised.
-    Raises `Damaged` where none is good. `by_all` says that all processes of a job load together.
+    Args:
+      source: The checkpoints.
+      load: Loads one; its `UserError` other than a corrupted checkpoint ends the search.
+      tell: Receives a line for each corrupted checkpoint.
+      by_all: Whether all processes of the job load together.
+
+    Raises:
+      CheckpointCorruptedError: If no checkpoint is valid.
     """
 
     def read(folder: epath.Path) -> Manifest:
         with _reachable(folder):
             return Manifest.read(folder)
 
-    source = agreed(source) if by_all else source
-    damaged: dict[int, Damaged] = {}
+    source = broadcast_source(source) if by_all else source
+    damaged: dict[int, CheckpointCorruptedError] = {}
     for step in reversed(source.steps):
         folder = source.path(step)
         try:
             reading = functools.partial(read, folder)
-            manifest = process_group.jointly(reading, Damaged) if by_all else reading()
+            manifest = (
+                process_group.run_on_all(reading, CheckpointCorruptedError) if by_all else reading()
+            )
             return Found(load(folder, manifest), manifest, list(damaged))
-        except Damaged as error:
+        except CheckpointCorruptedError as error:
             gone = not folder.exists()
             if source.whole_workdir and (process_group.broadcast(gone) if by_all else gone):
                 # Removed while it was read, by a run that goes on: there is a newer one.
-                return newest_good(_listed(source.folder), load, tell, by_all=by_all)
+                return load_latest_valid(_listed(source.folder), load, tell, by_all=by_all)
             damaged[step] = error
             if step != source.steps[0]:
                 tell(f"checkpoint {folder} is damaged: {error}; trying the one before")
@@ -159,8 +167,10 @@ def newest_good(
         raise UserError(f"{source.folder}: holds no checkpoint any more")
     newest = max(damaged)
     if len(damaged) == 1:
-        raise Damaged(f"checkpoint {source.path(newest)} is damaged: {damaged[newest]}")
-    raise Damaged(
+        raise CheckpointCorruptedError(
+            f"checkpoint {source.path(newest)} is damaged: {damaged[newest]}"
+        )
+    raise CheckpointCorruptedError(
         f"none of the {len(damaged)} checkpoints in {source.folder} is good; of the newest, "
         f"{newest}: {damaged[newest]}"
     )
@@ -174,7 +184,7 @@ def load_state(
 ) -> TrainState:
     """The state, each leaf placed as `shardings` says, on whatever devices there are now.
 
-    It is as `abstract` says (see `identity.check_same_run`). Raises `Damaged`.
+    It is as `abstract` says (see `identity.check_same_run`). Raises `CheckpointCorruptedError`.
     """
     target: TrainState = jax.tree.map(_placed, abstract, shardings)
     fields: dict[str, PyTree] = {"averaged": {}, "model_state": {}} | _read(
@@ -249,7 +259,7 @@ def read_variables(
         has_state = holds(manifest, "model_state")
         return Variables(params, _read_host(folder, manifest, "model_state") if has_state else {})
 
-    found = newest_good(find(path, which), load, tell)
+    found = load_latest_valid(find(path, which), load, tell)
     return found.value, found.manifest
 
 
@@ -305,7 +315,7 @@ def read_manifest(
     `path` and `which` are as for `load_params`; the latest is the newest with a manifest.
     Raises `UserError` and `StorageError`.
     """
-    return newest_good(find(path, which), lambda _, manifest: manifest, tell).value
+    return load_latest_valid(find(path, which), lambda _, manifest: manifest, tell).value
 
 
 # -- reading and checking ----------------------------------------------------------------------
@@ -328,7 +338,7 @@ def _read(
             restored: Any = checkpointer.restore(folder, args=ocp.args.Composite(**items))
         return {item: restored[item] for item in items}
 
-    restored = process_group.jointly(read, Damaged)
+    restored = process_group.run_on_all(read, CheckpointCorruptedError)
     found = {field: x for item in restored.values() for field, x in item.items()}
     _check(as_text(process_group.summed(read_parts(start_sums(found)))), manifest, found)
     wanted = {field: x for item in targets.values() for field, x in item.items()}
@@ -374,11 +384,11 @@ def _saved_tree(folder: epath.Path) -> PyTree:
 
 
 def _check(found: Mapping[str, str], manifest: Manifest, fields: Collection[str]) -> None:
-    """Raise `Damaged` naming the first array of these fields whose sum is not what was saved."""
+    """Raises `CheckpointCorruptedError` for the first array whose check sum differs."""
     expected = {n: x for n, x in manifest.sums.items() if n.split("/")[0] in fields}
     for name in [*expected, *found]:
         if fault := _difference(name, found.get(name), expected.get(name)):
-            raise Damaged(fault)
+            raise CheckpointCorruptedError(fault)
 
 
 def _difference(name: str, found: str | None, saved: str | None) -> str | None:
@@ -411,7 +421,7 @@ def _named_faults(
 
     Says what is wrong with a checkpoint that cannot be read, if it is the checkpoint.
     """
-    hush_late_answers()
+    silence_tensorstore_shutdown()
     try:
         with _reachable(folder):
             manifest.check_kinds(folder)
@@ -427,7 +437,7 @@ def _named_faults(
         fault = next((fault for _, fault in examine(folder, manifest) if fault), None)
         if fault is None:
             raise  # each array can be read and is as it was: what failed is not the checkpoint
-        raise Damaged(fault) from error
+        raise CheckpointCorruptedError(fault) from error
 
 
 def examine(folder: epath.Path, manifest: Manifest) -> Iterator[tuple[str, str | None]]:
@@ -435,17 +445,17 @@ def examine(folder: epath.Path, manifest: Manifest) -> Iterator[tuple[str, str |
 
     Needs the memory of one array, on the host. Raises `StorageError`.
     """
-    hush_late_answers()
+    silence_tensorstore_shutdown()
     seen = set()
     with _reachable(folder):
         try:
             manifest.check_kinds(folder)
-        except Damaged as error:
+        except CheckpointCorruptedError as error:
             yield "files", str(error)
             return  # nothing else here may be opened
         try:
             manifest.check_files(folder)
-        except Damaged as error:
+        except CheckpointCorruptedError as error:
             yield "files", str(error)
     for item, fields in ITEMS.items():
         if not any(holds(manifest, field) for field in fields):

@@ -159,7 +159,7 @@ def changes(saved: Identity, now: Identity) -> list[str]:
 def _remedy(saved: Mapping[str, Any], now: Mapping[str, Any], *suspects: str) -> str:
     """Which of the experiment's own options would have to be as they were."""
     there, here = _fields(saved), _fields(now)
-    suspects = (*suspects, "ema_decay", "frozen")
+    suspects = (*suspects, "ema_decay", "freeze")
     own = [n for n in there if n.split(".")[0] not in _COMMON or n in suspects]
     given = " ".join(_option(name, there[name]) for name in own if there[name] != here.get(name))
     return f"give {given or 'the same'}, or another workdir"

@@ -22,13 +22,19 @@ from etils import epath, epy
 
 from spmdtrain.checkpoints import manifest, replica_check
 from spmdtrain.checkpoints.checksums import PartSum, as_text, read_parts, start_sums
-from spmdtrain.checkpoints.manifest import Damaged, Manifest
+from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.retention import Record, Retention
 from spmdtrain.checkpoints.run_identity import Identity
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files import no_follow
-from spmdtrain.files.storage import absolute, failures, hush_late_answers, is_url, why_failed
+from spmdtrain.files.storage import (
+    absolute,
+    failures,
+    is_url,
+    silence_tensorstore_shutdown,
+    why_failed,
+)
 from spmdtrain.step.state import TrainState
 from spmdtrain.tree import path_name
 
@@ -115,7 +121,7 @@ def check_shared(folder: Path) -> None:
             time.sleep(0.2)
 
     try:
-        process_group.jointly(look, UserError)
+        process_group.run_on_all(look, UserError)
     finally:
         if process_group.is_chief():
             mark.unlink()
@@ -159,7 +165,7 @@ class Checkpoints:
                 f"{folder} is a symbolic link, which a run writes nothing through: make it a "
                 "folder, or give a workdir where it points to"
             )
-        hush_late_answers()
+        silence_tensorstore_shutdown()
         self._retention, self._evaluated = retention, evaluated
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="remove-checkpoints")
         self._teller = ThreadPoolExecutor(1, thread_name_prefix="tell-check-sums")
@@ -277,7 +283,7 @@ class Checkpoints:
         """Whether there is a whole checkpoint of a step."""
         return process_group.broadcast(step in self._records)
 
-    def set_aside(self, steps: Sequence[int]) -> list[str]:
+    def quarantine(self, steps: Sequence[int]) -> list[str]:
         """Rename damaged checkpoints, so that they count no more; the new names."""
         names = []
         with self._named_failures("a damaged checkpoint could not be set aside"):
@@ -316,7 +322,7 @@ class Checkpoints:
     def _write_manifest(self, save: "_Save") -> None:
         totals = read_parts(save.sums)
         for rank in range(1, process_group.count()):
-            for name, part in process_group.take(save.key_of(rank)).items():
+            for name, part in process_group.pop(save.key_of(rank)).items():
                 totals[name] += part
         unpublished = (f"{save.step}", f"{save.step}{_UNFINISHED}")  # URLs, local paths
         folders = (
@@ -353,7 +359,7 @@ class Checkpoints:
     def _record(self, step: int) -> Record | None:
         try:
             found = Manifest.read(self.folder / str(step))
-        except Damaged:
+        except CheckpointCorruptedError:
             return None
         return Record(step, datetime.datetime.fromisoformat(found.saved_at), found.metrics)
 

@@ -50,7 +50,7 @@ class Party:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def meet(party: Party, timeout: float, tell: Callable[[str], None]) -> None:
+def join_rendezvous(party: Party, timeout: float, tell: Callable[[str], None]) -> None:
     """Return when every process has come; `tell` hears who is waited for.
 
     Raises `UserError` for what is wrong with the cluster's description (a taken port, a name that

@@ -105,7 +105,7 @@ class Subset:
 
 
 @dataclass(frozen=True)
-class Mapped:
+class MappedDataset:
     """`dataset` with a function applied to the rows that are read, many examples at once."""
 
     dataset: Any
@@ -123,7 +123,7 @@ class Mapped:
 
 
 @dataclass(frozen=True)
-class Elements:
+class IndexableDataset:
     """An indexable collection of single examples (a Grain source, say) as a dataset."""
 
     source: Any
@@ -153,7 +153,7 @@ def as_dataset(data: Any, what: str = "the dataset") -> Dataset:
     elif advice := _table_advice(data):
         raise UserError(f"a {type(data).__module__}.{type(data).__name__} is no dataset: {advice}")
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        dataset = Elements(data)
+        dataset = IndexableDataset(data)
     else:
         why = (
             ": a stream cannot give batch k without reading all before it, so a run could be "
@@ -204,8 +204,8 @@ def fingerprint(dataset: Dataset) -> dict[str, Any]:
 
 
 def classes_of(dataset: Any) -> Sequence[str]:
-    """What a dataset, or the one below a `Subset` or `Mapped`, calls its labels; else nothing."""
-    while isinstance(dataset, (Subset, Mapped)):
+    """Returns the class names of a dataset, or of the one below a `Subset` or `MappedDataset`."""
+    while isinstance(dataset, (Subset, MappedDataset)):
         dataset = dataset.dataset
     found = getattr(dataset, "classes", ())
     named = isinstance(found, (tuple, list)) and all(isinstance(name, str) for name in found)

@@ -31,7 +31,7 @@ _CHUNK = 1024  # examples read at once to be put on the devices
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Rows:
+class IndexedBatch:
     """A batch by number: which examples it has of arrays that are on every device."""
 
     indices: PyTree
@@ -42,7 +42,7 @@ class Rows:
 
 def examples_of(batch: PyTree) -> PyTree:
     """The examples of a batch, gathered where it gives their numbers alone."""
-    if not isinstance(batch, Rows):
+    if not isinstance(batch, IndexedBatch):
         return batch
     indices, mask = rows_and_mask(batch.indices)
     rows = jax.tree.map(lambda x: jnp.take(x, indices, axis=0), batch.arrays)
@@ -53,8 +53,8 @@ def of_first(batch: PyTree, steps: int) -> PyTree:
     """Of the batch of so many steps, the first one's."""
     if steps == 1:
         return batch
-    if isinstance(batch, Rows):
-        return Rows(of_first(batch.indices, steps), batch.arrays)
+    if isinstance(batch, IndexedBatch):
+        return IndexedBatch(of_first(batch.indices, steps), batch.arrays)
     return jax.tree.map(lambda x: x[0], batch)
 
 
@@ -84,7 +84,7 @@ def on_devices(dataset: Dataset, placement: Placement) -> PyTree:
         check(rows, stop - start)
         for kept, read in zip(*map(jax.tree.leaves, (whole, rows)), strict=True):
             kept[start:stop] = read
-    everywhere = placement.everywhere
+    everywhere = placement.replicated
     return jax.tree.map(
         lambda x: jax.make_array_from_callback(x.shape, everywhere, lambda index: x[index]), whole
     )
@@ -105,7 +105,7 @@ def abstract_batch(
     size = padded_to or batch_size
     one = TrainBatches(dataset, 1, 0, False, 1, np.arange(1), augment)[0]
     lead = () if steps == 1 else (steps,)
-    place: Sharding | None = placement.batch if steps == 1 else of_several(placement.batch)
+    place: Sharding | None = placement.batch if steps == 1 else stacked_sharding(placement.batch)
     if by_step and places_in_step(placement.batch):
         place = None
 
@@ -120,8 +120,8 @@ def abstract_batch(
         found = Padded(found, array(np.zeros(1, np.float32), (*lead, size), place))  # type: ignore[arg-type]
     if not by_number:
         return found
-    everywhere = placement.everywhere
-    return Rows(found, jax.tree.map(lambda x: array(x, (len(dataset),), everywhere), one))
+    everywhere = placement.replicated
+    return IndexedBatch(found, jax.tree.map(lambda x: array(x, (len(dataset),), everywhere), one))
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def train_batches(
     placing = _Placing(sharding, size, by_step=by_step)
     ready = map(placing, _joined(read, sizes))
     placed = ready if placing.by_step else _ahead(ready)
-    return placed if arrays is None else (Rows(indices, arrays) for indices in placed)
+    return placed if arrays is None else (IndexedBatch(indices, arrays) for indices in placed)
 
 
 def ordered_batches(
@@ -265,7 +265,7 @@ class _Placing:
         if len(batches) == 1:
             return self._place(batches[0], self._sharding)
         joined = jax.tree.map(lambda *parts: np.stack(parts), *batches)
-        return self._place(joined, of_several(self._sharding), len(batches))
+        return self._place(joined, stacked_sharding(self._sharding), len(batches))
 
     def _place(self, batch: PyTree, sharding: Sharding, *steps: int) -> PyTree:
         if self.by_step:
@@ -317,7 +317,7 @@ def places_in_step(sharding: Sharding) -> bool:
     return sharding.is_fully_addressable and all(one.platform == "cpu" for one in devices)
 
 
-def of_several(sharding: Sharding) -> Sharding:
+def stacked_sharding(sharding: Sharding) -> Sharding:
     """The sharding of batches of several steps, whose first dim is the steps."""
     if not isinstance(sharding, NamedSharding):
         return sharding

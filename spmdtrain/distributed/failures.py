@@ -24,7 +24,7 @@ import jax
 from spmdtrain.distributed import out_of_memory, process_group, progress
 from spmdtrain.distributed.process_group import KEY, Job
 from spmdtrain.distributed.progress import Phase
-from spmdtrain.errors import ExitCode, Preempted, foreign
+from spmdtrain.errors import ExitCode, PreemptedExit, foreign
 
 _FAILURE = f"{KEY}/failure"
 _NOBODY = -1  # whose failure it is where no process says so by itself
@@ -100,7 +100,7 @@ def end() -> None:
 
 
 @contextlib.contextmanager
-def at_work(on_failure: Callable[[str], None]) -> Iterator[None]:
+def watch_failures(on_failure: Callable[[str], None]) -> Iterator[None]:
     """While entered, to stand still counts as hanging, and another's failure is told here.
 
     `on_failure` is given the reason before this process is ended. It comes from a thread of its
@@ -135,10 +135,10 @@ def fail(code: int, why: str, error: BaseException, show: Callable[[], None]) ->
     job = process_group.current()
     if job is None:
         show()
-        progress.tell_reason(code, why)
+        progress.write_exit_reason(code, why)
         return code
     if out_of_memory.release(error):  # what follows may fail or wait for memory all the same
-        progress.tell_reason(code, why)
+        progress.write_exit_reason(code, why)
         out_of_memory.end_within(code)
     _ending.failing, lost = True, _is_lost(error)
     first = _announce(job, code, why, lost=lost)
@@ -150,14 +150,14 @@ def fail(code: int, why: str, error: BaseException, show: Callable[[], None]) ->
     _end(job, first)
 
 
-def fail_in_words(code: int, line: str, error: Exception) -> int:
+def fail_with_message(code: int, line: str, error: Exception) -> int:
     """As `fail`, for an error that is meant for users."""
     return fail(code, " ".join(str(error).split()), error, lambda: to_stderr(line))
 
 
 def check_exit(stop: SystemExit) -> None:
     """`sys.exit` in one process of a job: where it says that something failed, all end with it."""
-    if stop.code in (None, 0) or isinstance(stop, Preempted) or process_group.current() is None:
+    if stop.code in (None, 0) or isinstance(stop, PreemptedExit) or process_group.current() is None:
         return
     with_code = isinstance(stop.code, int)
     code = int(stop.code or 0) if with_code else ExitCode.FAILED
@@ -280,7 +280,7 @@ class _Places:
             return
         self._next = now + self._every
         job = self._job
-        if (here := progress.here(job.name)) is not None:
+        if (here := progress.local_record(job.name)) is not None:
             # How long ago, as each machine has a clock of its own.
             record = dataclasses.asdict(here) | {"at": now - here.at}
             told = {"at_work": _ending.at_work, "record": record}
@@ -298,7 +298,7 @@ class _Places:
                 progress.Record(**r | {"phase": Phase(r["phase"]), "at": now - r["at"]})
                 for r in records
             ]
-            why = progress.holder(where).sentence
+            why = progress.find_stalled_task(where).sentence
             why = f"nothing has moved for {self._timeout:g} s: {foreign(why)}"
             hung = {"rank": _NOBODY, "name": "the job", "code": int(ExitCode.FAILED)}
             _set_failure(job, hung | {"reason": why, "lost": False})
@@ -314,7 +314,7 @@ def _end(job: Job, failure: Mapping[str, Any]) -> NoReturn:
         to_stderr(f"{job.name} ends, as {why}")
     if failure["rank"] == _NOBODY:
         faulthandler.dump_traceback()
-    progress.tell_reason(failure["code"], why, own=mine and not failure["lost"])
+    progress.write_exit_reason(failure["code"], why, own=mine and not failure["lost"])
     with contextlib.suppress(Exception):
         job.client.key_value_set(f"{KEY}/gone/{job.rank}", "")
         if job.rank == 0:  # the store ends with it, and the others are to read it first

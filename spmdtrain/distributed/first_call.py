@@ -15,7 +15,7 @@ import jax
 from jax._src import cache_key
 
 from spmdtrain.distributed import process_group
-from spmdtrain.distributed.progress import Phase, within
+from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import UserError
 
 _LONGEST = 200  # characters of a line in a message
@@ -33,7 +33,7 @@ def await_compiled(lowered: jax.stages.Lowered | None) -> None:
     """
     if process_group.count() == 1:
         return
-    with within(Phase.COMPILED):
+    with phase(Phase.COMPILED):
         digests = process_group.gather(None if lowered is None else _digest(lowered))
     odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if odd is not None:
@@ -78,7 +78,7 @@ def call_together(jitted: Any, *args: Any) -> Any:
       Its result.
     """
     if process_group.count() > 1:
-        with within(Phase.COMPILE):
+        with phase(Phase.COMPILE):
             lowered = jitted.lower(*args)
             lowered.compile()
         await_compiled(lowered)

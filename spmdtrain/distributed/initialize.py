@@ -16,7 +16,7 @@ import jax
 from jax._src import clusters, hardware_utils, xla_bridge
 
 from spmdtrain.cluster import job_token
-from spmdtrain.cluster.rendezvous import Party, is_loopback, meet
+from spmdtrain.cluster.rendezvous import Party, is_loopback, join_rendezvous
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
 from spmdtrain.cluster.tf_config import Address
 from spmdtrain.distributed import failures, numeric_settings, process_group, progress
@@ -29,7 +29,7 @@ HANG_TIMEOUT = 1800.0  # seconds
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explicit:
+class ClusterOptions:
     """A cluster described by hand, where there is no TF_CONFIG."""
 
     coordinator: str | None = None
@@ -48,8 +48,8 @@ def initialize(
     spec: ClusterSpec | None = None,
     *,
     strategy: str | None = None,
-    detect: bool = False,
-    explicit: Explicit | None = None,
+    auto_detect: bool = False,
+    explicit: ClusterOptions | None = None,
     timeout: float = 300.0,
     hang_timeout: float | None = None,
     tell: Callable[[str], None] = failures.to_stderr,
@@ -73,7 +73,7 @@ def initialize(
       spec: The cluster, if it is not that of TF_CONFIG.
       strategy: Name of the strategy of the run; needed only in a cluster with `ps` tasks, and only
         by scripts that use JAX before they make a `Trainer` or `Loop`.
-      detect: Whether JAX may detect the cluster.
+      auto_detect: Whether JAX may detect the cluster.
       explicit: The cluster, described by hand.
       timeout: Seconds in which all processes have to come.
       hang_timeout: Seconds without progress after which the job ends; 0 is never.
@@ -114,7 +114,7 @@ def initialize(
         _deferred = functools.partial(
             initialize,
             spec,
-            detect=detect,
+            auto_detect=auto_detect,
             explicit=explicit,
             timeout=timeout,
             hang_timeout=given,
@@ -127,7 +127,7 @@ def initialize(
             f"{strategy} does not use: start only the chief, the workers and the evaluator, or "
             "choose strategy parameter_server"
         )
-    party = _party(spec, detect, explicit or Explicit())
+    party = _party(spec, auto_detect, explicit or ClusterOptions())
     if party is None or len(party.names) == 1:
         _settled = True
         return
@@ -140,7 +140,7 @@ def initialize(
     local = is_loopback(party.host)
     exposed = None if local or party.rank else party.coordinator
     party = dataclasses.replace(party, token=job_token.read(exposed=exposed, tell=tell))
-    meet(party, timeout, tell)
+    join_rendezvous(party, timeout, tell)
     jax.distributed.initialize(
         coordinator_address=party.coordinator,
         num_processes=len(party.names),
@@ -177,7 +177,7 @@ class _Party(Party):
     local_device_ids: Sequence[int] | None = None
 
 
-def stay_alone() -> None:
+def set_single_process() -> None:
     """Be part of no job, whatever the environment says: an evaluator, say."""
     global _settled
     _leave_out_tpus()
@@ -202,7 +202,7 @@ def _leave_out_tpus() -> None:
         )
 
 
-def _party(spec: ClusterSpec, detect: bool, explicit: Explicit) -> _Party | None:
+def _party(spec: ClusterSpec, detect: bool, explicit: ClusterOptions) -> _Party | None:
     """Whom to meet, from whichever of the descriptions there is; None for a process alone."""
     by_hand = [explicit.coordinator, explicit.processes, explicit.process_id]
     described = spec.role is not Role.LOCAL
@@ -224,7 +224,7 @@ def _party(spec: ClusterSpec, detect: bool, explicit: Explicit) -> _Party | None
     return _detected() if detect else None
 
 
-def _by_hand(explicit: Explicit) -> _Party:
+def _by_hand(explicit: ClusterOptions) -> _Party:
     for name in ("coordinator", "processes", "process_id"):
         if getattr(explicit, name) is None:
             option = f"--{name}".replace("_", "-")
@@ -293,8 +293,8 @@ def _about() -> dict[str, str]:
 def leave() -> None:
     """The end of a run that all processes have come to."""
     if process_group.current() is not None:
-        with progress.within(progress.Phase.END):
+        with progress.phase(progress.Phase.END):
             process_group.barrier()  # first: here it is still noticed when one fails
             failures.end()
-            process_group.part()
+            process_group.leave()
             jax.distributed.shutdown()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 from spmdtrain.distributed import process_group
-from spmdtrain.errors import Preempted
+from spmdtrain.errors import PreemptedExit
 
 
 class StopSignals:
@@ -53,10 +53,10 @@ class StopSignals:
         return self.received is not None
 
     def stop_if_received(self) -> None:
-        """Raise `Preempted` if a signal has come; as `asked`."""
+        """Raise `PreemptedExit` if a signal has come; as `asked`."""
         if self.asked():
             assert self.received is not None
-            raise Preempted(self.received.name)
+            raise PreemptedExit(self.received.name)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -66,7 +66,7 @@ def enter(names: Sequence[str]) -> Job:
     return _job
 
 
-def part() -> None:
+def leave() -> None:
     """Be alone again."""
     global _job
     _job = None
@@ -155,7 +155,7 @@ def barrier() -> None:
     gather(None)
 
 
-def jointly(call: Callable[[], T], expected: type[Exception]) -> T:
+def run_on_all(call: Callable[[], T], expected: type[Exception]) -> T:
     """What `call()` returns; where it raises `expected` in any process, that is raised in all."""
     own: Exception | None = None
     try:
@@ -225,7 +225,7 @@ def publish(key: str, value: Any) -> None:
     job.client.key_value_set(f"{KEY}/named/{key}", json.dumps(value))
 
 
-def take(key: str) -> Any:
+def pop(key: str) -> Any:
     """A published value, when it is there; it can be taken once."""
     job = current()
     assert job is not None

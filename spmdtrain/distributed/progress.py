@@ -202,12 +202,12 @@ def launched() -> bool:
     return bool(os.environ.get(LAUNCH) and os.environ.get(TASK))
 
 
-def here(task: str) -> "Record | None":
+def local_record(task: str) -> "Record | None":
     """What this process has last published, under that name; None where it does not publish."""
     return None if _channel is None else _record(task, _channel.read())
 
 
-def within(phase: Phase, step: int | None = None) -> AbstractContextManager[None]:
+def phase(phase: Phase, step: int | None = None) -> AbstractContextManager[None]:
     """While entered, this process is in `phase`, at `step` or at the one it was at.
 
     At the exit it is in the outer phase again: in HOST at the outermost. Of one thread only, the
@@ -217,7 +217,7 @@ def within(phase: Phase, step: int | None = None) -> AbstractContextManager[None
     return _NOTHING if channel is None else _Within(channel, phase, step)
 
 
-def moves() -> None:
+def heartbeat() -> None:
     """Say that what this process waits for gets on: where no record changes, a job is hung."""
     if _channel is not None:
         _channel.publish(_channel.phase, _channel.step)
@@ -239,7 +239,7 @@ def sealing(step: int) -> Iterator[None]:
         _channel.publish_sealing(_NOT_SAVED)
 
 
-def tell_reason(code: int, reason: str, *, own: bool = True) -> None:
+def write_exit_reason(code: int, reason: str, *, own: bool = True) -> None:
     """Say why this process is about to end with `code`; the first reason told stays.
 
     `own` is False where it ends only because another one did.
@@ -354,7 +354,7 @@ class Holder:
     sentence: str
 
 
-def holder(records: Sequence[Record], stopped: Collection[str] = ()) -> Holder:
+def find_stalled_task(records: Sequence[Record], stopped: Collection[str] = ()) -> Holder:
     """Who holds the others, when no record has changed for long.
 
     Step counters alone would blame the wrong one: steps are dispatched ahead, so the one that holds

@@ -160,7 +160,7 @@ def _last_words(text: str) -> str:
 
 
 @functools.cache
-def hush_late_answers() -> None:
+def silence_tensorstore_shutdown() -> None:
     """From now on, keep from the terminal what comes after the error that Orbax raises.
 
     It closes its event loop at the first array that cannot be read or written. TensorStore's

@@ -60,7 +60,7 @@ shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
 
 
-class Guardian:
+class Reaper:
     """A process that outlives the launcher by a moment, to kill what it left and clear its folder.
 
     It also reaches what the children have started, as long as that stays in their process groups.
@@ -128,7 +128,7 @@ class Child:
         command: Sequence[str],
         environment: Mapping[str, str],
         output: Output,
-        guardian: Guardian,
+        guardian: Reaper,
     ) -> None:
         self.name = name
         self.sent: set[int] = set()

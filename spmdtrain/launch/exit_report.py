@@ -44,7 +44,7 @@ def lost_peer(text: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Ended:
+class TaskExit:
     """A task that has ended, and all that is known of why."""
 
     task: str
@@ -89,7 +89,7 @@ class Ended:
         return (line if len(line) <= _LONGEST else line[:_LONGEST] + " ...") or None
 
 
-class Rank(enum.IntEnum):
+class CauseRank(enum.IntEnum):
     """How well a death explains the others, the best first."""
 
     OWN = 0
@@ -102,40 +102,40 @@ class Rank(enum.IntEnum):
     """It is no failure, or the launcher's own doing."""
 
 
-def rank(ended: Ended) -> Rank:
+def rank(ended: TaskExit) -> CauseRank:
     """How well a death explains the others."""
     if ended.status == 0 or ended.ours:
-        return Rank.NONE
+        return CauseRank.NONE
     if ended.reason is not None:
         if ended.reason.code == ExitCode.PREEMPTED == ended.status:
-            return Rank.PREEMPTED
-        return Rank.OWN if ended.reason.own else Rank.CONSEQUENCE
+            return CauseRank.PREEMPTED
+        return CauseRank.OWN if ended.reason.own else CauseRank.CONSEQUENCE
     if ended.status == ExitCode.PREEMPTED:
-        return Rank.PREEMPTED
+        return CauseRank.PREEMPTED
     if ended.status in (ExitCode.BAD_INPUT, ExitCode.NON_FINITE):
-        return Rank.OWN
+        return CauseRank.OWN
     if ended.signal is not None and ended.signal is not signal.SIGABRT:
-        return Rank.OWN
+        return CauseRank.OWN
     # JAX aborts also after an error of the process itself: then there is a traceback of that.
     evidence = ended.exception or (ended.errors if ended.signal else "")
     if lost_peer(evidence):
-        return Rank.CONSEQUENCE
+        return CauseRank.CONSEQUENCE
     if ended.signal is not None or ended.exception is not None:
-        return Rank.OWN
-    return Rank.FAILED
+        return CauseRank.OWN
+    return CauseRank.FAILED
 
 
-def cause(deaths: Sequence[Ended]) -> Ended | None:
+def root_cause(deaths: Sequence[TaskExit]) -> TaskExit | None:
     """The death that explains the rest, of equally good ones the first; None where none failed."""
-    failed = [ended for ended in deaths if rank(ended) is not Rank.NONE]
+    failed = [ended for ended in deaths if rank(ended) is not CauseRank.NONE]
     return min(failed, key=rank, default=None)
 
 
-def describe(ended: Ended) -> str:
+def describe(ended: TaskExit) -> str:
     """A death in one line: who, how, where, and why as far as it is known."""
     where = _where(ended.record)
     because = f": {ended.message}" if ended.message else ""
-    lost = rank(ended) is Rank.CONSEQUENCE and ended.reason is None
+    lost = rank(ended) is CauseRank.CONSEQUENCE and ended.reason is None
     if ended.signal is not None:
         how = f"{_VERBS.get(ended.signal, 'crashed')} ({ended.signal.name}){where}"
         if lost:
@@ -157,7 +157,7 @@ def describe(ended: Ended) -> str:
     return f"{ended.task} {how}{because}"
 
 
-def hint(ended: Ended) -> str | None:
+def hint(ended: TaskExit) -> str | None:
     """Returns what a death most often means, and the peak memory if memory may be the reason.
 
     None if the launcher caused it, or nothing is known.

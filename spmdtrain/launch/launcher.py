@@ -18,8 +18,16 @@ from spmdtrain.distributed import out_of_memory, progress
 from spmdtrain.distributed.progress import Phase, Record
 from spmdtrain.errors import ExitCode, UserError, exit_code_of
 from spmdtrain.launch import stalls
-from spmdtrain.launch.child import Child, Guardian, Output, Signals
-from spmdtrain.launch.exit_report import Ended, Rank, Restarts, cause, describe, hint, rank
+from spmdtrain.launch.child import Child, Output, Reaper, Signals
+from spmdtrain.launch.exit_report import (
+    CauseRank,
+    Restarts,
+    TaskExit,
+    describe,
+    hint,
+    rank,
+    root_cause,
+)
 from spmdtrain.launch.task_env import (
     EVALUATOR,
     environments_of,
@@ -131,7 +139,7 @@ class Launcher:
         self.over = False
         """Whether the training has ended for good."""
         self.folder = tempfile.mkdtemp(prefix="spmdtrain-")
-        self.guardian = Guardian(self.folder)
+        self.guardian = Reaper(self.folder)
         self.oom_kills = out_of_memory.OomKills()
         self.output = Output([*environments, "launch"])
         self.evaluator = Evaluator(self) if options.evaluator else None
@@ -203,8 +211,8 @@ class Launcher:
         """Start all training tasks and watch them until the last has ended."""
         names = training_tasks(self.options.processes, self.options.ps)
         tasks = [self.start(name, configs[name]) for name in names]
-        spares = Spares(self, configs) if self.options.ps else None
-        deaths: list[Ended] = []
+        spares = WorkerRestarter(self, configs) if self.options.ps else None
+        deaths: list[TaskExit] = []
         until = math.inf  # when the rest is killed
         watch, hung, stopped = stalls.Watch(), None, list[str]()
         while running := [child for child in tasks if child.status is None]:
@@ -218,7 +226,7 @@ class Launcher:
                 if spares is not None:  # the chief may be telling why; without it all are to end
                     is_chief = death.task == "chief"
                     patience = max(patience, _FAREWELL if is_chief else _CHIEF)
-                    if is_chief and rank(death) is Rank.NONE:
+                    if is_chief and rank(death) is CauseRank.NONE:
                         patience = _FAREWELL
                 until = min(until, time.monotonic() + patience)
             if spares is not None and until == math.inf:
@@ -236,9 +244,9 @@ class Launcher:
                     child.kill()
         return self._outcome(deaths, hung, stopped)
 
-    def _patience(self, death: Ended) -> float:
+    def _patience(self, death: TaskExit) -> float:
         """How long the others may go on after a death."""
-        patience = {Rank.NONE: math.inf, Rank.PREEMPTED: self.options.grace}
+        patience = {CauseRank.NONE: math.inf, CauseRank.PREEMPTED: self.options.grace}
         return patience.get(rank(death), _PATIENCE)
 
     def _ask_to_end(self, running: Sequence[Child]) -> None:
@@ -251,12 +259,12 @@ class Launcher:
             f"{self.options.grace:g} s; a second signal kills them"
         )
 
-    def death_of(self, child: Child) -> Ended:
+    def death_of(self, child: Child) -> TaskExit:
         """What is known of a child that has ended."""
         assert child.status is not None
         record = progress.read(self.folder, child.name)
         reason = progress.read_reason(self.folder, child.name)
-        ended = Ended(
+        ended = TaskExit(
             child.name,
             child.status,
             record=record,
@@ -270,7 +278,7 @@ class Launcher:
             return dataclasses.replace(ended, status=reason.code)
         return dataclasses.replace(ended, ours=True)
 
-    def _memory(self, ended: Ended, address_limit: int | None) -> str | None:
+    def _memory(self, ended: TaskExit, address_limit: int | None) -> str | None:
         """Returns the evidence that a signal ended a task because memory was exhausted."""
         if ended.reason is not None:
             return None
@@ -280,15 +288,17 @@ class Launcher:
         return out_of_memory.why_aborted(ended.errors, address_limit) if crashed else None
 
     def _outcome(
-        self, deaths: Sequence[Ended], hung: str | None, stopped: Sequence[str]
+        self, deaths: Sequence[TaskExit], hung: str | None, stopped: Sequence[str]
     ) -> Outcome:
         """What the deaths of an attempt come to; says all of them but the one that explains it."""
         saved = max((death.record.saved for death in deaths if death.record), default=-1)
         if self.options.ps and any(one.task == "chief" and one.status == 0 for one in deaths):
             # It has finished, and whoever was just coming (again) has found it gone.
-            deaths = [death for death in deaths if rank(death) is not Rank.CONSEQUENCE]
-        first = cause(deaths)
-        failures = [death for death in deaths if rank(death) not in (Rank.NONE, Rank.PREEMPTED)]
+            deaths = [death for death in deaths if rank(death) is not CauseRank.CONSEQUENCE]
+        first = root_cause(deaths)
+        failures = [
+            death for death in deaths if rank(death) not in (CauseRank.NONE, CauseRank.PREEMPTED)
+        ]
         for death in failures:
             if death is not first:
                 self.say(describe(death))
@@ -299,7 +309,7 @@ class Launcher:
             self.say(f"killed {killed}")
         if hung is not None:
             return Outcome(ExitCode.FAILED, f"hung: {hung}", saved)
-        own = [death for death in failures if rank(death) is not Rank.CONSEQUENCE]
+        own = [death for death in failures if rank(death) is not CauseRank.CONSEQUENCE]
         if self.signals.received and ours and not own:
             received = self.signals.received[0]
             words = f"killed before they had saved: {killed}" if killed else "ended without saving"
@@ -310,7 +320,7 @@ class Launcher:
         if meaning is not None:
             self.say(meaning)
         words = describe(first)
-        if stopped and rank(first) is Rank.CONSEQUENCE:
+        if stopped and rank(first) is CauseRank.CONSEQUENCE:
             words += f" ({', '.join(stopped)}: stopped by a signal)"
         return Outcome(first.code, words, saved)
 
@@ -332,7 +342,7 @@ class Launcher:
                 for record in records
                 if record.task == "chief" or record.task in stopped or not record.changes
             ]
-        sentence = progress.holder(records, stopped).sentence
+        sentence = progress.find_stalled_task(records, stopped).sentence
         self.say(f"nothing has moved for {self.options.hang_timeout:g} s: {sentence}")
         asked = []
         for child in running:
@@ -370,7 +380,7 @@ class Launcher:
         return outcome.code
 
 
-class Spares:
+class WorkerRestarter:
     """The workers of parameter servers: what one is lost for, the others go on without."""
 
     def __init__(self, launcher: Launcher, configs: Mapping[str, str]) -> None:
@@ -380,10 +390,10 @@ class Spares:
         self._workers = {name for name in configs if name.startswith("worker")}
         self._given_up: set[str] = set()
 
-    def take(self, death: Ended) -> bool:
+    def take(self, death: TaskExit) -> bool:
         """Whether a death is a worker's that is started again, which is said."""
         ended = (ExitCode.DONE, ExitCode.BAD_INPUT, ExitCode.PREEMPTED)
-        final = death.ours or death.status in ended or rank(death) is Rank.CONSEQUENCE
+        final = death.ours or death.status in ended or rank(death) is CauseRank.CONSEQUENCE
         if final or not death.task.startswith("worker") or self._launcher.signals.received:
             return False
         limit = self._launcher.options.max_restarts
@@ -439,7 +449,7 @@ class Evaluator:
             death, self._child = self._launcher.death_of(self._child), None
             self._settle(death)
 
-    def _settle(self, death: Ended) -> None:
+    def _settle(self, death: TaskExit) -> None:
         """Have it started again, or take its exit code as final."""
         final = death.ours or death.status in (ExitCode.DONE, ExitCode.BAD_INPUT)
         if self._launcher.over and death.status == ExitCode.PREEMPTED:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.errors import UserError
-from spmdtrain.sharding.placement import constrain, current_batch_shards, current_device
+from spmdtrain.sharding.placement import constrain_sharding, current_batch_shards, current_device
 
 # Expansion, channels, blocks, and the stride of the first of them: t, c, n and s of table 2.
 STAGES = (
@@ -223,6 +223,6 @@ def moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     means = rows.mean(dims, keepdims=True)
     variances = jnp.square(rows - means).mean(dims)
     both = jnp.stack([means.reshape(variances.shape), variances])
-    means, variances = constrain(both, None, None, None)
+    means, variances = constrain_sharding(both, None, None, None)
     mean = means.mean(0)
     return mean, (variances + jnp.square(means - mean)).mean(0)

@@ -7,7 +7,7 @@ to another, and is the same. No JAX, no clock and no messages in here: who knows
 import heapq
 from dataclasses import dataclass
 
-from spmdtrain.parameter_server.id_set import Ledger
+from spmdtrain.parameter_server.id_set import IdSet
 
 
 @dataclass
@@ -20,7 +20,7 @@ class _Out:
     since: float
 
 
-class Dispenser:
+class BatchQueue:
     """Numbers of batches, each to land exactly once.
 
     Args:
@@ -33,7 +33,7 @@ class Dispenser:
         self.max_staleness = max_staleness
         self.limit = first
         """Numbers below this may be given out."""
-        self.landed = Ledger(first)
+        self.landed = IdSet(first)
         self._next = first
         self._again: list[int] = []  # given out before, and lost
         self._out: dict[int, _Out] = {}
@@ -55,18 +55,18 @@ class Dispenser:
         self._out[number] = _Out({worker}, self.landed.count, now)
         return number
 
-    def give_too(self, number: int, worker: str, now: float) -> None:
+    def assign_backup(self, number: int, worker: str, now: float) -> None:
         """Have one more worker compute a batch that another holds: who lands it first, lands it."""
         self._out[number].holders.add(worker)
         self._out[number].since = now
 
-    def land(self, number: int) -> bool:
+    def complete(self, number: int) -> bool:
         """A batch has been added to the parameters; False where it had before."""
         if self._out.pop(number, None) is None:
             return False
         return self.landed.enter(number)
 
-    def lose(self, worker: str) -> list[int]:
+    def requeue(self, worker: str) -> list[int]:
         """A worker is gone, or has given up: what it alone held is given out again."""
         lost = []
         for number, out in list(self._out.items()):

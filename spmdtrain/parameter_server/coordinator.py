@@ -21,16 +21,23 @@ import optax
 from spmdtrain.cluster.spec import from_environment
 from spmdtrain.config import RunConfig
 from spmdtrain.distributed.preemption import StopSignals
-from spmdtrain.distributed.progress import Phase, moves, within
+from spmdtrain.distributed.progress import Phase, heartbeat, phase
 from spmdtrain.errors import ClusterError, UserError
 from spmdtrain.parameter_server import ray_pool
-from spmdtrain.parameter_server.executor import take_part
+from spmdtrain.parameter_server.executor import run_task_role
 from spmdtrain.parameter_server.partition import MinSize, Partitioner
-from spmdtrain.parameter_server.remote_call import KEPT, Call, Kept, PerWorker, Runner, Sent
+from spmdtrain.parameter_server.remote_call import (
+    KEPT,
+    Call,
+    LruCache,
+    PerWorker,
+    RemoteFunction,
+    Runner,
+)
 from spmdtrain.parameter_server.shared_params import Shared, check_params
-from spmdtrain.parameter_server.state_partition import Division
-from spmdtrain.parameter_server.worker_pool import Came, Done, Event, Failed, Lost
-from spmdtrain.sharding.placement import prepare
+from spmdtrain.parameter_server.state_partition import ServerPartition
+from spmdtrain.parameter_server.worker_pool import Done, Failed, PoolEvent, WorkerJoined, WorkerLost
+from spmdtrain.sharding.placement import configure_backend
 from spmdtrain.step.optimizer import Update
 from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal
@@ -86,7 +93,7 @@ class Coordinator:
 
     What a worker was doing when it was lost, another does again. The first error of a function is
     raised by the next `schedule`, `join` or `done`; what had not begun by then is not run. After
-    SIGTERM or Ctrl-C they raise `Preempted`. `init_timeout`: seconds in which the chief and the
+    SIGTERM or Ctrl-C they raise `PreemptedExit`. `init_timeout`: seconds in which the chief and the
     servers have to come. Raises `UserError` where TF_CONFIG has no such tasks.
     """
 
@@ -103,7 +110,7 @@ class Coordinator:
         self._restless = False  # whether it has not come to rest after a signal
         self._next = 0  # the number of the next call
         # With the functions themselves, as some go by their id.
-        self._functions = Kept(KEPT)
+        self._functions = LruCache(KEPT)
         self._sent = itertools.count()
         self._shares = itertools.count()
         self._signals = StopSignals()
@@ -112,13 +119,13 @@ class Coordinator:
 
     def __enter__(self) -> "Coordinator":
         global _is_used
-        take_part(self._timeout)
+        run_task_role(self._timeout)
         if _is_used:
             raise UserError(
                 "a script has one Coordinator: the workers and servers have ended with the first"
             )
         _is_used = True
-        prepare(RunConfig(strategy="parameter_server"))
+        configure_backend(RunConfig(strategy="parameter_server"))
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._signals)
             self._job = stack.enter_context(ray_pool.begin(from_environment(), self._timeout))
@@ -216,7 +223,7 @@ class Coordinator:
         )
         state = jax.tree.map(np.asarray, state)
         servers = self._job.servers
-        division = Division.of(
+        division = ServerPartition.of(
             jax.eval_shape(lambda: state), update, servers, partitioner or MinSize(servers)
         )
         held = self._job.serve(division, state, self._next, may_stop=self._check)
@@ -224,7 +231,7 @@ class Coordinator:
 
     # -- the work -------------------------------------------------------------------------------
 
-    def _send(self, function: Callable[..., Any], of: str) -> Sent:
+    def _send(self, function: Callable[..., Any], of: str) -> RemoteFunction:
         if not callable(function):
             raise UserError(f"{of}() is given a {type(function).__name__}: it takes a function")
         try:
@@ -233,7 +240,7 @@ class Coordinator:
             name = getattr(function, "__qualname__", type(function).__name__)
             why = str(error.__cause__ or error).strip().splitlines()[0]
             raise UserError(f"{name} cannot be sent to workers: {why}") from error
-        return Sent(next(self._sent), [reference])
+        return RemoteFunction(next(self._sent), [reference])
 
     def _fetched(self, value: Any) -> Any:
         if not isinstance(value, Value):
@@ -313,27 +320,27 @@ class Coordinator:
                 floor = min(one.number for one in (*self._out.values(), *self._waiting))
                 self._crew.give(worker, dataclasses.replace(call, floor=floor))
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: PoolEvent) -> None:
         # One that has just come may have been given something before that is taken here.
-        call = None if isinstance(event, Came) else self._out.pop(event.worker, None)
-        moves()  # else the launcher would take the job for hung
+        call = None if isinstance(event, WorkerJoined) else self._out.pop(event.worker, None)
+        heartbeat()  # else the launcher would take the job for hung
         match event:
             case Done(_, result) if call is not None:
-                with within(Phase.STEP, call.number + 1):
+                with phase(Phase.STEP, call.number + 1):
                     pass  # where the job is, for the launcher to tell
                 self._values.pop(call.number)._settle(result)
             case Failed(_, error):
                 if call is not None:
                     self._values.pop(call.number)._settle(None, error)
                 self._fail(error)
-            case Lost(worker, reason):
+            case WorkerLost(worker, reason):
                 again = ""
                 if call is not None:
                     self._do_again(call, worker, reason)
                     again = "; what it was doing is done again"
                 self._lost.add(worker)
                 self._terminal.line(f"{worker} is lost ({reason}){again}")
-            case Came(worker) if worker in self._lost:
+            case WorkerJoined(worker) if worker in self._lost:
                 self._lost.remove(worker)
                 self._terminal.line(f"{worker} is back")
 

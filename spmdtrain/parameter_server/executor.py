@@ -11,23 +11,23 @@ import jax
 import numpy as np
 
 from spmdtrain.cluster.spec import Role, from_environment
-from spmdtrain.config import RunConfig, Servers, resolve
+from spmdtrain.config import ParameterServerOptions, RunConfig, resolve
 from spmdtrain.data.datasets import Augment, Dataset
 from spmdtrain.distributed import initialize, progress
-from spmdtrain.distributed.progress import Phase, within
+from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import ExitCode, UserError
 from spmdtrain.parameter_server import ray_nodes, ray_pool
-from spmdtrain.parameter_server.batch_queue import Dispenser
+from spmdtrain.parameter_server.batch_queue import BatchQueue
 from spmdtrain.parameter_server.partition import FixedShards, MaxSize, MinSize, Partitioner
 from spmdtrain.parameter_server.ray_pool import RayJob
-from spmdtrain.parameter_server.scheduler import Asynchronous, Outcome
-from spmdtrain.parameter_server.server import Landed
-from spmdtrain.parameter_server.state_partition import Division, bytes_in, outcome
-from spmdtrain.parameter_server.stats import Tally
+from spmdtrain.parameter_server.scheduler import BatchScheduler, Outcome
+from spmdtrain.parameter_server.server import PushResult
+from spmdtrain.parameter_server.state_partition import ServerPartition, bytes_in, outcome
+from spmdtrain.parameter_server.stats import StalenessStats
 from spmdtrain.parameter_server.worker import Worker
-from spmdtrain.sharding.placement import Placement, place, prepare
+from spmdtrain.sharding.placement import Placement, configure_backend, make_placement
 from spmdtrain.step.state import TrainState
-from spmdtrain.step.train_step import StepOutput, Steps
+from spmdtrain.step.train_step import StepFunctions, StepOutput
 from spmdtrain.train.executor import ExecutorInputs, MakeExecutor
 
 PyTree = Any
@@ -37,16 +37,16 @@ _ANSWERS = 2.0  # seconds that a server has to answer where nothing comes
 
 
 @dataclasses.dataclass(frozen=True)
-class AmongServers:
+class RemoteWorker:
     """A worker that pulls what it computes with, and pushes what comes of it."""
 
     worker: Worker
-    division: Division
+    division: ServerPartition
     servers: Sequence[Any]
 
     def __call__(self, number: int) -> Outcome:
         """Make the step of a batch."""
-        with within(Phase.STEP, number + 1):
+        with phase(Phase.STEP, number + 1):
             return self._step(number)
 
     def _step(self, number: int) -> Outcome:
@@ -55,7 +55,7 @@ class AmongServers:
         parts = ray.get([server.pull.remote(number) for server in self.servers])
         computed = self.worker.compute(number, *self.division.pulled(parts))
         pushes = self.division.pushes(number, computed, parts)
-        landed: list[Landed] = ray.get(
+        landed: list[PushResult] = ray.get(
             [server.push.remote(push) for server, push in zip(self.servers, pushes, strict=True)]
         )
         return outcome(
@@ -79,18 +79,18 @@ class Job:
         servers: The actors.
     """
 
-    steps: Callable[[RunConfig, Placement], Steps]
+    steps: Callable[[RunConfig, Placement], StepFunctions]
     config: RunConfig
-    division: Division
+    division: ServerPartition
     dataset: Dataset
     augment: Augment | None
     key: np.ndarray
     servers: Sequence[Any]
 
-    def __call__(self) -> AmongServers:
+    def __call__(self) -> RemoteWorker:
         """The worker, in its own process."""
-        prepare(self.config)
-        placement = place(self.config)
+        configure_backend(self.config)
+        placement = make_placement(self.config)
         # The chief has looked whether the batch divides over devices of its own.
         config = resolve(self.config, batch_shards=placement.batch_shards)
         assert config.global_batch_size is not None
@@ -106,7 +106,7 @@ class Job:
             augment=self.augment,
             key=self.key,
         )
-        return AmongServers(worker, self.division, self.servers)
+        return RemoteWorker(worker, self.division, self.servers)
 
 
 class ServerExecutor:
@@ -126,7 +126,7 @@ class ServerExecutor:
         begun: TrainState = jax.tree.map(np.asarray, state)
         first = int(begun.step)
         self._division = server_partition(own, options, job.servers)
-        with terminal.waiting("waiting for the servers"), within(Phase.START):
+        with terminal.waiting("waiting for the servers"), phase(Phase.START):
             self._ray = job.ray
             self._servers = job.serve(
                 self._division,
@@ -145,22 +145,22 @@ class ServerExecutor:
             self._key,
             self._servers,
         )
-        self._asynchronous = Asynchronous(
+        self._asynchronous = BatchScheduler(
             job.crew(told),
-            Dispenser(first, options.max_staleness),
-            options.patience,
+            BatchQueue(first, options.max_staleness),
+            options.backup_task_timeout,
             terminal.line,
             self._may_stop,
             self._tell_silence,
         )
         self._asked_at: float | None = None
-        self._tally = Tally()
-        run.journal.introduce(
-            place(run.config),
+        self._tally = StalenessStats()
+        run.journal.log_header(
+            make_placement(run.config),
             state.params,
             f"workers: {job.workers}, parameter servers: {job.servers}",
         )
-        run.journal.train_goes_on(first)
+        run.journal.restart_timer(first)
 
     def load(self, steps: Sequence[int], state: TrainState) -> int:
         """Returns the number of the batch; workers may receive batches up to the next due step."""
@@ -175,7 +175,7 @@ class ServerExecutor:
 
     def run(self, state: TrainState, batch: int) -> tuple[TrainState, StepOutput]:
         """Waits until the batch is applied; the state remains with the servers."""
-        with within(Phase.STEP, batch + 1):
+        with phase(Phase.STEP, batch + 1):
             found = self._asynchronous.take(batch)
         if "staleness" in found.metrics:
             raise UserError(
@@ -196,7 +196,7 @@ class ServerExecutor:
 
     def sync(self, state: TrainState) -> TrainState:
         """Returns the state of the servers, after all started steps."""
-        with within(Phase.STEP):
+        with phase(Phase.STEP):
             self._asynchronous.dispenser.hold()
             self._asynchronous.settle()
             found = ray_pool.answers(self._ray, [server.held.remote() for server in self._servers])
@@ -206,7 +206,7 @@ class ServerExecutor:
         return placed
 
     def _may_stop(self, is_empty: bool) -> None:
-        """Raise `Preempted` where a signal has come, and what is under way does not come in."""
+        """Raise `PreemptedExit` where a signal has come, and what is under way does not come in."""
         if not self._run.signals.asked():
             return
         now = time.monotonic()
@@ -242,7 +242,7 @@ class ServerExecutor:
             self._run.journal.files.write_report("servers", self._tally.report(made, held))
 
 
-def of_options(options: Servers, servers: int) -> Partitioner:
+def of_options(options: ParameterServerOptions, servers: int) -> Partitioner:
     """What `--servers.partitioner` says."""
     shards = servers if options.max_shards is None else options.max_shards
     match options.partitioner:
@@ -255,10 +255,12 @@ def of_options(options: Servers, servers: int) -> Partitioner:
 
 def for_worker(config: RunConfig) -> RunConfig:
     """The configuration of one worker, which mirrors the model over devices of its own."""
-    return dataclasses.replace(config, strategy="mirrored", workdir=None, servers=Servers())
+    return dataclasses.replace(
+        config, strategy="mirrored", workdir=None, servers=ParameterServerOptions()
+    )
 
 
-def take_part(timeout: float) -> None:
+def run_task_role(timeout: float) -> None:
     """Takes the role that TF_CONFIG gives this process in a job of parameter servers.
 
     The chief, or worker 0 of a cluster without one, returns. Workers and servers serve it and exit.
@@ -282,26 +284,31 @@ def take_part(timeout: float) -> None:
             f"parameter servers take a TF_CONFIG with a chief, workers and ps tasks{found}: start "
             "one with python -m spmdtrain.launch --processes 3 --ps 2 -- ..."
         )
-    initialize.stay_alone()
+    initialize.set_single_process()
     if spec.is_chief:
         return
     how = ray_nodes.serve(spec, timeout)
     if how not in ray_nodes.ENDS:
-        progress.tell_reason(ExitCode.FAILED, f"the job: {how}", own=how == ray_nodes.NODE_DIED)
+        progress.write_exit_reason(
+            ExitCode.FAILED, f"the job: {how}", own=how == ray_nodes.NODE_DIED
+        )
     raise SystemExit(ray_nodes.ENDS.get(how, ExitCode.FAILED))
 
 
-def serve_elsewhere(timeout: float) -> None:
+def run_if_worker_or_server(timeout: float) -> None:
     """Takes the role of a worker or a parameter server, if this process is one, and then exits.
 
-    Call before devices are used, because the actors of the task use them. Raises as `take_part`.
+    Call before devices are used, because the actors of the task use them. Raises the errors of
+    `run_task_role`.
     """
     spec = from_environment()
     if spec.task_type in ("worker", "ps") and not spec.is_chief:
-        take_part(timeout)
+        run_task_role(timeout)
 
 
-def server_partition(functions: Steps, options: Servers, servers: int) -> Division:
+def server_partition(
+    functions: StepFunctions, options: ParameterServerOptions, servers: int
+) -> ServerPartition:
     """Returns the part of the state, and of the optimizer, that each server has.
 
     Args:
@@ -313,7 +320,7 @@ def server_partition(functions: Steps, options: Servers, servers: int) -> Divisi
       UserError: If the optimizer cannot be partitioned.
     """
     partitioner = of_options(options, servers)
-    return Division.of(functions.abstract_state, functions.update, servers, partitioner)
+    return ServerPartition.of(functions.abstract_state, functions.update, servers, partitioner)
 
 
 class ServerBackend:
@@ -321,7 +328,7 @@ class ServerBackend:
 
     def join(self, timeout: float) -> None:
         """Serves the chief and exits, if this process is a worker or a parameter server."""
-        serve_elsewhere(timeout)
+        run_if_worker_or_server(timeout)
 
     def begin_fit(self, timeout: float, *, has_fitted: bool) -> None:
         """Checks that this process is the chief, in its first fit."""
@@ -330,7 +337,7 @@ class ServerBackend:
                 "under parameter_server a trainer has one fit: the workers and servers have "
                 "ended with it"
             )
-        take_part(timeout)
+        run_task_role(timeout)
 
     @contextmanager
     def open(self, timeout: float) -> Iterator[MakeExecutor]:

@@ -1,7 +1,7 @@
 """Numbers that are each counted once, in any order: batches that have been added, say."""
 
 
-class Ledger:
+class IdSet:
     """All whole numbers below `first`, and those that are entered."""
 
     def __init__(self, first: int = 0) -> None:

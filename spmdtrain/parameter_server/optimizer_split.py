@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from spmdtrain.errors import UserError
-from spmdtrain.parameter_server.tree_partition import Cuts
+from spmdtrain.parameter_server.tree_partition import TreePartition
 
 PyTree = Any
 _STEPS = 2  # the second looks at what the first has left in the state
@@ -20,7 +20,7 @@ _LARGE = 1e8
 
 
 def divided(
-    optimizer: optax.GradientTransformation, cuts: Cuts
+    optimizer: optax.GradientTransformation, cuts: TreePartition
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
     """What is done to a gradient on the worker, and then to each part of it on its server.
 
@@ -87,13 +87,13 @@ def _closed_over(function: Any) -> dict[str, Any]:
 class _Trial:
     """Random numbers, of the parameters' shapes, that tell what works on each part alone."""
 
-    cuts: Cuts
+    cuts: TreePartition
     params: PyTree
     gradients: Sequence[PyTree]
     """Of the steps."""
 
     @classmethod
-    def of(cls, cuts: Cuts) -> "_Trial":
+    def of(cls, cuts: TreePartition) -> "_Trial":
         generator = np.random.default_rng(0)
         params, *gradients = (
             jax.tree.map(lambda x: _random(x, generator), cuts.whole) for _ in range(1 + _STEPS)
@@ -136,7 +136,7 @@ class _Trial:
 def _is_joined(whole: PyTree, parts: Sequence[PyTree]) -> bool:
     """Whether the parts, joined, are the whole."""
     try:
-        result = Cuts(whole, parts).join(parts)
+        result = TreePartition(whole, parts).join(parts)
     except (AssertionError, TypeError, ValueError):  # of other shapes, or keys of random numbers
         return False
     return all(

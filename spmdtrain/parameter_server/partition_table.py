@@ -3,13 +3,13 @@
 import jax
 from rich.table import Table
 
-from spmdtrain.parameter_server.state_partition import Division
-from spmdtrain.parameter_server.tree_partition import Cuts
+from spmdtrain.parameter_server.state_partition import ServerPartition
+from spmdtrain.parameter_server.tree_partition import TreePartition
 from spmdtrain.terminal import Terminal, byte_size
 from spmdtrain.tree import named_leaves
 
 
-def show(terminal: Terminal, division: Division) -> None:
+def show(terminal: Terminal, division: ServerPartition) -> None:
     """Print the rows that each server has of each parameter, and the bytes of its part."""
     table = Table()
     table.add_column("parameter")
@@ -40,5 +40,5 @@ def _rows(shape: tuple[int, ...], parts: list[tuple[int, ...]]) -> list[str]:
     return ["all" if part == shape else rows for part, rows in zip(parts, found, strict=True)]
 
 
-def _bytes(cuts: Cuts, servers: int) -> list[str]:
+def _bytes(cuts: TreePartition, servers: int) -> list[str]:
     return [byte_size(cuts.bytes_of(server)) for server in range(servers)]

@@ -10,15 +10,15 @@ from typing import Any
 
 from spmdtrain.distributed import initialize, progress
 from spmdtrain.parameter_server import ray_nodes
-from spmdtrain.parameter_server.server import Counts, Held, Landed, Pulled, Push, Server
-from spmdtrain.parameter_server.state_partition import Division
+from spmdtrain.parameter_server.server import Counts, Pulled, Push, PushResult, Server, ServerState
+from spmdtrain.parameter_server.state_partition import ServerPartition
 
 
 class ServerActor:
     """A parameter server in a process of its own."""
 
     def __init__(
-        self, division: Division, held: Held, step: int, max_staleness: int | None
+        self, division: ServerPartition, held: ServerState, step: int, max_staleness: int | None
     ) -> None:
         _settle_in()
         self._server = Server(division.on_server, held, step, max_staleness)
@@ -29,11 +29,11 @@ class ServerActor:
     def pull(self, number: int | None = None) -> Pulled:
         return self._server.pull(number)
 
-    def push(self, pushed: Push) -> Landed:
-        with progress.within(progress.Phase.STEP, pushed.number + 1):
+    def push(self, pushed: Push) -> PushResult:
+        with progress.phase(progress.Phase.STEP, pushed.number + 1):
             return self._server.push(pushed)
 
-    def held(self) -> tuple[Held, int]:
+    def held(self) -> tuple[ServerState, int]:
         """What it has, and below which number all batches are in it."""
         return self._server.held(), self._server.ledger.complete
 
@@ -68,7 +68,7 @@ class WorkerActor:
 
 def _settle_in() -> None:
     """Be alone to JAX, write to where the task writes, and end with the node in any case."""
-    initialize.stay_alone()
+    initialize.set_single_process()
     progress.begin_for_task()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG

@@ -172,7 +172,7 @@ def _ending_with(chief: Address, told: Callable[[], str | None]) -> Iterator[Non
                 if (how := told()) is not None:
                     os._exit(ENDS.get(how, ExitCode.FAILED))
             elif time.monotonic() - last > _GONE:
-                progress.tell_reason(ExitCode.FAILED, f"the job: {_CHIEF_GONE}", own=False)
+                progress.write_exit_reason(ExitCode.FAILED, f"the job: {_CHIEF_GONE}", own=False)
                 print(f"error: {_CHIEF_GONE}", file=sys.stderr, flush=True)
                 os._exit(ExitCode.FAILED)  # what Ray has started for this process ends with it
 

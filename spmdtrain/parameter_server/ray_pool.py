@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdtrain.cluster.spec import ClusterSpec
-from spmdtrain.errors import ClusterError, Preempted, UserError, for_users
+from spmdtrain.errors import ClusterError, PreemptedExit, UserError, for_users
 from spmdtrain.parameter_server import ray_nodes
 from spmdtrain.parameter_server.ray_actors import ServerActor, WorkerActor
-from spmdtrain.parameter_server.state_partition import Division
-from spmdtrain.parameter_server.worker_pool import Came, Done, Event, Failed, Lost
+from spmdtrain.parameter_server.state_partition import ServerPartition
+from spmdtrain.parameter_server.worker_pool import Done, Failed, PoolEvent, WorkerJoined, WorkerLost
 from spmdtrain.step.state import TrainState
 from spmdtrain.xla.hlo_parser import is_library
 
@@ -52,7 +52,7 @@ class RayJob:
 
     def serve(
         self,
-        division: Division,
+        division: ServerPartition,
         state: TrainState,
         first: int,
         max_staleness: int | None = None,
@@ -111,7 +111,7 @@ def begin(spec: ClusterSpec, timeout: float) -> Iterator[RayJob]:
         try:
             yield job
             how = "finished"
-        except Preempted:
+        except PreemptedExit:
             how = "preempted"
             raise
         except SystemExit as stop:
@@ -158,7 +158,7 @@ class RayCrew:
         place = self.places[worker]
         place.call = place.actor.do.remote(work)
 
-    def events(self, timeout: float) -> list[Event]:
+    def events(self, timeout: float) -> list[PoolEvent]:
         for place in self.places.values():
             if not place.is_ready and place.call is None and time.monotonic() >= place.ask_at:
                 ask = place.actor.begin if place.is_there else place.actor.ready
@@ -172,7 +172,7 @@ class RayCrew:
         found = [self._event(calls[call], call) for call in dict.fromkeys([*done, *more])]
         return [event for event in found if event is not None]
 
-    def _event(self, name: str, call: Any) -> Event | None:
+    def _event(self, name: str, call: Any) -> PoolEvent | None:
         """What has come of a call; None where a worker is not there still."""
         place, exceptions = self.places[name], self.ray.exceptions
         was_there, was_ready, place.call = place.is_there, place.is_ready, None
@@ -191,7 +191,7 @@ class RayCrew:
             place.is_there = place.is_ready = False
             place.ask_at = time.monotonic() + _AGAIN
             if was_ready:
-                return Lost(name, _reason(error))
+                return WorkerLost(name, _reason(error))
             return self._lost_early(name, _reason(error)) if was_there else None
         except exceptions.RayError as error:  # an exception that does not survive its journey, say
             return Failed(name, error)
@@ -201,14 +201,14 @@ class RayCrew:
         if not was_there:
             return None
         place.lost = 0
-        return Came(name)
+        return WorkerJoined(name)
 
-    def _lost_early(self, name: str, reason: str) -> Event:
+    def _lost_early(self, name: str, reason: str) -> PoolEvent:
         """A worker was lost that was getting ready: again and again, and it is an error."""
         place = self.places[name]
         place.lost += 1
         if place.lost < _FATAL:
-            return Lost(name, f"{reason}, while it got ready")
+            return WorkerLost(name, f"{reason}, while it got ready")
         return Failed(
             name,
             ClusterError(

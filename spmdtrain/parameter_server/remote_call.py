@@ -10,16 +10,16 @@ from typing import Any
 import jax
 
 from spmdtrain.config import RunConfig
-from spmdtrain.distributed.progress import Phase, within
+from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import UserError
 from spmdtrain.parameter_server.server import Pulled
-from spmdtrain.sharding.placement import prepare
+from spmdtrain.sharding.placement import configure_backend
 
 KEPT = 64  # functions that the chief keeps, and each worker with what they have compiled
 
 
 @dataclasses.dataclass(frozen=True)
-class Sent:
+class RemoteFunction:
     """A function that is sent to each worker once: there it keeps what it has compiled."""
 
     number: int
@@ -31,7 +31,7 @@ class Sent:
 class PerWorker:
     """What stands for a thing that each worker has one of; see `Coordinator.per_worker`."""
 
-    make: Sent
+    make: RemoteFunction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Call:
     """A function to be run, and with what."""
 
     number: int
-    function: Sent
+    function: RemoteFunction
     arguments: bytes
     """args and kwargs, pickled: as they were when it was scheduled."""
     floor: int = 0
     """Those of lower numbers have all been run."""
 
 
-class Kept:
+class LruCache:
     """The things that were asked for last, as many as `count`: others are made again."""
 
     def __init__(self, count: int) -> None:
@@ -81,8 +81,8 @@ class Runner:
     """A worker's side: runs what it is given, one call after the other."""
 
     def __init__(self) -> None:
-        prepare(RunConfig(strategy="parameter_server"))
-        self._functions = Kept(KEPT)
+        configure_backend(RunConfig(strategy="parameter_server"))
+        self._functions = LruCache(KEPT)
         self._own: dict[int, Any] = {}
 
     def __call__(self, call: Call) -> Any:
@@ -94,7 +94,7 @@ class Runner:
         )
         current = Running(call.number, call.floor)
         try:
-            with within(Phase.STEP, call.number + 1):
+            with phase(Phase.STEP, call.number + 1):
                 found = function(*args, **kwargs)
         except SystemExit as stop:
             raise RuntimeError(f"the function has called sys.exit({stop.code!r})") from stop
@@ -104,7 +104,7 @@ class Runner:
             raise UserError("the function returns a generator, which cannot be sent: a list can")
         return jax.device_get(found)
 
-    def _function(self, sent: Sent) -> Callable[..., Any]:
+    def _function(self, sent: RemoteFunction) -> Callable[..., Any]:
         import ray
 
         return self._functions.get(sent.number, lambda: ray.get(sent.reference[0]))

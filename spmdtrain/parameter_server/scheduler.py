@@ -6,10 +6,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from spmdtrain.distributed.progress import moves
+from spmdtrain.distributed.progress import heartbeat
 from spmdtrain.errors import ClusterError
-from spmdtrain.parameter_server.batch_queue import Dispenser
-from spmdtrain.parameter_server.worker_pool import Came, Crew, Done, Failed, Lost
+from spmdtrain.parameter_server.batch_queue import BatchQueue
+from spmdtrain.parameter_server.worker_pool import (
+    Done,
+    Failed,
+    WorkerJoined,
+    WorkerLost,
+    WorkerPool,
+)
 
 _LOOK = 0.5  # seconds after which to look for batches that are overdue
 _RECENT = 64  # batches whose times say how long one usually takes
@@ -46,7 +52,7 @@ class Outcome:
     pushed: int
 
 
-class Asynchronous:
+class BatchScheduler:
     """Has a crew compute batches.
 
     Args:
@@ -62,8 +68,8 @@ class Asynchronous:
 
     def __init__(
         self,
-        crew: Crew,
-        dispenser: Dispenser,
+        crew: WorkerPool,
+        dispenser: BatchQueue,
         patience: float | None = None,
         tell: Callable[[str], None] = lambda line: None,
         may_stop: Callable[[bool], None] = lambda is_empty: None,
@@ -119,7 +125,7 @@ class Asynchronous:
             if number is None and (urgent or overdue):
                 number = urgent.pop() if urgent else overdue.pop(0)
                 self._call_slow(number, worker)
-                self.dispenser.give_too(number, worker, now)
+                self.dispenser.assign_backup(number, worker, now)
                 overdue = [other for other in overdue if other != number]
             if number is not None:
                 self._began[worker] = now
@@ -127,26 +133,26 @@ class Asynchronous:
         for event in self._crew.events(_LOOK):
             match event:
                 case Done(worker, outcome) if outcome.is_stale:
-                    self.dispenser.lose(worker)
+                    self.dispenser.requeue(worker)
                 case Done(worker, outcome):
                     self._came_at = self._clock()
-                    moves()
+                    heartbeat()
                     self._seconds.append(self._clock() - self._began[worker])
                     self._called_slow.discard(worker)
                     # It is on all servers now, whoever has brought it to which of them.
                     self._killed.pop(outcome.number, None)
-                    if self.dispenser.land(outcome.number):
+                    if self.dispenser.complete(outcome.number):
                         self._landed[outcome.number] = outcome
                         self.made[worker] += 1
                 case Failed(_, error):
                     raise error
-                case Lost(worker, reason):
-                    again = self.dispenser.lose(worker)
+                case WorkerLost(worker, reason):
+                    again = self.dispenser.requeue(worker)
                     self._check_survived(again, worker, reason)
                     given = f": batch {again[0]} is given out again" if again else ""
                     self._lost.add(worker)
                     self._tell(f"{worker} is lost ({reason}){given}")
-                case Came(worker) if worker in self._lost:
+                case WorkerJoined(worker) if worker in self._lost:
                     self._lost.remove(worker)
                     self._tell(f"{worker} is back")
         self._look_for_silence()  # last: what came meanwhile has been taken

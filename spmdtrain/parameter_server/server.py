@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdtrain.parameter_server.id_set import Ledger
+from spmdtrain.parameter_server.id_set import IdSet
 from spmdtrain.step.finite import HEALTH, health
 from spmdtrain.step.model_state import with_difference
 from spmdtrain.step.optimizer import Update
@@ -17,8 +17,8 @@ PyTree = Any
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Held:
-    """What a server has of a `TrainState`; see `Cuts`."""
+class ServerState:
+    """What a server has of a `TrainState`; see `TreePartition`."""
 
     params: PyTree
     opt_state: PyTree
@@ -53,7 +53,7 @@ class Push:
 
 
 @dataclass(frozen=True)
-class Landed:
+class PushResult:
     """What a server says of a push.
 
     Attributes:
@@ -87,35 +87,35 @@ class Server:
         update: The optimizer, as far as it works on a part.
         held: The part.
         step: Updates that are in it: all batches below that number.
-        max_staleness: See `Landed`; None is any number.
+        max_staleness: See `PushResult`; None is any number.
     """
 
     def __init__(
-        self, update: Update, held: Held, step: int, max_staleness: int | None = None
+        self, update: Update, held: ServerState, step: int, max_staleness: int | None = None
     ) -> None:
-        self.ledger = Ledger(step)
+        self.ledger = IdSet(step)
         self._version = step
         self._sound = (True,) * len(HEALTH)
         self.counts = Counts()
         # The batch that was added last, and what its worker had pulled: where nothing may be stale.
         self._last: int | None = None
-        self._before: Held | None = None
+        self._before: ServerState | None = None
         self._held = jax.tree.map(jnp.asarray, held)
         self._max_staleness = max_staleness
         place = jax.tree.leaves(self._held)[0].sharding if jax.tree.leaves(held) else None
 
         def add(
-            held: Held,
+            held: ServerState,
             gradients: PyTree,
             more: PyTree,
             loss: jax.Array,
             count: jax.Array,
             staleness: jax.Array,
-        ) -> tuple[Held, jax.Array]:
+        ) -> tuple[ServerState, jax.Array]:
             params, opt_state = update(held.params, held.opt_state, gradients, loss)
             averaged = update.average(held.averaged, params, count)
             model_state = with_difference(held.model_state, more, staleness)
-            after = Held(params, opt_state, averaged, model_state)
+            after = ServerState(params, opt_state, averaged, model_state)
             return after, health(loss, held, after, jax.tree.map(lambda _: place, held))
 
         # The old arrays are not donated: who has pulled them may still be reading.
@@ -131,16 +131,16 @@ class Server:
             return _pulled(self._version - 1, self._before)
         return _pulled(self._version, self._held)
 
-    def push(self, pushed: Push) -> Landed:
+    def push(self, pushed: Push) -> PushResult:
         """Add what a batch gives, if it has not been added before and is fresh enough."""
         staleness = self._version - pushed.version
         self.ledger.close(pushed.floor)
         if pushed.number in self.ledger:
             self.counts.repeated += 1
-            return Landed(False, False, staleness, self._sound)
+            return PushResult(False, False, staleness, self._sound)
         if self._max_staleness is not None and staleness > self._max_staleness:
             self.counts.stale += 1
-            return Landed(False, True, staleness, self._sound)
+            return PushResult(False, True, staleness, self._sound)
         if self._max_staleness == 0:
             self._last = pushed.number
             self._before = replace(self._held, opt_state=None, averaged=None)
@@ -157,13 +157,13 @@ class Server:
         self.counts.added += 1
         # Once it is not finite it stays so: whoever brings that batch again is to hear it, too.
         self._sound = tuple(map(bool, np.asarray(finite) & self._sound))
-        return Landed(True, False, staleness, self._sound)
+        return PushResult(True, False, staleness, self._sound)
 
-    def held(self) -> Held:
+    def held(self) -> ServerState:
         """Its part, in NumPy arrays."""
-        found: Held = jax.tree.map(np.asarray, self._held)
+        found: ServerState = jax.tree.map(np.asarray, self._held)
         return found
 
 
-def _pulled(version: int, held: Held) -> Pulled:
+def _pulled(version: int, held: ServerState) -> Pulled:
     return Pulled(version, *jax.tree.map(np.asarray, (held.params, held.model_state)))

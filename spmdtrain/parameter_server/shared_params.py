@@ -10,8 +10,8 @@ import numpy as np
 
 from spmdtrain.errors import NonFiniteError, UserError
 from spmdtrain.parameter_server import ray_pool, remote_call
-from spmdtrain.parameter_server.server import Landed
-from spmdtrain.parameter_server.state_partition import Computed, Division
+from spmdtrain.parameter_server.server import PushResult
+from spmdtrain.parameter_server.state_partition import Computed, ServerPartition
 from spmdtrain.step.optimizer import clipped
 from spmdtrain.tree import named_leaves
 
@@ -23,7 +23,7 @@ class Shared:
     """Parameters that servers have; see `Coordinator.share`."""
 
     number: int
-    division: Division
+    division: ServerPartition
     servers: Sequence[Any]
 
     def pull(self) -> PyTree:
@@ -59,7 +59,7 @@ class Shared:
             dataclasses.replace(push, floor=call.floor)
             for push in self.division.pushes(call.number, computed, parts)
         ]
-        landed: list[Landed] = ray_pool.answers(
+        landed: list[PushResult] = ray_pool.answers(
             ray,
             [server.push.remote(push) for server, push in zip(self.servers, pushes, strict=True)],
         )

@@ -15,8 +15,8 @@ import optax
 from spmdtrain.parameter_server.optimizer_split import divided
 from spmdtrain.parameter_server.partition import FixedShards, Partitioner
 from spmdtrain.parameter_server.scheduler import Outcome
-from spmdtrain.parameter_server.server import Held, Landed, Pulled, Push
-from spmdtrain.parameter_server.tree_partition import Cuts, cuts_of
+from spmdtrain.parameter_server.server import Pulled, Push, PushResult, ServerState
+from spmdtrain.parameter_server.tree_partition import TreePartition, cuts_of
 from spmdtrain.step.optimizer import Update
 from spmdtrain.step.state import TrainState
 
@@ -42,7 +42,7 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class Division:
+class ServerPartition:
     """Which server has what of a state, and which part of the optimizer works where.
 
     Attributes:
@@ -53,28 +53,28 @@ class Division:
         on_server: What each server does with its part.
     """
 
-    params: Cuts
-    trained: Cuts
-    opt_state: Cuts
-    averaged: Cuts
-    model_state: Cuts
+    params: TreePartition
+    trained: TreePartition
+    opt_state: TreePartition
+    averaged: TreePartition
+    model_state: TreePartition
     on_worker: optax.GradientTransformation
     on_server: Update
 
     @classmethod
     def of(
         cls, state: TrainState, update: Update, servers: int, partitioner: Partitioner
-    ) -> "Division":
+    ) -> "ServerPartition":
         """For an abstract state. Raises `UserError` for an optimizer that cannot be divided."""
         params = cuts_of(state.params, servers, partitioner)
-        trained = params.through(lambda params: update.parted(params)[0])
+        trained = params.map(lambda params: update.partition(params)[0])
         on_worker, on_server = divided(update.optimizer, trained)
         on_its_server = Update(on_server, update.frozen, update.ema_decay)
         return cls(
             params=params,
             trained=trained,
-            opt_state=params.through(on_its_server.init),
-            averaged=params.through(on_its_server.first_average),
+            opt_state=params.map(on_its_server.init),
+            averaged=params.map(on_its_server.first_average),
             model_state=cuts_of(state.model_state, servers, FixedShards(1)),
             on_worker=on_worker,
             on_server=on_its_server,
@@ -85,16 +85,16 @@ class Division:
         """How many there are."""
         return len(self.params.parts)
 
-    def held_by(self, server: int, state: TrainState) -> Held:
+    def held_by(self, server: int, state: TrainState) -> ServerState:
         """What a server has of a state."""
-        return Held(
+        return ServerState(
             params=self.params.cut(state.params, server),
             opt_state=self.opt_state.cut(state.opt_state, server),
             averaged=self.averaged.cut(state.averaged, server),
             model_state=self.model_state.cut(state.model_state, server),
         )
 
-    def state(self, held: Sequence[Held], step: int, key: Any) -> TrainState:
+    def state(self, held: Sequence[ServerState], step: int, key: Any) -> TrainState:
         """The whole state again, in NumPy arrays."""
         return TrainState(
             step=np.asarray(step, np.int32),  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ class Division:
 def outcome(
     number: int,
     metrics: Mapping[str, float],
-    landed: Sequence[Landed],
+    landed: Sequence[PushResult],
     *,
     sums: Mapping[str, Sequence[float]] | None = None,
     pulled: int = 0,

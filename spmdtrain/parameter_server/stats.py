@@ -12,7 +12,7 @@ _BAR = 24  # characters of the longest
 _SINGLE = 8  # numbers below this have a row each; from there on, each row is twice as wide
 
 
-class Tally:
+class StalenessStats:
     """Counts the updates of one start."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ PyTree = Any
 
 
 @dataclass(frozen=True)
-class Cuts:
+class TreePartition:
     """How a tree is cut: the abstract whole, and the abstract part of each server."""
 
     whole: PyTree
@@ -38,9 +38,9 @@ class Cuts:
         """The whole again, from the parts of all servers in their order."""
         return jax.tree.map(lambda whole, *found: _joined(whole, found), self.whole, *parts)
 
-    def through(self, function: Callable[[PyTree], PyTree]) -> "Cuts":
+    def map(self, function: Callable[[PyTree], PyTree]) -> "TreePartition":
         """How what a function makes of such a tree is cut, if it is made of each part alone."""
-        return Cuts(
+        return TreePartition(
             jax.eval_shape(function, self.whole),
             [jax.eval_shape(function, part) for part in self.parts],
         )
@@ -51,12 +51,12 @@ class Cuts:
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
 
 
-def cuts_of(whole: PyTree, servers: int, partitioner: Partitioner) -> Cuts:
+def cuts_of(whole: PyTree, servers: int, partitioner: Partitioner) -> TreePartition:
     """Cut an abstract tree along the first dim of its arrays, as the partitioner says."""
     leaves = named_leaves(whole)
     shapes = {name: Leaf(tuple(x.shape), x.dtype.itemsize) for name, x in leaves.items()}
     placed = place(shapes, servers, partitioner)
-    return Cuts(whole, [_part(whole, rows) for rows in placed])
+    return TreePartition(whole, [_part(whole, rows) for rows in placed])
 
 
 def _part(whole: PyTree, rows: Mapping[str, Rows]) -> PyTree:

@@ -9,9 +9,9 @@ import numpy as np
 from spmdtrain.adapters.base import Variables
 from spmdtrain.data.datasets import Augment, Dataset, TrainBatches, all_rows
 from spmdtrain.data.loader import BatchCheck
-from spmdtrain.parameter_server.state_partition import Computed, Division
-from spmdtrain.sharding.placement import Placement, under
-from spmdtrain.step.train_step import Steps
+from spmdtrain.parameter_server.state_partition import Computed, ServerPartition
+from spmdtrain.sharding.placement import Placement, use_placement
+from spmdtrain.step.train_step import StepFunctions
 
 PyTree = Any
 
@@ -28,9 +28,9 @@ class Worker:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: StepFunctions,
         placement: Placement,
-        division: Division,
+        division: ServerPartition,
         dataset: Dataset,
         *,
         batch_size: int,
@@ -56,9 +56,9 @@ class Worker:
     def compute(self, number: int, params: PyTree, model_state: PyTree) -> Computed:
         """The gradients of a batch, in NumPy arrays."""
         batch = self._read(number)
-        with under(self._placement):
+        with use_placement(self._placement):
             if not self._settled:
-                self._steps.settle(batch)
+                self._steps.choose_reduction(batch)
                 self._settled = True
             placed = jax.device_put(batch, self._placement.batch)
             variables = Variables(params, model_state)

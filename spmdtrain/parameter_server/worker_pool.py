@@ -22,7 +22,7 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Lost:
+class WorkerLost:
     """A worker is gone, and what it was given with it."""
 
     worker: str
@@ -30,16 +30,16 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Came:
+class WorkerJoined:
     """A worker is there, for the first time or again."""
 
     worker: str
 
 
-Event = Done | Failed | Lost | Came
+PoolEvent = Done | Failed | WorkerLost | WorkerJoined
 
 
-class Crew(Protocol):
+class WorkerPool(Protocol):
     """Workers that come and go; each does one thing at a time."""
 
     @property
@@ -55,6 +55,6 @@ class Crew(Protocol):
         """Have a worker do something: the batch of a number, say."""
         ...
 
-    def events(self, timeout: float) -> Sequence[Event]:
+    def events(self, timeout: float) -> Sequence[PoolEvent]:
         """What has happened since; waits for the first, but no longer than so many seconds."""
         ...

@@ -9,7 +9,7 @@ import jax
 from spmdtrain.config import RunConfig
 from spmdtrain.errors import UserError
 from spmdtrain.plan.aot import has_compiler
-from spmdtrain.plan.planner import Moved, Plan
+from spmdtrain.plan.planner import Plan, PlannedCollective
 from spmdtrain.plan.topologies import Topology
 from spmdtrain.sharding.table import Row
 from spmdtrain.strategies import strategy
@@ -264,7 +264,7 @@ def _reduced_gathers(plan: Plan, topology: Topology) -> Iterator[_Finding]:
         )
 
 
-def _is_summed_gather(one: Moved) -> bool:
+def _is_summed_gather(one: PlannedCollective) -> bool:
     large = sum(x.bytes for x in one.carries if x.is_parameter)
     return one.kind == "all-reduce" and not one.overlapped and 2 * large > one.bytes
 
@@ -287,7 +287,7 @@ def _waiting(plan: Plan, topology: Topology) -> Iterator[_Finding]:
 
 
 def _compiler(options: Sequence[str]) -> list[str]:
-    return [word for option in options for word in ("--compiler-option", option)]
+    return [word for option in options for word in ("--compiler-options", option)]
 
 
 def _is_faster(now: Plan, other: Plan) -> bool:

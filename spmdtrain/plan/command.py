@@ -81,7 +81,7 @@ def execute(arguments: Sequence[str]) -> int:
     asked = [topologies.parse(text.strip()) for text in command.options.topology.split(",")]
     quiet = command.options.json
     if os.environ.get("XLA_FLAGS"):
-        print("XLA_FLAGS is left out of plans: --compiler-option is for that", file=sys.stderr)
+        print("XLA_FLAGS is left out of plans: --compiler-options is for that", file=sys.stderr)
     terminal = Terminal(quiet=quiet)
     found = []
     for topology in asked:
@@ -177,11 +177,11 @@ def _answer(arguments: Sequence[str]) -> int:
         command = parse(arguments, Options, _COMMAND)
         if _MEASURES in os.environ:
             measured = measurement.measure(command.experiment, command.config, topology)
-            json_subprocess.say(_MEASURED, dataclasses.asdict(measured))
+            json_subprocess.send(_MEASURED, dataclasses.asdict(measured))
         else:
-            json_subprocess.say(_FOUND, _plan(arguments, command, topology))
+            json_subprocess.send(_FOUND, _plan(arguments, command, topology))
     except UserError as error:
-        json_subprocess.say(_ERROR, str(error))
+        json_subprocess.send(_ERROR, str(error))
     return ExitCode.DONE
 
 
@@ -196,7 +196,7 @@ def _plan(arguments: Sequence[str], command: Command, topology: Topology) -> dic
             command.experiment,
             config,
             topology,
-            tell=lambda what: json_subprocess.say(_DOING, doing + what),
+            tell=lambda what: json_subprocess.send(_DOING, doing + what),
         )
 
     def again(options: Sequence[str]) -> planner.Plan:
@@ -204,6 +204,6 @@ def _plan(arguments: Sequence[str], command: Command, topology: Topology) -> dic
         return planned(config, f"with {' '.join(options)}: ")
 
     plan = planned(command.config, "")
-    json_subprocess.say(_PLANNED, as_json(plan, (), measured))
+    json_subprocess.send(_PLANNED, as_json(plan, (), measured))
     advised = advise(plan, command.config, topology, again) if command.options.advice else []
     return as_json(plan, advised, measured)

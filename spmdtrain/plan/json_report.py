@@ -51,7 +51,7 @@ def as_json(
         found["time"] = dataclasses.asdict(times) | {
             "bound": times.bound,
             "estimate": times.estimate,
-            "rules": times.rules,
+            "rules": times.bottleneck,
             "utilization": plan.utilization,
             "examples_per_second": plan.global_batch_size / times.estimate,
             "tokens_per_second": tokens or None,
@@ -62,7 +62,7 @@ def as_json(
     return found
 
 
-def _collective(one: planner.Moved) -> dict[str, Any]:
+def _collective(one: planner.PlannedCollective) -> dict[str, Any]:
     return dataclasses.asdict(one) | {"seconds": None if math.isnan(one.seconds) else one.seconds}
 
 

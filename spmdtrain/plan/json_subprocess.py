@@ -37,7 +37,7 @@ def end_with_parent() -> None:
         os._exit(1)
 
 
-def say(what: str, message: Any) -> None:
+def send(what: str, message: Any) -> None:
     """Sends a message from such a process, anything that JSON has; the last is its answer."""
     line = json.dumps([what, message]) + "\n"
     data = line.encode()

@@ -17,7 +17,7 @@ from spmdtrain.errors import UserError
 from spmdtrain.plan.chips import Chip
 from spmdtrain.plan.time_model import wire_bytes
 from spmdtrain.plan.topologies import Topology
-from spmdtrain.sharding.placement import prepare, resolve_on_devices
+from spmdtrain.sharding.placement import configure_backend, resolve_config
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.experiment import ExperimentFile
 from spmdtrain.train.trainer import Trainer
@@ -80,11 +80,11 @@ def measure(file: ExperimentFile, config: RunConfig, topology: Topology) -> Meas
         eval_at_checkpoints=False,
         evaluated_by="training",
     )
-    prepare(config)
+    configure_backend(config)
     _check_devices(topology)
-    config = resolve_on_devices(config)
+    config = resolve_config(config)
     experiment = file.build(config)
-    trainer = Trainer.of(experiment, config, terminal=Terminal(quiet=True))
+    trainer = Trainer.from_experiment(experiment, config, terminal=Terminal(quiet=True))
 
     def seconds(steps: int) -> float:
         began = time.perf_counter()

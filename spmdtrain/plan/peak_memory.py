@@ -27,7 +27,7 @@ class Live:
 
 
 @dataclass(frozen=True)
-class Fullest:
+class PeakMemory:
     """What XLA has found room for.
 
     Attributes:
@@ -40,7 +40,7 @@ class Fullest:
     live: list[Live]
 
 
-def read_dump(folder: Path) -> Fullest | None:
+def read_dump(folder: Path) -> PeakMemory | None:
     """What the files that `xla_dump_to` leaves tell of memory; None where they tell nothing.
 
     XLA's own list of the peak's buffers leaves some out, so that it is computed here: from the
@@ -54,7 +54,7 @@ def read_dump(folder: Path) -> Fullest | None:
     total = _TOTAL.search(report or "")
     if total is None or not assignment or not ranges:
         return None
-    return Fullest(int(total[1]), _fullest(_values(assignment), _ranges(ranges)))
+    return PeakMemory(int(total[1]), _fullest(_values(assignment), _ranges(ranges)))
 
 
 _Name = tuple[str, tuple[int, ...]]

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmdtrain.config import Collectives, RunConfig
+from spmdtrain.config import CollectiveOptions, RunConfig
 from spmdtrain.data.datasets import as_dataset
 from spmdtrain.data.loader import abstract_batch
 from spmdtrain.errors import UserError
@@ -25,8 +25,8 @@ from spmdtrain.plan.topologies import Topology, gpu_config
 from spmdtrain.plan.traffic import Traffic, least_sent, traffic_of
 from spmdtrain.sharding import mesh
 from spmdtrain.sharding.layout import NotSplitError, field_of
-from spmdtrain.sharding.placement import Placement, resolve_on_devices
-from spmdtrain.sharding.table import Held, Row
+from spmdtrain.sharding.placement import Placement, resolve_config
+from spmdtrain.sharding.table import MemoryUse, Row
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal, byte_size
@@ -80,7 +80,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Moved:
+class PlannedCollective:
     """One collective, with what it costs at least."""
 
     kind: str
@@ -119,7 +119,7 @@ class Plan:
     memory: Memory
     buffers: list[Buffer]
     """The temporary arrays of the worst moment, the largest first."""
-    collectives: list[Moved]
+    collectives: list[PlannedCollective]
     traffic: Traffic
     rematerialized: list[Rematerialized]
     flops: int
@@ -178,14 +178,14 @@ def plan(
     tell("building")
     devices = devices_of(topology)
     virtual = not has_compiler(topology)
-    with mesh.devices_elsewhere(devices):
+    with mesh.abstract_devices(devices):
         if virtual:
             # What is faster between virtual devices is not what a GPU's compiler would do.
             config = dataclasses.replace(config, collectives=_automatic(config))
-        config = resolve_on_devices(config)
+        config = resolve_config(config)
         experiment = file.build(config)
         try:
-            trainer = Trainer.of(experiment, config, terminal=Terminal(quiet=True))
+            trainer = Trainer.from_experiment(experiment, config, terminal=Terminal(quiet=True))
         except NotSplitError as error:
             raise UserError(f"{error}{_fewer_parts(experiment, config, topology)}") from error
         batch = _batch(experiment, config, trainer.placement)
@@ -215,7 +215,7 @@ def plan(
             placement=f"{trainer.placement.name}, mesh {trainer.placement.axes}",
             global_batch_size=config.global_batch_size or 0,
             batch_shards=trainer.placement.batch_shards,
-            undivided=trainer.undivided(),
+            undivided=trainer.unsharded_params(),
             tokens=_tokens(batch),
             steps=config.total_steps(len(as_dataset(experiment.train))),
             rows=table.rows[:-1],
@@ -244,7 +244,9 @@ def _fewer_parts(experiment: Experiment, config: RunConfig, topology: Topology) 
         sharding = dataclasses.replace(config.sharding, max_shards=parts)
         with contextlib.suppress(UserError):
             fewer = dataclasses.replace(config, sharding=sharding)
-            total = _total(Trainer.of(experiment, fewer, terminal=Terminal(quiet=True)))
+            total = _total(
+                Trainer.from_experiment(experiment, fewer, terminal=Terminal(quiet=True))
+            )
             return (
                 f"; with --sharding.max-shards {parts} all of it divides, and a device has "
                 f"{byte_size(total.device)} of the state"
@@ -343,7 +345,7 @@ def _notes(
         )
     if (used := _used(trainer, topology)) < topology.chips:
         notes.append(f"uses {used:g} of the {topology.chips} chips")
-    if trainer.tries_reduction:
+    if trainer.has_custom_reduction:
         notes.append("a run tries the experiment's own reduction on its devices first: not here")
     if config.steps_per_dispatch > 1:
         more = config.steps_per_dispatch - 1
@@ -356,14 +358,14 @@ def _notes(
     return notes
 
 
-def _total(trainer: Trainer) -> Held:
+def _total(trainer: Trainer) -> MemoryUse:
     total = trainer.sharding_table().total
     return total.own + total.optimizer + total.average
 
 
 def _touched(trainer: Trainer) -> int:
     """Bytes of a device's state that a step has to read, and to write."""
-    frozen = trainer.config.frozen
+    frozen = trainer.config.freeze
     rows = [row for row in trainer.sharding_table().rows if row.elements]
     kept = sum(row.own.device for row in rows if _is_frozen(row.name, frozen))
     return 2 * _total(trainer).device - kept
@@ -373,7 +375,7 @@ def _is_frozen(name: str, frozen: Sequence[str]) -> bool:
     return any(re.search(pattern, name) for pattern in frozen)
 
 
-def _automatic(config: RunConfig) -> Collectives:
+def _automatic(config: RunConfig) -> CollectiveOptions:
     given = config.collectives
     return given if given.reduction else dataclasses.replace(given, reduction="automatic")
 
@@ -391,7 +393,7 @@ def _traffic(found: Found, trainer: Trainer, rows: Sequence[Row], config: RunCon
                 placement.batch_shards,
                 compute_width=min(width, jnp.dtype(config.compute_dtype).itemsize),
                 width=width,
-                is_trained=not _is_frozen(row.name, config.frozen),
+                is_trained=not _is_frozen(row.name, config.freeze),
             )
     return traffic_of(found.collectives, rows, least)
 
@@ -461,7 +463,7 @@ def _size(text: str) -> int:
 # -- time ------------------------------------------------------------------------------------------
 
 
-def _moved(one: Collective, placement: Placement, topology: Topology) -> Moved:
+def _moved(one: Collective, placement: Placement, topology: Topology) -> PlannedCollective:
     seconds, name = math.nan, "unknown"
     if topology.chip is None:
         name = "memory"
@@ -471,7 +473,7 @@ def _moved(one: Collective, placement: Placement, topology: Topology) -> Moved:
         link = time_model.link_between(one.kind, group, topology)
         name = link.name
         seconds = one.times * time_model.seconds(one.kind, one.bytes, one.group_size, link)
-    return Moved(
+    return PlannedCollective(
         kind=one.kind,
         axes=one.axes,
         group_size=one.group_size,
@@ -487,7 +489,11 @@ def _moved(one: Collective, placement: Placement, topology: Topology) -> Moved:
 
 
 def _times(
-    topology: Topology, flops: Flops, trainer: Trainer, moved: Sequence[Moved], found: Found
+    topology: Topology,
+    flops: Flops,
+    trainer: Trainer,
+    moved: Sequence[PlannedCollective],
+    found: Found,
 ) -> time_model.Times | None:
     chip = topology.chip
     if chip is None:

@@ -20,7 +20,7 @@ from spmdtrain.files.user_folders import cache_folder
 from spmdtrain.plan.compiler_log import CompilerLog, kept_log, short
 from spmdtrain.plan.matmul_flops import products
 from spmdtrain.plan.memory_traffic import bytes_moved
-from spmdtrain.plan.peak_memory import Fullest, Live, read_dump
+from spmdtrain.plan.peak_memory import Live, PeakMemory, read_dump
 from spmdtrain.xla.collectives import Carried, Collective, collectives_of
 from spmdtrain.xla.compile_cache import keep_file
 from spmdtrain.xla.hlo_parser import Computation, Instruction, Module, element_of, reading_program
@@ -195,7 +195,7 @@ def _read_off(
     program: jax.stages.Compiled | None,
     text: str,
     refusal: str,
-    fullest: Fullest | None,
+    fullest: PeakMemory | None,
     log: CompilerLog,
     on: jax.sharding.Mesh | None,
     parameters: Mapping[str, str],
@@ -228,7 +228,7 @@ def _dumped_module(folder: Path) -> str:
     return "" if path is None else path.read_text()
 
 
-def _buffers(fullest: Fullest, module: Module, origins: Origins) -> list[Buffer]:
+def _buffers(fullest: PeakMemory, module: Module, origins: Origins) -> list[Buffer]:
     found = []
     places = {
         one.name: (one, computation)
@@ -249,7 +249,7 @@ def _buffer(
 ) -> Buffer:
     index = live.path[0] if live.path else 0
     origin = origins.parameters_of(one, within, index)
-    maker = origins.made_by(one, within, index)
+    maker = origins.producer(one, within, index)
     if origin.parameters:
         use = Use.PARAMETER if origin.is_source else Use.GRADIENT
     else:

@@ -257,7 +257,7 @@ def _rematerialized(one: dict[str, Any]) -> str:
     return (
         f"{where or 'somewhere'}: {one['shape']} is made whole on every device, as XLA cannot go "
         f"from {one['given']} to {one['wanted']} in another way; constrain it to one of the two "
-        "before or after (spmdtrain.constrain)"
+        "before or after (spmdtrain.constrain_sharding)"
     )
 
 

@@ -165,7 +165,7 @@ class Times:
         return max(self.bound, beside + self.waiting)
 
     @property
-    def rules(self) -> str:
+    def bottleneck(self) -> str:
         """What the estimate is made of most."""
         parts = {
             "compute": self.compute,

@@ -13,7 +13,7 @@ _REST = "the rest"
 
 
 @dataclass(frozen=True)
-class Sent:
+class StepTraffic:
     """What each device sends for one parameter in a step.
 
     Attributes:
@@ -38,12 +38,12 @@ class Traffic:
     bytes: float
     least: float | None
     excess: float | None
-    by_parameter: list[Sent]
+    by_parameter: list[StepTraffic]
     """Those with the largest excess first."""
 
 
 @dataclass(frozen=True)
-class Least:
+class MinimumTraffic:
     """What each device has to send at the least in a step for one parameter, in elements.
 
     Attributes:
@@ -63,7 +63,7 @@ class Least:
 
 def least_sent(
     row: Row, batch_shards: int, *, compute_width: int, width: int, is_trained: bool = True
-) -> Least:
+) -> MinimumTraffic:
     """What a strategy has to send for one parameter, where so many devices share a batch.
 
     Gradients cross once, in the dtype of the computation: an all-reduce of n elements over g
@@ -77,7 +77,7 @@ def least_sent(
     scattered, groups = parts * more, batch_shards / (parts * more)
     reduced = row.elements * (scattered - 1) / scattered
     reduced += 2 * (groups - 1) / groups * row.elements / scattered
-    return Least(
+    return MinimumTraffic(
         reduced=reduced if is_trained else 0.0,
         renewed=row.elements / parts * (more - 1) / more if is_trained else 0.0,
         gathered=row.elements * (parts - 1) / parts,
@@ -106,7 +106,9 @@ class _Crossed:
 
 
 def traffic_of(
-    collectives: Sequence[Collective], rows: Sequence[Row], least: Mapping[str, Least] | None
+    collectives: Sequence[Collective],
+    rows: Sequence[Row],
+    least: Mapping[str, MinimumTraffic] | None,
 ) -> Traffic:
     """What is sent by parameter; `least` by parameter, None where no formula holds."""
     elements = {row.name: row.elements for row in rows if row.elements}
@@ -140,7 +142,7 @@ def traffic_of(
     )
 
 
-def _sent(name: str, of: _Crossed, least: Least | None) -> Sent:
+def _sent(name: str, of: _Crossed, least: MinimumTraffic | None) -> StepTraffic:
     gathered = made = 0.0
     if least is not None:
         # A narrower form than asked for is as good; and a second gather, for the backward pass, is
@@ -149,7 +151,7 @@ def _sent(name: str, of: _Crossed, least: Least | None) -> Sent:
         gathered = least.gathered * width * (2 if of.parameter.times > 1.5 else 1)
         made = least.reduced * min(least.compute_width, of.made.width)
         made += least.renewed * least.width
-    return Sent(
+    return StepTraffic(
         parameter=name,
         bytes=of.parameter.bytes + of.made.bytes,
         least=gathered + made,

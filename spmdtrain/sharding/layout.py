@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from spmdtrain.config import ShardingOptions
 from spmdtrain.errors import UserError, did_you_mean
-from spmdtrain.sharding.mesh import BATCH_AXES, count_of
+from spmdtrain.sharding.mesh import BATCH_AXES, describe_devices
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.strategies import AXES, STATE
 from spmdtrain.terminal import byte_size
@@ -23,12 +23,12 @@ Shape = tuple[int, ...]
 REPLICATED = PartitionSpec()
 
 
-class Gather(enum.Enum):
+class GatherPolicy(enum.Enum):
     """When a parameter that is split over a batch axis is made whole for the step."""
 
-    AT_START = "at the start"
+    BEFORE_FORWARD = "at the start"
     """Before the model is called: XLA then places the all-gather where it is used."""
-    IN_MODEL = "in the model"
+    PER_LAYER = "in the model"
     """Left to XLA inside the model, for layers that are stacked and looped over: only one of them
     is ever whole."""
 
@@ -43,7 +43,7 @@ class Rule:
 
     pattern: str
     spec: PartitionSpec
-    gather: Gather = Gather.AT_START
+    gather: GatherPolicy = GatherPolicy.BEFORE_FORWARD
 
     def __post_init__(self) -> None:
         try:
@@ -61,7 +61,7 @@ class Rule:
             raise UserError(f"sharding rule {self.pattern!r} names an axis twice: {self.spec}")
 
 
-def owner_of(name: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | None:
+def parameter_of(name: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | None:
     """The parameter that a leaf of the state belongs to: one whose path ends the leaf's own.
 
     `opt_state/0/mu/blocks/q` belongs to `params/blocks/q`, and of several optimizers
@@ -118,7 +118,7 @@ class Layout:
         """Whether every device has all parameters, whatever axes the mesh has."""
         self._gathers = bool(used & set(BATCH_AXES))
 
-    def undivided(self) -> list[str]:
+    def unsharded_params(self) -> list[str]:
         """Parameters of which the strategy would split something large, had it a dim that divides.
 
         What a rule says is replicated is meant to be.
@@ -136,7 +136,7 @@ class Layout:
                 found.append(name.removeprefix("params/"))
         return found
 
-    def bring(self, tree: PyTree, of: Callable[[Any], PyTree]) -> PyTree:
+    def to_device(self, tree: PyTree, of: Callable[[Any], PyTree]) -> PyTree:
         """What rests in host memory, brought to the devices; `of` says which part of the state."""
 
         def brought(x: jax.Array, resting: Sharding, there: Sharding) -> jax.Array:
@@ -162,7 +162,7 @@ class Layout:
             return gradients
         return self._constrain(gradients, self._gradient)
 
-    def resting(self, params: PyTree) -> PyTree:
+    def at_rest(self, params: PyTree) -> PyTree:
         """Updated parameters where they rest: made whole once, whoever reads them."""
         if not self._placement.strategy.shards_optimizer:
             return params
@@ -186,7 +186,7 @@ class Layout:
 
     def _whole(self, name: str, leaf: Any) -> Sharding | None:
         spec, rule = self._spec(name, leaf.shape)
-        if rule is not None and rule.gather is Gather.IN_MODEL:
+        if rule is not None and rule.gather is GatherPolicy.PER_LAYER:
             return None
         kept = [tuple(a for a in _names(entry) if a not in BATCH_AXES) for entry in spec]
         return self._placement.sharding(PartitionSpec(*(axes or None for axes in kept)))
@@ -219,7 +219,7 @@ class Layout:
         return spec, rule
 
     def _rule(self, name: str, shape: Shape) -> Rule | None:
-        owner = owner_of(name, shape, self._shapes)
+        owner = parameter_of(name, shape, self._shapes)
         follows = owner is not None and self._shapes[owner] == shape
         for number, rule in enumerate(self._rules):
             # An optimizer's leaf goes where its parameter goes, if it has that one's shape (a
@@ -358,7 +358,7 @@ def check_placed(tree: PyTree, shardings: PyTree, when: str) -> None:
 def describe(sharding: Sharding) -> str:
     """How an array is split: `P('fsdp', None)`; `replicated`, with the sizes that make it so."""
     if not isinstance(sharding, NamedSharding):
-        return f"on {count_of(sorted(sharding.device_set, key=lambda device: device.id))}"
+        return f"on {describe_devices(sorted(sharding.device_set, key=lambda device: device.id))}"
     mesh, axes = sharding.mesh, _axes(sharding.spec)
     if not sharding.is_fully_replicated:
         return f"P({', '.join(map(_entry, sharding.spec))})"

@@ -51,7 +51,7 @@ _elsewhere: ContextVar[Sequence[jax.Device] | None] = ContextVar("elsewhere", de
 
 
 @contextlib.contextmanager
-def devices_elsewhere(devices: Sequence[jax.Device]) -> Iterator[None]:
+def abstract_devices(devices: Sequence[jax.Device]) -> Iterator[None]:
     """Within, meshes are laid over these and not over what is here: to compile for them."""
     token = _elsewhere.set(devices)
     try:
@@ -60,7 +60,7 @@ def devices_elsewhere(devices: Sequence[jax.Device]) -> Iterator[None]:
         _elsewhere.reset(token)
 
 
-def are_elsewhere() -> bool:
+def is_abstract() -> bool:
     """Whether that is so, and nothing can be run on the devices."""
     return _elsewhere.get() is not None
 
@@ -173,14 +173,14 @@ def _whole(sizes: dict[str, int], devices: Sequence[jax.Device]) -> dict[str, in
     if rest:
         if len(devices) % fixed:
             raise UserError(
-                f"mesh: {product} = {fixed} does not divide {count_of(devices)}, "
+                f"mesh: {product} = {fixed} does not divide {describe_devices(devices)}, "
                 f"so {rest[0]}=-1 has no whole size"
             )
         return sizes | {rest[0]: len(devices) // fixed}
     if fixed != len(devices):
         raise UserError(
-            f"mesh: {product} = {fixed} != {count_of(devices)}; set one axis to -1, or name "
-            "the devices to use in mesh.devices"
+            f"mesh: {product} = {fixed} != {describe_devices(devices)}; set one axis to -1, or "
+            "name the devices to use in mesh.devices"
         )
     return sizes
 
@@ -194,7 +194,7 @@ def _check_used(of: Strategy, sizes: Mapping[str, int], devices: Sequence[jax.De
             raise UserError(
                 f"strategy {of.name} uses the axis {axis}, and the mesh has {axis}=1: "
                 f"{', '.join(f'{name}={size}' for name, size in sizes.items())} "
-                f"on {count_of(devices)}"
+                f"on {describe_devices(devices)}"
             )
 
 
@@ -248,14 +248,14 @@ def _groups(
     if not whole:
         counts = sorted({len(host) for host in hosts})
         raise UserError(
-            f"mesh: replica={number} does not divide {count_of(devices)} on {len(hosts)} "
+            f"mesh: replica={number} does not divide {describe_devices(devices)} on {len(hosts)} "
             f"host{'s' if len(hosts) > 1 else ''} of {' or '.join(map(str, counts))} into groups "
             "of whole hosts, or hosts into whole groups"
         )
     return groups
 
 
-def count_of(devices: Sequence[jax.Device]) -> str:
+def describe_devices(devices: Sequence[jax.Device]) -> str:
     """`8 devices`; of several processes also how many each has: `5 devices (2 + 3)`."""
     text = f"{len(devices)} device{'s' if len(devices) > 1 else ''}"
     owners = [device.process_index for device in devices]

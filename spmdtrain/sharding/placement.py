@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from spmdtrain.config import Collectives, Config, MeshSpec, RunConfig, resolve
+from spmdtrain.config import CollectiveOptions, Config, MeshSpec, RunConfig, resolve
 from spmdtrain.distributed import initialize, process_group
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.sharding.mesh import (
@@ -22,9 +22,9 @@ from spmdtrain.sharding.mesh import (
     batch_shards,
     build_mesh,
     choose_devices,
-    count_of,
     default_device,
     describe,
+    describe_devices,
     make_cpu_devices,
 )
 from spmdtrain.strategies import AXES, DEFAULT, Strategy, strategy
@@ -60,10 +60,10 @@ class Placement:
     @property
     def batch(self) -> Sharding:
         """The sharding of a batch: its leading dim is split over the batch axes."""
-        return self.everywhere if self.mesh is None else batch_sharding(self.mesh)
+        return self.replicated if self.mesh is None else batch_sharding(self.mesh)
 
     @property
-    def everywhere(self) -> Sharding:
+    def replicated(self) -> Sharding:
         """The sharding of what every device holds in full."""
         return self.sharding(PartitionSpec())
 
@@ -87,7 +87,7 @@ class Placement:
         return "none" if self.mesh is None else describe(self.mesh)
 
 
-def place(config: RunConfig) -> Placement:
+def make_placement(config: RunConfig) -> Placement:
     """The placement that a configuration asks for, on the devices there are."""
     of = strategy(config.strategy)
     if of.has_mesh:
@@ -120,7 +120,7 @@ def current_strategy() -> Placement:
         raise UserError(
             "current_strategy() was called outside a run, where no strategy is known. Use "
             "trainer.placement.batch_shards; before there is a trainer, give "
-            "batch_size_per_device or call resolve_on_devices(config)"
+            "batch_size_per_device or call resolve_config(config)"
         )
     return found
 
@@ -147,8 +147,8 @@ _asked: ContextVar[list[str] | None] = ContextVar("asked", default=None)
 
 
 @contextlib.contextmanager
-def noticing() -> Iterator[list[str]]:
-    """Within, every call of `current_strategy` leaves a mark in the list; `constrain` does nothing.
+def record_strategy_queries() -> Iterator[list[str]]:
+    """Records the calls of `current_strategy`; disables `constrain_sharding` meanwhile.
 
     For whoever wants to know whether a function would be another without the strategy.
     """
@@ -160,7 +160,7 @@ def noticing() -> Iterator[list[str]]:
         _asked.reset(token)
 
 
-def under(placement: Placement) -> AbstractContextManager[Any]:
+def use_placement(placement: Placement) -> AbstractContextManager[Any]:
     """Within, `current_strategy()` is this."""
     context: AbstractContextManager[Any] = _current(placement)
     return context
@@ -178,7 +178,7 @@ def carried(function: Callable[..., T]) -> Callable[..., T]:
     return called
 
 
-def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
+def constrain_sharding(x: jax.Array, *spec: str | None) -> jax.Array:
     """Say how an array inside a model lies on the mesh, where there is one.
 
     An entry for each dim: "batch" for the axes that split the batch, the name of an axis, or None.
@@ -186,14 +186,15 @@ def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
     Raises `ValueError` for another number of entries than dims, and for axes that are none.
     """
     if len(spec) != x.ndim:
-        raise ValueError(f"constrain: {len(spec)} entries for an array of shape {x.shape}")
+        raise ValueError(f"constrain_sharding: {len(spec)} entries for an array of shape {x.shape}")
     named = [a for e in spec if e for a in (BATCH_AXES if e == "batch" else (e,))]
     if unknown := [axis for axis in named if axis not in AXES]:
         raise ValueError(
-            f"constrain: {unknown[0]!r} is no axis.{did_you_mean(unknown[0], ['batch', *AXES])}"
+            f"constrain_sharding: {unknown[0]!r} is no axis."
+            f"{did_you_mean(unknown[0], ['batch', *AXES])}"
         )
     if len(set(named)) < len(named):
-        raise ValueError(f"constrain: {spec} names an axis twice (batch is {BATCH_AXES})")
+        raise ValueError(f"constrain_sharding: {spec} names an axis twice (batch is {BATCH_AXES})")
     placement = _strategy()
     if placement.mesh is None or placement.mesh.size == 1 or _asked.get() is not None:
         return x
@@ -212,37 +213,37 @@ def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
 # -- configurations --------------------------------------------------------------------------------
 
 
-def prepare(config: RunConfig) -> None:
+def configure_backend(config: RunConfig) -> None:
     """Join the job, and set what JAX reads when its devices are first used."""
     keep_programs(config.compilation_cache)
     if not strategy(config.strategy).by_servers:  # whose tasks are programs of their own
         initialize.initialize(strategy=config.strategy)
     make_cpu_devices(config.cpu_devices)
-    collective_options.prepare(config.collectives, process_group.count())
+    collective_options.configure_collectives(config.collectives, process_group.count())
 
 
-def resolve_on_devices(config: Config) -> Config:
+def resolve_config(config: Config) -> Config:
     """The configuration resolved for the devices it will run on (see `config.resolve`).
 
     A script calls it before an experiment's `build(config)`, as the run command does.
     """
-    prepare(config)
-    return resolve(config, batch_shards=place(config).batch_shards)
+    configure_backend(config)
+    return resolve(config, batch_shards=make_placement(config).batch_shards)
 
 
-def on_own_devices(config: Config, tell: Callable[[str], None]) -> Config:
+def local_config(config: Config, tell: Callable[[str], None]) -> Config:
     """The configuration of a training, for a process that has other devices than the training.
 
     Its strategy and mesh are kept where they fit; else, as `tell` is told, all devices are along
     the batch.
     """
     # One process of its own has no part in the training's collectives.
-    config = dataclasses.replace(config, collectives=Collectives())
-    prepare(config)
+    config = dataclasses.replace(config, collectives=CollectiveOptions())
+    configure_backend(config)
     try:
-        place(config)
+        make_placement(config)
     except UserError as error:
-        here = count_of(choose_devices(()))
+        here = describe_devices(choose_devices(()))
         tell(f"here mirrored over {here}, as its own placement fails: {error}")
         sharding = dataclasses.replace(config.sharding, max_shards=None, offload=None)
         config = dataclasses.replace(

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from spmdtrain.sharding.layout import describe, field_of, owner_of
+from spmdtrain.sharding.layout import describe, field_of, parameter_of
 from spmdtrain.terminal import Terminal, byte_size
 from spmdtrain.tree import named_leaves
 
@@ -21,7 +21,7 @@ _SPEC, _FIRST_SIZE = 3, 4  # the number of a column
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryUse:
     """The bytes of some leaves: on a device, beside it in its host's memory, and as a whole."""
 
     device: int = 0
@@ -34,8 +34,10 @@ class Held:
         held = self.device + self.host
         return round(self.whole / held) if held else 1
 
-    def __add__(self, other: "Held") -> "Held":
-        return Held(self.device + other.device, self.host + other.host, self.whole + other.whole)
+    def __add__(self, other: "MemoryUse") -> "MemoryUse":
+        return MemoryUse(
+            self.device + other.device, self.host + other.host, self.whole + other.whole
+        )
 
     def __str__(self) -> str:
         parts = [byte_size(self.device)] if self.device or not self.host else []
@@ -50,9 +52,9 @@ class Row:
     shape: str
     dtype: str
     spec: str
-    own: Held
-    optimizer: Held
-    average: Held
+    own: MemoryUse
+    optimizer: MemoryUse
+    average: MemoryUse
     elements: int = 0
     """Of the parameter; 0 of `other`."""
 
@@ -94,9 +96,9 @@ class ShardingTable:
 class _Sums:
     """A row under construction."""
 
-    own: Held = field(default_factory=Held)
-    optimizer: Held = field(default_factory=Held)
-    average: Held = field(default_factory=Held)
+    own: MemoryUse = field(default_factory=MemoryUse)
+    optimizer: MemoryUse = field(default_factory=MemoryUse)
+    average: MemoryUse = field(default_factory=MemoryUse)
 
 
 def tabulate(abstract_state: PyTree, shardings: PyTree) -> ShardingTable:
@@ -113,7 +115,7 @@ def tabulate(abstract_state: PyTree, shardings: PyTree) -> ShardingTable:
     places = _Places()
     for name, leaf in leaves.items():
         held = places.add(leaf, where[name])
-        owner = owner_of(name, tuple(leaf.shape), shapes)
+        owner = parameter_of(name, tuple(leaf.shape), shapes)
         row = other if owner is None else sums[owner]
         if owner is None:
             others.append(name)
@@ -249,13 +251,13 @@ class _Places:
         self._bytes: dict[Any, int] = {}
         self._devices: dict[Any, Iterable[jax.Device]] = {}
 
-    def add(self, leaf: Any, sharding: Sharding) -> Held:
+    def add(self, leaf: Any, sharding: Sharding) -> MemoryUse:
         held, whole = _held(leaf, sharding), _nbytes(leaf, leaf.shape)
         on_host = sharding.memory_kind == "pinned_host"
         group = sharding.mesh if isinstance(sharding, NamedSharding) else sharding
         self._devices[group] = sharding.device_set
         self._bytes[group] = self._bytes.get(group, 0) + (0 if on_host else held)
-        return Held(0, held, whole) if on_host else Held(held, 0, whole)
+        return MemoryUse(0, held, whole) if on_host else MemoryUse(held, 0, whole)
 
     def per_device(self) -> list[int]:
         found: dict[jax.Device, int] = {}
@@ -302,11 +304,11 @@ def _nbytes(leaf: Any, shape: Iterable[int]) -> int:
     return math.prod(shape) * int(leaf.dtype.itemsize)
 
 
-def _sum(parts: Iterable[Held]) -> Held:
-    return sum(parts, Held())
+def _sum(parts: Iterable[MemoryUse]) -> MemoryUse:
+    return sum(parts, MemoryUse())
 
 
-def _part(table: ShardingTable, total: Held) -> str:
+def _part(table: ShardingTable, total: MemoryUse) -> str:
     """`1/8`, or `56%` where it is no such part."""
     held = table.fullest + total.host
     if held >= total.whole:

@@ -11,8 +11,8 @@ from jax._src.config import trace_context
 
 from spmdtrain.config import RunConfig
 from spmdtrain.distributed import process_group
-from spmdtrain.sharding.placement import Placement, under
-from spmdtrain.step.train_step import Steps
+from spmdtrain.sharding.placement import Placement, use_placement
+from spmdtrain.step.train_step import StepFunctions
 from spmdtrain.xla import collectives
 
 PyTree = Any
@@ -32,9 +32,9 @@ class Program:
 class Programs:
     """Those of one trainer, by the steps that they make at once."""
 
-    def __init__(self, steps: Steps, placement: Placement, config: RunConfig) -> None:
+    def __init__(self, steps: StepFunctions, placement: Placement, config: RunConfig) -> None:
         self._steps, self._placement, self._config = steps, placement, config
-        # One at a time: they share what `Steps.settle` decides.
+        # One at a time: they share what `StepFunctions.choose_reduction` decides.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="compile")
         self._under_way: dict[int, tuple[PyTree, Future[Program]]] = {}
 
@@ -49,7 +49,7 @@ class Programs:
             self._under_way[steps] = shapes, self._worker.submit(self._make, steps, shapes)
 
     def get(self, steps: int, batch: PyTree) -> Program:
-        """The program for such batches, once it is compiled. Raises what `Steps.settle` raises."""
+        """Returns the compiled program for such batches; raises the errors of its compilation."""
         shapes = jax.tree.map(_shape, batch)
         if steps not in self._under_way or self._under_way[steps][0] != shapes:
             self.wait()
@@ -70,13 +70,13 @@ class Programs:
 
     def _context(self) -> object:
         """What JAX has been told in this thread, as far as programs depend on it."""
-        with under(self._placement):
+        with use_placement(self._placement):
             return trace_context()
 
     def _make(self, steps: int, batch: PyTree) -> Program:
         began = time.perf_counter()
-        with under(self._placement):  # which is known by thread
-            settled = self._steps.settle(batch, steps)
+        with use_placement(self._placement):  # which is known by thread
+            settled = self._steps.choose_reduction(batch, steps)
             by_number = self._config.data_on_device
             call = self._steps.train_program(steps, by_number=by_number)
             if not self._config.jit:

@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec
 from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.mesh import BATCH_AXES
-from spmdtrain.sharding.placement import Placement, noticing, under
+from spmdtrain.sharding.placement import Placement, record_strategy_queries, use_placement
 from spmdtrain.step import metrics
 from spmdtrain.step.model_state import averages_and_counts, difference, rejoined, with_difference
-from spmdtrain.step.reductions import Reduction, packed
+from spmdtrain.step.reductions import Reduction, flattened
 from spmdtrain.strategies import DEFAULT
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla.jaxpr import equations
@@ -139,7 +139,9 @@ class Gradients:
         ) -> Found:
             if self.per_replica and replicas > 1:
                 key = jax.random.fold_in(key, jax.lax.axis_index(BATCH_AXES))
-            with under(Placement(DEFAULT, None)):  # on one device there is no mesh to lay out over
+            with use_placement(
+                Placement(DEFAULT, None)
+            ):  # on one device there is no mesh to lay out over
                 found = self._of(params, frozen, model_state, batch, key)
             # Sums over a large batch could be too large for 16 bits on the way. Divided by its
             # size, which is known, rather than its weight, they need not wait for that.
@@ -148,8 +150,8 @@ class Gradients:
             change = difference(found.model_state, model_state)
             averages, counts = averages_and_counts(change)
             averages = _scaled(averages, 1 / replicas)
-            if reduction is packed:  # metrics and running averages in the same parcel
-                reduced, counted, averages = packed((share, found.metrics, averages), BATCH_AXES)
+            if reduction is flattened:  # metrics and running averages in the same parcel
+                reduced, counted, averages = flattened((share, found.metrics, averages), BATCH_AXES)
             else:
                 reduced = reduction(share, BATCH_AXES)
                 counted, averages = jax.lax.psum((found.metrics, averages), BATCH_AXES)
@@ -177,21 +179,23 @@ def _of_mean(gradients: PyTree, counted: dict[str, metrics.Sums], *, of: int = 1
 
 
 def _scaled(gradients: PyTree, by: jax.Array | float) -> PyTree:
-    return jax.tree.map(lambda x: (x.astype(wide(x.dtype)) * by).astype(x.dtype), gradients)
+    return jax.tree.map(
+        lambda x: (x.astype(accumulation_dtype(x.dtype)) * by).astype(x.dtype), gradients
+    )
 
 
 def _zeros(like: Any) -> jax.Array:
     """Zeros to add up in: in f32 at least."""
-    return jnp.zeros(like.shape, wide(like.dtype))
+    return jnp.zeros(like.shape, accumulation_dtype(like.dtype))
 
 
-def wide(dtype: Any) -> Any:
+def accumulation_dtype(dtype: Any) -> Any:
     """The dtype to add up in: f32 at least."""
     narrow = jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize < 4
     return jnp.float32 if narrow else dtype
 
 
-def why_not_by_hand(
+def shard_map_blocker(
     gradients: Gradients,
     *,
     replicates_params: bool,
@@ -220,7 +224,7 @@ def why_not_by_hand(
         )
     single = dataclasses.replace(gradients, reduction=None, placement=Placement(DEFAULT, None))
     key = jax.random.key(0)
-    with noticing() as asked:
+    with record_strategy_queries() as asked:
         jaxpr = jax.make_jaxpr(single._of)(params, frozen, model_state, batch, key)
     if asked:
         return "the objective asks for the strategy that it runs under, none on a device alone"
@@ -239,7 +243,7 @@ def why_not_by_hand(
         )
     if (shards := gradients.placement.batch_shards) == 1:
         return None
-    with under(Placement(DEFAULT, None)):
+    with use_placement(Placement(DEFAULT, None)):
         why = why_parts_differ(
             lambda given, rows: values(given[0], given[1], given[2], rows),
             (params, frozen, model_state),

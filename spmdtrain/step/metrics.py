@@ -11,7 +11,7 @@ import numpy as np
 from spmdtrain.errors import UserError
 
 
-class Weighted(NamedTuple):
+class WeightedValues(NamedTuple):
     """Values of leading dim B and how much each counts.
 
     `weights` broadcast against `values` from the left: one weight an example, or one a token.
@@ -33,9 +33,9 @@ def weighted_sums(
 ) -> dict[str, Sums]:
     """Sums of what an objective returned for a global batch of B examples.
 
-    `outputs`: by name an array of leading dim B, `Weighted`, or a pair (values, weights); `loss`
-    is among them. `mask`: (B,), 0 for examples that only fill up the batch. Raises `UserError`
-    for anything else.
+    `outputs`: by name an array of leading dim B, `WeightedValues`, or a pair (values, weights);
+    `loss` is among them. `mask`: (B,), 0 for examples that only fill up the batch. Raises
+    `UserError` for anything else.
     """
     if not isinstance(outputs, Mapping) or "loss" not in outputs:
         got = sorted(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
@@ -71,7 +71,7 @@ def weighted_mean(
     values = jnp.asarray(values)
     if values.ndim == 0:
         raise UserError("weighted_mean is of the values of a batch, and is given a single number")
-    given = values if weights is None else Weighted(values, weights)
+    given = values if weights is None else WeightedValues(values, weights)
     size = values.shape[0]
     return mean(_sums("what weighted_mean is given", given, size, None))
 

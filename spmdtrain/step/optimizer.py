@@ -40,7 +40,7 @@ class Update:
 
     def init(self, params: PyTree) -> PyTree:
         """The optimizer's state before its first step."""
-        return self.optimizer.init(self.parted(params)[0])
+        return self.optimizer.init(self.partition(params)[0])
 
     def first_average(self, params: PyTree) -> PyTree:
         """The average before the first step; an empty dictionary where none is kept."""
@@ -54,7 +54,7 @@ class Update:
         Gradients are of those that are trained, None in the others' places; `loss` is for
         optimizers that look at it.
         """
-        trained, frozen = self.parted(params)
+        trained, frozen = self.partition(params)
         optimizer = optax.with_extra_args_support(self.optimizer)
         try:
             updates, opt_state = optimizer.update(gradients, opt_state, trained, value=loss)
@@ -66,9 +66,9 @@ class Update:
                 "along a line, as optax.lbfgs does. A step computes the loss once: use an "
                 "optimizer without a line search, for example optax.lbfgs(1.0, linesearch=None)"
             ) from error
-        return joined(optax.apply_updates(trained, updates), frozen), opt_state
+        return merge(optax.apply_updates(trained, updates), frozen), opt_state
 
-    def parted(self, params: PyTree) -> tuple[PyTree, PyTree]:
+    def partition(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """The parameters that are trained and those that are not, None in the others' places."""
         patterns = [re.compile(pattern) for pattern in self.frozen]
         if not patterns:
@@ -85,13 +85,13 @@ class Update:
         return part(lambda name: not found(name)), part(found)
 
     def check(self, params: PyTree) -> None:
-        """Raise `UserError` where `frozen` matches no parameter, or all."""
+        """Raise `UserError` where `freeze` matches no parameter, or all."""
         names = list(named_leaves(params))
         for pattern in self.frozen:
             if not any(re.search(pattern, name) for name in names):
-                raise UserError(f"frozen: {pattern!r} is found in no parameter's path: {names}")
-        if self.frozen and not jax.tree.leaves(self.parted(params)[0]):
-            raise UserError(f"frozen: nothing is left to train of {names}")
+                raise UserError(f"freeze: {pattern!r} is found in no parameter's path: {names}")
+        if self.frozen and not jax.tree.leaves(self.partition(params)[0]):
+            raise UserError(f"freeze: nothing is left to train of {names}")
 
     def average(self, averaged: PyTree, params: PyTree, step: jax.Array) -> PyTree:
         """The exponential moving average of the parameters after update number `step`, from 0.
@@ -109,7 +109,7 @@ class Update:
         return jax.tree.map(average, averaged, params)
 
 
-def joined(params: PyTree, frozen: PyTree) -> PyTree:
+def merge(params: PyTree, frozen: PyTree) -> PyTree:
     """The parameters again, from the two parts that `Update.parted` makes."""
     if frozen is None:
         return params

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.sharding.mesh import BATCH_AXES
-from spmdtrain.sharding.placement import Placement, current_strategy, under
+from spmdtrain.sharding.placement import Placement, current_strategy, use_placement
 from spmdtrain.strategies import AXES, DEFAULT
 from spmdtrain.tree import named_leaves, path_name
 
@@ -144,7 +144,7 @@ def per_replica(function: Callable[..., PyTree], batch: PyTree, *whole: PyTree) 
     def local(parts: list[PyTree], *whole: PyTree) -> PyTree:
         token = _within.set(True)
         try:
-            with under(Placement(DEFAULT, None)):
+            with use_placement(Placement(DEFAULT, None)):
                 found = function(treedef.unflatten(map(own, parts)), *whole)
         finally:
             _within.reset(token)

@@ -66,7 +66,7 @@ _WIDTH = 256
 _ALONE = 2**19  # elements above which an array is worth a call of its own, and not worth a copy
 
 
-def packed(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
+def flattened(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
     """The same sums, of small arrays joined into one for each dtype.
 
     Gloo makes a call for each array, which takes a millisecond, however small that is. They are
@@ -98,7 +98,7 @@ def _as_rows(x: jax.Array) -> jax.Array:
 
 NAMED = {
     "all_reduce": all_reduce,
-    "packed": packed,
+    "flattened": flattened,
     "hierarchical": hierarchical,
     "one_device": one_device,
 }

@@ -19,7 +19,7 @@ _policy = jax.make_user_context(default_value="none")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def rematerialize(function: F) -> F:
+def remat(function: F) -> F:
     """Mark a part of a model, a block say, whose inputs are kept and whose inside may not be.
 
     What is done with it is the run's choice (`--remat full`); with `none` it is called as it is.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.adapters.base import Variables
-from spmdtrain.step.gradients import wide
+from spmdtrain.step.gradients import accumulation_dtype
 
 PyTree = Any
 
@@ -45,7 +45,7 @@ def first_average(params: PyTree) -> PyTree:
     In bfloat16 an average of decay 0.999 would stand still, as each of its steps is smaller than
     half the distance to the next number.
     """
-    return jax.tree.map(lambda x: jnp.array(x, wide(x.dtype)), params)
+    return jax.tree.map(lambda x: jnp.array(x, accumulation_dtype(x.dtype)), params)
 
 
 def average_of(params: PyTree) -> PyTree:

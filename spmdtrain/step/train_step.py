@@ -14,20 +14,20 @@ from jax.sharding import Sharding
 
 from spmdtrain.adapters.base import Adapter, Function, Mode, Variables
 from spmdtrain.config import Purpose, RunConfig, derive_seed
-from spmdtrain.data.loader import Rows, examples_of, of_first, of_several
+from spmdtrain.data.loader import IndexedBatch, examples_of, of_first, stacked_sharding
 from spmdtrain.data.uneven_batch import rows_and_mask, why_not_in_training
 from spmdtrain.distributed.first_call import Together, call_together
 from spmdtrain.errors import UserError
 from spmdtrain.sharding import mesh
 from spmdtrain.sharding.layout import Layout, Rule
-from spmdtrain.sharding.placement import Placement, under
+from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step import hyperparameters, metrics
 from spmdtrain.step.declared_arguments import Declared, eval_key
 from spmdtrain.step.finite import health
-from spmdtrain.step.gradients import Gradients, check_agrees, why_not_by_hand
+from spmdtrain.step.gradients import Gradients, check_agrees, shard_map_blocker
 from spmdtrain.step.model_state import difference
-from spmdtrain.step.optimizer import Update, clipped, joined
-from spmdtrain.step.reductions import NAMED, Reduction, all_reduce, in_dtype, packed
+from spmdtrain.step.optimizer import Update, clipped, merge
+from spmdtrain.step.reductions import NAMED, Reduction, all_reduce, flattened, in_dtype
 from spmdtrain.step.remat import with_policy
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.user_frames import locate_errors
@@ -53,7 +53,7 @@ class StepOutput:
     rate: jax.Array | None = None  # the learning rate used, if it is injected
 
 
-class Steps:
+class StepFunctions:
     """The programs of one model, objective and optimizer under one strategy.
 
     `init`, `train_program`, `evaluate` and `predict` are jitted functions of global arrays (or
@@ -79,8 +79,8 @@ class Steps:
         self._predict = Declared.of(locate_errors(predict))
         self._config, self._placement = config, placement
         self._compute_dtype = jnp.dtype(config.compute_dtype)
-        self.update = Update(optimizer, config.frozen, config.ema_decay)
-        with under(placement):  # models may ask what they run under
+        self.update = Update(optimizer, config.freeze, config.ema_decay)
+        with use_placement(placement):  # models may ask what they run under
             self.abstract_state: TrainState = jax.eval_shape(
                 self._init, adapter.given, *map(jax.random.key, (0, 0))
             )
@@ -103,13 +103,13 @@ class Steps:
             per_replica=self._per_replica,
         )
         variables = self.shardings.variables
-        everywhere = placement.everywhere
+        everywhere = placement.replicated
         ours = collective_options.compiler_options(
             config.collectives,
             placement.devices[0].platform,
             gathers=placement.strategy.shards_params or placement.strategy.shards_optimizer,
         )
-        self.compiler_options = compiler_options(config.compiler_option, ours, everywhere)
+        self.compiler_options = compiler_options(config.compiler_options, ours, everywhere)
 
         # The state is born in its place: no device ever holds more than its share, of what a
         # module brings along neither.
@@ -178,7 +178,7 @@ class Steps:
                     "collectives.reduction is automatic, which leaves them to XLA: leave one out"
                 )
             on_cpu = self._placement.devices[0].platform == "cpu"
-            own = packed if on_cpu and options.reduce_dtype is None else all_reduce
+            own = flattened if on_cpu and options.reduce_dtype is None else all_reduce
         if options.reduce_dtype is None:
             return own
         return in_dtype(own or all_reduce, options.reduce_dtype)
@@ -194,11 +194,11 @@ class Steps:
         return Together(compiled, constant=1) if self._config.jit else compiled
 
     @property
-    def tries_reduction(self) -> bool:
+    def has_custom_reduction(self) -> bool:
         """Whether `settle` runs something on the devices, all processes together."""
         return self._own_reduction is not None
 
-    def settle(self, batch: PyTree, steps: int = 1) -> str:
+    def choose_reduction(self, batch: PyTree, steps: int = 1) -> str:
         """Decide, for such a batch of so many steps, what reduces the gradients; its choice told.
 
         Raises `UserError` where a train step of it would not compute what it should.
@@ -214,10 +214,10 @@ class Steps:
         options, by_hand = self._config.collectives, self._asked_reduction is not None
         if not by_hand and not self._may_pack():
             return ""
-        trained, frozen = self.update.parted(self.abstract_state.params)
-        if self._own_reduction is not None and not mesh.are_elsewhere():
+        trained, frozen = self.update.partition(self.abstract_state.params)
+        if self._own_reduction is not None and not mesh.is_abstract():
             check_agrees(self._own_reduction, self._placement, trained)
-        why_not = why_not_by_hand(
+        why_not = shard_map_blocker(
             self._gradients,
             replicates_params=self.layout.replicates_params,
             params=trained,
@@ -238,7 +238,9 @@ class Steps:
                 f"{asked} reduces the gradients under shard_map, where each device computes on its "
                 f"own: {why_not}"
             )
-        if not by_hand and self._gradients.reduction is not (found := None if why_not else packed):
+        if not by_hand and self._gradients.reduction is not (
+            found := None if why_not else flattened
+        ):
             self._train_programs.clear()
             self._gradients = dataclasses.replace(self._gradients, reduction=found)
         if by_hand and self._per_replica:
@@ -248,7 +250,7 @@ class Steps:
     def _check_padded(self, batch: PyTree, size: int) -> None:
         """Raises `UserError` if padding rows could change what a step computes."""
         state = self.abstract_state
-        params, frozen = self.update.parted(state.params)
+        params, frozen = self.update.partition(state.params)
 
         def outputs(params: PyTree, frozen: PyTree, batch: PyTree) -> PyTree:
             return self._outputs(params, frozen, batch, state.model_state, jax.random.key(0))[0]
@@ -287,7 +289,7 @@ class Steps:
             return
         state, key = self.abstract_state, jax.random.key(0)
         program = jax.make_jaxpr(self._outputs)(
-            *self.update.parted(state.params), batch, state.model_state, key
+            *self.update.partition(state.params), batch, state.model_state, key
         )
         if any(of.primitive.name == "conv_general_dilated" for of in equations(program.jaxpr)):
             raise UserError(
@@ -300,7 +302,7 @@ class Steps:
         """Precision that is asked for, and given up at the model's door, would only cost digits."""
         state, key = self.abstract_state, jax.random.key(0)
         program = jax.make_jaxpr(self._outputs)(
-            *self.update.parted(state.params), batch, state.model_state, key
+            *self.update.partition(state.params), batch, state.model_state, key
         )
         products = [
             {x.aval.dtype for x in one.invars}
@@ -319,7 +321,7 @@ class Steps:
         """The state before the first step."""
         keys = [jax.random.key(derive_seed(seed, p)) for p in (Purpose.INIT, Purpose.STEP)]
         given = jax.tree.map(_placed, self._adapter.given, self._places)
-        with under(self._placement):  # whoever asks for it, and whenever
+        with use_placement(self._placement):  # whoever asks for it, and whenever
             state: TrainState = call_together(self._jit_init, given, *keys)
         return state
 
@@ -393,14 +395,16 @@ class Steps:
         """
         key = (steps > 1, by_number)
         if key not in self._train_programs:
-            batch: Any = self._placement.batch if steps == 1 else of_several(self._placement.batch)
+            batch: Any = (
+                self._placement.batch if steps == 1 else stacked_sharding(self._placement.batch)
+            )
             if by_number:
-                batch = Rows(batch, self._placement.everywhere)
+                batch = IndexedBatch(batch, self._placement.replicated)
             # The old state is donated: its memory becomes the new one's.
             self._train_programs[key] = self._compile(
                 self._train if steps == 1 else self._train_several,
                 in_shardings=(self.shardings, batch),
-                out_shardings=(self.shardings, self._placement.everywhere),
+                out_shardings=(self.shardings, self._placement.replicated),
                 donate_argnums=0,
             )
         return self._train_programs[key]
@@ -416,34 +420,36 @@ class Steps:
             variables: Variables, batch: PyTree, key: jax.Array, number: jax.Array
         ) -> tuple[PyTree, PyTree, dict[str, jax.Array], jax.Array]:
             own = jax.random.fold_in(jax.random.wrap_key_data(key), number)
-            trained, frozen = self.update.parted(variables.params)
+            trained, frozen = self.update.partition(variables.params)
             found = self._gradients(trained, frozen, variables.model_state, batch, own)
             means = {name: metrics.mean(value) for name, value in found.metrics.items()}
             gradients = clipped(on_worker, found.gradients, trained, means["loss"])
             more = difference(found.model_state, variables.model_state)
             return gradients, more, means, metrics.stacked(found.metrics)
 
-        everywhere = self._placement.everywhere
+        everywhere = self._placement.replicated
         places = (everywhere, self._placement.batch, everywhere, everywhere)
         return self._compile(compute, in_shardings=places, out_shardings=everywhere)
 
     def _train_several(self, state: TrainState, batches: PyTree) -> tuple[TrainState, StepOutput]:
-        if isinstance(batches, Rows):
+        if isinstance(batches, IndexedBatch):
             numbers, arrays = batches.indices, batches.arrays
-            return jax.lax.scan(lambda s, of: self._train(s, Rows(of, arrays)), state, numbers)
+            return jax.lax.scan(
+                lambda s, of: self._train(s, IndexedBatch(of, arrays)), state, numbers
+            )
         return jax.lax.scan(self._train, state, batches)
 
     def _train(self, state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
         batch = examples_of(batch)
-        state = self.layout.bring(state, lambda of: of)
+        state = self.layout.to_device(state, lambda of: of)
         key = state.step_key
-        trained, frozen = self.update.parted(state.params)
+        trained, frozen = self.update.partition(state.params)
         found = self._gradients(trained, frozen, state.model_state, batch, key)
         means = {name: metrics.mean(value) for name, value in found.metrics.items()}
         model_state = found.model_state
         gradients = self.layout.gradients(found.gradients)
         params, opt_state = self.update(state.params, state.opt_state, gradients, means["loss"])
-        params = self.layout.resting(params)
+        params = self.layout.at_rest(params)
         averaged = self.update.average(state.averaged, params, state.step)
         after = TrainState(state.step + 1, params, opt_state, averaged, model_state, state.key)
         return after, StepOutput(
@@ -478,7 +484,7 @@ class Steps:
         mask: jax.Array | None = None,
     ) -> tuple[PyTree, PyTree]:
         """What the objective returns in training, and the model state after it."""
-        variables = Variables(self._to_compute(joined(params, frozen)), model_state)
+        variables = Variables(self._to_compute(merge(params, frozen)), model_state)
         inputs, objective = self._input(batch), self._objective.given(key, batch, mask)
         outputs, after = self._adapter.run(objective, variables, inputs, key, mode)
         # A model that computes in 16 bits may have assigned such to its state.
@@ -534,7 +540,7 @@ class Steps:
         draw: jax.Array,
     ) -> PyTree:
         """What a function of (model, batch) gives, the model in eval mode."""
-        own = self.as_parameters(self.layout.bring(variables, lambda of: of.variables))
+        own = self.as_parameters(self.layout.to_device(variables, lambda of: of.variables))
         values = Variables(self._to_compute(own.params), own.model_state)
         key, inputs = eval_key(draw), self._input(batch)
         given = function.given(key, batch, mask)

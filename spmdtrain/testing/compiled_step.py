@@ -24,8 +24,8 @@ def compiled_step(trainer: Trainer, batch: Any) -> "CompiledStep":
 
         def test_one_all_reduce_and_nothing_else():
             step = compiled_step(trainer, {"image": images[:64], "label": labels[:64]})
-            step.has_exactly(1, "all-reduce", over="data")
-            step.has_no("all-gather", above="1 MB")
+            step.assert_count(1, "all-reduce", axes="data")
+            step.assert_no("all-gather", larger_than="1 MB")
 
     The batch is as the objective gets it: arrays of leading dim B, or anything with their shapes
     and dtypes. Raises `UserError` for a trainer whose steps are not compiled.
@@ -57,55 +57,60 @@ class CompiledStep:
         """What XLA says that it needs: `memory.temp_size_in_bytes` and so on, of one device."""
         return self.compiled.memory_analysis()
 
-    def has_no(
-        self, kind: str, *, above: int | str = 0, over: str | Sequence[str] | None = None
+    def assert_no(
+        self, kind: str, *, larger_than: int | str = 0, axes: str | Sequence[str] | None = None
     ) -> None:
-        """Claim that no such collective is larger than `above`: see `has_exactly`."""
+        """Asserts that there is no such collective; arguments as for `assert_count`."""
         __tracebackhide__ = True
-        self.has_exactly(0, kind, above=above, over=over)
+        self.assert_count(0, kind, larger_than=larger_than, axes=axes)
 
-    def has_exactly(
+    def assert_count(
         self,
         count: int,
         kind: str,
         *,
-        above: int | str = 0,
-        over: str | Sequence[str] | None = None,
+        larger_than: int | str = 0,
+        axes: str | Sequence[str] | None = None,
     ) -> None:
-        """Claim that so many collectives of a kind are larger than `above`.
+        """Asserts the number of collectives of a kind.
 
         Args:
-            count: How many, each counted as often as it is in `collectives`.
-            kind: XLA's name: "all-reduce", "all-gather", "reduce-scatter", ...
-            above: Bytes, or a text as "1 MB", "512 kB" or "1 MiB".
-            over: An axis or several: only those count that are over exactly these.
+          count: Expected number; each is counted as often as it is in `collectives`.
+          kind: XLA's name: "all-reduce", "all-gather", "reduce-scatter", ...
+          larger_than: Counts only larger ones: bytes, or a text such as "1 MB" or "1 MiB".
+          axes: Counts only those over exactly these mesh axes; by default over any.
+
+        Raises:
+          AssertionError: If the number differs; lists the collectives.
         """
         __tracebackhide__ = True
         if kind not in KINDS:
             raise ValueError(f"there is no collective {kind!r}.{did_you_mean(kind, KINDS)}")
-        least, axes = _bytes(above), self._known(over)
+        least, wanted = _bytes(larger_than), self._known(axes)
         alike = [one for one in self.collectives if one.kind == kind and one.bytes > least]
         # Where XLA's text cannot be read, nothing is known to hold.
-        unclear = [one for one in alike if axes is not None and not one.axes]
-        found = [one for one in alike if axes is None or set(one.axes) == axes]
+        unclear = [one for one in alike if wanted is not None and not one.axes]
+        found = [one for one in alike if wanted is None or set(one.axes) == wanted]
         if unclear or len(found) != count:
             claim = f"{count or 'no'} {kind}" + (f" above {byte_size(least)}" if least else "")
             claim += (
-                "" if axes is None else f" over {self._named([a for a in self._axes if a in axes])}"
+                ""
+                if wanted is None
+                else f" over {self._named([a for a in self._axes if a in wanted])}"
             )
             but = "the axes of some cannot be told" if unclear else f"there are {len(found)}"
             raise AssertionError(f"{claim} claimed, but {but}:\n{self._listed(unclear or found)}")
 
-    def _known(self, over: str | Sequence[str] | None) -> set[str] | None:
-        if over is None:
+    def _known(self, axes: str | Sequence[str] | None) -> set[str] | None:
+        if axes is None:
             return None
-        axes = {over} if isinstance(over, str) else set(over)
-        if not axes:
-            raise ValueError("over=() names no axis; leave it out for any")
-        for axis in sorted(axes - set(self._axes)):
+        wanted = {axes} if isinstance(axes, str) else set(axes)
+        if not wanted:
+            raise ValueError("axes=() names no axis; leave it out for any")
+        for axis in sorted(wanted - set(self._axes)):
             known = did_you_mean(axis, self._axes) if self._axes else " It has none."
             raise ValueError(f"the mesh has no axis {axis!r}.{known}")
-        return axes
+        return wanted
 
     def _named(self, axes: Sequence[str]) -> str:
         return " ".join(f"{axis}={self._axes[axis]}" for axis in axes) or "unknown axes"
@@ -133,8 +138,10 @@ def _bytes(size: int | str) -> int:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", str(size))
     if match is None:
-        raise ValueError(f"above={size!r} is no size: give bytes, or a text as '1 MB' or '1 MiB'")
+        raise ValueError(f"larger_than={size!r} is no size: give bytes, or a text such as '1 MB'")
     units = {unit.casefold(): value for unit, value in _UNITS.items()}
     if match[2].casefold() not in units:
-        raise ValueError(f"above={size!r}: no unit {match[2]!r}.{did_you_mean(match[2], _UNITS)}")
+        raise ValueError(
+            f"larger_than={size!r}: no unit {match[2]!r}.{did_you_mean(match[2], _UNITS)}"
+        )
     return round(float(match[1]) * units[match[2].casefold()])

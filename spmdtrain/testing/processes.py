@@ -20,7 +20,7 @@ _POLL = 0.02  # seconds
 
 
 @dataclass(frozen=True)
-class Finished:
+class ProcessResult:
     """How one process of a job has ended."""
 
     task: str
@@ -94,11 +94,11 @@ class Process:
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
 
-    def finished(self) -> Finished:
+    def finished(self) -> ProcessResult:
         """How it has ended."""
         code = self.code
         assert code is not None, f"{self.task} still runs"
-        return Finished(self.task, code, self.output, self._seconds, self._killed)
+        return ProcessResult(self.task, code, self.output, self._seconds, self._killed)
 
 
 class Job:
@@ -110,7 +110,7 @@ class Job:
     def __getitem__(self, rank: int) -> Process:
         return self.processes[rank]
 
-    def wait(self, *, check: bool = True) -> list[Finished]:
+    def wait(self, *, check: bool = True) -> list[ProcessResult]:
         """Return when all have ended; `check` and what is raised are as for `run_processes`."""
         until, failed = self._deadline, None
         while running := [process for process in self.processes if process.code is None]:
@@ -141,7 +141,7 @@ class Job:
 
 
 @contextlib.contextmanager
-def started(
+def start_processes(
     command: Command,
     *,
     processes: int,
@@ -196,7 +196,7 @@ def run_processes(
     grace: float = 10.0,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
-) -> list[Finished]:
+) -> list[ProcessResult]:
     """Run a command as so many processes of one job on this machine; how each ended, by rank.
 
         def test_my_training_on_two_processes(tmp_path):
@@ -211,7 +211,7 @@ def run_processes(
     seconds to end too, and are killed then. Raises `AssertionError` with what all of them wrote
     when `timeout` seconds are over, and unless `check` is False also when one failed.
     """
-    with started(
+    with start_processes(
         command,
         processes=processes,
         devices_per_process=devices_per_process,

@@ -9,7 +9,7 @@ from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.train.loop_checks import numbers
 
 
-class Moment(enum.StrEnum):
+class CallbackEvent(enum.StrEnum):
     """When callbacks are called."""
 
     FIT_START = "fit_start"
@@ -22,11 +22,11 @@ class Moment(enum.StrEnum):
 
 
 @dataclass
-class Event:
+class CallbackContext:
     """What a callback is told. `trainer.stop()` ends the run after this step."""
 
     trainer: Any  # the Trainer, which stands above this module
-    moment: Moment
+    moment: CallbackEvent
     step: int
     metrics: dict[str, float]
     """Callbacks of `log` and `evaluation` may add metrics to it."""
@@ -85,12 +85,12 @@ class Reported(Fixed):
         return self._computed | (numbers(added, "the callback's") if added else {})
 
 
-Callback = Callable[[Event], None]
+Callback = Callable[[CallbackContext], None]
 Callbacks = Mapping[str, Callback | list[Callback]]
-"""One function or several, by the name of their `Moment`."""
+"""One function or several, by the name of their `CallbackEvent`."""
 
 
-def by_moment(callbacks: Callbacks) -> dict[Moment, list[Callback]]:
+def by_moment(callbacks: Callbacks) -> dict[CallbackEvent, list[Callback]]:
     """Returns the functions of every moment.
 
     Raises:
@@ -99,9 +99,9 @@ def by_moment(callbacks: Callbacks) -> dict[Moment, list[Callback]]:
     if not isinstance(callbacks, Mapping):
         raise UserError(
             f"callbacks is a {type(callbacks).__name__}: it must be a dictionary of moments, for "
-            f'example {{"log": f}}. The moments are: {", ".join(Moment)}'
+            f'example {{"log": f}}. The moments are: {", ".join(CallbackEvent)}'
         )
-    found: dict[Moment, list[Callback]] = {moment: [] for moment in Moment}
+    found: dict[CallbackEvent, list[Callback]] = {moment: [] for moment in CallbackEvent}
     for name, functions in callbacks.items():
         if name not in found:
             raise UserError(
@@ -114,5 +114,5 @@ def by_moment(callbacks: Callbacks) -> dict[Moment, list[Callback]]:
                     f"callbacks[{name!r}] is a {type(function).__name__}: it must be a function of "
                     "the event, or a list of such functions"
                 )
-        found[Moment(name)] += given
+        found[CallbackEvent(name)] += given
     return found

@@ -141,13 +141,13 @@ def _check_words(arguments: Sequence[str], default: RunConfig, of: type) -> None
             raise UserError(f"{option} is not an option. Did you mean --{meant.replace('_', '-')}?")
 
 
-_LISTS = ("compiler_option", "frozen")  # in no order, so that they may be given one by one
+_LISTS = ("compiler_options", "freeze")  # in no order, so that they may be given one by one
 
 
 def _together(arguments: Sequence[str]) -> list[str]:
     """All values of such an option after its first mention: else those of the last alone count.
 
-    So `--frozen a --frozen b` is `--frozen a b`.
+    So `--freeze a --freeze b` is `--freeze a b`.
     """
     found: list[list[str]] = []  # an option with its values, or one argument
     places: dict[str, list[str]] = {}

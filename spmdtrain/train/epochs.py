@@ -13,7 +13,7 @@ from spmdtrain.config import RunConfig
 from spmdtrain.files.run_files import Split
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.metrics import Means
-from spmdtrain.train.run_logger import Journal
+from spmdtrain.train.run_logger import RunLogger
 
 PyTree = Any
 # Fields of optax's states whose values scale the updates.
@@ -36,7 +36,7 @@ class History:
 
 
 @dataclass
-class Tally:
+class EpochSums:
     """Steps of the current epoch whose outputs were read.
 
     Attributes:
@@ -63,20 +63,20 @@ class Epochs:
     """
 
     def __init__(
-        self, config: RunConfig, num_examples: int, journal: Journal, fixed_rate: float | None
+        self, config: RunConfig, num_examples: int, journal: RunLogger, fixed_rate: float | None
     ) -> None:
         self._config, self._size, self._journal = config, num_examples, journal
         self._fixed_rate = fixed_rate
         self._counted = 0.0  # seconds of training that are in a tally
         self._epoch = range(0)  # its steps
-        self.tally = Tally()
+        self.tally = EpochSums()
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Goes on from what `so_far` returned; from an empty tally if `saved` is empty."""
         if saved:
             sums = saved["sums"]
             values = np.array(list(sums.values()), np.float64).reshape(-1, 2)
-            self.tally = Tally(saved["steps"], saved["seconds"], list(sums), values)
+            self.tally = EpochSums(saved["steps"], saved["seconds"], list(sums), values)
 
     def so_far(self) -> dict[str, Any]:
         """Returns the tally as JSON, in which floats keep all their bits."""
@@ -100,7 +100,7 @@ class Epochs:
         """
         tally, config, size = self.tally, self._config, self._size
         if tally.names != names:  # none yet, or the objective has changed since the save
-            tally = self.tally = Tally(0, tally.seconds, names, np.zeros((len(names), 2)))
+            tally = self.tally = EpochSums(0, tally.seconds, names, np.zeros((len(names), 2)))
         tally.steps += 1
         tally.sums += sums
         if step >= self._epoch.stop:
@@ -108,7 +108,7 @@ class Epochs:
         if step < self._epoch.stop - 1:
             return
         self._count_seconds()
-        self.tally = Tally()
+        self.tally = EpochSums()
         if tally.steps != len(self._epoch):
             return
         used = self._fixed_rate if rate is None else float(rate)

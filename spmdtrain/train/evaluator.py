@@ -13,17 +13,17 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from spmdtrain.checkpoints.manifest import Damaged
-from spmdtrain.checkpoints.restore import Source, read_manifest, saved_in
+from spmdtrain.checkpoints.manifest import CheckpointCorruptedError
+from spmdtrain.checkpoints.restore import Source, list_checkpoints, read_manifest
 from spmdtrain.config import RunConfig, resolve
 from spmdtrain.data.datasets import Dataset, as_dataset
 from spmdtrain.distributed import progress
 from spmdtrain.distributed.preemption import StopSignals
-from spmdtrain.errors import ExitCode, Preempted, StorageError, UserError
+from spmdtrain.errors import ExitCode, PreemptedExit, StorageError, UserError
 from spmdtrain.files.run_files import RunFiles, Split, Status, Writer, status_of
 from spmdtrain.files.storage import failures, folder_of, one_line, size_and_time
 from spmdtrain.terminal import Terminal
-from spmdtrain.train.run_logger import Journal, Metrics
+from spmdtrain.train.run_logger import Metrics, RunLogger
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class Model(Protocol):
 
     config: RunConfig
     terminal: Terminal
-    may_stop: Callable[[], None]
+    check_interrupt: Callable[[], None]
 
     def restore(self, path: str | None = None) -> int:
         """Takes the parameters of a checkpoint; returns its step."""
@@ -122,11 +122,11 @@ def watch(
             clock=clock,
             sleep=sleep,
         )
-        before, trainer.may_stop = trainer.may_stop, signals.stop_if_received
+        before, trainer.check_interrupt = trainer.check_interrupt, signals.stop_if_received
         try:
             return evaluator.run()
         finally:
-            trainer.may_stop = before
+            trainer.check_interrupt = before
 
 
 @dataclass
@@ -152,7 +152,7 @@ class _Evaluator:
             self._patiently(lambda: self.checkpoints.settle_told(told))
             while (step := self._await_checkpoint()) is not None:
                 self._evaluate(step)
-        except Preempted as stop:
+        except PreemptedExit as stop:
             terminal.line(f"evaluator: {stop.signal}; start again to go on")
             return ExitCode.PREEMPTED
         terminal.line(f"evaluator: {self.training.describe()}")
@@ -191,22 +191,22 @@ class _Evaluator:
         """Write how good the checkpoint of a step is, if it can be read."""
         tell, checkpoints = self.trainer.terminal.line, self.checkpoints
         mark = self._patiently(lambda: checkpoints.mark(step))
-        with progress.within(progress.Phase.EVALUATE, step):
+        with progress.phase(progress.Phase.EVALUATE, step):
             try:
-                with progress.within(progress.Phase.RESTORE):
+                with progress.phase(progress.Phase.RESTORE):
                     self._patiently(lambda: self.trainer.restore(checkpoints.path(step)))
             except UserError as error:
                 if not self._patiently(lambda: checkpoints.holds(step)):
                     tell(f"checkpoint {step} was removed before it was read: skipped")
-                elif isinstance(error, Damaged):
+                elif isinstance(error, CheckpointCorruptedError):
                     tell(f"{error}; skipped")
                     checkpoints.settle(step, mark)
                 else:
                     raise
                 return
             metrics = self.trainer.evaluate(self.dataset)
-        journal = Journal(self.trainer.terminal, self.files, self.trainer.config)
-        journal.evaluated(Split.EVAL, step, metrics)
+        journal = RunLogger(self.trainer.terminal, self.files, self.trainer.config)
+        journal.log_evaluation(Split.EVAL, step, metrics)
         self._patiently(lambda: checkpoints.settle(step, mark, evaluated=True))
 
     def _patiently(self, read: Callable[[], T]) -> T:
@@ -263,7 +263,7 @@ class _Checkpoints:
 
     def settle_told(self, told: Container[int]) -> None:
         """Settle those that an earlier start has told of."""
-        self._source = saved_in(self._workdir)
+        self._source = list_checkpoints(self._workdir)
         for step in self._source.steps:
             if step in told:
                 self.settle(step, self.mark(step), evaluated=True)
@@ -273,7 +273,7 @@ class _Checkpoints:
 
         From that one on nothing is settled any more.
         """
-        self._source = saved_in(self._workdir)
+        self._source = list_checkpoints(self._workdir)
         anew = None
         # A training that went back saves anew from there on, and sets aside what is newer: from
         # the newest down, all are new up to the first that is as it was.
@@ -310,7 +310,7 @@ class _Checkpoints:
 
     def holds(self, step: int) -> bool:
         """Whether the checkpoint of a step is still there."""
-        return step in saved_in(self._workdir).steps
+        return step in list_checkpoints(self._workdir).steps
 
     def path(self, step: int) -> str:
         """Where the checkpoint of a step is."""
@@ -321,7 +321,7 @@ class _Checkpoints:
         try:
             manifest = read_manifest(self.path(step))
         except UserError as error:
-            if not isinstance(error, Damaged) and self.holds(step):
+            if not isinstance(error, CheckpointCorruptedError) and self.holds(step):
                 raise
             return None
         return manifest.saved_at, hash(frozenset(manifest.sums.items()))

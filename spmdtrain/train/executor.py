@@ -10,13 +10,13 @@ from spmdtrain.config import RunConfig
 from spmdtrain.data.datasets import Augment
 from spmdtrain.data.loader import train_batches
 from spmdtrain.distributed.first_call import await_compiled
-from spmdtrain.distributed.progress import Phase, within
+from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.compile import Programs
 from spmdtrain.step.state import TrainState
-from spmdtrain.step.train_step import StepOutput, Steps
+from spmdtrain.step.train_step import StepFunctions, StepOutput
 from spmdtrain.strategies import Strategy
-from spmdtrain.train.session import Session
+from spmdtrain.train.session import RunSession
 
 PyTree = Any
 
@@ -53,11 +53,11 @@ class Executor(Protocol):
 class ExecutorInputs:
     """What an executor is made from."""
 
-    run: Session
+    run: RunSession
     state: TrainState
     """The state before the first step."""
-    functions: Steps
-    make_functions: Callable[[RunConfig, Placement], Steps]
+    functions: StepFunctions
+    make_functions: Callable[[RunConfig, Placement], StepFunctions]
     """Makes the functions for another configuration and placement, in a worker."""
     programs: Programs
     placement: Placement
@@ -141,18 +141,18 @@ class MeshExecutor:
 
     def load(self, steps: Sequence[int], state: TrainState) -> PyTree:
         """Returns the next batch, and selects the program for its shapes."""
-        with within(Phase.LOAD, steps[-1]):
+        with phase(Phase.LOAD, steps[-1]):
             batch = next(self._batches)
         if len(steps) not in self._made:
             self._made[len(steps)] = self._compile(len(steps), batch, state)
-            self._run.journal.train_goes_on(steps[0] - 1)
+            self._run.journal.restart_timer(steps[0] - 1)
         self._call = self._made[len(steps)]
         return batch
 
     def run(self, state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
         """Dispatches the steps; the host does not wait for the devices."""
         assert self._call is not None
-        with within(Phase.STEP):
+        with phase(Phase.STEP):
             found: tuple[TrainState, StepOutput] = self._call(state, batch)
         return found
 
@@ -170,8 +170,8 @@ class MeshExecutor:
     def _compile(self, steps: int, batch: PyTree, state: TrainState) -> Callable[..., Any]:
         """The program of so many steps of such batches, compiled; says what is about to run."""
         journal = self._run.journal
-        with journal.terminal.waiting("compiling the train step"), within(Phase.COMPILE):
+        with journal.terminal.waiting("compiling the train step"), phase(Phase.COMPILE):
             program = self._programs.get(steps, batch)
             await_compiled(program.lowered)
-        journal.introduce(self._placement, state.params, program.told)
+        journal.log_header(self._placement, state.params, program.told)
         return program.call

@@ -52,10 +52,10 @@ class Experiment:
     """(gradients, axes) -> gradients: reduces the gradients under shard_map, in XLA's stead."""
     prompts: Any = None
     """A dataset for --mode predict, instead of the test or validation split."""
-    present: Callable[[PyTree], Iterable[str]] | None = None
+    format_predictions: Callable[[PyTree], Iterable[str]] | None = None
     """What --mode predict prints of its predictions: a line each."""
     callbacks: Callbacks = field(default_factory=dict)
-    """Functions by the moment they are called at (see `Moment`)."""
+    """Functions by the moment they are called at (see `CallbackEvent`)."""
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,18 @@ from etils import epath
 
 from spmdtrain.adapters.base import Variables
 from spmdtrain.checkpoints.manifest import Manifest
-from spmdtrain.checkpoints.restore import find, load_model, newest_good
+from spmdtrain.checkpoints.restore import find, load_latest_valid, load_model
 from spmdtrain.config import RunConfig, as_json
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
 from spmdtrain.step.state import TrainState
-from spmdtrain.step.train_step import Steps
+from spmdtrain.step.train_step import StepFunctions
 
 PyTree = Any
 Tell = Callable[[str], None]
 
 
-def initial_state(steps: Steps, config: RunConfig, tell: Tell) -> TrainState:
+def initial_state(steps: StepFunctions, config: RunConfig, tell: Tell) -> TrainState:
     """The state before step 1, with the parameters of `init_from` where that is given."""
     state = steps.init(config.seed)
     if not config.init_from:
@@ -47,7 +47,7 @@ def initial_state(steps: Steps, config: RunConfig, tell: Tell) -> TrainState:
 
 
 def load_values(
-    path: str, which: str | int, steps: Steps, config: RunConfig, tell: Tell
+    path: str, which: str | int, steps: StepFunctions, config: RunConfig, tell: Tell
 ) -> tuple[Variables, Manifest]:
     """The model's values in a checkpoint, of this or of another run, and what is known of it.
 
@@ -58,8 +58,8 @@ def load_values(
     def load(folder: epath.Path, manifest: Manifest) -> Variables:
         return load_model(folder, manifest, steps.abstract_state, steps.shardings, as_json(config))
 
-    source = process_group.jointly(lambda: find(path, which), UserError)
-    found = newest_good(source, load, tell, by_all=True)
+    source = process_group.run_on_all(lambda: find(path, which), UserError)
+    found = load_latest_valid(source, load, tell, by_all=True)
     step = found.manifest.step
     tell(f"parameters of step {step} from {source.path(step)}")
     return found.value, found.manifest

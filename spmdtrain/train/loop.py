@@ -21,11 +21,11 @@ from spmdtrain.data.datasets import Augment, as_dataset, process_rows
 from spmdtrain.data.loader import check_fits, ordered_batches, train_batches
 from spmdtrain.distributed import failures, process_group
 from spmdtrain.distributed.first_call import Together, await_compiled, call_together
-from spmdtrain.distributed.progress import Phase, within
+from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
 from spmdtrain.files.run_files import Split, Status
 from spmdtrain.sharding.layout import Layout, Rule, check_placed
-from spmdtrain.sharding.placement import place, prepare, under
+from spmdtrain.sharding.placement import configure_backend, make_placement, use_placement
 from spmdtrain.step.declared_arguments import eval_key
 from spmdtrain.step.finite import health
 from spmdtrain.step.hyperparameters import initial_values
@@ -43,9 +43,9 @@ from spmdtrain.train.loop_checks import (
     scalars,
     state_and_metrics,
 )
-from spmdtrain.train.metrics_reader import LateReader
+from spmdtrain.train.metrics_reader import MetricsReader
 from spmdtrain.train.roles import refuse_evaluator
-from spmdtrain.train.session import Session
+from spmdtrain.train.session import RunSession
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla import collective_options, collectives
 from spmdtrain.xla.compile_cache import compiler_options
@@ -58,7 +58,7 @@ _OF_THE_TRAINER: Mapping[str, Any] = {
     "batch_statistics": "global",
     "compute_dtype": "float32",
     "remat": "none",
-    "frozen": (),
+    "freeze": (),
     "ema_decay": None,
     "jit": True,
     "steps_per_dispatch": 1,
@@ -79,7 +79,7 @@ class Loop:
             step = loop.compile_step(function)
             for batch in loop.batches():
                 state, output = step(state, batch)
-                loop.record(state, output)
+                loop.end_step(state, output)
 
     `options` are fields of `RunConfig`, and change `config`. Raises `UserError` for anything wrong
     in them, and for those that only the `Trainer` heeds.
@@ -112,8 +112,8 @@ class Loop:
                 "Coordinator (docs/parameter-server.md)"
             )
         refuse_evaluator("a Loop")
-        prepare(config)
-        self.placement = place(config)
+        configure_backend(config)
+        self.placement = make_placement(config)
         self.config = resolve(config, batch_shards=self.placement.batch_shards)
         self.terminal = terminal or Terminal(quiet=not process_group.is_chief())
         self.step = 0
@@ -125,23 +125,23 @@ class Loop:
             gathers=placed.shards_params or placed.shards_optimizer,
         )
         self._compiler_options = compiler_options(
-            self.config.compiler_option, ours, self.placement.everywhere
+            self.config.compiler_options, ours, self.placement.replicated
         )
         self._clock = clock
         self._stack = contextlib.ExitStack()
         self._entered = False
-        self._run: Session | None = None
+        self._run: RunSession | None = None
         self._layout: Layout | None = None
         self._augment: Augment | None = None
         self._state: TrainState | None = None
-        self._late: LateReader | None = None
+        self._late: MetricsReader | None = None
         # The step that this start goes on from; that up to which what was due is done.
         self._first = self._done = 0
         self._saved: int | None = None  # the newest that there is a checkpoint of
         self._stop = self._over = False
         self._seen: tuple[int, dict[str, float]] | None = None  # an evaluation, and of which step
         self._evaluated: set[tuple[str, int]] = set()  # splits and steps, in this start
-        self.left_early = False
+        self.stopped_early = False
         """Whether the loop was left, by `break` say, before its last step and without `stop()`."""
         self._bar = contextlib.ExitStack()
 
@@ -151,7 +151,7 @@ class Loop:
         return self.placement.mesh
 
     @property
-    def has_begun(self) -> bool:
+    def started(self) -> bool:
         """Whether `start` has been called."""
         return self._run is not None
 
@@ -164,7 +164,7 @@ class Loop:
 
     def __enter__(self) -> "Loop":
         self._entered = True
-        self._stack.enter_context(under(self.placement))
+        self._stack.enter_context(use_placement(self.placement))
         return self
 
     def start(
@@ -189,7 +189,7 @@ class Loop:
         self._augment = augment
         initial = initial_values(lambda *keys: begin(*keys).opt_state, *keys)
         placed = _Placed(abstract, self._layout.shardings, initial)
-        run = Session.open(
+        run = RunSession.open(
             self._stack,
             self.config,
             {"train": train},
@@ -197,8 +197,8 @@ class Loop:
             self.terminal,
             self._clock,
         )
-        self._stack.enter_context(failures.at_work(run.failed_elsewhere))
-        with within(Phase.RESTORE, 0):
+        self._stack.enter_context(failures.watch_failures(run.failed_elsewhere))
+        with phase(Phase.RESTORE, 0):
             state = run.resume(placed)
             if state is None:
                 when = "after the initialisation"
@@ -208,10 +208,10 @@ class Loop:
                 when, self._saved = "as restored", int(state.step)
         check_placed(state, self._layout.shardings, when)
         self._run, self._state = run, state
-        self._late = LateReader(run, self.placement, lambda: self._state)
+        self._late = MetricsReader(run, self.placement, lambda: self._state)
         self.step = self._first = self._done = int(state.step)
         run.journal.begin(self.step, self.placement)
-        self._stack.enter_context(run.ending())
+        self._stack.enter_context(run.record_outcome())
         if run.start_due(self.step):
             self._save(run)
         return state
@@ -229,17 +229,17 @@ class Loop:
             self._over = True
         return self._stack.__exit__(*error)
 
-    def _finish(self, run: Session) -> None:
+    def _finish(self, run: RunSession) -> None:
         assert self._late is not None and self._state is not None
         self._do_what_is_due()
-        self._late.catch_up()
+        self._late.flush()
         # Where a step was made and none recorded, there is no state, not even the first.
         nothing = self.step == self._first and self._state.step.is_deleted()
         if self.step != self._saved and not nothing:
             self._save(run)
         run.await_save()
-        self.left_early = self.step < run.total
-        if self.left_early:
+        self.stopped_early = self.step < run.total
+        if self.stopped_early:
             why = f"the loop was left after {self.step} of {run.total} steps"
             run.journal.end(Status.PREEMPTED, self.step, why, saved=self.step == self._saved)
         else:
@@ -270,7 +270,7 @@ class Loop:
             threads=config.data_threads,
         )
         for _ in self.steps():
-            with within(Phase.LOAD):
+            with phase(Phase.LOAD):
                 batch = next(batches)
             yield batch
 
@@ -278,7 +278,7 @@ class Loop:
         """The numbers of the steps to make, from 1: `batches`, for what makes its own data."""
         run = self._started()
         self._do_what_is_due()  # of the last step, where another iteration was left after it
-        run.journal.train_goes_on(self.step)
+        run.journal.restart_timer(self.step)
         # Not of this generator, which may be kept: it ends with the loop in any case.
         self._bar.close()
         self._bar.enter_context(self.terminal.progress("train", done=self.step, total=run.total))
@@ -293,7 +293,7 @@ class Loop:
             self._do_what_is_due()
         self._bar.close()
 
-    def examples(self, data: Any) -> Iterator[tuple[PyTree, jax.Array]]:
+    def eval_batches(self, data: Any) -> Iterator[tuple[PyTree, jax.Array]]:
         """All examples of a dataset once, in order: placed batches of (rows, mask).
 
         The mask, (B,), is 0 for what only fills up the last batch: a weight for `weighted_mean`.
@@ -313,10 +313,10 @@ class Loop:
         For functions of the batches that `examples` gives, counted from 0.
         """
         draw = np.array([derive_seed(self.config.seed, Purpose.EVAL), number], np.uint32)
-        key: jax.Array = jax.jit(eval_key, out_shardings=self.placement.everywhere)(draw)
+        key: jax.Array = jax.jit(eval_key, out_shardings=self.placement.replicated)(draw)
         return key
 
-    def place(self, batch: PyTree) -> PyTree:
+    def shard_batch(self, batch: PyTree) -> PyTree:
         """A global batch of NumPy arrays, the same in all processes, split over the mesh."""
         sharding = self.placement.batch
         for name, leaf in named_leaves(batch).items():
@@ -356,7 +356,7 @@ class Loop:
         layout, abstract = self._layout, jax.tree.map(jax.typeof, self._state)
 
         def counted(state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
-            state = layout.bring(state, lambda of: of)
+            state = layout.to_device(state, lambda of: of)
             after, told = state_and_metrics(function(state, batch, state.step_key))
             check_state(after, abstract)
             if after.step is not state.step or after.key is not state.key:
@@ -366,7 +366,7 @@ class Loop:
             finite = health(jnp.stack(list(means.values())), state, after, layout.shardings)
             return after, StepOutput(means, finite, after.step)
 
-        everywhere = self.placement.everywhere
+        everywhere = self.placement.replicated
         jitted = jax.jit(
             counted,
             in_shardings=(layout.shardings, self.placement.batch),
@@ -385,7 +385,7 @@ class Loop:
             if key not in compiled:
                 self._compile(jitted, state, batch)
                 compiled.add(key)
-            with within(Phase.STEP):
+            with phase(Phase.STEP):
                 after, output = jitted(state, batch)  # which finds it compiled
             if self.step == self._first:
                 check_placed(after, layout.shardings, "after the first step")
@@ -395,7 +395,7 @@ class Loop:
 
     def _compile(self, jitted: Any, state: TrainState, batch: PyTree) -> None:
         began = time.perf_counter()
-        with self.terminal.waiting("compiling the step"), within(Phase.COMPILE):
+        with self.terminal.waiting("compiling the step"), phase(Phase.COMPILE):
             lowered = jitted.lower(state, batch)
             compiled = lowered.compile()
             await_compiled(lowered)
@@ -403,10 +403,10 @@ class Loop:
             found = collectives.told(compiled.as_text(), self.mesh)
             seconds = time.perf_counter() - began
             program = f"step compiled in {seconds:.1f} s: {found}"
-            self._started().journal.introduce(self.placement, state.params, program)
-        self._started().journal.train_goes_on(self.step)
+            self._started().journal.log_header(self.placement, state.params, program)
+        self._started().journal.restart_timer(self.step)
 
-    def whole(self, params: PyTree) -> PyTree:
+    def gather_params(self, params: PyTree) -> PyTree:
         """Within a step, parameters as a model reads them: gathered, where a strategy splits them.
 
         The state's own, all of them. XLA may otherwise move activations instead, which is less for
@@ -428,17 +428,17 @@ class Loop:
                 )
             return found
 
-        jitted = Together(jax.jit(reduced, out_shardings=self.placement.everywhere))
+        jitted = Together(jax.jit(reduced, out_shardings=self.placement.replicated))
 
         def call(*args: PyTree) -> PyTree:
-            with under(self.placement):
+            with use_placement(self.placement):
                 return jitted(*jax.tree.map(_in_device_memory, args))
 
         return call
 
     # -- what the run is told ------------------------------------------------------------------
 
-    def record(self, state: TrainState, output: StepOutput) -> None:
+    def end_step(self, state: TrainState, output: StepOutput) -> None:
         """One step is made: its state, to be saved when that is due, and its numbers.
 
         They are read and logged some steps late. Raises `NonFiniteError` where they are none.
@@ -457,11 +457,11 @@ class Loop:
         self._state = state
         self._late.add([self.step], output)
 
-    def evaluation_due(self) -> bool:
+    def should_evaluate(self) -> bool:
         """Whether an evaluation is due after the step just recorded, as `eval_every_steps` says."""
-        return self._started().look_due(self.step)
+        return self._started().is_eval_step(self.step)
 
-    def evaluated(self, found: Mapping[str, Any], split: str = "eval") -> None:
+    def log_evaluation(self, found: Mapping[str, Any], split: str = "eval") -> None:
         """Write the metrics of an evaluation after the step just recorded; `split`: eval, test.
 
         All processes call it alike. Told before the next batch is taken, those of eval say how
@@ -471,7 +471,7 @@ class Loop:
         assert self._late is not None
         if split not in (Split.EVAL, Split.TEST):
             raise UserError(f"there is no split {split!r}.{did_you_mean(split, ['eval', 'test'])}")
-        self._late.catch_up()
+        self._late.flush()
         told = numbers(found)
         if not math.isfinite(told.get("loss", 0.0)):
             raise NonFiniteError(f"step {self.step}: the {split} loss is {told['loss']}")
@@ -484,8 +484,8 @@ class Loop:
             self._check_best(told)
             self._seen = self.step, told
         self._evaluated.add((split, self.step))
-        if not run.journal.recall(Split(split), self.step):
-            run.journal.evaluated(Split(split), self.step, told)
+        if not run.journal.read_metrics(Split(split), self.step):
+            run.journal.log_evaluation(Split(split), self.step, told)
 
     def _check_best(self, told: Mapping[str, float]) -> None:
         """Whether an evaluation says which checkpoint is best."""
@@ -523,18 +523,18 @@ class Loop:
         save, preempted = run.save_due(self.step), run.signals.asked()
         if not (self._metrics() or save or preempted or self.step == run.total):
             return
-        self._late.catch_up()
+        self._late.flush()
         if save or preempted:
             self._save(run)
         if preempted:
             run.await_save()  # what is told to be saved is saved
             run.signals.stop_if_received()
-        run.journal.train_goes_on(self.step)
+        run.journal.restart_timer(self.step)
 
-    def _save(self, run: Session) -> None:
+    def _save(self, run: RunSession) -> None:
         assert self._late is not None and self._state is not None
         _check_there(self._state, self.step)
-        self._late.catch_up()
+        self._late.flush()
         run.save(self._state, self.step, self._metrics(), stopped=self._stop)
         self._saved = self.step
 
@@ -543,7 +543,7 @@ class Loop:
         step, found = self._seen or (None, None)
         return found if step == self.step else None
 
-    def _started(self) -> Session:
+    def _started(self) -> RunSession:
         if self._over:
             raise UserError("the loop is over: it ends with its `with`")
         if self._run is None:

@@ -9,14 +9,14 @@ import numpy as np
 
 from spmdtrain.checkpoints.replica_check import FirstStep
 from spmdtrain.distributed import process_group
-from spmdtrain.distributed.progress import Phase, within
+from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import NonFiniteError, ReplicaError, StateError, UserError
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.finite import HEALTH, first_non_finite
 from spmdtrain.step.metrics import loss_first
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
-from spmdtrain.train.session import Session
+from spmdtrain.train.session import RunSession
 
 Logged = Callable[[int, dict[str, float]], dict[str, float]]
 
@@ -25,7 +25,7 @@ def _as_computed(step: int, metrics: dict[str, float]) -> dict[str, float]:
     return metrics
 
 
-class LateReader:
+class MetricsReader:
     """Takes each step's output, and reads it once `ahead` others are on their way.
 
     So the host never waits for the devices. What it reads it logs, if it is time, with what
@@ -36,7 +36,7 @@ class LateReader:
 
     def __init__(
         self,
-        run: Session,
+        run: RunSession,
         placement: Placement,
         state: Callable[[], TrainState | None],
         logged: Logged = _as_computed,
@@ -44,7 +44,7 @@ class LateReader:
         self._run, self._state, self._logged = run, state, logged
         # Many undone steps at once can abort the in-process all-reduce of virtual devices.
         several = run.config.steps_per_dispatch > 1
-        self._ahead = 2 if several else how_far_ahead(placement)
+        self._ahead = 2 if several else max_in_flight(placement)
         if placement.strategy.by_servers:
             self._ahead = 0  # what workers have made is known
         self._in_flight: collections.deque[tuple[Sequence[int], StepOutput]] = collections.deque()
@@ -61,7 +61,7 @@ class LateReader:
         if len(self._in_flight) > self._ahead:
             self._read(*self._in_flight.popleft())
 
-    def catch_up(self) -> None:
+    def flush(self) -> None:
         """Read all that is left: no state is judged or saved before its own flag is known."""
         self._check_sound()
         while self._in_flight:
@@ -80,7 +80,7 @@ class LateReader:
                 f"step {last} is recorded with the output of step {made}: record(state, output) "
                 "comes once after each call of the compiled step, which makes one step"
             )
-        with within(Phase.STEP):  # here a process waits for the others
+        with phase(Phase.STEP):  # here a process waits for the others
             finite = np.asarray(output.finite)
         self._read_all(steps, output, finite)
         if self._first is not None:
@@ -90,7 +90,7 @@ class LateReader:
         """Compares the state after the first step between processes."""
         self._first = None
         try:
-            with within(Phase.STEP):
+            with phase(Phase.STEP):
                 first.check()
         except ReplicaError as error:
             self._failed = error
@@ -138,6 +138,6 @@ class LateReader:
             run.journal.terminal.advance(step)
 
 
-def how_far_ahead(placement: Placement) -> int:
+def max_in_flight(placement: Placement) -> int:
     """How many steps may be dispatched and not done."""
     return 2 if placement.is_virtual() else 8

@@ -3,7 +3,7 @@
 from spmdtrain.cluster.spec import Role, from_environment
 from spmdtrain.config import RunConfig
 from spmdtrain.errors import UserError
-from spmdtrain.sharding.placement import on_own_devices, prepare
+from spmdtrain.sharding.placement import configure_backend, local_config
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.executor import backend_of
@@ -33,9 +33,9 @@ def enter(config: RunConfig, timeout: float, terminal: Terminal | None) -> RunCo
       SystemExit: In a worker or parameter server, when the job has ended.
     """
     if is_evaluator():
-        return on_own_devices(config, (terminal or Terminal()).line)
+        return local_config(config, (terminal or Terminal()).line)
     backend_of(strategy(config.strategy)).join(timeout)
-    prepare(config)
+    configure_backend(config)
     return config
 
 

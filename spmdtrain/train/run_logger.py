@@ -22,7 +22,7 @@ def nothing_told() -> dict[Split, dict[int, Metrics]]:
     return {Split.EPOCH: {}, Split.EVAL: {}}
 
 
-class Journal:
+class RunLogger:
     """Tells one run's story. Without `files` only the terminal hears it."""
 
     def __init__(self, terminal: Terminal, files: RunFiles | None, config: RunConfig) -> None:
@@ -52,7 +52,7 @@ class Journal:
                 # Process 0 alone has files.
                 self.told[split] = dict(process_group.broadcast(found))
 
-    def introduce(self, placement: Placement, params: Any, program: str) -> None:
+    def log_header(self, placement: Placement, params: Any, program: str) -> None:
         """The one line that says what is about to run."""
         batch, rate = self.batch_size, self.config.learning_rate
         devices = placement.devices
@@ -72,14 +72,14 @@ class Journal:
             + f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters; {program}"
         )
 
-    def train_goes_on(self, step: int) -> None:
+    def restart_timer(self, step: int) -> None:
         """From here on the time counts as training's."""
         self._rate.restart(step)
         self.train_pauses()
         self._since = time.perf_counter()
 
     def train_pauses(self) -> None:
-        """Until `train_goes_on`, the time does not count as training's."""
+        """Until `restart_timer`, the time does not count as training's."""
         self._seconds, self._since = self.seconds, None
 
     @property
@@ -111,7 +111,7 @@ class Journal:
             left = "" if rate is None else f"  {duration((total - step) / rate)} left"
             self.terminal.line(f"step {step}/{total}  {text}{left}")
 
-    def evaluated(self, split: Split, step: int, metrics: Metrics) -> None:
+    def log_evaluation(self, split: Split, step: int, metrics: Metrics) -> None:
         """The numbers of an evaluation of the state after `step`."""
         self.latest[split] = metrics
         if self.files:
@@ -131,7 +131,7 @@ class Journal:
         text = "  ".join([_words(shown), *speed])
         self.terminal.line(f"epoch {metrics['epoch']:.0f} at step {step}: {text}")
 
-    def recall(self, split: Split, step: int) -> Metrics:
+    def read_metrics(self, split: Split, step: int) -> Metrics:
         """What has already been written of a split at a step, by this or an earlier start."""
         found: Metrics = self.files.recorded(split, step) if self.files else {}
         found = process_group.broadcast(found)  # process 0 alone has files

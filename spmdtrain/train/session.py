@@ -11,8 +11,13 @@ from typing import Any, Protocol
 import numpy as np
 from etils import epath
 
-from spmdtrain.checkpoints.manifest import Damaged, Manifest
-from spmdtrain.checkpoints.restore import agreed, load_state, newest_good, saved_in
+from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
+from spmdtrain.checkpoints.restore import (
+    broadcast_source,
+    list_checkpoints,
+    load_latest_valid,
+    load_state,
+)
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.run_identity import (
     Identity,
@@ -26,19 +31,19 @@ from spmdtrain.config import RunConfig, as_json
 from spmdtrain.data.datasets import Dataset, as_dataset, fingerprint
 from spmdtrain.distributed import failures, numeric_settings, process_group, progress
 from spmdtrain.distributed.preemption import StopSignals
-from spmdtrain.errors import Preempted, StateError, StorageError, UserError, did_you_mean
+from spmdtrain.errors import PreemptedExit, StateError, StorageError, UserError, did_you_mean
 from spmdtrain.files.run_files import RunFiles, Status, evaluator_metrics
 from spmdtrain.files.storage import folder_of, is_url
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.epochs import Epochs, known_rate
-from spmdtrain.train.run_logger import Journal, Metrics
+from spmdtrain.train.run_logger import Metrics, RunLogger
 
 _LOOK_AHEAD = 1.0  # seconds between two looks of several processes at process 0's clock
 
 
-class Trained(Protocol):
+class Trainable(Protocol):
     """What a run trains, as far as its files go."""
 
     @property
@@ -59,7 +64,7 @@ class Trained(Protocol):
 
 
 @dataclass
-class Session:
+class RunSession:
     """One call of `fit`, from `open` to the closing of its files."""
 
     config: RunConfig
@@ -68,7 +73,7 @@ class Session:
     test: Dataset | None
     total: int  # steps of the whole run; less, once a callback has asked to stop
     identity: Identity
-    journal: Journal
+    journal: RunLogger
     checkpoints: Checkpoints | None
     signals: StopSignals
     clock: Callable[[], float]
@@ -84,10 +89,10 @@ class Session:
         stack: contextlib.ExitStack,
         config: RunConfig,
         splits: Mapping[str, Any],
-        trained: Trained,
+        trained: Trainable,
         terminal: Terminal,
         clock: Callable[[], float],
-    ) -> "Session":
+    ) -> "RunSession":
         """Check what `fit` was given and open what it writes to; `stack` closes it.
 
         `splits` are `train`, `validation` and `test`. Raises `UserError`.
@@ -168,7 +173,7 @@ class Session:
                     )
                 )
             )
-        journal = Journal(terminal, files, config)
+        journal = RunLogger(terminal, files, config)
         rate = known_rate(config, trained.abstract_state.opt_state)
         return cls(
             config=config,
@@ -187,14 +192,17 @@ class Session:
 
     # -- going on from a checkpoint ------------------------------------------------------------
 
-    def resume(self, trained: Trained) -> TrainState | None:
+    def resume(self, trained: Trainable) -> TrainState | None:
         """The state of the newest good checkpoint, as `resume` says; None where there is none.
 
         Damaged ones are set aside once a good one is found. Where none is good, `UserError`:
         a run never begins anew over checkpoints.
         """
         config, where = self.config, f"workdir {self.config.workdir}"
-        if config.workdir is None or not (source := agreed(saved_in(config.workdir))).steps:
+        if (
+            config.workdir is None
+            or not (source := broadcast_source(list_checkpoints(config.workdir))).steps
+        ):
             if config.resume == "must":
                 raise UserError(f"resume is 'must', and {where} holds no checkpoint")
             return None
@@ -210,14 +218,14 @@ class Session:
 
         tell = self.journal.terminal.line
         try:
-            found = newest_good(source, load, tell, by_all=True)
-        except Damaged as error:
+            found = load_latest_valid(source, load, tell, by_all=True)
+        except CheckpointCorruptedError as error:
             raise UserError(
                 f"{error}; nothing was changed: begin anew in another workdir"
             ) from None
         assert self.checkpoints is not None
         for step, name in zip(
-            found.damaged, self.checkpoints.set_aside(found.damaged), strict=True
+            found.damaged, self.checkpoints.quarantine(found.damaged), strict=True
         ):
             tell(f"checkpoint {step} is set aside as {name}")
         saved = found.manifest
@@ -293,23 +301,23 @@ class Session:
         profiled = self.config.profile_range()
         around = profiled is not None and step in (profiled[0] - 1, profiled[1])
         ended = self.epoch_end_due(step)
-        return saved or around or ended or self.evaluation_due(step, saved=saved)
+        return saved or around or ended or self.should_evaluate(step, saved=saved)
 
     def is_due(self, step: int) -> bool:
         """Whether something is known to be due after a step, but for what the clock says."""
         saved = self.checkpoints is not None and self.saves_by_count(step)
         called = step == self.total or self.epoch_end_due(step)
-        return called or saved or self.evaluation_due(step, saved=saved)
+        return called or saved or self.should_evaluate(step, saved=saved)
 
     # -- what is due ---------------------------------------------------------------------------
 
-    def evaluation_due(self, step: int, *, saved: bool) -> bool:
+    def should_evaluate(self, step: int, *, saved: bool) -> bool:
         """Whether to evaluate the validation split after `step`, which is `saved` or not."""
         if self.validation is None:
             return False
-        return self.look_due(step) or (saved and self.config.eval_at_checkpoints)
+        return self.is_eval_step(step) or (saved and self.config.eval_at_checkpoints)
 
-    def look_due(self, step: int) -> bool:
+    def is_eval_step(self, step: int) -> bool:
         """Whether `step` is one to evaluate after, if there is anything to evaluate with."""
         return step == self.total or self.config.evaluates_at(step, self._num_examples)
 
@@ -357,7 +365,7 @@ class Session:
         """Begin to save the state after `step`; `stopped` says that a callback ended the run."""
         if self.checkpoints is None:
             return
-        with progress.within(progress.Phase.SAVE, step):
+        with progress.phase(progress.Phase.SAVE, step):
             if self.journal.files:
                 self.journal.files.check_lock()
             epoch = self.epochs.so_far()
@@ -369,16 +377,16 @@ class Session:
     def await_save(self) -> None:
         """Return when what is being saved is whole; raises what went wrong."""
         if self.checkpoints is not None:
-            with progress.within(progress.Phase.SAVE):
+            with progress.phase(progress.Phase.SAVE):
                 self.checkpoints.wait()
             progress.saved(self.saved_step)
 
     @contextlib.contextmanager
-    def ending(self) -> Iterator[None]:
+    def record_outcome(self) -> Iterator[None]:
         """Around all that the run does: where it does not come to its end, say why."""
         try:
             yield
-        except Preempted as stop:
+        except PreemptedExit as stop:
             # Under parameter servers a signal may come before anything could be saved.
             saved = self.saved_step > 0 or bool(self.checkpoints and self.checkpoints.holds(0))
             self.journal.end(Status.PREEMPTED, self.saved_step, stop.signal, saved=saved)

@@ -14,10 +14,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from spmdtrain.adapters.as_adapter import adapt
+from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.adapters.base import Function, Variables
 from spmdtrain.checkpoints.listing import LATEST
-from spmdtrain.checkpoints.restore import agreed, saved_in
+from spmdtrain.checkpoints.restore import broadcast_source, list_checkpoints
 from spmdtrain.checkpoints.run_identity import Identity, check_same_classes, check_same_run
 from spmdtrain.config import (
     DEFAULT_GLOBAL_BATCH_SIZE,
@@ -25,35 +25,42 @@ from spmdtrain.config import (
     Purpose,
     RunConfig,
     derive_seed,
-    for_built,
     resolve,
+    validate_trainer_options,
 )
 from spmdtrain.data.datasets import Augment, Dataset, as_dataset, classes_of, padded_size
-from spmdtrain.data.loader import Rows, abstract_batch, on_devices, ordered_batches
+from spmdtrain.data.loader import IndexedBatch, abstract_batch, on_devices, ordered_batches
 from spmdtrain.distributed import failures, process_group
 from spmdtrain.distributed.preemption import StopSignals
-from spmdtrain.distributed.progress import Phase, within
-from spmdtrain.errors import NonFiniteError, Preempted, StateError, UserError
+from spmdtrain.distributed.progress import Phase, phase
+from spmdtrain.errors import NonFiniteError, PreemptedExit, StateError, UserError
 from spmdtrain.files.run_files import Split, Status
 from spmdtrain.sharding.layout import Rule, check_placed
-from spmdtrain.sharding.placement import Placement, place, under
+from spmdtrain.sharding.placement import Placement, make_placement, use_placement
 from spmdtrain.sharding.table import ShardingTable, tabulate
 from spmdtrain.step.compile import Programs
 from spmdtrain.step.reductions import Reduction
 from spmdtrain.step.state import TrainState
-from spmdtrain.step.train_step import Steps, model_output
+from spmdtrain.step.train_step import StepFunctions, model_output
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
 from spmdtrain.train import evaluate, evaluator, roles
-from spmdtrain.train.callbacks import Callbacks, Event, Fixed, Moment, Reported, by_moment
-from spmdtrain.train.epochs import History, Tally
+from spmdtrain.train.callbacks import (
+    CallbackContext,
+    CallbackEvent,
+    Callbacks,
+    Fixed,
+    Reported,
+    by_moment,
+)
+from spmdtrain.train.epochs import EpochSums, History
 from spmdtrain.train.executor import ExecutorInputs, MakeExecutor, backend_of
 from spmdtrain.train.experiment import Experiment
 from spmdtrain.train.init_state import initial_state, load_values
-from spmdtrain.train.metrics_reader import LateReader, how_far_ahead
+from spmdtrain.train.metrics_reader import MetricsReader, max_in_flight
 from spmdtrain.train.profiler import ProfiledSteps
 from spmdtrain.train.run_logger import Metrics, nothing_told
-from spmdtrain.train.session import Session
+from spmdtrain.train.session import RunSession
 
 PyTree = Any
 
@@ -96,33 +103,35 @@ class Trainer:
         init_timeout: float = 300.0,
         **options: Any,
     ) -> None:
-        self.config = roles.enter(for_built(config or RunConfig(), options), init_timeout, terminal)
+        self.config = roles.enter(
+            validate_trainer_options(config or RunConfig(), options), init_timeout, terminal
+        )
         by_servers = strategy(self.config.strategy).by_servers
         # The mesh of workers is not the chief's, which evaluates on all devices of its own.
         mesh = MeshSpec() if by_servers else self.config.mesh
-        self.placement = place(dataclasses.replace(self.config, mesh=mesh))
+        self.placement = make_placement(dataclasses.replace(self.config, mesh=mesh))
         self._state: TrainState | None = None  # once `fit` has begun
         self.terminal = terminal or Terminal(quiet=not process_group.is_chief())
         if augment is not None and self.config.data_on_device:
             raise UserError(
                 "data_on_device is for examples as they are, and augment makes new ones on the host"
             )
-        self._adapter = adapt(model)
+        self._adapter = as_adapter(model)
         self._augment = augment
         self._callbacks = by_moment(callbacks or {})
         self._clock = clock
         self._init_timeout = init_timeout
-        self.may_stop: Callable[[], None] = _nothing  # called at each batch of an evaluation
+        self.check_interrupt: Callable[[], None] = _nothing  # called at each batch of an evaluation
         self._stop_asked = False
-        self._calling: Moment | None = None  # of the callback that is being called
+        self._calling: CallbackEvent | None = None  # of the callback that is being called
         self._fitting = False
         self._identity: Identity | None = None  # what `state` was trained with
         # What fits before have counted of the current epoch, and written of the earlier ones.
-        self._tally, self._told = Tally(), nothing_told()
+        self._tally, self._told = EpochSums(), nothing_told()
         self._examples: tuple[Dataset, PyTree] | None = None  # all of a dataset's, on the devices
         self._restored: Variables | None = None  # what to evaluate with where nothing was trained
         self._restored_from: Identity | None = None  # what that was trained with
-        self._in_flight = how_far_ahead(self.placement)
+        self._in_flight = max_in_flight(self.placement)
         self._make_functions = functools.partial(
             _steps_of,
             {
@@ -138,7 +147,9 @@ class Trainer:
         self._programs = Programs(self.functions, self.placement, self.config)
 
     @classmethod
-    def of(cls, experiment: Experiment, config: RunConfig, **keywords: Any) -> "Trainer":
+    def from_experiment(
+        cls, experiment: Experiment, config: RunConfig, **keywords: Any
+    ) -> "Trainer":
         """The trainer of what an experiment file's `build(config)` returned."""
         parts = {f.name: getattr(experiment, f.name) for f in dataclasses.fields(experiment)}
         for name in ("train", "validation", "test", "prompts", "present"):  # these are for `fit`
@@ -154,7 +165,7 @@ class Trainer:
     def state(self) -> TrainState | None:
         """The state after `step` updates; None before `fit`.
 
-        Raises `UserError` in a callback whose step has another state (see `Moment`).
+        Raises `UserError` in a callback whose step has another state (see `CallbackEvent`).
         """
         self._check_readable()
         return self._state
@@ -166,12 +177,16 @@ class Trainer:
 
     def _check_readable(self) -> None:
         """Raise `UserError` in a callback whose step has another state than the newest."""
-        late = {Moment.LOG, Moment.STEP} if self.placement.strategy.by_servers else {Moment.LOG}
+        late = (
+            {CallbackEvent.LOG, CallbackEvent.STEP}
+            if self.placement.strategy.by_servers
+            else {CallbackEvent.LOG}
+        )
         if self._calling in late:
             raise UserError(
                 f"the state cannot be read in a {self._calling} callback: the outputs of a step "
                 "are read later, when the trainer already holds the state of another step. "
-                f"Read it at {', '.join(m for m in Moment if m not in late)}"
+                f"Read it at {', '.join(m for m in CallbackEvent if m not in late)}"
             )
 
     @property
@@ -186,9 +201,9 @@ class Trainer:
         return self._adapter.merge(self.functions.in_device_memory(self._variables()))
 
     @property
-    def tries_reduction(self) -> bool:
+    def has_custom_reduction(self) -> bool:
         """Whether a reduction of the user's own is tried on the devices before the first step."""
-        return self.functions.tries_reduction
+        return self.functions.has_custom_reduction
 
     @property
     def compiler_options(self) -> Mapping[str, Any]:
@@ -204,16 +219,16 @@ class Trainer:
         """Where each array of the state lives and what it takes; nothing is allocated for it."""
         return tabulate(self.functions.abstract_state, self.functions.shardings)
 
-    def undivided(self) -> list[str]:
+    def unsharded_params(self) -> list[str]:
         """Parameters that the strategy would split, had they a dim that divides."""
-        return self.functions.layout.undivided()
+        return self.functions.layout.unsharded_params()
 
     def compile_step(self, batch: PyTree) -> jax.stages.Compiled:
         """The train step, compiled for a global batch (arrays, or their shapes) and not run.
 
         Raises `UserError` where steps are not to be compiled.
         """
-        with under(self.placement):  # models may ask what they run under
+        with use_placement(self.placement):  # models may ask what they run under
             return self.trace_step(batch).lower().compile()
 
     def trace_step(self, batch: PyTree) -> jax.stages.Traced:
@@ -223,10 +238,10 @@ class Trainer:
         """
         if not self.config.jit:
             raise UserError("jit is off: the steps are not compiled")
-        by_number = isinstance(batch, Rows)
-        with under(self.placement):
+        by_number = isinstance(batch, IndexedBatch)
+        with use_placement(self.placement):
             shapes = jax.eval_shape(lambda batch: batch, batch)
-            self.functions.settle(shapes)
+            self.functions.choose_reduction(shapes)
             traced: jax.stages.Traced = self.functions.train_program(by_number=by_number).trace(
                 self.functions.abstract_state, shapes
             )
@@ -262,7 +277,7 @@ class Trainer:
         """Train until `epochs` or `steps` in all have been made, going on from where it was.
 
         The splits are datasets, or arrays in a tuple or dictionary. Raises `NonFiniteError` when
-        the loss or the state is no number any more, and `Preempted` after SIGTERM or Ctrl-C,
+        the loss or the state is no number any more, and `PreemptedExit` after SIGTERM or Ctrl-C,
         the state saved, where there is a workdir.
         `restart` keeps the model and the optimizer's state of an earlier fit, and counts steps,
         epochs and the position in the data from 0: for other data or another batch size.
@@ -277,9 +292,9 @@ class Trainer:
         config = self._resolved(epochs, steps, global_batch_size, batch_size_per_device)
         splits = {"train": train, "validation": validation, "test": test}
         with contextlib.ExitStack() as stack:
-            stack.enter_context(under(self.placement))
-            run = Session.open(stack, config, splits, self.functions, self.terminal, self._clock)
-            stack.enter_context(failures.at_work(run.failed_elsewhere))
+            stack.enter_context(use_placement(self.placement))
+            run = RunSession.open(stack, config, splits, self.functions, self.terminal, self._clock)
+            stack.enter_context(failures.watch_failures(run.failed_elsewhere))
             stack.callback(setattr, self, "_fitting", False)
             self._fitting = True
             # Nothing is left compiling behind the back of whoever has called.
@@ -288,7 +303,7 @@ class Trainer:
             before = self._state, self._identity
             self._start(run, stack, restart=restart)
             first = self._state
-            stack.enter_context(run.ending())
+            stack.enter_context(run.record_outcome())
             try:
                 self._loop(run, make_executor)
                 self._finish(run)
@@ -297,16 +312,16 @@ class Trainer:
                 raise
             except Exception as error:
                 # Without a step the next fit may be of other data: nothing was trained on these.
-                if self._state is first and not isinstance(error, Preempted):
+                if self._state is first and not isinstance(error, PreemptedExit):
                     self._state, self._identity = before
                 raise
         found = run.journal.latest
         train, seen, tested = found[Split.TRAIN], found[Split.EVAL], found[Split.TEST]
         return FitResult(self.step, train, seen, tested, run.epochs.history())
 
-    def _start(self, run: Session, stack: contextlib.ExitStack, *, restart: bool) -> None:
+    def _start(self, run: RunSession, stack: contextlib.ExitStack, *, restart: bool) -> None:
         """Find the state to go on from: this run's newest checkpoint, else another's, else none."""
-        run.stops_at_epochs = bool(self._callbacks[Moment.EPOCH_END])
+        run.stops_at_epochs = bool(self._callbacks[CallbackEvent.EPOCH_END])
         run.check_dispatches()
         if restart:
             run.check_no_checkpoints()
@@ -319,7 +334,7 @@ class Trainer:
         self._restored = None  # from here on there is a state of its own
         if self._state is None:
             self._compile_ahead(run)
-            with within(Phase.RESTORE, 0):
+            with phase(Phase.RESTORE, 0):
                 resumed = run.resume(self.functions)
                 tell = self.terminal.line
                 self._state = resumed or initial_state(self.functions, self.config, tell)
@@ -343,19 +358,19 @@ class Trainer:
         self._identity = run.identity
         run.journal.begin(self.step, self.placement)
 
-    def _keep_epochs(self, run: Session) -> None:
+    def _keep_epochs(self, run: RunSession) -> None:
         self._tally, self._told = run.epochs.tally, run.journal.told
 
-    def _loop(self, run: Session, make_executor: MakeExecutor) -> None:
+    def _loop(self, run: RunSession, make_executor: MakeExecutor) -> None:
         config, first = run.config, self.step
         assert self._state is not None and config.global_batch_size is not None
         assert run.train is not None
-        self._call(Moment.FIT_START, first)
+        self._call(CallbackEvent.FIT_START, first)
         if run.start_due(first):
             # Before the save, which records the metrics. A signal ends the run here.
             evaluates = config.eval_at_checkpoints and run.validation is not None
-            self._save(run, 0, self._seen(run, 0) if evaluates else None)
-        self._make_up(run, first)
+            self._save(run, 0, self._run_validation(run, 0) if evaluates else None)
+        self._resume_missed_eval(run, first)
         if self._stop_asked:
             run.total = first
         if first > run.total:
@@ -368,7 +383,7 @@ class Trainer:
             assert self._state is not None
             return executor.sync(self._state)
 
-        late = LateReader(run, self.placement, newest, self._logged)
+        late = MetricsReader(run, self.placement, newest, self._logged)
         # Of several processes, the first: the others' traces would come into the same files.
         profiled = config.profile_range() if process_group.is_chief() else None
         profile = ProfiledSteps(profiled, config.workdir)
@@ -389,13 +404,13 @@ class Trainer:
 
                 # Outputs are read some steps late, so that the host never waits for the devices.
                 late.add(steps, output)
-                self._call(Moment.STEP, step)
+                self._call(CallbackEvent.STEP, step)
 
                 if self._stop_asked:
                     run.total = executor.stop_dispatch(step)
                 # From here on, what one process decides all have to: see `processes`.
                 save = run.save_due(step)
-                look = run.evaluation_due(step, saved=save)
+                look = run.should_evaluate(step, saved=save)
                 preempted = run.signals.asked()
                 ended = run.epoch_end_due(step)
                 if not (look or preempted or save or ended or step == run.total):
@@ -405,13 +420,13 @@ class Trainer:
                 self._state = executor.sync(self._state)
 
                 # No state is judged or saved before its own finite flag is known.
-                late.catch_up()
+                late.flush()
                 if ended:
                     means = run.journal.told[Split.EPOCH].get(step, {})
-                    self._call(Moment.EPOCH_END, step, Fixed(means))
+                    self._call(CallbackEvent.EPOCH_END, step, Fixed(means))
                 if self._stop_asked:  # in a callback since `look` was computed
                     run.total = step
-                    look = run.evaluation_due(step, saved=save)
+                    look = run.should_evaluate(step, saved=save)
                 # Evaluation comes before the save, which records how good the state is.
                 seen = self._look(run, step) if look else None
                 # While it was looked at, a callback or a signal may have asked to stop.
@@ -428,23 +443,23 @@ class Trainer:
                     run.signals.stop_if_received()
                 if step == run.total:
                     break
-                run.journal.train_goes_on(step)
+                run.journal.restart_timer(step)
 
-    def _finish(self, run: Session) -> None:
+    def _finish(self, run: RunSession) -> None:
         """The test split, once, on the final state; a finished run repeats its result."""
         step, journal = self.step, run.journal
         run.await_save()  # a failed save must be known before the run is called finished
-        if run.test is not None and not journal.recall(Split.TEST, step):
-            journal.evaluated(Split.TEST, step, self._evaluated(run, Split.TEST, run.test))
+        if run.test is not None and not journal.read_metrics(Split.TEST, step):
+            journal.log_evaluation(Split.TEST, step, self._evaluated(run, Split.TEST, run.test))
         for split in (Split.TRAIN, Split.EVAL):
             if not journal.latest[split]:  # nothing was left to train: as an earlier start saw it
-                journal.recall(split, step)
+                journal.read_metrics(split, step)
         journal.end(Status.FINISHED, step)
-        self._call(Moment.FIT_END, step, Fixed(journal.latest[Split.TEST]))
+        self._call(CallbackEvent.FIT_END, step, Fixed(journal.latest[Split.TEST]))
 
     # -- the loop's parts ----------------------------------------------------------------------
 
-    def _executor_inputs(self, run: Session) -> ExecutorInputs:
+    def _executor_inputs(self, run: RunSession) -> ExecutorInputs:
         """Returns what the executor of a run is made from."""
         assert run.train is not None and self._state is not None
         return ExecutorInputs(
@@ -458,14 +473,14 @@ class Trainer:
             all_examples=functools.partial(self._all_examples, run.config, run.train),
         )
 
-    def _compile_ahead(self, run: Session) -> None:
+    def _compile_ahead(self, run: RunSession) -> None:
         """Begin to compile what the loop will ask for, if it is going to make any steps."""
         config = run.config
         assert run.train is not None and config.global_batch_size is not None
-        source = config.workdir and agreed(saved_in(config.workdir))
+        source = config.workdir and broadcast_source(list_checkpoints(config.workdir))
         first = source.steps[-1] if source and source.steps else 0
         by_others = self.placement.strategy.by_servers
-        if first >= run.total or by_others or self.functions.tries_reduction:
+        if first >= run.total or by_others or self.functions.has_custom_reduction:
             return
         steps = len(next(run.dispatches(first)))
         shapes = abstract_batch(
@@ -485,7 +500,7 @@ class Trainer:
         if not config.data_on_device:
             return None
         if self._examples is None or self._examples[0] is not dataset:
-            with self.terminal.waiting("putting the examples on the devices"), within(Phase.LOAD):
+            with self.terminal.waiting("putting the examples on the devices"), phase(Phase.LOAD):
                 self._examples = dataset, on_devices(dataset, self.placement)
         return self._examples[1]
 
@@ -497,33 +512,33 @@ class Trainer:
     def _logged(self, step: int, metrics: Mapping[str, float]) -> Metrics:
         """Call the log callbacks; return the metrics with those that they have added."""
         found = Reported(metrics)
-        self._call(Moment.LOG, step, found)
+        self._call(CallbackEvent.LOG, step, found)
         return found.with_added()
 
-    def _look(self, run: Session, step: int) -> Metrics | None:
+    def _look(self, run: RunSession, step: int) -> Metrics | None:
         """Evaluate the validation split; None where a signal to stop cut it off."""
         try:
-            return self._seen(run, step)
-        except Preempted:
+            return self._run_validation(run, step)
+        except PreemptedExit:
             return None
 
-    def _make_up(self, run: Session, step: int) -> None:
+    def _resume_missed_eval(self, run: RunSession, step: int) -> None:
         """Make the evaluation that a signal to stop cut off before this start."""
-        told = run.config.workdir is None or run.journal.recall(Split.EVAL, step)
+        told = run.config.workdir is None or run.journal.read_metrics(Split.EVAL, step)
         # A save by the clock may have been due there.
         saved = run.saves_by_count(step) or run.config.checkpoint_every_seconds is not None
-        if step and run.evaluation_due(step, saved=saved) and not told:
-            self._seen(run, step)
+        if step and run.should_evaluate(step, saved=saved) and not told:
+            self._run_validation(run, step)
 
-    def _seen(self, run: Session, step: int) -> Metrics:
+    def _run_validation(self, run: RunSession, step: int) -> Metrics:
         assert run.validation is not None
         found = Reported(self._evaluated(run, Split.EVAL, run.validation))
-        self._call(Moment.EVALUATION, step, found)
+        self._call(CallbackEvent.EVALUATION, step, found)
         metrics = found.with_added()
-        run.journal.evaluated(Split.EVAL, step, metrics)
+        run.journal.log_evaluation(Split.EVAL, step, metrics)
         return metrics
 
-    def _evaluated(self, run: Session, split: Split, dataset: Dataset) -> Metrics:
+    def _evaluated(self, run: RunSession, split: Split, dataset: Dataset) -> Metrics:
         config = run.config
         assert config.global_batch_size is not None
         batch_size = config.eval_batch_size or config.global_batch_size
@@ -535,18 +550,18 @@ class Trainer:
             )
         return metrics
 
-    def _save(self, run: Session, step: int, metrics: Metrics | None) -> None:
+    def _save(self, run: RunSession, step: int, metrics: Metrics | None) -> None:
         assert self._state is not None
         run.save(self._state, step, metrics, stopped=self._stop_asked)
         if run.checkpoints is not None:
-            self._call(Moment.CHECKPOINT, step, Fixed(metrics or {}))
+            self._call(CallbackEvent.CHECKPOINT, step, Fixed(metrics or {}))
 
-    def _call(self, moment: Moment, step: int, metrics: Metrics | None = None) -> None:
+    def _call(self, moment: CallbackEvent, step: int, metrics: Metrics | None = None) -> None:
         self._calling = moment
         found = Fixed({}) if metrics is None else metrics
         try:
             for callback in self._callbacks[moment]:
-                callback(Event(self, moment, step, found))
+                callback(CallbackContext(self, moment, step, found))
         finally:
             self._calling = None
         if self._callbacks[moment]:  # which all processes call, and process 0 decides
@@ -560,7 +575,7 @@ class Trainer:
         self._variables()  # of a checkpoint, say, which has a batch size
         batch_size = self._eval_batch(global_batch_size)
         evaluate.check_same_data(dataset, batch_size)
-        with under(self.placement):
+        with use_placement(self.placement):
             return self._evaluate(dataset, batch_size, self._what_stops())
 
     def predict(self, data: Any, *, global_batch_size: int | None = None) -> PyTree:
@@ -570,7 +585,7 @@ class Trainer:
         batch_size = self._eval_batch(global_batch_size)
         evaluate.check_same_data(dataset, batch_size)
         batches = self._ordered("predict", dataset, batch_size, self._what_stops())
-        with under(self.placement):
+        with use_placement(self.placement):
             return evaluate.predict(
                 self.functions.predict,
                 variables,
@@ -591,7 +606,11 @@ class Trainer:
             which = self.config.checkpoint if path is None else LATEST
         workdir, init_from = self.config.workdir, self.config.init_from
         if path is None:
-            path = init_from if workdir is None or not agreed(saved_in(workdir)).steps else workdir
+            path = (
+                init_from
+                if workdir is None or not broadcast_source(list_checkpoints(workdir)).steps
+                else workdir
+            )
         if path is None:
             raise UserError(f"workdir {workdir} holds no checkpoint, and init_from is not given")
         tell = self.terminal.line
@@ -603,7 +622,7 @@ class Trainer:
         variables = self._variables()
         self._check_classes(dataset)
         batches = self._ordered("evaluate", dataset, batch_size, may_stop)
-        with within(Phase.EVALUATE):
+        with phase(Phase.EVALUATE):
             return evaluate.evaluate(
                 self.functions.evaluate, variables, batches, in_flight=self._in_flight
             )
@@ -625,7 +644,7 @@ class Trainer:
         that is the loop's to do, which also saves.
         """
         alone = self._fitting or process_group.count() == 1
-        return self.may_stop if alone else StopSignals().stop_if_received
+        return self.check_interrupt if alone else StopSignals().stop_if_received
 
     def _ordered(
         self, what: str, dataset: Dataset, batch_size: int, may_stop: Callable[[], None]
@@ -646,7 +665,7 @@ class Trainer:
         with self.terminal.progress(what, done=0, total=number):
             for done in range(1, number + 1):
                 may_stop()
-                with within(Phase.LOAD):
+                with phase(Phase.LOAD):
                     rows, mask = next(batches)
                 yield rows, mask, np.array([seed, done - 1], np.uint32)
                 self.terminal.advance(done)
@@ -694,7 +713,9 @@ class Trainer:
             return self._state.variables
         if self._restored is None:
             workdir = self.config.workdir
-            if self.config.init_from or (workdir and agreed(saved_in(workdir)).steps):
+            if self.config.init_from or (
+                workdir and broadcast_source(list_checkpoints(workdir)).steps
+            ):
                 self.restore()
             else:
                 self._restored = self.functions.init(self.config.seed).variables
@@ -702,9 +723,9 @@ class Trainer:
         return self._restored
 
 
-def _steps_of(parts: Mapping[str, Any], config: RunConfig, placement: Placement) -> Steps:
+def _steps_of(parts: Mapping[str, Any], config: RunConfig, placement: Placement) -> StepFunctions:
     """A function of this module, for it is sent to workers."""
-    return Steps(**parts, config=config, placement=placement)
+    return StepFunctions(**parts, config=config, placement=placement)
 
 
 def _nothing() -> None:

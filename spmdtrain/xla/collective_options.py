@@ -6,7 +6,7 @@ import os
 import jax
 from jax._src import xla_bridge  # there is no public name for whether JAX has begun to use devices
 
-from spmdtrain.config import Collectives
+from spmdtrain.config import CollectiveOptions
 from spmdtrain.errors import UserError
 
 MPI_LIBRARY = "MPITRAMPOLINE_LIB"  # the variable that names the MPI that JAX is to use
@@ -32,7 +32,7 @@ _SILENT = 20  # seconds, XLA's own
 _MOST_SECONDS = 2**31 - 1
 
 
-def prepare(options: Collectives, processes: int) -> None:
+def configure_collectives(options: CollectiveOptions, processes: int) -> None:
     """Set what is read once, when JAX starts its devices; call it before anything uses one.
 
     `processes` is how many the job has. A timeout is rounded up to whole seconds and holds for
@@ -52,7 +52,7 @@ def prepare(options: Collectives, processes: int) -> None:
 
 
 def compiler_options(
-    options: Collectives, platform: str, *, gathers: bool = False
+    options: CollectiveOptions, platform: str, *, gathers: bool = False
 ) -> dict[str, str | int | bool | float]:
     """The options that XLA is to compile a step with, for devices of this platform.
 
@@ -60,7 +60,7 @@ def compiler_options(
     for whatever could not take effect there.
     """
     if platform not in ("cpu", "tpu", *_GPU):
-        for name in ("reduce_dtype", "bytes_per_pack", "cpu_implementation", "timeout"):
+        for name in ("reduce_dtype", "combine_threshold_bytes", "cpu_implementation", "timeout"):
             if getattr(options, name) is not None:
                 raise UserError(
                     f"collectives.{name}: whether it takes effect on {platform} is not known"
@@ -83,23 +83,23 @@ def compiler_options(
             "collectives.timeout: XLA has none on TPU; the launcher's --hang-timeout watches over "
             "the whole job"
         )
-    if options.bytes_per_pack is None:
+    if options.combine_threshold_bytes is None:
         return {}
     if platform == "cpu":
         raise UserError(
-            "collectives.bytes_per_pack: XLA has no threshold on CPU. It joins all the collectives "
-            "that it can, and gloo then sends each array by itself"
+            "collectives.combine_threshold_bytes: XLA has no threshold on CPU. It joins all the "
+            "collectives that it can, and gloo then sends each array by itself"
         )
     if platform == "tpu" and gathers:
         raise UserError(
-            "collectives.bytes_per_pack: on TPU XLA heeds it for all-reduces alone, and this "
-            "strategy gathers and scatters"
+            "collectives.combine_threshold_bytes: on TPU XLA applies it to all-reduces only, and "
+            "this strategy gathers and scatters"
         )
     names = _TPU_THRESHOLDS if platform == "tpu" else _GPU_THRESHOLDS
-    return dict.fromkeys(names, options.bytes_per_pack)
+    return dict.fromkeys(names, options.combine_threshold_bytes)
 
 
-def check_reduce_dtype(options: Collectives, platform: str) -> None:
+def check_reduce_dtype(options: CollectiveOptions, platform: str) -> None:
     """Raise `UserError` for a dtype in which that platform does not reduce."""
     if options.reduce_dtype == "bfloat16" and platform == "cpu":
         raise UserError(

@@ -195,7 +195,7 @@ def _carried(
 
 def _source(one: Instruction, within: Computation, origins: Origins | None) -> Instruction:
     """What tells where a collective comes from: what made its data, if it does not tell itself."""
-    return one if origins is None or one.op_name else origins.made_by(one, within)
+    return one if origins is None or one.op_name else origins.producer(one, within)
 
 
 def _between_slices(one: Instruction, sent: re.Match[str], times: float, mesh: Mesh) -> Collective:

@@ -92,14 +92,14 @@ def compiler_options(
     for option in given:
         name, _, value = option.partition("=")
         if name in options:
-            raise UserError(f"compiler_option {name} is given twice, or set by another option")
+            raise UserError(f"compiler_options {name} is given twice, or set by another option")
         options[name] = _typed(value)
     if given:
         nothing = jax.jit(lambda: jnp.zeros(()), out_shardings=place, compiler_options=options)
         try:
             nothing.lower().compile()
         except (jax.errors.JaxRuntimeError, ValueError) as error:
-            raise UserError(f"compiler_option {' '.join(given)}: {error}") from error
+            raise UserError(f"compiler_options {' '.join(given)}: {error}") from error
     return options
 
 

@@ -113,7 +113,7 @@ class Origins:
                 return Origin(tuple(sorted(names)), step == self._behind)
         return Origin((), False)
 
-    def made_by(self, one: Instruction, within: Computation, index: int = 0) -> Instruction:
+    def producer(self, one: Instruction, within: Computation, index: int = 0) -> Instruction:
         """What computed a value that has only been moved since: the first that is found."""
         start = self._value(one, within, index)
         seen, waiting = {start}, [start]
