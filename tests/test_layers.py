@@ -28,7 +28,7 @@ MODULES = sorted(
 def folder_of(module: str) -> str:
     """The folder of a dotted module name, or of a name imported from the package itself."""
     parts = module.split(".")[1:]
-    if parts == ["run"]:
+    if parts in (["run"], ["__main__"]):
         return "run"
     return parts[0] if parts and (PACKAGE / parts[0]).is_dir() else "root"
 

@@ -77,8 +77,11 @@ def execute(arguments: Sequence[str]) -> int:
         missing = "nothing follows the --" if separator else "there is no --"
         raise UserError(f"no command to start, {missing}: {_USAGE}")
     _check(options)
+    # Those of this environment, whatever PATH says.
     if command[0] in ("python", "python3"):
-        command = [sys.executable, *command[1:]]  # that of this environment, whatever PATH says
+        command = [sys.executable, *command[1:]]
+    elif command[0] == "spmdtrain":
+        command = [sys.executable, "-m", *command]
     if shutil.which(command[0]) is None:
         raise UserError(f"{command[0]!r} cannot be run: no such command, or not executable")
     names = training_tasks(options.processes, options.ps) + [EVALUATOR] * options.evaluator
