@@ -20,11 +20,11 @@ _HOMES = {
     "Experiment": "train.experiment",
     "FitResult": "train.trainer",
     "FixedShards": "parameter_server.partition",
-    "FunctionModel": "adapters.base",
+    "FunctionModel": "adapters.functional",
     "GatherPolicy": "sharding.layout",
     "ImageFolder": "data.image_folder",
     "KerasModel": "adapters.keras",
-    "LinenModel": "adapters.base",
+    "LinenModel": "adapters.linen",
     "Loop": "train.loop",
     "Manifest": "checkpoints.manifest",
     "MappedDataset": "data.datasets",
@@ -124,8 +124,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from spmdtrain.adapters.as_adapter import as_adapter
-    from spmdtrain.adapters.base import Adapter, FunctionModel, LinenModel, Mode, Variables
+    from spmdtrain.adapters.base import Adapter, Mode, Variables
+    from spmdtrain.adapters.functional import FunctionModel
     from spmdtrain.adapters.keras import KerasModel
+    from spmdtrain.adapters.linen import LinenModel
     from spmdtrain.checkpoints.export import export_params
     from spmdtrain.checkpoints.load_model import load_model
     from spmdtrain.checkpoints.manifest import Manifest

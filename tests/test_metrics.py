@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from spmdtrain.adapters.base import FunctionModel
+from spmdtrain.adapters.functional import FunctionModel
 from spmdtrain.errors import UserError
 from spmdtrain.step.metrics import Means, Sums, WeightedValues, loss_first, mean, weighted_sums
 from spmdtrain.train.trainer import Trainer

@@ -1,8 +1,7 @@
 """The `Adapter` protocol: a model of any library as pure functions over plain pytrees."""
 
 import enum
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -52,105 +51,3 @@ class Adapter(Protocol):
     def merge(self, variables: Variables) -> Any:
         """The model with these values, to call outside a run."""
         ...
-
-
-# -- flax.linen ----------------------------------------------------------------------------------
-
-
-class LinenModel:
-    """A flax.linen module.
-
-    `inputs` are example inputs for `module.init`. The objective calls `model(x, ...)`; the bound
-    model's `training` says whether dropout is to be active: `model(x, train=model.training)`.
-    `streams` names the random streams that the module draws from.
-    """
-
-    def __init__(
-        self, module: Any, *inputs: PyTree, streams: Sequence[str] = ("dropout",), **kwargs: Any
-    ) -> None:
-        self.given: PyTree = {}
-        self.module = module
-        self.streams = tuple(streams)
-        self._inputs, self._kwargs = inputs, kwargs
-
-    def init(self, given: PyTree, key: jax.Array) -> Variables:
-        rngs = _stream_keys(key, ("params", *self.streams))
-        variables = dict(self.module.init(rngs, *self._inputs, **self._kwargs))
-        return Variables(variables.pop("params", {}), variables)
-
-    def run(
-        self, function: Function, variables: Variables, batch: PyTree, key: jax.Array, mode: Mode
-    ) -> tuple[PyTree, PyTree]:
-        bound = BoundLinen(self.module, variables, key, self.streams, training=mode is Mode.TRAIN)
-        result = function(bound, batch)
-        return result, bound.model_state
-
-    def merge(self, variables: Variables) -> "BoundLinen":
-        key = jax.random.key(0)
-        return BoundLinen(self.module, variables, key, self.streams, training=False)
-
-
-def _stream_keys(key: jax.Array, streams: Sequence[str]) -> dict[str, jax.Array]:
-    return {name: jax.random.fold_in(key, number) for number, name in enumerate(streams)}
-
-
-class BoundLinen:
-    """A linen module with its variables: what an objective calls as `model`."""
-
-    def __init__(
-        self,
-        module: Any,
-        variables: Variables,
-        key: jax.Array,
-        streams: Sequence[str],
-        *,
-        training: bool,
-    ) -> None:
-        self.training = training
-        self.model_state = variables.model_state
-        self._module, self._params = module, variables.params
-        self._key, self._streams = key, streams
-        self._calls = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`module.apply`, the carried state updated when training."""
-        key = jax.random.fold_in(self._key, self._calls)  # a second call draws other masks
-        self._calls += 1
-        result, changed = self._module.apply(
-            {"params": self._params, **self.model_state},
-            *args,
-            rngs=_stream_keys(key, self._streams),
-            mutable=list(self.model_state) if self.training else [],
-            **kwargs,
-        )
-        self.model_state = {**self.model_state, **changed}
-        return result
-
-
-# -- plain functions -----------------------------------------------------------------------------
-
-
-class FunctionModel:
-    """Plain pure functions: `init(key)` makes the parameters, any pytree.
-
-    The objective gets `partial(apply, params)` as its model, or the parameters themselves where
-    there is no `apply`.
-    """
-
-    def __init__(
-        self, init: Callable[[jax.Array], PyTree], apply: Callable[..., Any] | None = None
-    ) -> None:
-        self.given: PyTree = {}
-        self._init, self._apply = init, apply
-
-    def init(self, given: PyTree, key: jax.Array) -> Variables:
-        return Variables(self._init(key), {})
-
-    def run(
-        self, function: Function, variables: Variables, batch: PyTree, key: jax.Array, mode: Mode
-    ) -> tuple[PyTree, PyTree]:
-        return function(self.merge(variables), batch), variables.model_state
-
-    def merge(self, variables: Variables) -> Any:
-        params = variables.params
-        return params if self._apply is None else partial(self._apply, params)
