@@ -15,20 +15,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmdtrain.config import MeshSpec
 from spmdtrain.data.datasets import (
     ArrayDataset,
-    Augment,
     Dataset,
     IndexableDataset,
     MappedDataset,
-    OrderedBatches,
     Subset,
-    TrainBatches,
-    all_rows,
     as_dataset,
     fingerprint,
-    process_rows,
 )
 from spmdtrain.data.loader import ordered_batches, train_batches
-from spmdtrain.data.permutation import permuted
+from spmdtrain.data.sampling import (
+    Augment,
+    OrderedBatches,
+    TrainBatches,
+    all_rows,
+    permuted,
+    process_rows,
+)
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.mesh import batch_sharding, build_mesh
 

@@ -16,8 +16,8 @@ EDGE = 224
 
 
 def by_spmdtrain(threads: int | None = None) -> Iterator[Any]:
-    from spmdtrain.data.datasets import TrainBatches, all_rows
     from spmdtrain.data.image_folder import ImageFolder
+    from spmdtrain.data.sampling import TrainBatches, all_rows
 
     folder = ImageFolder(work.data, EDGE, threads=threads)
     batches = TrainBatches(folder, work.batch_size, 0, True, 10**9, all_rows(work.batch_size))

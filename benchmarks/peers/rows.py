@@ -28,7 +28,8 @@ def by_numpy() -> Iterator[Any]:
 
 
 def by_spmdtrain() -> Iterator[Any]:
-    from spmdtrain.data.datasets import ArrayDataset, TrainBatches, all_rows
+    from spmdtrain.data.datasets import ArrayDataset
+    from spmdtrain.data.sampling import TrainBatches, all_rows
 
     batches = TrainBatches(ArrayDataset((images, labels)), SIZE, 0, True, 10**9, all_rows(SIZE))
     return (batches[step] for step in itertools.count())

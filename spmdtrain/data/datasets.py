@@ -1,12 +1,6 @@
-"""Data as a function of the step: which examples make up batch k.
-
-A dataset is random access: its length, and rows for an array of indices. The stream of training
-examples is the concatenation of each epoch's order, and batch k is the k-th slice of it,
-whatever the devices, the processes, and how often the run was interrupted.
-"""
+"""Datasets: random access to examples, by their length and rows for an array of indices."""
 
 import functools
-import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,21 +8,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
 
-from spmdtrain.config import Purpose, derive_seed
-from spmdtrain.data.permutation import permuted
 from spmdtrain.errors import UserError
 from spmdtrain.tree import named_leaves
 
 PyTree = Any
-Augment = Callable[[PyTree, np.random.Generator], PyTree]
-"""(example, generator) -> example; what is drawn depends on seed, example and epoch alone."""
-
-_BLOCK = 16384  # positions permuted at once: enough to spread NumPy's cost a call over many batches
-
-
-# -- datasets --------------------------------------------------------------------------------------
 
 
 @runtime_checkable
@@ -210,132 +194,3 @@ def classes_of(dataset: Any) -> Sequence[str]:
     found = getattr(dataset, "classes", ())
     named = isinstance(found, (tuple, list)) and all(isinstance(name, str) for name in found)
     return found if named else ()
-
-
-# -- which examples make up batch k ---------------------------------------------------------------
-
-
-def all_rows(batch_size: int) -> np.ndarray:
-    """The rows of a batch that a process loads when it loads all of them."""
-    return np.arange(batch_size)
-
-
-def process_rows(sharding: Sharding, batch_size: int) -> np.ndarray:
-    """The rows of each global batch that this process's devices hold.
-
-    Read off the sharding, never the process index: with a model axis across processes, several
-    processes hold the same rows.
-    """
-    slices = sharding.addressable_devices_indices_map((batch_size,)).values()
-    return np.unique(np.concatenate([all_rows(batch_size)[s] for s in slices if s is not None]))
-
-
-def padded_size(batch_size: int, sharding: Sharding) -> int:
-    """The smallest number of rows from `batch_size` on that divides over a batch's devices."""
-    shards = 1
-    if isinstance(sharding, NamedSharding) and sharding.spec and sharding.spec[0] is not None:
-        axes = sharding.spec[0] if isinstance(sharding.spec[0], tuple) else (sharding.spec[0],)
-        shards = math.prod(sharding.mesh.shape[axis] for axis in axes)
-    return -(-batch_size // shards) * shards
-
-
-@dataclass(eq=False)
-class TrainBatches:
-    """Batch k of the training stream for every k: always full, running on into the next epoch."""
-
-    dataset: Dataset
-    batch_size: int
-    seed: int
-    shuffle: bool
-    steps: int
-    local: np.ndarray
-    """Rows of each batch to load (see `process_rows`)."""
-    augment: Augment | None = None
-
-    def __post_init__(self) -> None:
-        self._per_block = max(1, _BLOCK // self.batch_size)  # batches
-        # A few blocks, as threads that read ahead may stand in different ones.
-        self._block = functools.lru_cache(maxsize=4)(self._make_block)
-        self._own_block = functools.lru_cache(maxsize=4)(self._make_own_block)
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __getitem__(self, step: int) -> PyTree:
-        indices, epochs = self.own_examples(step)
-        rows = self.dataset.rows(indices)
-        if self.augment is None:
-            return rows
-        return self._augmented(rows, indices, epochs)
-
-    def examples(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Index and epoch of each example of global batch `step`."""
-        indices, epochs = self._block(step // self._per_block)
-        batch = step % self._per_block
-        return indices[batch], epochs[batch]
-
-    def own_examples(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """The same of this process's rows alone."""
-        indices, epochs = self._own_block(step // self._per_block)
-        batch = step % self._per_block
-        return indices[batch], epochs[batch]
-
-    def _make_own_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        indices, epochs = self._block(block)
-        return indices[:, self.local], epochs[:, self.local]
-
-    def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of several batches, one in a row."""
-        size, length = len(self.dataset), self._per_block * self.batch_size
-        positions = np.arange(block * length, (block + 1) * length)
-        epochs = positions // size
-        positions -= epochs * size
-        if self.shuffle:
-            positions = permuted(positions, size=size, seed=self.seed, epochs=epochs)
-        shape = (self._per_block, self.batch_size)
-        return positions.reshape(shape), epochs.reshape(shape)
-
-    def _augmented(self, rows: PyTree, indices: np.ndarray, epochs: np.ndarray) -> PyTree:
-        assert self.augment is not None
-        examples = []
-        for row, (index, epoch) in enumerate(zip(indices, epochs, strict=True)):
-            # Philox is counter-based: each (example, epoch) has a stream of its own under the key.
-            bits = np.random.Philox(
-                key=derive_seed(self.seed, Purpose.DATA), counter=[0, 0, int(index), int(epoch)]
-            )
-            example = jax.tree.map(lambda array, row=row: array[row], rows)
-            examples.append(self.augment(example, np.random.Generator(bits)))
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
-
-
-@dataclass(frozen=True)
-class OrderedBatches:
-    """The examples once each, in order. A batch is filled up by repeating its last row.
-
-    An item is (rows, mask); mask is f32, 0 for what was only filled in.
-    """
-
-    dataset: Dataset
-    batch_size: int
-    """Examples of a batch; the last one may have fewer."""
-    local: np.ndarray
-    """Rows of each batch to load; those from `batch_size` on only fill it up."""
-    unless: int | None = None
-    """If given, batches of another number of rows are not filled up, and all rows are loaded."""
-
-    def __len__(self) -> int:
-        return -(-len(self.dataset) // self.batch_size)
-
-    def is_whole(self, number: int) -> bool:
-        """Whether all rows of a batch are loaded, because it is not filled up."""
-        return self.unless is not None and self._count(number) != self.unless
-
-    def _count(self, number: int) -> int:
-        return min(self.batch_size, len(self.dataset) - number * self.batch_size)
-
-    def __getitem__(self, number: int) -> tuple[PyTree, np.ndarray]:
-        first, count = number * self.batch_size, self._count(number)
-        local = all_rows(count) if self.is_whole(number) else self.local
-        # A real row rather than zeros, so that no model meets a value it never could in the data.
-        rows = self.dataset.rows(first + np.minimum(local, count - 1))
-        return rows, (local < count).astype(np.float32)

@@ -11,14 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from spmdtrain.data.datasets import (
-    Augment,
-    Dataset,
-    OrderedBatches,
-    TrainBatches,
-    padded_size,
-    process_rows,
-)
+from spmdtrain.data.datasets import Dataset
+from spmdtrain.data.sampling import Augment, OrderedBatches, TrainBatches, padded_size, process_rows
 from spmdtrain.data.uneven_batch import Padded, rows_and_mask
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import Placement, carried

@@ -12,7 +12,8 @@ import numpy as np
 
 from spmdtrain.cluster.spec import Role, from_environment
 from spmdtrain.config import ParameterServerOptions, RunConfig, resolve
-from spmdtrain.data.datasets import Augment, Dataset
+from spmdtrain.data.datasets import Dataset
+from spmdtrain.data.sampling import Augment
 from spmdtrain.distributed import initialize, progress
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import ExitCode, UserError

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 
 from spmdtrain.adapters.base import Variables
-from spmdtrain.data.datasets import Augment, Dataset, TrainBatches, all_rows
+from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.loader import BatchCheck
+from spmdtrain.data.sampling import Augment, TrainBatches, all_rows
 from spmdtrain.parameter_server.state_partition import Computed, ServerPartition
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step.train_step import StepFunctions

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from spmdtrain.config import RunConfig
-from spmdtrain.data.datasets import Augment
 from spmdtrain.data.loader import train_batches
+from spmdtrain.data.sampling import Augment
 from spmdtrain.distributed.first_call import await_compiled
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.sharding.placement import Placement

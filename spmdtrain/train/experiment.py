@@ -14,7 +14,7 @@ import optax
 
 from spmdtrain.adapters.base import Function
 from spmdtrain.config import RunConfig
-from spmdtrain.data.datasets import Augment
+from spmdtrain.data.sampling import Augment
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.sharding.layout import Rule
 from spmdtrain.step.reductions import Reduction

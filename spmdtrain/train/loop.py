@@ -17,8 +17,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from spmdtrain.config import Purpose, RunConfig, derive_seed, resolve, with_options
-from spmdtrain.data.datasets import Augment, as_dataset, process_rows
+from spmdtrain.data.datasets import as_dataset
 from spmdtrain.data.loader import check_fits, ordered_batches, train_batches
+from spmdtrain.data.sampling import Augment, process_rows
 from spmdtrain.distributed import failures, process_group
 from spmdtrain.distributed.first_call import Together, await_compiled, call_together
 from spmdtrain.distributed.progress import Phase, phase

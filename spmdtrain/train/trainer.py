@@ -28,8 +28,9 @@ from spmdtrain.config import (
     resolve,
     validate_trainer_options,
 )
-from spmdtrain.data.datasets import Augment, Dataset, as_dataset, classes_of, padded_size
+from spmdtrain.data.datasets import Dataset, as_dataset, classes_of
 from spmdtrain.data.loader import IndexedBatch, abstract_batch, on_devices, ordered_batches
+from spmdtrain.data.sampling import Augment, padded_size
 from spmdtrain.distributed import failures, process_group
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.distributed.progress import Phase, phase
