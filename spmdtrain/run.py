@@ -20,8 +20,9 @@ from spmdtrain.config import resolve
 from spmdtrain.distributed import failures, initialize, process_group, progress
 from spmdtrain.errors import ExitCode, PreemptedExit, UserError, exit_code_of
 from spmdtrain.files.run_files import write_predictions
-from spmdtrain.parameter_server import partition_table
-from spmdtrain.parameter_server.executor import run_task_role, server_partition
+from spmdtrain.parameter_server import state_partition
+from spmdtrain.parameter_server.executor import server_partition
+from spmdtrain.parameter_server.roles import run_task_role
 from spmdtrain.sharding import table
 from spmdtrain.sharding.placement import local_config, resolve_config
 from spmdtrain.strategies import strategy
@@ -108,7 +109,7 @@ def execute(command: Command) -> int:
         if by_servers:
             servers = max(1, len(spec.jobs.get("ps", ())))
             division = server_partition(trainer.functions, config.servers, servers)
-            partition_table.show(terminal, division)
+            state_partition.show(terminal, division)
         else:
             table.show(terminal, trainer.sharding_table())
     if options.mode == "train":

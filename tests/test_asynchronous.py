@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given, settings
 
 from spmdtrain.errors import ClusterError
-from spmdtrain.parameter_server.batch_queue import BatchQueue
-from spmdtrain.parameter_server.scheduler import BatchScheduler
+from spmdtrain.parameter_server.scheduler import BatchQueue, BatchScheduler
 from spmdtrain.parameter_server.server import Push, PushResult, Server, ServerState
 from spmdtrain.parameter_server.state_partition import outcome
 from spmdtrain.parameter_server.worker_pool import Done, Failed, PoolEvent, WorkerJoined, WorkerLost

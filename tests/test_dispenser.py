@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
-from spmdtrain.parameter_server.batch_queue import BatchQueue
+from spmdtrain.parameter_server.scheduler import BatchQueue
 
 WORKERS = ("a", "b", "c")
 

@@ -20,7 +20,7 @@ from spmdtrain.cluster.checks import check_servers
 from spmdtrain.cluster.spec import from_tf_config
 from spmdtrain.distributed import initialize
 from spmdtrain.launch.task_env import tf_configs
-from spmdtrain.parameter_server.executor import run_task_role
+from spmdtrain.parameter_server.roles import run_task_role
 
 BOUND = 120  # seconds
 

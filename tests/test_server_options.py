@@ -8,8 +8,9 @@ from helpers import DIGITS, run
 from spmdtrain import Loop, ParameterServerOptions, RunConfig, UserError
 from spmdtrain.config import check
 from spmdtrain.launch.task_env import tf_configs
-from spmdtrain.parameter_server.executor import of_options, run_task_role
+from spmdtrain.parameter_server.executor import of_options
 from spmdtrain.parameter_server.partition import FixedShards, MaxSize, MinSize
+from spmdtrain.parameter_server.roles import run_task_role
 
 BY_SERVERS = {"strategy": "parameter_server"}
 

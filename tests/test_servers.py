@@ -13,9 +13,8 @@ from hypothesis import given, settings
 
 from spmdtrain.errors import UserError
 from spmdtrain.parameter_server.optimizer_split import divided, name_of, parts_of
-from spmdtrain.parameter_server.partition import FixedShards
+from spmdtrain.parameter_server.partition import FixedShards, TreePartition, cuts_of
 from spmdtrain.parameter_server.server import Counts, Push, PushResult, Server, ServerState
-from spmdtrain.parameter_server.tree_partition import TreePartition, cuts_of
 from spmdtrain.step.model_state import difference, with_difference
 from spmdtrain.step.optimizer import Update
 

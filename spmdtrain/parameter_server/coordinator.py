@@ -24,7 +24,6 @@ from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.distributed.progress import Phase, heartbeat, phase
 from spmdtrain.errors import ClusterError, UserError
 from spmdtrain.parameter_server import ray_pool
-from spmdtrain.parameter_server.executor import run_task_role
 from spmdtrain.parameter_server.partition import MinSize, Partitioner
 from spmdtrain.parameter_server.remote_call import (
     KEPT,
@@ -34,6 +33,7 @@ from spmdtrain.parameter_server.remote_call import (
     RemoteFunction,
     Runner,
 )
+from spmdtrain.parameter_server.roles import run_task_role
 from spmdtrain.parameter_server.shared_params import Shared, check_params
 from spmdtrain.parameter_server.state_partition import ServerPartition
 from spmdtrain.parameter_server.worker_pool import Done, Failed, PoolEvent, WorkerJoined, WorkerLost

@@ -3,30 +3,26 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
 
-from spmdtrain.cluster.spec import Role, from_environment
-from spmdtrain.config import ParameterServerOptions, RunConfig, resolve
-from spmdtrain.data.datasets import Dataset
-from spmdtrain.data.sampling import Augment
-from spmdtrain.distributed import initialize, progress
+from spmdtrain.cluster.spec import from_environment
+from spmdtrain.config import ParameterServerOptions
 from spmdtrain.distributed.progress import Phase, phase
-from spmdtrain.errors import ExitCode, UserError
-from spmdtrain.parameter_server import ray_nodes, ray_pool
-from spmdtrain.parameter_server.batch_queue import BatchQueue
+from spmdtrain.errors import UserError
+from spmdtrain.parameter_server import ray_pool
 from spmdtrain.parameter_server.partition import FixedShards, MaxSize, MinSize, Partitioner
 from spmdtrain.parameter_server.ray_pool import RayJob
-from spmdtrain.parameter_server.scheduler import BatchScheduler, Outcome
-from spmdtrain.parameter_server.server import PushResult
-from spmdtrain.parameter_server.state_partition import ServerPartition, bytes_in, outcome
+from spmdtrain.parameter_server.roles import run_if_worker_or_server, run_task_role
+from spmdtrain.parameter_server.scheduler import BatchQueue, BatchScheduler
+from spmdtrain.parameter_server.state_partition import ServerPartition
 from spmdtrain.parameter_server.stats import StalenessStats
-from spmdtrain.parameter_server.worker import Worker
-from spmdtrain.sharding.placement import Placement, configure_backend, make_placement
+from spmdtrain.parameter_server.worker import Job, for_worker
+from spmdtrain.sharding.placement import make_placement
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepFunctions, StepOutput
 from spmdtrain.train.executor import ExecutorInputs, MakeExecutor
@@ -35,79 +31,6 @@ PyTree = Any
 _FAREST = 10_000  # steps that are looked ahead for what is due
 _GRACE = 15.0  # seconds, at least, after a signal in which what is under way may come in
 _ANSWERS = 2.0  # seconds that a server has to answer where nothing comes
-
-
-@dataclasses.dataclass(frozen=True)
-class RemoteWorker:
-    """A worker that pulls what it computes with, and pushes what comes of it."""
-
-    worker: Worker
-    division: ServerPartition
-    servers: Sequence[Any]
-
-    def __call__(self, number: int) -> Outcome:
-        """Make the step of a batch."""
-        with phase(Phase.STEP, number + 1):
-            return self._step(number)
-
-    def _step(self, number: int) -> Outcome:
-        import ray
-
-        parts = ray.get([server.pull.remote(number) for server in self.servers])
-        computed = self.worker.compute(number, *self.division.pulled(parts))
-        pushes = self.division.pushes(number, computed, parts)
-        landed: list[PushResult] = ray.get(
-            [server.push.remote(push) for server, push in zip(self.servers, pushes, strict=True)]
-        )
-        return outcome(
-            number,
-            computed.metrics,
-            landed,
-            sums=computed.sums,
-            pulled=sum(bytes_in((part.params, part.model_state)) for part in parts),
-            pushed=sum(bytes_in((push.gradients, push.model_state)) for push in pushes),
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """What a worker is told, wherever it comes.
-
-    Attributes:
-        steps: Makes the steps' programs for a configuration, under its placement.
-        config: The run's, for one worker with devices of its own.
-        key: Of the state.
-        servers: The actors.
-    """
-
-    steps: Callable[[RunConfig, Placement], StepFunctions]
-    config: RunConfig
-    division: ServerPartition
-    dataset: Dataset
-    augment: Augment | None
-    key: np.ndarray
-    servers: Sequence[Any]
-
-    def __call__(self) -> RemoteWorker:
-        """The worker, in its own process."""
-        configure_backend(self.config)
-        placement = make_placement(self.config)
-        # The chief has looked whether the batch divides over devices of its own.
-        config = resolve(self.config, batch_shards=placement.batch_shards)
-        assert config.global_batch_size is not None
-        worker = Worker(
-            self.steps(config, placement),
-            placement,
-            self.division,
-            self.dataset,
-            batch_size=config.global_batch_size,
-            seed=config.seed,
-            shuffle=config.shuffle,
-            threads=config.data_threads,
-            augment=self.augment,
-            key=self.key,
-        )
-        return RemoteWorker(worker, self.division, self.servers)
 
 
 class ServerExecutor:
@@ -252,59 +175,6 @@ def of_options(options: ParameterServerOptions, servers: int) -> Partitioner:
         case "max_size":
             return MaxSize(options.max_shard_bytes, options.max_shards)
     return FixedShards(shards)
-
-
-def for_worker(config: RunConfig) -> RunConfig:
-    """The configuration of one worker, which mirrors the model over devices of its own."""
-    return dataclasses.replace(
-        config, strategy="mirrored", workdir=None, servers=ParameterServerOptions()
-    )
-
-
-def run_task_role(timeout: float) -> None:
-    """Takes the role that TF_CONFIG gives this process in a job of parameter servers.
-
-    The chief, or worker 0 of a cluster without one, returns. Workers and servers serve it and exit.
-
-    Args:
-      timeout: Seconds in which the chief has to come.
-
-    Raises:
-      UserError: If the cluster lacks tasks, or this is its evaluator.
-      SystemExit: In a worker or a server, when the job has ended.
-    """
-    spec = from_environment()
-    if spec.role is Role.EVALUATE:
-        raise UserError(
-            f"by TF_CONFIG this process is {spec.name}, which takes no part in a training: only "
-            "Trainer.fit and python -m spmdtrain.run evaluate there"
-        )
-    if missing := spec.why_no_servers:
-        found = f" (this one has {missing})" if spec.jobs else ""
-        raise UserError(
-            f"parameter servers take a TF_CONFIG with a chief, workers and ps tasks{found}: start "
-            "one with python -m spmdtrain.launch --processes 3 --ps 2 -- ..."
-        )
-    initialize.set_single_process()
-    if spec.is_chief:
-        return
-    how = ray_nodes.serve(spec, timeout)
-    if how not in ray_nodes.ENDS:
-        progress.write_exit_reason(
-            ExitCode.FAILED, f"the job: {how}", own=how == ray_nodes.NODE_DIED
-        )
-    raise SystemExit(ray_nodes.ENDS.get(how, ExitCode.FAILED))
-
-
-def run_if_worker_or_server(timeout: float) -> None:
-    """Takes the role of a worker or a parameter server, if this process is one, and then exits.
-
-    Call before devices are used, because the actors of the task use them. Raises the errors of
-    `run_task_role`.
-    """
-    spec = from_environment()
-    if spec.task_type in ("worker", "ps") and not spec.is_chief:
-        run_task_role(timeout)
 
 
 def server_partition(

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from spmdtrain.errors import UserError
-from spmdtrain.parameter_server.tree_partition import TreePartition
+from spmdtrain.parameter_server.partition import TreePartition
 
 PyTree = Any
 _STEPS = 2  # the second looks at what the first has left in the state

@@ -1,5 +1,7 @@
 """A worker of parameter servers: from parameters and the number of a batch to its gradients."""
 
+import dataclasses
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -7,11 +9,15 @@ import jax
 import numpy as np
 
 from spmdtrain.adapters.base import Variables
+from spmdtrain.config import ParameterServerOptions, RunConfig, resolve
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.loader import BatchCheck
 from spmdtrain.data.sampling import Augment, TrainBatches, all_rows
-from spmdtrain.parameter_server.state_partition import Computed, ServerPartition
-from spmdtrain.sharding.placement import Placement, use_placement
+from spmdtrain.distributed.progress import Phase, phase
+from spmdtrain.parameter_server.scheduler import Outcome
+from spmdtrain.parameter_server.server import PushResult
+from spmdtrain.parameter_server.state_partition import Computed, ServerPartition, bytes_in, outcome
+from spmdtrain.sharding.placement import Placement, configure_backend, make_placement, use_placement
 from spmdtrain.step.train_step import StepFunctions
 
 PyTree = Any
@@ -77,3 +83,83 @@ class Worker:
         if len(parts) == 1:
             return parts[0]
         return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteWorker:
+    """A worker that pulls what it computes with, and pushes what comes of it."""
+
+    worker: Worker
+    division: ServerPartition
+    servers: Sequence[Any]
+
+    def __call__(self, number: int) -> Outcome:
+        """Make the step of a batch."""
+        with phase(Phase.STEP, number + 1):
+            return self._step(number)
+
+    def _step(self, number: int) -> Outcome:
+        import ray
+
+        parts = ray.get([server.pull.remote(number) for server in self.servers])
+        computed = self.worker.compute(number, *self.division.pulled(parts))
+        pushes = self.division.pushes(number, computed, parts)
+        landed: list[PushResult] = ray.get(
+            [server.push.remote(push) for server, push in zip(self.servers, pushes, strict=True)]
+        )
+        return outcome(
+            number,
+            computed.metrics,
+            landed,
+            sums=computed.sums,
+            pulled=sum(bytes_in((part.params, part.model_state)) for part in parts),
+            pushed=sum(bytes_in((push.gradients, push.model_state)) for push in pushes),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a worker is told, wherever it comes.
+
+    Attributes:
+        steps: Makes the steps' programs for a configuration, under its placement.
+        config: The run's, for one worker with devices of its own.
+        key: Of the state.
+        servers: The actors.
+    """
+
+    steps: Callable[[RunConfig, Placement], StepFunctions]
+    config: RunConfig
+    division: ServerPartition
+    dataset: Dataset
+    augment: Augment | None
+    key: np.ndarray
+    servers: Sequence[Any]
+
+    def __call__(self) -> RemoteWorker:
+        """The worker, in its own process."""
+        configure_backend(self.config)
+        placement = make_placement(self.config)
+        # The chief has looked whether the batch divides over devices of its own.
+        config = resolve(self.config, batch_shards=placement.batch_shards)
+        assert config.global_batch_size is not None
+        worker = Worker(
+            self.steps(config, placement),
+            placement,
+            self.division,
+            self.dataset,
+            batch_size=config.global_batch_size,
+            seed=config.seed,
+            shuffle=config.shuffle,
+            threads=config.data_threads,
+            augment=self.augment,
+            key=self.key,
+        )
+        return RemoteWorker(worker, self.division, self.servers)
+
+
+def for_worker(config: RunConfig) -> RunConfig:
+    """The configuration of one worker, which mirrors the model over devices of its own."""
+    return dataclasses.replace(
+        config, strategy="mirrored", workdir=None, servers=ParameterServerOptions()
+    )

@@ -1,0 +1,52 @@
+"""Roles of the processes of a job with parameter servers."""
+
+from spmdtrain.cluster.spec import Role, from_environment
+from spmdtrain.distributed import initialize, progress
+from spmdtrain.errors import ExitCode, UserError
+from spmdtrain.parameter_server import ray_nodes
+
+
+def run_task_role(timeout: float) -> None:
+    """Takes the role that TF_CONFIG gives this process in a job of parameter servers.
+
+    The chief, or worker 0 of a cluster without one, returns. Workers and servers serve it and exit.
+
+    Args:
+      timeout: Seconds in which the chief has to come.
+
+    Raises:
+      UserError: If the cluster lacks tasks, or this is its evaluator.
+      SystemExit: In a worker or a server, when the job has ended.
+    """
+    spec = from_environment()
+    if spec.role is Role.EVALUATE:
+        raise UserError(
+            f"by TF_CONFIG this process is {spec.name}, which takes no part in a training: only "
+            "Trainer.fit and python -m spmdtrain.run evaluate there"
+        )
+    if missing := spec.why_no_servers:
+        found = f" (this one has {missing})" if spec.jobs else ""
+        raise UserError(
+            f"parameter servers take a TF_CONFIG with a chief, workers and ps tasks{found}: start "
+            "one with python -m spmdtrain.launch --processes 3 --ps 2 -- ..."
+        )
+    initialize.set_single_process()
+    if spec.is_chief:
+        return
+    how = ray_nodes.serve(spec, timeout)
+    if how not in ray_nodes.ENDS:
+        progress.write_exit_reason(
+            ExitCode.FAILED, f"the job: {how}", own=how == ray_nodes.NODE_DIED
+        )
+    raise SystemExit(ray_nodes.ENDS.get(how, ExitCode.FAILED))
+
+
+def run_if_worker_or_server(timeout: float) -> None:
+    """Takes the role of a worker or a parameter server, if this process is one, and then exits.
+
+    Call before devices are used, because the actors of the task use them. Raises the errors of
+    `run_task_role`.
+    """
+    spec = from_environment()
+    if spec.task_type in ("worker", "ps") and not spec.is_chief:
+        run_task_role(timeout)
