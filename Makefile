@@ -1,25 +1,32 @@
-# What a clone needs, with nothing but Python and make: `make` lists it.
+# Development tasks; `make` lists them. They need Python and make.
 # Everything is installed into .venv, which `make clean` removes.
 
 PYTHON ?= python3
+# Constraints for pip: LOCK=requirements.lock installs the tested versions, as CI does.
+LOCK ?=
 
 VENV = .venv
 RUN = $(VENV)/bin/python -m
 # Two workers that take whole files, in the order of tests/conftest.py.
 SHARED = --numprocesses 2 --dist loadfile --no-loadscope-reorder
-# Written last: where it is missing, a set-up was interrupted, and the next begins anew.
+# Stamps, written after a completed installation: of what training needs, and of everything.
+TRAIN = $(VENV)/.ready-train
 READY = $(VENV)/.ready
 
-.PHONY: help train test drill fuzz audit bench bench-setup lint format clean
+# With -j, two installations would write to .venv at the same time.
+.NOTPARALLEL:
+.PHONY: help train test unit drill fuzz audit bench bench-setup lint format clean
 
 help: ## list the targets
-	@echo 'usage: make TARGET [PYTHON=python3.12] [ARGS="--steps 100"]'
+	@echo 'usage: make TARGET [PYTHON=python3.12] [LOCK=requirements.lock] [ARGS="--steps 100"]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' Makefile
 
-train: $(READY) ## train the default experiment; ARGS are its options
+train: $(TRAIN) ## train the default experiment; ARGS are its options
 	$(RUN) spmdtrain.run --config experiments/digits_mlp.py $(ARGS)
 
-test: lint ## lint, types and tests
+test: lint unit ## lint, types and tests
+
+unit: $(READY) ## the tests of `make test`, without lint and types
 	$(RUN) pytest $(SHARED) -m 'not slow and not drill'
 
 drill: $(READY) ## longer matrices, and what happens when processes fail
@@ -55,11 +62,25 @@ clean: ## remove .venv, caches and build outputs; runs/ stays
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): pyproject.toml Makefile
+# Installs the package with EXTRAS. Until that is complete there is no stamp, and without a stamp
+# .venv is created anew: an interrupted installation is not built upon.
+define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo 'error: "$(PYTHON)" is not Python 3.11 or newer; name one that is: make PYTHON=python3.12 ...' >&2; \
 	  exit 1; }
 	@echo 'installing into $(VENV) ...'
-	@test -e $@ || $(PYTHON) -m venv --clear $(VENV)
-	@$(RUN) pip install --quiet --disable-pip-version-check --editable '.[dev,examples,tpu,ps]'
+	@test -e $(TRAIN) -o -e $(READY) || $(PYTHON) -m venv --clear $(VENV)
+	@rm -f $(TRAIN) $(READY)
+	@$(RUN) pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(LOCK)) --editable '.[$(EXTRAS)]'
+endef
+
+$(TRAIN): EXTRAS = examples
+$(TRAIN): pyproject.toml Makefile
+	$(install)
 	@touch $@
+
+# libtpu and Ray (1.1 GB) are only needed here.
+$(READY): EXTRAS = dev,examples,tpu,ps
+$(READY): pyproject.toml Makefile
+	$(install)
+	@touch $(TRAIN) $(READY)

@@ -1,7 +1,11 @@
-"""What the project is made of: licences of its dependencies, the lock, and pinned actions."""
+"""Licences of the dependencies, the lock, the set-up by make, and the workflow of CI."""
 
+import os
 import re
 import runpy
+import shutil
+import subprocess
+import tomllib
 from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any
@@ -101,3 +105,104 @@ def test_actions_are_pinned_and_may_only_read(path: Path) -> None:
         for step in job["steps"]:
             if step.get("uses", "").startswith("actions/checkout@"):
                 assert step["with"]["persist-credentials"] is False
+
+
+def test_the_workflow_runs_what_the_makefile_and_the_scripts_offer() -> None:
+    jobs = yaml.safe_load((REPOSITORY / ".github/workflows/test.yml").read_text())["jobs"]
+    runs = {name: job["steps"][-1]["run"].split() for name, job in jobs.items()}
+    assert runs.keys() == {"lint", "test", "drill", "lowest", "audit"}
+    targets = re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), re.M)
+    for script, *arguments in runs.values():
+        assert os.access(REPOSITORY / script, os.X_OK) and {*arguments} <= {*targets}, script
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert jobs["test"]["strategy"]["matrix"]["python"] == [
+        name.rpartition(" ")[2] for name in project["classifiers"] if ":: Python :: 3." in name
+    ]
+
+
+def test_hooks_before_a_commit_format_as_ci_does() -> None:
+    (source,) = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())["repos"]
+    pins = {pin for hook in source["hooks"] for pin in hook.get("additional_dependencies", ())}
+    assert len(pins) == 1 and pins <= {*(REPOSITORY / "requirements.lock").read_text().split()}
+
+
+@pytest.mark.parametrize("name", ["bug", "feature"])
+def test_issue_forms_ask_for_something(name: str) -> None:
+    form = yaml.safe_load((REPOSITORY / f".github/ISSUE_TEMPLATE/{name}.yml").read_text())
+    assert {"name", "description", "body"} <= form.keys()
+    ids = [field["id"] for field in form["body"] if field["type"] != "markdown"]
+    assert ids and len({*ids}) == len(ids)
+
+
+# -- the set-up ------------------------------------------------------------------------------------
+
+# Records its arguments. Makes a virtual environment with itself as its Python; installs nothing.
+PYTHON = """#!/bin/sh
+echo "$*" >> log
+case "$*" in
+  *"venv --clear"*) rm -rf .venv && mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+  *"pip install"*) test ! -e offline ;;
+esac
+"""
+# Without the flags of the make that runs the tests.
+ENV = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+NEW, TRAINING, EVERYTHING = "venv --clear .venv", ".[examples]", ".[dev,examples,tpu,ps]"
+
+
+def made(folder: Path, *targets: str, code: int = 0) -> list[str]:
+    """Runs make in a folder; returns what it has installed."""
+    (folder / "log").write_text("")
+    command = ["make", "PYTHON=./python", *targets]
+    ended = subprocess.run(command, cwd=folder, env=ENV, capture_output=True, text=True)
+    assert ended.returncode == code, ended.stderr
+    lines = (folder / "log").read_text().splitlines()
+    marks = (NEW, TRAINING, EVERYTHING)
+    return [mark for line in lines for mark in marks if mark in line]
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """The Makefile and what it needs, with a Python that installs nothing."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+    (tmp_path / "python").write_text(PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    return tmp_path
+
+
+def outdate(folder: Path) -> None:
+    """Makes the installation older than the Makefile and pyproject.toml."""
+    for stamp in (folder / ".venv").glob(".ready*"):
+        os.utime(stamp, (0, 0))
+
+
+def test_training_installs_less_than_the_tests_and_either_may_come_first(clone: Path) -> None:
+    assert made(clone, "train") == [NEW, TRAINING]
+    assert made(clone, "train") == []
+    assert made(clone, "unit") == [EVERYTHING]  # added to what is there
+    assert made(clone, "train", "unit", "lint", "drill") == []
+    outdate(clone)
+    assert made(clone, "train") == [TRAINING]
+    assert made(clone, "unit") == [EVERYTHING]
+    assert made(clone, "clean", "unit") == [NEW, EVERYTHING]
+    assert made(clone, "train") == []
+    assert made(clone, "-j4", "clean", "train", "test") == [NEW, TRAINING, EVERYTHING]
+
+
+@pytest.mark.parametrize("before", [(), ("train",), ("unit",)], ids=["clone", "train", "test"])
+def test_an_interrupted_installation_starts_anew(clone: Path, before: tuple[str, ...]) -> None:
+    for target in before:
+        made(clone, target)
+    outdate(clone)
+    (clone / "offline").touch()
+    made(clone, "unit", code=2)
+    (clone / "offline").unlink()
+    assert made(clone, "train") == [NEW, TRAINING]
+
+
+def test_ci_installs_the_locked_versions(clone: Path) -> None:
+    shutil.copytree(REPOSITORY / ".ci", clone / ".ci")
+    env = ENV | {"PYTHON": "./python"}
+    subprocess.run([clone / ".ci" / "run", "lint"], env=env, check=True, capture_output=True)
+    (line,) = (x for x in (clone / "log").read_text().splitlines() if "pip install" in x)
+    assert "--constraint requirements.lock" in line and EVERYTHING in line
