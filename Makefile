@@ -7,15 +7,15 @@ LOCK ?=
 
 VENV = .venv
 RUN = $(VENV)/bin/python -m
-# Two workers that take whole files, in the order of tests/conftest.py.
-SHARED = --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Two workers; one that has no tests left takes some of the other's.
+SHARED = --numprocesses 2 --dist worksteal
 # Stamps, written after a completed installation: of what training needs, and of everything.
 TRAIN = $(VENV)/.ready-train
 READY = $(VENV)/.ready
 
 # With -j, two installations would write to .venv at the same time.
 .NOTPARALLEL:
-.PHONY: help train test unit drill fuzz audit bench bench-setup lint format clean
+.PHONY: help train test unit integration drill fuzz audit bench bench-setup lint format clean
 
 help: ## list the targets
 	@echo 'usage: make TARGET [PYTHON=python3.12] [LOCK=requirements.lock] [ARGS="--steps 100"]'
@@ -24,18 +24,20 @@ help: ## list the targets
 train: $(TRAIN) ## train the default experiment; ARGS are its options
 	$(RUN) spmdtrain.run --config experiments/digits_mlp.py $(ARGS)
 
-test: lint unit ## lint, types and tests
+test: lint unit ## lint, types, unit tests, and a quick test of each invariant
 
 unit: $(READY) ## the tests of `make test`, without lint and types
-	$(RUN) pytest $(SHARED) -m 'not slow and not drill'
+	$(RUN) pytest $(SHARED) -m 'sentinel or not (slow or drill)'
 
-drill: $(READY) ## longer matrices, and what happens when processes fail
+integration: $(READY) ## the shipped experiments and commands, and unit tests that take long
 	$(RUN) pytest $(SHARED) -m 'slow and not drill'
+
+drill: $(READY) ## several processes, killed, stopped and restarted
 	$(RUN) pytest -m drill
 
 fuzz: $(READY) ## damaged and forged input for ten minutes; FUZZ_SECONDS=3600 for longer
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-600} FUZZ_SEED=$${FUZZ_SEED:-$$(date +%s)} \
-	  $(RUN) pytest tests/test_fuzz.py -m drill -s
+	  $(RUN) pytest tests/drills/test_fuzz.py -m drill -s
 
 audit: ## known vulnerabilities of the versions in requirements.lock; needs a network
 	PYTHON=$(PYTHON) .ci/audit

@@ -12,21 +12,19 @@ from pathlib import Path
 import jax
 import pytest
 
-REPOSITORY = Path(__file__).parent.parent
+TESTS = Path(__file__).parent
+REPOSITORY = TESTS.parent
 DATA = Path(os.environ.get("SPMDTRAIN_DATA", REPOSITORY.parent / "shared" / "data"))
 
-# Workers take whole files: the long ones first, or the last of them keeps one worker alone.
-LONG = (
-    *("shakespeare_strategies", "flowers", "strategy_matrix", "gradients", "reductions"),
-    *("resume", "same_numbers", "command", "keras", "faults", "shakespeare", "transformer"),
-    *("restore", "remote", "launch", "retention", "loop", "gan", "processes", "docs"),
-)
+# Marks of all tests in a folder. A test elsewhere that takes long bears the mark itself.
+MARKS = {"integration": pytest.mark.slow, "drills": pytest.mark.drill}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests of long files first, in each file in their order."""
-    places = {f"test_{name}": place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks a test by its folder."""
+    folder = item.path.relative_to(TESTS).parts[0]
+    if folder in MARKS:
+        item.add_marker(MARKS[folder])
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-REPOSITORY = Path(__file__).parent.parent
+TESTS = Path(__file__).parent
+REPOSITORY = TESTS.parent
 DIGITS = REPOSITORY / "experiments" / "digits_mlp.py"
 LINEAR = REPOSITORY / "experiments" / "linear_regression.py"
 MNIST = REPOSITORY / "experiments" / "mnist_mlp.py"

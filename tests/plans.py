@@ -14,7 +14,9 @@ from spmdtrain.plan import planner, topologies
 from spmdtrain.plan.advice import Advice, advise
 from spmdtrain.plan.command import Options
 from spmdtrain.plan.json_report import as_json
+from spmdtrain.plan.summary import Buffer, Found, Use
 from spmdtrain.train import command_line
+from spmdtrain.xla.collectives import Carried, Collective
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
@@ -53,3 +55,18 @@ def advised(config: Path, *options: object) -> list[Advice]:
 
     plan = planner.plan(command.experiment, command.config, topology)
     return advise(plan, command.config, topology, again)
+
+
+FOUND = Found(
+    sizes={"temp": 123456, "total": 400000},
+    collectives=[
+        Collective(
+            *("all-reduce", ("data",), 8, 4096, 1, "jit(step)/dot"),
+            carries=(Carried(("w",), False, 4096, 1024),),
+        )
+    ],
+    traffic=1e6,
+    products=2e6,
+    unknown=[],
+    buffers=[Buffer(4096, Use.GRADIENT, "f32[8,128]", "w", "f.py:1", "jit(step)/dot")],
+)

@@ -28,7 +28,7 @@ from etils import epath
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from test_summaries import FOUND
+from plans import FOUND
 
 from spmdtrain import StorageError, UserError
 from spmdtrain.checkpoints import manifest

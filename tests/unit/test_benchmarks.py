@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import REPOSITORY
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = REPOSITORY / "benchmarks"
 PEER = f"""
 import sys, time
 sys.path.insert(0, {str(BENCHMARKS / "peers")!r})

@@ -12,10 +12,10 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import REPOSITORY
 from meetings import (
     NAMES,
     Told,
@@ -134,7 +134,7 @@ def test_a_process_0_that_dies_while_it_gathers_is_named() -> None:
         "rendezvous._TELL_EVERY = 0.1\n"
         f"meet(Party('127.0.0.1', {who[0].port}, {NAMES[:3]!r}, 0), 60, print)"
     )
-    with subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parent.parent) as zero:
+    with subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY) as zero:
         try:
             knock(who[0]).close()
             with gathering(replace(who[1], addresses=())) as (endings, told):

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers import saved_steps
+from helpers import TESTS, saved_steps
 from meetings import (
     NONCE,
     all_meet,
@@ -399,9 +399,7 @@ def test_a_job_trains_though_strangers_attack_its_rendezvous(tmp_path: Path) -> 
         timeout=BOUND,
         env=quiet(),
     ) as job:
-        attacker = subprocess.Popen(
-            attack, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True
-        )
+        attacker = subprocess.Popen(attack, cwd=TESTS, stdout=subprocess.PIPE, text=True)
         try:
             ended = job.wait(check=False)
         finally:

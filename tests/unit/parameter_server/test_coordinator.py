@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 from processes import launching
-from test_parameter_server import BOUND, Lines, send, text_of, until
+from server_jobs import BOUND, Lines, send, text_of, until
 
 from spmdtrain import Coordinator, PreemptedExit, UserError
 from spmdtrain.cluster.spec import ClusterSpec

@@ -6,23 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from plans import FOUND
 
-from spmdtrain.plan.summary import Buffer, Found, Use, read_summary, sealed
-from spmdtrain.xla.collectives import Carried, Collective
-
-FOUND = Found(
-    sizes={"temp": 123456, "total": 400000},
-    collectives=[
-        Collective(
-            *("all-reduce", ("data",), 8, 4096, 1, "jit(step)/dot"),
-            carries=(Carried(("w",), False, 4096, 1024),),
-        )
-    ],
-    traffic=1e6,
-    products=2e6,
-    unknown=[],
-    buffers=[Buffer(4096, Use.GRADIENT, "f32[8,128]", "w", "f.py:1", "jit(step)/dot")],
-)
+from spmdtrain.plan.summary import read_summary, sealed
 
 
 def keep(folder: Path, name: str = "a") -> Path:

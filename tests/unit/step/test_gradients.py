@@ -611,10 +611,10 @@ def test_no_gradient_of_a_frozen_parameter_is_computed() -> None:
     ],
 )
 def test_patterns_that_freeze_nothing_or_all_are_refused(
-    frozen: tuple[str, ...], message: str
+    freeze: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(UserError, match=f"freeze: {message}"):
-        mlp(frozen=frozen)
+        mlp(freeze=freeze)
 
 
 @pytest.mark.slow
