@@ -151,9 +151,9 @@ class Trainer:
     def from_experiment(
         cls, experiment: Experiment, config: RunConfig, **keywords: Any
     ) -> "Trainer":
-        """The trainer of what an experiment file's `build(config)` returned."""
+        """Returns the trainer of an experiment, without the parts that `fit` and `predict` use."""
         parts = {f.name: getattr(experiment, f.name) for f in dataclasses.fields(experiment)}
-        for name in ("train", "validation", "test", "prompts", "present"):  # these are for `fit`
+        for name in ("train", "validation", "test", "prompts", "format_predictions"):
             del parts[name]
         return cls(**{"config": config, **parts, **keywords})
 
