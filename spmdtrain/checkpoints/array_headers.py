@@ -43,6 +43,8 @@ def header_fault(name: str, header: Any, manifest: Manifest, *, in_memory: bool)
     saved = manifest.identity.leaves.get(name)
     if saved is None:
         return f"{name} is not of this checkpoint"
+    if getattr(header, "shape", None) is None or getattr(header, "dtype", None) is None:
+        return f"{name} is no array by its header, and was saved as {saved}"
     shape, found = tuple(header.shape), describe(header)
     if found != saved and not _are_numbers_of_key(header, saved):
         return f"{name} is {found} by its header, and was saved as {saved}"

@@ -18,7 +18,7 @@ from spmdtrain.checkpoints.export import export_params
 from spmdtrain.checkpoints.listing import LATEST, Listing
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.restore import Source, examine, find, read_manifest
-from spmdtrain.errors import ExitCode, StorageError, UserError, exit_code_of, printable
+from spmdtrain.errors import ExitCode, UserError, exit_code_of, foreign, printable
 from spmdtrain.terminal import Terminal, byte_size, number
 
 
@@ -115,11 +115,11 @@ def _verified(folder: epath.Path, terminal: Terminal) -> tuple[Sequence[str], st
     """Age, size and metric of a checkpoint, and what is wrong with it, if anything."""
     try:
         manifest = Manifest.read(folder)
-    except (UserError, StorageError) as error:
+    except (UserError, OSError) as error:
         return ("", "", ""), str(error)
     name = manifest.identity.config["best_metric"]
     value = (manifest.metrics or {}).get(name)
-    metric = "" if value is None else f"{name} {number(value)}"
+    metric = "" if value is None else f"{escape(name)} {number(value)}"
     fault = None
     with terminal.progress(f"step {manifest.step}", done=0, total=len(manifest.sums)):
         for done, (_, found) in enumerate(examine(folder, manifest), start=1):
@@ -130,8 +130,8 @@ def _verified(folder: epath.Path, terminal: Terminal) -> tuple[Sequence[str], st
 
 
 def escape(text: object) -> str:
-    """Returns text of a file so that it is printed as it is, in one line."""
-    return markup.escape(printable(text))
+    """Returns text of a file so that it is printed as it is, in one line of bounded length."""
+    return markup.escape(foreign(text))
 
 
 def show(path: str, step: int | None, terminal: Terminal) -> None:

@@ -9,7 +9,7 @@ from etils import epath
 
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.retention import Record, Retention
-from spmdtrain.errors import StorageError, UserError
+from spmdtrain.errors import UserError
 from spmdtrain.files.run_files import evaluator_metrics
 
 LATEST, BEST = "latest", "best"
@@ -49,7 +49,7 @@ class Listing:
         for step in sorted(steps):
             try:
                 manifests[step] = Manifest.read(folder / str(step))
-            except (UserError, StorageError) as error:
+            except (UserError, OSError) as error:
                 faults[step] = str(error)
         evaluated = evaluator_metrics(str(folder.parent))
         metrics = {

@@ -5,6 +5,7 @@ import datetime
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -13,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypedDict
 
+import jax
 import jax.numpy as jnp
 from etils import epath
 
 from spmdtrain.checkpoints.run_identity import Identity
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, foreign
 from spmdtrain.files import no_follow
 from spmdtrain.files.storage import is_url, size_and_time
 from spmdtrain.files.validation import (
@@ -33,6 +35,9 @@ NAME = "manifest.json"
 _BOOKS = (NAME, "_CHECKPOINT_METADATA")  # Orbax writes the hour into its own when all is done
 _FORMAT = 1
 _LEAF = re.compile(r"([\w<>]+)\[(?:\d{1,18}(?:,\d{1,18})*)?\]", re.ASCII)  # float32[784,128]
+_SUM = re.compile("[0-9a-f]{8}")
+_LARGEST_ARRAY = 2**63  # bytes
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _CONTROL_CHARACTERS = re.compile(r"[\0-\x1f\x7f-\x9f]")
 # What is needed of a configuration, whatever else is in it.
 _CONFIG: Mapping[str, Any] = {
@@ -55,6 +60,9 @@ class _Epoch(TypedDict):
 
 class CheckpointCorruptedError(UserError):
     """A checkpoint is not, or not whole, what was once saved. Says which file or parameter."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(foreign(message, 1000))  # it quotes the checkpoint
 
 
 @dataclass(frozen=True)
@@ -151,8 +159,11 @@ class Manifest:
                 raise Malformed(f"identity.leaves: {what}, not as float32[784,128]")
         for name, size in self.files.items():
             path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts or size < 0:
+            if path.is_absolute() or ".." in path.parts or size < 0 or not _encodes(name):
                 raise Malformed(f"files: {name[:60]!r} of {size} bytes is no file of a checkpoint")
+        for name, text in self.sums.items():
+            if not _SUM.fullmatch(text):
+                raise Malformed(f"sums: {name[:60]!r} is {text[:60]!r}, not 8 hexadecimal digits")
         for name in (*self.identity.leaves, *self.sums, *self.files):
             if _CONTROL_CHARACTERS.search(name):
                 raise Malformed(f"{name[:60]!r} is no name")
@@ -167,7 +178,7 @@ class Manifest:
                 try:
                     mode = path.stat().st_mode
                 except OSError as error:
-                    if error.errno not in (errno.ENOENT, errno.ELOOP):
+                    if error.errno not in _ABSENT:
                         raise  # it cannot be reached now, whatever it is
                     raise CheckpointCorruptedError(
                         f"{path.relative_to(folder)} is missing"
@@ -183,8 +194,10 @@ class Manifest:
         for name, size in self.files.items():
             try:
                 found, _ = size_and_time(folder / name)
-            except (FileNotFoundError, NotADirectoryError):
-                raise CheckpointCorruptedError(f"{name} is missing") from None
+            except OSError as error:
+                if error.errno not in _ABSENT:
+                    raise
+                raise CheckpointCorruptedError(f"{name[:200]} is missing") from None
             if found != size:
                 raise CheckpointCorruptedError(f"{name} has {found:,} bytes, and had {size:,}")
 
@@ -206,8 +219,19 @@ def _is_leaf(text: str) -> bool:
     if not (found := _LEAF.fullmatch(text)):
         return False
     try:
-        return found[1].startswith("key<") or bool(jnp.dtype(found[1]))
-    except TypeError:
+        is_key = found[1].startswith("key<")
+        bits = 64 if is_key else jax.dtypes.itemsize_bits(jnp.dtype(found[1]))
+    except (TypeError, ValueError):  # no dtype, or not one of JAX
+        return False
+    dims = text[text.index("[") + 1 : -1]
+    return math.prod(int(dim) for dim in dims.split(",") if dim) * bits < 8 * _LARGEST_ARRAY
+
+
+def _encodes(name: str) -> bool:
+    """Returns whether a text can be a file's name: it has no halves of surrogate pairs."""
+    try:
+        return bool(os.fsencode(name))
+    except UnicodeEncodeError:
         return False
 
 

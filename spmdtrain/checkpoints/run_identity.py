@@ -8,13 +8,14 @@ from itertools import zip_longest
 from typing import Any, NoReturn
 
 from spmdtrain.config import RunConfig, as_json
-from spmdtrain.errors import UserError, printable
+from spmdtrain.errors import UserError, foreign
 from spmdtrain.step.state import TrainState
 from spmdtrain.tree import named_leaves
 
 # Whatever else changes, these would change what is being computed.
 _FIXED = ("seed", "global_batch_size", "shuffle")
 _INSTEAD = {"global_batch_size": " (and no --batch-size-per-device)"}
+_LONGEST = 4000  # characters of a message: it may list two optimizers
 _COMMON = frozenset(f.name for f in dataclasses.fields(RunConfig))
 _NO_CHANGE = ("workdir", "resume", "init_from", "checkpoint", "data_dir", "compilation_cache")
 
@@ -89,8 +90,8 @@ def check_same_run(saved: Identity, now: Identity, source: str) -> None:
 
 
 def _refuse(message: str) -> NoReturn:
-    """Raises `UserError`; text of a manifest is escaped, because anyone may have written it."""
-    raise UserError(printable(message))
+    """Raises `UserError`; text of a manifest is escaped and cut: anyone may have written it."""
+    raise UserError(foreign(message, _LONGEST))
 
 
 def check_same_classes(
@@ -106,13 +107,13 @@ def check_same_classes(
     before, now = next((one, other) for one, other in pairs if one != other)
     raise UserError(
         f"{who} trained on the classes {_in_short(trained)}; this data has {_in_short(here)} (the "
-        f"first that differs: {printable(before)}, here {printable(now)}){remedy}"
+        f"first that differs: {foreign(before, 200)}, here {foreign(now, 200)}){remedy}"
     )
 
 
 def _in_short(names: Sequence[str]) -> str:
     shown = names if len(names) <= 5 else [*names[:3], f"... ({len(names)})"]
-    return printable(", ".join(shown))
+    return foreign(", ".join(shown), _LONGEST)
 
 
 def check_same_model(
@@ -150,7 +151,7 @@ def changes(saved: Identity, now: Identity) -> list[str]:
     """
     before, after = _fields(as_json(RunConfig())) | _fields(saved.config), _fields(now.config)
     return [
-        printable(f"{name}: {before.get(name)} -> {value}")
+        foreign(f"{name}: {before.get(name)} -> {value}", _LONGEST)
         for name, value in after.items()
         if name not in _NO_CHANGE and before.get(name) != value
     ]

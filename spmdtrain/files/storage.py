@@ -107,7 +107,7 @@ def why_failed(error: Exception, path: str | epath.Path) -> str | None:
     return storage_reason(error) or (in_short(error) if is_url(path) else None)
 
 
-# Errors of decoders. Orbax raises the last two for metadata that it does not know.
+# Errors of decoders. Orbax raises NotImplementedError and AssertionError for unknown metadata.
 _DECODING_ERRORS = (
     ValueError,
     KeyError,
@@ -116,6 +116,7 @@ _DECODING_ERRORS = (
     IndexError,
     NotImplementedError,
     AssertionError,
+    RecursionError,  # nested JSON
 )
 
 

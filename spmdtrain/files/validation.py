@@ -24,6 +24,7 @@ LARGEST = 2**28  # bytes; a manifest has some 300 for each array
 LARGEST_LOG = 2**31
 _DEEPEST = 32
 _LARGEST_INT = 2**63
+_NOT_REGULAR = (errno.ELOOP, errno.ENXIO)  # a cycle of links, a socket
 _OPEN = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
@@ -41,25 +42,28 @@ class OtherFields(Malformed):
 def read_bytes(path: epath.Path, most: int = LARGEST) -> bytes:
     """Returns the content of a regular file, or of an object at a URL.
 
-    Symbolic links are followed. A FIFO or a device is never waited for.
+    Symbolic links are followed. A FIFO, a device or a socket is refused without waiting.
 
     Args:
       path: The file.
       most: The largest size in bytes.
 
     Raises:
-      Malformed: If it is not a regular file, or larger.
+      Malformed: If it is not a regular file, is larger, or is a symbolic link to itself.
       OSError: If it cannot be read. URLs have other errors, too: see `storage.failures`.
     """
     if is_url(path):
         _check_size(path, path.stat().length, most)
         content: bytes = path.read_bytes()
         return content
-    handle = os.open(path, _OPEN)
+    try:
+        handle = os.open(path, _OPEN)
+    except OSError as error:
+        if error.errno in _NOT_REGULAR:
+            raise Malformed(f"{path} is not a regular file: {error.strerror}") from None
+        raise
     try:
         found = os.fstat(handle)
-        if stat.S_ISDIR(found.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(found.st_mode):
             raise Malformed(f"{path} is not a regular file")
         _check_size(path, found.st_size, most)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypedDict
@@ -18,9 +19,9 @@ from helpers import small_experiment
 from jax._src.compilation_cache import reset_cache
 from test_links import fit
 
-from spmdtrain import UserError
+from spmdtrain import UserError, load_params
 from spmdtrain.checkpoints.command import main as checkpoints
-from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
+from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest, sizes
 from spmdtrain.checkpoints.run_identity import Identity, changes, check_same_run
 from spmdtrain.files.run_files import RunFiles, evaluator_metrics, status_of
 from spmdtrain.files.validation import Malformed, check
@@ -125,6 +126,8 @@ def nested(depth: int) -> Any:
     return value
 
 
+HUGE = ",".join(["9" * 18] * 300)
+
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "step": lambda m: m.update(step="2"),
     "step negative": lambda m: m.update(step=-2),
@@ -139,6 +142,12 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "size": lambda m: m["files"].update({"a": "1"}),
     "leaves": lambda m: m["identity"]["leaves"].update({"a": "what"}),
     "leaves of no dtype": lambda m: m["identity"]["leaves"].update({"a": "float99[3]"}),
+    "leaves of objects": lambda m: m["identity"]["leaves"].update({"a": "object[3]"}),
+    "leaves of dates": lambda m: m["identity"]["leaves"].update({"a": "datetime64[3]"}),
+    "leaves of any size": lambda m: m["identity"]["leaves"].update({"a": f"float32[{HUGE}]"}),
+    "keys of any size": lambda m: m["identity"]["leaves"].update({"params/a": f"key<fry>[{HUGE}]"}),
+    "a surrogate": lambda m: m["files"].update({"\ud800": 1}),
+    "a sum": lambda m: m["sums"].update({"step": "zz\x1b[31m" + "A" * 3000}),
     "config": lambda m: m["identity"]["config"].pop("best_metric"),
     "config as list": lambda m: m["identity"].update(config=[]),
     "best_metric": lambda m: m["identity"]["config"].update(best_metric=["loss"]),
@@ -155,29 +164,107 @@ def test_a_forged_manifest_is_damage(
 ) -> None:
     folder = workdir / "checkpoints" / "2"
     forge(folder, CHANGES[name])
-    with pytest.raises(CheckpointCorruptedError, match=r"^manifest\.json"):
+    with pytest.raises(CheckpointCorruptedError, match=r"^manifest\.json") as caught:
         Manifest.read(epath.Path(folder))
+    assert len(str(caught.value)) < 1000
     assert checkpoints(["verify", str(workdir)]) == 1
     assert checkpoints(["show", str(workdir)]) == 0
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("name", ["lo\x1b[31mss", "[/x]"])
 def test_names_of_metrics_are_shown_escaped(
-    workdir: Path, capsys: pytest.CaptureFixture[str]
+    name: str, workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["metrics"] = {name: 1.0}
+        manifest["identity"]["config"]["best_metric"] = name
+
     for folder in (workdir / "checkpoints").iterdir():
-        forge(folder, lambda m: m.update(metrics={"lo\x1b[31mss": 1.0}))
+        forge(folder, change)
+    for command in ("show", "verify"):
+        assert checkpoints([command, str(workdir)]) == 0
+        out = capsys.readouterr().out
+        assert "\x1b[31m" not in out and name[:3].replace("\x1b", "\\") in out
+
+
+def socket_at(path: Path) -> None:
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as made:
+        made.bind(path.name)  # of at most 107 bytes
+
+
+PLACES: dict[str, Callable[[Path], object]] = {
+    "FIFO": os.mkfifo,
+    "socket": socket_at,
+    "loop": lambda path: path.symlink_to(path.name),
+    "folder": Path.mkdir,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_no_manifest_is_damage(
+    place: str, workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = workdir / "checkpoints" / "2" / "manifest.json"
+    path.unlink()
+    PLACES[place](path)
+    assert checkpoints(["verify", str(workdir)]) == 1
     assert checkpoints(["show", str(workdir)]) == 0
-    out = capsys.readouterr().out
-    assert "\x1b[31m" not in out and r"lo\x1b" in out
-
-
-def test_a_damaged_manifest_is_set_aside(workdir: Path) -> None:
-    (workdir / "checkpoints" / "2" / "manifest.json").unlink()
-    os.mkfifo(workdir / "checkpoints" / "2" / "manifest.json")
     fit(workdir, 3)
     names = {path.name for path in (workdir / "checkpoints").iterdir()}
     assert names == {"2", "2.damaged", "3"} or names == {"1", "2.damaged", "3"}
+    assert capsys.readouterr().err == ""
+
+
+def test_a_manifest_that_may_not_be_read_is_named(
+    workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: epath.Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("spmdtrain.checkpoints.manifest.read_bytes", refused)
+    assert checkpoints(["verify", str(workdir)]) == 1
+    assert checkpoints(["show", str(workdir)]) == 0
+    assert capsys.readouterr().out.count("Permission") == 4
+
+
+def string_in_place_of_an_array(metadata: Path) -> None:
+    content = json.loads(metadata.read_text())
+    for leaf in content["tree_metadata"].values():
+        leaf["value_metadata"]["value_type"] = "string"
+    metadata.write_text(json.dumps(content))
+
+
+METADATA: dict[str, Callable[[Path], object]] = {
+    "a string": string_in_place_of_an_array,
+    "nested": lambda path: path.write_text("[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("name", METADATA)
+def test_forged_metadata_of_arrays_is_damage(
+    name: str, workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = workdir / "checkpoints" / "2"
+    METADATA[name](folder / "params" / "_METADATA")
+    forge(folder, lambda m: m.update(files=sizes(epath.Path(folder))))
+    assert checkpoints(["verify", str(workdir)]) == 1
+    fit(workdir, 3)
+    assert (workdir / "checkpoints" / "2.damaged").is_dir()
+
+
+def test_a_file_of_a_name_that_no_file_has_is_missing(workdir: Path) -> None:
+    forge(workdir / "checkpoints" / "2", lambda m: m["files"].update({"x" * 5000: 1}))
+    fit(workdir, 3)
+    assert (workdir / "checkpoints" / "2.damaged").is_dir()
+
+
+def test_names_in_a_manifest_are_not_printed_raw(workdir: Path) -> None:
+    folder = workdir / "checkpoints" / "2"
+    forge(folder, lambda m: m["sums"].update({"params/\u202eabc" * 200: "00c0ffee"}))
+    with pytest.raises(CheckpointCorruptedError, match=r"\\u202eabc") as caught:
+        load_params(folder)
+    assert "\u202e" not in str(caught.value) and len(str(caught.value)) < 1500
 
 
 @pytest.mark.parametrize("file", ["_CHECKPOINT_METADATA", "params/_METADATA", "params/extra"])
@@ -282,6 +369,9 @@ def test_what_a_manifest_says_of_its_run_is_escaped_where_it_is_refused() -> Non
         with pytest.raises(UserError, match=r"\\x1b\[2J") as caught:
             check_same_run(saved, here, "runs/x")
         assert "\x1b" not in str(caught.value)
+    with pytest.raises(UserError) as caught:
+        check_same_run(dataclasses.replace(here, optimizer="x" * 100_000), here, "runs/x")
+    assert len(str(caught.value)) < 5000
     now = dataclasses.replace(here, config={**here.config, "steps": 3})
     before = dataclasses.replace(here, config={**here.config, "steps": clear})
     (change,) = changes(before, now)
