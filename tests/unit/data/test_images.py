@@ -34,7 +34,8 @@ from spmdtrain.checkpoints.run_identity import Identity, check_same_classes, che
 from spmdtrain.cluster import command
 from spmdtrain.data import image_decoding, image_folder
 from spmdtrain.data.datasets import Dataset, MappedDataset, Subset, fingerprint
-from spmdtrain.data.image_folder import SPLITS, BrokenImageError, ImageFolder, split_of
+from spmdtrain.data.image_files import SPLITS, split_of
+from spmdtrain.data.image_folder import BrokenImageError, ImageFolder
 from spmdtrain.data.sampling import permuted
 from spmdtrain.distributed import progress
 from spmdtrain.errors import StorageError, UserError
