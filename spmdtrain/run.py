@@ -16,7 +16,7 @@ import jax
 
 from spmdtrain.checkpoints.command import verify
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
-from spmdtrain.config import resolve
+from spmdtrain.config_checks import resolve
 from spmdtrain.distributed import failures, initialize, process_group, progress
 from spmdtrain.errors import ExitCode, PreemptedExit, UserError, exit_code_of
 from spmdtrain.files.run_files import write_predictions

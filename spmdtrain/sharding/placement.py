@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from spmdtrain.config import CollectiveOptions, Config, MeshSpec, RunConfig, resolve
+from spmdtrain.config import CollectiveOptions, MeshSpec, RunConfig
+from spmdtrain.config_checks import Config, resolve
 from spmdtrain.distributed import initialize, process_group
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.sharding.mesh import (
@@ -223,7 +224,7 @@ def configure_backend(config: RunConfig) -> None:
 
 
 def resolve_config(config: Config) -> Config:
-    """The configuration resolved for the devices it will run on (see `config.resolve`).
+    """The configuration resolved for the devices it will run on (see `config_checks.resolve`).
 
     A script calls it before an experiment's `build(config)`, as the run command does.
     """

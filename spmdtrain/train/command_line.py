@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from spmdtrain.config import RunConfig, check, check_compute_dtype
+from spmdtrain.config import RunConfig
+from spmdtrain.config_checks import check, check_compute_dtype
 from spmdtrain.errors import UserError, field_meant
 from spmdtrain.sharding.mesh import cpu_devices_in_environment
 from spmdtrain.train import evaluator

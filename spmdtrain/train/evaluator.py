@@ -15,7 +15,8 @@ from typing import Any, Protocol, TypeVar
 
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError
 from spmdtrain.checkpoints.restore import Source, list_checkpoints, read_manifest
-from spmdtrain.config import RunConfig, resolve
+from spmdtrain.config import RunConfig
+from spmdtrain.config_checks import resolve
 from spmdtrain.data.datasets import Dataset, as_dataset
 from spmdtrain.distributed import progress
 from spmdtrain.distributed.preemption import StopSignals

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from spmdtrain.config import Purpose, RunConfig, derive_seed, resolve, with_options
+from spmdtrain.config import Purpose, RunConfig, derive_seed
+from spmdtrain.config_checks import resolve, with_options
 from spmdtrain.data.datasets import as_dataset
 from spmdtrain.data.loader import check_fits, ordered_batches, train_batches
 from spmdtrain.data.sampling import Augment, process_rows

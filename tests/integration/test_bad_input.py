@@ -82,7 +82,7 @@ def refused(capsys: pytest.CaptureFixture[str], config: object, *options: object
         ("--learning-rate-scaling linear", "needs .* learning_rate_base_batch_size"),
         (
             "--learning-rate-scaling sqrt --learning-rate-table 64 0.1",
-            "learning_rate_table and learning_rate_scaling exclude each other",
+            "learning_rate_table and learning_rate_scaling are both set",
         ),
         # what excludes each other
         ("--epochs 1 --steps 2", "--epochs and --steps exclude each other"),

@@ -20,7 +20,8 @@ from test_same_numbers import trainer_on
 
 from spmdtrain import Experiment, Trainer, UserError
 from spmdtrain.checkpoints.restore import read_variables
-from spmdtrain.config import RunConfig, resolve
+from spmdtrain.config import RunConfig
+from spmdtrain.config_checks import resolve
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.loader import train_batches
 from spmdtrain.models import mobilenet

@@ -16,7 +16,8 @@ from flax import nnx
 from helpers import DIGITS, LINEAR, MNIST
 
 from spmdtrain import Experiment, MeshSpec, Trainer, TrainState
-from spmdtrain.config import RunConfig, resolve
+from spmdtrain.config import RunConfig
+from spmdtrain.config_checks import resolve
 from spmdtrain.data.datasets import as_dataset
 from spmdtrain.data.loader import train_batches
 from spmdtrain.terminal import Terminal

@@ -242,7 +242,7 @@ def test_a_cell_that_says_no_is_refused_in_words(row: Row, column: str, tmp_path
         ),
         (
             "--strategy default --mesh.data 8",
-            "strategy default has no mesh, and one is given: one_device takes mesh.devices",
+            "a mesh is given, but strategy default has none",
         ),
         (
             "--strategy one_device --mesh.devices 0 1",
@@ -277,11 +277,11 @@ def test_a_cell_that_says_no_is_refused_in_words(row: Row, column: str, tmp_path
         ),
         (
             "--sharding.offload state",
-            "sharding.offload is for central_storage, and the strategy is mirrored",
+            "sharding.offload is for central_storage, but the strategy is mirrored",
         ),
         (
             "--strategy zero --sharding.max-shards 4",
-            "sharding.max_shards is for fully_sharded, and the strategy is zero",
+            "sharding.max_shards is for fully_sharded, but the strategy is zero",
         ),
         (
             "--collectives.reduce-dtype bfloat16",

@@ -9,16 +9,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from spmdtrain.config import (
-    MeshSpec,
-    Purpose,
-    RunConfig,
-    as_json,
-    check,
-    derive_seed,
-    resolve,
-    scale_learning_rate,
-)
+from spmdtrain.config import MeshSpec, Purpose, RunConfig, as_json, derive_seed
+from spmdtrain.config_checks import check, resolve, scale_learning_rate
 from spmdtrain.errors import UserError
 
 settings = hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
@@ -317,7 +309,7 @@ def test_a_batch_below_a_tables_smallest_is_refused_with_both_sizes() -> None:
 
 def test_a_table_and_a_scaling_exclude_each_other() -> None:
     config = RunConfig(learning_rate_table={32: 1e-3}, learning_rate_scaling="linear")
-    with pytest.raises(UserError, match="learning_rate_table and learning_rate_scaling exclude"):
+    with pytest.raises(UserError, match="learning_rate_table and .* are both set"):
         resolve(config, batch_shards=8)
 
 

@@ -6,7 +6,7 @@ import pytest
 from helpers import DIGITS, run
 
 from spmdtrain import Loop, ParameterServerOptions, RunConfig, UserError
-from spmdtrain.config import check
+from spmdtrain.config_checks import check
 from spmdtrain.launch.task_env import tf_configs
 from spmdtrain.parameter_server.executor import of_options
 from spmdtrain.parameter_server.partition import FixedShards, MaxSize, MinSize
@@ -20,7 +20,7 @@ BY_SERVERS = {"strategy": "parameter_server"}
     [
         (
             {"servers": ParameterServerOptions(max_staleness=0)},
-            "servers.max_staleness is for parameter_server, and the strategy is mirrored",
+            "servers.max_staleness is for parameter_server, but the strategy is mirrored",
         ),
         (
             BY_SERVERS | {"servers": ParameterServerOptions(max_staleness=-1)},
@@ -37,26 +37,26 @@ BY_SERVERS = {"strategy": "parameter_server"}
         (
             BY_SERVERS
             | {"servers": ParameterServerOptions(partitioner="fixed_shards", min_shard_bytes=1)},
-            "servers.min_shard_bytes is for min_size, and servers.partitioner is fixed_shards",
+            "servers.min_shard_bytes is for min_size, but servers.partitioner is fixed_shards",
         ),
         (
             BY_SERVERS | {"servers": ParameterServerOptions(max_shard_bytes=1)},
-            "servers.max_shard_bytes is for max_size, and servers.partitioner is min_size",
+            "servers.max_shard_bytes is for max_size, but servers.partitioner is min_size",
         ),
         (
             BY_SERVERS | {"steps_per_dispatch": 2},
-            "steps_per_dispatch is 2, and under parameter_server a worker makes one step at a "
+            "steps_per_dispatch is 2, but under parameter_server a worker computes one step at a "
             "time: leave it out",
         ),
         (
             BY_SERVERS | {"data_on_device": True},
-            "data_on_device is True, and under parameter_server each worker reads the examples of "
-            "the batches it is given: leave it out",
+            "data_on_device is True, but under parameter_server each worker reads the examples of "
+            "the batches assigned to it: leave it out",
         ),
         (
             BY_SERVERS | {"profile_steps": "1:2"},
-            "profile_steps is 1:2, and under parameter_server the steps are made elsewhere: leave "
-            "it out",
+            "profile_steps is 1:2, but under parameter_server the steps run in other processes: "
+            "leave it out",
         ),
     ],
 )

@@ -10,7 +10,8 @@ from helpers import events, metrics
 from hypothesis import given
 from rich.console import Console
 
-from spmdtrain.config import RunConfig, resolve
+from spmdtrain.config import RunConfig
+from spmdtrain.config_checks import resolve
 from spmdtrain.files.run_files import RunFiles, Split
 from spmdtrain.parameter_server.stats import StalenessStats
 from spmdtrain.terminal import Terminal

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from spmdtrain import Trainer
-from spmdtrain.config import resolve
+from spmdtrain.config_checks import resolve
 from spmdtrain.models import MobileNetV2, mobilenet
 from spmdtrain.plan.flops import Flops, count_flops
 from spmdtrain.train.experiment import load_experiment

@@ -19,7 +19,7 @@ from helpers import DIGITS, GAN, GPT, environment, text_in
 from plans import needs_libtpu, plan, planned
 
 from spmdtrain import Trainer
-from spmdtrain.config import resolve
+from spmdtrain.config_checks import resolve
 from spmdtrain.errors import UserError
 from spmdtrain.plan import aot, time_model, topologies
 from spmdtrain.plan.command import main

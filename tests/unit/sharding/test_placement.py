@@ -18,7 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from spmdtrain import CallbackContext, FunctionModel, MeshSpec, RunConfig, Trainer, UserError
 from spmdtrain import constrain_sharding as exported_constrain
 from spmdtrain import current_strategy as exported_current_strategy
-from spmdtrain.config import ShardingOptions, check, resolve
+from spmdtrain.config import ShardingOptions
+from spmdtrain.config_checks import check, resolve
 from spmdtrain.distributed import process_group
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import (

@@ -38,7 +38,8 @@ from spmdtrain import (
     load_params,
     remat,
 )
-from spmdtrain.config import CollectiveOptions, ShardingOptions, resolve
+from spmdtrain.config import CollectiveOptions, ShardingOptions
+from spmdtrain.config_checks import resolve
 from spmdtrain.models import MLP
 from spmdtrain.testing.compiled_step import CompiledStep, compiled_step
 from spmdtrain.tree import named_leaves
@@ -607,7 +608,7 @@ def test_no_gradient_of_a_frozen_parameter_is_computed() -> None:
         (("kernel", "baias"), "'baias' is found in no parameter's path"),
         (("layers/(0|1)", "2"), "nothing is left to train of"),
         (("",), "nothing is left to train of"),
-        (("layers/(",), r"'layers/\(' is no regular expression"),
+        (("layers/(",), r"'layers/\(' is not a valid regular expression"),
     ],
 )
 def test_patterns_that_freeze_nothing_or_all_are_refused(

@@ -160,7 +160,7 @@ def test_without_the_option_an_uneven_batch_is_refused_and_the_option_is_named()
         trainer(4, uneven_batch="refuse").fit(BATCH, steps=1)
     with pytest.raises(UserError, match="uneven_batch is 'pad', which the Trainer's own step"):
         Loop(uneven_batch="pad", steps=1)
-    with pytest.raises(UserError, match="uneven_batch is pad, and under parameter_server"):
+    with pytest.raises(UserError, match="uneven_batch is pad, but under parameter_server"):
         trainer(4, strategy="parameter_server")
     assert RunConfig().uneven_batch == "refuse"
 

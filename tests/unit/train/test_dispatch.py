@@ -212,7 +212,7 @@ def test_speed_is_that_of_whole_dispatches(
 
 
 def test_steps_that_are_not_compiled_are_made_one_by_one() -> None:
-    with pytest.raises(UserError, match="steps_per_dispatch is 2, and jit is off"):
+    with pytest.raises(UserError, match="steps_per_dispatch is 2 and jit is False"):
         trainer(steps_per_dispatch=2, jit=False)
     found = trainer(data_on_device=True, jit=False).fit((X, Y), steps=3)
     expected = trainer().fit((X, Y), steps=3)

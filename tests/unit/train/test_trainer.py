@@ -416,7 +416,7 @@ def test_a_metric_may_not_take_a_word_of_the_metrics_file(name: str) -> None:
 
 
 def test_what_belongs_to_build_is_no_keyword() -> None:
-    with pytest.raises(UserError, match="learning_rate is a field for the build"):
+    with pytest.raises(UserError, match="learning_rate is for the build"):
         trainer(learning_rate=3.0)
 
 
