@@ -1,4 +1,4 @@
-"""The errors a user meets, and the exit codes they end in."""
+"""Exceptions for users, exit codes, and helpers for error messages."""
 
 import difflib
 import enum
@@ -7,55 +7,64 @@ import sys
 from collections.abc import Callable, Iterable
 
 NOT_SET = "not set"
-"""The value of an option that only the other process has, in a message."""
+"""Stands in messages for the value of an option that only another process has."""
 
-# What would end a line, or change how a terminal shows it, its direction too; and halves of pairs,
-# which are no text.
+# Control characters, line separators, characters that change the direction of text, and lone
+# surrogates: they would break a line, change how a terminal displays it, or cannot be encoded.
 _UNPRINTABLE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
 class ExitCode(enum.IntEnum):
-    """What the commands exit with; anything else is an unforeseen failure."""
+    """Exit codes of the commands. Any other code is an unexpected failure."""
 
     DONE = 0
     FAILED = 1
     BAD_INPUT = 2
     NON_FINITE = 3
     PREEMPTED = 75
-    INTERRUPTED = 130  # by Ctrl-C before a run had begun, as shells have it
+    INTERRUPTED = 130  # Ctrl-C before a run had started; the code that shells use
 
 
 class UserError(ValueError):
-    """Wrong usage, configuration or data. The commands print its message alone and exit 2."""
+    """Wrong usage, configuration or data.
+
+    The commands print the message without a traceback and exit 2.
+    """
 
 
 class StateError(ArithmeticError):
-    """The state of a training is wrong, and must be neither used nor saved."""
+    """An invalid training state, which must be neither used nor saved."""
 
 
 class NonFiniteError(StateError):
-    """The loss or the state became NaN or infinite. The commands exit 3."""
+    """A loss or state that is NaN or infinite. The commands exit 3."""
 
 
 class ReplicaError(StateError):
-    """Processes hold different copies of what must be equal. The commands exit 1."""
+    """Copies of replicated data that differ between processes. The commands exit 1."""
 
 
 class StorageError(OSError):
-    """A run's files or checkpoints can no longer be written."""
+    """A failure to write a run's files or checkpoints. The commands exit 1."""
 
 
 class ClusterError(ConnectionError):
-    """The processes of a job could not come together, or have lost one another."""
+    """A failure of the processes of a job to connect, or a lost connection between them.
+
+    The commands exit 1.
+    """
 
 
 class PreemptedExit(SystemExit):
-    """The run was asked to stop, saved its state, and can be started again. Exits 75.
+    """Raised after a signal stopped the run and its state was saved. Exits 75.
 
-    A `SystemExit`, so that a script which calls `fit` ends with the right code by itself and an
-    `except Exception` on the way does not swallow it.
+    It is a `SystemExit`, so that a script that calls `fit` exits with this code and an
+    `except Exception` does not swallow it.
+
+    Args:
+      signal: The name of the signal, such as `SIGTERM`.
     """
 
     def __init__(self, signal: str) -> None:
@@ -64,7 +73,7 @@ class PreemptedExit(SystemExit):
 
 
 def for_users(error: BaseException) -> tuple[ExitCode, str] | None:
-    """The exit code and the line of an error that is meant for users; None for any other."""
+    """Returns the exit code and the line to print of an error for users; None for any other."""
     if isinstance(error, UserError):
         return ExitCode.BAD_INPUT, f"error: {error}"
     if isinstance(error, (StorageError, ClusterError, ReplicaError)):
@@ -74,36 +83,42 @@ def for_users(error: BaseException) -> tuple[ExitCode, str] | None:
     return None
 
 
-def tell(code: int, line: str, error: Exception) -> int:
-    """Print the line of an error that is meant for users; returns the exit code."""
+def print_error(code: int, line: str, error: Exception) -> int:
+    """Prints the line of an error for users to stderr; returns the exit code."""
     print(line, file=sys.stderr)
     return code
 
 
 def exit_code_of(
-    command: Callable[[], int], failed: Callable[[int, str, Exception], int] = tell
+    command: Callable[[], int], failed: Callable[[int, str, Exception], int] = print_error
 ) -> int:
-    """What a command returns; an error that is meant for users is one line and its exit code."""
+    """Runs a command and returns its exit code; reports an error for users without a traceback.
+
+    Args:
+      command: Returns the exit code.
+      failed: Reports an error for users: takes its exit code, its line and the exception, and
+        returns the exit code. Any other exception propagates.
+    """
     try:
         return command()
     except Exception as error:
-        if (found := for_users(error)) is None:
+        if (reported := for_users(error)) is None:
             raise
-        return failed(*found, error)
+        return failed(*reported, error)
 
 
 def printable(name: object) -> str:
-    """A file's name, say, so that it is shown in one line, whatever is in it."""
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], str(name))
+    """Returns text, such as a file name, in one line: control characters are escaped."""
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], str(name))
 
 
 def foreign(text: object, longest: int = 2000) -> str:
-    """Returns text from the network in one line of bounded length, control characters escaped."""
+    """Returns untrusted text in one line of at most `longest` characters, then `...` if cut."""
     shown = printable(str(text)[: longest + 1])
     return shown if len(shown) <= longest else f"{shown[:longest]}..."
 
 
-# What other frameworks call a field, by the field's name here.
+# Field name -> its names in other frameworks.
 _OTHER_NAMES = {
     "learning_rate": "lr",
     "steps": "num_steps n_steps max_steps total_steps train_steps num_train_steps iterations",
@@ -127,13 +142,13 @@ _FIELDS = {other: field for field, others in _OTHER_NAMES.items() for other in o
 
 
 def field_meant(name: str, known: Iterable[str]) -> str | None:
-    """Returns the known name of what another framework calls `name`; None if there is none."""
+    """Returns the field that other frameworks call `name`, if it is in `known`; else None."""
     field = _FIELDS.get(name.replace("-", "_"))
     return field if field is not None and field in known else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`" Did you mean 'x'?"` for the nearest known name, or the list of names."""
+    """Returns `" Did you mean 'x'?"` with the nearest known name, or a list of all names."""
     names = [str(name) for name in known]
     meant = field_meant(name, names)
     near = [meant] if meant else difflib.get_close_matches(name, names, n=1)

@@ -1,4 +1,4 @@
-"""The strategies by name: plain data that says how a mesh is shaped and what is split over it."""
+"""Strategies by name: plain data about the mesh and about what is sharded over it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,101 +6,110 @@ from dataclasses import dataclass
 from spmdtrain.errors import UserError, did_you_mean
 
 AXES = ("replica", "data", "fsdp", "tensor")  # in mesh order: the slowest links first
-STATE = ("params", "opt_state", "averaged")  # what of the state has the size of the parameters
+STATE = ("params", "opt_state", "averaged")  # fields of the state with the size of the parameters
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """How a model is placed on devices. Two may be joined by `+`: `hybrid+fully_sharded`."""
+    """The placement of a model on devices. Names can be joined by `+`: `hybrid+fully_sharded`."""
 
     name: str
     has_mesh: bool = True
     devices: int | None = None
-    """How many devices it takes; None: any number."""
+    """Number of devices; None: any number."""
     sizes: tuple[tuple[str, int], ...] = ()
-    """Sizes of the mesh axes where none is given; -1 takes the rest (see `mesh_sizes`)."""
+    """Default sizes of the mesh axes; -1 takes the remaining devices (see `mesh_sizes`)."""
     shards_params: bool = False
-    """Parameters, and all that goes with them, are split over the fsdp axis."""
+    """Parameters, gradients and optimizer state are sharded over the fsdp axis."""
     shards_optimizer: bool = False
-    """The optimizer's state is split over the data axis."""
+    """The optimizer state is sharded over the data axis."""
     needs_rules: bool = False
-    """It places nothing by itself: the experiment's rules say what is split over tensor."""
+    """The experiment's rules must say what is sharded over tensor: there is no default rule."""
     on_host: frozenset[str] = frozenset()
-    """The fields of the state that stay in host memory between steps."""
+    """Fields of the state that stay in host memory between steps."""
     by_servers: bool = False
-    """Parameter servers have the state; workers, mirrored over their own devices, make the steps,
-    each at its own pace."""
+    """Parameter servers hold the state. Workers, each mirrored over its own devices, compute the
+    steps asynchronously."""
     backend: str = "spmdtrain.train.executor:MeshBackend"
-    """The class that makes the executor of steps (see `spmdtrain.train.executor.Backend`)."""
+    """`module:class` that creates the executor of steps (`spmdtrain.train.executor.Backend`)."""
 
 
 _ALL = (
-    # No mesh: the default device, as a plain jax.jit has it.
+    # No mesh: the default device, as with a plain jax.jit.
     Strategy(name="default", has_mesh=False, devices=1),
     # Everything on one chosen device.
     Strategy(name="one_device", devices=1),
     # Parameters replicated, the batch split over data.
     Strategy(name="mirrored"),
-    # The same, with the optimizer's state split over data (ZeRO-1).
+    # The same, with the optimizer state sharded over data (ZeRO-1).
     Strategy(name="zero", shards_optimizer=True),
-    # Parameters, gradients and the optimizer's state split over fsdp (ZeRO-3).
+    # Parameters, gradients and optimizer state sharded over fsdp (ZeRO-3).
     Strategy(name="fully_sharded", sizes=(("data", 1), ("fsdp", -1)), shards_params=True),
-    # Tensors split over tensor by the experiment's rules.
+    # Tensors sharded over tensor by the experiment's rules.
     Strategy(name="tensor_parallel", sizes=(("tensor", 2),), needs_rules=True),
-    # Parameters and the optimizer's state in host memory, brought to the devices for a step.
+    # Parameters and optimizer state in host memory, copied to the devices for each step.
     Strategy(name="central_storage", on_host=frozenset(STATE)),
-    # An outer axis over hosts or slices, the other axes within each.
+    # An outer axis over hosts or slices, and the other axes within each.
     Strategy(name="hybrid", sizes=(("replica", -1),)),
-    # Asynchronous workers around parameter servers.
+    # Parameter servers and asynchronous workers.
     Strategy(
         name="parameter_server",
         by_servers=True,
         backend="spmdtrain.parameter_server.executor:ServerBackend",
     ),
 )
-STRATEGIES: Mapping[str, Strategy] = {one.name: one for one in _ALL}
+STRATEGIES: Mapping[str, Strategy] = {strategy.name: strategy for strategy in _ALL}
 DEFAULT = STRATEGIES["default"]
 
 
 def strategy(name: str) -> Strategy:
-    """The strategy of that name, or the product of several: `fully_sharded+tensor_parallel`.
+    """Returns the strategy of a name, or the combination of several joined by `+`.
 
-    Raises `UserError` for a name that is none, and for what makes no sense together.
+    Args:
+      name: Such as `mirrored` or `fully_sharded+tensor_parallel`.
+
+    Raises:
+      UserError: If a name is unknown, or if the strategies cannot be combined.
     """
     parts = name.split("+")
     for part in parts:
         if part not in STRATEGIES:
             raise UserError(f"there is no strategy {part!r}.{did_you_mean(part, STRATEGIES)}")
-    found = [STRATEGIES[part] for part in dict.fromkeys(parts)]
-    if len(found) == 1:
-        return found[0]
-    for one in found:
-        if one.by_servers:
-            raise UserError(f"strategy {name}: {one.name} joins no other")
-        if one.devices == 1:
+    members = [STRATEGIES[part] for part in dict.fromkeys(parts)]
+    if len(members) == 1:
+        return members[0]
+    for member in members:
+        if member.by_servers:
+            raise UserError(f"strategy {name}: {member.name} cannot be combined with another")
+        if member.devices == 1:
             raise UserError(
-                f"strategy {name}: {one.name} is for one device alone, and joins no other"
+                f"strategy {name}: {member.name} is for one device, and cannot be combined with "
+                "another"
             )
     return Strategy(
-        name="+".join(one.name for one in found),
-        sizes=tuple({axis: size for one in found for axis, size in one.sizes}.items()),
-        shards_params=any(one.shards_params for one in found),
-        shards_optimizer=any(one.shards_optimizer for one in found),
-        needs_rules=any(one.needs_rules for one in found),
-        on_host=frozenset().union(*(one.on_host for one in found)),
+        name="+".join(member.name for member in members),
+        sizes=tuple({axis: size for member in members for axis, size in member.sizes}.items()),
+        shards_params=any(member.shards_params for member in members),
+        shards_optimizer=any(member.shards_optimizer for member in members),
+        needs_rules=any(member.needs_rules for member in members),
+        on_host=frozenset().union(*(member.on_host for member in members)),
     )
 
 
 def mesh_sizes(of: Strategy, given: Mapping[str, int | None]) -> dict[str, int]:
-    """Axis name to size, in mesh order: what is given, else the strategy's own.
+    """Returns axis name to size, in mesh order: the given size, or the strategy's default.
 
-    At most one of data, fsdp and tensor is -1, the rest of the devices, unless that is given
-    twice. A replica of -1 is one for each host or slice (see `mesh.build_mesh`).
+    At most one of data, fsdp and tensor is -1 (the remaining devices), unless the user gives -1
+    twice. A replica of -1 means one group for each host or slice (see `mesh.build_mesh`).
+
+    Args:
+      of: The strategy.
+      given: Axis name to the size from the user, or None for the default.
     """
     own = dict(of.sizes)
     sizes = {axis: own.get(axis, 1) if given.get(axis) is None else given[axis] for axis in AXES}
     taken = [axis for axis in AXES[1:] if given.get(axis) == -1]
-    if taken:  # the rest is spoken for
+    if taken:  # a given -1 takes the remaining devices, so the strategy's -1 becomes 1
         sizes |= {axis: 1 for axis in AXES[1:] if given.get(axis) is None and own.get(axis) == -1}
     elif all(sizes[axis] != -1 for axis in AXES[1:]) and given.get("data") is None:
         sizes["data"] = -1

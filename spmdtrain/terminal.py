@@ -1,4 +1,4 @@
-"""What a person sees: a progress bar on a terminal, lines in a log file, a table at the end."""
+"""Output for people: a progress bar on a terminal, lines in a log file, a table of results."""
 
 import contextlib
 import time
@@ -16,46 +16,52 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-_REFRESH = 0.25  # seconds; more often nobody sees, and each time costs
+_REFRESH = 0.25  # seconds; a shorter interval is not visible, and each refresh takes time
 
 
 def number(value: float) -> str:
-    """Four significant digits, thousands separated: `0.01234`, `12,345`."""
+    """Returns a number with four significant digits: `0.01234`, `12,345`."""
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
 def duration(seconds: float) -> str:
-    """`1:05` or `2:03:04`."""
+    """Returns seconds as `1:05` or `2:03:04`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def byte_size(count: int) -> str:
-    """Three significant digits: `1.08 MB`."""
+    """Returns a number of bytes with three significant digits: `1.08 MB`."""
     if count < 1000:
         return f"{count} B"
     value = float(count)
     for unit in ("kB", "MB", "GB"):
         value /= 1000
-        if value < 999.5:  # from here on, three digits would make it 1000
+        if value < 999.5:  # a larger value would be rounded to 1000
             return f"{value:#.3g}".rstrip(".") + f" {unit}"
     return f"{value:.0f} GB"
 
 
 class Rate:
-    """Steps a second since the last reading, leaving out what is not training."""
+    """Steps per second since the last reading.
+
+    Call `restart` after evaluations and saves, so that only training is measured.
+    """
 
     def __init__(self) -> None:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Begin to measure at `step`, now."""
+        """Starts a new measurement at `step`."""
         self._step, self._time = step, time.perf_counter()
         self._rate: float | None = None
 
     def read(self, step: int) -> float | None:
-        """Steps a second up to `step`, and begin anew; the last reading where no step was made."""
+        """Returns the steps per second up to `step`, and starts a new measurement.
+
+        Without a step since the last reading it returns that reading again (None at first).
+        """
         now, steps = time.perf_counter(), step - self._step
         if steps > 0 and now > self._time:
             self._rate = steps / (now - self._time)
@@ -64,7 +70,7 @@ class Rate:
 
 
 class _Since:
-    """A text, and the seconds since it was first shown."""
+    """A text with the seconds since it was created."""
 
     def __init__(self, text: str) -> None:
         self._text, self._began = text, time.monotonic()
@@ -74,25 +80,29 @@ class _Since:
 
 
 class Terminal:
-    """Writes to standard output; `quiet` writes nothing."""
+    """Standard output: a terminal with a progress bar, or a file with lines only.
+
+    Args:
+      quiet: Write nothing.
+    """
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.console = Console(quiet=quiet, highlight=False, soft_wrap=True, emoji=False)
         if not self.console.is_terminal:
-            self.console.width = 1000  # a file has no edge: a wide table is not to be cut off
+            self.console.width = 1000  # rich would otherwise cut a wide table off in a file
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._shown = 0.0
 
     def line(self, text: str) -> None:
-        """One line, above the progress bar where there is one; escaped what cannot be written."""
+        """Prints a line, above the progress bar; escapes characters the encoding lacks."""
         encoding = self.console.encoding
         text = text.encode(encoding, "backslashreplace").decode(encoding)
         self.console.print(text, markup=False)
 
     @contextlib.contextmanager
     def waiting(self, text: str) -> Iterator[Callable[[str], None]]:
-        """Says what is being waited for, and for how long; yields what changes the text."""
+        """Shows a text and the seconds waited, on a terminal; yields a function to change it."""
         if self.console.is_terminal:
             with self.console.status(_Since(text)) as status:
                 yield lambda text: status.update(_Since(text))
@@ -101,7 +111,13 @@ class Terminal:
 
     @contextlib.contextmanager
     def progress(self, description: str, *, done: int, total: int) -> Iterator[None]:
-        """A bar from `done` to `total`, on a terminal; the steps of `advance` move it."""
+        """Shows a progress bar on a terminal, which `advance` moves.
+
+        Args:
+          description: The text before the bar.
+          done: Initial number of steps.
+          total: Number of steps of the full bar.
+        """
         if not self.console.is_terminal or self.console.quiet:
             yield
             return
@@ -115,7 +131,7 @@ class Terminal:
                 TimeRemainingColumn(),
                 console=self.console,
                 expand=True,
-                refresh_per_second=1 / _REFRESH,  # each time takes a millisecond or two
+                refresh_per_second=1 / _REFRESH,  # a refresh takes 1-2 ms
             )
             self._progress.start()
         assert self._progress is not None
@@ -133,24 +149,28 @@ class Terminal:
             self._progress, self._task = outer, outer_task
 
     def advance(self, done: int, text: str | None = None) -> None:
-        """Move the bar to `done`, and change the text behind it."""
+        """Moves the bar to `done`, and replaces the text after it unless `text` is None."""
         if self._progress is None or self._task is None:
             return
         now = time.perf_counter()
         if text is not None:
             self._progress.update(self._task, completed=done, text=text)
         elif now - self._shown >= _REFRESH:
-            # A bar within a bar comes into sight only here: a quick evaluation shows none.
+            # A nested bar becomes visible only here, so that a quick evaluation shows none.
             self._progress.update(self._task, completed=done, visible=True)
             self._shown = now
 
     @property
     def has_bar(self) -> bool:
-        """Whether a bar shows what a log line would say."""
+        """Whether a progress bar is shown, so that log lines are not needed."""
         return self._progress is not None
 
     def results(self, rows: Mapping[str, Mapping[str, float]]) -> None:
-        """A small table: a row a split, a column a metric."""
+        """Prints a table with a row for each split and a column for each metric.
+
+        Args:
+          rows: Split name to metric name to value.
+        """
         names = list(dict.fromkeys(name for metrics in rows.values() for name in metrics))
         table = Table()
         table.add_column("")

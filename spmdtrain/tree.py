@@ -1,4 +1,4 @@
-"""Pytrees: paths of leaves, and leaves as NumPy arrays."""
+"""Paths of pytree leaves, and leaves as NumPy arrays."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a tree by their path."""
+    """Returns leaf path to leaf, in the order of `jax.tree.leaves`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {path_name(path): leaf for path, leaf in leaves}
 
 
 def as_numpy(x: np.ndarray) -> np.ndarray:
-    """Returns an array in a dtype that NumPy's files support: float32 instead of bfloat16 etc."""
+    """Returns an array in a dtype that `.npy` files support: float32 instead of bfloat16 etc."""
     return x if x.dtype.isbuiltin == 1 else x.astype(np.float32)

@@ -1,8 +1,8 @@
-"""First calls of compiled programs, which all processes of a job make at the same time.
+"""First calls of compiled programs, synchronized over all processes of a job.
 
 A collective fails if a process enters it much later than the others: gloo waits 30 seconds for its
 first connections, whatever its timeout is. Compile times differ by more than that between hosts.
-Programs that differ would hang, or compute something else in one process.
+Different programs would hang, or compute something else in one process.
 """
 
 import hashlib
@@ -22,14 +22,14 @@ _LONGEST = 200  # characters of a line in a message
 
 
 def await_compiled(lowered: jax.stages.Lowered | None) -> None:
-    """Returns when all processes have called it, each after it compiled the same program.
+    """Waits until all processes have compiled the same program.
 
     Args:
       lowered: The program; None if it is not compiled.
 
     Raises:
-      UserError: If a process has compiled another program. Names it, and the first line that
-        differs.
+      UserError: If a process has compiled another program; names the process and the first line
+        that differs.
     """
     if process_group.count() == 1:
         return
@@ -47,14 +47,14 @@ def _digest(lowered: jax.stages.Lowered) -> str:
 
 
 def _refuse(lowered: jax.stages.Lowered | None, odd: int) -> None:
-    """Raises `UserError` with the first line in which two processes' programs differ."""
+    """Raises `UserError` with the first line that differs between the programs of two processes."""
     lines = [] if lowered is None else lowered.as_text().splitlines()
     compared = process_group.rank() in (0, odd)
     short = [hashlib.sha256(line.encode()).hexdigest()[:8] for line in lines]
-    found = process_group.gather(short if compared else [])
-    one, other = found[0], found[odd]
-    same = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-    first = min(len(one), len(other)) if same is None else same
+    all_lines = process_group.gather(short if compared else [])
+    chief, other = all_lines[0], all_lines[odd]
+    unequal = next((n for n, (a, b) in enumerate(zip(chief, other, strict=False)) if a != b), None)
+    first = min(len(chief), len(other)) if unequal is None else unequal
     line = lines[first].strip()[:_LONGEST] if first < len(lines) else "nothing"
     texts = process_group.gather(line if compared else "")
     names = process_group.names()
@@ -68,14 +68,11 @@ def _refuse(lowered: jax.stages.Lowered | None, odd: int) -> None:
 def call_together(jitted: Any, *args: Any) -> Any:
     """Calls a jitted function after all processes have compiled it for these arguments.
 
-    For programs that are called once; `Together` is for the others.
+    It is for programs that are called once. For the others use `Together`.
 
     Args:
-      jitted: What `jax.jit` returned.
-      *args: Its arguments, whose shapes are equal in all processes.
-
-    Returns:
-      Its result.
+      jitted: The result of `jax.jit`.
+      *args: The arguments; their shapes are equal in all processes.
     """
     if process_group.count() > 1:
         with phase(Phase.COMPILE):
@@ -89,7 +86,7 @@ class Together:
     """A jitted function whose first call for given shapes waits until all processes compiled it.
 
     Args:
-      jitted: What `jax.jit` returned.
+      jitted: The result of `jax.jit`.
       constant: Number of leading arguments whose shapes are the same in all calls.
     """
 
@@ -98,12 +95,12 @@ class Together:
         self._compiled: set[Any] = set()
 
     def __call__(self, *args: Any) -> Any:
-        """Calls the function. All processes call it alike, from the thread that trains."""
+        """Calls the function. All processes make the same calls, from the thread that trains."""
         if process_group.count() > 1:
             leaves, treedef = jax.tree.flatten(args[self._constant :])
             shapes = (treedef, *map(jax.typeof, leaves))
             if shapes not in self._compiled:
-                found = call_together(self._jitted, *args)
+                result = call_together(self._jitted, *args)
                 self._compiled.add(shapes)
-                return found
+                return result
         return self._jitted(*args)

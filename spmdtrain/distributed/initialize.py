@@ -1,4 +1,4 @@
-"""From the description of a cluster to an initialised JAX cluster."""
+"""Initialization of JAX's distributed system from the description of a cluster."""
 
 import dataclasses
 import functools
@@ -11,8 +11,7 @@ from pathlib import Path
 
 import jax
 
-# JAX has no public name for what it finds out about a cluster, nor for whether it has begun to use
-# devices.
+# JAX has no public name for cluster detection, nor for whether its backends are initialized.
 from jax._src import clusters, hardware_utils, xla_bridge
 
 from spmdtrain.cluster import job_token
@@ -23,24 +22,24 @@ from spmdtrain.distributed import failures, numeric_settings, process_group, pro
 from spmdtrain.errors import UserError
 from spmdtrain.strategies import strategy as strategy_of
 
-_HEARTBEAT = 20  # seconds after which JAX gives up a process that has died
-_SHUTDOWN = 300  # seconds that those who are done wait for the others
+_HEARTBEAT = 20  # seconds after which JAX considers a silent process dead
+_SHUTDOWN = 300  # seconds that processes wait for the others at the end
 HANG_TIMEOUT = 1800.0  # seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """A cluster described by hand, where there is no TF_CONFIG."""
+    """An explicit description of a cluster, instead of TF_CONFIG."""
 
     coordinator: str | None = None
     """HOST:PORT of process 0, the same in every process."""
     processes: int | None = None
-    """How many processes there are."""
+    """Number of processes."""
     process_id: int | None = None
-    """Which of them this one is, from 0."""
+    """Rank of this process, from 0."""
 
 
-_settled = False  # whether it has been decided whom this process is with
+_initialized = False  # whether this process has joined a job, or is known to be alone
 _deferred: Callable[..., None] | None = None  # `initialize` as called before the strategy was known
 
 
@@ -52,40 +51,39 @@ def initialize(
     explicit: ClusterOptions | None = None,
     timeout: float = 300.0,
     hang_timeout: float | None = None,
-    tell: Callable[[str], None] = failures.to_stderr,
+    warn: Callable[[str], None] = failures.to_stderr,
 ) -> None:
-    """Joins the job that TF_CONFIG describes (or `spec`), before anything uses a JAX device.
+    """Joins the job that TF_CONFIG (or `spec`) describes. Call it before using a JAX device.
 
-    Without TF_CONFIG this process is alone, unless `explicit` says otherwise, or `detect` asks JAX
-    to find a TPU pod, Slurm, Open MPI or Kubernetes. Once joined or alone, nothing more happens.
+    Without a description this process is alone. Further calls do nothing.
 
     An evaluator task joins no job. If the cluster has `ps` tasks, the strategy decides whether the
-    processes join: without `strategy` this is left to the `Trainer`, `Loop` or `Coordinator`, which
-    has to be made before anything uses a JAX device.
+    processes join: without `strategy` the decision is left to the `Trainer`, `Loop` or
+    `Coordinator`, which must be created before anything uses a JAX device.
 
-    The processes authenticate each other by the token of SPMDTRAIN_JOB_TOKEN or the file of
-    SPMDTRAIN_JOB_TOKEN_FILE, if there is one.
-
-    Where no process has moved for `hang_timeout` seconds (30 minutes; never under a launcher, which
-    watches by itself), the one that holds the others is named, and the job ends.
+    The processes authenticate each other by the token in SPMDTRAIN_JOB_TOKEN, or in the file that
+    SPMDTRAIN_JOB_TOKEN_FILE names, if one of them is set.
 
     Args:
-      spec: The cluster, if it is not that of TF_CONFIG.
-      strategy: Name of the strategy of the run; needed only in a cluster with `ps` tasks, and only
-        by scripts that use JAX before they make a `Trainer` or `Loop`.
-      auto_detect: Whether JAX may detect the cluster.
-      explicit: The cluster, described by hand.
-      timeout: Seconds in which all processes have to come.
-      hang_timeout: Seconds without progress after which the job ends; 0 is never.
-      tell: Receives the lines that name the missing tasks.
+      spec: The cluster; default: that of TF_CONFIG.
+      strategy: Name of the strategy of the run. It is needed only in a cluster with `ps` tasks, and
+        only by scripts that use JAX before they create a `Trainer` or `Loop`.
+      auto_detect: Whether JAX may detect a TPU pod, Slurm, Open MPI or Kubernetes if there is no
+        TF_CONFIG.
+      explicit: The cluster, instead of TF_CONFIG.
+      timeout: Seconds within which all processes must join.
+      hang_timeout: Seconds without progress in any process after which the job fails with the name
+        of the task that blocks the others; 0 disables this. Default: 30 minutes, or 0 under a
+        launcher, which watches the processes itself.
+      warn: Called with lines for the user: the missing tasks, and warnings about the token.
 
     Raises:
-      UserError: If the description or the token is wrong, or this is a `ps` task of a synchronous
-        strategy.
+      UserError: If the description or the token is not valid, or this is a `ps` task of a
+        synchronous strategy.
       ClusterError: If tasks are missing after `timeout` seconds; names them.
     """
-    global _settled, _deferred
-    if _settled:
+    global _initialized, _deferred
+    if _initialized:
         return
     if _deferred is not None:
         if strategy is None:
@@ -93,7 +91,7 @@ def initialize(
         call, _deferred = _deferred, None
         call(strategy=strategy)
         return
-    _leave_out_tpus()
+    _skip_absent_tpus()
     progress.begin()
     given = hang_timeout
     if hang_timeout is None:
@@ -102,13 +100,13 @@ def initialize(
         if not seconds >= 0:
             raise UserError(f"{name} is {seconds}: it must be 0 or more seconds")
     by_servers = None if strategy is None else strategy_of(strategy).by_servers
-    if (job := process_group.current()) is not None:  # by the script itself
-        _begin(job, hang_timeout)
-        process_group.check_same(_about())
+    if (job := process_group.current()) is not None:  # the script initialized JAX itself
+        _start_watching(job, hang_timeout)
+        process_group.check_same(_properties())
         return
     spec = spec or from_environment()
     if spec.role is Role.EVALUATE or by_servers:
-        _settled = True
+        _initialized = True
         return
     if spec.has_ps and by_servers is None:
         _deferred = functools.partial(
@@ -118,41 +116,41 @@ def initialize(
             explicit=explicit,
             timeout=timeout,
             hang_timeout=given,
-            tell=tell,
+            warn=warn,
         )
         return
     if spec.role is Role.PS:
         raise UserError(
-            f"by TF_CONFIG this process is {spec.name}, a parameter server, which strategy "
-            f"{strategy} does not use: start only the chief, the workers and the evaluator, or "
-            "choose strategy parameter_server"
+            f"according to TF_CONFIG this process is {spec.name}, a parameter server, which "
+            f"strategy {strategy} does not use: start only the chief, the workers and the "
+            "evaluator, or choose strategy parameter_server"
         )
-    party = _party(spec, auto_detect, explicit or ClusterOptions())
+    party = _find_party(spec, auto_detect, explicit or ClusterOptions())
     if party is None or len(party.names) == 1:
-        _settled = True
+        _initialized = True
         return
     if xla_bridge.backends_are_initialized():
         raise UserError(
-            f"JAX has already started its devices, and this process is {party.names[party.rank]} "
-            f"of {len(party.names)}: call {_first_call(spec)} first, before anything is put on "
-            "a device (a model made, say)"
+            "JAX's backends are already initialized, but this process is "
+            f"{party.names[party.rank]} of {len(party.names)}: call {_first_call(spec)} first, "
+            "before anything uses a device, such as the creation of a model"
         )
     local = is_loopback(party.host)
     exposed = None if local or party.rank else party.coordinator
-    party = dataclasses.replace(party, token=job_token.read(exposed=exposed, tell=tell))
-    join_rendezvous(party, timeout, tell)
+    party = dataclasses.replace(party, token=job_token.read(exposed=exposed, warn=warn))
+    join_rendezvous(party, timeout, warn)
     jax.distributed.initialize(
         coordinator_address=party.coordinator,
         num_processes=len(party.names),
         process_id=party.rank,
         local_device_ids=party.local_device_ids,
-        cluster_detection_method="deactivate",  # it has been described: nothing else may
+        cluster_detection_method="deactivate",  # because the cluster is already described
         coordinator_bind_address=party.coordinator if local else None,
         initialization_timeout=max(10, int(timeout)),
         heartbeat_timeout_seconds=_HEARTBEAT,
         shutdown_timeout_seconds=_SHUTDOWN,
     )
-    _begin(process_group.enter(party.names), hang_timeout)
+    _start_watching(process_group.enter(party.names), hang_timeout)
 
 
 def _first_call(spec: ClusterSpec) -> str:
@@ -160,13 +158,13 @@ def _first_call(spec: ClusterSpec) -> str:
     return f"spmdtrain.initialize({'strategy=...' if spec.has_ps else ''})"
 
 
-def _begin(job: process_group.Job, hang_timeout: float) -> None:
-    global _settled
-    _settled = True
+def _start_watching(job: process_group.Job, hang_timeout: float) -> None:
+    global _initialized
+    _initialized = True
     if not jax.config.jax_enable_preemption_service:  # type: ignore[attr-defined]
         raise UserError(
-            "jax_enable_preemption_service is off: several processes need it to stop and save "
-            "together"
+            "jax_enable_preemption_service is off, but several processes need it to stop and save "
+            "at the same step: turn it on"
         )
     progress.begin(always=True)
     failures.begin(job, hang_timeout)
@@ -178,39 +176,41 @@ class _Party(Party):
 
 
 def set_single_process() -> None:
-    """Be part of no job, whatever the environment says: an evaluator, say."""
-    global _settled
-    _leave_out_tpus()
+    """Makes this process join no job, whatever TF_CONFIG says. It is for evaluators."""
+    global _initialized
+    _skip_absent_tpus()
     progress.begin()
-    _settled = True
+    _initialized = True
 
 
-def _leave_out_tpus() -> None:
-    """Keeps JAX from looking for TPUs where there are none.
+def _skip_absent_tpus() -> None:
+    """Keeps JAX from initializing TPUs on a host without TPU chips.
 
-    libtpu is installed to plan for them, too, and then says in many words that it finds none.
+    libtpu is also installed for planning, and then logs long messages about missing TPUs.
     """
-    asked = jax.config.jax_platforms or "JAX_FORCE_TPU_INIT" in os.environ  # type: ignore[attr-defined]
-    if asked or xla_bridge.backends_are_initialized():
+    requested = jax.config.jax_platforms or "JAX_FORCE_TPU_INIT" in os.environ  # type: ignore[attr-defined]
+    if requested or xla_bridge.backends_are_initialized():
         return
     chips, _ = hardware_utils.num_available_tpu_chips_and_device_id()
     factories = xla_bridge._backend_factories
     if not chips and "tpu" in factories:
-        # It stays a platform that is known: Pallas, imported later, has rules for it.
+        # It stays a known platform, because Pallas, imported later, registers rules for it.
         factories["tpu"] = dataclasses.replace(
             factories["tpu"], factory=lambda: None, fail_quietly=True
         )
 
 
-def _party(spec: ClusterSpec, detect: bool, explicit: ClusterOptions) -> _Party | None:
-    """Whom to meet, from whichever of the descriptions there is; None for a process alone."""
-    by_hand = [explicit.coordinator, explicit.processes, explicit.process_id]
+def _find_party(spec: ClusterSpec, detect: bool, explicit: ClusterOptions) -> _Party | None:
+    """Returns the processes to join, from any of the descriptions; None for a single process."""
+    options = [explicit.coordinator, explicit.processes, explicit.process_id]
     described = spec.role is not Role.LOCAL
-    if any(x is not None for x in by_hand):
+    if any(x is not None for x in options):
         if described or detect:
             other = "TF_CONFIG" if described else "--cluster auto"
-            raise UserError(f"--coordinator, --processes, --process-id and {other}: give one")
-        return _by_hand(explicit)
+            raise UserError(
+                f"--coordinator, --processes and --process-id exclude {other}: give one of the two"
+            )
+        return _explicit_party(explicit)
     if described:
         assert spec.coordinator is not None and spec.rank is not None
         return _Party(
@@ -218,40 +218,43 @@ def _party(spec: ClusterSpec, detect: bool, explicit: ClusterOptions) -> _Party 
             port=spec.coordinator.port,
             names=[str(task) for task in spec.processes],
             rank=spec.rank,
-            about=_about(),
+            about=_properties(),
             addresses=[str(task.address) for task in spec.processes],
         )
-    return _detected() if detect else None
+    return _detected_party() if detect else None
 
 
-def _by_hand(explicit: ClusterOptions) -> _Party:
+def _explicit_party(explicit: ClusterOptions) -> _Party:
     for name in ("coordinator", "processes", "process_id"):
         if getattr(explicit, name) is None:
             option = f"--{name}".replace("_", "-")
-            raise UserError(f"{option} is missing: it goes with the other two")
+            raise UserError(
+                f"{option} is missing: --coordinator, --processes and --process-id must be given "
+                "together"
+            )
     address, size, rank = explicit.coordinator, explicit.processes, explicit.process_id
     assert address is not None and size is not None and rank is not None
     if size < 1:
         raise UserError(f"--processes is {size}: it must be above 0")
     if not 0 <= rank < size:
         raise UserError(f"--process-id is {rank}: with --processes {size} it is 0 to {size - 1}")
-    found = Address.parse(address, "--coordinator")
+    parsed = Address.parse(address, "--coordinator")
     names = [f"process {number}" for number in range(size)]
-    return _Party(host=found.host, port=found.port, names=names, rank=rank, about=_about())
+    return _Party(host=parsed.host, port=parsed.port, names=names, rank=rank, about=_properties())
 
 
-def _detected() -> _Party:
-    """The cluster that JAX finds by itself."""
+def _detected_party() -> _Party:
+    """Returns the cluster that JAX detects."""
     try:
         address, size, rank, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
             None, None, None, None, None, 60
         )
     except Exception as error:
-        raise UserError(f"--cluster auto: what was found is not usable: {error}") from error
+        raise UserError(f"--cluster auto: detecting the cluster failed: {error}") from error
     if address is None or size is None or rank is None:
         raise UserError(
-            "--cluster auto: found no TPU pod, Slurm, Open MPI or Kubernetes job here; describe it "
-            "by TF_CONFIG, or by --coordinator, --processes and --process-id"
+            "--cluster auto: found no TPU pod, Slurm, Open MPI or Kubernetes job; describe the "
+            "cluster by TF_CONFIG, or by --coordinator, --processes and --process-id"
         )
     host, _, port = address.rpartition(":")
     names = [f"process {number}" for number in range(size)]
@@ -260,16 +263,16 @@ def _detected() -> _Party:
         port=int(port),
         names=names,
         rank=rank,
-        about=_about(),
+        about=_properties(),
         local_device_ids=devices,
     )
 
 
-def _about() -> dict[str, str]:
-    """Returns what must be equal in all processes: versions, settings, digests of source files.
+def _properties() -> dict[str, str]:
+    """Returns the versions, settings and source digests that must be equal in all processes.
 
-    The files are those of this package and, if Python runs a script, the script itself. The command
-    compares its experiment file by itself.
+    The source files are those of this package and, if Python runs a script, the script. The command
+    itself compares its experiment file.
     """
     python = ".".join(map(str, sys.version_info[:3]))
     package = Path(__file__).parents[1]
@@ -283,7 +286,7 @@ def _about() -> dict[str, str]:
         files.setdefault(f"the script {path.name}", path)
     digests = {name: hashlib.sha256(path.read_bytes()) for name, path in files.items()}
     return (
-        numeric_settings.versions()  # first: other versions have other settings
+        numeric_settings.versions()  # first, because other versions have other settings
         | {"python": python}
         | numeric_settings.settings()
         | {name: digest.hexdigest()[:12] for name, digest in digests.items()}
@@ -291,10 +294,10 @@ def _about() -> dict[str, str]:
 
 
 def leave() -> None:
-    """The end of a run that all processes have come to."""
+    """Leaves the job at the end of a run. Waits until all processes have called it."""
     if process_group.current() is not None:
         with progress.phase(progress.Phase.END):
-            process_group.barrier()  # first: here it is still noticed when one fails
+            process_group.barrier()  # first, because a failure of a process is still noticed here
             failures.end()
             process_group.leave()
             jax.distributed.shutdown()

@@ -1,8 +1,8 @@
-"""Settings of a process that change what its programs compute.
+"""Settings of a process that change the results of its programs.
 
-If one process of a job has other settings, its programs differ from the others': the job hangs, or
-trains to wrong numbers. The names of JAX's options are those of its own cache keys, so that a new
-version of JAX adds its new options by itself.
+If one process of a job has different settings, its programs differ from the others': the job hangs,
+or computes wrong numbers. The names of JAX's options come from its own cache keys, so that the new
+options of a new version of JAX are included.
 """
 
 import enum
@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-# JAX has no public name for the options that its programs depend on, nor for the flags of XLA that
-# leave a compiled program as it is.
+# JAX has no public name for the options on which its programs depend, nor for the flags of XLA that
+# do not change a compiled program.
 from jax._src import cache_key
 from jax._src.config import trace_context_names
 
@@ -24,7 +24,7 @@ _PACKAGES = (
     *("spmdtrain", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain"),
     *("keras", "numpy", "ml-dtypes"),
 )
-# Options that JAX reads when it compiles, chooses devices or makes keys, not when it traces.
+# Options that JAX reads when it compiles, selects devices or creates keys, not when it traces.
 _OPTIONS = (
     "jax_platforms",
     "jax_sort_devices_by_process_index",
@@ -39,9 +39,9 @@ _OPTIONS = (
     "jax_optimization_level",
     "jax_memory_fitting_level",
 )
-# A device of one process, and the text of source locations.
+# Options that may differ: a device of one process, and the text of source locations.
 _OF_ONE_HOST = ("jax_default_device", "jax_hlo_source_file_canonicalization_regex")
-# Other libraries' variables that select another algorithm or precision.
+# Variables of other libraries that select another algorithm or precision.
 _VARIABLES = (
     *("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "CUDA_FORCE_PTX_JIT"),
     *("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE"),
@@ -56,10 +56,10 @@ _DUMPS = ("--xla_dump_", "--xla_gpu_dump_")
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the libraries that programs are made with, by package."""
-    found = {name: _version(name) for name in _PACKAGES}
+    """Returns package name to version, for the libraries that affect compiled programs."""
+    installed = {name: _version(name) for name in _PACKAGES}
     plugins = importlib.metadata.entry_points(group="jax_plugins")
-    return found | {x.dist.name: x.dist.version for x in plugins if x.dist is not None}
+    return installed | {x.dist.name: x.dist.version for x in plugins if x.dist is not None}
 
 
 def _version(package: str) -> str:
@@ -70,20 +70,20 @@ def _version(package: str) -> str:
 
 
 def settings() -> dict[str, str]:
-    """Returns what changes the meaning of a program in the calling thread, by name.
+    """Returns name to value of the settings that change a program in the calling thread.
 
-    Covers JAX's options, the flags of XLA and libtpu, and variables of CUDA's and other libraries.
+    These are JAX's options, the flags of XLA and libtpu, and variables of CUDA and other libraries.
 
     Raises:
       UserError: If XLA_FLAGS names a file that cannot be read.
     """
     values: dict[str, Any] = jax.config.values
     names = sorted({*trace_context_names(), *_OPTIONS} - {*_OF_ONE_HOST})
-    found = {name: _text(values[name]) for name in names if name in values}
+    options = {name: _text(values[name]) for name in names if name in values}
     for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
         flags = xla_flags(os.environ.get(variable, ""))
-        found |= {f"{variable} {name}": value for name, value in flags.items()}
-    return found | {name: os.environ.get(name, NOT_SET) for name in _VARIABLES}
+        options |= {f"{variable} {name}": value for name, value in flags.items()}
+    return options | {name: os.environ.get(name, NOT_SET) for name in _VARIABLES}
 
 
 def _text(value: Any) -> str:
@@ -93,10 +93,11 @@ def _text(value: Any) -> str:
 
 
 def xla_flags(text: str) -> dict[str, str]:
-    """Returns the flags that change compiled programs, by name, from the text of XLA_FLAGS.
+    """Returns name to value of the flags that change compiled programs.
 
     Args:
-      text: Flags, of which the last one of a name counts, or the name of a file with flags.
+      text: The value of XLA_FLAGS: flags, or the name of a file with flags. The last of several
+        flags with the same name counts.
 
     Raises:
       UserError: If the file cannot be read.
@@ -106,11 +107,11 @@ def xla_flags(text: str) -> dict[str, str]:
             text = Path(text).read_text()
         except (OSError, ValueError) as error:
             raise UserError(f"XLA_FLAGS names the file {text!r}, which is not readable") from error
-    found = {}
+    flags = {}
     for flag in text.split():
-        name, given, value = flag.partition("=")
+        name, equals, value = flag.partition("=")
         if name not in _FLAGS_OF_ONE_HOST and not name.startswith(_DUMPS):
-            found[name] = value.lower() if value in ("True", "False") else value
-            if not given:
-                found[name] = "true"
-    return found
+            flags[name] = value.lower() if value in ("True", "False") else value
+            if not equals:
+                flags[name] = "true"
+    return flags

@@ -1,4 +1,4 @@
-"""Being asked to stop: signals become a question that the training loop asks."""
+"""Preemption: signals that ask a run to stop, checked by the training loop between steps."""
 
 import os
 import signal
@@ -11,12 +11,17 @@ from spmdtrain.errors import PreemptedExit
 
 
 class StopSignals:
-    """While entered, the first SIGTERM, SIGUSR1 or SIGINT only sets `asked`; a second ends at once.
+    """Handlers of SIGTERM, SIGUSR1 and SIGINT while entered.
 
-    SIGUSR1 is what Slurm sends ahead of a job's end (`--signal=USR1@120`).
+    The first signal is only recorded for `asked`; a second one ends the process at once. Slurm
+    sends SIGUSR1 before the end of a job (`--signal=USR1@120`).
 
-    Only the main thread can catch signals; in another one, they are left alone. Where several
-    processes train together, SIGTERM to one of them is caught by JAX and concerns all.
+    Only the main thread can handle signals; in another thread nothing is changed. With several
+    processes, JAX handles SIGTERM, which then stops all of them, and SIGINT and SIGUSR1 are
+    forwarded as SIGTERM.
+
+    Attributes:
+      received: The signal that was received; None before.
     """
 
     def __init__(self) -> None:
@@ -38,7 +43,7 @@ class StopSignals:
             self._before[number] = signal.signal(number, handler)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:  # the next one ends this process; a SIGTERM changes nothing
+        if number == signal.SIGINT:  # a second SIGINT ends this process; a SIGTERM does not
             self._restore()
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -47,13 +52,17 @@ class StopSignals:
         self._restore()
 
     def asked(self) -> bool:
-        """Whether a signal has come. All processes ask at the same points, and stop at the same."""
+        """Returns whether to stop. All processes call it at the same points and agree."""
         if self.received is None and process_group.preempted():
             self.received = signal.SIGTERM
         return self.received is not None
 
     def stop_if_received(self) -> None:
-        """Raise `PreemptedExit` if a signal has come; as `asked`."""
+        """Stops the run if a signal was received. All processes call it at the same points.
+
+        Raises:
+          PreemptedExit: If `asked()` is true.
+        """
         if self.asked():
             assert self.received is not None
             raise PreemptedExit(self.received.name)

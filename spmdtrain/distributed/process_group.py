@@ -1,8 +1,8 @@
-"""The processes of a job: who they are, and what they agree on.
+"""The processes of a job: their names and ranks, and host-side communication between them.
 
-Nothing here goes through the devices: values travel through the key-value store that JAX's
-coordination service on process 0 offers, so that no agreement can get in the way of a collective.
-With one process, all of it is trivial. `distributed` makes the job.
+Values are exchanged through the key-value store of JAX's coordination service on process 0, never
+through the devices, so that they cannot interfere with collectives. With one process the functions
+return at once. `distributed.initialize` creates the job.
 """
 
 import hashlib
@@ -13,35 +13,42 @@ from typing import Any, TypeVar
 
 import jax
 
-# JAX has no public name for its key-value store, nor for its points to stop at.
+# JAX has no public name for its key-value store, nor for its preemption sync points.
 from jax._src import distributed as jax_distributed
 
 from spmdtrain.errors import NOT_SET, UserError, foreign
 
 T = TypeVar("T")
 
-KEY = "spmdtrain"  # what all of our keys begin with
+KEY = "spmdtrain"  # prefix of all keys of this package
 
 
 @dataclass
 class Job:
-    """The processes that train together, and this one among them."""
+    """The processes that train together, and the rank of this one.
+
+    Attributes:
+      names: Name of each process, by rank.
+      rank: Rank of this process.
+      client: Client of JAX's coordination service.
+    """
 
     names: Sequence[str]
     rank: int
     client: Any
     agreements: int = 0
-    """Made so far: they are numbered alike in all processes, as all make the same."""
+    """Number of collective calls so far. It is the same in all processes, which make the same
+    calls in the same order, and so identifies a call."""
     points: int = 0
-    """To stop at, passed so far."""
+    """Number of calls of `preempted` so far."""
     stopping: bool = False
-    """Whether one of them was the one to stop at."""
+    """Whether the sync point at which to stop is reached."""
     unread: list[str] = field(default_factory=list)
     """Keys of process 0 that others may still read."""
 
     @property
     def name(self) -> str:
-        """What this process is called."""
+        """The name of this process."""
         return self.names[self.rank]
 
 
@@ -49,7 +56,7 @@ _job: Job | None = None
 
 
 def current() -> Job | None:
-    """The job, also where a script has called `jax.distributed.initialize`; None if alone."""
+    """Returns the job, also after a script's own `jax.distributed.initialize`; None if alone."""
     global _job
     if _job is None and jax.distributed.is_initialized():
         size = jax_distributed.global_state.num_processes
@@ -59,7 +66,7 @@ def current() -> Job | None:
 
 
 def enter(names: Sequence[str]) -> Job:
-    """Take the processes of an initialised JAX cluster as the job."""
+    """Sets the job to the processes of an initialized JAX cluster, and returns it."""
     global _job
     state = jax_distributed.global_state
     _job = Job(names, state.process_id, state.client)
@@ -67,47 +74,47 @@ def enter(names: Sequence[str]) -> Job:
 
 
 def leave() -> None:
-    """Be alone again."""
+    """Unsets the job."""
     global _job
     _job = None
 
 
-# -- who -------------------------------------------------------------------------------------------
+# -- identity --------------------------------------------------------------------------------------
 
 
 def count() -> int:
-    """How many processes train together; does not start JAX's devices."""
+    """Returns the number of processes of the job, without initializing JAX's backends."""
     job = current()
     return 1 if job is None else len(job.names)
 
 
 def rank() -> int:
-    """Which of the processes this one is, from 0."""
+    """Returns the rank of this process, from 0."""
     job = current()
     return 0 if job is None else job.rank
 
 
 def is_chief() -> bool:
-    """Whether this is process 0: it alone writes logs, metrics and status."""
+    """Returns whether this is process 0, the only one that writes logs, metrics and status."""
     return rank() == 0
 
 
 def name() -> str:
-    """What this process is called."""
+    """Returns the name of this process."""
     return names()[rank()]
 
 
 def names() -> Sequence[str]:
-    """What the processes are called, by rank."""
+    """Returns the names of all processes, by rank."""
     job = current()
     return ["this process"] if job is None else job.names
 
 
-# -- agreeing --------------------------------------------------------------------------------------
+# -- communication: all processes make the same calls, in the same order ---------------------------
 
 
 def broadcast(value: T) -> T:
-    """Process 0's value, of what JSON holds; all processes call it, in the same order."""
+    """Returns process 0's value in all processes. The value is JSON."""
     job = current()
     if job is None:
         return value
@@ -116,16 +123,16 @@ def broadcast(value: T) -> T:
     if job.rank == 0:
         job.client.key_value_set(key, json.dumps(value))
         job.unread.append(key)
-        found: T = value
+        result: T = value
     else:
-        found = json.loads(_get(job, key))
+        result = json.loads(_get(job, key))
     if job.agreements % 256 == 0:
-        collect(None)  # so that what nobody reads any more is let go of
-    return found
+        collect(None)  # deletes the keys that all processes have read
+    return result
 
 
 def collect(value: T) -> list[T]:
-    """The values of all processes by rank, in process 0; elsewhere nothing. As `broadcast`."""
+    """Returns the values of all processes, by rank, in process 0; an empty list in the others."""
     job = current()
     if job is None:
         return [value]
@@ -134,29 +141,34 @@ def collect(value: T) -> list[T]:
     if job.rank != 0:
         job.client.key_value_set(f"{key}/{job.rank}", json.dumps(value))
         return []
-    found = [value]
+    values = [value]
     for rank in range(1, len(job.names)):
-        found.append(json.loads(_get(job, f"{key}/{rank}")))
+        values.append(json.loads(_get(job, f"{key}/{rank}")))
         job.client.key_value_delete(f"{key}/{rank}")
-    # All have come here, so all have read what was broadcast before.
+    # All processes have made this call, so all have read the earlier broadcasts.
     for old in job.unread:
         job.client.key_value_delete(old)
     job.unread.clear()
-    return found
+    return values
 
 
 def gather(value: T) -> list[T]:
-    """The values of all processes by rank, in all of them. As `broadcast`."""
+    """Returns the values of all processes, by rank, in all of them."""
     return broadcast(collect(value))
 
 
 def barrier() -> None:
-    """Return when all processes are here."""
+    """Waits until all processes have called it."""
     gather(None)
 
 
 def run_on_all(call: Callable[[], T], expected: type[Exception]) -> T:
-    """What `call()` returns; where it raises `expected` in any process, that is raised in all."""
+    """Returns `call()`. If it raises `expected` in any process, raises `expected` in all of them.
+
+    Args:
+      call: The function to call in each process.
+      expected: Type of the exceptions to share; others propagate in their process only.
+    """
     own: Exception | None = None
     try:
         value = call()
@@ -172,20 +184,24 @@ def run_on_all(call: Callable[[], T], expected: type[Exception]) -> T:
 
 
 def summed(parts: Mapping[str, int]) -> dict[str, int]:
-    """Sums by name over all processes. As `broadcast`."""
+    """Returns the sums by name over all processes, in all of them."""
     if count() == 1:
         return dict(parts)
     total: dict[str, int] = {}
-    for found in collect(dict(parts)):
-        for name, part in found.items():
+    for values in collect(dict(parts)):
+        for name, part in values.items():
             total[name] = total.get(name, 0) + part
     return broadcast(total)
 
 
 def check_same(what: Mapping[str, Any]) -> None:
-    """Raise `UserError`, which names the first difference, unless it is the same in all processes.
+    """Checks that values are equal in all processes.
 
-    `what` is nested dictionaries of what JSON holds.
+    Args:
+      what: Name to value, in nested dicts. Values that are not JSON are compared by their `str`.
+
+    Raises:
+      UserError: If a process has another value; names the first difference.
     """
     if count() == 1:
         return
@@ -197,36 +213,39 @@ def check_same(what: Mapping[str, Any]) -> None:
         return
     flats = gather(mine if rank() in (0, odd) else {})
     first, other = flats[0], flats[odd]
-    one, odd_one = (names()[rank] for rank in (0, odd))
+    first_name, odd_name = names()[0], names()[odd]
     for key in [*first, *other]:
         if first.get(key) != other.get(key):
             raise UserError(
-                f"{odd_one} and {one} differ: {foreign(key)} is "
-                f"{foreign(other.get(key, NOT_SET))} in {odd_one} and "
-                f"{foreign(first.get(key, NOT_SET))} in {one}; all processes of a job are started "
-                "alike"
+                f"{odd_name} and {first_name} differ: {foreign(key)} is "
+                f"{foreign(other.get(key, NOT_SET))} in {odd_name} and "
+                f"{foreign(first.get(key, NOT_SET))} in {first_name}; start all processes of a job "
+                "with the same code and settings"
             )
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{name}.")
+            flat |= _flat(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = json.loads(json.dumps(value, default=str))
-    return found
+            flat[f"{prefix}{name}"] = json.loads(json.dumps(value, default=str))
+    return flat
+
+
+# -- named values: from any thread, in any order ---------------------------------------------------
 
 
 def publish(key: str, value: Any) -> None:
-    """Give a value to whoever asks for it by name: from any thread, in no order."""
+    """Publishes a JSON value under a name, for one call of `pop` in any process."""
     job = current()
     assert job is not None
     job.client.key_value_set(f"{KEY}/named/{key}", json.dumps(value))
 
 
 def pop(key: str) -> Any:
-    """A published value, when it is there; it can be taken once."""
+    """Waits for a published value, deletes it from the store, and returns it."""
     job = current()
     assert job is not None
     value = json.loads(_get(job, f"{KEY}/named/{key}"))
@@ -235,23 +254,23 @@ def pop(key: str) -> Any:
 
 
 def _get(job: Job, key: str) -> str:
-    """The value of a key, when it is there; whoever fails to set it ends all (see `failing`)."""
+    """Waits for a key. A process that fails before setting it ends the job (see `failures`)."""
     while True:
-        try:  # a few seconds each, for Python to look after signals in between
+        try:  # 5 seconds at a time, so that Python can handle signals in between
             return str(job.client.blocking_key_value_get(key, 5_000))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
 
 
-# -- being stopped ---------------------------------------------------------------------------------
+# -- preemption ------------------------------------------------------------------------------------
 
 
 def preempted() -> bool:
-    """Whether to stop now, as some process was sent SIGTERM: the same answer in all of them.
+    """Returns whether to stop because a process received SIGTERM; the same in all processes.
 
-    All call it at the same points, each step say: JAX agrees on one of these points, the first
-    that none of them has passed yet. From there on the answer is yes.
+    All processes call it at the same points, such as after each step. After a SIGTERM, JAX chooses
+    the first of these points that no process has passed; from that point on the result is True.
     """
     job = current()
     if job is None:

@@ -1,8 +1,8 @@
-"""Where each process of a launched job is: a small file a task, written without any collective.
+"""Progress of the tasks of a launched job: a small file for each, written without collectives.
 
-A process that waits in a collective cannot tell why it waits: only the one that it waits for could.
-So each publishes the step and the phase it is in, and the launcher reads them all. Where there is
-no launcher, nothing here does anything.
+A process that waits in a collective does not know which other process it waits for. Therefore each
+one publishes its step and phase, and the launcher compares them. Without a launcher the functions
+for processes do nothing.
 """
 
 import contextlib
@@ -22,55 +22,55 @@ from pathlib import Path
 from types import TracebackType
 
 LAUNCH = "SPMDTRAIN_LAUNCH"
-"""The variable that names the folder of the job's files."""
+"""Environment variable with the folder of the job's files."""
 TASK = "SPMDTRAIN_TASK"
-"""The variable that names the task, as in `worker 1`."""
+"""Environment variable with the name of the task, such as `worker 1`."""
 
 
 class Phase(enum.StrEnum):
-    """What a process is doing. Eight letters at most: a record has no room for more."""
+    """The current activity of a process. At most 8 letters, because a record has 8 bytes for it."""
 
     START = "start"
     RESTORE = "restore"
     COMPILE = "compile"
     COMPILED = "compiled"
-    """Waiting until all processes have compiled the program that comes next."""
+    """Waiting until all processes have compiled the next program."""
     LOAD = "load"
     STEP = "step"
     EVALUATE = "evaluate"
     SAVE = "save"
     HOST = "host"
-    """Between the others: callbacks and the rest."""
+    """Everything outside the other phases, such as callbacks."""
     END = "end"
 
 
-# Here a process may be waiting for all the others; elsewhere it can only keep them waiting.
+# In these phases a process may wait for all the others; in the rest it only makes them wait.
 WAITING = frozenset(
     {Phase.COMPILED, Phase.STEP, Phase.EVALUATE, Phase.SAVE, Phase.RESTORE, Phase.END}
 )
 
-# A record: process, step, phase, changes, time. Behind it, a slot of its own: the step last saved,
-# which another thread may write. Apart, the two need no lock.
+# A record: pid, step, phase, changes, time. The step last saved follows in a separate slot, because
+# another thread may write it: separate slots need no lock.
 _RECORD = struct.Struct("<qq8sqd")
 _SAVED = struct.Struct("<q")
-_SEALING = struct.Struct("<q")  # another slot: the step whose manifest is being written
+_SEALING = struct.Struct("<q")  # a third slot: the step whose manifest is being written
 _SIZE = _RECORD.size + _SAVED.size + _SEALING.size
 _NOT_SAVED = -1
 
 
 def path(folder: str | os.PathLike[str], task: str, kind: str) -> Path:
-    """The file of a task: of its `phase`, its `reason` or its `stacks`."""
+    """Returns the file of a task; `kind` is `phase`, `reason` or `stacks`."""
     return Path(folder) / f"{task.replace(' ', '-')}.{kind}"
 
 
-# The side of the processes.
+# -- in the processes ------------------------------------------------------------------------------
 
 
 class _Channel:
-    """The .phase file of this process, in its memory, and what was last written to it.
+    """The memory-mapped .phase file of this process, and the values last written to it.
 
-    In memory, as a system call takes longer than all the rest. The system keeps what was written
-    there, however the process ends.
+    It is mapped because a system call would take longer than all the rest. The kernel keeps the
+    written values in whatever way the process ends.
     """
 
     __slots__ = ("_memory", "changes", "phase", "pid", "step")
@@ -79,7 +79,7 @@ class _Channel:
         if shared and file is not None:
             self._memory = mmap.mmap(file, _SIZE)
             os.close(file)
-            # The pid stays that of the task, to which the launcher sends its signals.
+            # Keeps the pid of the task, because the launcher sends its signals to that.
             self.pid, self.step, phase, self.changes, _ = _RECORD.unpack_from(self._memory)
             self.phase = Phase(phase.rstrip(b"\0").decode())
             return
@@ -88,7 +88,8 @@ class _Channel:
             self._memory = mmap.mmap(-1, len(content))
             self._memory[:] = content
         else:
-            # With content from the start: to touch a page that the disk has no room for is fatal.
+            # Written before it is mapped, because touching a mapped page that does not fit on the
+            # disk is fatal.
             os.write(file, content)
             self._memory = mmap.mmap(file, len(content))
             os.close(file)
@@ -100,7 +101,7 @@ class _Channel:
         self.phase = phase
         self.step = step
         self.changes += 1
-        # Packed before it is copied, so that a reader sees the old record or the new one.
+        # Packed first and then copied at once, so that a reader sees the old record or the new one.
         record = _RECORD.pack(self.pid, step, phase.encode(), self.changes, time.monotonic())
         self._memory[: _RECORD.size] = record
 
@@ -117,11 +118,11 @@ class _Channel:
 _channel: _Channel | None = None
 
 
-class _Within:
-    """Publishes a phase at its entry and the outer one at its exit.
+class _PhaseScope:
+    """Publishes a phase on entry and the outer phase on exit.
 
-    A class, as a generator's context manager takes three times as long, and a loop enters several
-    of these a step.
+    A class, because a context manager from a generator takes three times as long, and a loop enters
+    several of these per step.
     """
 
     __slots__ = ("_channel", "_outer", "_phase", "_step")
@@ -134,7 +135,7 @@ class _Within:
     def __enter__(self) -> None:
         channel = self._channel
         outer = channel.phase
-        # Whoever has entered a phase has started.
+        # A process that enters a phase has started.
         self._outer = Phase.HOST if outer is Phase.START else outer
         channel.publish(self._phase, channel.step if self._step is None else self._step)
 
@@ -147,14 +148,16 @@ class _Within:
         self._channel.publish(self._outer, self._channel.step)
 
 
-_NOTHING = contextlib.nullcontext()
+_NO_SCOPE = contextlib.nullcontext()
 
 
 def begin(*, always: bool = False) -> None:
-    """Begin to publish, in phase START; to be called early, and again at will.
+    """Starts to publish, in phase START. Call it early; further calls do nothing.
 
-    From here on the launcher may ask this process for its stacks. `always` publishes without a
-    launcher, too: to this process itself, see `here`.
+    After it the launcher can request the stacks of this process by SIGUSR2.
+
+    Args:
+      always: Publish also without a launcher, for `local_record` in this process.
     """
     global _channel
     folder, task = os.environ.get(LAUNCH), os.environ.get(TASK)
@@ -166,23 +169,23 @@ def begin(*, always: bool = False) -> None:
     try:
         stacks = _create(path(folder, task, "stacks"))
     except FileExistsError:
-        return  # a process that the task has started inherits its environment, but is not it
-    # In this order: SIGUSR2 ends a process that has not registered, and is sent to those only that
-    # have a .phase file.
+        return  # a child process of the task, which inherits its environment
+    # Register before the .phase file exists: SIGUSR2 kills a process without a handler, and the
+    # launcher sends it only to those with a .phase file.
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     _channel = _Channel(_create(path(folder, task, "phase")))
     os.register_at_fork(after_in_child=_forget)
 
 
 def begin_for_task() -> None:
-    """Begins to publish in the record of the task that started this process.
+    """Starts to publish in the record of the task that started this process.
 
-    For a process that does the work of a task which publishes nothing more itself.
+    It is for a process that does the work of a task, if the task itself publishes nothing more.
     """
     global _channel
     folder, task = os.environ.get(LAUNCH), os.environ.get(TASK)
     if _channel is None and folder and task:
-        with contextlib.suppress(FileNotFoundError):  # the task has not begun to publish
+        with contextlib.suppress(FileNotFoundError):  # the task does not publish yet
             file = os.open(path(folder, task, "phase"), os.O_RDWR)
             _channel = _Channel(file, shared=True)
 
@@ -192,46 +195,55 @@ def _create(file: Path) -> int:
 
 
 def _forget() -> None:
-    """In a forked process: the file is its parent's."""
+    """Stops publishing in a forked process, because the file belongs to its parent."""
     global _channel
     _channel = None
 
 
 def launched() -> bool:
-    """Whether a launcher has started this process, and watches it."""
+    """Returns whether a launcher has started this process and watches it."""
     return bool(os.environ.get(LAUNCH) and os.environ.get(TASK))
 
 
 def local_record(task: str) -> "Record | None":
-    """What this process has last published, under that name; None where it does not publish."""
+    """Returns the last record of this process with `task` as its name; None if it has none."""
     return None if _channel is None else _record(task, _channel.read())
 
 
 def phase(phase: Phase, step: int | None = None) -> AbstractContextManager[None]:
-    """While entered, this process is in `phase`, at `step` or at the one it was at.
+    """Publishes `phase` while entered, and the outer phase again on exit (HOST at the outermost).
 
-    At the exit it is in the outer phase again: in HOST at the outermost. Of one thread only, the
-    one that trains.
+    Only the thread that trains may use it.
+
+    Args:
+      phase: The phase of this process while entered.
+      step: The step; None keeps the last one.
     """
     channel = _channel
-    return _NOTHING if channel is None else _Within(channel, phase, step)
+    return _NO_SCOPE if channel is None else _PhaseScope(channel, phase, step)
 
 
 def heartbeat() -> None:
-    """Say that what this process waits for gets on: where no record changes, a job is hung."""
+    """Publishes that the operation that this process waits for makes progress.
+
+    A job counts as hung if no record changes.
+    """
     if _channel is not None:
         _channel.publish(_channel.phase, _channel.step)
 
 
 def saved(step: int) -> None:
-    """Say that the checkpoint of `step` is the newest that is known to be whole."""
+    """Publishes that the checkpoint of `step` is the newest one that is complete."""
     if _channel is not None:
         _channel.publish_saved(step)
 
 
 @contextlib.contextmanager
 def sealing(step: int) -> Iterator[None]:
-    """Publishes that the checkpoint of `step` lacks only its manifest, from the saving thread."""
+    """Publishes while entered that the checkpoint of `step` lacks only its manifest.
+
+    The saving thread calls it.
+    """
     if _channel is not None:
         _channel.publish_sealing(step)
     yield
@@ -240,21 +252,24 @@ def sealing(step: int) -> Iterator[None]:
 
 
 def write_exit_reason(code: int, reason: str, *, own: bool = True) -> None:
-    """Say why this process is about to end with `code`; the first reason told stays.
+    """Writes the reason of this process' exit for the launcher; later calls do nothing.
 
-    `own` is False where it ends only because another one did.
+    Args:
+      code: The exit code.
+      reason: The reason, in one line.
+      own: False if this process exits only because another one failed.
     """
     folder, task = os.environ.get(LAUNCH), os.environ.get(TASK)
     if folder and task:
         content = json.dumps({"code": int(code), "reason": _as_text(reason), "own": own})
         with contextlib.suppress(FileExistsError), path(folder, task, "reason").open("x") as file:
-            file.write(content)  # all ASCII, as JSON is written here
+            file.write(content)  # ASCII, because json.dumps escapes all other characters
 
 
 def job_ended() -> str | None:
-    """How the training has ended for good: `finished`, `preempted` or `failed: ...`.
+    """Returns how the training has finally ended: `finished`, `preempted` or `failed: ...`.
 
-    None while it goes on, and where there is no launcher.
+    Returns None while it is running, and without a launcher.
     """
     folder = os.environ.get(LAUNCH)
     try:
@@ -264,30 +279,30 @@ def job_ended() -> str | None:
 
 
 def _as_text(reason: str) -> str:
-    """A reason may name a file, and names need not be text: what is none is escaped."""
+    """Escapes surrogates, which a reason may contain because file names need not be valid text."""
     return reason.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-# The side of the launcher.
+# -- in the launcher -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Record:
-    """Where a task is, or was when it died."""
+    """The last published progress of a task."""
 
     task: str
     step: int
     phase: Phase
     saved: int
-    """The step of the newest whole checkpoint; -1 where there is none."""
+    """Step of the newest complete checkpoint; -1 if there is none."""
     changes: int
-    """How often it has published; 0 of a task that has not begun to."""
+    """Number of times the task has published; 0 if it has not started to."""
     at: float
-    """When it last did, by `time.monotonic`, which is one clock for the whole machine."""
+    """Time of the last publication by `time.monotonic`, one clock for the whole machine."""
     pid: int = 0
-    """The process itself, which need not be the one that was started: that may be a wrapper."""
+    """The publishing process; the process that was started may be a wrapper of it."""
     sealing: int = _NOT_SAVED
-    """The step of a checkpoint whose data is written and whose manifest is not; -1 if none is."""
+    """Step of a checkpoint whose data is written and whose manifest is not; -1 if there is none."""
 
     @property
     def where(self) -> str:
@@ -299,7 +314,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a task ended, in its own words."""
+    """The reason that a task has written for its exit (see `write_exit_reason`)."""
 
     code: int
     reason: str
@@ -307,7 +322,7 @@ class Reason:
 
 
 def read(folder: str | os.PathLike[str], task: str) -> Record | None:
-    """What a task has last published; None before it has begun to."""
+    """Returns the last record of a task; None before it has published one."""
     try:
         content = path(folder, task, "phase").read_bytes()
     except FileNotFoundError:
@@ -317,7 +332,7 @@ def read(folder: str | os.PathLike[str], task: str) -> Record | None:
 
 def _record(task: str, content: bytes) -> Record | None:
     if len(content) < _SIZE:
-        return None  # it is being made
+        return None  # the file is being written
     pid, step, phase, changes, at = _RECORD.unpack_from(content)
     if not changes:
         return None
@@ -328,7 +343,7 @@ def _record(task: str, content: bytes) -> Record | None:
 
 
 def read_reason(folder: str | os.PathLike[str], task: str) -> Reason | None:
-    """What a task has said of its end; None where it said nothing, or died in the midst of it."""
+    """Returns the exit reason of a task; None if it has not written one completely."""
     try:
         content = json.loads(path(folder, task, "reason").read_text())
     except (FileNotFoundError, ValueError):
@@ -337,61 +352,65 @@ def read_reason(folder: str | os.PathLike[str], task: str) -> Reason | None:
 
 
 def write_ended(folder: str | os.PathLike[str], how: str) -> None:
-    """Tell `job_ended` how the training has ended."""
+    """Writes the result of the training for `job_ended`."""
     written = Path(folder) / "ended.new"
     written.write_text(_as_text(how), "utf-8")
     written.replace(Path(folder) / "ended")
 
 
 @dataclass(frozen=True)
-class Holder:
-    """Who keeps a job from moving, as far as that can be told from outside."""
+class Stall:
+    """The task that most likely blocks a job without progress."""
 
     task: str | None
-    """None where nobody in particular does."""
+    """None if no single task blocks the others."""
     phase: Phase | None
     step: int | None
     sentence: str
 
 
-def find_stalled_task(records: Sequence[Record], stopped: Collection[str] = ()) -> Holder:
-    """Who holds the others, when no record has changed for long.
+def find_stalled_task(records: Sequence[Record], stopped: Collection[str] = ()) -> Stall:
+    """Returns the task that blocks the others of a job without progress.
 
-    Step counters alone would blame the wrong one: steps are dispatched ahead, so the one that holds
-    the others may be before them or behind. `stopped` are the tasks that a signal has stopped.
+    Step counters alone would select the wrong task: steps are dispatched ahead, so the task that
+    blocks the others may be ahead of them or behind.
+
+    Args:
+      records: The last record of each task.
+      stopped: Names of the tasks that are stopped by a signal.
     """
-    ordered = sorted(records, key=lambda record: record.at)  # who has not moved for longest: first
+    ordered = sorted(records, key=lambda record: record.at)  # longest without progress first
     halted = [record for record in ordered if record.task in stopped]
     absent = [record for record in ordered if record.changes == 0]
     local = [record for record in ordered if record.phase not in WAITING]
     places = {(record.phase, record.step) for record in ordered}
-    others = " and holds the others" if len(ordered) > 1 else ""
+    others = " and blocks the others" if len(ordered) > 1 else ""
     if halted:
-        return _blame(halted[0], f"is stopped by a signal in {halted[0].where}{others}")
+        return _stall(halted[0], f"is stopped by a signal in {halted[0].where}{others}")
     if absent:
-        return _blame(absent[0], f"has not begun{others}")
+        return _stall(absent[0], f"has not started{others}")
     if len(ordered) == 1 or (local and len(local) < len(ordered)):
         first = (local or ordered)[0]
-        return _blame(first, f"is in {first.where}{others}")
+        return _stall(first, f"is in {first.where}{others}")
     if len(places) == 1:
         sentence = f"all wait in {ordered[0].where}: a collective does not end"
-        return Holder(None, ordered[0].phase, ordered[0].step, sentence)
-    if local:  # all of them: nobody waits for anybody, as far as one can see
-        return _blame(local[0], f"is in {local[0].where} and has not moved for longest")
-    odd = _odd_one(ordered)
+        return Stall(None, ordered[0].phase, ordered[0].step, sentence)
+    if local:  # all of them: none is known to wait for another
+        return _stall(local[0], f"is in {local[0].where}, the longest without progress")
+    odd = _outlier(ordered)
     if odd is not None:
         rest = ", ".join(sorted({record.where for record in ordered if record is not odd}))
-        return _blame(odd, f"is in {odd.where} while the others wait in {rest}")
+        return _stall(odd, f"is in {odd.where} while the others wait in {rest}")
     where = ", ".join(f"{record.task} in {record.where}" for record in ordered)
-    return Holder(None, None, None, f"each waits for the others ({where})")
+    return Stall(None, None, None, f"each waits for the others ({where})")
 
 
-def _blame(record: Record, what: str) -> Holder:
-    return Holder(record.task, record.phase, record.step, f"{record.task} {what}")
+def _stall(record: Record, predicate: str) -> Stall:
+    return Stall(record.task, record.phase, record.step, f"{record.task} {predicate}")
 
 
-def _odd_one(waiting: Sequence[Record]) -> Record | None:
-    """Of tasks that wait in different places, the one elsewhere than most, or else behind."""
+def _outlier(waiting: Sequence[Record]) -> Record | None:
+    """Returns the one task whose phase differs from most of the others, else the one behind."""
     counts = Counter(record.phase for record in waiting).most_common()
     if len(counts) > 1 and counts[-1][1] < counts[-2][1]:
         waiting = [record for record in waiting if record.phase is counts[-1][0]]

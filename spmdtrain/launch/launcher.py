@@ -333,7 +333,7 @@ class Launcher:
         return any(records) and 0 < self.options.hang_timeout <= idle
 
     def _tell_stuck(self, running: Sequence[Child]) -> str:
-        """Say who holds the others, and where every process is; returns the first in a sentence."""
+        """Prints which task blocks the others, and where each is; returns the first sentence."""
         found = {child.name: progress.read(self.folder, child.name) for child in running}
         stopped = [child.name for child in running if self._is_stopped(child)]
         # One that has not begun to publish is known by that.
@@ -346,7 +346,7 @@ class Launcher:
                 if record.task == "chief" or record.task in stopped or not record.changes
             ]
         sentence = progress.find_stalled_task(records, stopped).sentence
-        self.say(f"nothing has moved for {self.options.hang_timeout:g} s: {sentence}")
+        self.say(f"no progress for {self.options.hang_timeout:g} s: {sentence}")
         asked = []
         for child in running:
             record = found[child.name]

@@ -92,7 +92,7 @@ def test_an_exception_in_one_ends_all_with_it_as_the_reason(
     assert spread(ended) < 10, show(ended)
     failed, other = ended[rank], ended[1 - rank]
     assert failed.output.count(ROW) == 1 and 'raise ValueError("there is no such' in failed.output
-    assert f"{other.task} ends, as {failed.task} failed: {ROW}" in other.output.splitlines()
+    assert f"{other.task} exits because {failed.task} failed: {ROW}" in other.output.splitlines()
     assert "Traceback" not in other.output, show(ended)
     found = status(workdir)
     reason = ROW if rank == 0 else f"worker 0 failed: {ROW}"
@@ -108,7 +108,7 @@ def test_one_of_four_ends_all(tmp_path: Path) -> None:
     assert codes(ended) == [1] * 4, show(ended)
     assert spread(ended) < 15, show(ended)
     for one in ended:
-        assert (f"{one.task} ends, as worker 1 failed: {ROW}" in one.output) == (
+        assert (f"{one.task} exits because worker 1 failed: {ROW}" in one.output) == (
             one.task != "worker 1"
         ), show(ended)
 
@@ -123,7 +123,7 @@ def test_an_exception_before_the_training_ends_all(tmp_path: Path) -> None:
     )
     ended = job(config, "--workdir", tmp_path / "run", check=False)
     assert ended[1].code != 0 and codes(ended)[0] == ended[1].code, show(ended)
-    assert "chief ends, as worker 0 failed: " in ended[0].output, show(ended)
+    assert "chief exits because worker 0 failed: " in ended[0].output, show(ended)
     assert "AssertionError" in ended[1].output and spread(ended) < 10
 
 
@@ -405,7 +405,7 @@ FAULTS = {
     "a worker that is stopped (SIGSTOP)": (
         *("SIGSTOP", 1, ("--hang-timeout", HANG)),
         (
-            r"(hung: worker 0 is stopped by a signal in load at step 1[0-3] and holds the others|"
+            r"(hung: worker 0 is stopped by a signal in load at step 1[0-3] and blocks the others|"
             rf"{STOPPED}); restart 1 of 3 in 1 s",
             HANG + 15,
         ),
@@ -417,14 +417,15 @@ FAULTS = {
     "a stuck data loader in a worker": (
         *("stuck", 1, ("--hang-timeout", HANG)),
         (
-            r"hung: worker 0 is in load at step 1[0-3] and holds the others; restart 1 of 3 in 1 s",
+            r"hung: worker 0 is in load at step 1[0-3] and blocks the others; "
+            r"restart 1 of 3 in 1 s",
             HANG + 10,
         ),
     ),
     "a stuck data loader in the chief": (
         *("stuck", 0, ("--hang-timeout", HANG)),
         (
-            r"hung: chief is in load at step 1[0-3] and holds the others; restart 1 of 3 in 1 s",
+            r"hung: chief is in load at step 1[0-3] and blocks the others; restart 1 of 3 in 1 s",
             HANG + 10,
         ),
     ),
@@ -467,7 +468,7 @@ def test_after_a_fault_the_job_comes_back_and_ends_with_the_same_bits(
     else:
         assert 0 <= measured["lost"] <= 5
     if fault == "stuck":  # where it is stuck can be seen
-        stacks = launched.output.partition("nothing has moved for")[2]
+        stacks = launched.output.partition("no progress for")[2]
         assert f"[{'worker 0' if rank else 'chief'}]" in stacks and "in fail" in stacks
 
 

@@ -221,7 +221,7 @@ def test_a_cell_that_says_no_is_refused_in_words(row: Row, column: str, tmp_path
     assert codes(ended) == [2, 2], show(ended)
     said = [one.output.splitlines() for one in ended]
     # Each by itself, or because another has said it first.
-    own = r"error|(chief|worker 0) ends, as (worker 0|chief) failed"
+    own = r"error|(chief|worker 0) exits because (worker 0|chief) failed"
     for lines in said:
         assert len(lines) == 1 and re.fullmatch(f"({own}): {row.refused[column]}", lines[0]), said
     assert any(lines[0].startswith("error: ") for lines in said)
@@ -238,7 +238,7 @@ def test_a_cell_that_says_no_is_refused_in_words(row: Row, column: str, tmp_path
         ("--strategy hybrid+zeros", "there is no strategy 'zeros'. Did you mean 'zero'?"),
         (
             "--strategy one_device+zero",
-            "strategy one_device+zero: one_device is for one device alone, and joins no other",
+            "strategy one_device+zero: one_device is for one device, and cannot be combined",
         ),
         (
             "--strategy default --mesh.data 8",

@@ -33,7 +33,7 @@ ADDRESSES = ("127.0.0.1:4001", "127.0.0.1:4002", "127.0.0.1:4003")
 
 def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process in which nothing has been decided yet."""
-    monkeypatch.setattr(initialize, "_settled", False)
+    monkeypatch.setattr(initialize, "_initialized", False)
     monkeypatch.setattr(initialize, "_deferred", None)
     monkeypatch.setattr(process_group, "_job", None)
 
@@ -46,7 +46,7 @@ def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             ClusterOptions(processes=2, process_id=0),
-            "--coordinator is missing: it goes with the other",
+            "--coordinator is missing: --coordinator, --processes and",
         ),
         (ClusterOptions(coordinator="a:1", process_id=0), "--processes is missing"),
         (ClusterOptions(coordinator="a:1", processes=2), "--process-id is missing"),
@@ -80,7 +80,7 @@ def test_two_descriptions_are_refused(
 ) -> None:
     unsettled(monkeypatch)
     given = ClusterOptions(coordinator="a:1", processes=2, process_id=0)
-    with pytest.raises(UserError, match=f"--coordinator, .* and {other}: give one"):
+    with pytest.raises(UserError, match=f"exclude {other}: give one"):
         initialize.initialize(from_tf_config(text), auto_detect=detect, explicit=given)
 
 
@@ -112,12 +112,12 @@ def test_what_slurm_says_is_found_as_it_is(monkeypatch: pytest.MonkeyPatch) -> N
     }
     for name, value in described.items():
         monkeypatch.setenv(name, value)
-    found = initialize._party(from_tf_config(None), True, ClusterOptions())
+    found = initialize._find_party(from_tf_config(None), True, ClusterOptions())
     assert found is not None
     assert (found.host, found.rank) == ("node3", 2) and 1024 < found.port < 65536
     assert list(found.names) == ["process 0", "process 1", "process 2", "process 3"]
     # Never by accident.
-    assert initialize._party(from_tf_config(None), False, ClusterOptions()) is None
+    assert initialize._find_party(from_tf_config(None), False, ClusterOptions()) is None
 
 
 def in_cluster(task: str, **jobs: list[str]) -> ClusterSpec:
@@ -137,7 +137,7 @@ def test_an_evaluator_joins_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     unsettled(monkeypatch)
     monkeypatch.setattr(initialize, "meet", None)
     initialize.initialize(in_cluster("evaluator"))
-    assert initialize._settled
+    assert initialize._initialized
 
 
 def test_with_servers_the_strategy_decides_who_joins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_with_servers_the_strategy_decides_who_joins(monkeypatch: pytest.MonkeyP
     assert met == [("worker 0", 7.0)]
     unsettled(monkeypatch)
     initialize.initialize(in_cluster("worker"), strategy="parameter_server")
-    assert met == [("worker 0", 7.0)] and initialize._settled
+    assert met == [("worker 0", 7.0)] and initialize._initialized
     monkeypatch.setattr(is_started, lambda: True)
     unsettled(monkeypatch)
     initialize.initialize(in_cluster("worker"))
@@ -168,7 +168,7 @@ def test_with_servers_the_strategy_decides_who_joins(monkeypatch: pytest.MonkeyP
 
 
 def test_who_it_is_is_taken_from_the_description() -> None:
-    found = initialize._party(from_tf_config(tf_config(ADDRESSES, 2)), False, ClusterOptions())
+    found = initialize._find_party(from_tf_config(tf_config(ADDRESSES, 2)), False, ClusterOptions())
     assert found is not None
     assert (found.host, found.port, found.rank) == ("127.0.0.1", 4001, 2)
     assert list(found.names) == ["chief", "worker 0", "worker 1"]
@@ -187,10 +187,10 @@ def test_processes_of_other_code_in_a_subfolder_or_of_another_script_are_refused
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     changed.write_text("a = 1")
     script.write_text("b = 1")
-    before = initialize._about()
+    before = initialize._properties()
     for path, name in ((changed, "spmdtrain/models/mlp.py"), (script, "the script train.py")):
         path.write_text("c = 1")
-        after = initialize._about()
+        after = initialize._properties()
         assert {key for key in before if before[key] != after[key]} == {name}
         before = after
 
@@ -200,7 +200,7 @@ def test_a_job_comes_too_late_when_jax_has_started_its_devices(
 ) -> None:
     unsettled(monkeypatch)
     assert jax.device_count() == 8
-    message = "JAX has already started its devices, and this process is worker 1 of 3: call"
+    message = "JAX's backends are already initialized, but this process is worker 1 of 3: call"
     with pytest.raises(UserError, match=message):
         initialize.initialize(from_tf_config(tf_config(ADDRESSES, 2)))
 
@@ -222,7 +222,7 @@ def test_a_model_made_before_the_job_is_told_what_to_do(tmp_path: Path) -> None:
     )
     assert ended.returncode != 0
     last = ended.stderr.splitlines()[-1]
-    assert "JAX has already started its devices, and this process is chief of 3: call" in last
+    assert "JAX's backends are already initialized, but this process is chief of 3: call" in last
 
 
 @pytest.mark.drill
@@ -290,7 +290,9 @@ def test_the_first_difference_is_named_with_both_values(
     check = in_a_job(monkeypatch, [mine, other])
     with pytest.raises(UserError) as raised:
         check(mine)
-    expected = f"worker 1 and chief differ: {difference}; all processes of a job are started alike"
+    expected = (
+        f"worker 1 and chief differ: {difference}; start all processes of a job with the same"
+    )
     assert str(raised.value) == expected
 
 

@@ -148,7 +148,7 @@ def test_a_file_in_the_making_is_no_record(tmp_path: Path) -> None:
         assert progress.read(tmp_path, "chief") is None
 
 
-# Who holds the others. A record: phase, step, and when it last moved.
+# Who blocks the others. A record: phase, step, and when it last moved.
 Places = dict[str, tuple[str, int, float]]
 
 
@@ -166,35 +166,35 @@ def records(places: Places) -> list[Record]:
             {"chief": ("step", 37, 5), "worker 0": ("load", 38, 9), "worker 1": ("step", 37, 4)},
             [],
             "worker 0",
-            "worker 0 is in load at step 38 and holds the others",
+            "worker 0 is in load at step 38 and blocks the others",
             id="a higher step does not clear it",
         ),
         pytest.param(
             {"chief": ("step", 37, 5), "worker 0": ("host", 35, 2)},
             [],
             "worker 0",
-            "worker 0 is in host at step 35 and holds the others",
+            "worker 0 is in host at step 35 and blocks the others",
             id="nor does a lower one",
         ),
         pytest.param(
             {"chief": ("load", 37, 5), "worker 0": ("host", 37, 2), "worker 1": ("step", 37, 1)},
             [],
             "worker 0",
-            "worker 0 is in host at step 37 and holds the others",
+            "worker 0 is in host at step 37 and blocks the others",
             id="of two, the one that has not moved for longest",
         ),
         pytest.param(
             {"chief": ("compiled", 0, 5), "worker 0": ("compile", 0, 9)},
             [],
             "worker 0",
-            "worker 0 is in compile at step 0 and holds the others",
+            "worker 0 is in compile at step 0 and blocks the others",
             id="the one that still compiles, though it moved later",
         ),
         pytest.param(
             {"chief": ("load", 37, 1), "worker 0": ("step", 37, 2)},
             ["worker 0"],
             "worker 0",
-            "worker 0 is stopped by a signal in step 37 and holds the others",
+            "worker 0 is stopped by a signal in step 37 and blocks the others",
             id="a stopped one before all",
         ),
         pytest.param(
@@ -237,14 +237,14 @@ def records(places: Places) -> list[Record]:
             {"chief": ("host", 3, 4), "worker 0": ("load", 3, 2)},
             [],
             "worker 0",
-            "worker 0 is in load at step 3 and has not moved for longest",
+            "worker 0 is in load at step 3, the longest without progress",
             id="none waits",
         ),
         pytest.param(
             {"chief": ("end", 40, 1), "worker 0": ("host", 40, 2)},
             [],
             "worker 0",
-            "worker 0 is in host at step 40 and holds the others",
+            "worker 0 is in host at step 40 and blocks the others",
             id="at the end",
         ),
     ],
@@ -261,7 +261,7 @@ def test_one_that_has_not_begun_holds_the_others() -> None:
     found = find_stalled_task([*here, Record("worker 0", 0, Phase.START, -1, changes=0, at=0.0)])
     assert (found.task, found.sentence) == (
         "worker 0",
-        "worker 0 has not begun and holds the others",
+        "worker 0 has not started and blocks the others",
     )
 
 

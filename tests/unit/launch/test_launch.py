@@ -490,9 +490,9 @@ def test_the_one_that_holds_the_others_is_named_and_shown(tmp_path: Path) -> Non
     script = HANG + "if task == 'worker 0': read_a_row()\nwith phase(Phase.STEP, 5): time.sleep(60)"
     ended = launch(tmp_path, script, "--processes", 2, "--hang-timeout", 1)
     assert ended.returncode == 0, ended.stderr
-    sentence = "worker 0 is in load at step 6 and holds the others"
+    sentence = "worker 0 is in load at step 6 and blocks the others"
     assert said(ended) == [
-        f"nothing has moved for 1 s: {sentence}",
+        f"no progress for 1 s: {sentence}",
         "killed chief, worker 0",
         f"hung: {sentence}; restart 1 of 3 in 1 s",
         "finished",
@@ -514,9 +514,9 @@ with phase(Phase.STEP, 5):
     options = ("--processes", 2, "--hang-timeout", 1, "--max-restarts", 0)
     ended = launch(tmp_path, script, *options)
     assert ended.returncode == 1
-    sentence = "chief is stopped by a signal in step 5 and holds the others"
+    sentence = "chief is stopped by a signal in step 5 and blocks the others"
     assert said(ended) == [
-        f"nothing has moved for 1 s: {sentence}",
+        f"no progress for 1 s: {sentence}",
         "no stacks of chief: it is stopped by a signal",
         "killed chief, worker 0",
         f"hung: {sentence}; no restart is left of 0",
@@ -716,7 +716,7 @@ with phase(Phase.STEP, 37) if task == "chief" else progress.phase(Phase.START, 0
     time.sleep(60)
 """
     ended = launch(tmp_path, script, *SERVED, "--max-restarts", 0, "--hang-timeout", 2)
-    assert "nothing has moved for 2 s: chief is in step 37" in said(ended), ended.stderr
+    assert "no progress for 2 s: chief is in step 37" in said(ended), ended.stderr
 
 
 def test_a_shell_between_does_not_hide_the_process(tmp_path: Path) -> None:

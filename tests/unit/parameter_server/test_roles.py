@@ -176,7 +176,7 @@ def test_the_doctor_refuses_what_a_run_refuses(
     task = {"type": next(iter(jobs)), "index": 0}
     text = json.dumps({"cluster": jobs, "task": task})
     monkeypatch.setenv("TF_CONFIG", text)
-    monkeypatch.setattr(initialize, "_settled", False)  # restored after the test
+    monkeypatch.setattr(initialize, "_initialized", False)  # restored after the test
     (finding,) = check_servers(from_tf_config(text))
     if missing is None:
         assert finding.level == "ok"
