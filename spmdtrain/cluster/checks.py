@@ -47,7 +47,7 @@ def check_token(spec: ClusterSpec, environ: Mapping[str, str] = os.environ) -> l
         return []
     said: list[str] = []
     try:
-        token = job_token.read(environ, tell=said.append)
+        token = job_token.read(environ, warn=said.append)
     except UserError as error:
         return [Finding("error", "job token", str(error))]
     if not token:

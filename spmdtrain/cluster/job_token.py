@@ -1,4 +1,4 @@
-"""The shared secret by which the processes of a job recognize each other."""
+"""The shared secret with which the processes of a job authenticate each other."""
 
 import os
 import secrets
@@ -8,11 +8,11 @@ from pathlib import Path
 from spmdtrain.errors import UserError
 
 TOKEN = "SPMDTRAIN_JOB_TOKEN"
-"""Environment variable that holds the token."""
+"""Environment variable with the token."""
 TOKEN_FILE = "SPMDTRAIN_JOB_TOKEN_FILE"
-"""Environment variable that holds the path of a file with the token."""
-_SHORTEST, _LONGEST = 16, 4096  # characters
-_MAKE_ONE = "make one with: openssl rand -hex 32"
+"""Environment variable with the path of a file that contains the token."""
+_MIN_LENGTH, _MAX_LENGTH = 16, 4096  # characters
+_HINT = "create a token with: openssl rand -hex 32"
 
 
 def create() -> str:
@@ -26,10 +26,10 @@ def is_set(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def advice(address: str) -> str:
-    """Returns what a job without a token risks if other machines reach its coordinator."""
+    """Returns a warning for a job without a token whose coordinator other machines can reach."""
     return (
-        f"this job has no token: any program that reaches {address} may join or end it; give all "
-        f"processes the same {TOKEN} or {TOKEN_FILE} ({_MAKE_ONE})"
+        f"this job has no token: any program that can connect to {address} can join or end it; set "
+        f"the same {TOKEN} or {TOKEN_FILE} in all processes ({_HINT})"
     )
 
 
@@ -37,18 +37,18 @@ def read(
     environ: Mapping[str, str] = os.environ,
     *,
     exposed: str | None = None,
-    tell: Callable[[str], None],
+    warn: Callable[[str], None],
 ) -> bytes:
     """Reads the job's token from the environment.
 
     Args:
       environ: The environment.
-      exposed: Address at which programs of other machines reach this process; None if they cannot.
-      tell: Receives a warning if there is no token and this process is exposed, or if all users of
-        this machine can read the token's file.
+      exposed: Address at which other machines can reach this process; None if they cannot.
+      warn: Called with a warning if there is no token and this process is exposed, or if all users
+        of this machine can read the token's file.
 
     Returns:
-      The token without surrounding white space; empty if the environment names none.
+      The token without surrounding white space; empty if neither variable is set.
 
     Raises:
       UserError: If both variables are set, the file cannot be read, or the token is too short.
@@ -59,27 +59,25 @@ def read(
     source = TOKEN
     if path:
         source = f"{TOKEN_FILE}={path}"
-        text = _content(Path(path), source, tell)
+        text = _content(Path(path), source, warn)
     elif not text:
         if exposed is not None:
-            tell(f"warning: {advice(exposed)}")
+            warn(f"warning: {advice(exposed)}")
         return b""
     token = text.strip()
-    if not _SHORTEST <= len(token) <= _LONGEST:
+    if not _MIN_LENGTH <= len(token) <= _MAX_LENGTH:
         raise UserError(
-            f"{source}: the token has {len(token)} characters; expected {_SHORTEST} to "
-            f"{_LONGEST}; {_MAKE_ONE}"
+            f"{source}: the token has {len(token)} characters; expected {_MIN_LENGTH} to "
+            f"{_MAX_LENGTH}; {_HINT}"
         )
     return token.encode(errors="surrogateescape")
 
 
-def _content(path: Path, source: str, tell: Callable[[str], None]) -> str:
+def _content(path: Path, source: str, warn: Callable[[str], None]) -> str:
     try:
         with path.open(encoding="utf-8", errors="surrogateescape") as file:
             if os.fstat(file.fileno()).st_mode & 0o004:
-                tell(f"warning: {source} is readable by all users of this machine: chmod 600 it")
-            return file.read(_LONGEST + 2)
+                warn(f"warning: {source} is readable by all users of this machine: chmod 600 it")
+            return file.read(_MAX_LENGTH + 2)
     except OSError as error:
-        raise UserError(
-            f"{source}: the token cannot be read: {error.strerror}; {_MAKE_ONE}"
-        ) from error
+        raise UserError(f"{source}: the token cannot be read: {error.strerror}; {_HINT}") from error

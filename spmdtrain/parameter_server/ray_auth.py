@@ -120,7 +120,7 @@ def _set_by_environment(chief: Address, is_local: bool) -> bool:
     Raises:
       UserError: If it does not, and the job is not on loopback addresses alone.
     """
-    if secret := job_token.read(tell=lambda text: print(text, file=sys.stderr)):
+    if secret := job_token.read(warn=lambda text: print(text, file=sys.stderr)):
         # Each chief has its own token, so a program that takes the port of one learns no other.
         os.environ[TOKEN] = hmac.new(secret, f"ray {chief}".encode(), hashlib.sha256).hexdigest()
     if os.environ.get(TOKEN) or os.environ.get(TOKEN_PATH):

@@ -19,8 +19,14 @@ from spmdtrain.adapters.base import Function, Variables
 from spmdtrain.checkpoints.listing import LATEST
 from spmdtrain.checkpoints.restore import broadcast_source, list_checkpoints
 from spmdtrain.checkpoints.run_identity import Identity, check_same_classes, check_same_run
-from spmdtrain.config import MeshSpec, Purpose, RunConfig, derive_seed
-from spmdtrain.config_checks import DEFAULT_GLOBAL_BATCH_SIZE, resolve, validate_trainer_options
+from spmdtrain.config import (
+    DEFAULT_GLOBAL_BATCH_SIZE,
+    MeshSpec,
+    Purpose,
+    RunConfig,
+    derive_seed,
+)
+from spmdtrain.config_checks import resolve, validate_trainer_options
 from spmdtrain.data.datasets import Dataset, as_dataset, classes_of
 from spmdtrain.data.loader import IndexedBatch, abstract_batch, on_devices, ordered_batches
 from spmdtrain.data.sampling import Augment, padded_size
