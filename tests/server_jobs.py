@@ -31,12 +31,16 @@ def made(lines: Lines) -> int:
 
 def of_task(name: str) -> dict[int, str]:
     """The processes that a launcher has begun for a task, its actors among them, by number."""
+    # Other tests that run at the same time have tasks of the same names.
+    mine = f"PYTEST_XDIST_WORKER={os.environ.get('PYTEST_XDIST_WORKER', '')}".encode()
     found = {}
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if folder.name.isdecimal():
                 told = (folder / "environ").read_bytes().split(b"\0")
-                if f"SPMDTRAIN_TASK={name}".encode() in told:
+                if f"SPMDTRAIN_TASK={name}".encode() in told and (
+                    "PYTEST_XDIST_WORKER" not in os.environ or mine in told
+                ):
                     found[int(folder.name)] = (folder / "cmdline").read_text()
     return found
 

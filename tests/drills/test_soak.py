@@ -3,20 +3,17 @@
 import math
 from pathlib import Path
 
-import pytest
 from helpers import DIGITS, metrics, run
 
 STEPS = 20_000
 
 
-@pytest.mark.drill
-@pytest.mark.parametrize("reduction", ["flattened", "automatic"])
-def test_twenty_thousand_steps_on_eight_virtual_devices(reduction: str, tmp_path: Path) -> None:
+def test_twenty_thousand_steps_on_eight_virtual_devices(tmp_path: Path) -> None:
     """Without a bound of the steps under way, the in-process all-reduce can end the process."""
     ended = run(
         *(DIGITS, "--steps", STEPS, "--eval-every-steps", STEPS, "--dropout", 0),
         *("--checkpoint-every-steps", STEPS, "--log-every", 1000, "--workdir", tmp_path),
-        *("--collectives.reduction", reduction),
+        *("--collectives.reduction", "flattened"),
         devices=8,
     )
     assert ended.returncode == 0, ended.stderr

@@ -327,15 +327,13 @@ def test_measuring_wants_the_devices_at_hand() -> None:
 
 
 @pytest.mark.drill
-def test_the_predicted_order_of_six_configurations_is_the_measured(text: Path) -> None:
+def test_the_predicted_order_of_four_configurations_is_the_measured(text: Path) -> None:
     gpt = (GPT, "--data-dir", text, "--preset", "tiny")
     split = ("--strategy", "fully_sharded", "--sharding.min-size", 1)
     wide = ("--width", 128, "--heads", 8, "--batch-size-per-device", 16)
     found = []
     for config, *options in (
-        (DIGITS,),
         (DIGITS, *split),
-        (*gpt, *split),
         (*gpt, "--batch-size-per-device", 16),
         (*gpt, *wide),
         (*gpt, *split, "--width", 256, "--heads", 8, "--layers", 4),
@@ -346,7 +344,7 @@ def test_the_predicted_order_of_six_configurations_is_the_measured(text: Path) -
         one = json.loads(ended.stdout)
         found.append((one["time"]["estimate"], one["measured"]["step"]))
     # On a machine that does other things meanwhile both are slower, and in the same order still.
-    predicted, measured = (sorted(range(6), key=lambda x: found[x][n]) for n in (0, 1))
+    predicted, measured = (sorted(range(4), key=lambda x: found[x][n]) for n in (0, 1))
     assert predicted == measured, found
 
 
