@@ -18,7 +18,7 @@ _HOMES = {
     "Coordinator": "parameter_server.coordinator",
     "Dataset": "data.datasets",
     "Experiment": "train.experiment",
-    "FitResult": "train.trainer",
+    "FitResult": "train.epochs",
     "FixedShards": "parameter_server.partition",
     "FunctionModel": "adapters.functional",
     "GatherPolicy": "sharding.layout",
@@ -160,9 +160,10 @@ if TYPE_CHECKING:
     from spmdtrain.step.remat import remat
     from spmdtrain.step.state import TrainState
     from spmdtrain.train.callbacks import CallbackContext, CallbackEvent
+    from spmdtrain.train.epochs import FitResult
     from spmdtrain.train.experiment import Experiment
     from spmdtrain.train.loop import Loop
-    from spmdtrain.train.trainer import FitResult, Trainer
+    from spmdtrain.train.trainer import Trainer
 
 
 def __getattr__(name: str) -> Any:

@@ -25,7 +25,7 @@ from spmdtrain.parameter_server.worker import Job, for_worker
 from spmdtrain.sharding.placement import make_placement
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepFunctions, StepOutput
-from spmdtrain.train.executor import ExecutorInputs, MakeExecutor
+from spmdtrain.train.executor import ExecutorInputs, MakeExecutor, Program
 
 PyTree = Any
 _FAREST = 10_000  # steps that are looked ahead for what is due
@@ -38,6 +38,8 @@ class ServerExecutor:
 
     Raises `UserError`.
     """
+
+    max_in_flight = 0  # a dispatch waits until its batch is applied, so its output is known
 
     def __init__(
         self,
@@ -86,18 +88,18 @@ class ServerExecutor:
         )
         run.journal.restart_timer(first)
 
-    def load(self, steps: Sequence[int], state: TrainState) -> int:
-        """Returns the number of the batch; workers may receive batches up to the next due step."""
+    def load(self, steps: Sequence[int], state: TrainState) -> tuple[Program, int]:
+        """Returns the number of the next batch; workers receive batches up to the next due step."""
         (step,) = steps
         dispenser = self._asynchronous.dispenser
         if dispenser.limit < step:
             limit = step
-            while not self._run.is_due(limit) and limit < step + _FAREST:
+            while not self._run.schedule.is_due(limit) and limit < step + _FAREST:
                 limit += 1
             dispenser.limit = limit
-        return step - 1
+        return self._wait, step - 1
 
-    def run(self, state: TrainState, batch: int) -> tuple[TrainState, StepOutput]:
+    def _wait(self, state: TrainState, batch: int) -> tuple[TrainState, StepOutput]:
         """Waits until the batch is applied; the state remains with the servers."""
         with phase(Phase.STEP, batch + 1):
             found = self._asynchronous.take(batch)

@@ -10,6 +10,9 @@ import jax
 from jax._src.config import trace_context
 
 from spmdtrain.config import RunConfig
+from spmdtrain.data.datasets import Dataset
+from spmdtrain.data.loader import abstract_batch
+from spmdtrain.data.sampling import Augment
 from spmdtrain.distributed import process_group
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step.train_step import StepFunctions
@@ -47,6 +50,23 @@ class Programs:
         if self._worker.submit(self._context).result() == self._context():
             shapes = jax.tree.map(_shape, batch)
             self._under_way[steps] = shapes, self._worker.submit(self._make, steps, shapes)
+
+    def begin_for(
+        self, dataset: Dataset, steps: int, augment: Augment | None, config: RunConfig
+    ) -> None:
+        """Starts to compile for the batches of a dataset; arguments as for `abstract_batch`."""
+        assert config.global_batch_size is not None
+        shapes = abstract_batch(
+            dataset,
+            config.global_batch_size,
+            self._placement,
+            augment=augment,
+            steps=steps,
+            by_number=config.data_on_device,
+            by_step=config.jit,
+            padded_to=config.padded_batch_size(self._placement.batch_shards),
+        )
+        self.begin(steps, shapes)
 
     def get(self, steps: int, batch: PyTree) -> Program:
         """Returns the compiled program for such batches; raises the errors of its compilation."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.train.loop_checks import numbers
 
@@ -116,3 +117,47 @@ def by_moment(callbacks: Callbacks) -> dict[CallbackEvent, list[Callback]]:
                 )
         found[CallbackEvent(name)] += given
     return found
+
+
+class CallbackRunner:
+    """Calls the callbacks of a trainer and knows which event is being handled.
+
+    Args:
+      trainer: The trainer that callbacks receive.
+      callbacks: Functions by event.
+
+    Raises:
+      UserError: If an event does not exist, or a callback is no function.
+    """
+
+    def __init__(self, trainer: Any, callbacks: Callbacks) -> None:
+        self._trainer = trainer
+        self._functions = by_moment(callbacks)
+        self.event: CallbackEvent | None = None
+        """The event whose callbacks are running."""
+        self.stop_requested = False
+        """Whether `Trainer.stop` was called since the fit began; the same in all processes."""
+
+    def has(self, event: CallbackEvent) -> bool:
+        """Returns whether an event has callbacks."""
+        return bool(self._functions[event])
+
+    def __call__(
+        self, event: CallbackEvent, step: int, metrics: dict[str, float] | None = None
+    ) -> None:
+        """Calls the callbacks of an event.
+
+        Args:
+          event: The event.
+          step: The step that it belongs to.
+          metrics: Its metrics; none by default.
+        """
+        self.event = event
+        values = Fixed({}) if metrics is None else metrics
+        try:
+            for function in self._functions[event]:
+                function(CallbackContext(self._trainer, event, step, values))
+        finally:
+            self.event = None
+        if self.has(event):  # all processes call them, and process 0 decides
+            self.stop_requested = process_group.broadcast(self.stop_requested)

@@ -13,7 +13,7 @@ from spmdtrain.config import RunConfig
 from spmdtrain.files.run_files import Split
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.metrics import Means
-from spmdtrain.train.run_logger import RunLogger
+from spmdtrain.train.run_logger import Metrics, RunLogger
 
 PyTree = Any
 # Fields of optax's states whose values scale the updates.
@@ -33,6 +33,17 @@ class History:
 
     epochs: list[dict[str, float]]
     evaluations: list[dict[str, float]]
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """Result of a fit: the last step, the last metrics of each split, and the history."""
+
+    step: int
+    train: Metrics
+    validation: Metrics
+    test: Metrics
+    history: History
 
 
 @dataclass

@@ -1,77 +1,141 @@
-"""One pass over a dataset in its order: exact means, or predictions."""
+"""Evaluation and prediction: one pass over a dataset in its order."""
 
 import collections
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from spmdtrain.adapters.base import Variables
+from spmdtrain.config import Purpose, RunConfig, derive_seed
 from spmdtrain.data.datasets import Dataset, fingerprint
+from spmdtrain.data.loader import ordered_batches
+from spmdtrain.data.sampling import padded_size
 from spmdtrain.distributed import process_group
+from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import UserError
+from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.metrics import Means
+from spmdtrain.step.train_step import StepFunctions
+from spmdtrain.terminal import Terminal
+from spmdtrain.train.executor import max_in_flight
 
 PyTree = Any
 # Placed rows, the mask of those that count, and what the batch's key derives from.
-Batches = Iterable[tuple[PyTree, jax.Array, np.ndarray]]
+Batches = Iterator[tuple[PyTree, jax.Array, np.ndarray]]
 
 
-def evaluate(
-    step: Callable[..., Any], variables: Variables, batches: Batches, *, in_flight: int
-) -> dict[str, float]:
-    """Weighted means of the objective's values over all batches."""
-    means = Means()
-    for sums in _late((step(variables, *batch) for batch in batches), in_flight):
-        means.add(sums)
-    return means.result()
+class Evaluation:
+    """Passes over datasets with the functions of a model.
 
+    Args:
+      functions: The compiled functions.
+      placement: Where batches are placed.
+      config: Has the seed and the number of reading threads.
+      terminal: Shows the progress.
+    """
 
-def predict(
-    step: Callable[..., Any],
-    variables: Variables,
-    batches: Batches,
-    num_examples: int,
-    batch_size: int,
-    *,
-    in_flight: int,
-) -> PyTree:
-    """What `step` gives for every example: a pytree of NumPy arrays of leading dim N, in order."""
-    parts = list(_late((_checked(step, variables, *batch) for batch in batches), in_flight))
-    whole = jax.tree.map(lambda *xs: np.concatenate([x[:batch_size] for x in xs]), *parts)
-    return jax.tree.map(lambda x: x[:num_examples], whole)
+    def __init__(
+        self,
+        functions: StepFunctions,
+        placement: Placement,
+        config: RunConfig,
+        terminal: Terminal,
+    ) -> None:
+        self._functions, self._placement = functions, placement
+        self._config, self._terminal = config, terminal
+        self._in_flight = max_in_flight(placement)
+
+    def evaluate(
+        self,
+        variables: Variables,
+        dataset: Dataset,
+        batch_size: int,
+        check_interrupt: Callable[[], None],
+    ) -> dict[str, float]:
+        """Returns the weighted means of the objective's values over a dataset.
+
+        Args:
+          variables: The model's values.
+          dataset: Each of its examples counts once.
+          batch_size: The global batch size; it need not divide the dataset or the devices.
+          check_interrupt: Called before each batch; may raise.
+        """
+        batches = self._batches("evaluate", dataset, batch_size, check_interrupt)
+        means = Means()
+        with phase(Phase.EVALUATE):
+            outputs = (self._functions.evaluate(variables, *batch) for batch in batches)
+            for sums in _fetched(outputs, self._in_flight):
+                means.add(sums)
+        return means.result()
+
+    def predict(
+        self,
+        variables: Variables,
+        dataset: Dataset,
+        batch_size: int,
+        check_interrupt: Callable[[], None],
+    ) -> PyTree:
+        """Returns predictions as NumPy arrays of leading dim N, in the dataset's order.
+
+        Arguments are as for `evaluate`.
+        """
+        batches = self._batches("predict", dataset, batch_size, check_interrupt)
+        outputs = (self._checked_predictions(variables, *batch) for batch in batches)
+        parts = list(_fetched(outputs, self._in_flight))
+        whole = jax.tree.map(lambda *xs: np.concatenate([x[:batch_size] for x in xs]), *parts)
+        return jax.tree.map(lambda x: x[: len(dataset)], whole)
+
+    def _batches(
+        self, what: str, dataset: Dataset, batch_size: int, check_interrupt: Callable[[], None]
+    ) -> Batches:
+        """Yields all examples in order, in placed batches."""
+        size, why_not = padded_size(batch_size, self._placement.batch), None
+        if size != batch_size or len(dataset) % batch_size:
+            rows = dataset.rows(np.arange(1))
+            why_not = self._functions.why_not_padded(rows, size, predict=what == "predict")
+        batches, number = ordered_batches(
+            dataset,
+            batch_size,
+            self._placement.batch,
+            threads=self._config.data_threads,
+            padded=why_not is None,
+        )
+        seed = derive_seed(self._config.seed, Purpose.EVAL)
+        with self._terminal.progress(what, done=0, total=number):
+            for done in range(1, number + 1):
+                check_interrupt()
+                with phase(Phase.LOAD):
+                    rows, mask = next(batches)
+                yield rows, mask, np.array([seed, done - 1], np.uint32)
+                self._terminal.advance(done)
+
+    def _checked_predictions(
+        self, variables: Variables, rows: PyTree, mask: jax.Array, draw: np.ndarray
+    ) -> PyTree:
+        output = self._functions.predict(variables, rows, mask, draw)
+        for leaf in jax.tree.leaves(output):
+            if leaf.ndim == 0 or leaf.shape[0] != mask.shape[0]:
+                raise UserError(
+                    f"predict returned an array of shape {leaf.shape}: it must hold a row for "
+                    f"each of the {mask.shape[0]} examples of the batch"
+                )
+        return output
 
 
 def check_same_data(dataset: Dataset, batch_size: int) -> None:
-    """Raise `UserError` where the processes of a job would not evaluate the same."""
+    """Raises `UserError` if the processes of a job would not evaluate the same data."""
     if process_group.count() > 1:
         process_group.check_same({"data": fingerprint(dataset), "global_batch_size": batch_size})
 
 
-def _checked(
-    step: Callable[..., Any],
-    variables: Variables,
-    rows: PyTree,
-    mask: jax.Array,
-    draw: np.ndarray,
-) -> PyTree:
-    output = step(variables, rows, mask, draw)
-    for leaf in jax.tree.leaves(output):
-        if leaf.ndim == 0 or leaf.shape[0] != mask.shape[0]:
-            raise UserError(
-                f"predict returned an array of shape {leaf.shape}: it must hold a row for each "
-                f"of the {mask.shape[0]} examples of the batch"
-            )
-    return output
-
-
-def _late(outputs: Iterator[Any], in_flight: int) -> Iterator[Any]:
-    """Outputs on the host, each fetched when `in_flight` later steps have been dispatched."""
-    waiting: collections.deque[Any] = collections.deque()
+def _fetched(outputs: Iterator[Any], in_flight: int) -> Iterator[Any]:
+    """Yields outputs on the host, each fetched after `in_flight` later dispatches."""
+    pending: collections.deque[Any] = collections.deque()
     for output in outputs:
-        waiting.append(output)
-        if len(waiting) > in_flight:
-            yield jax.device_get(waiting.popleft())
-    for output in waiting:
+        pending.append(output)
+        if len(pending) > in_flight:
+            yield jax.device_get(pending.popleft())
+    for output in pending:
         yield jax.device_get(output)

@@ -6,8 +6,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+from spmdtrain.checkpoints.restore import broadcast_source, list_checkpoints
 from spmdtrain.config import RunConfig
-from spmdtrain.data.loader import train_batches
+from spmdtrain.data.datasets import Dataset
+from spmdtrain.data.loader import on_devices, train_batches
 from spmdtrain.data.sampling import Augment
 from spmdtrain.distributed.first_call import await_compiled
 from spmdtrain.distributed.progress import Phase, phase
@@ -15,21 +17,28 @@ from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.compile import Programs
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepFunctions, StepOutput
-from spmdtrain.strategies import Strategy
+from spmdtrain.strategies import Strategy, strategy
+from spmdtrain.terminal import Terminal
 from spmdtrain.train.session import RunSession
 
 PyTree = Any
+Program: TypeAlias = Callable[[TrainState, PyTree], tuple[TrainState, StepOutput]]
+"""(state, batch) -> (the state after one or several steps, their output); both may be pending."""
 
 
 class Executor(Protocol):
     """Makes the steps of a run, one dispatch after the other."""
 
-    def load(self, steps: Sequence[int], state: TrainState) -> PyTree:
-        """Returns the input of the next dispatch, which makes these steps."""
-        ...
+    max_in_flight: int
+    """Number of dispatches whose outputs may be pending."""
 
-    def run(self, state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
-        """Dispatches steps; returns the state after them and their output, which may be pending."""
+    def load(self, steps: Sequence[int], state: TrainState) -> tuple[Program, PyTree]:
+        """Returns the program of the next dispatch and its batch.
+
+        Args:
+          steps: The steps that the dispatch makes.
+          state: The state before them.
+        """
         ...
 
     def stop_dispatch(self, step: int) -> int:
@@ -40,7 +49,7 @@ class Executor(Protocol):
         """Waits for all started steps and returns the state after them.
 
         Args:
-          state: The state that the last `run` returned.
+          state: The state that the last program returned.
         """
         ...
 
@@ -98,6 +107,11 @@ def backend_of(strategy: Strategy) -> Backend:
     return backend
 
 
+def max_in_flight(placement: Placement) -> int:
+    """Returns the number of steps on a mesh that may be dispatched and not done."""
+    return 2 if placement.is_virtual() else 8
+
+
 class MeshBackend:
     """Makes steps on the devices of this program's own mesh."""
 
@@ -121,8 +135,10 @@ class MeshExecutor:
         config, first = run.config, int(inputs.state.step)
         assert run.train is not None and config.global_batch_size is not None
         self._run, self._programs, self._placement = run, inputs.programs, placement
-        self._made: dict[int, Callable[..., Any]] = {}  # by the steps they make
-        self._call: Callable[..., Any] | None = None
+        # Many pending steps at once can abort the in-process all-reduce of virtual devices.
+        several = config.steps_per_dispatch > 1
+        self.max_in_flight = 2 if several else max_in_flight(placement)
+        self._compiled: dict[int, Program] = {}  # by number of steps
         self._batches = train_batches(
             run.train,
             config.global_batch_size,
@@ -130,31 +146,23 @@ class MeshExecutor:
             seed=config.seed,
             shuffle=config.shuffle,
             start=first,
-            stop=run.total,
+            stop=run.schedule.total,
             augment=inputs.augment,
             threads=config.data_threads,
-            sizes=map(len, run.dispatches(first)),
+            sizes=map(len, run.schedule.dispatches(first)),
             arrays=inputs.all_examples(),
             by_step=config.jit,
             padded_to=config.padded_batch_size(placement.batch_shards),
         )
 
-    def load(self, steps: Sequence[int], state: TrainState) -> PyTree:
-        """Returns the next batch, and selects the program for its shapes."""
+    def load(self, steps: Sequence[int], state: TrainState) -> tuple[Program, PyTree]:
+        """Returns the compiled program of so many steps, and the next batch."""
         with phase(Phase.LOAD, steps[-1]):
             batch = next(self._batches)
-        if len(steps) not in self._made:
-            self._made[len(steps)] = self._compile(len(steps), batch, state)
+        if len(steps) not in self._compiled:
+            self._compiled[len(steps)] = self._compile(len(steps), batch, state)
             self._run.journal.restart_timer(steps[0] - 1)
-        self._call = self._made[len(steps)]
-        return batch
-
-    def run(self, state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
-        """Dispatches the steps; the host does not wait for the devices."""
-        assert self._call is not None
-        with phase(Phase.STEP):
-            found: tuple[TrainState, StepOutput] = self._call(state, batch)
-        return found
+        return self._compiled[len(steps)], batch
 
     def stop_dispatch(self, step: int) -> int:
         """Returns `step`: no dispatch is started before it is asked for."""
@@ -167,11 +175,48 @@ class MeshExecutor:
     def report(self) -> None:
         """Prints nothing: the log has everything."""
 
-    def _compile(self, steps: int, batch: PyTree, state: TrainState) -> Callable[..., Any]:
-        """The program of so many steps of such batches, compiled; says what is about to run."""
+    def _compile(self, steps: int, batch: PyTree, state: TrainState) -> Program:
+        """Compiles the program of so many steps for such batches, and logs its description."""
         journal = self._run.journal
         with journal.terminal.waiting("compiling the train step"), phase(Phase.COMPILE):
             program = self._programs.get(steps, batch)
             await_compiled(program.lowered)
         journal.log_header(self._placement, state.params, program.told)
         return program.call
+
+
+class DeviceExamples:
+    """All examples of the last dataset, on the devices (`data_on_device`).
+
+    Args:
+      placement: The devices.
+      terminal: Shows that they are being copied.
+    """
+
+    def __init__(self, placement: Placement, terminal: Terminal) -> None:
+        self._placement, self._terminal = placement, terminal
+        self._last: tuple[Dataset, PyTree] | None = None
+
+    def __call__(self, config: RunConfig, dataset: Dataset) -> PyTree:
+        """Returns all examples of a dataset on the devices; None without `data_on_device`."""
+        if not config.data_on_device:
+            return None
+        if self._last is None or self._last[0] is not dataset:
+            with self._terminal.waiting("putting the examples on the devices"), phase(Phase.LOAD):
+                self._last = dataset, on_devices(dataset, self._placement)
+        return self._last[1]
+
+
+def compile_ahead(
+    run: RunSession, programs: Programs, functions: StepFunctions, augment: Augment | None
+) -> None:
+    """Starts to compile the train step in the background, if the run is going to make steps."""
+    config, schedule = run.config, run.schedule
+    assert run.train is not None
+    source = config.workdir and broadcast_source(list_checkpoints(config.workdir))
+    first = source.steps[-1] if source and source.steps else 0
+    by_others = strategy(config.strategy).by_servers
+    if first >= schedule.total or by_others or functions.has_custom_reduction:
+        return
+    steps = len(next(schedule.dispatches(first)))
+    programs.begin_for(run.train, steps, augment, config)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from etils import epath
 
 from spmdtrain.adapters.base import Variables
@@ -44,6 +45,14 @@ def initial_state(steps: StepFunctions, config: RunConfig, tell: Tell) -> TrainS
         averaged=averaged,
         model_state=model_state,
     )
+
+
+def at_step_zero(state: TrainState, shardings: TrainState) -> TrainState:
+    """Returns a state whose step is 0, and whose other leaves are those of `state`."""
+    sharding: Any = shardings.step
+    zero = np.zeros((), np.int32)
+    step = jax.make_array_from_callback((), sharding, lambda _: zero)
+    return dataclasses.replace(state, step=step)
 
 
 def load_values(

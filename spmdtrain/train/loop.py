@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -22,55 +21,38 @@ from spmdtrain.data.datasets import as_dataset
 from spmdtrain.data.loader import check_fits, ordered_batches, train_batches
 from spmdtrain.data.sampling import Augment, process_rows
 from spmdtrain.distributed import failures, process_group
-from spmdtrain.distributed.first_call import Together, await_compiled, call_together
+from spmdtrain.distributed.first_call import Together, call_together
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
 from spmdtrain.files.run_files import Split, Status
 from spmdtrain.sharding.layout import Layout, Rule, check_placed
 from spmdtrain.sharding.placement import configure_backend, make_placement, use_placement
 from spmdtrain.step.declared_arguments import eval_key
-from spmdtrain.step.finite import health
 from spmdtrain.step.hyperparameters import initial_values
 from spmdtrain.step.per_replica import NotReducedError, replicas_in
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
-from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
+from spmdtrain.train.executor import max_in_flight
 from spmdtrain.train.loop_checks import (
     Init,
     Step,
     beginning,
-    check_state,
+    check_batch,
+    check_best,
+    check_config,
+    check_not_donated,
     numbers,
-    scalars,
-    state_and_metrics,
 )
+from spmdtrain.train.loop_step import LoopStep, make_program
 from spmdtrain.train.metrics_reader import MetricsReader
 from spmdtrain.train.roles import refuse_evaluator
-from spmdtrain.train.session import RunSession
-from spmdtrain.tree import named_leaves
-from spmdtrain.xla import collective_options, collectives
+from spmdtrain.train.run_logger import RunLogger
+from spmdtrain.train.session import BoundaryActions, RunSession
+from spmdtrain.xla import collective_options
 from spmdtrain.xla.compile_cache import compiler_options
 
 PyTree = Any
-# What the Trainer's own step does, and a step of one's own has to do by itself.
-_OF_THE_TRAINER: Mapping[str, Any] = {
-    "microbatches": 1,
-    "uneven_batch": "refuse",
-    "batch_statistics": "global",
-    "compute_dtype": "float32",
-    "remat": "none",
-    "freeze": (),
-    "ema_decay": None,
-    "jit": True,
-    "steps_per_dispatch": 1,
-    "data_on_device": False,
-    "init_from": None,
-    "checkpoint": "latest",
-    "evaluated_by": "training",
-    "eval_at_checkpoints": False,
-    "profile_steps": None,
-}
 
 
 class Loop:
@@ -96,23 +78,7 @@ class Loop:
         **options: Any,
     ) -> None:
         config = with_options(config or RunConfig(), options, "Loop")
-        for name, only in _OF_THE_TRAINER.items():
-            if getattr(config, name) != only:
-                raise UserError(
-                    f"{name} is {getattr(config, name)!r}, which the Trainer's own step heeds: "
-                    "in a loop of your own, the step does what you write"
-                )
-        chosen = config.collectives.reduction not in (None, "automatic")
-        if chosen or config.collectives.reduce_dtype:
-            raise UserError(
-                "collectives.reduction and reduce_dtype are for the Trainer's own step: in a loop "
-                "of your own, per_replica(...) gives gradients to reduce as you like"
-            )
-        if strategy(config.strategy).by_servers:
-            raise UserError(
-                "strategy parameter_server makes the Trainer's steps: a loop of your own has a "
-                "Coordinator (docs/parameter-server.md)"
-            )
+        check_config(config)
         refuse_evaluator("a Loop")
         configure_backend(config)
         self.placement = make_placement(config)
@@ -138,7 +104,7 @@ class Loop:
         self._state: TrainState | None = None
         self._late: MetricsReader | None = None
         # The step that this start goes on from; that up to which what was due is done.
-        self._first = self._done = 0
+        self.first_step = self._done = 0
         self._saved: int | None = None  # the newest that there is a checkpoint of
         self._stop = self._over = False
         self._seen: tuple[int, dict[str, float]] | None = None  # an evaluation, and of which step
@@ -160,7 +126,7 @@ class Loop:
     @property
     def total(self) -> int:
         """Steps of the whole run."""
-        return self._started().total
+        return self._started().schedule.total
 
     # -- beginning and end ---------------------------------------------------------------------
 
@@ -210,8 +176,8 @@ class Loop:
                 when, self._saved = "as restored", int(state.step)
         check_placed(state, self._layout.shardings, when)
         self._run, self._state = run, state
-        self._late = MetricsReader(run, self.placement, lambda: self._state)
-        self.step = self._first = self._done = int(state.step)
+        self._late = MetricsReader(run, max_in_flight(self.placement), lambda: self._state)
+        self.step = self.first_step = self._done = int(state.step)
         run.journal.begin(self.step, self.placement)
         self._stack.enter_context(run.record_outcome())
         if run.start_due(self.step):
@@ -233,16 +199,16 @@ class Loop:
 
     def _finish(self, run: RunSession) -> None:
         assert self._late is not None and self._state is not None
-        self._do_what_is_due()
+        self._boundary()
         self._late.flush()
         # Where a step was made and none recorded, there is no state, not even the first.
-        nothing = self.step == self._first and self._state.step.is_deleted()
+        nothing = self.step == self.first_step and self._state.step.is_deleted()
         if self.step != self._saved and not nothing:
             self._save(run)
         run.await_save()
-        self.stopped_early = self.step < run.total
+        self.stopped_early = self.step < run.schedule.total
         if self.stopped_early:
-            why = f"the loop was left after {self.step} of {run.total} steps"
+            why = f"the loop was left after {self.step} of {run.schedule.total} steps"
             run.journal.end(Status.PREEMPTED, self.step, why, saved=self.step == self._saved)
         else:
             run.journal.end(Status.FINISHED, self.step)
@@ -267,7 +233,7 @@ class Loop:
             seed=config.seed,
             shuffle=config.shuffle,
             start=self.step,
-            stop=run.total,
+            stop=run.schedule.total,
             augment=self._augment,
             threads=config.data_threads,
         )
@@ -279,20 +245,22 @@ class Loop:
     def steps(self) -> Iterator[int]:
         """The numbers of the steps to make, from 1: `batches`, for what makes its own data."""
         run = self._started()
-        self._do_what_is_due()  # of the last step, where another iteration was left after it
+        self._boundary()  # of the last step, where another iteration was left after it
         run.journal.restart_timer(self.step)
         # Not of this generator, which may be kept: it ends with the loop in any case.
         self._bar.close()
-        self._bar.enter_context(self.terminal.progress("train", done=self.step, total=run.total))
-        while self.step < run.total:
+        self._bar.enter_context(
+            self.terminal.progress("train", done=self.step, total=run.schedule.total)
+        )
+        while self.step < run.schedule.total:
             step = self.step + 1
             yield step
             if self.step != step:
                 raise UserError(
                     f"step {step} was recorded {self.step + 1 - step} times: call "
-                    "record(state, output) once for each batch"
+                    "end_step(state, output) once for each batch"
                 )
-            self._do_what_is_due()
+            self._boundary()
         self._bar.close()
 
     def eval_batches(self, data: Any) -> Iterator[tuple[PyTree, jax.Array]]:
@@ -312,27 +280,20 @@ class Loop:
     def eval_key(self, number: int) -> jax.Array:
         """The random key of batch `number` of an evaluation, the same in each evaluation.
 
-        For functions of the batches that `examples` gives, counted from 0.
+        For functions of the batches that `eval_batches` gives, counted from 0.
         """
         draw = np.array([derive_seed(self.config.seed, Purpose.EVAL), number], np.uint32)
         key: jax.Array = jax.jit(eval_key, out_shardings=self.placement.replicated)(draw)
         return key
 
     def shard_batch(self, batch: PyTree) -> PyTree:
-        """A global batch of NumPy arrays, the same in all processes, split over the mesh."""
+        """Returns a global batch as arrays that are split over the mesh.
+
+        Args:
+          batch: NumPy arrays of a leading dim of examples, the same in all processes.
+        """
+        check_batch(batch, self.placement.batch_shards)
         sharding = self.placement.batch
-        for name, leaf in named_leaves(batch).items():
-            what, shards = name or "the array", self.placement.batch_shards
-            if not (shape := np.shape(leaf)):
-                raise UserError(
-                    f"place: {what} is a single number: a batch is NumPy arrays of a leading dim "
-                    "of examples (a list is a tree of its items)"
-                )
-            if shape[0] % shards:
-                raise UserError(
-                    f"place: {what} of shape {shape}: its leading dim does not divide over "
-                    f"{shards} devices"
-                )
 
         def placed(leaf: Any) -> jax.Array:
             array = np.asarray(leaf)
@@ -347,66 +308,23 @@ class Loop:
     def compile_step(
         self, function: Step
     ) -> Callable[[TrainState, PyTree], tuple[TrainState, StepOutput]]:
-        """A step, compiled with the strategy's shardings for the batches that it is given.
+        """Compiles a train step with the strategy's shardings, for each shape of batch.
 
-        `function(state, batch, key)` returns the state after one step and its metrics; step number
-        and key are counted on for it. The state is donated: use what it returns. Whatever of it
-        rests in host memory is in device memory within.
+        Args:
+          function: (state, batch, key) -> (the state after one step, metrics by name). The loop
+            counts the step and derives the key. Arrays of the state that rest in host memory are
+            in device memory within.
+
+        Returns:
+          (state, batch) -> (state, output). The state is donated: use the returned one.
         """
         self._started()
         assert self._layout is not None and self._state is not None
-        layout, abstract = self._layout, jax.tree.map(jax.typeof, self._state)
-
-        def counted(state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
-            state = layout.to_device(state, lambda of: of)
-            after, told = state_and_metrics(function(state, batch, state.step_key))
-            check_state(after, abstract)
-            if after.step is not state.step or after.key is not state.key:
-                raise UserError("the step changed step or key of the state, which count themselves")
-            after = dataclasses.replace(after, step=state.step + 1, key=state.key)
-            means = scalars(told)
-            finite = health(jnp.stack(list(means.values())), state, after, layout.shardings)
-            return after, StepOutput(means, finite, after.step)
-
-        everywhere = self.placement.replicated
-        jitted = jax.jit(
-            counted,
-            in_shardings=(layout.shardings, self.placement.batch),
-            out_shardings=(layout.shardings, everywhere),
-            donate_argnums=0,
-            compiler_options=self._compiler_options or None,
+        abstract = jax.tree.map(jax.typeof, self._state)
+        program = make_program(
+            function, abstract, self._layout, self.placement, self._compiler_options
         )
-        compiled: set[Any] = set()
-
-        def step(state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
-            _check_there(state, self.step)
-            leaves, treedef = jax.tree.flatten(jax.tree.map(jax.typeof, batch))
-            sizes = [leaf.shape[0] for leaf in leaves if leaf.shape]
-            self._started().journal.batch_size = sizes[0] if sizes else None
-            key = (treedef, *leaves)
-            if key not in compiled:
-                self._compile(jitted, state, batch)
-                compiled.add(key)
-            with phase(Phase.STEP):
-                after, output = jitted(state, batch)  # which finds it compiled
-            if self.step == self._first:
-                check_placed(after, layout.shardings, "after the first step")
-            return after, output
-
-        return step
-
-    def _compile(self, jitted: Any, state: TrainState, batch: PyTree) -> None:
-        began = time.perf_counter()
-        with self.terminal.waiting("compiling the step"), phase(Phase.COMPILE):
-            lowered = jitted.lower(state, batch)
-            compiled = lowered.compile()
-            await_compiled(lowered)
-        if process_group.is_chief():
-            found = collectives.told(compiled.as_text(), self.mesh)
-            seconds = time.perf_counter() - began
-            program = f"step compiled in {seconds:.1f} s: {found}"
-            self._started().journal.log_header(self.placement, state.params, program)
-        self._started().journal.restart_timer(self.step)
+        return LoopStep(self, program, self._layout.shardings)
 
     def gather_params(self, params: PyTree) -> PyTree:
         """Within a step, parameters as a model reads them: gathered, where a strategy splits them.
@@ -447,21 +365,23 @@ class Loop:
         """
         run = self._started()
         assert self._late is not None
-        if self.step >= run.total:
-            raise UserError(f"all {run.total} steps of the run are made: take them from batches()")
+        if self.step >= run.schedule.total:
+            raise UserError(
+                f"all {run.schedule.total} steps of the run are made: take them from batches()"
+            )
         if not isinstance(output, StepOutput):
             raise UserError(
-                f"record(state, output) is given a {type(output).__name__}: the output is the "
+                f"end_step(state, output) is given a {type(output).__name__}: the output is the "
                 "second value that the compiled step returns"
             )
-        _check_there(state, self.step)
+        check_not_donated(state, self.step)
         self.step += 1
         self._state = state
         self._late.add([self.step], output)
 
     def should_evaluate(self) -> bool:
         """Whether an evaluation is due after the step just recorded, as `eval_every_steps` says."""
-        return self._started().is_eval_step(self.step)
+        return self._started().schedule.is_eval_step(self.step)
 
     def log_evaluation(self, found: Mapping[str, Any], split: str = "eval") -> None:
         """Write the metrics of an evaluation after the step just recorded; `split`: eval, test.
@@ -479,32 +399,15 @@ class Loop:
             raise NonFiniteError(f"step {self.step}: the {split} loss is {told['loss']}")
         if (split, self.step) in self._evaluated:
             raise UserError(
-                f"evaluated() was called twice for {split} after step {self.step}: give all of its "
-                "metrics at once"
+                f"log_evaluation() was called twice for {split} after step {self.step}: give all "
+                "of its metrics at once"
             )
         if split == Split.EVAL:
-            self._check_best(told)
+            check_best(self.config, told, first=not self._evaluated, tell=self.terminal.line)
             self._seen = self.step, told
         self._evaluated.add((split, self.step))
         if not run.journal.read_metrics(Split(split), self.step):
             run.journal.log_evaluation(Split(split), self.step, told)
-
-    def _check_best(self, told: Mapping[str, float]) -> None:
-        """Whether an evaluation says which checkpoint is best."""
-        best = self.config.best_metric
-        if best in told:
-            return
-        # The default has not been asked for: then none is best, and that is said once.
-        if best != "loss":
-            raise UserError(
-                f"best_metric is {best!r}, which this evaluation does not give."
-                + did_you_mean(best, told)
-            )
-        if self.config.workdir and self.config.keep_best and not self._evaluated:
-            self.terminal.line(
-                "no checkpoint will be kept as the best: best_metric is 'loss', which this "
-                f"evaluation does not give ({', '.join(told)})"
-            )
 
     def stop(self) -> None:
         """End the run with the step just recorded, as its last one.
@@ -512,30 +415,36 @@ class Loop:
         All processes call it alike. The same command then finds the run finished, unless it asks
         for more steps.
         """
-        self._started().total = self.step
+        self._started().schedule.total = self.step
         self._stop = True
 
-    def _do_what_is_due(self) -> None:
+    def _boundary(self) -> None:
+        """Does what is due after the last step, once."""
         run = self._started()
-        assert self._late is not None
         if self._done == self.step:
             return
         self._done = self.step
-        # From here on, what one process decides all have to: see `processes`.
-        save, preempted = run.save_due(self.step), run.signals.asked()
-        if not (self._metrics() or save or preempted or self.step == run.total):
-            return
-        self._late.flush()
-        if save or preempted:
-            self._save(run)
-        if preempted:
-            run.await_save()  # what is told to be saved is saved
-            run.signals.stop_if_received()
-        run.journal.restart_timer(self.step)
+        due = run.due(self.step)
+        if due or self._metrics():
+            run.boundary(self.step, due, self._actions)
+
+    @property
+    def _actions(self) -> BoundaryActions:
+        """What a loop does at the boundary between two steps."""
+        run = self._started()
+        assert self._late is not None
+        return BoundaryActions(
+            flush=self._late.flush,
+            end_epoch=lambda step: None,
+            evaluate=lambda step, is_due: self._metrics(),  # the user has made it already
+            save=lambda step, metrics: self._save(run),
+            report=lambda: None,
+            stop_requested=lambda: self._stop,
+        )
 
     def _save(self, run: RunSession) -> None:
         assert self._late is not None and self._state is not None
-        _check_there(self._state, self.step)
+        check_not_donated(self._state, self.step)
         self._late.flush()
         run.save(self._state, self.step, self._metrics(), stopped=self._stop)
         self._saved = self.step
@@ -545,24 +454,17 @@ class Loop:
         step, found = self._seen or (None, None)
         return found if step == self.step else None
 
+    @property
+    def logger(self) -> RunLogger:
+        """The logger of the run."""
+        return self._started().journal
+
     def _started(self) -> RunSession:
         if self._over:
             raise UserError("the loop is over: it ends with its `with`")
         if self._run is None:
             raise UserError("the loop has not begun: call start(init) first")
         return self._run
-
-
-def _check_there(state: TrainState, step: int) -> None:
-    """The arrays of a state that a step has been made from are the next state's."""
-    if not isinstance(state, TrainState):
-        raise UserError(f"the state is a {type(state).__name__}: it is what start() returned")
-    if state.step.is_deleted():
-        raise UserError(
-            f"the state is gone (step {step} is the last one recorded): the compiled step has "
-            "taken its memory for the next state, which it returned: go on with that, and give "
-            "record(state, output) that, before anything else"
-        )
 
 
 _PURPOSES = (Purpose.INIT, Purpose.STEP)

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmdtrain.config import RunConfig
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.step.metrics import check_names, loss_first
 from spmdtrain.step.per_replica import NotReducedError, replicas_in
 from spmdtrain.step.state import TrainState
+from spmdtrain.strategies import strategy
 from spmdtrain.tree import named_leaves
 
 PyTree = Any
@@ -18,6 +20,25 @@ Init = Callable[[jax.Array], Mapping[str, PyTree]]
 """key -> the state's parts by name: `params`, and what there is of the others (see `PARTS`)."""
 Step = Callable[[TrainState, PyTree, jax.Array], tuple[TrainState, Mapping[str, Any]]]
 """(state, batch, key) -> the state after it, and metrics: scalars by name."""
+
+# What the Trainer's step does, and the step of a loop has to do itself.
+_TRAINER_ONLY: Mapping[str, Any] = {
+    "microbatches": 1,
+    "uneven_batch": "refuse",
+    "batch_statistics": "global",
+    "compute_dtype": "float32",
+    "remat": "none",
+    "freeze": (),
+    "ema_decay": None,
+    "jit": True,
+    "steps_per_dispatch": 1,
+    "data_on_device": False,
+    "init_from": None,
+    "checkpoint": "latest",
+    "evaluated_by": "training",
+    "eval_at_checkpoints": False,
+    "profile_steps": None,
+}
 
 PARTS = ("params", "opt_state", "averaged", "model_state")
 
@@ -115,8 +136,91 @@ def _checked(told: Any, whose: str) -> Mapping[str, Any]:
     return told
 
 
+def check_batch(batch: PyTree, shards: int) -> None:
+    """Raises `UserError` if a global batch cannot be split over `shards` devices."""
+    for name, leaf in named_leaves(batch).items():
+        what = name or "the array"
+        if not (shape := np.shape(leaf)):
+            raise UserError(
+                f"shard_batch: {what} is a single number: a batch is NumPy arrays of a leading "
+                "dim of examples (a list is a tree of its items)"
+            )
+        if shape[0] % shards:
+            raise UserError(
+                f"shard_batch: {what} of shape {shape}: its leading dim does not divide over "
+                f"{shards} devices"
+            )
+
+
+def check_best(
+    config: RunConfig, metrics: Mapping[str, float], *, first: bool, tell: Callable[[str], None]
+) -> None:
+    """Checks that an evaluation has the metric that selects the best checkpoint.
+
+    Args:
+      config: Names the metric.
+      metrics: The metrics of the evaluation.
+      first: Whether it is the first evaluation since the start.
+      tell: Receives a line if the default metric, "loss", is missing: no checkpoint is then best.
+
+    Raises:
+      UserError: If a metric other than the default is missing.
+    """
+    best = config.best_metric
+    if best in metrics:
+        return
+    if best != "loss":
+        raise UserError(
+            f"best_metric is {best!r}, which this evaluation does not give."
+            + did_you_mean(best, metrics)
+        )
+    if config.workdir and config.keep_best and first:
+        tell(
+            "no checkpoint will be kept as the best: best_metric is 'loss', which this "
+            f"evaluation does not give ({', '.join(metrics)})"
+        )
+
+
+def check_not_donated(state: TrainState, step: int) -> None:
+    """Raises `UserError` for anything but a state whose arrays still exist.
+
+    Args:
+      state: The state; a step donates its arrays to the next state.
+      step: The last step recorded, for the message.
+    """
+    if not isinstance(state, TrainState):
+        raise UserError(f"the state is a {type(state).__name__}: it is what start() returned")
+    if state.step.is_deleted():
+        raise UserError(
+            f"the state is gone (step {step} is the last one recorded): the compiled step has "
+            "taken its memory for the next state, which it returned: go on with that, and give "
+            "end_step(state, output) that, before anything else"
+        )
+
+
 def _is_real(x: Any) -> bool:
     if not isinstance(x, (bool, int, float, jax.Array, np.ndarray, np.generic)):
         return False
     dtype = jnp.result_type(x)
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
+
+
+def check_config(config: RunConfig) -> None:
+    """Raises `UserError` for options that only the `Trainer` supports."""
+    for name, only in _TRAINER_ONLY.items():
+        if getattr(config, name) != only:
+            raise UserError(
+                f"{name} is {getattr(config, name)!r}, which the Trainer's own step heeds: "
+                "in a loop of your own, the step does what you write"
+            )
+    chosen = config.collectives.reduction not in (None, "automatic")
+    if chosen or config.collectives.reduce_dtype:
+        raise UserError(
+            "collectives.reduction and reduce_dtype are for the Trainer's own step: in a loop "
+            "of your own, per_replica(...) gives gradients to reduce as you like"
+        )
+    if strategy(config.strategy).by_servers:
+        raise UserError(
+            "strategy parameter_server makes the Trainer's steps: a loop of your own has a "
+            "Coordinator (docs/parameter-server.md)"
+        )

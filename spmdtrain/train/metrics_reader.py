@@ -1,4 +1,4 @@
-"""The numbers of steps, read some steps after those were dispatched."""
+"""Asynchronous reading of step metrics."""
 
 import collections
 import math
@@ -11,7 +11,6 @@ from spmdtrain.checkpoints.replica_check import FirstStep
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import NonFiniteError, ReplicaError, StateError, UserError
-from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.finite import HEALTH, first_non_finite
 from spmdtrain.step.metrics import loss_first
 from spmdtrain.step.state import TrainState
@@ -26,50 +25,59 @@ def _as_computed(step: int, metrics: dict[str, float]) -> dict[str, float]:
 
 
 class MetricsReader:
-    """Takes each step's output, and reads it once `ahead` others are on their way.
+    """Fetches step outputs with a delay, so the host never blocks on the device.
 
-    So the host never waits for the devices. What it reads it logs, if it is time, with what
-    `logged` returns for the metrics.
-    Raises `NonFiniteError` for a loss or a state that is no number; `state` gives the newest one.
-    With several processes, raises `ReplicaError` if their states differ after the first step.
+    An output is fetched after `max_in_flight` later dispatches. With several processes, the first
+    one also compares the copies of the state between them.
+
+    Args:
+      run: The run whose logger receives the metrics.
+      max_in_flight: Number of dispatches whose outputs may be pending.
+      state: Returns the newest state; None if there is none.
+      logged: (step, metrics) -> the metrics to log; calls the log callbacks.
     """
 
     def __init__(
         self,
         run: RunSession,
-        placement: Placement,
+        max_in_flight: int,
         state: Callable[[], TrainState | None],
         logged: Logged = _as_computed,
     ) -> None:
         self._run, self._state, self._logged = run, state, logged
-        # Many undone steps at once can abort the in-process all-reduce of virtual devices.
-        several = run.config.steps_per_dispatch > 1
-        self._ahead = 2 if several else max_in_flight(placement)
-        if placement.strategy.by_servers:
-            self._ahead = 0  # what workers have made is known
+        self._max_in_flight = max_in_flight
         self._in_flight: collections.deque[tuple[Sequence[int], StepOutput]] = collections.deque()
         self._failed: StateError | None = None
         self._compares = process_group.count() > 1  # the copies of the state, once
         self._first: FirstStep | None = None
 
     def add(self, steps: Sequence[int], output: StepOutput) -> None:
-        """What has been dispatched: one step, or several with an output of one more dim."""
+        """Queues the output of a dispatch and fetches the oldest one that is due.
+
+        Args:
+          steps: Step numbers of the dispatch.
+          output: Its output; leaves have a leading dim of len(steps) if len(steps) > 1.
+
+        Raises:
+          NonFiniteError: If a fetched loss or state is NaN or infinite.
+          ReplicaError: If the processes' copies of the state differ after the first dispatch.
+        """
         self._check_sound()
         if self._compares and (state := self._state()) is not None:
             self._first, self._compares = FirstStep(state, steps[-1]), False
         self._in_flight.append((steps, output))
-        if len(self._in_flight) > self._ahead:
+        if len(self._in_flight) > self._max_in_flight:
             self._read(*self._in_flight.popleft())
 
     def flush(self) -> None:
-        """Read all that is left: no state is judged or saved before its own flag is known."""
+        """Fetches all pending outputs: call before evaluating or saving. Raises as `add` does."""
         self._check_sound()
         while self._in_flight:
             self._read(*self._in_flight.popleft())
         self._run.journal.train_pauses()
 
     def _check_sound(self) -> None:
-        """Whoever has caught the error has no sound state all the same."""
+        """Re-raises an earlier error: whoever has caught it still has no sound state."""
         if self._failed is not None:
             raise self._failed
 
@@ -77,10 +85,10 @@ class MetricsReader:
         last = steps[-1]
         if output.number is not None and (made := int(output.number)) != last:
             raise UserError(
-                f"step {last} is recorded with the output of step {made}: record(state, output) "
+                f"step {last} is recorded with the output of step {made}: end_step(state, output) "
                 "comes once after each call of the compiled step, which makes one step"
             )
-        with phase(Phase.STEP):  # here a process waits for the others
+        with phase(Phase.STEP):  # blocks until all processes have made the step
             finite = np.asarray(output.finite)
         self._read_all(steps, output, finite)
         if self._first is not None:
@@ -130,14 +138,9 @@ class MetricsReader:
                 told.append(f"{where} is the first such array")
             self._failed = NonFiniteError(f"step {step}: {wrong} not finite ({'; '.join(told)})")
             raise self._failed
-        if run.config.logs_at(step, run.total):
+        if run.config.logs_at(step, run.schedule.total):
             found = loss_first({name: float(x) for name, x in metrics.items()})
             # First the callbacks, which may add metrics to the line.
-            run.journal.trained(step, run.total, self._logged(step, found), made=last)
+            run.journal.trained(step, run.schedule.total, self._logged(step, found), made=last)
         elif step == last:
             run.journal.terminal.advance(step)
-
-
-def max_in_flight(placement: Placement) -> int:
-    """How many steps may be dispatched and not done."""
-    return 2 if placement.is_virtual() else 8

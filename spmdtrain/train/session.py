@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -39,8 +38,7 @@ from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.epochs import Epochs, known_rate
 from spmdtrain.train.run_logger import Metrics, RunLogger
-
-_LOOK_AHEAD = 1.0  # seconds between two looks of several processes at process 0's clock
+from spmdtrain.train.schedule import Due, Schedule
 
 
 class Trainable(Protocol):
@@ -63,6 +61,28 @@ class Trainable(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class BoundaryActions:
+    """What a trainer or loop does at the boundary between two steps; see `RunSession.boundary`.
+
+    Attributes:
+      flush: Waits for pending steps and reads their outputs.
+      end_epoch: Calls the callbacks of the epoch that ends with a step.
+      evaluate: (step, whether an evaluation is due) -> the metrics of the step's evaluation; None
+        if there is none, or a signal interrupted it.
+      save: Saves the state after a step, with the metrics of its evaluation.
+      report: Prints a summary after the last step.
+      stop_requested: Returns whether `stop()` was called: the last step made ends the run.
+    """
+
+    flush: Callable[[], None]
+    end_epoch: Callable[[int], None]
+    evaluate: Callable[[int, bool], Metrics | None]
+    save: Callable[[int, Metrics | None], None]
+    report: Callable[[], None]
+    stop_requested: Callable[[], bool]
+
+
 @dataclass
 class RunSession:
     """One call of `fit`, from `open` to the closing of its files."""
@@ -71,17 +91,12 @@ class RunSession:
     train: Dataset | None
     validation: Dataset | None
     test: Dataset | None
-    total: int  # steps of the whole run; less, once a callback has asked to stop
+    schedule: Schedule
     identity: Identity
     journal: RunLogger
     checkpoints: Checkpoints | None
     signals: StopSignals
-    clock: Callable[[], float]
     epochs: Epochs
-    saved_at: float = 0.0
-    stops_at_epochs: bool = False  # whether a callback reads the state after each epoch
-    _ask_clock_at: int = 0  # the step at which to ask process 0 for the time again
-    _asked_clock: tuple[float, int] = (0.0, 0)  # when it was asked last, and at which step
 
     @classmethod
     def open(
@@ -175,19 +190,25 @@ class RunSession:
             )
         journal = RunLogger(terminal, files, config)
         rate = known_rate(config, trained.abstract_state.opt_state)
+        size = 0 if train is None else len(train)
         return cls(
             config=config,
             train=train,
             validation=data.get("validation"),
             test=data.get("test"),
-            total=total,
+            schedule=Schedule(
+                config,
+                total,
+                size,
+                evaluates="validation" in data,
+                saves=checkpoints is not None,
+                clock=clock,
+            ),
             identity=identity,
             journal=journal,
             checkpoints=checkpoints,
             signals=signals,
-            clock=clock,
-            epochs=Epochs(config, 0 if train is None else len(train), journal, rate),
-            saved_at=clock(),
+            epochs=Epochs(config, size, journal, rate),
         )
 
     # -- going on from a checkpoint ------------------------------------------------------------
@@ -232,7 +253,8 @@ class RunSession:
         self.epochs.restore(saved.epoch)
         before, now = saved.identity.config, self.identity.config
         if saved.stopped and all(before[name] == now[name] for name in ("epochs", "steps")):
-            self.total = saved.step  # a callback ended it here, and nobody asked for more since
+            # A callback ended the run here, and the totals have not changed since.
+            self.schedule.total = saved.step
         tell(f"resumed from step {saved.step} of {config.workdir}")
         for change in changes(saved.identity, self.identity):
             tell(f"changed since: {change}")
@@ -263,106 +285,60 @@ class RunSession:
                 f"made {step}: another has gone on there; take a new Trainer, which resumes from it"
             )
 
-    # -- what devices make without the host ----------------------------------------------------
+    # -- the boundary between steps ------------------------------------------------------------
 
-    def dispatches(self, first: int) -> Iterator[range]:
-        """The steps from after `first` on, as they are dispatched: one, or several at once.
+    def due(self, step: int) -> Due:
+        """Returns what is due after a step; all processes call it after the same steps."""
+        return self.schedule.due(step, preempted=self.signals.asked())
 
-        `steps_per_dispatch` of them where nothing is due between, else one: for each other number
-        a program would have to be compiled.
+    def boundary(self, step: int, due: Due, actions: BoundaryActions) -> None:
+        """Does what is due between two steps. The order of the actions matters.
+
+        Args:
+          step: The last step made.
+          due: What was due when it was dispatched.
+          actions: The actions of the trainer or loop.
+
+        Raises:
+          PreemptedExit: If a signal asks the run to stop; the state is saved.
         """
-        size, step, free = self.config.steps_per_dispatch, first, first
-        while step < self.total:
-            if size == 1:
-                step += 1
-                yield range(step, step + 1)
-                continue
-            # `free` is the last step that one dispatch from here could make.
-            while free < min(step + size, self.total) and (free == step or not self._ends(free)):
-                free += 1
-            count = size if free == step + size else 1
-            yield range(step + 1, step + count + 1)
-            step += count
-
-    def check_dispatches(self) -> None:
-        """Raise `UserError` where so many steps never come together."""
-        size = self.config.steps_per_dispatch
-        if size == 1 or self.total < size:
-            return
-        if all(len(steps) == 1 for steps in itertools.islice(self.dispatches(0), 4 * size)):
-            raise UserError(
-                f"steps_per_dispatch is {size}, and the steps between evaluations, checkpoints "
-                "and profiles are fewer"
-            )
-
-    def _ends(self, step: int) -> bool:
-        """Whether something is to be done between `step` and the next."""
-        saved = self.checkpoints is not None and self.saves_by_count(step)
-        profiled = self.config.profile_range()
-        around = profiled is not None and step in (profiled[0] - 1, profiled[1])
-        ended = self.epoch_end_due(step)
-        return saved or around or ended or self.should_evaluate(step, saved=saved)
-
-    def is_due(self, step: int) -> bool:
-        """Whether something is known to be due after a step, but for what the clock says."""
-        saved = self.checkpoints is not None and self.saves_by_count(step)
-        called = step == self.total or self.epoch_end_due(step)
-        return called or saved or self.should_evaluate(step, saved=saved)
-
-    # -- what is due ---------------------------------------------------------------------------
-
-    def should_evaluate(self, step: int, *, saved: bool) -> bool:
-        """Whether to evaluate the validation split after `step`, which is `saved` or not."""
-        if self.validation is None:
-            return False
-        return self.is_eval_step(step) or (saved and self.config.eval_at_checkpoints)
-
-    def is_eval_step(self, step: int) -> bool:
-        """Whether `step` is one to evaluate after, if there is anything to evaluate with."""
-        return step == self.total or self.config.evaluates_at(step, self._num_examples)
-
-    def epoch_end_due(self, step: int) -> bool:
-        """Returns whether callbacks of `epoch_end` are called after `step`."""
-        return self.stops_at_epochs and self.config.ends_epoch(step, self._num_examples)
-
-    def save_due(self, step: int) -> bool:
-        """Whether to save after `step`, by count or by time."""
-        if self.checkpoints is None:
-            return False
-        by_time = self._time_to_save(step)
-        return by_time or self.saves_by_count(step)
-
-    def saves_by_count(self, step: int) -> bool:
-        """Whether `step` is one to save after, whatever the time."""
-        return step == self.total or self.config.saves_at(step, self._num_examples)
-
-    @property
-    def _num_examples(self) -> int:
-        return 0 if self.train is None else len(self.train)
-
-    def _time_to_save(self, step: int) -> bool:
-        """Whether `checkpoint_every_seconds` have passed, by process 0's clock.
-
-        Several processes do not ask it at every step: each time it also says when to ask again.
-        """
-        seconds = self.config.checkpoint_every_seconds
-        if seconds is None or step < self._ask_clock_at:
-            return False
-        now = self.clock()
-        if process_group.count() == 1:
-            return now - self.saved_at >= seconds
-        asked_at, asked = self._asked_clock
-        rate = (step - asked) / max(now - asked_at, 1e-3) if asked else 0.0
-        self._asked_clock = now, step
-        wait = min(_LOOK_AHEAD, max(0.0, seconds - (now - self.saved_at)))
-        due = process_group.broadcast(now - self.saved_at >= seconds)
-        self._ask_clock_at = step + process_group.broadcast(max(1, int(rate * wait)))
-        return due
+        # First: no state is evaluated or saved before its own finite flag is known.
+        actions.flush()
+        evaluate = due.evaluate
+        if due.epoch_end:
+            actions.end_epoch(step)
+        if actions.stop_requested():  # by a callback, after `due` was computed
+            self.schedule.total = step
+            evaluate = self.schedule.should_evaluate(step, saved=due.save)
+        # Evaluation comes before the save, which records how good the state is.
+        metrics = actions.evaluate(step, evaluate)
+        # During the evaluation, a callback or a signal may have asked to stop.
+        if actions.stop_requested():
+            self.schedule.total = step
+        preempted = self.signals.asked()
+        if preempted or due.save or self.schedule.should_save(step):
+            actions.save(step, metrics)
+        if preempted:
+            self.await_save()  # a checkpoint is reported only once it is complete
+        last = step == self.schedule.total
+        if preempted or last:
+            actions.report()
+        if preempted:
+            self.signals.stop_if_received()
+        if not last:
+            self.journal.restart_timer(step)
 
     # -- saving --------------------------------------------------------------------------------
 
     def save(self, state: TrainState, step: int, metrics: Metrics | None, *, stopped: bool) -> None:
-        """Begin to save the state after `step`; `stopped` says that a callback ended the run."""
+        """Starts to save the state after `step`.
+
+        Args:
+          state: The state.
+          step: The step.
+          metrics: The metrics of its evaluation; None if there was none.
+          stopped: Whether `stop()` ends the run with this step.
+        """
         if self.checkpoints is None:
             return
         with progress.phase(progress.Phase.SAVE, step):
@@ -371,7 +347,7 @@ class RunSession:
             epoch = self.epochs.so_far()
             self.checkpoints.save(state, step, self.identity, metrics, stopped=stopped, epoch=epoch)
         progress.saved(self.saved_step)
-        self.saved_at = self.clock()
+        self.schedule.saved()
         self.journal.saved(self.saved_step)
 
     def await_save(self) -> None:

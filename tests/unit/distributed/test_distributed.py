@@ -1,5 +1,6 @@
 """What is decided before there is a job, and what an error of a job says."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -25,7 +26,6 @@ from spmdtrain.errors import ClusterError, NonFiniteError, UserError
 from spmdtrain.run import main
 from spmdtrain.terminal import Terminal
 from spmdtrain.testing import run_processes, start_processes
-from spmdtrain.train.callbacks import CallbackEvent
 from spmdtrain.train.trainer import Trainer
 
 ADDRESSES = ("127.0.0.1:4001", "127.0.0.1:4002", "127.0.0.1:4003")
@@ -135,7 +135,7 @@ def test_a_server_is_refused_by_a_synchronous_strategy(monkeypatch: pytest.Monke
 
 def test_an_evaluator_joins_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     unsettled(monkeypatch)
-    monkeypatch.setattr(initialize, "meet", None)
+    monkeypatch.setattr(initialize, "join_rendezvous", None)
     initialize.initialize(in_cluster("evaluator"))
     assert initialize._initialized
 
@@ -147,7 +147,7 @@ def test_with_servers_the_strategy_decides_who_joins(monkeypatch: pytest.MonkeyP
         met.append((party.names[party.rank], timeout))
         raise ClusterError("enough")
 
-    monkeypatch.setattr(initialize, "meet", meet)
+    monkeypatch.setattr(initialize, "join_rendezvous", meet)
     is_started = "spmdtrain.distributed.initialize.xla_bridge.backends_are_initialized"
     monkeypatch.setattr(is_started, lambda: False)
     unsettled(monkeypatch)
@@ -183,7 +183,7 @@ def test_processes_of_other_code_in_a_subfolder_or_of_another_script_are_refused
     package, script = tmp_path / "spmdtrain", tmp_path / "train.py"
     (package / "models").mkdir(parents=True)
     changed = package / "models" / "mlp.py"
-    monkeypatch.setattr(initialize, "__file__", str(package / "distributed.py"))
+    monkeypatch.setattr(initialize, "__file__", str(package / "distributed" / "initialize.py"))
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     changed.write_text("a = 1")
     script.write_text("b = 1")
@@ -476,19 +476,22 @@ def test_of_several_processes_only_callbacks_may_stop_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x = np.ones((8, 1), np.float32)
+    fits = itertools.count()
     trainer = Trainer(
         model=partial(nnx.Linear, 1, 1),
         objective=lambda model, batch: {"loss": model(batch)},
         optimizer=optax.sgd(0.1),
-        callbacks={"step": lambda event: event.trainer.stop()},
+        callbacks={
+            "step": lambda event: event.trainer.stop(),
+            "fit_start": lambda event: print(1 / (1 - next(fits))),
+        },
         terminal=Terminal(quiet=True),
     )
     assert trainer.fit(x, steps=5, global_batch_size=8).step == 1
     with pytest.raises(ZeroDivisionError):  # it is over, too, when it has failed
-        trainer._callbacks[CallbackEvent.FIT_START] = [lambda event: print(1 / 0)]
         trainer.fit(x, steps=5, global_batch_size=8)
     monkeypatch.setattr(process_group, "count", lambda: 2)
-    with pytest.raises(UserError, match=r"stop\(\) outside of a callback"):
+    with pytest.raises(UserError, match=r"stop\(\) was called outside a callback"):
         trainer.stop()
 
 

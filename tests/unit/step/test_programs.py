@@ -29,7 +29,7 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
         threads.append(threading.current_thread())
         return settle(self, *args)
 
-    monkeypatch.setattr(StepFunctions, "settle", noted)
+    monkeypatch.setattr(StepFunctions, "choose_reduction", noted)
     return threads
 
 

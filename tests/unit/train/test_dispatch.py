@@ -28,7 +28,7 @@ from spmdtrain import (
 from spmdtrain.config import ShardingOptions
 from spmdtrain.data.datasets import ArrayDataset
 from spmdtrain.terminal import Terminal
-from spmdtrain.train.session import RunSession
+from spmdtrain.train.schedule import Schedule
 from spmdtrain.tree import named_leaves
 
 GENERATOR = np.random.default_rng(7)
@@ -55,10 +55,10 @@ def losses(workdir: Path, **options: Any) -> list[float]:
 def test_each_step_is_made_once_and_nothing_due_is_passed_over(
     size: int, first: int, total: int, ends: set[int]
 ) -> None:
-    run: Any = SimpleNamespace(
-        config=SimpleNamespace(steps_per_dispatch=size), total=total, _ends=ends.__contains__
+    schedule: Any = SimpleNamespace(
+        _config=SimpleNamespace(steps_per_dispatch=size), total=total, _splits=ends.__contains__
     )
-    found = list(RunSession.dispatches(run, first))
+    found = list(Schedule.dispatches(schedule, first))
     assert list(itertools.chain(*found)) == list(range(first + 1, total + 1))
     assert {len(steps) for steps in found} <= {1, size}  # two programs at most
     for steps in found:

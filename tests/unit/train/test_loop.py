@@ -564,7 +564,7 @@ def wrong_step(change: Any) -> Any:
         ),
         (
             lambda s, m: (replace(s, step=s.step + 5), m),
-            "changed step or key of the state, which count themselves",
+            "changed step or key of the state, which the loop counts",
         ),
         (lambda s, m: (s, {1: m["loss"]}), "metric 1 is named by a int"),
         (lambda s, m: (s, {"loss": {"a": m["loss"]}}), "'loss' is a dict: it must be one real"),
@@ -614,7 +614,7 @@ def test_a_loop_says_how_it_is_used() -> None:
         state = own.start(init, train=(X, Y))
         with pytest.raises(UserError, match="called once"):
             own.start(init)
-        with pytest.raises(UserError, match="place: 0 is a single number"):
+        with pytest.raises(UserError, match="shard_batch: 0 is a single number"):
             own.shard_batch([1, 2, 3, 4, 5, 6, 7, 8])
         with (
             loop() as other,

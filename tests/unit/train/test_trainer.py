@@ -573,7 +573,7 @@ def test_an_error_in_an_objective_begins_with_the_users_line(jit: bool) -> None:
 
 
 def test_a_file_beside_the_package_is_the_users_own(tmp_path: Path) -> None:
-    path = Path(user_frames.__file__).parent.with_name("spmdtrain_own") / "model.py"
+    path = Path(user_frames.__file__).parents[1].with_name("spmdtrain_own") / "model.py"
     found: dict[str, Any] = {}
     exec(compile("def objective(model, batch):\n    return batch['y']", path, "exec"), found)
     with pytest.raises(KeyError) as caught:

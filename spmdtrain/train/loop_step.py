@@ -1,0 +1,124 @@
+"""The compiled train step of a `Loop`."""
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from spmdtrain.distributed import process_group
+from spmdtrain.distributed.first_call import await_compiled
+from spmdtrain.distributed.progress import Phase, phase
+from spmdtrain.errors import UserError
+from spmdtrain.sharding.layout import Layout, check_placed
+from spmdtrain.sharding.placement import Placement
+from spmdtrain.step.finite import health
+from spmdtrain.step.state import TrainState
+from spmdtrain.step.train_step import StepOutput
+from spmdtrain.terminal import Terminal
+from spmdtrain.train.loop_checks import (
+    Step,
+    check_not_donated,
+    check_state,
+    scalars,
+    state_and_metrics,
+)
+from spmdtrain.train.run_logger import RunLogger
+from spmdtrain.xla import collectives
+
+PyTree = Any
+
+
+def make_program(
+    function: Step,
+    abstract: TrainState,
+    layout: Layout,
+    placement: Placement,
+    compiler_options: Mapping[str, Any],
+) -> Any:
+    """Returns the jitted program of a user's step: (state, batch) -> (state, output).
+
+    Args:
+      function: The step.
+      abstract: Shapes and dtypes of the state.
+      layout: The shardings of the state, in which it enters and leaves the program.
+      placement: The shardings of the batch and of the output.
+      compiler_options: Options for XLA.
+    """
+
+    def program(state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
+        state = layout.to_device(state, lambda fields: fields)
+        after, metrics = state_and_metrics(function(state, batch, state.step_key))
+        check_state(after, abstract)
+        if after.step is not state.step or after.key is not state.key:
+            raise UserError("the step changed step or key of the state, which the loop counts")
+        after = dataclasses.replace(after, step=state.step + 1, key=state.key)
+        means = scalars(metrics)
+        finite = health(jnp.stack(list(means.values())), state, after, layout.shardings)
+        return after, StepOutput(means, finite, after.step)
+
+    return jax.jit(
+        program,
+        in_shardings=(layout.shardings, placement.batch),
+        out_shardings=(layout.shardings, placement.replicated),
+        donate_argnums=0,
+        compiler_options=dict(compiler_options) or None,
+    )
+
+
+class LoopOfStep(Protocol):
+    """What a step needs of its `Loop`."""
+
+    step: int
+    first_step: int
+    terminal: Terminal
+    placement: Placement
+
+    @property
+    def logger(self) -> RunLogger: ...
+
+
+class LoopStep:
+    """A step of a loop, compiled once for each shape of batch.
+
+    Args:
+      loop: The loop that calls it.
+      program: The jitted program.
+      shardings: The shardings of the state, checked after the first step.
+    """
+
+    def __init__(self, loop: LoopOfStep, program: Any, shardings: TrainState) -> None:
+        self._loop, self._program, self._shardings = loop, program, shardings
+        self._compiled: set[Any] = set()
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
+        """Makes a step; the state is donated."""
+        loop = self._loop
+        check_not_donated(state, loop.step)
+        leaves, treedef = jax.tree.flatten(jax.tree.map(jax.typeof, batch))
+        sizes = [leaf.shape[0] for leaf in leaves if leaf.shape]
+        loop.logger.batch_size = sizes[0] if sizes else None
+        key = (treedef, *leaves)
+        if key not in self._compiled:
+            self._compile(state, batch)
+            self._compiled.add(key)
+        with phase(Phase.STEP):
+            after, output = self._program(state, batch)  # compiled by `_compile`
+        if loop.step == loop.first_step:
+            check_placed(after, self._shardings, "after the first step")
+        return after, output
+
+    def _compile(self, state: TrainState, batch: PyTree) -> None:
+        began, loop = time.perf_counter(), self._loop
+        with loop.terminal.waiting("compiling the step"), phase(Phase.COMPILE):
+            lowered = self._program.lower(state, batch)
+            compiled = lowered.compile()
+            await_compiled(lowered)
+        if process_group.is_chief():
+            contents = collectives.told(compiled.as_text(), loop.placement.mesh)
+            seconds = time.perf_counter() - began
+            text = f"step compiled in {seconds:.1f} s: {contents}"
+            loop.logger.log_header(loop.placement, state.params, text)
+        loop.logger.restart_timer(loop.step)

@@ -1,0 +1,269 @@
+"""A model on devices: its functions, its values, evaluation and prediction."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from spmdtrain.adapters.as_adapter import as_adapter
+from spmdtrain.adapters.base import Function, Variables
+from spmdtrain.checkpoints.listing import LATEST
+from spmdtrain.checkpoints.restore import broadcast_source, list_checkpoints
+from spmdtrain.checkpoints.run_identity import Identity, check_same_classes
+from spmdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, MeshSpec, RunConfig
+from spmdtrain.data.datasets import Dataset, as_dataset, classes_of
+from spmdtrain.data.loader import IndexedBatch
+from spmdtrain.distributed import process_group
+from spmdtrain.distributed.preemption import StopSignals
+from spmdtrain.errors import UserError
+from spmdtrain.sharding.layout import Rule
+from spmdtrain.sharding.placement import Placement, make_placement, use_placement
+from spmdtrain.sharding.table import ShardingTable, tabulate
+from spmdtrain.step.reductions import Reduction
+from spmdtrain.step.state import TrainState
+from spmdtrain.step.train_step import StepFunctions, model_output
+from spmdtrain.strategies import strategy
+from spmdtrain.terminal import Terminal
+from spmdtrain.train.evaluate import Evaluation, check_same_data
+from spmdtrain.train.init_state import load_values
+from spmdtrain.train.run_logger import Metrics
+
+PyTree = Any
+
+
+class ModelRunner:
+    """A model on one device mesh, which evaluates and predicts. The base of `Trainer`.
+
+    Args:
+      config: The configuration.
+      terminal: Shows progress; by default the standard output of process 0.
+      model: See `Trainer`, as for the following.
+      objective: Gives per-example values.
+      optimizer: Gives the optimizer's state and updates.
+      predict: Gives predictions.
+      rules: Sharding rules.
+      reduction: Reduces gradients.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        terminal: Terminal | None,
+        *,
+        model: Any,
+        objective: Function,
+        optimizer: optax.GradientTransformation,
+        predict: Function | None,
+        rules: Sequence[Rule],
+        reduction: Reduction | None,
+    ) -> None:
+        self.config = config
+        self.terminal = terminal or Terminal(quiet=not process_group.is_chief())
+        # The mesh of workers is not the chief's, which evaluates on all devices of its own.
+        chief = dataclasses.replace(config, mesh=MeshSpec())
+        placement = make_placement(chief if strategy(config.strategy).by_servers else config)
+        self.placement = placement
+        self.check_interrupt: Callable[[], None] = _nothing
+        """Called before each batch of an evaluation or prediction; may raise."""
+        self._adapter = as_adapter(model)
+        self._state: TrainState | None = None  # once a fit has begun
+        self._identity: Identity | None = None  # what the state was trained with
+        self._fitting = False
+        self._restored: Variables | None = None  # what to evaluate with before any training
+        self._restored_from: Identity | None = None  # what that was trained with
+        self._make_functions = functools.partial(
+            _make_functions,
+            {
+                "adapter": self._adapter,
+                "objective": objective,
+                "predict": predict or model_output,
+                "optimizer": optimizer,
+                "rules": rules,
+                "reduction": reduction,
+            },
+        )
+        self.functions = self._make_functions(config, placement)
+        self._evaluation = Evaluation(self.functions, placement, config, self.terminal)
+
+    # -- what it is ----------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The device mesh; None under the default strategy."""
+        return self.placement.mesh
+
+    @property
+    def step(self) -> int:
+        """Updates made so far."""
+        self._check_readable()
+        return 0 if self._state is None else int(self._state.step)
+
+    @property
+    def model(self) -> Any:
+        """The model with the values trained so far, in eval mode: an nnx module again, say."""
+        return self._adapter.merge(self.functions.in_device_memory(self._variables()))
+
+    @property
+    def has_custom_reduction(self) -> bool:
+        """Whether a reduction of the user's own is tried on the devices before the first step."""
+        return self.functions.has_custom_reduction
+
+    @property
+    def compiler_options(self) -> Mapping[str, Any]:
+        """What XLA is told of the steps, by the user and by us."""
+        return self.functions.compiler_options
+
+    @property
+    def abstract_state(self) -> TrainState:
+        """What the state will be: shapes and dtypes."""
+        return self.functions.abstract_state
+
+    def sharding_table(self) -> ShardingTable:
+        """Where each array of the state lives and what it takes; nothing is allocated for it."""
+        return tabulate(self.functions.abstract_state, self.functions.shardings)
+
+    def unsharded_params(self) -> list[str]:
+        """Parameters that the strategy would split, had they a dim that divides."""
+        return self.functions.layout.unsharded_params()
+
+    def compile_step(self, batch: PyTree) -> jax.stages.Compiled:
+        """The train step, compiled for a global batch (arrays, or their shapes) and not run.
+
+        Raises `UserError` where steps are not to be compiled.
+        """
+        with use_placement(self.placement):  # models may ask what they run under
+            return self.trace_step(batch).lower().compile()
+
+    def trace_step(self, batch: PyTree) -> jax.stages.Traced:
+        """The same as JAX has traced it, for whoever reads or lowers it elsewhere.
+
+        With `data_on_device` the batch is its examples' numbers and all examples, as `Rows`.
+        """
+        if not self.config.jit:
+            raise UserError("jit is off: the steps are not compiled")
+        by_number = isinstance(batch, IndexedBatch)
+        with use_placement(self.placement):
+            shapes = jax.eval_shape(lambda batch: batch, batch)
+            self.functions.choose_reduction(shapes)
+            traced: jax.stages.Traced = self.functions.train_program(by_number=by_number).trace(
+                self.functions.abstract_state, shapes
+            )
+        return traced
+
+    # -- evaluate and predict ------------------------------------------------------------------
+
+    def evaluate(self, data: Any, *, global_batch_size: int | None = None) -> Metrics:
+        """Weighted means over a dataset, by name; each example counts exactly once."""
+        dataset = as_dataset(data)
+        self._variables()  # first: those of a checkpoint have a batch size
+        batch_size = self._eval_batch(global_batch_size)
+        check_same_data(dataset, batch_size)
+        with use_placement(self.placement):
+            return self._evaluate(dataset, batch_size, self._interrupt_check())
+
+    def predict(self, data: Any, *, global_batch_size: int | None = None) -> PyTree:
+        """Returns predictions for a dataset: NumPy arrays of leading dim N, in its order."""
+        dataset, variables = as_dataset(data), self._variables()
+        self._check_classes(dataset)
+        batch_size = self._eval_batch(global_batch_size)
+        check_same_data(dataset, batch_size)
+        check = self._interrupt_check()
+        with use_placement(self.placement):
+            return self._evaluation.predict(variables, dataset, batch_size, check)
+
+    def restore(self, path: str | None = None, *, which: str | int | None = None) -> int:
+        """Take the model to evaluate from a workdir, or one of its checkpoints/STEP; its step.
+
+        Without a path: from the own workdir, else from `init_from`. `which` selects the checkpoint
+        of a workdir: "latest", "best" or a step. By default it is "latest" of a path, and otherwise
+        what the field `checkpoint` says.
+        """
+        if which is None:
+            which = self.config.checkpoint if path is None else LATEST
+        workdir, init_from = self.config.workdir, self.config.init_from
+        if path is None:
+            path = (
+                init_from
+                if workdir is None or not broadcast_source(list_checkpoints(workdir)).steps
+                else workdir
+            )
+        if path is None:
+            raise UserError(f"workdir {workdir} holds no checkpoint, and init_from is not given")
+        tell = self.terminal.line
+        self._restored, manifest = load_values(path, which, self.functions, self.config, tell)
+        self._restored_from = manifest.identity
+        return manifest.step
+
+    def _evaluate(
+        self, dataset: Dataset, batch_size: int, check_interrupt: Callable[[], None]
+    ) -> Metrics:
+        variables = self._variables()
+        self._check_classes(dataset)
+        return self._evaluation.evaluate(variables, dataset, batch_size, check_interrupt)
+
+    @property
+    def _trained_as(self) -> Identity | None:
+        """The training that the values to evaluate with come from; None if there was none."""
+        return self._identity if self._state is not None else self._restored_from
+
+    def _check_classes(self, dataset: Dataset) -> None:
+        """Raise `UserError` where the labels mean other classes than those trained on."""
+        if (trained := self._trained_as) is not None:
+            check_same_classes(trained.classes, classes_of(dataset), "the model was")
+
+    def _interrupt_check(self) -> Callable[[], None]:
+        """Returns what is called before each batch, to raise if a signal has arrived.
+
+        JAX receives the signals of several processes, which have to ask for them. Within a `fit`
+        the loop does that, because it also saves.
+        """
+        alone = self._fitting or process_group.count() == 1
+        return self.check_interrupt if alone else StopSignals().stop_if_received
+
+    def _eval_batch(self, batch: int | None) -> int:
+        """The batch size to evaluate with: the training's, if neither argument nor option say so.
+
+        So the result does not depend on the devices. It need not divide over them.
+        """
+        if batch is not None and batch < 1:
+            raise UserError(f"global_batch_size is {batch}: it must be above 0")
+        batch = batch or self.config.eval_batch_size
+        if batch is None and self._trained_as is not None:
+            batch = self._trained_as.config.get("global_batch_size")
+        if batch is None and self.config.batch_size_per_device is not None:
+            batch = self.config.batch_size_per_device * self.placement.batch_shards
+        return batch or self.config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
+
+    def _variables(self) -> Variables:
+        """The values trained so far; before any training a checkpoint's, or else the first ones."""
+        self._check_readable()
+        if self._state is not None:
+            return self._state.variables
+        if self._restored is None:
+            workdir = self.config.workdir
+            if self.config.init_from or (
+                workdir and broadcast_source(list_checkpoints(workdir)).steps
+            ):
+                self.restore()
+            else:
+                self._restored = self.functions.init(self.config.seed).variables
+        assert self._restored is not None
+        return self._restored
+
+    def _check_readable(self) -> None:
+        """Raises `UserError` if the state cannot be read now."""
+
+
+def _make_functions(
+    parts: Mapping[str, Any], config: RunConfig, placement: Placement
+) -> StepFunctions:
+    """Makes step functions. A function of this module, because it is sent to workers."""
+    return StepFunctions(**parts, config=config, placement=placement)
+
+
+def _nothing() -> None:
+    pass

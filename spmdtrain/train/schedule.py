@@ -1,0 +1,198 @@
+"""The schedule of a run: which steps are dispatched together, and what is due after a step."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from spmdtrain.config import RunConfig
+from spmdtrain.distributed import process_group
+from spmdtrain.errors import UserError
+
+_CLOCK_INTERVAL = 1.0  # seconds between two reads of process 0's clock by several processes
+
+
+def with_totals(
+    config: RunConfig,
+    epochs: int | None,
+    steps: int | None,
+    global_batch_size: int | None,
+    batch_size_per_device: int | None,
+) -> RunConfig:
+    """Returns a configuration with the keywords of `Trainer.fit` in place of its own."""
+    if epochs is not None or steps is not None:
+        config = dataclasses.replace(config, epochs=epochs, steps=steps)
+    if global_batch_size is not None or batch_size_per_device is not None:
+        config = dataclasses.replace(
+            config,
+            global_batch_size=global_batch_size,
+            batch_size_per_device=batch_size_per_device,
+        )
+    return config
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is due after a step; the same in all processes. False if nothing is."""
+
+    save: bool
+    evaluate: bool
+    epoch_end: bool
+    preempted: bool
+    last: bool
+
+    def __bool__(self) -> bool:
+        return any((self.save, self.evaluate, self.epoch_end, self.preempted, self.last))
+
+
+class Schedule:
+    """Which steps of a run are evaluated after, saved after, and dispatched together.
+
+    Args:
+      config: Has the cadences.
+      total: Number of steps of the whole run.
+      num_examples: Number of training examples; 0 if the run has no dataset, and so no epochs.
+      evaluates: Whether there is a validation split.
+      saves: Whether there is a workdir.
+      clock: Returns seconds.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        total: int,
+        num_examples: int,
+        *,
+        evaluates: bool,
+        saves: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self.total = total
+        """Number of steps of the run; fewer once a callback has asked to stop."""
+        self.stops_at_epochs = False
+        """Whether a callback reads the state after each epoch."""
+        self._config, self._num_examples = config, num_examples
+        self._evaluates, self._saves, self._clock = evaluates, saves, clock
+        self._saved_at = clock()
+        self._next_clock_step = 0  # the step at which to read process 0's clock again
+        self._last_clock = 0.0, 0  # when it was read last, and at which step
+
+    # -- dispatches ----------------------------------------------------------------------------
+
+    def dispatches(self, first: int) -> Iterator[range]:
+        """Yields the steps after `first`, grouped as they are dispatched.
+
+        A group has `steps_per_dispatch` steps if nothing is due between them, and one step
+        otherwise, because each other number of steps would need a program of its own.
+        """
+        size, step, end = self._config.steps_per_dispatch, first, first
+        while step < self.total:
+            if size == 1:
+                step += 1
+                yield range(step, step + 1)
+                continue
+            # `end` is the last step that one dispatch from here could make.
+            while end < min(step + size, self.total) and (end == step or not self._splits(end)):
+                end += 1
+            count = size if end == step + size else 1
+            yield range(step + 1, step + count + 1)
+            step += count
+
+    def check_dispatches(self) -> None:
+        """Raises `UserError` if no dispatch would have `steps_per_dispatch` steps."""
+        size = self._config.steps_per_dispatch
+        if size == 1 or self.total < size:
+            return
+        if all(len(steps) == 1 for steps in itertools.islice(self.dispatches(0), 4 * size)):
+            raise UserError(
+                f"steps_per_dispatch is {size}, and the steps between evaluations, checkpoints "
+                "and profiles are fewer"
+            )
+
+    def _splits(self, step: int) -> bool:
+        """Returns whether a dispatch must end with `step`."""
+        profiled = self._config.profile_range()
+        around = profiled is not None and step in (profiled[0] - 1, profiled[1])
+        saved = self._saves and self.saves_by_count(step)
+        return saved or around or self.ends_epoch(step) or self.should_evaluate(step, saved=saved)
+
+    # -- what is due ---------------------------------------------------------------------------
+
+    def due(self, step: int, *, preempted: bool) -> Due:
+        """Returns what is due after a step. All processes call it after the same steps.
+
+        Args:
+          step: The step that was dispatched last.
+          preempted: Whether a signal asks the run to stop; the same in all processes.
+        """
+        save = self.should_save(step)
+        return Due(
+            save=save,
+            evaluate=self.should_evaluate(step, saved=save),
+            epoch_end=self.ends_epoch(step),
+            preempted=preempted,
+            last=step == self.total,
+        )
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether something is due after a step, apart from saves by the clock."""
+        saved = self._saves and self.saves_by_count(step)
+        last = step == self.total
+        return last or self.ends_epoch(step) or saved or self.should_evaluate(step, saved=saved)
+
+    def should_evaluate(self, step: int, *, saved: bool) -> bool:
+        """Returns whether to evaluate the validation split after `step`.
+
+        Args:
+          step: The step.
+          saved: Whether a checkpoint is saved after it.
+        """
+        if not self._evaluates:
+            return False
+        return self.is_eval_step(step) or (saved and self._config.eval_at_checkpoints)
+
+    def is_eval_step(self, step: int) -> bool:
+        """Returns whether `step` is an evaluation step, if there is anything to evaluate."""
+        return step == self.total or self._config.evaluates_at(step, self._num_examples)
+
+    def ends_epoch(self, step: int) -> bool:
+        """Returns whether callbacks of `epoch_end` are called after `step`."""
+        return self.stops_at_epochs and self._config.ends_epoch(step, self._num_examples)
+
+    def should_save(self, step: int) -> bool:
+        """Returns whether to save after `step`, by count or by time.
+
+        All processes call it after the same steps, because process 0's clock decides.
+        """
+        if not self._saves:
+            return False
+        by_time = self._time_to_save(step)  # first: all processes have to ask
+        return by_time or self.saves_by_count(step)
+
+    def saves_by_count(self, step: int) -> bool:
+        """Returns whether `step` is one to save after, whatever the time."""
+        return step == self.total or self._config.saves_at(step, self._num_examples)
+
+    def saved(self) -> None:
+        """Restarts the clock of `checkpoint_every_seconds`."""
+        self._saved_at = self._clock()
+
+    def _time_to_save(self, step: int) -> bool:
+        """Returns whether `checkpoint_every_seconds` have passed by process 0's clock.
+
+        Several processes do not broadcast at every step: each time they also agree on the next
+        step at which to ask.
+        """
+        seconds = self._config.checkpoint_every_seconds
+        if seconds is None or step < self._next_clock_step:
+            return False
+        now = self._clock()
+        if process_group.count() == 1:
+            return now - self._saved_at >= seconds
+        last_time, last_step = self._last_clock
+        rate = (step - last_step) / max(now - last_time, 1e-3) if last_step else 0.0
+        self._last_clock = now, step
+        wait = min(_CLOCK_INTERVAL, max(0.0, seconds - (now - self._saved_at)))
+        due = process_group.broadcast(now - self._saved_at >= seconds)
+        self._next_clock_step = step + process_group.broadcast(max(1, int(rate * wait)))
+        return due
