@@ -77,7 +77,7 @@ def gathering(*who: Party, timeout: float = 20) -> Iterator[tuple[list[Ending], 
 
 def knock(party: Party) -> socket.socket:
     """A connection to where process 0 listens, as soon as it does."""
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while True:
         try:
             return socket.create_connection((party.host, party.port), timeout=10)
@@ -131,7 +131,7 @@ def message(line: Line) -> dict[str, Any] | None:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.02)

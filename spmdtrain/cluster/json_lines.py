@@ -50,8 +50,8 @@ def parse(text: bytes) -> dict[str, Any] | None:
         elif not in_string and mark in b"}]":
             depth -= 1
     try:
-        value = json.loads(text)
-    except ValueError:
+        value = json.loads(text.decode("utf-8"))  # which the scan assumes; json.loads guesses
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -83,8 +83,21 @@ def test_anything_else_is_none_and_raises_nothing(noise: bytes, sealed: bool) ->
         (b'{"a": ' + b"9" * 10_000 + b"}", None),  # more digits than Python converts
         (b"[1]", None),
         (b"\xff", None),
+        ('{"\u2200":'.encode("utf-16-le") + "[".encode("utf-16-le") * 100_000, None),
+        ('{"a": 1}'.encode("utf-16"), None),  # JSON in UTF-8 alone is read
     ],
-    ids=["four", "five", "strings", "lists", "objects", "digits", "list", "bytes"],
+    ids=[
+        "four",
+        "five",
+        "strings",
+        "lists",
+        "objects",
+        "digits",
+        "list",
+        "bytes",
+        "UTF-16",
+        "mark",
+    ],
 )
 def test_nesting_is_bounded(text: bytes, expected: object) -> None:
     assert parse(text) == expected
