@@ -33,6 +33,7 @@ from meetings import (
 )
 from processes import free_port
 
+from spmdtrain.cluster import rendezvous
 from spmdtrain.cluster.rendezvous import Party, join_rendezvous
 from spmdtrain.errors import ClusterError, UserError
 
@@ -40,10 +41,10 @@ from spmdtrain.errors import ClusterError, UserError
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is waited for in seconds is waited for in tenths."""
-    monkeypatch.setattr(join_rendezvous, "_TELL_EVERY", 0.3)
-    monkeypatch.setattr(join_rendezvous, "_RESOLVE_FOR", 0.5)
-    monkeypatch.setattr(join_rendezvous, "_BIND_FOR", 0.5)
-    monkeypatch.setattr(join_rendezvous, "_LATE", 0.5)
+    monkeypatch.setattr(rendezvous, "_TELL_EVERY", 0.3)
+    monkeypatch.setattr(rendezvous, "_RESOLVE_FOR", 0.5)
+    monkeypatch.setattr(rendezvous, "_BIND_FOR", 0.5)
+    monkeypatch.setattr(rendezvous, "_LATE", 0.5)
 
 
 # -- who comes, and who does not -------------------------------------------------------------------
@@ -349,7 +350,7 @@ def test_another_program_at_process_0s_port_is_told(
     monkeypatch: pytest.MonkeyPatch, answer: bytes
 ) -> None:
     who = parties(2)
-    monkeypatch.setattr(join_rendezvous, "_PATIENCE", 0.0)
+    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.0)
     with another_program(who[0].port, answer):
         error = refusal(ending(who[1], 10, Told()), ClusterError)
     assert error == (
@@ -361,7 +362,7 @@ def test_another_program_at_process_0s_port_is_told(
 @pytest.mark.parametrize("abrupt", [False, True])
 def test_one_that_hangs_up_is_told(monkeypatch: pytest.MonkeyPatch, abrupt: bool) -> None:
     who = parties(2)
-    monkeypatch.setattr(join_rendezvous, "_PATIENCE", 0.0)
+    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.0)
     with another_program(who[0].port, b"", abrupt=abrupt):
         error = refusal(ending(who[1], 10, Told()), ClusterError)
     assert error.startswith(f"127.0.0.1:{who[0].port} is not chief of a job that is gathering")
@@ -369,7 +370,7 @@ def test_one_that_hangs_up_is_told(monkeypatch: pytest.MonkeyPatch, abrupt: bool
 
 def test_on_kubernetes_a_name_may_come_with_its_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    monkeypatch.setattr(join_rendezvous, "_RESOLVE_FOR", 0.0)
+    monkeypatch.setattr(rendezvous, "_RESOLVE_FOR", 0.0)
     _, worker = parties(2, host="no-such-pod.invalid")
     with pytest.raises(ClusterError, match="could not reach chief at no-such-pod"):
         join_rendezvous(worker, 1.0, print)
