@@ -18,13 +18,17 @@ DATA = Path(os.environ.get("SPMDTRAIN_DATA", REPOSITORY.parent / "shared" / "dat
 
 # Marks of all tests in a folder. A test elsewhere that takes long bears the mark itself.
 MARKS = {"integration": pytest.mark.slow, "drills": pytest.mark.drill}
+# Drills that start Ray clusters: one cluster at a time is as much as two cores can run.
+RAY = {"coordinator", "nodes", "no_passwd_entry", "parameter_server", "ray_auth", "roles"}
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Marks a test by its folder."""
+    """Marks a test by its folder, and groups tests for `--dist loadgroup` by file."""
     folder = item.path.relative_to(TESTS).parts[0]
     if folder in MARKS:
         item.add_marker(MARKS[folder])
+    name = item.path.stem.removeprefix("test_")
+    item.add_marker(pytest.mark.xdist_group("ray" if name in RAY else name))
 
 
 @pytest.fixture(autouse=True, scope="session")
