@@ -20,9 +20,9 @@ from spmdtrain.config_checks import resolve
 from spmdtrain.distributed import failures, initialize, process_group, progress
 from spmdtrain.errors import ExitCode, PreemptedExit, UserError, exit_code_of
 from spmdtrain.files.run_files import write_predictions
-from spmdtrain.parameter_server import state_partition
 from spmdtrain.parameter_server.executor import server_partition
 from spmdtrain.parameter_server.roles import run_task_role
+from spmdtrain.parameter_server.state_partition import print_partition
 from spmdtrain.sharding import table
 from spmdtrain.sharding.placement import local_config, resolve_config
 from spmdtrain.strategies import strategy
@@ -108,8 +108,8 @@ def execute(command: Command) -> int:
     if options.show_sharding:
         if by_servers:
             servers = max(1, len(spec.jobs.get("ps", ())))
-            division = server_partition(trainer.functions, config.servers, servers)
-            state_partition.show(terminal, division)
+            partition = server_partition(trainer.functions, config.servers, servers)
+            print_partition(terminal, partition)
         else:
             table.show(terminal, trainer.sharding_table())
     if options.mode == "train":

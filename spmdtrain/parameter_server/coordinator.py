@@ -1,7 +1,7 @@
-"""Functions that workers run, each at its own pace, around parameters that servers have.
+"""Asynchronous functions on workers, with parameters on servers.
 
-For loops of one's own, as `tf.distribute`'s `ClusterCoordinator` has them; the `Trainer`'s are made
-by strategy parameter_server.
+`Coordinator` is for custom loops, like `ClusterCoordinator` of `tf.distribute`. A `Trainer` uses
+strategy parameter_server.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from spmdtrain.errors import ClusterError, UserError
 from spmdtrain.parameter_server import ray_pool
 from spmdtrain.parameter_server.partition import MinSize, Partitioner
 from spmdtrain.parameter_server.remote_call import (
-    KEPT,
+    CACHE_SIZE,
     Call,
     LruCache,
     PerWorker,
@@ -43,15 +43,15 @@ from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal
 
 PyTree = Any
-_is_used = False  # whether this process has had one
-_LOOK = 0.05  # seconds between two looks at what workers do, and at whether a signal has come
-_FATAL = 4  # workers that are lost with a call, and it is to blame
-_REST = 15.0  # seconds after a signal in which what is out may come in
-_MOST = 256  # calls that wait for a worker, before schedule() waits, too
+_is_used = False  # whether this process has had a coordinator
+_POLL = 0.05  # seconds between two checks for events of workers, and for signals
+_MAX_LOSSES = 4  # workers lost with the same call until the call is considered the cause
+_GRACE = 15.0  # seconds after a signal in which running calls may end
+_MAX_WAITING = 256  # calls that wait for a worker until schedule() waits too
 
 
 def _key(function: Callable[..., Any]) -> Hashable:
-    """Functions that are equal are sent once; of those that cannot tell, each is its own."""
+    """Returns a key that equal functions share; unhashable functions have one each."""
     try:
         hash(function)
     except TypeError:
@@ -60,23 +60,25 @@ def _key(function: Callable[..., Any]) -> Hashable:
 
 
 class Value:
-    """What a scheduled function returns, once it has run. `Coordinator.fetch` waits for it."""
+    """The pending result of a scheduled function. `Coordinator.fetch` waits for it."""
 
     def __init__(self) -> None:
-        self._settled = threading.Event()
+        self._ready = threading.Event()
         self._result: Any = None
         self._error: Exception | None = None
 
-    def _settle(self, result: Any, error: Exception | None = None) -> None:
+    def _set(self, result: Any, error: Exception | None = None) -> None:
         self._result, self._error = result, error
-        self._settled.set()
+        self._ready.set()
 
     def __reduce__(self) -> Any:
-        raise UserError("a value that another function returns is no argument: fetch it first")
+        raise UserError("a Value cannot be an argument of a scheduled function: fetch it first")
 
 
 class Coordinator:
-    """Has the workers of a TF_CONFIG run functions; the chief alone gets past its beginning.
+    """Runs functions on the workers of a TF_CONFIG.
+
+    A context manager, whose block only the chief executes: the other tasks serve it and exit.
 
         with Coordinator() as coordinator:
             shared = coordinator.share(params, optax.adam(1e-3))
@@ -91,10 +93,16 @@ class Coordinator:
             coordinator.join()
             print(coordinator.fetch(losses)[-1])
 
-    What a worker was doing when it was lost, another does again. The first error of a function is
-    raised by the next `schedule`, `join` or `done`; what had not begun by then is not run. After
-    SIGTERM or Ctrl-C they raise `PreemptedExit`. `init_timeout`: seconds in which the chief and the
-    servers have to come. Raises `UserError` where TF_CONFIG has no such tasks.
+    The call of a lost worker is run again by another worker. The first error of a function is
+    raised by the next `schedule`, `join` or `done`; calls that had not started by then are not
+    run. After SIGTERM or Ctrl-C these methods raise `PreemptedExit`.
+
+    Args:
+      init_timeout: Seconds to wait for the chief and the servers.
+      terminal: Receives lines such as the loss of a worker; by default a new one.
+
+    Raises:
+      UserError: On entry, if TF_CONFIG lacks tasks.
     """
 
     def __init__(self, *, init_timeout: float = 300.0, terminal: Terminal | None = None) -> None:
@@ -102,39 +110,39 @@ class Coordinator:
         self._stack = contextlib.ExitStack()
         self._changed = threading.Condition()
         self._waiting: deque[Call] = deque()
-        self._out: dict[str, Call] = {}  # by worker
-        self._values: dict[int, Value] = {}  # of what is waiting or out
+        self._running: dict[str, Call] = {}  # by worker
+        self._values: dict[int, Value] = {}  # of waiting and running calls
         self._error: Exception | None = None
-        self._broken: Exception | None = None  # what has ended the thread
-        self._over = True  # until it has begun
-        self._restless = False  # whether it has not come to rest after a signal
+        self._thread_error: Exception | None = None  # the error that ended the thread
+        self._closed = True  # until entry, and after exit
+        self._drain_failed = False  # whether calls were still running _GRACE seconds after a signal
         self._next = 0  # the number of the next call
-        # With the functions themselves, as some go by their id.
-        self._functions = LruCache(KEPT)
-        self._sent = itertools.count()
-        self._shares = itertools.count()
+        # With the functions themselves, because some are identified by their id.
+        self._functions = LruCache(CACHE_SIZE)
+        self._function_numbers = itertools.count()
+        self._share_numbers = itertools.count()
         self._signals = StopSignals()
         self._lost: set[str] = set()
-        self._killed: Counter[int] = Counter()
+        self._losses: Counter[int] = Counter()  # by call
 
     def __enter__(self) -> "Coordinator":
         global _is_used
         run_task_role(self._timeout)
         if _is_used:
             raise UserError(
-                "a script has one Coordinator: the workers and servers have ended with the first"
+                "a script can use one Coordinator: the workers and servers ended with the first"
             )
         _is_used = True
         configure_backend(RunConfig(strategy="parameter_server"))
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._signals)
             self._job = stack.enter_context(ray_pool.begin(from_environment(), self._timeout))
-            self._crew = self._job.crew(Runner)
-            self._over = False
+            self._pool = self._job.worker_pool(Runner)
+            self._closed = False
             thread = threading.Thread(target=self._work, name="coordinator", daemon=True)
             thread.start()
             stack.callback(thread.join)
-            stack.callback(setattr, self, "_over", True)
+            stack.callback(setattr, self, "_closed", True)
             self._stack = stack.pop_all()
         return self
 
@@ -146,53 +154,71 @@ class Coordinator:
             self.join()
 
     def __reduce__(self) -> Any:
-        raise UserError("a Coordinator is for the chief alone: a function of workers has none")
+        raise UserError("a Coordinator cannot be used in a function that a worker runs")
 
-    # -- what is to be run ---------------------------------------------------------------------
+    # -- public methods ------------------------------------------------------------------------
 
     def schedule(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Value:
-        """Have a worker run `function(*args, **kwargs)`; returns at once, unless many wait already.
+        """Schedules `function(*args, **kwargs)` on a worker.
 
-        It is sent to a worker once, with all that it refers to as it is then. What it returns is
-        fetched as NumPy arrays. `PerWorker` among the arguments stands for the worker's own.
+        Returns at once, unless 256 calls are waiting. The function is sent to a worker once, with
+        the current values of all variables that it refers to.
+
+        Args:
+          function: The function. JAX arrays in its result are fetched as NumPy arrays.
+          *args: Its arguments; a `PerWorker` is replaced by the worker's object.
+          **kwargs: Its keyword arguments, likewise.
+
+        Returns:
+          The pending result.
         """
         with self._changed:
-            self._wait(lambda: len(self._waiting) < _MOST or self._error is not None)
+            self._wait(lambda: len(self._waiting) < _MAX_WAITING or self._error is not None)
             self._raise()
             arguments = self._job.ray.cloudpickle.dumps((args, kwargs))
-            sent = self._functions.get(
+            remote = self._functions.get(
                 _key(function), lambda: (function, self._send(function, "schedule"))
             )[1]
-            call = Call(self._next, sent, arguments)
+            call = Call(self._next, remote, arguments)
             self._next += 1
             value = self._values[call.number] = Value()
             self._waiting.append(call)
-            self._give()
+            self._assign()
         return value
 
     def join(self) -> None:
-        """Return once all that was scheduled has run; raises the first error of any of it."""
+        """Waits until all scheduled calls have ended; raises the first error of any of them."""
         with self._changed:
             self._wait(lambda: self._is_done)
             self._raise()
 
     def done(self) -> bool:
-        """Whether all that was scheduled has run; raises the first error of any of it."""
+        """Returns whether all scheduled calls have ended; raises the first error of any of them."""
         with self._changed:
             self._raise()
             return self._is_done
 
     def fetch(self, values: PyTree) -> PyTree:
-        """What was returned, in the place of each `Value` of a tree, once it is there.
+        """Waits for results.
 
-        Raises what the function has raised.
+        Args:
+          values: A tree with `Value` leaves.
+
+        Returns:
+          The tree with the results in their place.
+
+        Raises:
+          Exception: The error of the function.
         """
         return jax.tree.map(self._fetched, values, is_leaf=lambda value: isinstance(value, Value))
 
     def per_worker(self, make: Callable[[], Any]) -> PerWorker:
-        """A thing that each worker has one of: `make()`, called there when it is first used.
+        """Returns a placeholder for an object that each worker makes for itself.
 
-        An iterator over a dataset, say. A worker that is lost and comes again makes another.
+        An example is an iterator over a dataset. Pass the placeholder as an argument of `schedule`.
+
+        Args:
+          make: Returns the object; called in a worker at its first use, and again after a restart.
         """
         self._check()
         return PerWorker(self._send(make, "per_worker"))
@@ -205,10 +231,17 @@ class Coordinator:
         opt_state: PyTree = None,
         partitioner: Partitioner | None = None,
     ) -> "Shared":
-        """Put parameters on the servers, which update them by what is pushed.
+        """Distributes parameters over the servers, which update them by pushed gradients.
 
-        `opt_state`: of an earlier `Shared.state()`; a new one where it is None. Raises `UserError`
-        for an optimizer that cannot be divided, and where a server does not come in time.
+        Args:
+          params: Tree of floating-point arrays.
+          optimizer: The optimizer.
+          opt_state: Its state, from an earlier `Shared.state()`; by default a new one.
+          partitioner: Determines the number of shards of each parameter; by default
+            `MinSize(number of servers)`.
+
+        Raises:
+          UserError: If the optimizer cannot be split, or a server does not start in time.
         """
         self._check()
         check_params(params)
@@ -223,29 +256,31 @@ class Coordinator:
         )
         state = jax.tree.map(np.asarray, state)
         servers = self._job.servers
-        division = ServerPartition.of(
+        partition = ServerPartition.of(
             jax.eval_shape(lambda: state), update, servers, partitioner or MinSize(servers)
         )
-        held = self._job.serve(division, state, self._next, may_stop=self._check)
-        return Shared(next(self._shares), division, held)
+        actors = self._job.serve(partition, state, self._next, check_interrupt=self._check)
+        return Shared(next(self._share_numbers), partition, actors)
 
-    # -- the work -------------------------------------------------------------------------------
+    # -- implementation -------------------------------------------------------------------------
 
-    def _send(self, function: Callable[..., Any], of: str) -> RemoteFunction:
+    def _send(self, function: Callable[..., Any], method: str) -> RemoteFunction:
         if not callable(function):
-            raise UserError(f"{of}() is given a {type(function).__name__}: it takes a function")
+            raise UserError(
+                f"{method}() was given a {type(function).__name__}: expected a function"
+            )
         try:
             reference = self._job.ray.put(function)
         except TypeError as error:
             name = getattr(function, "__qualname__", type(function).__name__)
-            why = str(error.__cause__ or error).strip().splitlines()[0]
-            raise UserError(f"{name} cannot be sent to workers: {why}") from error
-        return RemoteFunction(next(self._sent), [reference])
+            reason = str(error.__cause__ or error).strip().splitlines()[0]
+            raise UserError(f"{name} cannot be sent to workers: {reason}") from error
+        return RemoteFunction(next(self._function_numbers), [reference])
 
     def _fetched(self, value: Any) -> Any:
         if not isinstance(value, Value):
             return value
-        while not value._settled.wait(_LOOK):
+        while not value._ready.wait(_POLL):
             self._check()
         if value._error is not None:
             raise value._error
@@ -253,37 +288,37 @@ class Coordinator:
 
     @property
     def _is_done(self) -> bool:
-        return not self._waiting and not self._out
+        return not self._waiting and not self._running
 
     def _wait(self, until: Callable[[], bool]) -> None:
         while not until():
             self._check()
-            self._changed.wait(_LOOK)
+            self._changed.wait(_POLL)
 
     def _check(self) -> None:
-        """Raise where what is waited for will not come."""
-        if self._broken is not None:
-            raise self._broken
-        if self._over:
-            raise UserError("use the coordinator within its `with`, with which it ends")
+        """Raises an error if waiting is in vain: the job is ending, or the thread has failed."""
+        if self._thread_error is not None:
+            raise self._thread_error
+        if self._closed:
+            raise UserError("the coordinator was used outside of its `with` block")
         if self._signals.asked():
-            self._come_to_rest()
+            self._drain()
             self._signals.stop_if_received()
 
-    def _come_to_rest(self) -> None:
-        """Give out nothing more, and let land what is out: what is shared is whole then."""
-        if self._restless:
+    def _drain(self) -> None:
+        """Waits for the running calls and starts no others, so that all servers agree."""
+        if self._drain_failed:
             return
         with self._changed:
-            self._drop("the job was asked to stop")
-            until = time.monotonic() + _REST
-            while not self._is_done and self._broken is None and time.monotonic() < until:
-                self._changed.wait(_LOOK)
+            self._drop("the job is stopping")
+            deadline = time.monotonic() + _GRACE
+            while not self._is_done and self._thread_error is None and time.monotonic() < deadline:
+                self._changed.wait(_POLL)
             if not self._is_done:
-                self._restless = True
+                self._drain_failed = True
                 self._terminal.line(
-                    f"what was given out is not done {_REST:g} s after the signal: of that, some "
-                    "servers may have more than others"
+                    f"calls are still running {_GRACE:g} s after the signal: some servers may "
+                    "have applied their updates and others not"
                 )
 
     def _raise(self) -> None:
@@ -293,80 +328,83 @@ class Coordinator:
             raise error
 
     def _work(self) -> None:
-        """Give calls to workers and take what comes of them, in a thread of its own."""
+        """Assigns calls to workers and processes the events of the pool, in a thread."""
         try:
-            while not self._over:
+            while not self._closed:
                 with self._changed:
-                    self._give()
-                events = self._crew.events(_LOOK)
+                    self._assign()
+                events = self._pool.events(_POLL)
                 with self._changed:
                     for event in events:
-                        self._take(event)
+                        self._process(event)
                     self._changed.notify_all()
-        except Exception as error:  # of Ray, say: whoever waits is to know
+        except Exception as error:  # for example of Ray; waiting methods raise it
             with self._changed:
-                self._broken = error
+                self._thread_error = error
                 self._fail(error)
-                for call in self._out.values():
-                    self._values.pop(call.number)._settle(None, error)
-                self._out.clear()
+                for call in self._running.values():
+                    self._values.pop(call.number)._set(None, error)
+                self._running.clear()
                 self._changed.notify_all()
 
-    def _give(self) -> None:
-        for worker in self._crew.idle():
-            # Of one that is out, the end may be known to the crew and not yet taken here.
-            if self._waiting and worker not in self._out:
-                call = self._out[worker] = self._waiting.popleft()
-                floor = min(one.number for one in (*self._out.values(), *self._waiting))
-                self._crew.give(worker, dataclasses.replace(call, floor=floor))
+    def _assign(self) -> None:
+        for worker in self._pool.idle():
+            # The pool may report a worker idle whose event has not been processed here yet.
+            if self._waiting and worker not in self._running:
+                call = self._running[worker] = self._waiting.popleft()
+                floor = min(other.number for other in (*self._running.values(), *self._waiting))
+                self._pool.give(worker, dataclasses.replace(call, floor=floor))
 
-    def _take(self, event: PoolEvent) -> None:
-        # One that has just come may have been given something before that is taken here.
-        call = None if isinstance(event, WorkerJoined) else self._out.pop(event.worker, None)
-        heartbeat()  # else the launcher would take the job for hung
+    def _process(self, event: PoolEvent) -> None:
+        # A worker that has joined may have received a call before this event is processed.
+        call = None if isinstance(event, WorkerJoined) else self._running.pop(event.worker, None)
+        heartbeat()  # otherwise the launcher would consider the job stalled
         match event:
             case Done(_, result) if call is not None:
                 with phase(Phase.STEP, call.number + 1):
-                    pass  # where the job is, for the launcher to tell
-                self._values.pop(call.number)._settle(result)
+                    pass  # records the position of the job for the launcher's reports
+                self._values.pop(call.number)._set(result)
             case Failed(_, error):
                 if call is not None:
-                    self._values.pop(call.number)._settle(None, error)
+                    self._values.pop(call.number)._set(None, error)
                 self._fail(error)
             case WorkerLost(worker, reason):
-                again = ""
+                consequence = ""
                 if call is not None:
-                    self._do_again(call, worker, reason)
-                    again = "; what it was doing is done again"
+                    self._reschedule(call, worker, reason)
+                    consequence = "; its call is run again"
                 self._lost.add(worker)
-                self._terminal.line(f"{worker} is lost ({reason}){again}")
+                self._terminal.line(f"{worker} is lost ({reason}){consequence}")
             case WorkerJoined(worker) if worker in self._lost:
                 self._lost.remove(worker)
                 self._terminal.line(f"{worker} is back")
 
-    def _do_again(self, call: Call, worker: str, reason: str) -> None:
-        """Unless it kills whoever runs it."""
-        self._killed[call.number] += 1
-        if self._killed[call.number] < _FATAL:
+    def _reschedule(self, call: Call, worker: str, reason: str) -> None:
+        """Schedules a call again, unless it was lost with too many workers."""
+        self._losses[call.number] += 1
+        if self._losses[call.number] < _MAX_LOSSES:
             self._waiting.appendleft(call)
             return
         error = ClusterError(
-            f"what was scheduled as number {call.number} was lost with {_FATAL} workers (the last: "
-            f"{worker}, {reason}): does it take more memory than there is?"
+            f"call {call.number} was lost {_MAX_LOSSES} times with its worker (last: {worker}, "
+            f"{reason}). It may need more memory than a worker has"
         )
-        self._values.pop(call.number)._settle(None, error)
+        self._values.pop(call.number)._set(None, error)
         self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Keep an error for who asks next, and run nothing of what has not begun."""
+        """Stores an error for the next public method, and drops the waiting calls."""
         self._error = self._error or error
         self._drop(f"another function raised {type(error).__name__}: {error}")
 
-    def _drop(self, why: str) -> None:
-        """Run nothing of what has not begun. What was lost goes on: some servers may have it."""
+    def _drop(self, reason: str) -> None:
+        """Drops the calls that have not started.
+
+        A call that was lost with its worker stays, because some servers may have its update.
+        """
         waiting, self._waiting = self._waiting, deque[Call]()
         for call in waiting:
-            if self._killed[call.number] and self._broken is None:
+            if self._losses[call.number] and self._thread_error is None:
                 self._waiting.append(call)
             else:
-                self._values.pop(call.number)._settle(None, UserError(f"not run, as {why}"))
+                self._values.pop(call.number)._set(None, UserError(f"not run because {reason}"))

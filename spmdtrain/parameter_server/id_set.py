@@ -1,38 +1,45 @@
-"""Numbers that are each counted once, in any order: batches that have been added, say."""
+"""Sets of numbers of which almost all below a bound are members."""
 
 
 class IdSet:
-    """All whole numbers below `first`, and those that are entered."""
+    """A set of integers: all below a bound, and single ones above it.
+
+    It records which batches have been applied, each once and in any order, without storing every
+    number.
+
+    Args:
+      first: The bound at the beginning: all smaller numbers are members.
+    """
 
     def __init__(self, first: int = 0) -> None:
         self.complete = first
-        """All numbers below this are in it."""
+        """All numbers below this are members."""
         self._beyond: set[int] = set()
 
     def enter(self, number: int) -> bool:
-        """Enter a number; False where it is in it already."""
+        """Adds a number. Returns False if it was a member already."""
         if number in self:
             return False
         self._beyond.add(number)
-        self._go_on()
+        self._raise_bound()
         return True
 
-    def _go_on(self) -> None:
+    def _raise_bound(self) -> None:
         while self.complete in self._beyond:
             self._beyond.remove(self.complete)
             self.complete += 1
 
     def close(self, floor: int) -> None:
-        """Count all numbers below `floor` as entered: none of them comes any more."""
+        """Adds all numbers below `floor`."""
         if floor > self.complete:
             self.complete = floor
             self._beyond = {number for number in self._beyond if number >= floor}
-            self._go_on()
+            self._raise_bound()
 
     def __contains__(self, number: int) -> bool:
         return number < self.complete or number in self._beyond
 
     @property
     def count(self) -> int:
-        """How many numbers from 0 on are in it."""
+        """Number of members that are not negative."""
         return self.complete + len(self._beyond)

@@ -1,4 +1,4 @@
-"""An optimizer in two: what needs the whole gradient, and what works on each part of it alone."""
+"""The split of an optimizer into a part that needs whole gradients and one that does not."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -15,49 +15,59 @@ from spmdtrain.errors import UserError
 from spmdtrain.parameter_server.partition import TreePartition
 
 PyTree = Any
-_STEPS = 2  # the second looks at what the first has left in the state
-_LARGE = 1e8
+_STEPS = 2  # the second step uses the state that the first one leaves
+_LARGE = 1e8  # factor of gradients that every clipping changes
 
 
-def divided(
-    optimizer: optax.GradientTransformation, cuts: TreePartition
+def split_optimizer(
+    optimizer: optax.GradientTransformation, trained: TreePartition
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
-    """What is done to a gradient on the worker, and then to each part of it on its server.
+    """Splits an optimizer into a part for the workers and a part for the servers.
 
-    `cuts` are of the parameters that are trained. Of a chain, what comes first may need the whole
-    gradient, if it keeps no state: clipping by the global norm. The state of the second is that of
-    the whole optimizer. Raises `UserError`, which names it, for what cannot be divided.
+    The first transformations of a chain may need the whole gradient if they keep no state, such as
+    clipping by the global norm: they run on the workers.
+
+    Args:
+      optimizer: The whole optimizer.
+      trained: The partition of the trained parameters.
+
+    Returns:
+      The transformation that a worker applies to whole gradients, and the one that each server
+      applies to its part. The state of the latter has the structure of the whole optimizer's.
+
+    Raises:
+      UserError: If the optimizer cannot be split. Names the transformation.
     """
     chain = parts_of(optimizer)
-    trial = _Trial.of(cuts)
-    whole = [number for number, part in enumerate(chain) if not trial.is_separable(part)]
-    count = whole[-1] + 1 if whole else 0
+    trial = _Trial.of(trained)
+    inseparable = [number for number, part in enumerate(chain) if not trial.is_separable(part)]
+    count = inseparable[-1] + 1 if inseparable else 0
     for part in chain[:count]:
-        if jax.tree.leaves(jax.eval_shape(part.init, cuts.whole)):
+        if jax.tree.leaves(jax.eval_shape(part.init, trained.whole)):
             keeps = "keeps" if part is chain[count - 1] else f"{name_of(part)} keeps"
             raise UserError(
                 f"strategy parameter_server: the optimizer's {name_of(chain[count - 1])} needs the "
-                f"whole gradient, and {keeps} a state of its own: no server has the whole of it. "
-                "An optimizer that works element by element (sgd, adam, adamw) can be divided, and "
-                "clip_by_global_norm before it"
+                f"whole gradient, and {keeps} a state, of which each server would have only a "
+                "part. Use an optimizer that works element by element (sgd, adam, adamw), with "
+                "clip_by_global_norm before it if needed"
             )
     if not count:
         return optax.identity(), optimizer
-    rest = [_nothing(part) for part in chain[:count]] + list(chain[count:])
+    rest = [_without_update(part) for part in chain[:count]] + list(chain[count:])
     return optax.chain(*chain[:count]), optax.chain(*rest)
 
 
-def _nothing(part: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Does nothing, and keeps a state of the same structure: the whole optimizer's has it."""
+def _without_update(part: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns an identity whose state has the same structure as that of a transformation."""
     return optax.GradientTransformation(
         part.init, lambda updates, state, params=None: (updates, state)
     )
 
 
 def parts_of(optimizer: optax.GradientTransformation) -> Sequence[optax.GradientTransformation]:
-    """The parts of an `optax.chain`, in order; else the optimizer alone."""
-    known = _closed_over(optimizer.init).get("init_fns"), _closed_over(optimizer.update)
-    inits, updates = known[0], known[1].get("update_fns")
+    """Returns the transformations of an `optax.chain` in order, or the optimizer alone."""
+    inits = _closure(optimizer.init).get("init_fns")
+    updates = _closure(optimizer.update).get("update_fns")
     if not (inits and updates and len(inits) == len(updates)):
         return [optimizer]
     return [
@@ -67,17 +77,17 @@ def parts_of(optimizer: optax.GradientTransformation) -> Sequence[optax.Gradient
 
 
 def name_of(optimizer: optax.GradientTransformation) -> str:
-    """What optax calls it: `clip_by_global_norm`, or `chain(scale_by_adam, scale)`."""
+    """Returns the name of a transformation in optax, such as `chain(scale_by_adam, scale)`."""
     if len(parts := parts_of(optimizer)) > 1:
         return f"chain({', '.join(map(name_of, parts))})"
     update: Any = optimizer.update
-    inner = _closed_over(update).get("tx")
+    inner = _closure(update).get("tx")
     if inner is not None:
         update = inner.update
     return str(getattr(update, "__qualname__", type(optimizer).__name__)).split(".")[0]
 
 
-def _closed_over(function: Any) -> dict[str, Any]:
+def _closure(function: Any) -> dict[str, Any]:
     if not inspect.isfunction(function):
         return {}
     return dict(inspect.getclosurevars(function).nonlocals)
@@ -85,59 +95,66 @@ def _closed_over(function: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Random numbers, of the parameters' shapes, that tell what works on each part alone."""
+    """Random inputs on which the updates of parts are compared with the update of the whole.
 
-    cuts: TreePartition
+    Attributes:
+      partition: The partition of the trained parameters.
+      params: Their values.
+      gradients: The gradients of each step.
+    """
+
+    partition: TreePartition
     params: PyTree
     gradients: Sequence[PyTree]
-    """Of the steps."""
 
     @classmethod
-    def of(cls, cuts: TreePartition) -> "_Trial":
+    def of(cls, partition: TreePartition) -> "_Trial":
         generator = np.random.default_rng(0)
         params, *gradients = (
-            jax.tree.map(lambda x: _random(x, generator), cuts.whole) for _ in range(1 + _STEPS)
+            jax.tree.map(lambda x: _random(x, generator), partition.whole)
+            for _ in range(1 + _STEPS)
         )
-        return cls(cuts, params, gradients)
+        return cls(partition, params, gradients)
 
     def is_separable(self, part: optax.GradientTransformation) -> bool:
-        """Whether the parts' results, joined, are the whole's.
+        """Returns whether the updates of the parts, joined, equal the update of the whole.
 
-        Tried also with large gradients, which a clip may be waiting for, and with a NaN in the
-        first and in the last: what has a state shows it later, what has none at once.
+        The inputs include large gradients, because a clipping may leave small ones unchanged, and
+        a NaN in the first or the last gradient: a transformation with a state reacts to it in a
+        later step, one without a state in the same.
         """
         part = optax.with_extra_args_support(part)
 
         @jax.jit
         def run(params: PyTree, gradients: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
             state, updates = part.init(params), params
-            for given in gradients:
-                updates, state = part.update(given, state, params, value=jnp.float32(1.0))
+            for gradient in gradients:
+                updates, state = part.update(gradient, state, params, value=jnp.float32(1.0))
             return updates, state
 
-        for gradients in self._hard():
+        for gradients in self._cases():
             expected = run(self.params, gradients)
-            found = [
+            servers = range(len(self.partition.parts))
+            results = [
                 run(cut(self.params), [cut(x) for x in gradients])
-                for cut in (partial(self.cuts.cut, server=n) for n in range(len(self.cuts.parts)))
+                for cut in (partial(self.partition.cut, server=n) for n in servers)
             ]
-            if not _is_joined(expected, found):
+            if not _equals_joined(expected, results):
                 return False
         return True
 
-    def _hard(self) -> Iterator[list[PyTree]]:
+    def _cases(self) -> Iterator[list[PyTree]]:
         first, last = self.gradients
         yield [first, last]
-        yield [jax.tree.map(lambda x: x * _LARGE, of) for of in (first, last)]
-        yield [_spoilt(first), last]
-        yield [first, _spoilt(last)]
+        yield [jax.tree.map(lambda x: x * _LARGE, gradient) for gradient in (first, last)]
+        yield [_with_nan(first), last]
+        yield [first, _with_nan(last)]
 
 
-def _is_joined(whole: PyTree, parts: Sequence[PyTree]) -> bool:
-    """Whether the parts, joined, are the whole."""
+def _equals_joined(whole: PyTree, parts: Sequence[PyTree]) -> bool:
     try:
         result = TreePartition(whole, parts).join(parts)
-    except (AssertionError, TypeError, ValueError):  # of other shapes, or keys of random numbers
+    except (AssertionError, TypeError, ValueError):  # other shapes, or random keys
         return False
     return all(
         x.shape == y.shape and np.allclose(x, y, rtol=1e-4, atol=1e-6, equal_nan=True)
@@ -149,9 +166,10 @@ def _random(x: Any, generator: np.random.Generator) -> jax.Array:
     return jnp.asarray(generator.standard_normal(x.shape, np.float32), x.dtype)
 
 
-def _spoilt(tree: PyTree) -> PyTree:
-    """The same with one number that is none, in the largest array."""
+def _with_nan(tree: PyTree) -> PyTree:
+    """Returns the tree with one NaN in its largest array."""
     leaves, structure = jax.tree.flatten(tree)
-    place = max(range(len(leaves)), key=lambda n: leaves[n].size)
-    leaves[place] = leaves[place].ravel().at[0].set(jnp.nan).reshape(leaves[place].shape)
+    largest = max(range(len(leaves)), key=lambda n: leaves[n].size)
+    x = leaves[largest]
+    leaves[largest] = x.ravel().at[0].set(jnp.nan).reshape(x.shape)
     return jax.tree.unflatten(structure, leaves)

@@ -1,7 +1,7 @@
-"""Into how many shards a parameter is cut, and which parameter server holds which of its rows.
+"""Partitions of arrays, and of trees of arrays, over parameter servers.
 
-The three partitioners are TensorFlow's (`tf.distribute.experimental.partitioners`): a parameter is
-cut along its first dim, and a single number never.
+The three partitioners are those of TensorFlow (`tf.distribute.experimental.partitioners`): they
+split an array along its first dim, and never a scalar.
 """
 
 import math
@@ -19,38 +19,57 @@ Shape = Sequence[int]
 
 
 class Partitioner(Protocol):
-    """How many shards an array is cut into."""
+    """A function that determines the number of shards of an array."""
 
     def __call__(self, shape: Shape, itemsize: int) -> int:
-        """For its shape, and the bytes of one element; at most its first dim, at least 1."""
+        """Returns the number of shards: at least 1, at most the first dim.
+
+        Args:
+          shape: Shape of the array.
+          itemsize: Bytes of one element.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class FixedShards:
-    """As many shards for each, where its first dim has that many rows."""
+    """Splits each array into the same number of shards, or fewer if it has fewer rows.
+
+    Attributes:
+      num_shards: Number of shards.
+    """
 
     num_shards: int
 
     def __call__(self, shape: Shape, itemsize: int) -> int:
-        return _possible(shape, self.num_shards)
+        return _limit(shape, self.num_shards)
 
 
 @dataclass(frozen=True)
 class MinSize:
-    """As many as `max_shards`, if each has `min_shard_bytes`: how many can is rounded up."""
+    """Splits an array into as many shards as its size fills, rounded up.
+
+    Attributes:
+      max_shards: Maximum number of shards.
+      min_shard_bytes: Size of a shard in bytes.
+    """
 
     max_shards: int = 1
     min_shard_bytes: int = 256 << 10
 
     def __call__(self, shape: Shape, itemsize: int) -> int:
         filled = math.ceil(math.prod(shape) * itemsize / self.min_shard_bytes)
-        return _possible(shape, min(self.max_shards, filled))
+        return _limit(shape, min(self.max_shards, filled))
 
 
 @dataclass(frozen=True)
 class MaxSize:
-    """As few as hold `max_shard_bytes` at most, whole rows each; no more than `max_shards`."""
+    """Splits an array into as few shards of whole rows as do not exceed a size.
+
+    Attributes:
+      max_shard_bytes: Maximum size of a shard in bytes; a shard has at least one row.
+      max_shards: Maximum number of shards, which precedes the size; None for no maximum.
+    """
 
     max_shard_bytes: int
     max_shards: int | None = None
@@ -60,16 +79,16 @@ class MaxSize:
             return 1
         row = math.prod(shape[1:]) * itemsize
         shards = math.ceil(shape[0] / max(1, self.max_shard_bytes // row))
-        return _possible(shape, shards if self.max_shards is None else min(self.max_shards, shards))
+        return _limit(shape, shards if self.max_shards is None else min(self.max_shards, shards))
 
 
-def _possible(shape: Shape, shards: int) -> int:
+def _limit(shape: Shape, shards: int) -> int:
     return max(1, min(shape[0], shards)) if shape else 1
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of an array from `start` to before `stop`, along its first dim."""
+    """A range of rows of an array: from `start` to before `stop` along its first dim."""
 
     start: int
     stop: int
@@ -77,7 +96,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Leaf:
-    """An array as it is placed: its shape, and the bytes of one element."""
+    """Shape of an array, and the bytes of one element."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -86,14 +105,23 @@ class Leaf:
 def place(
     leaves: Mapping[str, Leaf], servers: int, partitioner: Partitioner
 ) -> list[dict[str, Rows]]:
-    """For each server the rows that it has, by the names of the arrays that it has any of.
+    """Assigns the rows of arrays to servers.
 
-    What is not cut goes whole to one server, as `Rows(0, first dim)` (of a single number 0 to 1).
-    The shards of an array go to the servers that have the fewest bytes so far, the largest arrays
-    first; a server that gets several has them side by side.
+    The shards of an array are assigned to the servers with the fewest bytes, the largest arrays
+    first. A server that receives several shards of an array receives adjacent ones.
+
+    Args:
+      leaves: The arrays by name.
+      servers: Number of servers.
+      partitioner: Determines the number of shards of each array.
+
+    Returns:
+      For each server the rows that it holds, by the names of the arrays; an array of which it
+      holds no rows is absent. An array that is not split is `Rows(0, first dim)` of one server, and
+      a scalar `Rows(0, 1)`.
     """
     placed: list[dict[str, Rows]] = [{} for _ in range(servers)]
-    held = [0] * servers
+    used = [0] * servers  # bytes
 
     def size(name: str) -> int:
         return math.prod(leaves[name].shape) * leaves[name].itemsize
@@ -103,31 +131,40 @@ def place(
         rows = leaf.shape[0] if leaf.shape else 1
         shards = partitioner(leaf.shape, leaf.itemsize)
         holders = min(shards, servers)
-        lightest = sorted(range(servers), key=lambda server: (held[server], server))[:holders]
+        lightest = sorted(range(servers), key=lambda server: (used[server], server))[:holders]
         for number, server in enumerate(sorted(lightest)):
-            # Of the shards, as even as they can be, this server's are one run of rows.
-            first, after = (_share(shards, holders, n) for n in (number, number + 1))
-            mine = Rows(_share(rows, shards, first), _share(rows, shards, after))
-            placed[server][name] = mine
-            held[server] += size(name) * (mine.stop - mine.start) // max(1, rows)
+            # The shards are distributed over the holders as evenly as possible.
+            first, after = (_start_of(shards, holders, n) for n in (number, number + 1))
+            own = Rows(_start_of(rows, shards, first), _start_of(rows, shards, after))
+            placed[server][name] = own
+            used[server] += size(name) * (own.stop - own.start) // max(1, rows)
     return placed
 
 
-def _share(total: int, parts: int, before: int) -> int:
-    """Where part `before` of a total begins: the first ones have one more where it is uneven."""
-    each, more = divmod(total, parts)
-    return before * each + min(before, more)
+def _start_of(total: int, parts: int, part: int) -> int:
+    """Returns the start of a part of a total; with a remainder the first parts are one larger."""
+    size, remainder = divmod(total, parts)
+    return part * size + min(part, remainder)
 
 
 @dataclass(frozen=True)
 class TreePartition:
-    """How a tree is cut: the abstract whole, and the abstract part of each server."""
+    """A partition of a tree of arrays over servers.
+
+    Each part has the structure of the whole tree; an array of which a server holds no rows has a
+    first dim of 0. Therefore everything that depends on the structure (labels of parameters,
+    masks) applies to a part too.
+
+    Attributes:
+      whole: The abstract tree.
+      parts: The abstract part of each server.
+    """
 
     whole: PyTree
     parts: Sequence[PyTree]
 
     def cut(self, tree: PyTree, server: int) -> PyTree:
-        """What a server has of a tree of this structure, as NumPy arrays."""
+        """Returns a server's part of a tree of this structure, NumPy arrays."""
         return jax.tree.map(
             lambda x, whole, *parts: _cut(np.asarray(x), whole, parts, server),
             tree,
@@ -136,24 +173,30 @@ class TreePartition:
         )
 
     def join(self, parts: Sequence[PyTree]) -> PyTree:
-        """The whole again, from the parts of all servers in their order."""
-        return jax.tree.map(lambda whole, *found: _joined(whole, found), self.whole, *parts)
+        """Returns the whole tree from the parts of all servers in their order."""
+        return jax.tree.map(lambda whole, *leaves: _join(whole, leaves), self.whole, *parts)
 
     def map(self, function: Callable[[PyTree], PyTree]) -> "TreePartition":
-        """How what a function makes of such a tree is cut, if it is made of each part alone."""
+        """Returns the partition of the output of a function that is applied to each part."""
         return TreePartition(
             jax.eval_shape(function, self.whole),
             [jax.eval_shape(function, part) for part in self.parts],
         )
 
     def bytes_of(self, server: int) -> int:
-        """What a server has of it."""
+        """Returns the size of a server's part in bytes."""
         leaves = jax.tree.leaves(self.parts[server])
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
 
 
-def cuts_of(whole: PyTree, servers: int, partitioner: Partitioner) -> TreePartition:
-    """Cut an abstract tree along the first dim of its arrays, as the partitioner says."""
+def partition_tree(whole: PyTree, servers: int, partitioner: Partitioner) -> TreePartition:
+    """Returns the partition of an abstract tree along the first dims of its arrays.
+
+    Args:
+      whole: Tree of arrays or `jax.ShapeDtypeStruct`.
+      servers: Number of servers.
+      partitioner: Determines the number of shards of each array.
+    """
     leaves = named_leaves(whole)
     shapes = {name: Leaf(tuple(x.shape), x.dtype.itemsize) for name, x in leaves.items()}
     placed = place(shapes, servers, partitioner)
@@ -162,35 +205,35 @@ def cuts_of(whole: PyTree, servers: int, partitioner: Partitioner) -> TreePartit
 
 def _part(whole: PyTree, rows: Mapping[str, Rows]) -> PyTree:
     def part(path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
-        mine = rows.get(path_name(path))
-        if mine is None:
+        own = rows.get(path_name(path))
+        if own is None:
             return jax.ShapeDtypeStruct((0, *x.shape[1:]), x.dtype)
-        shape = (mine.stop - mine.start, *x.shape[1:]) if x.shape else ()
+        shape = (own.stop - own.start, *x.shape[1:]) if x.shape else ()
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
     return jax.tree_util.tree_map_with_path(part, whole)
 
 
-def _is_cut(whole: Any, parts: Sequence[Any]) -> bool:
-    """Whether an array is in parts: else each server has all of it (a counter of steps, say)."""
+def _is_partitioned(whole: Any, parts: Sequence[Any]) -> bool:
+    """Returns False for an array of which every server holds a copy, such as a step counter."""
     return any(part.shape != whole.shape for part in parts)
 
 
 def _cut(x: np.ndarray, whole: Any, parts: Sequence[Any], server: int) -> np.ndarray:
-    mine = parts[server]
-    if not _is_cut(whole, parts) or mine.shape == whole.shape:
+    own = parts[server]
+    if not _is_partitioned(whole, parts) or own.shape == whole.shape:
         return x
     if not whole.shape:
-        return np.zeros(mine.shape, mine.dtype)
+        return np.zeros(own.shape, own.dtype)
     first = sum(part.shape[0] for part in parts[:server])
-    return x[first : first + mine.shape[0]]
+    return x[first : first + own.shape[0]]
 
 
-def _joined(whole: Any, parts: Sequence[Any]) -> Any:
-    if not _is_cut(whole, parts):
+def _join(whole: Any, parts: Sequence[Any]) -> Any:
+    if not _is_partitioned(whole, parts):
         return np.asarray(parts[0])
     if not whole.shape:
         return next(np.asarray(part) for part in parts if not part.shape)
-    found = np.concatenate([np.asarray(part) for part in parts])
-    assert found.shape == whole.shape, (found.shape, whole.shape)
-    return found
+    joined = np.concatenate([np.asarray(part) for part in parts])
+    assert joined.shape == whole.shape, (joined.shape, whole.shape)
+    return joined

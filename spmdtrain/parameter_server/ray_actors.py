@@ -1,4 +1,4 @@
-"""What runs at the tasks of workers and of parameter servers, as actors of Ray."""
+"""Ray actors of workers and parameter servers."""
 
 import contextlib
 import ctypes
@@ -15,65 +15,78 @@ from spmdtrain.parameter_server.state_partition import ServerPartition
 
 
 class ServerActor:
-    """A parameter server in a process of its own."""
+    """A parameter server in its own process.
+
+    Args:
+      partition: The partition of the state over servers.
+      held: The part of this server.
+      step: Number of updates in it.
+      max_staleness: See `Server`.
+    """
 
     def __init__(
-        self, division: ServerPartition, held: ServerState, step: int, max_staleness: int | None
+        self, partition: ServerPartition, held: ServerState, step: int, max_staleness: int | None
     ) -> None:
-        _settle_in()
-        self._server = Server(division.on_server, held, step, max_staleness)
+        _initialize_process()
+        self._server = Server(partition.on_server, held, step, max_staleness)
 
     def ready(self) -> None:
-        """Return, which it does once it is there."""
+        """Returns when the process of the actor runs."""
 
     def pull(self, number: int | None = None) -> Pulled:
+        """Returns the current parameters; see `Server.pull`."""
         return self._server.pull(number)
 
     def push(self, pushed: Push) -> PushResult:
+        """Applies a push; see `Server.push`."""
         with progress.phase(progress.Phase.STEP, pushed.number + 1):
             return self._server.push(pushed)
 
     def held(self) -> tuple[ServerState, int]:
-        """What it has, and below which number all batches are in it."""
-        return self._server.held(), self._server.ledger.complete
+        """Returns the part of the state, and the bound below which all batches are in it."""
+        return self._server.held(), self._server.applied.complete
 
     def counts(self) -> Counts:
-        """What has come of the pushes to it."""
+        """Returns the numbers of pushes by result."""
         return self._server.counts
 
 
 class WorkerActor:
-    """A worker in a process of its own.
+    """A worker in its own process.
 
-    It is made without arguments: Ray makes it again after a loss, and may not have them any more.
+    It has no arguments, because Ray restarts it after a loss and may have lost them by then.
     """
 
     def __init__(self) -> None:
-        _settle_in()
-        self._do: Callable[[Any], Any] | None = None
+        _initialize_process()
+        self._function: Callable[[Any], Any] | None = None
 
     def ready(self) -> None:
-        """Return, which it does once it is there."""
+        """Returns when the process of the actor runs."""
 
     def begin(self, make: Callable[[], Callable[[Any], Any]]) -> None:
-        """Be ready: `make` makes what does the work here."""
-        if self._do is None:
-            self._do = make()
+        """Makes the function that processes work items, if there is none yet."""
+        if self._function is None:
+            self._function = make()
 
     def do(self, work: Any) -> Any:
-        """What comes of some work."""
-        assert self._do is not None
-        return self._do(work)
+        """Returns the result of a work item."""
+        assert self._function is not None
+        return self._function(work)
 
 
-def _settle_in() -> None:
-    """Be alone to JAX, write to where the task writes, and end with the node in any case."""
+def _initialize_process() -> None:
+    """Sets up the process of an actor.
+
+    It is a single process for JAX, writes to the output of its task, and is killed when its
+    parent process, Ray's node, ends.
+    """
     initialize.set_single_process()
     progress.begin_for_task()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
     for descriptor in (1, 2):
-        with contextlib.suppress(OSError):  # where the task's is closed, or a socket
+        with contextlib.suppress(OSError):  # the task's output is closed, or a socket
             path = f"/proc/{os.environ[ray_nodes.TASK_PROCESS]}/fd/{descriptor}"
             target = os.open(path, os.O_WRONLY | os.O_APPEND)
             os.dup2(target, descriptor)

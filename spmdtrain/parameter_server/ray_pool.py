@@ -1,4 +1,4 @@
-"""The chief's side of a job on Ray: its servers, and the workers that come and go."""
+"""The servers and workers of a job on Ray, as its chief uses them."""
 
 import contextlib
 import importlib.machinery
@@ -19,16 +19,19 @@ from spmdtrain.parameter_server.worker_pool import Done, Failed, PoolEvent, Work
 from spmdtrain.step.state import TrainState
 from spmdtrain.xla.hlo_parser import is_library
 
-_LOOK = 0.5  # seconds between two looks at whether to go on waiting for servers
-_AGAIN = 1.0  # seconds until a worker that was lost is asked again whether it is there
-_FATAL = 4  # times that a worker is lost while it gets ready
-_SHARE = 0.001  # of a task's place that a server takes, as it may have several
+_POLL = 0.5  # seconds between two calls of check_interrupt while waiting for servers
+_RETRY = 1.0  # seconds until a lost worker is called again
+_MAX_LOSSES = 4  # of a worker during its initialization
+_SHARE = 0.001  # of a task's resource that a server takes, because it may have several
 
 
 class RayJob:
-    """A job of a chief, workers and parameter servers, as its chief has it.
+    """A job of a chief, workers and parameter servers; used by the chief.
 
-    `ray` is the module.
+    Args:
+      ray: The module `ray`, which is connected to the job.
+      spec: The cluster.
+      timeout: Seconds to wait for the servers.
     """
 
     def __init__(self, ray: Any, spec: ClusterSpec, timeout: float) -> None:
@@ -37,74 +40,89 @@ class RayJob:
         self._servers = [task for task in spec.tasks if task.type == "ps"]
         self._workers = list(spec.processes[1:])
         self.coming = [*self._servers, *self._workers]
-        """The tasks that nobody has waited for yet."""
-        _by_value(ray)
+        """The tasks that may not have started yet."""
+        _pickle_user_modules_by_value(ray)
 
     @property
     def servers(self) -> int:
-        """How many there are."""
+        """Number of servers."""
         return len(self._servers)
 
     @property
     def workers(self) -> int:
-        """How many are to come."""
+        """Number of workers in the cluster."""
         return len(self._workers)
 
     def serve(
         self,
-        division: ServerPartition,
+        partition: ServerPartition,
         state: TrainState,
         first: int,
         max_staleness: int | None = None,
         *,
-        may_stop: Callable[[], None],
+        check_interrupt: Callable[[], None],
     ) -> list[Any]:
-        """The servers' actors, with their parts of a state in which all batches below `first` are.
+        """Starts the servers with their parts of a state, and returns their actors.
 
-        Calls `may_stop`, which may raise, while it waits for them. Raises `UserError` where one has
-        not come in time.
+        Args:
+          partition: The partition of the state.
+          state: The state, which contains all batches below `first`.
+          first: Number of the first batch.
+          max_staleness: See `Server`.
+          check_interrupt: Called while waiting for the servers; may raise.
+
+        Raises:
+          UserError: If a server does not start in time.
         """
         actor = self.ray.remote(ServerActor)
-        made = {
+        servers = {
             task: actor.options(
                 num_cpus=0, max_restarts=0, resources={ray_nodes.resource(task): _SHARE}
-            ).remote(division, division.held_by(n, state), first, max_staleness)
+            ).remote(partition, partition.held_by(n, state), first, max_staleness)
             for n, task in enumerate(self._servers)
         }
-        asked = {server.ready.remote(): task for task, server in made.items()}
-        missing, until = list(asked), time.monotonic() + self._timeout
+        calls = {server.ready.remote(): task for task, server in servers.items()}
+        missing, until = list(calls), time.monotonic() + self._timeout
         while missing and time.monotonic() < until:
-            may_stop()
-            _, missing = self.ray.wait(missing, num_returns=len(missing), timeout=_LOOK)
+            check_interrupt()
+            _, missing = self.ray.wait(missing, num_returns=len(missing), timeout=_POLL)
         self.coming = []
         if missing:
-            names = ", ".join(str(asked[call]) for call in missing)
+            names = ", ".join(str(calls[call]) for call in missing)
             raise UserError(
-                f"{names} of {self.servers} parameter servers: not there after "
-                f"{self._timeout:g} s; start them with the same TF_CONFIG, but for their task"
+                f"{names} of {self.servers} parameter servers: not started after "
+                f"{self._timeout:g} s; start them with the TF_CONFIG of the chief, except for task"
             )
-        self.ray.get(list(asked))
-        return list(made.values())
+        self.ray.get(list(calls))
+        return list(servers.values())
 
-    def crew(self, make: Callable[[], Callable[[Any], Any]]) -> "RayCrew":
-        """The workers, each of which does what `make` makes there, as soon as it comes."""
+    def worker_pool(self, make: Callable[[], Callable[[Any], Any]]) -> "RayWorkerPool":
+        """Returns the pool of the job's workers, which may start at any time.
+
+        Args:
+          make: Called in each worker's process; returns the function that processes work items.
+        """
         actor = self.ray.remote(WorkerActor)
-        made = {
+        actors = {
             str(task): actor.options(
                 num_cpus=0, max_restarts=-1, resources={ray_nodes.resource(task): 1}
             ).remote()
             for task in self._workers
         }
-        return RayCrew(
-            self.ray, {name: _Place(of) for name, of in made.items()}, self.ray.put(make)
-        )
+        workers = {name: _RayWorker(actor) for name, actor in actors.items()}
+        return RayWorkerPool(self.ray, workers, self.ray.put(make))
 
 
 @contextlib.contextmanager
 def begin(spec: ClusterSpec, timeout: float) -> Iterator[RayJob]:
-    """Be the chief of a job. Its tasks end with the block: as `finished`, `preempted` or `failed`.
+    """Starts a job as its chief. Its tasks end with the block: `finished`, `preempted` or `failed`.
 
-    Raises `UserError`.
+    Args:
+      spec: The cluster.
+      timeout: Seconds to wait for the chief's node, and later for the servers.
+
+    Raises:
+      UserError: If Ray is missing or unauthenticated, or the chief's address cannot be used.
     """
     with ray_nodes.head(spec, timeout) as ray:
         job, how = RayJob(ray, spec, timeout), "failed"
@@ -123,64 +141,75 @@ def begin(spec: ClusterSpec, timeout: float) -> Iterator[RayJob]:
 
 
 @dataclass
-class _Place:
-    """A worker's actor, and what it is doing."""
+class _RayWorker:
+    """A worker's actor and its state."""
 
     actor: Any
     call: Any = None
-    is_there: bool = False
-    """Its process: what is to be done there has not been made yet, unless it is ready."""
+    """Its pending call, if any."""
+    is_running: bool = False
+    """Whether its process runs."""
     is_ready: bool = False
-    lost: int = 0
-    """How often it was while it got ready, since it was last."""
-    ask_at: float = 0.0
-    """When to ask whether it is there, if it is not."""
+    """Whether its process has made the function that processes work items."""
+    losses: int = 0
+    """Number of losses during initialization since it was ready."""
+    retry_at: float = 0.0
+    """When to call it next, if it is not ready."""
 
 
 @dataclass
-class RayCrew:
-    """The workers of a job, those that have not come yet and those that are gone included."""
+class RayWorkerPool:
+    """The workers of a job on Ray, including those that have not started or are lost.
+
+    Attributes:
+      ray: The module `ray`.
+      workers: The workers by name.
+      make: Reference to the function that initializes a worker; kept for restarted workers.
+    """
 
     ray: Any
-    places: Mapping[str, _Place]
+    workers: Mapping[str, _RayWorker]
     make: Any
-    """What every worker is told when it comes: kept, for those that come again."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether no worker is there."""
-        return not any(place.is_ready for place in self.places.values())
+        """Whether no worker is available."""
+        return not any(worker.is_ready for worker in self.workers.values())
 
     def idle(self) -> Sequence[str]:
-        return [name for name, place in self.places.items() if place.is_ready and not place.call]
+        return [name for name, own in self.workers.items() if own.is_ready and not own.call]
 
     def give(self, worker: str, work: Any) -> None:
-        place = self.places[worker]
-        place.call = place.actor.do.remote(work)
+        own = self.workers[worker]
+        own.call = own.actor.do.remote(work)
 
     def events(self, timeout: float) -> list[PoolEvent]:
-        for place in self.places.values():
-            if not place.is_ready and place.call is None and time.monotonic() >= place.ask_at:
-                ask = place.actor.begin if place.is_there else place.actor.ready
-                place.call = ask.remote(*([self.make] if place.is_there else []))
-        calls = {place.call: name for name, place in self.places.items() if place.call}
+        for worker in self.workers.values():
+            if not worker.is_ready and worker.call is None and time.monotonic() >= worker.retry_at:
+                if worker.is_running:
+                    worker.call = worker.actor.begin.remote(self.make)
+                else:
+                    worker.call = worker.actor.ready.remote()
+        calls = {worker.call: name for name, worker in self.workers.items() if worker.call}
         if not calls:
-            time.sleep(min(timeout, _AGAIN))
+            time.sleep(min(timeout, _RETRY))
             return []
         done, _ = self.ray.wait(list(calls), num_returns=1, timeout=timeout)
         more, _ = self.ray.wait(list(calls), num_returns=len(calls), timeout=0)
-        found = [self._event(calls[call], call) for call in dict.fromkeys([*done, *more])]
-        return [event for event in found if event is not None]
+        events = [self._event(calls[call], call) for call in dict.fromkeys([*done, *more])]
+        return [event for event in events if event is not None]
 
     def _event(self, name: str, call: Any) -> PoolEvent | None:
-        """What has come of a call; None where a worker is not there still."""
-        place, exceptions = self.places[name], self.ray.exceptions
-        was_there, was_ready, place.call = place.is_there, place.is_ready, None
+        """Returns the event of a call that has ended; None if the worker is not ready yet."""
+        worker, exceptions = self.workers[name], self.ray.exceptions
+        was_running, was_ready, worker.call = worker.is_running, worker.is_ready, None
         try:
             result = self.ray.get(call)
         except exceptions.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, Exception) else error
-            if isinstance(cause, exceptions.RayActorError):  # of a server: it has asked no other
+            if isinstance(
+                cause, exceptions.RayActorError
+            ):  # of a server: a worker calls no other actor
                 cause = _server_lost(cause)
             elif for_users(cause) is None:
                 cause.add_note(f"in {name}:\n{error}")
@@ -188,78 +217,92 @@ class RayCrew:
         except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
             if getattr(error, "actor_init_failed", False):
                 return Failed(name, error)
-            place.is_there = place.is_ready = False
-            place.ask_at = time.monotonic() + _AGAIN
+            worker.is_running = worker.is_ready = False
+            worker.retry_at = time.monotonic() + _RETRY
             if was_ready:
                 return WorkerLost(name, _reason(error))
-            return self._lost_early(name, _reason(error)) if was_there else None
-        except exceptions.RayError as error:  # an exception that does not survive its journey, say
+            return self._lost_early(name, _reason(error)) if was_running else None
+        except exceptions.RayError as error:  # such as an exception that cannot be unpickled
             return Failed(name, error)
         if was_ready:
             return Done(name, result)
-        place.is_there, place.is_ready = True, was_there
-        if not was_there:
+        worker.is_running, worker.is_ready = True, was_running
+        if not was_running:
             return None
-        place.lost = 0
+        worker.losses = 0
         return WorkerJoined(name)
 
     def _lost_early(self, name: str, reason: str) -> PoolEvent:
-        """A worker was lost that was getting ready: again and again, and it is an error."""
-        place = self.places[name]
-        place.lost += 1
-        if place.lost < _FATAL:
-            return WorkerLost(name, f"{reason}, while it got ready")
+        """Returns the event of a worker that was lost during initialization.
+
+        Repeated losses are an error.
+        """
+        worker = self.workers[name]
+        worker.losses += 1
+        if worker.losses < _MAX_LOSSES:
+            return WorkerLost(name, f"{reason}, during initialization")
         return Failed(
             name,
             ClusterError(
-                f"{name} was lost {_FATAL} times while it got ready (the last: {reason}): do the "
-                "examples take more memory than there is?"
+                f"{name} was lost {_MAX_LOSSES} times during initialization (last reason: "
+                f"{reason}). The dataset may need more memory than it has"
             ),
         )
 
 
 def answers(ray: Any, calls: Sequence[Any]) -> list[Any]:
-    """What servers answer. Raises `ClusterError` where one is lost."""
+    """Returns the results of calls of servers.
+
+    Args:
+      ray: The module `ray`.
+      calls: References to the results.
+
+    Raises:
+      ClusterError: If a server is lost.
+    """
     try:
-        found: list[Any] = ray.get(list(calls))
+        results: list[Any] = ray.get(list(calls))
     except ray.exceptions.RayActorError as error:
         raise _server_lost(error) from error
-    return found
+    return results
 
 
 def _server_lost(error: Exception) -> ClusterError:
     return ClusterError(
-        f"a parameter server is lost, and its part of the state with it ({_reason(error)}): start "
-        "the job again from its last checkpoint"
+        f"a parameter server is lost, and its part of the state with it ({_reason(error)}): "
+        "restart the job from its last checkpoint"
     )
 
 
 def _reason(error: Exception) -> str:
-    """In a few words: Ray's own are a paragraph of its identifiers."""
-    what = {
+    """Returns a short reason; Ray's own messages are paragraphs of identifiers."""
+    reasons = {
         "ActorDiedError": "its process is dead",
         "ActorUnavailableError": "its process does not answer",
     }
-    return what.get(type(error).__name__, type(error).__name__)
+    return reasons.get(type(error).__name__, type(error).__name__)
 
 
-def _by_value(ray: Any) -> None:
-    """Have what the user's own modules define sent along: a file of another host is not read."""
-    path = _fresh_path()
+def _pickle_user_modules_by_value(ray: Any) -> None:
+    """Registers the user's modules to be pickled by value, because other hosts may lack the files.
+
+    Modules of libraries, and those that every new process finds, are pickled by reference.
+    """
+    path = _new_process_path()
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        if file and not _is_found(module, path) and not is_library(file):
+        if file and not _is_importable(module, path) and not is_library(file):
             ray.cloudpickle.register_pickle_by_value(module)
 
 
-def _is_found(module: Any, path: Sequence[str]) -> bool:
-    """Whether a process that has this path finds the module by its name."""
+def _is_importable(module: Any, path: Sequence[str]) -> bool:
+    """Returns whether a process with this `sys.path` can import a module by its name."""
     top = module.__name__.partition(".")[0]
     return importlib.machinery.PathFinder.find_spec(top, list(path)) is not None
 
 
-def _fresh_path() -> list[str]:
-    """Where a new process looks for modules: not in the folder of an experiment, or of a script."""
-    ask = [sys.executable, "-P", "-c", "import json, sys; print(json.dumps(sys.path))"]
-    found: list[str] = json.loads(subprocess.check_output(ask))
-    return found
+def _new_process_path() -> list[str]:
+    """Returns `sys.path` of a new process, without the folder of an experiment or a script."""
+    command = [sys.executable, "-P", "-c", "import json, sys; print(json.dumps(sys.path))"]
+    path: list[str] = json.loads(subprocess.check_output(command))
+    return path

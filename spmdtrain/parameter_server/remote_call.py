@@ -1,4 +1,4 @@
-"""What a `Coordinator` gives to workers: a function with its arguments, and how they run it."""
+"""Calls of functions that a `Coordinator` sends to workers, and their execution there."""
 
 import dataclasses
 import inspect
@@ -15,103 +15,119 @@ from spmdtrain.errors import UserError
 from spmdtrain.parameter_server.server import Pulled
 from spmdtrain.sharding.placement import configure_backend
 
-KEPT = 64  # functions that the chief keeps, and each worker with what they have compiled
+CACHE_SIZE = 64  # functions that the chief keeps, and each worker with their compiled programs
 
 
 @dataclasses.dataclass(frozen=True)
 class RemoteFunction:
-    """A function that is sent to each worker once: there it keeps what it has compiled."""
+    """A function that is sent to each worker once, and keeps its compiled programs there."""
 
     number: int
     reference: Sequence[Any]
-    """Of Ray's, in a list, so that Ray does not put the function itself in its place."""
+    """Ray's reference, in a list because Ray replaces a direct reference by the function."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PerWorker:
-    """What stands for a thing that each worker has one of; see `Coordinator.per_worker`."""
+    """A placeholder for an object that each worker makes; see `Coordinator.per_worker`."""
 
     make: RemoteFunction
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A function to be run, and with what."""
+    """A scheduled call of a function."""
 
     number: int
     function: RemoteFunction
     arguments: bytes
-    """args and kwargs, pickled: as they were when it was scheduled."""
+    """The pair (args, kwargs), pickled when the call was scheduled."""
     floor: int = 0
-    """Those of lower numbers have all been run."""
+    """All calls of lower numbers have ended."""
 
 
 class LruCache:
-    """The things that were asked for last, as many as `count`: others are made again."""
+    """A cache that keeps the most recently used values.
+
+    Args:
+      count: Maximum number of values.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._things = OrderedDict[Hashable, Any]()
+        self._values = OrderedDict[Hashable, Any]()
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """That of a key."""
-        if key not in self._things:
-            self._things[key] = make()
-        self._things.move_to_end(key)
-        if len(self._things) > self._count:
-            self._things.popitem(last=False)
-        return self._things[key]
+        """Returns the value of a key, which `make()` returns if it is not in the cache."""
+        if key not in self._values:
+            self._values[key] = make()
+        self._values.move_to_end(key)
+        if len(self._values) > self._count:
+            self._values.popitem(last=False)
+        return self._values[key]
 
 
 @dataclasses.dataclass
 class Running:
-    """The call that this process is running."""
+    """The call that this process is running.
+
+    Attributes:
+      number: Number of the call.
+      floor: All calls of lower numbers have ended.
+      pulled: The servers' answers to the last pull, by the number of the shared parameters.
+      pushed: Numbers of the shared parameters that have been pushed.
+    """
 
     number: int
     floor: int
     pulled: dict[int, list[Pulled]] = dataclasses.field(default_factory=dict)
-    """By the number of what is shared, as what was pushed."""
     pushed: set[int] = dataclasses.field(default_factory=set)
 
 
 current: Running | None = None
+"""The call that this process is running, if any."""
 
 
 class Runner:
-    """A worker's side: runs what it is given, one call after the other."""
+    """Runs calls in a worker, one after the other."""
 
     def __init__(self) -> None:
         configure_backend(RunConfig(strategy="parameter_server"))
-        self._functions = LruCache(KEPT)
-        self._own: dict[int, Any] = {}
+        self._functions = LruCache(CACHE_SIZE)
+        self._per_worker: dict[int, Any] = {}
 
     def __call__(self, call: Call) -> Any:
-        """What the function returns, jax.Arrays as NumPy arrays."""
+        """Returns the result of a call, with JAX arrays as NumPy arrays.
+
+        Raises:
+          UserError: If the function returns a generator.
+          RuntimeError: If the function calls `sys.exit`.
+        """
         global current
         function, arguments = self._function(call.function), pickle.loads(call.arguments)
         args, kwargs = jax.tree.map(
-            self._own_of, arguments, is_leaf=lambda x: isinstance(x, PerWorker)
+            self._resolve, arguments, is_leaf=lambda x: isinstance(x, PerWorker)
         )
         current = Running(call.number, call.floor)
         try:
             with phase(Phase.STEP, call.number + 1):
-                found = function(*args, **kwargs)
+                result = function(*args, **kwargs)
         except SystemExit as stop:
-            raise RuntimeError(f"the function has called sys.exit({stop.code!r})") from stop
+            raise RuntimeError(f"the function called sys.exit({stop.code!r})") from stop
         finally:
             current = None
-        if inspect.isgenerator(found):
-            raise UserError("the function returns a generator, which cannot be sent: a list can")
-        return jax.device_get(found)
+        if inspect.isgenerator(result):
+            raise UserError("the function returns a generator, which cannot be sent; use a list")
+        return jax.device_get(result)
 
-    def _function(self, sent: RemoteFunction) -> Callable[..., Any]:
+    def _function(self, remote: RemoteFunction) -> Callable[..., Any]:
         import ray
 
-        return self._functions.get(sent.number, lambda: ray.get(sent.reference[0]))
+        return self._functions.get(remote.number, lambda: ray.get(remote.reference[0]))
 
-    def _own_of(self, x: Any) -> Any:
+    def _resolve(self, x: Any) -> Any:
         if not isinstance(x, PerWorker):
             return x
-        if x.make.number not in self._own:
-            self._own[x.make.number] = self._function(x.make)()
-        return self._own[x.make.number]
+        if x.make.number not in self._per_worker:
+            self._per_worker[x.make.number] = self._function(x.make)()
+        return self._per_worker[x.make.number]

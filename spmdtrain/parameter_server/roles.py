@@ -12,7 +12,7 @@ def run_task_role(timeout: float) -> None:
     The chief, or worker 0 of a cluster without one, returns. Workers and servers serve it and exit.
 
     Args:
-      timeout: Seconds in which the chief has to come.
+      timeout: Seconds to wait for the chief.
 
     Raises:
       UserError: If the cluster lacks tasks, or this is its evaluator.
@@ -21,13 +21,13 @@ def run_task_role(timeout: float) -> None:
     spec = from_environment()
     if spec.role is Role.EVALUATE:
         raise UserError(
-            f"by TF_CONFIG this process is {spec.name}, which takes no part in a training: only "
-            "Trainer.fit and python -m spmdtrain.run evaluate there"
+            f"TF_CONFIG makes this process {spec.name}, which does not train: only Trainer.fit and "
+            "python -m spmdtrain.run evaluate there"
         )
     if missing := spec.why_no_servers:
-        found = f" (this one has {missing})" if spec.jobs else ""
+        given = f" (this one has {missing})" if spec.jobs else ""
         raise UserError(
-            f"parameter servers take a TF_CONFIG with a chief, workers and ps tasks{found}: start "
+            f"parameter servers need a TF_CONFIG with a chief, workers and ps tasks{given}: start "
             "one with python -m spmdtrain.launch --processes 3 --ps 2 -- ..."
         )
     initialize.set_single_process()
@@ -44,8 +44,14 @@ def run_task_role(timeout: float) -> None:
 def run_if_worker_or_server(timeout: float) -> None:
     """Takes the role of a worker or a parameter server, if this process is one, and then exits.
 
-    Call before devices are used, because the actors of the task use them. Raises the errors of
-    `run_task_role`.
+    Call before devices are used, because the actors of the task use them.
+
+    Args:
+      timeout: Seconds to wait for the chief.
+
+    Raises:
+      UserError: If the cluster lacks tasks.
+      SystemExit: In a worker or a server, when the job has ended.
     """
     spec = from_environment()
     if spec.task_type in ("worker", "ps") and not spec.is_chief:

@@ -1,4 +1,4 @@
-"""Batches given to workers that come and go, until each has landed on all servers once."""
+"""Scheduling of batches on workers that may be lost, until each batch is applied exactly once."""
 
 import heapq
 import statistics
@@ -18,118 +18,139 @@ from spmdtrain.parameter_server.worker_pool import (
     WorkerPool,
 )
 
-_LOOK = 0.5  # seconds after which to look for batches that are overdue
-_RECENT = 64  # batches whose times say how long one usually takes
-_USUAL = 3  # times that, and a batch is overdue, where nobody has said how long to wait
-_URGENT, _HANGS = 10.0, 4  # seconds, and times what is bearable: then it goes before new ones
-_FATAL = 4  # workers that are lost with the same batch, and it is to blame
-_ALONE = 20.0  # seconds without any worker after which to say so
-_LEAST, _FIRST = 1.0, 60.0  # seconds, at least, and while no batch has come yet
+_POLL = 0.5  # seconds between two checks for overdue batches
+_RECENT = 64  # batches whose durations determine the usual one
+_OVERDUE_FACTOR = 3  # times the usual duration: a batch is overdue if no timeout is configured
+_URGENT, _URGENT_FACTOR = 10.0, 4  # seconds, and timeouts, until an overdue batch precedes new ones
+_MAX_LOSSES = 4  # workers lost with the same batch until the batch is considered the cause
+_ALONE = 20.0  # seconds without any worker until the user is informed
+_MIN_TIMEOUT, _FIRST_TIMEOUT = 1.0, 60.0  # seconds; the second before any batch has completed
 
 
 @dataclass
-class _Out:
-    """A batch that is being computed."""
+class _Assignment:
+    """A batch in progress."""
 
     holders: set[str]
     version: int
-    """Updates that had landed when the oldest of its holders was given it, or later."""
+    """Number of applied updates when its first holder received it, or a later one."""
     since: float
 
 
 class BatchQueue:
-    """Numbers of batches, each to land exactly once.
+    """The numbers of the batches in progress, applied and not started.
+
+    A batch is a pure function of its number, so the batch of a lost worker is identical when
+    another worker computes it. This class uses no JAX, no clock and no messages: its caller
+    passes times and events.
 
     Args:
-        first: The first that is still to be made.
-        max_staleness: How many updates may land between what a worker reads and what it adds to
-            them; None is any number.
+      first: Number of the first batch.
+      max_staleness: Maximum number of updates between a worker's pull and its push; None for no
+        bound.
     """
 
     def __init__(self, first: int, max_staleness: int | None = None) -> None:
         self.max_staleness = max_staleness
         self.limit = first
-        """Numbers below this may be given out."""
-        self.landed = IdSet(first)
+        """Numbers below this may be assigned."""
+        self.applied = IdSet(first)
         self._next = first
-        self._again: list[int] = []  # given out before, and lost
-        self._out: dict[int, _Out] = {}
+        self._requeued: list[int] = []  # assigned before, and lost
+        self._in_progress: dict[int, _Assignment] = {}
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that was given out has landed."""
-        return not self._out and not self._again
+        """Whether all batches that were assigned have been applied."""
+        return not self._in_progress and not self._requeued
 
     def give(self, worker: str, now: float) -> int | None:
-        """The number of the batch that a worker is to compute next; None where it is to wait."""
-        if not (self._again or self._next < self.limit) or not self._stays_fresh():
+        """Assigns the next batch to a worker.
+
+        Args:
+          worker: Name of the worker.
+          now: The time in seconds, of any clock.
+
+        Returns:
+          Number of the batch; None if the worker has to wait.
+        """
+        if not (self._requeued or self._next < self.limit) or not self._stays_fresh():
             return None
-        if self._again:
-            number = heapq.heappop(self._again)
+        if self._requeued:
+            number = heapq.heappop(self._requeued)
         else:
             number = self._next
             self._next += 1
-        self._out[number] = _Out({worker}, self.landed.count, now)
+        self._in_progress[number] = _Assignment({worker}, self.applied.count, now)
         return number
 
     def assign_backup(self, number: int, worker: str, now: float) -> None:
-        """Have one more worker compute a batch that another holds: who lands it first, lands it."""
-        self._out[number].holders.add(worker)
-        self._out[number].since = now
+        """Assigns a batch in progress to one more worker; the first result counts."""
+        self._in_progress[number].holders.add(worker)
+        self._in_progress[number].since = now
 
     def complete(self, number: int) -> bool:
-        """A batch has been added to the parameters; False where it had before."""
-        if self._out.pop(number, None) is None:
+        """Marks a batch as applied. Returns False if it was applied before."""
+        if self._in_progress.pop(number, None) is None:
             return False
-        return self.landed.enter(number)
+        return self.applied.enter(number)
 
     def requeue(self, worker: str) -> list[int]:
-        """A worker is gone, or has given up: what it alone held is given out again."""
+        """Releases the batches of a worker that is lost or whose result was refused.
+
+        Returns:
+          The batches that no other worker computes; they are assigned again.
+        """
         lost = []
-        for number, out in list(self._out.items()):
-            out.holders.discard(worker)
-            if not out.holders:
-                del self._out[number]
-                heapq.heappush(self._again, number)
+        for number, assignment in list(self._in_progress.items()):
+            assignment.holders.discard(worker)
+            if not assignment.holders:
+                del self._in_progress[number]
+                heapq.heappush(self._requeued, number)
                 lost.append(number)
         return lost
 
     def overdue(self, before: float) -> list[int]:
-        """The batches that were given out before that time, and for the last time, and are out."""
-        return [number for number, out in self._out.items() if out.since < before]
+        """Returns the batches in progress whose last assignment was before a time."""
+        return [
+            number for number, assignment in self._in_progress.items() if assignment.since < before
+        ]
 
     def holders(self, number: int) -> set[str]:
-        """The workers that have a batch which is out."""
-        return set(self._out[number].holders)
+        """Returns the workers that compute a batch in progress."""
+        return set(self._in_progress[number].holders)
 
-    def hold(self) -> int:
-        """Give out no number that was not before; what the limit is then."""
+    def stop_dispatch(self) -> int:
+        """Lowers the limit so that no further batch is started; returns the limit."""
         self.limit = min(self.limit, self._next)
         return self.limit
 
     def _stays_fresh(self) -> bool:
-        """Whether none becomes too stale, if one more is given out and all others land first."""
+        """Returns whether one more batch in progress can make none exceed `max_staleness`.
+
+        In the worst case all other batches in progress are applied before the oldest one.
+        """
         if self.max_staleness is None:
             return True
-        versions = [out.version for out in self._out.values()]
-        aged = self.landed.count - min(versions) if versions else 0
-        return aged + len(self._out) <= self.max_staleness
+        versions = [assignment.version for assignment in self._in_progress.values()]
+        age = self.applied.count - min(versions) if versions else 0
+        return age + len(self._in_progress) <= self.max_staleness
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a batch.
+    """The result of a batch.
 
     Attributes:
-        number: Which it was.
-        metrics: Its weighted means, "loss" among them.
-        sums: Weighted sum and weight of each metric.
-        finite: Whether each of `HEALTH` is, on all servers.
-        staleness: Updates that were added between what it was computed with and itself: the most
-            that any server has seen.
-        is_stale: Whether a server has refused it for that: it is to be computed again.
-        pulled: Bytes that its worker has read from the servers.
-        pushed: Bytes that it has sent to them.
+      number: Number of the batch.
+      metrics: Weighted means, "loss" among them.
+      sums: Weighted sum and weight of each metric.
+      finite: Whether each of `HEALTH` is finite, on all servers.
+      staleness: Number of updates between the pull and the push of the batch: the maximum over
+        the servers.
+      is_stale: Whether a server has refused the batch as too stale; it is computed again.
+      pulled: Bytes that the worker has read from the servers.
+      pushed: Bytes that the worker has sent to the servers.
     """
 
     number: int
@@ -143,151 +164,157 @@ class Outcome:
 
 
 class BatchScheduler:
-    """Has a crew compute batches.
+    """Assigns batches to the workers of a pool and collects their results.
 
     Args:
-        crew: The workers.
-        dispenser: The batches.
-        patience: Seconds after which a batch is given to a worker that has nothing to do, too, as
-            of old ("backup tasks" in Dean and Ghemawat, "MapReduce", OSDI 2004); None is three
-            times what one usually takes, and a second at least.
-        tell: Called with what a user should know of: a worker that is lost, and its batch.
-        may_stop: Called while batches are waited for, with whether no worker is there; may raise.
-        tell_silence: Called with the seconds after which nothing has come of what is out.
+      pool: The workers.
+      queue: The batches.
+      backup_task_timeout: Seconds after which an idle worker computes a batch in progress too
+        ("backup tasks" in Dean and Ghemawat, "MapReduce", OSDI 2004); by default three times
+        the median of recent durations, and at least one second.
+      log: Receives a line for the user, such as the loss of a worker.
+      check_interrupt: Called while results are pending, with whether the pool is empty; may raise.
+      on_silence: Called once with the number of seconds in which no pending batch has completed.
+      clock: Returns the time in seconds.
     """
 
     def __init__(
         self,
-        crew: WorkerPool,
-        dispenser: BatchQueue,
-        patience: float | None = None,
-        tell: Callable[[str], None] = lambda line: None,
-        may_stop: Callable[[bool], None] = lambda is_empty: None,
-        tell_silence: Callable[[float], None] = lambda seconds: None,
+        pool: WorkerPool,
+        queue: BatchQueue,
+        backup_task_timeout: float | None = None,
+        log: Callable[[str], None] = lambda line: None,
+        check_interrupt: Callable[[bool], None] = lambda is_empty: None,
+        on_silence: Callable[[float], None] = lambda seconds: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._crew, self.dispenser, self._patience = crew, dispenser, patience
-        self._tell, self._may_stop, self._clock = tell, may_stop, clock
-        self._landed: dict[int, Outcome] = {}  # and not taken yet
+        self._pool, self.queue, self._backup_task_timeout = pool, queue, backup_task_timeout
+        self._log, self._check_interrupt, self._clock = log, check_interrupt, clock
+        self._outcomes: dict[int, Outcome] = {}  # applied, and not taken yet
         self.made: Counter[str] = Counter()
-        """Batches by the worker that was first to land them."""
-        self._began: dict[str, float] = {}  # when each worker was given what it is doing
-        self._seconds: deque[float] = deque(maxlen=_RECENT)
-        self._called_slow: set[str] = set()
+        """Number of batches by the worker whose result counted."""
+        self._started: dict[str, float] = {}  # when each worker received its batch
+        self._durations: deque[float] = deque(maxlen=_RECENT)
+        self._reported_slow: set[str] = set()
         self._lost: set[str] = set()
-        self._killed: dict[int, list[str]] = {}  # by batch, who was lost with it
-        self._there_at, self._was_alone = clock(), False  # when there was a worker last
-        # When something has come last, or nothing was out.
-        self._tell_silence, self._came_at, self._was_silent = tell_silence, clock(), False
+        self._losses: dict[int, list[str]] = {}  # by batch, the workers lost with it
+        self._last_worker_at, self._was_alone = clock(), False
+        # The time of the last result, or when no batch was pending.
+        self._on_silence, self._last_result_at, self._was_silent = on_silence, clock(), False
 
     def take(self, number: int) -> Outcome:
-        """What came of a batch, once it has landed; others are computed meanwhile.
+        """Waits until a batch is applied, and returns its result; other batches proceed.
 
-        Raises what the user's function has raised.
+        Raises:
+          Exception: The error of the user's function.
         """
-        while number not in self._landed:
-            self._go_on(number)
-        return self._landed.pop(number)
+        while number not in self._outcomes:
+            self._process_events(number)
+        return self._outcomes.pop(number)
 
-    def settle(self) -> None:
-        """Return when nothing is under way any more."""
-        while not self.dispenser.is_idle:
-            self._go_on()
+    def drain(self) -> None:
+        """Waits until no batch is in progress."""
+        while not self.queue.is_idle:
+            self._process_events()
 
     def slow_after(self) -> float | None:
-        """Seconds after which a batch is late, as they usually take; None while none has come."""
-        if not self._seconds:
+        """Returns the seconds after which a batch is slow; None before any has completed."""
+        if not self._durations:
             return None
-        return max(_LEAST, _USUAL * statistics.median(self._seconds))
+        return max(_MIN_TIMEOUT, _OVERDUE_FACTOR * statistics.median(self._durations))
 
-    def _go_on(self, awaited: int | None = None) -> None:
-        """Give work to whoever has none, and see what has come of what was given."""
+    def _process_events(self, awaited: int | None = None) -> None:
+        """Assigns batches to idle workers, and processes the events of the pool."""
         now = self._clock()
-        self._look_for_workers()
-        if self._crew.is_empty or self.dispenser.is_idle:
-            self._came_at = now
-        overdue = self.dispenser.overdue(now - self._bearable())
-        # New ones go first, or a slow worker's would all be made twice; but no run is to stand.
-        hangs = self.dispenser.overdue(now - max(_URGENT, _HANGS * self._bearable()))
-        urgent = [number for number in hangs if number == awaited]
-        for worker in self._crew.idle():
-            number = None if urgent else self.dispenser.give(worker, now)
+        self._check_workers()
+        if self._pool.is_empty or self.queue.is_idle:
+            self._last_result_at = now
+        overdue = self.queue.overdue(now - self._timeout())
+        # New batches precede overdue ones, because otherwise all batches of a slow worker would be
+        # computed twice. A batch that the run waits for precedes them after a longer time.
+        long_overdue = self.queue.overdue(now - max(_URGENT, _URGENT_FACTOR * self._timeout()))
+        urgent = [number for number in long_overdue if number == awaited]
+        for worker in self._pool.idle():
+            number = None if urgent else self.queue.give(worker, now)
             if number is None and (urgent or overdue):
                 number = urgent.pop() if urgent else overdue.pop(0)
-                self._call_slow(number, worker)
-                self.dispenser.assign_backup(number, worker, now)
+                self._report_slow(number, worker)
+                self.queue.assign_backup(number, worker, now)
                 overdue = [other for other in overdue if other != number]
             if number is not None:
-                self._began[worker] = now
-                self._crew.give(worker, number)
-        for event in self._crew.events(_LOOK):
+                self._started[worker] = now
+                self._pool.give(worker, number)
+        for event in self._pool.events(_POLL):
             match event:
                 case Done(worker, outcome) if outcome.is_stale:
-                    self.dispenser.requeue(worker)
+                    self.queue.requeue(worker)
                 case Done(worker, outcome):
-                    self._came_at = self._clock()
+                    self._last_result_at = self._clock()
                     heartbeat()
-                    self._seconds.append(self._clock() - self._began[worker])
-                    self._called_slow.discard(worker)
-                    # It is on all servers now, whoever has brought it to which of them.
-                    self._killed.pop(outcome.number, None)
-                    if self.dispenser.complete(outcome.number):
-                        self._landed[outcome.number] = outcome
+                    self._durations.append(self._clock() - self._started[worker])
+                    self._reported_slow.discard(worker)
+                    # All servers have applied it now, whichever worker pushed it to each of them.
+                    self._losses.pop(outcome.number, None)
+                    if self.queue.complete(outcome.number):
+                        self._outcomes[outcome.number] = outcome
                         self.made[worker] += 1
                 case Failed(_, error):
                     raise error
                 case WorkerLost(worker, reason):
-                    again = self.dispenser.requeue(worker)
-                    self._check_survived(again, worker, reason)
-                    given = f": batch {again[0]} is given out again" if again else ""
+                    requeued = self.queue.requeue(worker)
+                    self._check_losses(requeued, worker, reason)
+                    consequence = f"; batch {requeued[0]} is reassigned" if requeued else ""
                     self._lost.add(worker)
-                    self._tell(f"{worker} is lost ({reason}){given}")
+                    self._log(f"{worker} is lost ({reason}){consequence}")
                 case WorkerJoined(worker) if worker in self._lost:
                     self._lost.remove(worker)
-                    self._tell(f"{worker} is back")
-        self._look_for_silence()  # last: what came meanwhile has been taken
+                    self._log(f"{worker} is back")
+        self._check_silence()  # last, after the results that have arrived were processed
 
-    def _check_survived(self, batches: Sequence[int], worker: str, reason: str) -> None:
-        """Raise `ClusterError` where a batch kills whoever computes it."""
+    def _check_losses(self, batches: Sequence[int], worker: str, reason: str) -> None:
+        """Raises `ClusterError` if a batch was lost with too many workers."""
         for number in batches:
-            lost = self._killed.setdefault(number, [])
+            lost = self._losses.setdefault(number, [])
             lost.append(worker)
-            if len(lost) == _FATAL:
+            if len(lost) == _MAX_LOSSES:
                 raise ClusterError(
-                    f"batch {number} was lost with each of {_FATAL} workers that had it "
-                    f"({', '.join(lost)}; the last: {reason}): does it take more memory than there "
-                    "is?"
+                    f"batch {number} was lost {_MAX_LOSSES} times with its worker "
+                    f"({', '.join(lost)}; last reason: {reason}). It may need more memory than a "
+                    "worker has"
                 )
 
-    def _bearable(self) -> float:
-        """Seconds that a batch may be out."""
-        if self._patience is not None:
-            return self._patience
-        return self.slow_after() or _FIRST
+    def _timeout(self) -> float:
+        """Returns the seconds after which a batch in progress is overdue."""
+        if self._backup_task_timeout is not None:
+            return self._backup_task_timeout
+        return self.slow_after() or _FIRST_TIMEOUT
 
-    def _call_slow(self, number: int, worker: str) -> None:
-        """Say once of a worker that others do what it has been given, until it does some again."""
-        slow = self.dispenser.holders(number) - self._called_slow
+    def _report_slow(self, number: int, worker: str) -> None:
+        """Logs that a batch has a backup, once for each slow worker until it completes a batch."""
+        slow = self.queue.holders(number) - self._reported_slow
         if slow:
-            self._called_slow |= slow
-            self._tell(
-                f"{' and '.join(sorted(slow))}: batch {number} is out for more than "
-                f"{self._bearable():.3g} s; {worker} makes it, too, and so with those to come"
+            self._reported_slow |= slow
+            self._log(
+                f"{' and '.join(sorted(slow))}: batch {number} has taken more than "
+                f"{self._timeout():.3g} s; {worker} computes it too (reported once)"
             )
 
-    def _look_for_silence(self) -> None:
-        """Say once that nothing comes, if workers are there: their servers may not answer."""
-        bearable = max(_ALONE, self.slow_after() or _FIRST)
-        is_silent = self._clock() - self._came_at > bearable
+    def _check_silence(self) -> None:
+        """Calls `on_silence` once if batches are pending and none completes.
+
+        The workers may be waiting for a server.
+        """
+        timeout = max(_ALONE, self.slow_after() or _FIRST_TIMEOUT)
+        is_silent = self._clock() - self._last_result_at > timeout
         if is_silent and not self._was_silent:
-            self._tell_silence(bearable)
+            self._on_silence(timeout)
         self._was_silent = is_silent
 
-    def _look_for_workers(self) -> None:
-        is_empty, now = self._crew.is_empty, self._clock()
+    def _check_workers(self) -> None:
+        is_empty, now = self._pool.is_empty, self._clock()
         if not is_empty:
-            self._there_at = now
-        elif self._there_at < now - _ALONE and not self._was_alone:
-            self._tell(f"no worker has been there for {_ALONE:g} s: waiting for one")
-        self._was_alone = is_empty and self._there_at < now - _ALONE
-        self._may_stop(is_empty)
+            self._last_worker_at = now
+        elif self._last_worker_at < now - _ALONE and not self._was_alone:
+            self._log(f"no worker has been available for {_ALONE:g} s; waiting for one")
+        self._was_alone = is_empty and self._last_worker_at < now - _ALONE
+        self._check_interrupt(is_empty)

@@ -1,4 +1,4 @@
-"""A parameter server: its part of the state, what is pulled from it, and what is pushed to it."""
+"""A parameter server: its part of the state, pulls and pushes."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +18,7 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ServerState:
-    """What a server has of a `TrainState`; see `TreePartition`."""
+    """The part of a `TrainState` that one server holds; see `TreePartition`."""
 
     params: PyTree
     opt_state: PyTree
@@ -28,39 +28,42 @@ class ServerState:
 
 @dataclass(frozen=True)
 class Pulled:
-    """What a worker computes with, in NumPy arrays."""
+    """A server's parts of parameters and model state, NumPy arrays."""
 
     version: int
-    """Updates that are in it."""
+    """Number of updates that they contain."""
     params: PyTree
     model_state: PyTree
 
 
 @dataclass(frozen=True)
 class Push:
-    """What a batch gives to a server: its part of it."""
+    """One server's part of the gradients of a batch."""
 
     number: int
+    """Number of the batch."""
     version: int
-    """Of the parameters that it was computed with."""
+    """Version of the parameters that the gradients were computed with."""
     gradients: PyTree
-    """None in the places of parameters that are not trained."""
+    """None in the place of a parameter that is frozen."""
     model_state: PyTree
-    """What the batch adds to the model state (see `difference`)."""
+    """The change of the model state by the batch (see `difference`)."""
     loss: float
     floor: int = 0
-    """No batch below this number will be pushed any more, but for those that were."""
+    """Batches below this number have ended; a further push of one is ignored."""
 
 
 @dataclass(frozen=True)
 class PushResult:
-    """What a server says of a push.
+    """A server's answer to a push.
 
     Attributes:
-        is_new: Whether it was added; else it had been before, or is too stale.
-        is_stale: Whether it was refused, as more than `max_staleness` others were added since.
-        staleness: How many those are.
-        finite: Whether each of `HEALTH` is, of this server's part, and was with each push before.
+      is_new: Whether the push was applied now; False if its batch was applied before, or if it is
+        too stale.
+      is_stale: Whether it was refused because its staleness exceeds `max_staleness`.
+      staleness: Number of updates between the pull and this push.
+      finite: Whether each of `HEALTH` is finite in this server's part, now and after each update
+        before.
     """
 
     is_new: bool
@@ -71,99 +74,105 @@ class PushResult:
 
 @dataclass
 class Counts:
-    """What has come of the pushes to a server."""
+    """Numbers of pushes to a server, by result."""
 
     added: int = 0
+    """Applied."""
     repeated: int = 0
-    """Had been added before, and were not again."""
+    """Ignored, because their batches were applied before."""
     stale: int = 0
-    """Were refused."""
+    """Refused as too stale."""
 
 
 class Server:
-    """Adds what is pushed to it to its part of the state, each batch once.
+    """A part of the state, which each pushed batch updates once.
 
     Args:
-        update: The optimizer, as far as it works on a part.
-        held: The part.
-        step: Updates that are in it: all batches below that number.
-        max_staleness: See `PushResult`; None is any number.
+      update: The optimizer of this part.
+      held: The part of the state.
+      step: Number of updates in it: it contains all batches below this number.
+      max_staleness: Maximum number of updates between a pull and its push; None for no bound.
     """
 
     def __init__(
         self, update: Update, held: ServerState, step: int, max_staleness: int | None = None
     ) -> None:
-        self.ledger = IdSet(step)
+        self.applied = IdSet(step)
+        """Numbers of the batches in the state."""
         self._version = step
-        self._sound = (True,) * len(HEALTH)
+        self._finite = (True,) * len(HEALTH)
         self.counts = Counts()
-        # The batch that was added last, and what its worker had pulled: where nothing may be stale.
+        # With max_staleness=0: the last applied batch, and the state that its worker had pulled.
         self._last: int | None = None
         self._before: ServerState | None = None
-        self._held = jax.tree.map(jnp.asarray, held)
+        self._state = jax.tree.map(jnp.asarray, held)
         self._max_staleness = max_staleness
-        place = jax.tree.leaves(self._held)[0].sharding if jax.tree.leaves(held) else None
+        sharding = jax.tree.leaves(self._state)[0].sharding if jax.tree.leaves(held) else None
 
-        def add(
-            held: ServerState,
+        def apply(
+            state: ServerState,
             gradients: PyTree,
-            more: PyTree,
+            model_state_change: PyTree,
             loss: jax.Array,
             count: jax.Array,
             staleness: jax.Array,
         ) -> tuple[ServerState, jax.Array]:
-            params, opt_state = update(held.params, held.opt_state, gradients, loss)
-            averaged = update.average(held.averaged, params, count)
-            model_state = with_difference(held.model_state, more, staleness)
+            params, opt_state = update(state.params, state.opt_state, gradients, loss)
+            averaged = update.average(state.averaged, params, count)
+            model_state = with_difference(state.model_state, model_state_change, staleness)
             after = ServerState(params, opt_state, averaged, model_state)
-            return after, health(loss, held, after, jax.tree.map(lambda _: place, held))
+            return after, health(loss, state, after, jax.tree.map(lambda _: sharding, state))
 
-        # The old arrays are not donated: who has pulled them may still be reading.
-        self._add = jax.jit(add)
+        # The old arrays are not donated, because a pull may still be reading them.
+        self._apply = jax.jit(apply)
 
     def pull(self, number: int | None = None) -> Pulled:
-        """What it has now, for a worker that computes batch `number`.
+        """Returns the current parameters and model state for a worker that computes a batch.
 
-        Where nothing may be stale, and that batch has been added here and its worker lost before it
-        came to another server, what there was before it: so it is the same again.
+        With `max_staleness=0`, if this server has applied the batch already (its worker was lost
+        before it pushed to another server), the values before that update are returned. The
+        batch then has the same gradients again.
+
+        Args:
+          number: Number of the batch; None for the current values.
         """
         if self._before is not None and number == self._last:
             return _pulled(self._version - 1, self._before)
-        return _pulled(self._version, self._held)
+        return _pulled(self._version, self._state)
 
     def push(self, pushed: Push) -> PushResult:
-        """Add what a batch gives, if it has not been added before and is fresh enough."""
+        """Applies a push, unless its batch was applied before or it is too stale."""
         staleness = self._version - pushed.version
-        self.ledger.close(pushed.floor)
-        if pushed.number in self.ledger:
+        self.applied.close(pushed.floor)
+        if pushed.number in self.applied:
             self.counts.repeated += 1
-            return PushResult(False, False, staleness, self._sound)
+            return PushResult(False, False, staleness, self._finite)
         if self._max_staleness is not None and staleness > self._max_staleness:
             self.counts.stale += 1
-            return PushResult(False, True, staleness, self._sound)
+            return PushResult(False, True, staleness, self._finite)
         if self._max_staleness == 0:
             self._last = pushed.number
-            self._before = replace(self._held, opt_state=None, averaged=None)
-        self._held, finite = self._add(
-            self._held,
+            self._before = replace(self._state, opt_state=None, averaged=None)
+        self._state, finite = self._apply(
+            self._state,
             pushed.gradients,
             pushed.model_state,
             pushed.loss,
             self._version,
             staleness,
         )
-        self.ledger.enter(pushed.number)
+        self.applied.enter(pushed.number)
         self._version += 1
         self.counts.added += 1
-        # Once it is not finite it stays so: whoever brings that batch again is to hear it, too.
-        self._sound = tuple(map(bool, np.asarray(finite) & self._sound))
-        return PushResult(True, False, staleness, self._sound)
+        # A non-finite result is kept, so that another worker that pushes the batch receives it too.
+        self._finite = tuple(map(bool, np.asarray(finite) & self._finite))
+        return PushResult(True, False, staleness, self._finite)
 
     def held(self) -> ServerState:
-        """Its part, in NumPy arrays."""
-        found: ServerState = jax.tree.map(np.asarray, self._held)
-        return found
+        """Returns this server's part of the state, NumPy arrays."""
+        state: ServerState = jax.tree.map(np.asarray, self._state)
+        return state
 
 
-def _pulled(version: int, held: ServerState) -> Pulled:
-    return Pulled(version, *jax.tree.map(np.asarray, (held.params, held.model_state)))
+def _pulled(version: int, state: ServerState) -> Pulled:
+    return Pulled(version, *jax.tree.map(np.asarray, (state.params, state.model_state)))

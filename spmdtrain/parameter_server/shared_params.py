@@ -1,4 +1,4 @@
-"""Parameters that servers have, for functions which workers run."""
+"""Parameters on servers, for functions that workers run."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,85 +20,105 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Parameters that servers have; see `Coordinator.share`."""
+    """Parameters on servers; see `Coordinator.share`.
+
+    Attributes:
+      number: Identifies these parameters among those that are shared.
+      partition: Their partition over the servers.
+      servers: The Ray actors of the servers.
+    """
 
     number: int
-    division: ServerPartition
+    partition: ServerPartition
     servers: Sequence[Any]
 
     def pull(self) -> PyTree:
-        """The parameters as they are now, in NumPy arrays."""
-        parts = self._answers("pull")
-        if (call := remote_call.current) is not None:
-            call.pulled[self.number] = parts
-        return self.division.pulled(parts)[0]
+        """Returns the current parameters, NumPy arrays."""
+        parts = self._call("pull")
+        if (running := remote_call.current) is not None:
+            running.pulled[self.number] = parts
+        return self.partition.pulled(parts)[0]
 
     def push(self, gradients: PyTree, loss: Any) -> int:
-        """Have the servers make an update; how many others came since the pull.
+        """Updates the parameters on the servers.
 
-        In a scheduled function, once, after a pull. However often that is run again, its update is
-        made once. `loss` is for optimizers that look at it. Raises `UserError`, and
-        `NonFiniteError` where the parameters are no numbers any more.
+        A scheduled function may call this once, after `pull`. If the function is run again because
+        its worker was lost, the update is still applied once.
+
+        Args:
+          gradients: Gradients, with the structure and shapes of the parameters.
+          loss: The loss, a scalar, for optimizers that use it.
+
+        Returns:
+          The number of updates between the pull and this one.
+
+        Raises:
+          UserError: If the call is not allowed here, or the arguments have other shapes.
+          NonFiniteError: If a parameter or the loss is NaN or infinite after the update.
         """
         import ray
 
-        call = remote_call.current
-        if call is None:
-            raise UserError("push() is for a function that a worker runs: schedule one")
-        parts = call.pulled.get(self.number)
-        if parts is None or self.number in call.pushed:
-            raise UserError("push() comes after a pull(), and once in a function")
-        call.pushed.add(self.number)
-        params, _ = self.division.pulled(parts)
-        _check_like(gradients, params)
+        running = remote_call.current
+        if running is None:
+            raise UserError("push() was called outside a function that a worker runs: schedule one")
+        parts = running.pulled.get(self.number)
+        if parts is None or self.number in running.pushed:
+            raise UserError("push() must be called after pull(), and once in a function")
+        running.pushed.add(self.number)
+        params, _ = self.partition.pulled(parts)
+        _check_gradients(gradients, params)
         if np.shape(loss):
-            raise UserError(f"push() is given a loss of shape {np.shape(loss)}: give their mean")
-        whole = clipped(self.division.on_worker, gradients, params, loss)
+            raise UserError(f"push() was given a loss of shape {np.shape(loss)}: pass its mean")
+        whole = clipped(self.partition.on_worker, gradients, params, loss)
         computed = Computed(jax.tree.map(np.asarray, whole), {}, {"loss": float(loss)})
         pushes = [
-            dataclasses.replace(push, floor=call.floor)
-            for push in self.division.pushes(call.number, computed, parts)
+            dataclasses.replace(push, floor=running.floor)
+            for push in self.partition.pushes(running.number, computed, parts)
         ]
-        landed: list[PushResult] = ray_pool.answers(
+        results: list[PushResult] = ray_pool.answers(
             ray,
             [server.push.remote(push) for server, push in zip(self.servers, pushes, strict=True)],
         )
-        if not all(all(one.finite) for one in landed):
+        if not all(all(result.finite) for result in results):
             raise NonFiniteError(f"the parameters are not finite after a push of loss {loss}")
-        return max(one.staleness for one in landed)
+        return max(result.staleness for result in results)
 
     def state(self) -> tuple[PyTree, PyTree]:
-        """Parameters and optimizer state as they are now, whole: to be saved, say.
+        """Returns the current parameters and optimizer state, for example to save them.
 
-        After `join`, as each server has its part at a time of its own.
+        Call after `join`, because the servers' parts are not read at the same time.
         """
-        held = [held for held, _ in self._answers("held")]
-        whole = self.division.state(held, 0, None)
+        held = [held for held, _ in self._call("held")]
+        whole = self.partition.state(held, 0, None)
         return whole.params, whole.opt_state
 
-    def _answers(self, what: str) -> list[Any]:
+    def _call(self, method: str) -> list[Any]:
         import ray
 
-        return ray_pool.answers(ray, [getattr(server, what).remote() for server in self.servers])
+        return ray_pool.answers(ray, [getattr(server, method).remote() for server in self.servers])
 
 
 def check_params(params: PyTree) -> None:
-    """Raise `UserError` where they are not arrays of floating-point numbers."""
+    """Raises `UserError` if a leaf is not a floating-point array, or there is none."""
     for name, leaf in (leaves := named_leaves(params)).items():
         if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            what = getattr(leaf, "dtype", type(leaf).__name__)
-            raise UserError(f"share() is given {name or 'params'}, {what}: it takes float arrays")
+            kind = getattr(leaf, "dtype", type(leaf).__name__)
+            raise UserError(
+                f"share() was given {name or 'params'} of dtype {kind}: expected float arrays"
+            )
     if not leaves:
-        raise UserError("share() is given no parameters")
+        raise UserError("share() was given no parameters")
 
 
-def _check_like(gradients: PyTree, params: PyTree) -> None:
-    """Raise `UserError` where gradients are not of the parameters' names and shapes."""
-    found, expected = (
+def _check_gradients(gradients: PyTree, params: PyTree) -> None:
+    """Raises `UserError` if gradients do not have the parameters' names and shapes."""
+    actual, expected = (
         {name: np.shape(leaf) for name, leaf in named_leaves(tree).items()}
         for tree in (gradients, params)
     )
-    for name in [*expected, *found]:
-        if (given := found.get(name)) != (shape := expected.get(name)):
-            what = name or "gradients"
-            raise UserError(f"push() is given {what} of shape {given}: the parameter's is {shape}")
+    for name in [*expected, *actual]:
+        if (given := actual.get(name)) != (shape := expected.get(name)):
+            raise UserError(
+                f"push() was given {name or 'gradients'} of shape {given}: the parameter has "
+                f"shape {shape}"
+            )

@@ -1,7 +1,8 @@
-"""A training divided between workers, which compute gradients, and servers, which have the state.
+"""The partition of a training: workers compute gradients, servers hold the state.
 
-What `tf.distribute.ParameterServerStrategy` does (Li et al., "Scaling Distributed Machine Learning
-with the Parameter Server", OSDI 2014), for any model and any optimizer that can be divided.
+The scheme is that of `tf.distribute.ParameterServerStrategy` (Li et al., "Scaling Distributed
+Machine Learning with the Parameter Server", OSDI 2014), for any model and any optimizer that can
+be split.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,13 @@ import numpy as np
 import optax
 from rich.table import Table
 
-from spmdtrain.parameter_server.optimizer_split import divided
-from spmdtrain.parameter_server.partition import FixedShards, Partitioner, TreePartition, cuts_of
+from spmdtrain.parameter_server.optimizer_split import split_optimizer
+from spmdtrain.parameter_server.partition import (
+    FixedShards,
+    Partitioner,
+    TreePartition,
+    partition_tree,
+)
 from spmdtrain.parameter_server.scheduler import Outcome
 from spmdtrain.parameter_server.server import Pulled, Push, PushResult, ServerState
 from spmdtrain.step.optimizer import Update
@@ -27,14 +33,14 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class Computed:
-    """What a worker makes of a batch.
+    """A worker's result for a batch.
 
     Attributes:
-        gradients: Of the weighted mean, those that are trained; clipped, say, where the optimizer
-            begins with that.
-        model_state: What the batch adds to it (see `difference`).
-        metrics: Weighted means, "loss" among them.
-        sums: Weighted sum and weight of each metric.
+      gradients: Gradients of the weighted mean for the trained parameters, after the part of the
+        optimizer that runs on the worker, such as clipping.
+      model_state: The change of the model state by the batch (see `difference`).
+      metrics: Weighted means, "loss" among them.
+      sums: Weighted sum and weight of each metric.
     """
 
     gradients: PyTree
@@ -45,14 +51,16 @@ class Computed:
 
 @dataclass(frozen=True)
 class ServerPartition:
-    """Which server has what of a state, and which part of the optimizer works where.
+    """The partition of a state over servers, and of the optimizer over workers and servers.
 
     Attributes:
-        params: How the parameters are cut, and with them what the optimizer keeps of them.
-        trained: The same, of those that are trained.
-        model_state: Each of its arrays is whole on one server.
-        on_worker: What is done to a gradient while it is whole.
-        on_server: What each server does with its part.
+      params: Partition of the parameters.
+      trained: Partition of the parameters that are trained.
+      opt_state: Partition of the optimizer's state, which follows that of the parameters.
+      averaged: Partition of the averaged parameters, which follows that of the parameters.
+      model_state: Partition of the model state; each array is whole on one server.
+      on_worker: The transformations that need whole gradients.
+      on_server: The update that each server applies to its part.
     """
 
     params: TreePartition
@@ -67,28 +75,38 @@ class ServerPartition:
     def of(
         cls, state: TrainState, update: Update, servers: int, partitioner: Partitioner
     ) -> "ServerPartition":
-        """For an abstract state. Raises `UserError` for an optimizer that cannot be divided."""
-        params = cuts_of(state.params, servers, partitioner)
+        """Returns the partition of a state.
+
+        Args:
+          state: The abstract state.
+          update: The optimizer, frozen parameters and moving average.
+          servers: Number of servers.
+          partitioner: Determines the number of shards of each parameter.
+
+        Raises:
+          UserError: If the optimizer cannot be split.
+        """
+        params = partition_tree(state.params, servers, partitioner)
         trained = params.map(lambda params: update.partition(params)[0])
-        on_worker, on_server = divided(update.optimizer, trained)
-        on_its_server = Update(on_server, update.frozen, update.ema_decay)
+        on_worker, on_server = split_optimizer(update.optimizer, trained)
+        server_update = Update(on_server, update.frozen, update.ema_decay)
         return cls(
             params=params,
             trained=trained,
-            opt_state=params.map(on_its_server.init),
-            averaged=params.map(on_its_server.first_average),
-            model_state=cuts_of(state.model_state, servers, FixedShards(1)),
+            opt_state=params.map(server_update.init),
+            averaged=params.map(server_update.first_average),
+            model_state=partition_tree(state.model_state, servers, FixedShards(1)),
             on_worker=on_worker,
-            on_server=on_its_server,
+            on_server=server_update,
         )
 
     @property
     def servers(self) -> int:
-        """How many there are."""
+        """Number of servers."""
         return len(self.params.parts)
 
     def held_by(self, server: int, state: TrainState) -> ServerState:
-        """What a server has of a state."""
+        """Returns a server's part of a state."""
         return ServerState(
             params=self.params.cut(state.params, server),
             opt_state=self.opt_state.cut(state.opt_state, server),
@@ -97,23 +115,35 @@ class ServerPartition:
         )
 
     def state(self, held: Sequence[ServerState], step: int, key: Any) -> TrainState:
-        """The whole state again, in NumPy arrays."""
+        """Returns the whole state, NumPy arrays.
+
+        Args:
+          held: The parts of all servers in their order.
+          step: Number of updates in the state.
+          key: The random key of the state.
+        """
         return TrainState(
             step=np.asarray(step, np.int32),  # type: ignore[arg-type]
-            params=self.params.join([one.params for one in held]),
-            opt_state=self.opt_state.join([one.opt_state for one in held]),
-            averaged=self.averaged.join([one.averaged for one in held]),
-            model_state=self.model_state.join([one.model_state for one in held]),
+            params=self.params.join([part.params for part in held]),
+            opt_state=self.opt_state.join([part.opt_state for part in held]),
+            averaged=self.averaged.join([part.averaged for part in held]),
+            model_state=self.model_state.join([part.model_state for part in held]),
             key=key,
         )
 
     def pulled(self, parts: Sequence[Pulled]) -> tuple[PyTree, PyTree]:
-        """Parameters and model state, from what all servers have."""
+        """Returns the whole parameters and model state from the answers of all servers."""
         params = self.params.join([part.params for part in parts])
         return params, self.model_state.join([part.model_state for part in parts])
 
     def pushes(self, number: int, computed: Computed, parts: Sequence[Pulled]) -> list[Push]:
-        """What each server gets of what a batch gives."""
+        """Returns the push to each server.
+
+        Args:
+          number: Number of the batch.
+          computed: The result of the batch.
+          parts: What the worker pulled from each server, which has the versions.
+        """
         return [
             Push(
                 number=number,
@@ -129,64 +159,72 @@ class ServerPartition:
 def outcome(
     number: int,
     metrics: Mapping[str, float],
-    landed: Sequence[PushResult],
+    results: Sequence[PushResult],
     *,
     sums: Mapping[str, Sequence[float]] | None = None,
     pulled: int = 0,
     pushed: int = 0,
 ) -> Outcome:
-    """What came of a batch, from what each server has said of its push.
+    """Returns the result of a batch from the answers of all servers to its pushes.
 
-    Where a server had added it before, for another worker, what it says of this push's staleness
-    is of nothing that was added.
+    The staleness that a server reports for a batch which it had applied before is ignored, because
+    this push was not applied.
+
+    Args:
+      number: Number of the batch.
+      metrics: Weighted means.
+      results: The answers of the servers.
+      sums: Weighted sum and weight of each metric.
+      pulled: Bytes read from the servers.
+      pushed: Bytes sent to the servers.
     """
     return Outcome(
         number=number,
         metrics=dict(metrics),
         sums=sums or {},
-        finite=tuple(np.all([one.finite for one in landed], axis=0).tolist()),
-        staleness=max((one.staleness for one in landed if one.is_new), default=0),
-        is_stale=any(one.is_stale for one in landed),
+        finite=tuple(np.all([result.finite for result in results], axis=0).tolist()),
+        staleness=max((result.staleness for result in results if result.is_new), default=0),
+        is_stale=any(result.is_stale for result in results),
         pulled=pulled,
         pushed=pushed,
     )
 
 
 def bytes_in(tree: PyTree) -> int:
-    """Of all arrays."""
+    """Returns the size of all arrays of a tree in bytes."""
     return sum(np.asarray(x).nbytes for x in jax.tree.leaves(tree))
 
 
-def show(terminal: Terminal, division: ServerPartition) -> None:
-    """Print the rows that each server has of each parameter, and the bytes of its part."""
+def print_partition(terminal: Terminal, partition: ServerPartition) -> None:
+    """Prints the rows of each parameter on each server, and the bytes of the server's part."""
     table = Table()
     table.add_column("parameter")
     table.add_column("shape")
-    for server in range(division.servers):
+    for server in range(partition.servers):
         table.add_column(f"ps {server}", justify="right")
-    shapes = {name: leaf.shape for name, leaf in named_leaves(division.params.whole).items()}
-    parts = [named_leaves(part) for part in division.params.parts]
+    shapes = {name: leaf.shape for name, leaf in named_leaves(partition.params.whole).items()}
+    parts = [named_leaves(part) for part in partition.params.parts]
     for name, shape in shapes.items():
-        table.add_row(name, str(shape), *_rows(shape, [part[name].shape for part in parts]))
+        table.add_row(name, str(shape), *_row_ranges(shape, [part[name].shape for part in parts]))
     table.add_section()
-    kept = {"parameters": division.params, "optimizer": division.opt_state}
-    kept |= {"average": division.averaged, "model state": division.model_state}
-    for name, cuts in kept.items():
-        if jax.tree.leaves(cuts.whole):
-            table.add_row(name, "", *_bytes(cuts, division.servers))
+    fields = {"parameters": partition.params, "optimizer": partition.opt_state}
+    fields |= {"average": partition.averaged, "model state": partition.model_state}
+    for name, tree in fields.items():
+        if jax.tree.leaves(tree.whole):
+            table.add_row(name, "", *_sizes(tree, partition.servers))
     terminal.console.print(table)
 
 
-def _rows(shape: tuple[int, ...], parts: list[tuple[int, ...]]) -> list[str]:
-    """Of a parameter, each server's rows; nothing where it has none."""
+def _row_ranges(shape: tuple[int, ...], parts: list[tuple[int, ...]]) -> list[str]:
+    """Returns each server's rows of a parameter; an empty text for a server without any."""
     if not shape:
         return ["all" if part == shape else "" for part in parts]
-    found, first = [], 0
+    ranges, first = [], 0
     for part in parts:
-        found.append(f"{first}:{first + part[0]}" if part[0] else "")
+        ranges.append(f"{first}:{first + part[0]}" if part[0] else "")
         first += part[0]
-    return ["all" if part == shape else rows for part, rows in zip(parts, found, strict=True)]
+    return ["all" if part == shape else rows for part, rows in zip(parts, ranges, strict=True)]
 
 
-def _bytes(cuts: TreePartition, servers: int) -> list[str]:
-    return [byte_size(cuts.bytes_of(server)) for server in range(servers)]
+def _sizes(tree: TreePartition, servers: int) -> list[str]:
+    return [byte_size(tree.bytes_of(server)) for server in range(servers)]

@@ -1,4 +1,4 @@
-"""What parameter servers were asked for in a run, counted: updates by their staleness, bytes."""
+"""Statistics of a run with parameter servers: staleness of the updates, and bytes."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,12 +8,12 @@ from rich.table import Table
 
 from spmdtrain.terminal import byte_size
 
-_BAR = 24  # characters of the longest
-_SINGLE = 8  # numbers below this have a row each; from there on, each row is twice as wide
+_BAR = 24  # characters of the longest bar
+_SINGLE = 8  # smaller numbers have a row each; of the rows above, each covers twice as many
 
 
 class StalenessStats:
-    """Counts the updates of one start."""
+    """The updates since the start of a run, counted by staleness, and their bytes."""
 
     def __init__(self) -> None:
         self.staleness: Counter[int] = Counter()
@@ -21,11 +21,17 @@ class StalenessStats:
 
     @property
     def steps(self) -> int:
-        """How many updates there were."""
+        """Number of updates."""
         return self.staleness.total()
 
     def add(self, staleness: int, pulled: int, pushed: int) -> None:
-        """One update, and the bytes that its worker has read and sent."""
+        """Adds an update.
+
+        Args:
+          staleness: Its staleness.
+          pulled: Bytes that its worker has read from the servers.
+          pushed: Bytes that its worker has sent to them.
+        """
         self.staleness[staleness] += 1
         self._pulled += pulled
         self._pushed += pushed
@@ -33,18 +39,26 @@ class StalenessStats:
     def report(
         self, made: Mapping[str, int], servers: Sequence[Mapping[str, int]]
     ) -> dict[str, Any]:
-        """The same as JSON, and what each server has counted."""
+        """Returns the statistics as JSON.
+
+        Args:
+          made: Number of batches of each worker.
+          servers: Counts of each server.
+        """
         return {
             "updates": self.steps,
             "staleness": {str(n): self.staleness[n] for n in sorted(self.staleness)},
             "pulled_bytes_per_step": self._pulled // self.steps,
             "pushed_bytes_per_step": self._pushed // self.steps,
             "batches": dict(sorted(made.items())),
-            "servers": {f"ps {number}": dict(of) for number, of in enumerate(servers)},
+            "servers": {f"ps {number}": dict(counts) for number, counts in enumerate(servers)},
         }
 
     def table(self, made: Mapping[str, int]) -> Table:
-        """Updates by staleness; below, the bytes of a step and the batches of each worker."""
+        """Returns a table of the updates by staleness.
+
+        Its caption has the bytes of a step and the number of batches of each worker (`made`).
+        """
         table = Table(
             title="staleness of the updates", title_justify="left", caption_justify="left"
         )

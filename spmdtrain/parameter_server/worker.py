@@ -1,4 +1,4 @@
-"""A worker of parameter servers: from parameters and the number of a batch to its gradients."""
+"""A worker of a training with parameter servers."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -25,20 +25,27 @@ PyTree = Any
 
 
 class Worker:
-    """Computes batches on its own devices, over which it mirrors the model.
+    """Computes the gradients of batches on its own devices, over which it mirrors the model.
 
     Args:
-        steps: Of its placement.
-        dataset: What batches are made of; any worker makes the same of a number.
-        threads: How many read a batch, a part of it each; 0 is none beside this one.
-        key: What the randomness of all steps comes from: the state's.
+      steps: The functions of the step for `placement`.
+      placement: The mesh of the worker's devices.
+      partition: The partition of the state over servers.
+      dataset: The training data; every worker makes the same batch of a number.
+      batch_size: Examples of a batch.
+      seed: Seed of the order of the examples.
+      shuffle: Whether the examples are shuffled.
+      threads: Number of threads that read a batch, each a part of it; with 0 or 1 the calling
+        thread reads it.
+      augment: Transformation of each example on the host; None for none.
+      key: The random key of the state.
     """
 
     def __init__(
         self,
         steps: StepFunctions,
         placement: Placement,
-        division: ServerPartition,
+        partition: ServerPartition,
         dataset: Dataset,
         *,
         batch_size: int,
@@ -51,30 +58,30 @@ class Worker:
         self._placement, self._key = placement, key
         self._steps = steps
         every_step = np.iinfo(np.int64).max
-        # Which batch is next nobody knows before: so it is one batch that threads share.
+        # The number of the next batch is not known in advance, so the threads share one batch.
         self._parts = [
             TrainBatches(dataset, batch_size, seed, shuffle, every_step, rows, augment)
             for rows in np.array_split(all_rows(batch_size), max(1, min(threads, batch_size)))
         ]
         self._threads = ThreadPoolExecutor(len(self._parts)) if len(self._parts) > 1 else None
         self._check = BatchCheck()
-        self._program = steps.gradient_program(division.on_worker)
-        self._settled = False
+        self._program = steps.gradient_program(partition.on_worker)
+        self._has_chosen_reduction = False
 
     def compute(self, number: int, params: PyTree, model_state: PyTree) -> Computed:
-        """The gradients of a batch, in NumPy arrays."""
+        """Returns the gradients and metrics of a batch, NumPy arrays."""
         batch = self._read(number)
         with use_placement(self._placement):
-            if not self._settled:
+            if not self._has_chosen_reduction:
                 self._steps.choose_reduction(batch)
-                self._settled = True
+                self._has_chosen_reduction = True
             placed = jax.device_put(batch, self._placement.batch)
             variables = Variables(params, model_state)
-            found = self._program(variables, placed, self._key, np.int32(number))
-        gradients, more, means, sums = jax.tree.map(np.asarray, found)
-        told = {name: float(value) for name, value in means.items()}
-        pairs = dict(zip(sorted(told), sums.tolist(), strict=True))
-        return Computed(gradients, more, told, pairs)
+            output = self._program(variables, placed, self._key, np.int32(number))
+        gradients, state_change, means, sums = jax.tree.map(np.asarray, output)
+        metrics = {name: float(value) for name, value in means.items()}
+        pairs = dict(zip(sorted(metrics), sums.tolist(), strict=True))
+        return Computed(gradients, state_change, metrics, pairs)
 
     def _read(self, number: int) -> PyTree:
         run = map if self._threads is None else self._threads.map
@@ -88,14 +95,20 @@ class Worker:
 
 @dataclasses.dataclass(frozen=True)
 class RemoteWorker:
-    """A worker that pulls what it computes with, and pushes what comes of it."""
+    """A worker that pulls parameters from the servers and pushes gradients to them.
+
+    Attributes:
+      worker: Computes the gradients.
+      partition: The partition of the state over servers.
+      servers: The Ray actors of the servers.
+    """
 
     worker: Worker
-    division: ServerPartition
+    partition: ServerPartition
     servers: Sequence[Any]
 
     def __call__(self, number: int) -> Outcome:
-        """Make the step of a batch."""
+        """Makes the step of a batch and returns its result."""
         with phase(Phase.STEP, number + 1):
             return self._step(number)
 
@@ -103,15 +116,15 @@ class RemoteWorker:
         import ray
 
         parts = ray.get([server.pull.remote(number) for server in self.servers])
-        computed = self.worker.compute(number, *self.division.pulled(parts))
-        pushes = self.division.pushes(number, computed, parts)
-        landed: list[PushResult] = ray.get(
+        computed = self.worker.compute(number, *self.partition.pulled(parts))
+        pushes = self.partition.pushes(number, computed, parts)
+        results: list[PushResult] = ray.get(
             [server.push.remote(push) for server, push in zip(self.servers, pushes, strict=True)]
         )
         return outcome(
             number,
             computed.metrics,
-            landed,
+            results,
             sums=computed.sums,
             pulled=sum(bytes_in((part.params, part.model_state)) for part in parts),
             pushed=sum(bytes_in((push.gradients, push.model_state)) for push in pushes),
@@ -119,35 +132,38 @@ class RemoteWorker:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """What a worker is told, wherever it comes.
+class WorkerFactory:
+    """A pickled description of the work, from which each worker's process makes its worker.
 
     Attributes:
-        steps: Makes the steps' programs for a configuration, under its placement.
-        config: The run's, for one worker with devices of its own.
-        key: Of the state.
-        servers: The actors.
+      steps: Returns the functions of the step for a configuration and a placement.
+      config: Configuration of the run for one worker (see `for_worker`).
+      partition: The partition of the state over servers.
+      dataset: The training data.
+      augment: Transformation of each example on the host; None for none.
+      key: The random key of the state.
+      servers: The Ray actors of the servers.
     """
 
     steps: Callable[[RunConfig, Placement], StepFunctions]
     config: RunConfig
-    division: ServerPartition
+    partition: ServerPartition
     dataset: Dataset
     augment: Augment | None
     key: np.ndarray
     servers: Sequence[Any]
 
     def __call__(self) -> RemoteWorker:
-        """The worker, in its own process."""
+        """Returns the worker. Call in its own process, whose devices it uses."""
         configure_backend(self.config)
         placement = make_placement(self.config)
-        # The chief has looked whether the batch divides over devices of its own.
+        # The chief has only checked that the batch divides over its own devices.
         config = resolve(self.config, batch_shards=placement.batch_shards)
         assert config.global_batch_size is not None
         worker = Worker(
             self.steps(config, placement),
             placement,
-            self.division,
+            self.partition,
             self.dataset,
             batch_size=config.global_batch_size,
             seed=config.seed,
@@ -156,11 +172,11 @@ class Job:
             augment=self.augment,
             key=self.key,
         )
-        return RemoteWorker(worker, self.division, self.servers)
+        return RemoteWorker(worker, self.partition, self.servers)
 
 
 def for_worker(config: RunConfig) -> RunConfig:
-    """The configuration of one worker, which mirrors the model over devices of its own."""
+    """Returns the configuration of one worker, which mirrors the model over its own devices."""
     return dataclasses.replace(
         config, strategy="mirrored", workdir=None, servers=ParameterServerOptions()
     )

@@ -1,4 +1,4 @@
-"""The workers of an asynchronous training, as whoever gives them work sees them."""
+"""The interface of a pool of workers, and its events."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Done:
-    """A worker has done what it was given."""
+    """A worker has finished its work item."""
 
     worker: str
     result: Any
@@ -15,7 +15,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """What a worker was given has raised an error; the worker is there still."""
+    """A work item has raised an error. The worker remains available."""
 
     worker: str
     error: Exception
@@ -23,7 +23,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class WorkerLost:
-    """A worker is gone, and what it was given with it."""
+    """A worker is lost, and its work item with it."""
 
     worker: str
     reason: str
@@ -31,7 +31,7 @@ class WorkerLost:
 
 @dataclass(frozen=True)
 class WorkerJoined:
-    """A worker is there, for the first time or again."""
+    """A worker has become available, for the first time or after a loss."""
 
     worker: str
 
@@ -40,21 +40,25 @@ PoolEvent = Done | Failed | WorkerLost | WorkerJoined
 
 
 class WorkerPool(Protocol):
-    """Workers that come and go; each does one thing at a time."""
+    """Workers that may join and be lost at any time; each processes one work item at a time."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether no worker is there."""
+        """Whether no worker is available."""
         ...
 
     def idle(self) -> Sequence[str]:
-        """The workers that are there and have nothing to do."""
+        """Returns the names of the available workers without a work item."""
         ...
 
     def give(self, worker: str, work: Any) -> None:
-        """Have a worker do something: the batch of a number, say."""
+        """Starts a work item, such as the number of a batch, on an idle worker."""
         ...
 
     def events(self, timeout: float) -> Sequence[PoolEvent]:
-        """What has happened since; waits for the first, but no longer than so many seconds."""
+        """Returns the events since the last call.
+
+        Args:
+          timeout: Seconds to wait for the first event.
+        """
         ...

@@ -224,7 +224,7 @@ def test_each_batch_is_added_once_whoever_is_killed(tmp_path: Path) -> None:
     check_ledgers(tmp_path, status(tmp_path)["step"])
     output = text_of(lines)
     assert len(re.findall(r"worker \d is lost", output)) >= rounds
-    assert len(re.findall(r"batch \d+ is given out again", output)) >= rounds // 2
+    assert len(re.findall(r"batch \d+ is reassigned", output)) >= rounds // 2
     assert "raylet" not in output and "restart" not in output
 
 
@@ -256,7 +256,8 @@ def test_a_stopped_worker_delays_neither_evaluations_nor_the_log_nor_the_end(
     # Before it was stopped worker 1 had made fewer.
     assert check_ledgers(tmp_path, found["step"])["batches"]["worker 1"] > 300
     assert re.search(
-        r"\[chief\] worker 1: batch \d+ is out for more than .*; worker 0 makes it", text_of(lines)
+        r"\[chief\] worker 1: batch \d+ has taken more than .*; worker 0 computes it",
+        text_of(lines),
     )
 
 
@@ -315,13 +316,13 @@ def test_asked_to_stop_while_a_server_hangs_it_ends_with_what_was_saved(tmp_path
     with training(tmp_path, *options) as (process, lines):
         until(lambda: made(lines) >= 500, lines)
         send(signal.SIGSTOP, "ps 1", "ray::ServerActor")
-        silence = "[chief] nothing has come for 20 s of what the workers were given: no answer from"
+        silence = "[chief] no batch has completed for 20 s: no answer from"
         until(lambda: f"{silence} ps 1\n" in text_of(list(lines)) + "\n", lines)
         process.send_signal(signal.SIGTERM)
         asked = time.monotonic()
         assert process.wait(BOUND) == 75, text_of(lines)
         assert time.monotonic() - asked < 40  # 15 of them for what does not come in
-    assert "what the workers were given does not come in" in text_of(lines)
+    assert "the batches in progress do not complete" in text_of(lines)
     assert not any(of_task(name) for name in training_tasks(3, 2))
     saved = sorted(int(at.name) for at in (tmp_path / "checkpoints").iterdir() if at.name.isdigit())
     assert saved and all(step % 200 == 0 for step in saved) and saved[-1] >= 400

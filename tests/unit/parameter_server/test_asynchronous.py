@@ -108,15 +108,15 @@ def test_each_batch_is_added_once_to_each_server(
 ) -> None:
     total = 10
     crew = Strange(servers(count, max_staleness), choices)
-    dispenser = BatchQueue(0, max_staleness)
-    dispenser.limit = total
-    run = BatchScheduler(crew, dispenser, patience, clock=lambda: crew.now)
+    queue = BatchQueue(0, max_staleness)
+    queue.limit = total
+    run = BatchScheduler(crew, queue, patience, clock=lambda: crew.now)
     outcomes = [run.take(number) for number in range(total)]
-    run.settle()
+    run.drain()
     assert [outcome.metrics["loss"] for outcome in outcomes] == list(range(total))
     assert crew.pushes == dict.fromkeys(range(total), count)
     for server in crew.servers:
-        assert server.pull().version == server.ledger.complete == total
+        assert server.pull().version == server.applied.complete == total
         np.testing.assert_array_equal(server.pull().params["w"], -np.full(1, 2.0**total - 1))
     if max_staleness is not None:
         assert max(outcome.staleness for outcome in outcomes) <= max_staleness
@@ -148,9 +148,9 @@ def test_without_staleness_whoever_is_killed_the_numbers_are_the_same(
     count: int, choices: list[int]
 ) -> None:
     crew, total = Exact(servers(count, 0), choices), 10
-    dispenser = BatchQueue(0, 0)
-    dispenser.limit = total
-    run = BatchScheduler(crew, dispenser, 1000.0, clock=lambda: crew.now)
+    queue = BatchQueue(0, 0)
+    queue.limit = total
+    run = BatchScheduler(crew, queue, 1000.0, clock=lambda: crew.now)
     for number in range(total):
         run.take(number)
     w = np.float32(0.0)
@@ -162,34 +162,33 @@ def test_without_staleness_whoever_is_killed_the_numbers_are_the_same(
 
 def test_a_batch_that_is_long_out_is_given_to_one_more() -> None:
     crew, told = Strange(servers(1, None), [5] * 4), list[str]()
-    dispenser = BatchQueue(0)
-    dispenser.limit = 1
-    run = BatchScheduler(crew, dispenser, 1.0, told.append, clock=lambda: crew.now)
+    queue = BatchQueue(0)
+    queue.limit = 1
+    run = BatchScheduler(crew, queue, 1.0, told.append, clock=lambda: crew.now)
     assert run.take(0).number == 0
     assert told == [
-        "worker 0: batch 0 is out for more than 1 s; worker 1 makes it, too, and so with those to "
-        "come"
+        "worker 0: batch 0 has taken more than 1 s; worker 1 computes it too (reported once)"
     ]
 
 
 def test_a_lost_worker_is_told_with_its_batch() -> None:
     crew, told = Strange(servers(1, None), [6]), list[str]()
-    dispenser = BatchQueue(0)
-    dispenser.limit = 1
-    run = BatchScheduler(crew, dispenser, 1.0, told.append, clock=lambda: crew.now)
+    queue = BatchQueue(0)
+    queue.limit = 1
+    run = BatchScheduler(crew, queue, 1.0, told.append, clock=lambda: crew.now)
     assert run.take(0).number == 0
-    assert told == ["worker 0 is lost (killed): batch 0 is given out again"]
+    assert told == ["worker 0 is lost (killed); batch 0 is reassigned"]
 
 
 def test_a_batch_that_kills_whoever_computes_it_is_named() -> None:
     crew = Strange(servers(1, None), [6] * 9, patient=9)
-    dispenser = BatchQueue(0)
-    dispenser.limit = 1
+    queue = BatchQueue(0)
+    queue.limit = 1
     with pytest.raises(ClusterError) as caught:
-        BatchScheduler(crew, dispenser, 1.0).take(0)
+        BatchScheduler(crew, queue, 1.0).take(0)
     assert str(caught.value) == (
-        "batch 0 was lost with each of 4 workers that had it (worker 0, worker 0, worker 0, "
-        "worker 0; the last: killed): does it take more memory than there is?"
+        "batch 0 was lost 4 times with its worker (worker 0, worker 0, worker 0, worker 0; last "
+        "reason: killed). It may need more memory than a worker has"
     )
 
 
@@ -199,10 +198,10 @@ def test_an_error_of_the_users_is_raised() -> None:
             return [Failed(worker, ZeroDivisionError("in the objective"))]
 
     crew = Raises(servers(1, None), [])
-    dispenser = BatchQueue(0)
-    dispenser.limit = 1
+    queue = BatchQueue(0)
+    queue.limit = 1
     with pytest.raises(ZeroDivisionError, match="in the objective"):
-        BatchScheduler(crew, dispenser, 1.0).take(0)
+        BatchScheduler(crew, queue, 1.0).take(0)
 
 
 @dataclass
@@ -242,8 +241,8 @@ def test_who_waits_for_a_worker_hears_so_and_may_stop() -> None:
     ]
     crew, told, asked = Told(servers(1, None), [], script=script), list[str](), list[int]()
     crew.script.append([WorkerJoined("worker 2")])
-    dispenser = BatchQueue(0)
-    dispenser.limit = 1
+    queue = BatchQueue(0)
+    queue.limit = 1
 
     def may_stop(is_empty: bool) -> None:
         if is_empty:
@@ -251,13 +250,13 @@ def test_who_waits_for_a_worker_hears_so_and_may_stop() -> None:
 
     times = iter(range(0, 1000, 15))
     run = BatchScheduler(
-        crew, dispenser, 1000.0, told.append, may_stop, clock=lambda: float(next(times))
+        crew, queue, 1000.0, told.append, may_stop, clock=lambda: float(next(times))
     )
     assert run.take(0).number == 0
     assert told == [
-        "no worker has been there for 20 s: waiting for one",
-        "worker 2 is lost (killed): batch 0 is given out again",
-        "no worker has been there for 20 s: waiting for one",
+        "no worker has been available for 20 s; waiting for one",
+        "worker 2 is lost (killed); batch 0 is reassigned",
+        "no worker has been available for 20 s; waiting for one",
         "worker 2 is back",
     ]
     assert asked == [6, 5, 4, 2, 1]
@@ -272,29 +271,29 @@ def test_a_batch_that_hangs_and_is_waited_for_goes_before_new_ones() -> None:
             return self._push(moving[0], self.work[moving[0]]) if moving else []
 
     crew, told = Hangs(servers(1, None), []), list[str]()
-    dispenser = BatchQueue(0)
-    dispenser.limit = 10_000
-    run = BatchScheduler(crew, dispenser, None, told.append, clock=lambda: crew.now)
+    queue = BatchQueue(0)
+    queue.limit = 10_000
+    run = BatchScheduler(crew, queue, None, told.append, clock=lambda: crew.now)
     assert run.take(0).number == 0
     # Half a second for each of the other two's: 60 s are bearable while none has come, then 3.
     assert 10.0 < crew.now < 30.0 and run.made["worker 0"] == 0
-    assert told[0].startswith("worker 0: batch 0 is out for more than")
+    assert told[0].startswith("worker 0: batch 0 has taken more than")
 
 
 def test_where_nothing_comes_of_what_is_out_that_is_told_once() -> None:
     crew, told = Strange(servers(1, None), [0] + [5] * 300), list[float]()
-    dispenser = BatchQueue(0)
-    dispenser.limit = 2
-    run = BatchScheduler(crew, dispenser, 1000.0, tell_silence=told.append, clock=lambda: crew.now)
+    queue = BatchQueue(0)
+    queue.limit = 2
+    run = BatchScheduler(crew, queue, 1000.0, on_silence=told.append, clock=lambda: crew.now)
     run.take(0)
     assert told == [60.0] and crew.now >= 150.0
     crew.choices = [5] * 1000
     run.take(1)
     assert len(told) == 2 and told[1] == pytest.approx(3 * 150.5)  # three times what it took
     crew.now += 1000.0  # nothing is out: nobody is waited for
-    dispenser.limit = 3
+    queue.limit = 3
     run.take(2)
-    dispenser.limit = 5
+    queue.limit = 5
     run.take(3)
     crew.now += 1000.0  # what is out comes as soon as it is looked for
     run.take(4)
@@ -303,12 +302,12 @@ def test_where_nothing_comes_of_what_is_out_that_is_told_once() -> None:
 
 def test_how_long_is_too_long_is_learned_from_what_came() -> None:
     crew = Strange(servers(1, None), [])
-    dispenser = BatchQueue(0)
-    dispenser.limit = 100
-    run = BatchScheduler(crew, dispenser, None, clock=lambda: crew.now)
-    assert run._bearable() == 60.0  # nothing is known yet: a first batch compiles the step
+    queue = BatchQueue(0)
+    queue.limit = 100
+    run = BatchScheduler(crew, queue, None, clock=lambda: crew.now)
+    assert run._timeout() == 60.0  # nothing is known yet: a first batch compiles the step
     crew.now = 0.0
     for number in range(50):
         run.take(number)
-    median = run._bearable() / 3
+    median = run._timeout() / 3
     assert 0.5 <= median <= 3.0  # three workers, one of whom pushes each half second

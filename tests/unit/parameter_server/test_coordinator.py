@@ -133,7 +133,7 @@ values = [coordinator.schedule(fails, number) for number in range(20)]
 print("join:", raised(coordinator.join)[:21])
 print("join again:", raised(coordinator.join))
 print("fetch:", raised(lambda: coordinator.fetch(values[0])))
-print("fetch of the last:", raised(lambda: coordinator.fetch(values[-1]))[:52])
+print("fetch of the last:", raised(lambda: coordinator.fetch(values[-1]))[:56])
 coordinator.schedule(fails, 7)
 while not coordinator._is_done:
     time.sleep(0.05)
@@ -206,21 +206,22 @@ print("not finite:", raised(coordinator.join))
         "join: ZeroDivisionError: in",
         "join again: nothing",
         "fetch: ZeroDivisionError: in 0",
-        "fetch of the last: UserError: not run, as another function raised ZeroD",
+        "fetch of the last: UserError: not run because another function raised ZeroD",
         "schedule: ZeroDivisionError: in 7",
         "and on: {'a': 2, 'b': 3}",
-        "twice: UserError: push() comes after a pull(), and once in a function",
-        "pulled again: UserError: push() comes after a pull(), and once in a function",
-        "in the chief: UserError: push() is for a function that a worker runs: schedule one",
-        "of a value: UserError: a value that another function returns is no argument: fetch it "
+        "twice: UserError: push() must be called after pull(), and once in a function",
+        "pulled again: UserError: push() must be called after pull(), and once in a function",
+        "in the chief: UserError: push() was called outside a function that a worker runs: "
+        "schedule one",
+        "of a value: UserError: a Value cannot be an argument of a scheduled function: fetch it "
         "first",
-        "generator: UserError: the function returns a generator, which cannot be sent: a list can",
-        "exits: RuntimeError: the function has called sys.exit(3)",
-        "of the chief: UserError: a Coordinator is for the chief alone: a function of workers has "
-        "none",
-        "integers: UserError: share() is given w, int64: it takes float arrays",
-        "of another shape: UserError: push() is given w of shape (3,): the parameter's is (4,)",
-        "no function: UserError: schedule() is given a int: it takes a function",
+        "generator: UserError: the function returns a generator, which cannot be sent; use a list",
+        "exits: RuntimeError: the function called sys.exit(3)",
+        "of the chief: UserError: a Coordinator cannot be used in a function that a worker runs",
+        "integers: UserError: share() was given w of dtype int64: expected float arrays",
+        "of another shape: UserError: push() was given w of shape (3,): the parameter has shape "
+        "(4,)",
+        "no function: UserError: schedule() was given a int: expected a function",
     ],
 )
 def test_it_is_what_tensorflows_is(whole: list[str], line: str) -> None:
@@ -281,7 +282,7 @@ print("pushed:", set(shared.pull()["w"].tolist()))
         assert process.wait(BOUND) == 0, text_of(lines)
     output = said(lines)
     assert "returned: True" in output and "pushed: {2000.0}" in output, output
-    assert re.search(r"worker 0 is lost .*; what it was doing is done again", "\n".join(output))
+    assert re.search(r"worker 0 is lost .*; its call is run again", "\n".join(output))
 
 
 @pytest.mark.drill
@@ -334,7 +335,7 @@ class Job:
     ray: object
     made: Crew
 
-    def crew(self, make: object) -> Crew:
+    def worker_pool(self, make: object) -> Crew:
         return self.made
 
 
@@ -358,12 +359,12 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> Crew:
 def test_what_breaks_the_crew_is_what_is_raised(crew: Crew) -> None:
     crew.coming.put(OSError("the chief's node is gone"))
     with pytest.raises(OSError, match="the chief's node is gone"), Coordinator() as coordinator:
-        while not coordinator._broken:
+        while not coordinator._thread_error:
             time.sleep(0.01)
         for wait in (coordinator.join, coordinator.done, lambda: coordinator.schedule(len, [])):
             with pytest.raises(OSError, match="the chief's node is gone"):
                 wait()
-    with pytest.raises(UserError, match="use the coordinator within its `with`"):
+    with pytest.raises(UserError, match="used outside of its `with` block"):
         Coordinator().schedule(len, [])
 
 
@@ -403,7 +404,7 @@ def test_what_was_lost_half_done_is_done_whatever_else_fails(crew: Crew) -> None
         crew.coming.put(Failed("worker 1", ZeroDivisionError("in it")))
         with pytest.raises(ZeroDivisionError):
             coordinator.fetch(failing)
-        with pytest.raises(UserError, match="not run, as another function raised ZeroDivision"):
+        with pytest.raises(UserError, match="not run because another function raised ZeroDivision"):
             coordinator.fetch(never)
         crew.workers = ("worker 0",)
         crew.coming.put(WorkerJoined("worker 0"))
@@ -426,7 +427,7 @@ def test_asked_to_stop_it_lets_land_what_is_out_and_runs_nothing_more(crew: Crew
             assert crew.given.empty() and coordinator._is_done
             assert values[0]._result == 7
             for value in values[1:]:
-                assert str(value._error) == "not run, as the job was asked to stop"
+                assert str(value._error) == "not run because the job is stopping"
 
 
 def test_functions_of_each_call_are_not_kept_for_ever(crew: Crew) -> None:
@@ -444,7 +445,7 @@ def test_functions_of_each_call_are_not_kept_for_ever(crew: Crew) -> None:
         coordinator.schedule(Unhashable())
         for number in range(200):
             coordinator.schedule(lambda number=number: number)
-        kept = coordinator._functions._things
+        kept = coordinator._functions._values
         assert len(kept) == 64 and coordinator._waiting[-1].function.number == 201
         crew.coming.put(OSError("enough"))
 
@@ -480,7 +481,7 @@ def test_how_a_job_ends_is_told(
 def test_a_script_has_one(crew: Crew) -> None:
     with Coordinator() as coordinator:
         assert coordinator.done()
-    with pytest.raises(UserError, match="a script has one Coordinator"):
+    with pytest.raises(UserError, match="a script can use one Coordinator"):
         Coordinator().__enter__()
 
 

@@ -9,33 +9,33 @@ WORKERS = ("a", "b", "c")
 
 
 def test_what_is_lost_is_given_again_and_first() -> None:
-    dispenser = BatchQueue(0)
-    dispenser.limit = 5
-    assert [dispenser.give(worker, 0.0) for worker in WORKERS] == [0, 1, 2]
-    assert dispenser.requeue("b") == [1]
-    assert dispenser.give("a", 0.0) == 1 and dispenser.give("a", 0.0) == 3
+    queue = BatchQueue(0)
+    queue.limit = 5
+    assert [queue.give(worker, 0.0) for worker in WORKERS] == [0, 1, 2]
+    assert queue.requeue("b") == [1]
+    assert queue.give("a", 0.0) == 1 and queue.give("a", 0.0) == 3
 
 
 def test_who_lands_a_batch_first_lands_it() -> None:
-    dispenser = BatchQueue(7)
-    dispenser.limit = 8
-    assert dispenser.give("a", now=1.0) == 7 and dispenser.give("b", now=1.0) is None
-    assert dispenser.overdue(1.0) == [] and dispenser.overdue(1.5) == [7]
-    dispenser.assign_backup(7, "b", now=2.0)
-    assert dispenser.overdue(1.5) == []
-    assert dispenser.requeue("a") == []  # the other has it still
-    assert dispenser.complete(7) and not dispenser.complete(7)
-    assert (dispenser.landed.complete, dispenser.is_idle) == (8, True)
+    queue = BatchQueue(7)
+    queue.limit = 8
+    assert queue.give("a", now=1.0) == 7 and queue.give("b", now=1.0) is None
+    assert queue.overdue(1.0) == [] and queue.overdue(1.5) == [7]
+    queue.assign_backup(7, "b", now=2.0)
+    assert queue.overdue(1.5) == []
+    assert queue.requeue("a") == []  # the other has it still
+    assert queue.complete(7) and not queue.complete(7)
+    assert (queue.applied.complete, queue.is_idle) == (8, True)
 
 
 def test_it_can_be_held() -> None:
-    dispenser = BatchQueue(0)
-    dispenser.limit = 10
+    queue = BatchQueue(0)
+    queue.limit = 10
     for worker in WORKERS:
-        dispenser.give(worker, 0.0)
-    assert dispenser.hold() == 3 and dispenser.give("a", 0.0) is None
-    dispenser.requeue("a")
-    assert dispenser.give("b", 0.0) == 0  # it was given out before
+        queue.give(worker, 0.0)
+    assert queue.stop_dispatch() == 3 and queue.give("a", 0.0) is None
+    queue.requeue("a")
+    assert queue.give("b", 0.0) == 0  # it was given out before
 
 
 @given(
@@ -47,8 +47,8 @@ def test_each_lands_once_and_is_fresh(
     max_staleness: int | None, first: int, events: list[tuple[str, str]]
 ) -> None:
     total = first + 12
-    dispenser = BatchQueue(first, max_staleness)
-    dispenser.limit = total
+    queue = BatchQueue(first, max_staleness)
+    queue.limit = total
     held: dict[str, tuple[int, int]] = {}  # a batch, and the updates that its worker has read
     landed: list[int] = []
 
@@ -56,17 +56,17 @@ def test_each_lands_once_and_is_fresh(
         if event == "give":
             if worker in held:
                 return False
-            number = dispenser.give(worker, 0.0)
+            number = queue.give(worker, 0.0)
             if number is not None:
                 held[worker] = number, len(landed)
             return number is not None
         if worker not in held:
             return False
         if event == "lose":
-            assert dispenser.requeue(worker) == [held.pop(worker)[0]]
+            assert queue.requeue(worker) == [held.pop(worker)[0]]
         elif event == "land":
             number, read = held.pop(worker)
-            assert dispenser.complete(number)
+            assert queue.complete(number)
             if max_staleness is not None:
                 assert len(landed) - read <= max_staleness
             landed.append(number)
@@ -75,6 +75,6 @@ def test_each_lands_once_and_is_fresh(
     for worker, event in events:
         step(worker, event)
     # Whatever has happened: as long as somebody works, all of it lands.
-    while not (dispenser.is_idle and dispenser.landed.complete == total):
+    while not (queue.is_idle and queue.applied.complete == total):
         assert any(step(worker, event) for worker in WORKERS for event in ("give", "land"))
     assert sorted(landed) == list(range(first, total))

@@ -71,20 +71,22 @@ class Remote:
             raise fault
 
 
-def crew_of(worker: object) -> ray_pool.RayCrew:
+def crew_of(worker: object) -> ray_pool.RayWorkerPool:
     """Of one worker, on a Ray whose calls have all been made as soon as they are looked for."""
     ray = SimpleNamespace(
         exceptions=exceptions,
         wait=lambda calls, num_returns, timeout: (calls, []),
         get=lambda call: call.answer(),
     )
-    return ray_pool.RayCrew(ray, {"worker 0": ray_pool._Place(worker)}, "how it gets ready")
+    return ray_pool.RayWorkerPool(
+        ray, {"worker 0": ray_pool._RayWorker(worker)}, "how it gets ready"
+    )
 
 
 def test_a_worker_that_dies_while_it_gets_ready_is_told_and_at_last_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("spmdtrain.parameter_server.ray_pool._AGAIN", 0.0)
+    monkeypatch.setattr("spmdtrain.parameter_server.ray_pool._RETRY", 0.0)
     died = exceptions.ActorDiedError
     # It is not there twice, dies twice, comes, is lost, and then dies for ever.
     worker = SimpleNamespace(
@@ -97,12 +99,12 @@ def test_a_worker_that_dies_while_it_gets_ready_is_told_and_at_last_named(
         found += crew.events(0.0)
         if crew.idle():
             crew.give("worker 0", 1)
-    early, late = "its process is dead, while it got ready", "its process is dead"
+    early, late = "its process is dead, during initialization", "its process is dead"
     lost = [WorkerLost("worker 0", early)] * 2
     assert found[:4] == [*lost, WorkerJoined("worker 0"), WorkerLost("worker 0", late)]
     assert found[4:-1] == [WorkerLost("worker 0", early)] * 3
     assert isinstance(found[-1], Failed) and isinstance(found[-1].error, ClusterError)
-    assert str(found[-1].error).startswith("worker 0 was lost 4 times while it got ready")
+    assert str(found[-1].error).startswith("worker 0 was lost 4 times during initialization")
 
 
 WAITS = """

@@ -8,7 +8,7 @@ from helpers import DIGITS, run
 from spmdtrain import Loop, ParameterServerOptions, RunConfig, UserError
 from spmdtrain.config_checks import check
 from spmdtrain.launch.task_env import tf_configs
-from spmdtrain.parameter_server.executor import of_options
+from spmdtrain.parameter_server.executor import make_partitioner
 from spmdtrain.parameter_server.partition import FixedShards, MaxSize, MinSize
 from spmdtrain.parameter_server.roles import run_task_role
 
@@ -67,12 +67,14 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], told: st
 
 
 def test_the_options_are_tensorflows_partitioners() -> None:
-    assert of_options(ParameterServerOptions(), 3) == MinSize(3, 256 * 1024)
-    assert of_options(ParameterServerOptions(max_shards=2, min_shard_bytes=7), 3) == MinSize(2, 7)
-    assert of_options(ParameterServerOptions(partitioner="max_size"), 3) == MaxSize(
+    assert make_partitioner(ParameterServerOptions(), 3) == MinSize(3, 256 * 1024)
+    assert make_partitioner(ParameterServerOptions(max_shards=2, min_shard_bytes=7), 3) == MinSize(
+        2, 7
+    )
+    assert make_partitioner(ParameterServerOptions(partitioner="max_size"), 3) == MaxSize(
         4 * 1024 * 1024, None
     )
-    assert of_options(ParameterServerOptions(partitioner="fixed_shards"), 3) == FixedShards(3)
+    assert make_partitioner(ParameterServerOptions(partitioner="fixed_shards"), 3) == FixedShards(3)
 
 
 def test_a_loop_of_ones_own_has_a_coordinator() -> None:
@@ -93,6 +95,6 @@ def test_without_a_cluster_it_says_how_to_start_one(monkeypatch: pytest.MonkeyPa
     found = run(DIGITS, "--strategy", "parameter_server")
     assert found.returncode == 2
     assert found.stderr == (
-        "error: parameter servers take a TF_CONFIG with a chief, workers and ps tasks: start one "
+        "error: parameter servers need a TF_CONFIG with a chief, workers and ps tasks: start one "
         "with python -m spmdtrain.launch --processes 3 --ps 2 -- ...\n"
     )

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 
 from spmdtrain.errors import UserError
-from spmdtrain.parameter_server.optimizer_split import divided, name_of, parts_of
-from spmdtrain.parameter_server.partition import FixedShards, TreePartition, cuts_of
+from spmdtrain.parameter_server.optimizer_split import name_of, parts_of, split_optimizer
+from spmdtrain.parameter_server.partition import FixedShards, TreePartition, partition_tree
 from spmdtrain.parameter_server.server import Counts, Push, PushResult, Server, ServerState
 from spmdtrain.step.model_state import difference, with_difference
 from spmdtrain.step.optimizer import Update
@@ -27,7 +27,7 @@ STATE = {"mean": jnp.zeros(3), "count": jnp.uint32(0)}
 
 
 def cuts(servers: int, tree: Any = PARAMS) -> TreePartition:
-    return cuts_of(jax.eval_shape(lambda: tree), servers, FixedShards(servers))
+    return partition_tree(jax.eval_shape(lambda: tree), servers, FixedShards(servers))
 
 
 def equal(x: Any, y: Any, rtol: float = 0.0) -> None:
@@ -55,7 +55,7 @@ def step_on_servers(
 ) -> tuple[Any, Any]:
     """What servers make of gradients, each from the newest parameters."""
     of_params, of_model = cuts(servers), cuts(servers, STATE)
-    on_worker, on_server = divided(optimizer, of_params)
+    on_worker, on_server = split_optimizer(optimizer, of_params)
     update = Update(on_server)
     of_state = of_params.map(update.init)
     state = update.init(PARAMS)
@@ -137,12 +137,12 @@ def test_what_cannot_be_divided_is_refused_by_name(
     optimizer: optax.GradientTransformation, name: str, keeps: str
 ) -> None:
     with pytest.raises(UserError) as refused:
-        divided(optimizer, cuts(2))
+        split_optimizer(optimizer, cuts(2))
     who = "keeps" if keeps == name else f"{keeps} keeps"
     told = f"the optimizer's {name} needs the whole gradient, and {who} a state"
     assert told in str(refused.value)
     if name != "add_noise":  # its state is no numbers
-        divided(optimizer, cuts(1))  # one server has the whole
+        split_optimizer(optimizer, cuts(1))  # one server has the whole
 
 
 def test_the_parts_of_a_chain_have_names() -> None:
@@ -160,10 +160,10 @@ def test_each_push_is_added_once_in_any_order(order: list[int], again: list[int]
     )
     for number in [*order, *again]:
         push = Push(number, 0, {"w": np.full(2, 2.0**number, np.float32)}, {}, 0.0)
-        is_new = number not in server.ledger
+        is_new = number not in server.applied
         assert server.push(push).is_new == is_new
     np.testing.assert_array_equal(server.pull().params["w"], -np.full(2, 2.0**6 - 1))
-    assert (server.pull().version, server.ledger.complete) == (6, 6)
+    assert (server.pull().version, server.applied.complete) == (6, 6)
 
 
 def test_what_is_too_stale_is_refused() -> None:
@@ -199,7 +199,7 @@ def test_numbers_that_come_no_more_are_forgotten() -> None:
     push = Push(0, 0, {"w": np.ones(2, np.float32)}, {}, 0.0)
     for number in range(0, 300, 3):  # the others push nothing
         server.push(dataclasses.replace(push, number=number, floor=max(0, number - 6)))
-    assert len(server.ledger._beyond) <= 3
+    assert len(server.applied._beyond) <= 3
     assert server.pull().version == server.counts.added == 100
     assert not server.push(dataclasses.replace(push, number=5)).is_new
     np.testing.assert_array_equal(server.pull().params["w"], np.full(2, -100.0))
