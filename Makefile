@@ -27,7 +27,7 @@ train: $(TRAIN) ## train the default experiment; ARGS are its options
 test: lint unit ## lint, types, unit tests, and a quick test of each invariant
 
 unit: $(READY) ## the tests of `make test`, without lint and types
-	$(RUN) pytest $(SHARED) -m 'sentinel or not (slow or drill)'
+	$(RUN) pytest tests/unit $(SHARED) -m 'not slow and not drill'
 
 integration: $(READY) ## the shipped experiments and commands, and unit tests that take long
 	$(RUN) pytest $(SHARED) -m 'slow and not drill'

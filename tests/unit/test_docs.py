@@ -50,6 +50,7 @@ def run_in(folder: Path, monkeypatch: pytest.MonkeyPatch, code: list[str]) -> di
     return found
 
 
+@pytest.mark.slow
 def test_the_way_over_from_tf_distribute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = blocks("coming-from-tf-distribute.md")
     before = [block for block in shown if block.startswith("# tf.distribute\n")]

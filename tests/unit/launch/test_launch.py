@@ -124,6 +124,7 @@ def attempts(folder: Path, task: str) -> int:
 # What the tasks see.
 
 
+@pytest.mark.slow
 def test_every_task_has_its_place_in_one_cluster(tmp_path: Path) -> None:
     script = """
 print(json.dumps([os.environ.get(name) for name in
@@ -261,6 +262,7 @@ def test_launching_needs_no_jax() -> None:
 # Output.
 
 
+@pytest.mark.slow
 def test_every_line_says_whose_it_is(tmp_path: Path) -> None:
     script = r"""
 out = sys.stdout.buffer
@@ -330,6 +332,7 @@ print({connected!r} + '12\\nlast', end='')
     assert f"[chief] whole {connected}12" in ended.stderr.splitlines()
 
 
+@pytest.mark.slow
 def test_who_reads_no_more_does_not_end_the_training(tmp_path: Path) -> None:
     script = "for _ in range(2000): print('x' * 100)\nmark(task)"
     command = launcher(tmp_path, script, "--processes", 2)
@@ -357,6 +360,7 @@ def test_all_end_well(tmp_path: Path) -> None:
     assert said(ended) == ["finished"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "code", "words"),
     [
@@ -385,6 +389,7 @@ def test_what_restarting_does_not_mend(tmp_path: Path, script: str, code: int, w
     assert attempts(tmp_path, "chief") == 1
 
 
+@pytest.mark.slow
 def test_the_cause_is_named_not_its_consequences(tmp_path: Path) -> None:
     script = """
 progress.begin()
@@ -415,6 +420,7 @@ with phase(Phase.STEP, 12):
     ]
 
 
+@pytest.mark.slow
 def test_one_that_tells_its_reason_and_does_not_end_is_the_cause(tmp_path: Path) -> None:
     script = """
 progress.begin()
@@ -444,6 +450,7 @@ with phase(Phase.STEP, 37):
     assert [attempts(tmp_path, task) for task in ("chief", "worker 0", "worker 1")] == [2, 2, 2]
 
 
+@pytest.mark.slow
 def test_progress_refills_the_budget_and_nothing_else_does(tmp_path: Path) -> None:
     script = """
 progress.begin()
@@ -459,6 +466,7 @@ raise OSError(f"in attempt {attempt}")
     ]
 
 
+@pytest.mark.slow
 def test_preempted_by_itself_starts_again_once_the_others_have_saved(tmp_path: Path) -> None:
     script = """
 if attempt == 0:
@@ -486,6 +494,7 @@ def read_a_row():
 """
 
 
+@pytest.mark.slow
 def test_the_one_that_holds_the_others_is_named_and_shown(tmp_path: Path) -> None:
     script = HANG + "if task == 'worker 0': read_a_row()\nwith phase(Phase.STEP, 5): time.sleep(60)"
     ended = launch(tmp_path, script, "--processes", 2, "--hang-timeout", 1)
@@ -502,6 +511,7 @@ def test_the_one_that_holds_the_others_is_named_and_shown(tmp_path: Path) -> Non
     assert "in read_a_row" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_stopped_one_is_named(tmp_path: Path) -> None:
     script = (
         HANG
@@ -523,6 +533,7 @@ with phase(Phase.STEP, 5):
     ]
 
 
+@pytest.mark.slow
 def test_who_moves_is_not_hung_nor_who_does_not_publish(tmp_path: Path) -> None:
     script = """
 if task == "chief": progress.begin()
@@ -567,6 +578,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_lets_all_save_and_ends_the_job(tmp_path: Path, number: signal.Signals) -> None:
     script = (
@@ -591,6 +603,7 @@ time.sleep(100)
     assert last.endswith("was preempted and saved (code 75)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["the grace ends", "a second signal"])
 def test_who_ignores_the_signal_is_killed(tmp_path: Path, how: str) -> None:
     script = (
@@ -615,6 +628,7 @@ while True: time.sleep(100)
     assert last == "[launch] SIGTERM: killed before they had saved: chief, worker 0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGQUIT, signal.SIGSEGV])
 def test_no_process_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
     script = (
@@ -637,6 +651,7 @@ while True: time.sleep(100)
             time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_no_task_outlives_the_launcher_and_its_guardian(tmp_path: Path) -> None:
     script = "signal.signal(signal.SIGTERM, signal.SIG_IGN); mark(task + ' ready'); time.sleep(100)"
     with started(launcher(tmp_path, script, "--processes", 2), tmp_path) as process:
@@ -652,6 +667,7 @@ def test_no_task_outlives_the_launcher_and_its_guardian(tmp_path: Path) -> None:
             time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_no_restart_after_a_signal_in_the_wait_for_it(tmp_path: Path) -> None:
     command = launcher(tmp_path, "sys.exit(1)", "--processes", 1)
     with started(command, tmp_path) as process:
@@ -665,6 +681,7 @@ def test_no_restart_after_a_signal_in_the_wait_for_it(tmp_path: Path) -> None:
     assert (tmp_path / "err").read_text().endswith("SIGTERM: not restarted\n")
 
 
+@pytest.mark.slow
 def test_an_attempt_leaves_the_next_nothing(tmp_path: Path) -> None:
     script = """
 assert not list(Path(os.environ["SPMDTRAIN_LAUNCH"]).glob("chief.*"))
@@ -686,6 +703,7 @@ SERVED = ("--processes", 2, "--ps", 1, "--max-restarts", 1)
 ENDED_WITH = 'progress.write_exit_reason(1, "the job: the chief is gone", own=False); sys.exit(1)'
 
 
+@pytest.mark.slow
 def test_a_finished_chief_has_finished_whoever_was_just_coming(tmp_path: Path) -> None:
     script = f"""
 if task != "chief":
@@ -697,6 +715,7 @@ mark("done")
     assert (ended.returncode, said(ended)) == (0, ["finished"]), ended.stderr
 
 
+@pytest.mark.slow
 def test_a_chief_tells_why_though_all_have_ended_before(tmp_path: Path) -> None:
     script = f"""
 if task != "chief":
@@ -709,6 +728,7 @@ sys.exit(2)
     assert ended.returncode == 2 and "the seed is another" in said(ended)[-1], ended.stderr
 
 
+@pytest.mark.slow
 def test_of_parameter_servers_a_hang_is_the_chiefs(tmp_path: Path) -> None:
     script = """
 progress.begin()
@@ -719,6 +739,7 @@ with phase(Phase.STEP, 37) if task == "chief" else progress.phase(Phase.START, 0
     assert "no progress for 2 s: chief is in step 37" in said(ended), ended.stderr
 
 
+@pytest.mark.slow
 def test_a_shell_between_does_not_hide_the_process(tmp_path: Path) -> None:
     inner = """
 progress.begin()
@@ -741,6 +762,7 @@ with phase(Phase.STEP, 4):
 # The evaluator.
 
 
+@pytest.mark.slow
 def test_the_evaluator_ends_after_the_training_and_does_not_end_it(tmp_path: Path) -> None:
     script = """
 if task == "evaluator":
@@ -763,6 +785,7 @@ sys.exit(attempt == 0)
     assert attempts(tmp_path, "chief") == 2
 
 
+@pytest.mark.slow
 def test_the_evaluator_hears_of_a_failure(tmp_path: Path) -> None:
     script = """
 if task == "chief": sys.exit(5)
@@ -775,6 +798,7 @@ print(progress.job_ended())
     assert ended.stdout == "[evaluator] failed: chief failed (code 5)\n"
 
 
+@pytest.mark.slow
 def test_an_evaluator_that_fails_for_good_is_the_exit_code(tmp_path: Path) -> None:
     script = "if task == 'evaluator': sys.exit(4)\ntime.sleep(0.5)"
     options = ("--processes", 1, "--evaluator", "--max-restarts", 0)
@@ -787,6 +811,7 @@ def test_an_evaluator_that_fails_for_good_is_the_exit_code(tmp_path: Path) -> No
     ]
 
 
+@pytest.mark.slow
 def test_an_evaluator_without_progress_is_killed_as_hung(tmp_path: Path) -> None:
     script = """
 if task == "chief": wait_for("ready"); sys.exit(0)
@@ -803,6 +828,7 @@ time.sleep(100)
     assert "the evaluator has made no progress for 1 s: killed" in said(ended)
 
 
+@pytest.mark.slow
 def test_a_signal_reaches_the_evaluator_once_the_training_has_saved(tmp_path: Path) -> None:
     script = """
 def end(*_):

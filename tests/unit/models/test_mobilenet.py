@@ -144,6 +144,7 @@ def test_what_it_cannot_be(options: dict[str, Any], message: str) -> None:
 # -- depthwise convolutions ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("sides", [(6, 9), (1, 2)])
 def test_on_a_cpu_depthwise_convolutions_are_sums_of_products_and_equal(
@@ -196,6 +197,7 @@ def test_in_bfloat16_the_statistics_are_float32_and_the_products_are_not(
     assert {leaf.dtype.name for leaf in jax.tree.leaves(after)} == {"float32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["default", "mirrored"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_statistics_of_values_far_from_0_keep_their_digits(dtype: str, strategy: str) -> None:
@@ -212,6 +214,7 @@ def test_the_statistics_of_values_far_from_0_keep_their_digits(dtype: str, strat
     np.testing.assert_allclose(found, normal, rtol=1e-4, atol=5e-4)  # a mean of 1000 in f32
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_divide_has_the_same_statistics() -> None:
     x = np.random.default_rng(0).normal(3, 1, (12, 2, 2, 3)).astype(np.float32)
     with use_placement(make_placement(RunConfig(strategy="mirrored", mesh=on(8)))):
@@ -220,6 +223,7 @@ def test_a_batch_that_does_not_divide_has_the_same_statistics() -> None:
     np.testing.assert_allclose(var, x.var((0, 1, 2)), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_mean_and_variance_of_a_layer_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mobilenet, "STAGES", SHALLOW)
     batch = {"x": np.zeros((8, 8, 8, 3), np.float32), "label": np.zeros(8, np.int32)}
@@ -241,6 +245,7 @@ def test_mean_and_variance_of_a_layer_travel_together(monkeypatch: pytest.Monkey
 # -- places ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["mirrored", "zero", "fully_sharded", "hybrid+fully_sharded"])
 def test_the_published_model_has_a_place_under_every_strategy(strategy: str) -> None:
     _, variables = abstract(1000)

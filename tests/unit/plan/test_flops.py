@@ -153,6 +153,7 @@ def test_the_gradient_of_a_ragged_dot_takes_twice_the_dot(argnums: tuple[int, ..
     assert found.total == (1 + len(argnums)) * forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_training_mobilenet(

@@ -135,6 +135,7 @@ def test_a_compiler_option_passes_through_and_a_summary_is_kept_for_each(tmp_pat
     assert ended.returncode == 2 and "No such compile option: 'xla_no_such'" in ended.stderr
 
 
+@pytest.mark.slow
 def test_what_is_too_big_is_refused_without_compiling(text: Path) -> None:
     options = ("--width", 16384, "--layers", 24, "--data-dir", text)
     began = time.monotonic()
@@ -149,6 +150,7 @@ def test_what_is_too_big_is_refused_without_compiling(text: Path) -> None:
     assert memory["optimizer"] == 2 * memory["params"] + 8  # two moments, two counts
 
 
+@pytest.mark.slow
 def test_several_topologies_end_in_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     # What describes a job is not for the plan.
     monkeypatch.setitem(os.environ, "TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:1"]}}')
@@ -184,6 +186,7 @@ def test_a_topology_that_is_none(
     assert any(words in line for words in told.split("|"))
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_the_experiment_is_told_as_ever(text: Path) -> None:
     ended = plan(DIGITS, "--topology", "cpu:8", "--mesh.data", 3)
     assert ended.returncode == 2
@@ -239,6 +242,7 @@ def test_a_reduction_of_one_s_own_is_not_tried_on_devices_that_are_not_there(
 # -- for chips that are not there ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_on_a_tpu() -> None:
     ended = plan(DIGITS, "--topology", "v5e:4x4", "--strategy", "mirrored", "--json")
@@ -304,6 +308,7 @@ def test_a_compiler_that_jax_was_not_made_with_is_named(monkeypatch: pytest.Monk
     assert aot.other_compiler(topologies.parse("cpu:8")) == ""
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_jax_does_not_look_for_tpus_where_there_are_none() -> None:
     env = environment()

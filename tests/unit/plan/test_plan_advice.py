@@ -177,6 +177,7 @@ def test_a_parameter_that_fills_a_device_is_a_giant(tmp_path: Path) -> None:
     assert advised(wide, *options, "fully_sharded") == []
 
 
+@pytest.mark.slow
 def test_dims_that_do_not_divide_and_into_how_many_parts_they_do(tmp_path: Path) -> None:
     wide = tmp_path / "wide.py"
     wide.write_text(ONE_MATRIX)
@@ -217,6 +218,7 @@ def build(config):
 # -- what changes between topologies, and what the partitioner warns of ----------------------------
 
 
+@pytest.mark.slow
 def test_what_changes_between_topologies() -> None:
     options = ("--strategy", "fully_sharded", "--sharding.min-size", 1, "--no-advice")
     ended = plan(DIGITS, *options, "--topology", "cpu:2,cpu:8")
@@ -319,6 +321,7 @@ def test_an_option_of_several_values_may_be_given_several_times() -> None:
     assert (config.freeze, config.steps) == (("x", "y"), 5)
 
 
+@pytest.mark.slow
 def test_measuring_wants_the_devices_at_hand() -> None:
     ended = plan(DIGITS, "--topology", "gpu:h100:1x8", "--measure")
     assert ended.returncode == 2

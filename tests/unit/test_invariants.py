@@ -13,8 +13,6 @@ from steps import on
 from spmdtrain.run import main
 from spmdtrain.tree import named_leaves
 
-pytestmark = pytest.mark.sentinel
-
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
