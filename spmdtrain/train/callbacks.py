@@ -142,6 +142,29 @@ class CallbackRunner:
         """Returns whether an event has callbacks."""
         return bool(self._functions[event])
 
+    def check_readable(self, *, by_servers: bool) -> None:
+        """Raises `UserError` in a callback whose step has another state than the newest one.
+
+        Args:
+          by_servers: Whether parameter servers hold the state.
+        """
+        late = {CallbackEvent.LOG} | ({CallbackEvent.STEP} if by_servers else set())
+        if self.event in late:
+            raise UserError(
+                f"the state cannot be read in a {self.event} callback: the outputs of a step are "
+                "read later, when the trainer already holds the state of another step. "
+                f"Read it at {', '.join(event for event in CallbackEvent if event not in late)}"
+            )
+
+    def request_stop(self) -> None:
+        """Makes the step in progress the last one; see `Trainer.stop`."""
+        if process_group.count() > 1 and self.event is None:
+            raise UserError(
+                "stop() was called outside a callback. With several processes, call it in a "
+                "callback: that is the only point where all processes agree to stop"
+            )
+        self.stop_requested = True
+
     def __call__(
         self, event: CallbackEvent, step: int, metrics: dict[str, float] | None = None
     ) -> None:

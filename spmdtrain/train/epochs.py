@@ -138,6 +138,12 @@ class Epochs:
         self.tally.seconds += now - self._counted
         self._counted = now
 
+    def result(self, step: int) -> FitResult:
+        """Returns the result of a fit that ends after `step`."""
+        latest = self._journal.latest
+        train, seen, tested = latest[Split.TRAIN], latest[Split.EVAL], latest[Split.TEST]
+        return FitResult(step, train, seen, tested, self.history())
+
     def history(self) -> History:
         """Returns what was written of epochs and evaluations."""
         told, config = self._journal.told, self._config

@@ -71,8 +71,8 @@ class ExecutorInputs:
     programs: Programs
     placement: Placement
     augment: Augment | None
-    all_examples: Callable[[], PyTree]
-    """Puts all training examples on the devices (`data_on_device`); None without that option."""
+    all_examples: Callable[[RunConfig, Dataset], PyTree]
+    """Puts all examples of a dataset on the devices (`data_on_device`); None without it."""
 
 
 MakeExecutor: TypeAlias = Callable[[ExecutorInputs], Executor]
@@ -150,7 +150,7 @@ class MeshExecutor:
             augment=inputs.augment,
             threads=config.data_threads,
             sizes=map(len, run.schedule.dispatches(first)),
-            arrays=inputs.all_examples(),
+            arrays=inputs.all_examples(config, run.train),
             by_step=config.jit,
             padded_to=config.padded_batch_size(placement.batch_shards),
         )

@@ -29,7 +29,7 @@ TRACEBACK_SWITCH = (
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What `build(config)` returns."""
+    """The objects of an experiment, as `build(config)` of its file returns them."""
 
     model: Any
     """An nnx module, or a function of `rngs` that makes one; a LinenModel, KerasModel or
@@ -42,20 +42,26 @@ class Experiment:
     validation: Any = None
     test: Any = None
     predict: Function | None = None
-    """(model, batch) -> what to predict; the model's own output by default."""
+    """(model, batch) -> predictions; by default the model's output."""
     augment: Augment | None = None
-    """(example, generator) -> example, for the training examples alone."""
+    """(example, NumPy generator) -> example, applied to training examples on the host."""
     rules: Sequence[Rule] = ()
-    """Where the model's parameters lie on the mesh, whatever the strategy; the first match counts.
-    Parameters that no rule matches lie where the strategy puts them."""
+    """Shardings of parameters, for every strategy; the first rule that matches counts. The strategy
+    places the parameters that no rule matches."""
     reduction: Reduction | None = None
-    """(gradients, axes) -> gradients: reduces the gradients under shard_map, in XLA's stead."""
+    """(gradients, axes) -> gradients: reduces gradients under shard_map, instead of XLA."""
     prompts: Any = None
     """A dataset for --mode predict, instead of the test or validation split."""
     format_predictions: Callable[[PyTree], Iterable[str]] | None = None
-    """What --mode predict prints of its predictions: a line each."""
+    """Predictions -> the lines that --mode predict prints."""
     callbacks: Callbacks = field(default_factory=dict)
-    """Functions by the moment they are called at (see `CallbackEvent`)."""
+    """Functions by event (see `CallbackEvent`)."""
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        """Returns the arguments of `Trainer`; `fit` and `predict` take the other parts."""
+        others = {"train", "validation", "test", "prompts", "format_predictions"}
+        names = {field.name for field in dataclasses.fields(self)} - others
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class ExperimentFile:
         return self.path.stem
 
     def preset(self, name: str | None) -> RunConfig:
-        """The named preset, or the defaults."""
+        """Returns a preset by name; the defaults for None. Raises `UserError` if it is missing."""
         if name is None:
             return _guarded(self.path, self.config_class)
         if name not in self.presets:
@@ -84,11 +90,11 @@ class ExperimentFile:
 
     @property
     def has_own_loop(self) -> bool:
-        """Whether it trains by itself, by `train(config, loop)`, and builds nothing."""
+        """Whether the file has a training loop, `train(config, loop)`, and no `build`."""
         return not callable(getattr(self.module, "build", None))
 
     def build(self, config: RunConfig) -> Experiment:
-        """The experiment's objects for this configuration."""
+        """Returns the experiment's objects for a configuration; raises `UserError`."""
         if self.has_own_loop:
             raise UserError(
                 f"{self.path} has a loop of its own, train(config, loop), which can only train: "
@@ -105,9 +111,14 @@ class ExperimentFile:
 
 
 def load_experiment(name: str, reserved: frozenset[str]) -> ExperimentFile:
-    """Import an experiment's file and check its parts; `reserved` fields it may not define.
+    """Imports an experiment's file and checks its parts.
 
-    Raises `UserError` for everything that can be wrong with it.
+    Args:
+      name: Path of the Python file.
+      reserved: Names that fields of its `Config` must not have.
+
+    Raises:
+      UserError: If the file is missing, fails, or lacks a part.
     """
     path = Path(name)
     if not path.is_file():
@@ -118,7 +129,7 @@ def load_experiment(name: str, reserved: frozenset[str]) -> ExperimentFile:
         raise UserError(f"{path}: --config takes an experiment's .py file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name
-    sys.path.append(str(path.resolve().parent))  # its neighbours can be imported, as by a script
+    sys.path.append(str(path.resolve().parent))  # it may import modules of its folder
     loader = spec.loader
     _guarded(path, lambda: loader.exec_module(module))
 
@@ -126,7 +137,7 @@ def load_experiment(name: str, reserved: frozenset[str]) -> ExperimentFile:
     if not (
         isinstance(config_class, type)
         and issubclass(config_class, RunConfig)
-        and "__dataclass_fields__" in vars(config_class)  # of its own, not RunConfig's alone
+        and "__dataclass_fields__" in vars(config_class)  # its own, not the inherited ones
     ):
         raise UserError(f"{path}: has no dataclass Config(RunConfig)")
     _guarded(path, lambda: get_type_hints(config_class, include_extras=True))
@@ -153,7 +164,7 @@ def load_experiment(name: str, reserved: frozenset[str]) -> ExperimentFile:
 
 
 def _guarded(path: Path, call: Callable[[], Any]) -> Any:
-    """`call()`, an exception in the user's file turned into one line that says where."""
+    """Calls a function of the user's file; its exceptions become one line with file and line."""
     try:
         return call()
     except UserError:

@@ -1,7 +1,6 @@
-"""The pieces of a run, for loops of one's own: several optimizers, a GAN, reinforcement learning.
+"""The `Loop`: data, placement, checkpoints and logs for a training loop that the user writes.
 
-The `Trainer` is one loop made of them. Here the loop is the user's; data, placement, checkpoints,
-logs and the ways to end are the run's, as there.
+It is for several optimizers, a GAN or reinforcement learning, which the `Trainer` does not cover.
 """
 
 import contextlib
@@ -12,24 +11,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
 
 from spmdtrain.config import Purpose, RunConfig, derive_seed
 from spmdtrain.config_checks import resolve, with_options
-from spmdtrain.data.datasets import as_dataset
-from spmdtrain.data.loader import check_fits, ordered_batches, train_batches
-from spmdtrain.data.sampling import Augment, process_rows
+from spmdtrain.data.loader import train_batches
+from spmdtrain.data.sampling import Augment
 from spmdtrain.distributed import failures, process_group
-from spmdtrain.distributed.first_call import Together, call_together
+from spmdtrain.distributed.first_call import call_together
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
 from spmdtrain.files.run_files import Split, Status
 from spmdtrain.sharding.layout import Layout, Rule, check_placed
 from spmdtrain.sharding.placement import configure_backend, make_placement, use_placement
-from spmdtrain.step.declared_arguments import eval_key
 from spmdtrain.step.hyperparameters import initial_values
-from spmdtrain.step.per_replica import NotReducedError, replicas_in
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.terminal import Terminal
@@ -38,13 +32,13 @@ from spmdtrain.train.loop_checks import (
     Init,
     Step,
     beginning,
-    check_batch,
     check_best,
     check_config,
     check_not_donated,
     numbers,
 )
 from spmdtrain.train.loop_step import LoopStep, make_program
+from spmdtrain.train.loop_tools import LoopTools
 from spmdtrain.train.metrics_reader import MetricsReader
 from spmdtrain.train.roles import refuse_evaluator
 from spmdtrain.train.run_logger import RunLogger
@@ -55,8 +49,8 @@ from spmdtrain.xla.compile_cache import compiler_options
 PyTree = Any
 
 
-class Loop:
-    """What a training loop of one's own is made of.
+class Loop(LoopTools):
+    """The parts of a run, for a training loop that the user writes.
 
         with Loop(strategy="mirrored", steps=1000, workdir="runs/mine") as loop:
             state = loop.start(init, train=images)
@@ -65,8 +59,14 @@ class Loop:
                 state, output = step(state, batch)
                 loop.end_step(state, output)
 
-    `options` are fields of `RunConfig`, and change `config`. Raises `UserError` for anything wrong
-    in them, and for those that only the `Trainer` heeds.
+    Args:
+      config: The configuration.
+      terminal: Shows progress; by default the standard output of process 0.
+      clock: Returns seconds.
+      **options: Fields of `RunConfig`, in place of those of `config`.
+
+    Raises:
+      UserError: If an option is wrong, or only the `Trainer` supports it.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Loop:
         self.config = resolve(config, batch_shards=self.placement.batch_shards)
         self.terminal = terminal or Terminal(quiet=not process_group.is_chief())
         self.step = 0
-        """Steps recorded so far, of the whole run."""
+        """Number of steps of the whole run that `end_step` has recorded."""
         placed = self.placement.strategy
         ours = collective_options.compiler_options(
             config.collectives,
@@ -103,20 +103,15 @@ class Loop:
         self._augment: Augment | None = None
         self._state: TrainState | None = None
         self._late: MetricsReader | None = None
-        # The step that this start goes on from; that up to which what was due is done.
+        # The step that this start resumed from; the last step whose boundary is done.
         self.first_step = self._done = 0
-        self._saved: int | None = None  # the newest that there is a checkpoint of
+        self._saved: int | None = None  # the last step with a checkpoint
         self._stop = self._over = False
-        self._seen: tuple[int, dict[str, float]] | None = None  # an evaluation, and of which step
-        self._evaluated: set[tuple[str, int]] = set()  # splits and steps, in this start
+        self._last_eval: tuple[int, dict[str, float]] | None = None  # its step and metrics
+        self._evaluated: set[tuple[str, int]] = set()  # splits and steps since the start
         self.stopped_early = False
-        """Whether the loop was left, by `break` say, before its last step and without `stop()`."""
+        """Whether the loop ended before its last step without `stop()`, for example by `break`."""
         self._bar = contextlib.ExitStack()
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """The device mesh; None under the default strategy."""
-        return self.placement.mesh
 
     @property
     def started(self) -> bool:
@@ -143,10 +138,17 @@ class Loop:
         rules: Sequence[Rule] = (),
         augment: Augment | None = None,
     ) -> TrainState:
-        """The state to go on from: the workdir's newest checkpoint, else what `init` makes.
+        """Returns the state to begin with: the workdir's newest checkpoint, or the initial one.
 
-        `init(key)` is compiled, so that each array is born in its place. `train`: a dataset or
-        arrays, for `batches`. Raises `UserError`.
+        Args:
+          init: key -> the parts of the state by name, "params" among them. It is compiled, so each
+            array is initialised directly into its sharding.
+          train: A dataset or arrays, for `batches`.
+          rules: Sharding rules; the first that matches a path counts.
+          augment: (example, NumPy generator) -> example.
+
+        Raises:
+          UserError: If an argument is wrong, or this is not the first call.
         """
         if not self._entered or self._run is not None:
             raise UserError("start() is called once, within `with Loop(...) as loop:`")
@@ -201,7 +203,7 @@ class Loop:
         assert self._late is not None and self._state is not None
         self._boundary()
         self._late.flush()
-        # Where a step was made and none recorded, there is no state, not even the first.
+        # If a step was made and not recorded, it has consumed even the first state.
         nothing = self.step == self.first_step and self._state.step.is_deleted()
         if self.step != self._saved and not nothing:
             self._save(run)
@@ -216,10 +218,10 @@ class Loop:
     # -- data ----------------------------------------------------------------------------------
 
     def batches(self) -> Iterator[PyTree]:
-        """The training batches from here to the end of the run, placed on the mesh.
+        """Yields the training batches up to the end of the run, placed on the mesh.
 
-        Between two of them what is due is done: logs, checkpoints, a stop that was asked for. So
-        each step is to be recorded before the next batch is taken.
+        What is due is done between two batches: logs, checkpoints, stops. So record each step by
+        `end_step` before taking the next batch.
         """
         run = self._started()
         if run.train is None:
@@ -243,11 +245,11 @@ class Loop:
             yield batch
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps to make, from 1: `batches`, for what makes its own data."""
+        """Yields the numbers of the steps to make, from 1; like `batches`, without a dataset."""
         run = self._started()
-        self._boundary()  # of the last step, where another iteration was left after it
+        self._boundary()  # an earlier iteration may have ended after a step
         run.journal.restart_timer(self.step)
-        # Not of this generator, which may be kept: it ends with the loop in any case.
+        # The bar belongs to the loop, because this generator may outlive it.
         self._bar.close()
         self._bar.enter_context(
             self.terminal.progress("train", done=self.step, total=run.schedule.total)
@@ -262,46 +264,6 @@ class Loop:
                 )
             self._boundary()
         self._bar.close()
-
-    def eval_batches(self, data: Any) -> Iterator[tuple[PyTree, jax.Array]]:
-        """All examples of a dataset once, in order: placed batches of (rows, mask).
-
-        The mask, (B,), is 0 for what only fills up the last batch: a weight for `weighted_mean`.
-        """
-        assert self.config.global_batch_size is not None
-        batches, _ = ordered_batches(
-            as_dataset(data),
-            self.config.eval_batch_size or self.config.global_batch_size,
-            self.placement.batch,
-            threads=self.config.data_threads,
-        )
-        return batches
-
-    def eval_key(self, number: int) -> jax.Array:
-        """The random key of batch `number` of an evaluation, the same in each evaluation.
-
-        For functions of the batches that `eval_batches` gives, counted from 0.
-        """
-        draw = np.array([derive_seed(self.config.seed, Purpose.EVAL), number], np.uint32)
-        key: jax.Array = jax.jit(eval_key, out_shardings=self.placement.replicated)(draw)
-        return key
-
-    def shard_batch(self, batch: PyTree) -> PyTree:
-        """Returns a global batch as arrays that are split over the mesh.
-
-        Args:
-          batch: NumPy arrays of a leading dim of examples, the same in all processes.
-        """
-        check_batch(batch, self.placement.batch_shards)
-        sharding = self.placement.batch
-
-        def placed(leaf: Any) -> jax.Array:
-            array = np.asarray(leaf)
-            check_fits(array)
-            local = array[process_rows(sharding, len(array))]
-            return jax.make_array_from_process_local_data(sharding, local, array.shape)
-
-        return jax.tree.map(placed, batch)
 
     # -- programs ------------------------------------------------------------------------------
 
@@ -326,42 +288,15 @@ class Loop:
         )
         return LoopStep(self, program, self._layout.shardings)
 
-    def gather_params(self, params: PyTree) -> PyTree:
-        """Within a step, parameters as a model reads them: gathered, where a strategy splits them.
-
-        The state's own, all of them. XLA may otherwise move activations instead, which is less for
-        small batches, and more for large ones.
-        """
-        self._started()
-        assert self._layout is not None
-        return self._layout.whole(params)
-
-    def compile(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """Any other function of arrays, compiled; each process gets all of its result."""
-
-        def reduced(*args: PyTree) -> PyTree:
-            found = function(*args)
-            if replicas_in(found):
-                raise NotReducedError(
-                    "what compile() makes gives each process all of its result: reduce a value "
-                    "for each replica within, or take jax.jit, which leaves it where it is"
-                )
-            return found
-
-        jitted = Together(jax.jit(reduced, out_shardings=self.placement.replicated))
-
-        def call(*args: PyTree) -> PyTree:
-            with use_placement(self.placement):
-                return jitted(*jax.tree.map(_in_device_memory, args))
-
-        return call
-
-    # -- what the run is told ------------------------------------------------------------------
+    # -- steps and evaluations -----------------------------------------------------------------
 
     def end_step(self, state: TrainState, output: StepOutput) -> None:
-        """One step is made: its state, to be saved when that is due, and its numbers.
+        """Records a step: its state, which is saved when that is due, and its output.
 
-        They are read and logged some steps late. Raises `NonFiniteError` where they are none.
+        The output is fetched and logged some steps later.
+
+        Raises:
+          NonFiniteError: If a fetched loss or state is NaN or infinite.
         """
         run = self._started()
         assert self._late is not None
@@ -380,14 +315,20 @@ class Loop:
         self._late.add([self.step], output)
 
     def should_evaluate(self) -> bool:
-        """Whether an evaluation is due after the step just recorded, as `eval_every_steps` says."""
+        """Returns whether `eval_every_steps` asks for an evaluation after the last step."""
         return self._started().schedule.is_eval_step(self.step)
 
     def log_evaluation(self, found: Mapping[str, Any], split: str = "eval") -> None:
-        """Write the metrics of an evaluation after the step just recorded; `split`: eval, test.
+        """Logs the metrics of an evaluation after the last step. All processes call it.
 
-        All processes call it alike. Told before the next batch is taken, those of eval say how
-        good this step's checkpoint is. Raises `NonFiniteError` for a loss that is no number.
+        Metrics of "eval" that are logged before the next batch also rank this step's checkpoint.
+
+        Args:
+          found: Scalars by name.
+          split: "eval" or "test".
+
+        Raises:
+          NonFiniteError: If the loss is NaN or infinite.
         """
         run = self._started()
         assert self._late is not None
@@ -404,16 +345,15 @@ class Loop:
             )
         if split == Split.EVAL:
             check_best(self.config, told, first=not self._evaluated, tell=self.terminal.line)
-            self._seen = self.step, told
+            self._last_eval = self.step, told
         self._evaluated.add((split, self.step))
         if not run.journal.read_metrics(Split(split), self.step):
             run.journal.log_evaluation(Split(split), self.step, told)
 
     def stop(self) -> None:
-        """End the run with the step just recorded, as its last one.
+        """Makes the last recorded step the last one of the run. All processes call it.
 
-        All processes call it alike. The same command then finds the run finished, unless it asks
-        for more steps.
+        A later start then finds the run finished, unless it asks for more steps.
         """
         self._started().schedule.total = self.step
         self._stop = True
@@ -450,8 +390,8 @@ class Loop:
         self._saved = self.step
 
     def _metrics(self) -> dict[str, float] | None:
-        """What an evaluation of the step just recorded has found."""
-        step, found = self._seen or (None, None)
+        """Returns the metrics of the last step's evaluation, if there was one."""
+        step, found = self._last_eval or (None, None)
         return found if step == self.step else None
 
     @property
@@ -472,15 +412,9 @@ _PURPOSES = (Purpose.INIT, Purpose.STEP)
 
 @dataclasses.dataclass(frozen=True)
 class _Placed:
-    """A state's shapes and places."""
+    """The shapes and shardings of a state, as a `Trainable`."""
 
     abstract_state: TrainState
     shardings: TrainState
     initial_hyperparameters: Mapping[str, Any]
     metric_names: None = None
-
-
-def _in_device_memory(x: Any) -> Any:
-    if isinstance(x, jax.Array) and x.sharding.memory_kind == "pinned_host":
-        return jax.device_put(x, x.sharding.with_memory_kind("device"))
-    return x

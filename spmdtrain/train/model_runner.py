@@ -98,50 +98,55 @@ class ModelRunner:
 
     @property
     def step(self) -> int:
-        """Updates made so far."""
+        """Number of updates made so far."""
         self._check_readable()
         return 0 if self._state is None else int(self._state.step)
 
     @property
     def model(self) -> Any:
-        """The model with the values trained so far, in eval mode: an nnx module again, say."""
+        """The model with the values trained so far, in eval mode."""
         return self._adapter.merge(self.functions.in_device_memory(self._variables()))
 
     @property
     def has_custom_reduction(self) -> bool:
-        """Whether a reduction of the user's own is tried on the devices before the first step."""
+        """Whether the user's reduction function is tested on the devices before the first step."""
         return self.functions.has_custom_reduction
 
     @property
     def compiler_options(self) -> Mapping[str, Any]:
-        """What XLA is told of the steps, by the user and by us."""
+        """Options of XLA for the steps: the user's and those of `CollectiveOptions`."""
         return self.functions.compiler_options
 
     @property
     def abstract_state(self) -> TrainState:
-        """What the state will be: shapes and dtypes."""
+        """Shapes and dtypes of the state."""
         return self.functions.abstract_state
 
     def sharding_table(self) -> ShardingTable:
-        """Where each array of the state lives and what it takes; nothing is allocated for it."""
+        """Returns the sharding and memory of each array of the state, without allocating it."""
         return tabulate(self.functions.abstract_state, self.functions.shardings)
 
     def unsharded_params(self) -> list[str]:
-        """Parameters that the strategy would split, had they a dim that divides."""
+        """Returns the parameters that the strategy would split if one of their dims divided."""
         return self.functions.layout.unsharded_params()
 
     def compile_step(self, batch: PyTree) -> jax.stages.Compiled:
-        """The train step, compiled for a global batch (arrays, or their shapes) and not run.
+        """Compiles the train step without running it.
 
-        Raises `UserError` where steps are not to be compiled.
+        Args:
+          batch: A global batch: arrays or their shapes.
+
+        Raises:
+          UserError: If `jit` is off.
         """
         with use_placement(self.placement):  # models may ask what they run under
             return self.trace_step(batch).lower().compile()
 
     def trace_step(self, batch: PyTree) -> jax.stages.Traced:
-        """The same as JAX has traced it, for whoever reads or lowers it elsewhere.
+        """Traces the train step, to read it or to lower it for other devices.
 
-        With `data_on_device` the batch is its examples' numbers and all examples, as `Rows`.
+        Args:
+          batch: As for `compile_step`; an `IndexedBatch` with `data_on_device`.
         """
         if not self.config.jit:
             raise UserError("jit is off: the steps are not compiled")
@@ -157,7 +162,12 @@ class ModelRunner:
     # -- evaluate and predict ------------------------------------------------------------------
 
     def evaluate(self, data: Any, *, global_batch_size: int | None = None) -> Metrics:
-        """Weighted means over a dataset, by name; each example counts exactly once."""
+        """Returns the weighted means over a dataset by name; each example counts exactly once.
+
+        Args:
+          data: A dataset, or arrays in a tuple or dictionary.
+          global_batch_size: By default `eval_batch_size`, or else the training's batch size.
+        """
         dataset = as_dataset(data)
         self._variables()  # first: those of a checkpoint have a batch size
         batch_size = self._eval_batch(global_batch_size)
@@ -176,11 +186,19 @@ class ModelRunner:
             return self._evaluation.predict(variables, dataset, batch_size, check)
 
     def restore(self, path: str | None = None, *, which: str | int | None = None) -> int:
-        """Take the model to evaluate from a workdir, or one of its checkpoints/STEP; its step.
+        """Loads the model's values from a checkpoint, for evaluation and prediction.
 
-        Without a path: from the own workdir, else from `init_from`. `which` selects the checkpoint
-        of a workdir: "latest", "best" or a step. By default it is "latest" of a path, and otherwise
-        what the field `checkpoint` says.
+        Args:
+          path: A workdir or one of its checkpoints/STEP. By default the trainer's workdir if it
+            has checkpoints, and `init_from` otherwise.
+          which: The checkpoint of a workdir: "latest", "best" or a step. By default "latest" of a
+            given path, and the field `checkpoint` otherwise.
+
+        Returns:
+          The step of the checkpoint.
+
+        Raises:
+          UserError: If there is no such checkpoint, or none of this model.
         """
         if which is None:
             which = self.config.checkpoint if path is None else LATEST
@@ -207,11 +225,11 @@ class ModelRunner:
 
     @property
     def _trained_as(self) -> Identity | None:
-        """The training that the values to evaluate with come from; None if there was none."""
+        """The identity of the run that trained the current values; None if there was none."""
         return self._identity if self._state is not None else self._restored_from
 
     def _check_classes(self, dataset: Dataset) -> None:
-        """Raise `UserError` where the labels mean other classes than those trained on."""
+        """Raises `UserError` if the dataset's classes differ from those trained on."""
         if (trained := self._trained_as) is not None:
             check_same_classes(trained.classes, classes_of(dataset), "the model was")
 
@@ -225,9 +243,9 @@ class ModelRunner:
         return self.check_interrupt if alone else StopSignals().stop_if_received
 
     def _eval_batch(self, batch: int | None) -> int:
-        """The batch size to evaluate with: the training's, if neither argument nor option say so.
+        """Returns the batch size of an evaluation: the argument, the option, or the training's.
 
-        So the result does not depend on the devices. It need not divide over them.
+        It does not depend on the devices, so neither does the result, and need not divide.
         """
         if batch is not None and batch < 1:
             raise UserError(f"global_batch_size is {batch}: it must be above 0")
@@ -239,7 +257,7 @@ class ModelRunner:
         return batch or self.config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
 
     def _variables(self) -> Variables:
-        """The values trained so far; before any training a checkpoint's, or else the first ones."""
+        """Returns the values trained so far, or else those of a checkpoint, or the initial ones."""
         self._check_readable()
         if self._state is not None:
             return self._state.variables

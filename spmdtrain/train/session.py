@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,8 +31,15 @@ from spmdtrain.config import RunConfig, as_json
 from spmdtrain.data.datasets import Dataset, as_dataset, fingerprint
 from spmdtrain.distributed import failures, numeric_settings, process_group, progress
 from spmdtrain.distributed.preemption import StopSignals
-from spmdtrain.errors import PreemptedExit, StateError, StorageError, UserError, did_you_mean
-from spmdtrain.files.run_files import RunFiles, Status, evaluator_metrics
+from spmdtrain.errors import (
+    NonFiniteError,
+    PreemptedExit,
+    StateError,
+    StorageError,
+    UserError,
+    did_you_mean,
+)
+from spmdtrain.files.run_files import RunFiles, Split, Status, evaluator_metrics
 from spmdtrain.files.storage import folder_of, is_url
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.state import TrainState
@@ -327,6 +335,31 @@ class RunSession:
             self.signals.stop_if_received()
         if not last:
             self.journal.restart_timer(step)
+
+    @property
+    def eval_batch_size(self) -> int:
+        """The batch size of evaluations: the training's by default."""
+        batch_size = self.config.eval_batch_size or self.config.global_batch_size
+        assert batch_size is not None  # the configuration is resolved
+        return batch_size
+
+    def missed_evaluation(self, step: int) -> bool:
+        """Returns whether the evaluation after `step`, from which the run goes on, was not made."""
+        if not step or self.config.workdir is None:
+            return False
+        # A save by the clock may have been due there.
+        by_clock = self.config.checkpoint_every_seconds is not None
+        saved = self.schedule.saves_by_count(step) or by_clock
+        written = self.journal.read_metrics(Split.EVAL, step)  # in all processes
+        return self.schedule.should_evaluate(step, saved=saved) and not written
+
+    def check_finite_loss(self, split: Split, step: int, metrics: Metrics) -> None:
+        """Raises `NonFiniteError` if the loss of an evaluation is NaN or infinite."""
+        if not math.isfinite(metrics["loss"]):
+            raise NonFiniteError(
+                f"step {step}: the {split} loss is {metrics['loss']} (an example or the model's "
+                "answer to it is not finite, or no example has a weight above 0)"
+            )
 
     # -- saving --------------------------------------------------------------------------------
 

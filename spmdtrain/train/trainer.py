@@ -1,9 +1,7 @@
 """The `Trainer` and its training loop."""
 
 import contextlib
-import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,9 +15,9 @@ from spmdtrain.config import RunConfig
 from spmdtrain.config_checks import resolve, validate_trainer_options
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.sampling import Augment
-from spmdtrain.distributed import failures, process_group
+from spmdtrain.distributed import failures
 from spmdtrain.distributed.progress import Phase, phase
-from spmdtrain.errors import NonFiniteError, PreemptedExit, StateError, UserError
+from spmdtrain.errors import PreemptedExit, StateError, UserError
 from spmdtrain.files.run_files import Split, Status
 from spmdtrain.sharding.layout import Rule, check_placed
 from spmdtrain.sharding.placement import use_placement
@@ -53,11 +51,26 @@ PyTree = Any
 class Trainer(ModelRunner):
     """Trains, evaluates and predicts with one model on one device mesh.
 
-    `model`: an nnx module, a function of `rngs` that makes one (it is then made in its place on
-    the mesh), a `LinenModel`, a `KerasModel` or a `FunctionModel`. `objective(model, batch)`
-    returns per-example values by name, "loss" among them. `options` are fields of `RunConfig`, and
-    change `config`. `init_timeout`: seconds in which parameter servers have to come.
-    Without a `workdir` nothing is written. Raises `UserError` for anything wrong in them.
+    Args:
+      model: An nnx module, a function of `rngs` that returns one (its parameters are then
+        initialised directly into their shardings), a `LinenModel`, a `KerasModel` or a
+        `FunctionModel`.
+      objective: (model, batch) -> per-example values by name, "loss" among them. It may declare
+        more arguments: `rngs`, `key`, `mask`.
+      optimizer: Makes the updates.
+      predict: (model, batch) -> predictions of leading dim B; by default the model's output.
+      augment: (example, NumPy generator) -> a changed example, on the host.
+      rules: Sharding rules; the first that matches a parameter's path counts.
+      reduction: Reduces each device's share of the gradients, under `shard_map`.
+      callbacks: Functions by `CallbackEvent`.
+      config: The configuration; without a `workdir` nothing is written.
+      terminal: Shows progress; by default the standard output of process 0.
+      clock: Returns seconds.
+      init_timeout: Seconds to wait for the other tasks under parameter servers.
+      **options: Fields of `RunConfig`, in place of those of `config`.
+
+    Raises:
+      UserError: If an argument or option is wrong.
     """
 
     def __init__(
@@ -104,16 +117,14 @@ class Trainer(ModelRunner):
         cls, experiment: Experiment, config: RunConfig, **keywords: Any
     ) -> "Trainer":
         """Returns the trainer of an experiment, without the parts that `fit` and `predict` use."""
-        parts = {f.name: getattr(experiment, f.name) for f in dataclasses.fields(experiment)}
-        for name in ("train", "validation", "test", "prompts", "format_predictions"):
-            del parts[name]
-        return cls(**{"config": config, **parts, **keywords})
+        return cls(**{"config": config, **experiment.trainer_arguments(), **keywords})
 
     @property
     def state(self) -> TrainState | None:
         """The state after `step` updates; None before `fit`.
 
-        Raises `UserError` in a callback whose step has another state (see `CallbackEvent`).
+        Raises:
+          UserError: In a callback whose step has another state (see `CallbackEvent`).
         """
         self._check_readable()
         return self._state
@@ -124,31 +135,17 @@ class Trainer(ModelRunner):
         self._state = state
 
     def _check_readable(self) -> None:
-        """Raise `UserError` in a callback whose step has another state than the newest."""
-        late = (
-            {CallbackEvent.LOG, CallbackEvent.STEP}
-            if self.placement.strategy.by_servers
-            else {CallbackEvent.LOG}
-        )
-        if self._callbacks.event in late:
-            raise UserError(
-                f"the state cannot be read in a {self._callbacks.event} callback: the outputs of a "
-                "step are read later, when the trainer already holds the state of another step. "
-                f"Read it at {', '.join(m for m in CallbackEvent if m not in late)}"
-            )
+        self._callbacks.check_readable(by_servers=self.placement.strategy.by_servers)
 
     def stop(self) -> None:
-        """End the run after the step being made, as if it were the last.
+        """Ends the run after the step in progress, as if it were the last one.
 
-        Where several processes train, only their callbacks may call it: they stop together, if
-        the first one says so. Raises `UserError`.
+        With several processes, call it in a callback: process 0 decides for all.
+
+        Raises:
+          UserError: If several processes train and this is not a callback.
         """
-        if process_group.count() > 1 and self._callbacks.event is None:
-            raise UserError(
-                "stop() was called outside a callback. With several processes, call it in a "
-                "callback: that is the only point where all processes agree to stop"
-            )
-        self._callbacks.stop_requested = True
+        self._callbacks.request_stop()
 
     # -- fit -----------------------------------------------------------------------------------
 
@@ -164,15 +161,30 @@ class Trainer(ModelRunner):
         batch_size_per_device: int | None = None,
         restart: bool = False,
     ) -> FitResult:
-        """Train until `epochs` or `steps` in all have been made, going on from where it was.
+        """Trains until the run has `epochs` or `steps` in total, from the state that it finds.
 
-        The splits are datasets, or arrays in a tuple or dictionary. Raises `NonFiniteError` when
-        the loss or the state is no number any more, and `PreemptedExit` after SIGTERM or Ctrl-C,
-        the state saved, where there is a workdir.
-        `restart` keeps the model and the optimizer's state of an earlier fit, and counts steps,
-        epochs and the position in the data from 0: for other data or another batch size.
-        In an evaluator task of TF_CONFIG it evaluates the checkpoints of the workdir instead, until
-        the training has ended, and then exits.
+        That is the state of an earlier fit, or the newest checkpoint of the workdir, or the
+        initial one. In an evaluator task of TF_CONFIG, it evaluates the checkpoints of the workdir
+        instead until the training has ended, and exits.
+
+        Args:
+          train: A dataset, or arrays in a tuple or dictionary; likewise the following.
+          validation: Evaluated at the cadence of the configuration.
+          test: Evaluated once, at the end.
+          epochs: Total number of epochs.
+          steps: Total number of steps, instead of `epochs`.
+          global_batch_size: Examples in one step over all devices.
+          batch_size_per_device: Examples in one step on each device, instead.
+          restart: Whether to keep the model and the optimizer's state of an earlier fit, and count
+            steps, epochs and the position in the data from 0: for other data or batch sizes.
+
+        Returns:
+          The last metrics and the history.
+
+        Raises:
+          NonFiniteError: If the loss or the state is NaN or infinite.
+          PreemptedExit: After SIGTERM, SIGUSR1 or Ctrl-C; the state is saved if there is a workdir.
+          UserError: If an argument is wrong.
         """
         overrides = epochs, steps, global_batch_size, batch_size_per_device
         if roles.is_evaluator():
@@ -189,8 +201,7 @@ class Trainer(ModelRunner):
             stack.enter_context(failures.watch_failures(run.failed_elsewhere))
             stack.callback(setattr, self, "_fitting", False)
             self._fitting = True
-            # No compilation goes on in the background after an error.
-            stack.callback(self._programs.wait)
+            stack.callback(self._programs.wait)  # no compilation outlives an error
             make_executor = stack.enter_context(backend.open(self._init_timeout))
             before = self._state, self._identity
             self._start(run, stack, restart=restart)
@@ -207,9 +218,7 @@ class Trainer(ModelRunner):
                 if self._state is first and not isinstance(error, PreemptedExit):
                     self._state, self._identity = before
                 raise
-        latest = run.journal.latest
-        train, seen, tested = latest[Split.TRAIN], latest[Split.EVAL], latest[Split.TEST]
-        return FitResult(self.step, train, seen, tested, run.epochs.history())
+        return run.epochs.result(self.step)
 
     def _start(self, run: RunSession, stack: contextlib.ExitStack, *, restart: bool) -> None:
         """Sets the state to begin with: restored, of an earlier fit, or initialised."""
@@ -256,9 +265,11 @@ class Trainer(ModelRunner):
         if first >= schedule.total:
             return
         executor = make_executor(self._executor_inputs(run))
-        reader = MetricsReader(
-            run, executor.max_in_flight, lambda: self._synced(executor), self._log
-        )
+
+        def synced() -> TrainState:
+            return executor.sync(self._current)
+
+        reader = MetricsReader(run, executor.max_in_flight, synced, self._log)
         actions = self._boundary_actions(run, executor, reader)
         with (
             self.terminal.progress("train", done=first, total=schedule.total),
@@ -266,10 +277,10 @@ class Trainer(ModelRunner):
         ):
             for steps in schedule.dispatches(first):  # one step, or several in one dispatch
                 step = steps[-1]
-                program, batch = executor.load(steps, self._state_or_fail())
+                program, batch = executor.load(steps, self._current)
                 profile.before(steps[0])
                 with phase(Phase.STEP):
-                    self._state, output = program(self._state_or_fail(), batch)
+                    self._state, output = program(self._current, batch)
                 profile.after(step, output)
                 if steps[0] == first + 1:
                     self._check_placed("after the first step")
@@ -291,7 +302,8 @@ class Trainer(ModelRunner):
             # Before the save, which records the metrics. A signal ends the run here.
             evaluates = run.config.eval_at_checkpoints and run.validation is not None
             self._save(run, 0, self._run_validation(run, 0) if evaluates else None)
-        self._resume_missed_eval(run, first)
+        if run.missed_evaluation(first):  # a signal interrupted it before this start
+            self._run_validation(run, first)
         if self._callbacks.stop_requested:
             run.schedule.total = first
         if first > run.schedule.total:
@@ -303,7 +315,7 @@ class Trainer(ModelRunner):
         """Returns what this trainer does at the boundary between two steps."""
 
         def flush() -> None:
-            self._state = self._synced(executor)
+            self._state = executor.sync(self._current)
             reader.flush()
 
         def end_epoch(step: int) -> None:
@@ -329,8 +341,8 @@ class Trainer(ModelRunner):
 
     def _finish(self, run: RunSession) -> None:
         """Evaluates the test split once, on the final state; a finished run repeats its result."""
-        step, journal = self.step, run.journal
         run.await_save()  # a failed save must be known before the run is called finished
+        step, journal = self.step, run.journal
         if run.test is not None and not journal.read_metrics(Split.TEST, step):
             journal.log_evaluation(Split.TEST, step, self._evaluated(run, Split.TEST, run.test))
         for split in (Split.TRAIN, Split.EVAL):
@@ -339,28 +351,24 @@ class Trainer(ModelRunner):
         journal.end(Status.FINISHED, step)
         self._callbacks(CallbackEvent.FIT_END, step, Fixed(journal.latest[Split.TEST]))
 
-    # -- the loop's parts ----------------------------------------------------------------------
-
     def _executor_inputs(self, run: RunSession) -> ExecutorInputs:
         """Returns what the executor of a run is made from."""
-        assert run.train is not None
         return ExecutorInputs(
             run=run,
-            state=self._state_or_fail(),
+            state=self._current,
             functions=self.functions,
             make_functions=self._make_functions,
             programs=self._programs,
             placement=self.placement,
             augment=self._augment,
-            all_examples=functools.partial(self._all_examples, run.config, run.train),
+            all_examples=self._all_examples,
         )
 
-    def _state_or_fail(self) -> TrainState:
+    @property
+    def _current(self) -> TrainState:
+        """The state, in a fit."""
         assert self._state is not None
         return self._state
-
-    def _synced(self, executor: Executor) -> TrainState:
-        return executor.sync(self._state_or_fail())
 
     def _check_placed(self, when: str) -> None:
         """Raises an error if a leaf of the state does not have the sharding of its rule."""
@@ -373,15 +381,6 @@ class Trainer(ModelRunner):
         self._callbacks(CallbackEvent.LOG, step, reported)
         return reported.with_added()
 
-    def _resume_missed_eval(self, run: RunSession, step: int) -> None:
-        """Makes the evaluation that a signal interrupted before this start."""
-        written = run.config.workdir is None or run.journal.read_metrics(Split.EVAL, step)
-        # A save by the clock may have been due there.
-        by_clock = run.config.checkpoint_every_seconds is not None
-        saved = run.schedule.saves_by_count(step) or by_clock
-        if step and run.schedule.should_evaluate(step, saved=saved) and not written:
-            self._run_validation(run, step)
-
     def _run_validation(self, run: RunSession, step: int) -> Metrics:
         assert run.validation is not None
         reported = Reported(self._evaluated(run, Split.EVAL, run.validation))
@@ -391,17 +390,11 @@ class Trainer(ModelRunner):
         return metrics
 
     def _evaluated(self, run: RunSession, split: Split, dataset: Dataset) -> Metrics:
-        batch_size = run.config.eval_batch_size or run.config.global_batch_size
-        assert batch_size is not None
-        metrics = self._evaluate(dataset, batch_size, run.signals.stop_if_received)
-        if not math.isfinite(metrics["loss"]):
-            raise NonFiniteError(
-                f"step {self.step}: the {split} loss is {metrics['loss']} (an example or the "
-                "model's answer to it is not finite, or no example has a weight above 0)"
-            )
+        metrics = self._evaluate(dataset, run.eval_batch_size, run.signals.stop_if_received)
+        run.check_finite_loss(split, self.step, metrics)
         return metrics
 
     def _save(self, run: RunSession, step: int, metrics: Metrics | None) -> None:
-        run.save(self._state_or_fail(), step, metrics, stopped=self._callbacks.stop_requested)
+        run.save(self._current, step, metrics, stopped=self._callbacks.stop_requested)
         if run.checkpoints is not None:
             self._callbacks(CallbackEvent.CHECKPOINT, step, Fixed(metrics or {}))

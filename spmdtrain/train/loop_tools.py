@@ -1,0 +1,111 @@
+"""Data and programs of a `Loop` that do not depend on its steps."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from spmdtrain.config import Purpose, RunConfig, derive_seed
+from spmdtrain.data.datasets import as_dataset
+from spmdtrain.data.loader import check_fits, ordered_batches
+from spmdtrain.data.sampling import process_rows
+from spmdtrain.distributed.first_call import Together
+from spmdtrain.errors import UserError
+from spmdtrain.sharding.layout import Layout
+from spmdtrain.sharding.placement import Placement, use_placement
+from spmdtrain.step.declared_arguments import eval_key
+from spmdtrain.step.per_replica import NotReducedError, replicas_in
+from spmdtrain.train.loop_checks import check_batch
+
+PyTree = Any
+
+
+class LoopTools:
+    """Batches of evaluations, placement of arrays and compiled functions. The base of `Loop`."""
+
+    config: RunConfig
+    placement: Placement
+    _layout: Layout | None
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The device mesh; None under the default strategy."""
+        return self.placement.mesh
+
+    def eval_batches(self, data: Any) -> Iterator[tuple[PyTree, jax.Array]]:
+        """Yields all examples of a dataset once, in order: placed batches of (rows, mask).
+
+        The mask, (B,), is 0 for rows that pad the last batch: a weight for `weighted_mean`.
+        """
+        assert self.config.global_batch_size is not None
+        batches, _ = ordered_batches(
+            as_dataset(data),
+            self.config.eval_batch_size or self.config.global_batch_size,
+            self.placement.batch,
+            threads=self.config.data_threads,
+        )
+        return batches
+
+    def eval_key(self, number: int) -> jax.Array:
+        """Returns the random key of batch `number` of an evaluation, counted from 0.
+
+        It is the same in each evaluation.
+        """
+        draw = np.array([derive_seed(self.config.seed, Purpose.EVAL), number], np.uint32)
+        key: jax.Array = jax.jit(eval_key, out_shardings=self.placement.replicated)(draw)
+        return key
+
+    def shard_batch(self, batch: PyTree) -> PyTree:
+        """Returns a global batch as arrays that are split over the mesh.
+
+        Args:
+          batch: NumPy arrays of a leading dim of examples, the same in all processes.
+        """
+        check_batch(batch, self.placement.batch_shards)
+        sharding = self.placement.batch
+
+        def placed(leaf: Any) -> jax.Array:
+            array = np.asarray(leaf)
+            check_fits(array)
+            local = array[process_rows(sharding, len(array))]
+            return jax.make_array_from_process_local_data(sharding, local, array.shape)
+
+        return jax.tree.map(placed, batch)
+
+    def gather_params(self, params: PyTree) -> PyTree:
+        """Returns the parameters of the state, gathered if the strategy splits them.
+
+        Call it in a step. Without it XLA may move activations instead of parameters, which costs
+        less for small batches and more for large ones.
+        """
+        if self._layout is None:
+            raise UserError("the loop has not begun: call start(init) first")
+        return self._layout.whole(params)
+
+    def compile(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """Compiles any other function of arrays; each process gets its whole result."""
+
+        def reduced(*args: PyTree) -> PyTree:
+            found = function(*args)
+            if replicas_in(found):
+                raise NotReducedError(
+                    "what compile() makes gives each process all of its result: reduce a value "
+                    "for each replica within, or take jax.jit, which leaves it where it is"
+                )
+            return found
+
+        jitted = Together(jax.jit(reduced, out_shardings=self.placement.replicated))
+
+        def call(*args: PyTree) -> PyTree:
+            with use_placement(self.placement):
+                return jitted(*jax.tree.map(_in_device_memory, args))
+
+        return call
+
+
+def _in_device_memory(x: Any) -> Any:
+    if isinstance(x, jax.Array) and x.sharding.memory_kind == "pinned_host":
+        return jax.device_put(x, x.sharding.with_memory_kind("device"))
+    return x
