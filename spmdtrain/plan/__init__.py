@@ -1,1 +1,1 @@
-"""Plans: memory and time of a step on devices that are not there."""
+"""Plans: memory and time of a step on devices that are not present."""

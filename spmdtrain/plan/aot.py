@@ -1,4 +1,4 @@
-"""The compilers of chips that are not there: what they need, and the devices they compile for."""
+"""Ahead-of-time compilers for absent chips: their environment and their devices."""
 
 import contextlib
 import importlib.metadata
@@ -15,26 +15,30 @@ from spmdtrain.plan.compiler_log import short
 from spmdtrain.plan.summary import CUDA, version_of
 from spmdtrain.plan.topologies import MOST_CPU_DEVICES, Topology, gpu_config
 
-_COMPILERS = {"tpu": ("tpu", "libtpu"), "gpu": ("cuda12", CUDA)}  # the extra, and the package
+_COMPILERS = {"tpu": ("tpu", "libtpu"), "gpu": ("cuda12", CUDA)}  # extra, package
 
 
 def environment(topology: Topology) -> dict[str, str]:
-    """What a process that plans for a topology needs in its environment when it starts."""
+    """Returns environment variables for a process that plans for a topology.
+
+    Args:
+        topology: Devices to compile for; the process may need their plugin but never the devices.
+    """
     if topology.platform == "tpu":
         return {
-            "JAX_PLATFORMS": "cpu",  # where what an experiment builds is built
-            "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks Google's servers which machine this is
+            "JAX_PLATFORMS": "cpu",  # experiments build their arrays here
+            "TPU_SKIP_MDS_QUERY": "1",  # otherwise libtpu queries Google's servers
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "TPU_STDERR_LOG_LEVEL": "1",  # so that the partitioner's warnings are read
+            "TPU_STDERR_LOG_LEVEL": "1",  # so that the partitioner's warnings are written
             "TPU_LOG_DIR": "disabled",
             "TF_CPP_MIN_LOG_LEVEL": "1",
         }
     if topology.platform == "gpu" and _has_cuda():
         return {
-            "JAX_PLATFORMS": "",  # the plugin is to be loaded, and finds no GPU
+            "JAX_PLATFORMS": "",  # load the plugin, which finds no GPU
             "CUDA_VISIBLE_DEVICES": "-1",
             "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-            "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # which would run kernels
+            "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # autotuning would run kernels
             "TF_CPP_MIN_LOG_LEVEL": "1",
         }
     return {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "1"}
@@ -47,22 +51,28 @@ def _has_cuda() -> bool:
 
 
 def has_compiler(topology: Topology) -> bool:
-    """Whether its own compiler is used, and not that of virtual devices in its stead."""
+    """Returns whether the topology's own compiler is available, not only virtual CPU devices."""
     return topology.platform != "gpu" or _has_cuda()
 
 
 def devices_of(topology: Topology) -> list[jax.Device]:
-    """The devices of a topology, to compile for. Raises `UserError`.
+    """Returns devices of a topology to compile for.
 
-    Without the CUDA plugin those of GPUs are virtual ones of the CPU.
+    Without the CUDA plugin, virtual CPU devices stand in for GPUs.
+
+    Args:
+        topology: Devices to compile for.
+
+    Raises:
+        UserError: If the compiler is not installed or rejects the topology.
     """
     chip = topology.chip
     if topology.platform == "cpu" or not has_compiler(topology):
         if topology.devices > MOST_CPU_DEVICES:
             raise UserError(
-                f"--topology {topology}: {topology.devices:,} devices, and without the compiler "
-                f"for GPUs (pip install 'spmdtrain[cuda12]') at most {MOST_CPU_DEVICES:,} virtual "
-                "ones stand for them"
+                f"--topology {topology}: {topology.devices:,} devices, but without the GPU compiler "
+                f"at most {MOST_CPU_DEVICES:,} virtual devices are supported; install it with "
+                "pip install 'spmdtrain[cuda12]'"
             )
         return jax.devices("cpu")
     assert chip is not None
@@ -85,29 +95,35 @@ def devices_of(topology: Topology) -> list[jax.Device]:
             options["chip_config_name"] = "megacore"
         platform, name = "tpu", f"{chip.name}:{shape}"
     try:
-        found = jax_topologies.get_topology_desc(platform=platform, topology_name=name, **options)
-    except Exception as error:  # of whatever class the plugin's are
+        description = jax_topologies.get_topology_desc(
+            platform=platform, topology_name=name, **options
+        )
+    except Exception as error:  # plugins raise errors of any class
         why = f"--topology {topology}: {short(error)}"
         if other := other_compiler(topology):
             why += f" ({other})"
         raise UserError(why) from error
-    return list(found.devices)
+    return list(description.devices)
 
 
 def other_compiler(topology: Topology) -> str:
-    """Which compiler was found where JAX asks for another, in a sentence; "" where all is well."""
+    """Returns a sentence if the compiler's version is not the one that JAX requires, else "".
+
+    Args:
+        topology: Its platform selects the compiler: libtpu or the CUDA plugin.
+    """
     if topology.platform not in _COMPILERS:
         return ""
     extra, package = _COMPILERS[topology.platform]
-    has = version_of(package)
+    installed = version_of(package)
     for text in importlib.metadata.requires("jax") or ():
-        asked = Requirement(text)
-        if asked.name != package or asked.marker is None:
+        required = Requirement(text)
+        if required.name != package or required.marker is None or installed == "none":
             continue
-        wanted = asked.marker.evaluate({"extra": extra})
-        if wanted and has != "none" and not asked.specifier.contains(has, prereleases=True):
+        applies = required.marker.evaluate({"extra": extra})
+        if applies and not required.specifier.contains(installed, prereleases=True):
             return (
-                f"{package} {has} is installed, and jax {jax.__version__} was made with "
-                f"{package}{asked.specifier}: pip install 'spmdtrain[{extra}]'"
+                f"{package} {installed} is installed, but jax {jax.__version__} requires "
+                f"{package}{required.specifier}: pip install 'spmdtrain[{extra}]'"
             )
     return ""

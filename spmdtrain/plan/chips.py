@@ -1,4 +1,4 @@
-"""What accelerators can do at most: a table, with where its numbers are from."""
+"""Peak rates of accelerators, with their sources."""
 
 from dataclasses import dataclass
 
@@ -7,20 +7,20 @@ GB, GIB, TERA = 10**9, 2**30, 10**12
 
 @dataclass(frozen=True)
 class Chip:
-    """One chip, as its maker describes it; rates are peaks, in units a second.
+    """Specification of one chip; rates are peaks per second.
 
     Attributes:
-        name: As topologies spell it: "v5e", "h100".
+        name: Name in a topology, such as "v5e" or "h100".
         flops: Floating-point operations on bfloat16.
-        memory: Bytes that one JAX device of it may fill; less than what is soldered on.
+        memory: Bytes that one JAX device may use; less than the physical memory.
         bandwidth: Bytes between the chip and its memory.
-        links: How many links to other chips it has; of a GPU one, which is its NVLink.
+        links: Number of links to other chips; 1 for a GPU, its NVLink.
         link: Bytes over one link, in one direction.
         network: Bytes to other slices or hosts, in one direction.
-        torus: The dims of a whole torus of such chips; 0 where all chips of a host see each other.
-        devices: JAX devices to a chip.
-        source: Where the peaks are written.
-        latency: Seconds that a collective of next to nothing takes; 0 where the links tell.
+        torus: Number of dims of the torus; 0 if all chips of a host are directly connected.
+        devices: JAX devices per chip.
+        source: Where the peaks are published.
+        latency: Seconds that a tiny collective takes; 0 if the hops determine it.
     """
 
     name: str
@@ -39,9 +39,9 @@ class Chip:
 _TPU = "https://cloud.google.com/tpu/docs/"
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 
-# The memory of a TPU is what its compiler lets a program have ("exceeds available HBM"), found by
-# compiling programs that are too big; that of a GPU what JAX takes of it, three quarters of all,
-# is an option of the user's and so not in here.
+# The memory of a TPU is the limit of its compiler ("exceeds available HBM"), found by compiling
+# programs that are too big. The memory of a GPU is all of it: the part that JAX preallocates, three
+# quarters by default, is an option of the user.
 CHIPS = {
     chip.name: chip
     for chip in (

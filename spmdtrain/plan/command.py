@@ -1,4 +1,7 @@
-"""`python -m spmdtrain.plan --config experiments/X.py --topology v5e:4x4`: before you rent it."""
+"""Estimates memory, time and communication of a run for a topology, without its devices.
+
+`python -m spmdtrain.plan --config experiments/X.py --topology v5e:4x4`
+"""
 
 import dataclasses
 import json
@@ -22,154 +25,173 @@ from spmdtrain.plan.topologies import Topology
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.command_line import Command, parse
 
-# For a process that plans for one topology: which.
+# Environment variables of a child process: its topology, whether it measures instead of planning,
+# and the measurement of an earlier child as JSON.
 _TOPOLOGY = "SPMDTRAIN_PLAN_TOPOLOGY"
-# Whether it is to measure instead, and what one that was to has measured.
 _MEASURES, _MEASURED = "SPMDTRAIN_PLAN_MEASURES", "SPMDTRAIN_PLAN_MEASURED"
-_DOING, _PLANNED, _FOUND, _ERROR = "doing", "planned", "found", "error"  # what it says
-_LEFT_OUT: dict[str, str | None] = {"TF_CONFIG": None, "XLA_FLAGS": None}
+# Kinds of its messages: progress, the plan before advice, the plan with advice, an error.
+_PROGRESS, _PLANNED, _RESULT, _ERROR = "doing", "planned", "found", "error"
+_REMOVED: dict[str, str | None] = {"TF_CONFIG": None, "XLA_FLAGS": None}
 _COMMAND = "python -m spmdtrain.plan"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The command's own options; the others are the experiment's."""
+    """Options of the command; all others are the experiment's."""
 
     config: str
-    """The experiment: a Python file with a Config and a build(config)."""
+    """Experiment: a Python file with a Config and build(config)."""
     preset: str | None = None
-    """One of the experiment's PRESETS, whose values the other options then change."""
+    """Name in the experiment's PRESETS; other options override its values."""
     topology: str
-    """Where it is to run: v5e:4x4, v5p:8x8x8, v5e:16x16@2 (two slices), gpu:h100:2x8 (hosts and
-    GPUs on each) or cpu:8; several with commas between them."""
+    """Target devices: v5e:4x4, v5p:8x8x8, v5e:16x16@2 (two slices), gpu:h100:2x8 (2 hosts of 8
+    GPUs) or cpu:8. Separate several topologies with commas to compare them."""
     json: bool = False
-    """Print one JSON object and nothing else: the plan, or of several topologies all plans and what
+    """Print only one JSON object: the plan, or for several topologies the list of plans and the
     changes between them."""
     advice: bool = True
-    """Try what is known to mend what is found to go wrong: each try compiles once more."""
+    """Look for known problems and try options that fix them; each try compiles again."""
     measure: bool = False
-    """Also train for some seconds, on as many devices that are here: of cpu:8, say."""
+    """Also train for a few seconds on this machine, which must have the devices of the topology."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code, 1 where the run would not fit."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
+    """Runs the command.
+
+    Args:
+        arguments: Command-line arguments; by default those of this process.
+
+    Returns:
+        The exit code: 0 if the run fits, 1 if it does not or if planning failed, 2 for invalid
+        input.
+    """
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        if json_subprocess.is_elsewhere():
-            return _answer(given)
+        if json_subprocess.is_child():
+            return _run_child(words)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _end)
-        return exit_code_of(lambda: execute(given))
+        return exit_code_of(lambda: execute(words))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    """Ends this process in order, so that nothing of it is left."""
+    """Exits normally on a signal, so that child processes and temporary files are removed."""
     sys.exit(128 + number)
 
 
 def execute(arguments: Sequence[str]) -> int:
-    """Plan for each topology in a process of its own, and show what came of it."""
+    """Plans for each topology in a separate process and prints the results.
+
+    Args:
+        arguments: Command-line arguments.
+
+    Returns:
+        The exit code; see `main`.
+
+    Raises:
+        UserError: If the arguments or the experiment are invalid.
+    """
     command = parse(arguments, Options, _COMMAND, __doc__)
     if command.experiment.has_own_loop:
         raise UserError(
-            f"{command.experiment.path} has a loop of its own, train(config, loop): a plan is for "
-            "files with build(config)"
+            f"{command.experiment.path} cannot be planned: it defines its own training loop, "
+            "train(config, loop); plan experiments that define build(config)"
         )
-    asked = [topologies.parse(text.strip()) for text in command.options.topology.split(",")]
+    requested = [topologies.parse(text.strip()) for text in command.options.topology.split(",")]
     quiet = command.options.json
     if os.environ.get("XLA_FLAGS"):
-        print("XLA_FLAGS is left out of plans: --compiler-options is for that", file=sys.stderr)
+        print("XLA_FLAGS is ignored in plans: use --compiler-options instead", file=sys.stderr)
     terminal = Terminal(quiet=quiet)
-    found = []
-    for topology in asked:
+    results = []
+    for topology in requested:
         with terminal.waiting(f"planning for {topology}") as status:
             listener = _Listener(terminal, topology, status)
-            found.append(_planned(arguments, topology, command.options, listener))
-        if "error" in found[-1]:  # the other topologies may do
-            print(f"error: {found[-1]['error']}", file=sys.stderr)
+            results.append(_plan_in_child(arguments, topology, command.options, listener))
+        if "error" in results[-1]:  # continue with the other topologies
+            print(f"error: {results[-1]['error']}", file=sys.stderr)
         else:
-            tables.show_advice(terminal, found[-1])
-    plans = [plan for plan in found if "error" not in plan]
+            tables.show_advice(terminal, results[-1])
+    plans = [plan for plan in results if "error" not in plan]
     if quiet:
-        told = found[0] if len(found) == 1 else {"plans": found, "changes": changes(plans)}
-        print(json.dumps(told, indent=1))
+        several = {"plans": results, "changes": changes(plans)}
+        print(json.dumps(results[0] if len(results) == 1 else several, indent=1))
     elif len(plans) > 1:
         tables.show_scaling(terminal, plans)
-    if any("failed" in plan for plan in found):
+    if any("failed" in plan for plan in results):
         return ExitCode.FAILED
-    if len(plans) < len(found):
+    if len(plans) < len(results):
         return ExitCode.BAD_INPUT
     return ExitCode.FAILED if any(plan["fits"] is False for plan in plans) else ExitCode.DONE
 
 
 # -- a process for each topology -------------------------------------------------------------------
 
-# JAX is told once in a process which devices there are, and a compiler does not hear Ctrl-C: so
-# each topology has a process, which can be ended.
+# Each topology has its own process, because JAX initializes its devices once in a process and a
+# compiler does not react to Ctrl-C; a process can be killed.
 
 
 @dataclass(frozen=True)
 class _Listener:
-    """Shows what such a process says."""
+    """Prints the messages of a child process."""
 
     terminal: Terminal
     topology: Topology
     status: Callable[[str], None]
 
-    def hear(self, what: str, message: Any) -> None:
-        """What it does now, or the plan: advice takes longer, and comes after."""
-        if what == _DOING:
+    def on_message(self, what: str, message: Any) -> None:
+        """Prints progress, and the plan as soon as it is complete; advice follows later."""
+        if what == _PROGRESS:
             self.status(f"planning for {self.topology}: {message}")
         elif what == _PLANNED:
             tables.show(self.terminal, message)
 
 
-def _planned(
+def _plan_in_child(
     arguments: Sequence[str], topology: Topology, options: Options, listener: _Listener
 ) -> dict[str, Any]:
-    """The plan for one topology, with what was measured on it where that is asked for; or why not.
+    """Returns the plan for one topology, with the measurement if requested, or the error.
 
-    Of a plan whose advice cannot be had, the plan.
+    If the plan succeeded and its advice failed, returns the plan with the error.
     """
     command = ("-m", "spmdtrain.plan", *arguments)
-    told = {_TOPOLOGY: str(topology)}
+    variables = {_TOPOLOGY: str(topology)}
     plan: dict[str, Any] = {}
 
-    def hear(what: str, message: Any) -> None:
+    def on_message(what: str, message: Any) -> None:
         if what == _PLANNED:
             plan.update(message)
-        listener.hear(what, message)
+        listener.on_message(what, message)
 
     try:
         if options.measure:
             listener.status(f"running on {topology}")
-            env = {**_LEFT_OUT, **measurement.environment(topology), **told, _MEASURES: "1"}
-            what, measured = json_subprocess.run(command, env, hear)
+            env = {**_REMOVED, **measurement.environment(topology), **variables, _MEASURES: "1"}
+            what, measured = json_subprocess.run(command, env, on_message)
             if what != _MEASURED:
-                why = measured if what == _ERROR else "running ended without a figure"
+                why = measured if what == _ERROR else "the measurement ended without a result"
                 return {"topology": str(topology), "error": why}
-            told[_MEASURED] = json.dumps(measured)
-        env = {**_LEFT_OUT, **aot.environment(topology), **told}
-        what, found = json_subprocess.run(command, env, hear)
+            variables[_MEASURED] = json.dumps(measured)
+        env = {**_REMOVED, **aot.environment(topology), **variables}
+        what, result = json_subprocess.run(command, env, on_message)
     except json_subprocess.EndedError as error:
         why = f"planning for {topology} {error}"
         return plan | {"topology": str(topology), "error": why, "failed": True}
     if what == _ERROR:
-        return {"topology": str(topology), "error": found}
-    if what != _FOUND:  # the experiment ended the process, in order
+        return {"topology": str(topology), "error": result}
+    if what != _RESULT:  # the experiment called sys.exit
         why = f"planning for {topology} ended without a plan"
         return plan | {"topology": str(topology), "error": why, "failed": True}
-    return dict(found)
+    return dict(result)
 
 
-def _answer(arguments: Sequence[str]) -> int:
-    """Plan for the one topology of this process, or measure there, and say what came of it."""
+def _run_child(arguments: Sequence[str]) -> int:
+    """Plans for, or measures on, the topology of this child process and sends the result."""
     json_subprocess.end_with_parent()
     topology = topologies.parse(os.environ[_TOPOLOGY])
-    # A program that is read back has no dump, and so tells less.
+    # A deserialized program has no dump, so its peak memory would be unknown.
     jax.config.update("jax_enable_compilation_cache", False)
     if topology.chip is None or not aot.has_compiler(topology):
         jax.config.update("jax_num_cpu_devices", topology.devices)
@@ -179,7 +201,7 @@ def _answer(arguments: Sequence[str]) -> int:
             measured = measurement.measure(command.experiment, command.config, topology)
             json_subprocess.send(_MEASURED, dataclasses.asdict(measured))
         else:
-            json_subprocess.send(_FOUND, _plan(arguments, command, topology))
+            json_subprocess.send(_RESULT, _plan(arguments, command, topology))
     except UserError as error:
         json_subprocess.send(_ERROR, str(error))
     return ExitCode.DONE
@@ -191,19 +213,19 @@ def _plan(arguments: Sequence[str], command: Command, topology: Topology) -> dic
         measured = measurement.from_json(json.loads(os.environ[_MEASURED]))
         topology = measured.known(topology)
 
-    def planned(config: RunConfig, doing: str) -> planner.Plan:
+    def plan_with(config: RunConfig, prefix: str) -> planner.Plan:
         return planner.plan(
             command.experiment,
             config,
             topology,
-            tell=lambda what: json_subprocess.send(_DOING, doing + what),
+            on_progress=lambda stage: json_subprocess.send(_PROGRESS, prefix + stage),
         )
 
-    def again(options: Sequence[str]) -> planner.Plan:
+    def replan(options: Sequence[str]) -> planner.Plan:
         config = parse([*arguments, *options], Options, _COMMAND).config
-        return planned(config, f"with {' '.join(options)}: ")
+        return plan_with(config, f"with {' '.join(options)}: ")
 
-    plan = planned(command.config, "")
+    plan = plan_with(command.config, "")
     json_subprocess.send(_PLANNED, as_json(plan, (), measured))
-    advised = advise(plan, command.config, topology, again) if command.options.advice else []
+    advised = advise(plan, command.config, topology, replan) if command.options.advice else []
     return as_json(plan, advised, measured)

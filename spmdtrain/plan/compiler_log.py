@@ -1,4 +1,4 @@
-"""What XLA's compilers write to stderr, kept and read."""
+"""Capture of what XLA's compilers write to stderr."""
 
 import contextlib
 import os
@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-# https://github.com/openxla/xla/blob/main/xla/service/spmd/spmd_partitioner.cc; older ones say "was
-# not able to go".
+# https://github.com/openxla/xla/blob/main/xla/service/spmd/spmd_partitioner.cc; older versions
+# write "was not able to go".
 _REMATERIALIZES = re.compile(
     r"Involuntary full rematerialization\. The compiler (?:cannot|was not able to) go from "
     r"sharding "
@@ -18,44 +18,44 @@ _REMATERIALIZES = re.compile(
 )
 
 
-LOG = "compiler-log-"  # what the name of its file in the folder for temporary files begins with
+LOG = "compiler-log-"  # prefix of the log's file name in the temporary folder
 
 
 @dataclass(frozen=True)
 class Resharded:
-    """An array that the partitioner makes whole on each device, to split it in another way."""
+    """An array that the partitioner replicates on each device to change its sharding."""
 
     given: str
-    """How it was split, in XLA's words."""
+    """Sharding before, in XLA's notation."""
     wanted: str
-    """How it is needed."""
+    """Required sharding."""
     operation: str
-    """The instruction that needs it so, before partitioning."""
+    """The instruction that requires it, before partitioning."""
 
 
 @dataclass
 class CompilerLog:
-    """What was written, line by line; there once the context of `kept_log` is left."""
+    """Captured output by lines; available after the context of `kept_log` exits."""
 
     lines: list[str] = field(default_factory=list)
 
     @property
     def resharded(self) -> list[Resharded]:
-        """The partitioner's warnings of that kind, each once."""
-        found = (_REMATERIALIZES.search(line) for line in self.lines)
-        return list(dict.fromkeys(Resharded(**match.groupdict()) for match in found if match))
+        """The partitioner's warnings of full rematerialization, without duplicates."""
+        matches = (_REMATERIALIZES.search(line) for line in self.lines)
+        return list(dict.fromkeys(Resharded(**match.groupdict()) for match in matches if match))
 
 
 @contextlib.contextmanager
 def kept_log() -> Iterator[CompilerLog]:
-    """Keeps what this process writes to its stderr, that of libraries in C++ too.
+    """Captures what this process writes to stderr, including C++ libraries.
 
-    After an exception it is written there, after all.
+    If the context exits with an exception, the captured output is written to stderr.
     """
     log = CompilerLog()
     sys.stderr.flush()
     stderr = os.dup(2)
-    # With a name: of a compiler that takes the process along, it is all that is left.
+    # A named file, because it is all that remains if the compiler aborts the process.
     with tempfile.NamedTemporaryFile("w+", errors="replace", prefix=LOG) as file:
         os.dup2(file.fileno(), 2)
         try:
@@ -71,6 +71,10 @@ def kept_log() -> Iterator[CompilerLog]:
 
 
 def short(error: Exception) -> str:
-    """The first line of what a compiler says, and the second where that is only its heading."""
+    """Returns the first line of an error, with the second if the first is only a heading.
+
+    Args:
+        error: A compiler's error; at most 300 characters are returned.
+    """
     first, *others = str(error).strip().splitlines() or [type(error).__name__]
     return (f"{first} {others[0]}" if first.endswith(":") and others else first)[:300]

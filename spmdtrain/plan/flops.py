@@ -1,8 +1,8 @@
-"""Floating-point operations, counted in what JAX has traced.
+"""Floating-point operations of a jaxpr.
 
-Products alone are counted (matrix multiplications and convolutions), two operations for each
-multiply-add, as is usual where model FLOPs are told ("PaLM", arXiv 2204.02311, appendix B). XLA's
-own `cost_analysis` counts the body of a loop once, and is of no use for that.
+Only products (matrix multiplications and convolutions) are counted, two operations for each
+multiply-add, as is usual for model FLOPs ("PaLM", arXiv 2204.02311, appendix B). XLA's own
+`cost_analysis` is not used because it counts the body of a loop only once.
 """
 
 import math
@@ -17,18 +17,18 @@ from spmdtrain.step import finite
 from spmdtrain.xla.hlo_parser import is_library
 from spmdtrain.xla.jaxpr import inner_jaxprs
 
-_AGAIN = "rematted_computation"  # as `jax.checkpoint` names what it computes again
+_RECOMPUTED = "rematted_computation"  # name stack entry of `jax.checkpoint`
 
 
 @dataclass
 class Flops:
-    """What a program computes, on all devices together.
+    """Operations of a program on all devices together.
 
     Attributes:
-        total: Operations.
-        again: Of these, what rematerialisation computes a second time.
-        by_line: The same by the line of the user's that asks for them, `file.py:12 (name)`.
-        unknown_loops: Lines with a `while` whose turns nobody knows: its body counts once.
+        total: All operations.
+        again: Part of `total` that rematerialisation recomputes.
+        by_line: `total` by source line of the user, as `file.py:12 (name)`.
+        unknown_loops: Lines with a `while` of unknown trip count, whose body counts once.
     """
 
     total: int = 0
@@ -38,34 +38,37 @@ class Flops:
 
 
 def count_flops(jaxpr: Any) -> Flops:
-    """The operations of a jaxpr, open or closed: `count_flops(jax.make_jaxpr(f)(x))`.
+    """Returns the operations of a jaxpr: `count_flops(jax.make_jaxpr(f)(x))`.
 
-    A `scan` counts as often as it is long, of a `cond` the dearest branch, what is under
-    `shard_map` once for each device along its axes. What looks if the state is finite is none of
-    the model's.
+    The body of a `scan` counts for each iteration, a `cond` by its most expensive branch, and the
+    body of a `shard_map` once for each device along its axes. The check that the state is finite
+    does not count, because it is not part of the model.
+
+    Args:
+        jaxpr: An open or closed jaxpr.
     """
-    found = Flops()
-    _count(getattr(jaxpr, "jaxpr", jaxpr), 1, found, again=False)
-    return found
+    flops = Flops()
+    _count(getattr(jaxpr, "jaxpr", jaxpr), 1, flops, again=False)
+    return flops
 
 
 def _count(jaxpr: Any, times: int, into: Flops, *, again: bool) -> None:
     outer = again
     for equation in jaxpr.eqns:
-        again = outer or _AGAIN in str(equation.source_info.name_stack)
-        own = _OF_PRIMITIVE.get(equation.primitive.name)
-        if own is not None:
+        again = outer or _RECOMPUTED in str(equation.source_info.name_stack)
+        count = _COUNTS.get(equation.primitive.name)
+        if count is not None:
             if _is_check(equation):
                 continue
-            operations = times * own(equation)
+            operations = times * count(equation)
             into.total += operations
             into.again += operations * again
             into.by_line[_line(equation)] += operations
             continue
         if equation.primitive.name == "cond":
             branches = [count_flops(branch) for branch in equation.params["branches"]]
-            dearest = max(branches, key=lambda branch: branch.total)
-            _add(dearest, times, into, again=again)
+            largest = max(branches, key=lambda branch: branch.total)
+            _add(largest, times, into, again=again)
             continue
         if equation.primitive.name == "while":
             into.unknown_loops += [_line(equation)] if _computes(equation) else []
@@ -74,12 +77,12 @@ def _count(jaxpr: Any, times: int, into: Flops, *, again: bool) -> None:
             _count(inner, inside, into, again=again)
 
 
-def _add(found: Flops, times: int, into: Flops, *, again: bool) -> None:
-    into.total += times * found.total
-    into.again += times * (found.total if again else found.again)
-    for line, operations in found.by_line.items():
+def _add(flops: Flops, times: int, into: Flops, *, again: bool) -> None:
+    into.total += times * flops.total
+    into.again += times * (flops.total if again else flops.again)
+    for line, operations in flops.by_line.items():
         into.by_line[line] += times * operations
-    into.unknown_loops += found.unknown_loops
+    into.unknown_loops += flops.unknown_loops
 
 
 def _computes(equation: Any) -> bool:
@@ -87,7 +90,7 @@ def _computes(equation: Any) -> bool:
 
 
 def _repeats(equation: Any) -> int:
-    """How often what is inside an equation runs, on all devices together."""
+    """Returns how often the body of an equation runs, on all devices together."""
     params = equation.params
     match equation.primitive.name:
         case "scan":
@@ -106,27 +109,27 @@ def _dot(equation: Any) -> int:
 
 
 def _convolution(equation: Any) -> int:
-    """Each output element meets each element of the kernel that is of its group.
+    """Counts each output element times each kernel element of its group.
 
-    What dilates the input, as the gradient of a strided convolution does, are zeros: of as many
-    taps as the dilation one meets an element.
+    An input dilated by n, as in the gradient of a strided convolution, is filled with zeros: only
+    one of n taps meets an element.
     """
     params, kernel = equation.params, equation.invars[1].aval.shape
-    into = kernel[params["dimension_numbers"].rhs_spec[0]]  # output features
+    features = kernel[params["dimension_numbers"].rhs_spec[0]]  # of the output
     dilated = math.prod(params["lhs_dilation"])
-    return 2 * _size(equation.outvars[0]) * math.prod(kernel) // into // dilated
+    return 2 * _size(equation.outvars[0]) * math.prod(kernel) // features // dilated
 
 
 def _ragged_dot(equation: Any) -> int:
-    """Each row, or each column that is summed over, meets the matrix of its group alone."""
+    """Counts each row, or each contracted column, times the matrix of its own group only."""
     rows, matrices = equation.invars[0].aval.shape, equation.invars[1].aval.shape
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
-    met = {*contracted, *batch, *numbers.rhs_group_dimensions}
-    return 2 * math.prod(rows) * math.prod(n for dim, n in enumerate(matrices) if dim not in met)
+    shared = {*contracted, *batch, *numbers.rhs_group_dimensions}
+    return 2 * math.prod(rows) * math.prod(n for dim, n in enumerate(matrices) if dim not in shared)
 
 
-_OF_PRIMITIVE = {
+_COUNTS = {
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
     "ragged_dot": _ragged_dot,
@@ -143,7 +146,7 @@ def _is_check(equation: Any) -> bool:
 
 
 def _line(equation: Any) -> str:
-    """The innermost line that is no library's."""
+    """Returns the innermost source line outside of libraries."""
     for frame in _frames(equation):
         if not is_library(frame.file_name):
             return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"

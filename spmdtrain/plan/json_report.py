@@ -1,4 +1,4 @@
-"""Plans as `--json` prints them: bytes of one device, seconds of one step."""
+"""The JSON form of a plan: bytes on one device, seconds of one step."""
 
 import dataclasses
 import math
@@ -19,9 +19,15 @@ _MOST_BUFFERS = 12
 def as_json(
     plan: planner.Plan, advised: Sequence[Advice] = (), measured: Measured | None = None
 ) -> dict[str, Any]:
-    """A plan, with what would mend it and what was measured."""
+    """Returns a plan as `--json` prints it.
+
+    Args:
+        plan: The plan.
+        advised: Advice for it.
+        measured: Measurement on the same topology, if there is one.
+    """
     times, memory = plan.times, dataclasses.asdict(plan.memory)
-    found = {
+    report: dict[str, Any] = {
         "topology": plan.topology,
         "chips": plan.chips,
         "used": plan.used,
@@ -48,7 +54,7 @@ def as_json(
     }
     if times is not None:
         tokens = plan.global_batch_size * plan.tokens / times.estimate
-        found["time"] = dataclasses.asdict(times) | {
+        report["time"] = dataclasses.asdict(times) | {
             "bound": times.bound,
             "estimate": times.estimate,
             "rules": times.bottleneck,
@@ -59,11 +65,12 @@ def as_json(
             "run": plan.steps * times.estimate,
             "chip_hours": plan.steps * times.estimate * plan.chips / 3600,
         }
-    return found
+    return report
 
 
-def _collective(one: planner.PlannedCollective) -> dict[str, Any]:
-    return dataclasses.asdict(one) | {"seconds": None if math.isnan(one.seconds) else one.seconds}
+def _collective(collective: planner.PlannedCollective) -> dict[str, Any]:
+    seconds = None if math.isnan(collective.seconds) else collective.seconds
+    return dataclasses.asdict(collective) | {"seconds": seconds}
 
 
 def _parameter(row: Row) -> dict[str, Any]:
@@ -88,7 +95,7 @@ def _sent(traffic: Traffic) -> dict[str, Any]:
 
 
 def _buffers(buffers: Sequence[Buffer]) -> list[dict[str, Any]]:
-    """The largest, those that are alike together: each has so many `bytes`."""
-    alike = Counter(buffers)
-    largest = sorted(alike, key=lambda one: -one.bytes * alike[one])[:_MOST_BUFFERS]
-    return [dataclasses.asdict(one) | {"count": alike[one]} for one in largest]
+    """Returns the largest buffers; equal ones are one entry with a `count`, `bytes` is of each."""
+    counts = Counter(buffers)
+    largest = sorted(counts, key=lambda buffer: -buffer.bytes * counts[buffer])[:_MOST_BUFFERS]
+    return [dataclasses.asdict(buffer) | {"count": counts[buffer]} for buffer in largest]

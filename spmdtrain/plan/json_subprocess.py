@@ -1,4 +1,4 @@
-"""A command in a process of its own, which says what it does and answers in JSON."""
+"""Subprocesses that send JSON messages: progress, then a result."""
 
 import contextlib
 import ctypes
@@ -14,47 +14,64 @@ from typing import Any
 
 from spmdtrain.plan.compiler_log import LOG
 
-_SAYS = "SPMDTRAIN_SAYS"  # the descriptor that its messages go to
-_PARENT = "SPMDTRAIN_SAYS_TO"  # the process that listens
+_CHANNEL = "SPMDTRAIN_SAYS"  # file descriptor for the messages
+_PARENT = "SPMDTRAIN_SAYS_TO"  # process id of the receiver
 _LONGEST_LOG = 20_000
 
 
 class EndedError(Exception):
-    """It has ended without an answer. What it wrote to its stderr is told on ours."""
+    """Raised if a subprocess ended without a result. Its output was copied to stderr."""
 
 
-def is_elsewhere() -> bool:
-    """Whether this process is such a one."""
-    return _SAYS in os.environ
+def is_child() -> bool:
+    """Returns whether `run` started this process."""
+    return _CHANNEL in os.environ
 
 
 def end_with_parent() -> None:
-    """Ends such a process when the one that began it does, in the way that Linux has for it."""
+    """Makes this child process die with its parent; only Linux supports this.
+
+    Call it in a process that `run` started.
+    """
     parent = int(os.environ[_PARENT])
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it had gone before that held
+    if os.getppid() != parent:  # the parent ended before the call of prctl
         os._exit(1)
 
 
 def send(what: str, message: Any) -> None:
-    """Sends a message from such a process, anything that JSON has; the last is its answer."""
+    """Sends a message from a process that `run` started; the last message is its result.
+
+    Args:
+        what: Kind of the message.
+        message: Content that JSON can represent.
+    """
     line = json.dumps([what, message]) + "\n"
     data = line.encode()
     while data:
-        data = data[os.write(int(os.environ[_SAYS]), data) :]
+        data = data[os.write(int(os.environ[_CHANNEL]), data) :]
 
 
 def run(
-    command: Sequence[str], env: Mapping[str, str | None], hear: Callable[[str, Any], None]
+    command: Sequence[str], env: Mapping[str, str | None], on_message: Callable[[str, Any], None]
 ) -> tuple[str, Any]:
-    """Runs a Python command in this process' environment and `env`; returns its last message.
+    """Runs a Python command and returns its last message.
 
-    A variable of `env` that is None is left out. `hear` is called with each message. What it prints
-    is kept, and told if it ends without an answer. Ends it, with all that it has begun, when this
-    is interrupted. Raises `EndedError`.
+    If this call is interrupted, it kills the command and all processes that it started.
+
+    Args:
+        command: Arguments of the Python interpreter.
+        env: Changes to this process's environment; None removes a variable.
+        on_message: Receives the kind and the content of each message.
+
+    Returns:
+        Kind and content of the last message.
+
+    Raises:
+        EndedError: If the command failed or sent no message; its output is copied to stderr.
     """
-    told = {k: v for k, v in {**os.environ, **env}.items() if v is not None}
+    variables = {k: v for k, v in {**os.environ, **env}.items() if v is not None}
     with tempfile.TemporaryDirectory(prefix="spmdtrain-") as folder:
         output = Path(folder) / "output"
         reads, writes = os.pipe()
@@ -62,8 +79,9 @@ def run(
             try:
                 child = subprocess.Popen(
                     [sys.executable, *command],
-                    # What it leaves for the moment goes with the folder, whatever ends it.
-                    env=told | {_SAYS: str(writes), _PARENT: str(os.getpid()), "TMPDIR": folder},
+                    # The child's temporary files are removed with the folder, however it ends.
+                    env=variables
+                    | {_CHANNEL: str(writes), _PARENT: str(os.getpid()), "TMPDIR": folder},
                     pass_fds=(writes,),
                     stdin=subprocess.DEVNULL,
                     stdout=file,
@@ -73,10 +91,10 @@ def run(
             finally:
                 os.close(writes)
             last: tuple[str, Any] | None = None
-            with _ended(child):
+            with _killed_on_exit(child):
                 for line in messages:
                     what, message = last = json.loads(line)
-                    hear(what, message)
+                    on_message(what, message)
                 child.wait()
         if last is None or child.returncode:
             for path in (output, *Path(folder).glob(f"{LOG}*")):
@@ -86,8 +104,8 @@ def run(
 
 
 @contextlib.contextmanager
-def _ended(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Ends a process that is still there at the end, with all that it has begun."""
+def _killed_on_exit(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Kills the process group of a child that still runs when the context exits."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The floating-point operations of a compiled program's matrix products and convolutions."""
+"""Floating-point operations of a compiled program's matrix products and convolutions."""
 
 import json
 import math
@@ -16,97 +16,116 @@ _GROUPS = re.compile(r"batch_group_count=(\d+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _CONFIG = re.compile(r"backend_config=(\{.*\})")
 _GEMM = ("__cublas$gemm", "__cublas$lt$matmul")
-# Whose operations nobody here can tell.
+# Custom calls whose operations are unknown.
 _OPAQUE = ("__cud", "__cublas", "__onednn", "__triton", "tpu_custom_call", "triton_kernel_call")
 
 
 @reading_program()
 def products(module: Module) -> float:
-    """Floating-point operations of all products on one device, as often as they run in a step.
+    """Returns the floating-point operations of all products of a step on one device.
 
-    As in `spmdtrain.plan.flops`, two for each multiply-add; what a convolution pads or dilates with
-    is none. nan where a kernel is called that does not tell what it computes.
+    As in `spmdtrain.plan.flops`, each multiply-add counts as two; padding and dilation of a
+    convolution do not count.
+
+    Args:
+        module: The compiled program.
+
+    Returns:
+        The operations; NaN if the program calls a kernel whose operations are unknown.
+
+    Raises:
+        UnreadableProgramError: If XLA wrote the program in an unknown format.
     """
     return sum(
-        times * _operations(one, module.computations[name])
+        times * _operations(instruction, module.computations[name])
         for name, times in module.times.items()
-        if times  # of what never runs nobody asks what it does not tell
-        for one in module.computations[name].instructions.values()
+        if times  # an unknown kernel that never runs must not make the sum NaN
+        for instruction in module.computations[name].instructions.values()
     )
 
 
-def _operations(one: Instruction, within: Computation) -> float:
-    match one.opcode:
+def _operations(instruction: Instruction, within: Computation) -> float:
+    match instruction.opcode:
         case "dot":
-            contracted = _CONTRACTED.search(one.attributes)
+            contracted = _CONTRACTED.search(instruction.attributes)
             dims = [int(n) for n in re.findall(r"\d+", contracted[1])] if contracted else []
-            return _matmul(one, within, dims)
+            return _matmul(instruction, within, dims)
         case "convolution":
-            return _convolution(one, within)
+            return _convolution(instruction, within)
         case "custom-call":
-            return _custom(one, within)
+            return _custom(instruction, within)
     return 0
 
 
-def _custom(one: Instruction, within: Computation) -> float:
-    target = _TARGET.search(one.attributes)
+def _custom(instruction: Instruction, within: Computation) -> float:
+    target = _TARGET.search(instruction.attributes)
     name = target[1] if target else ""
-    if name.startswith(_GEMM) and (config := _CONFIG.search(one.attributes)):
+    if name.startswith(_GEMM) and (config := _CONFIG.search(instruction.attributes)):
         numbers = json.loads(config[1]).get("gemm_backend_config", {})
         dims = numbers.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions", [])
-        return _matmul(one, within, [int(n) for n in dims])
+        return _matmul(instruction, within, [int(n) for n in dims])
     return math.nan if name.startswith(_OPAQUE) else 0
 
 
-def _matmul(one: Instruction, within: Computation, contracted: Sequence[int]) -> float:
-    left = _dims(one.operands[0], within)
-    return 2.0 * math.prod(one.arrays[0].dims) * math.prod(left[n] for n in contracted)
+def _matmul(instruction: Instruction, within: Computation, contracted: Sequence[int]) -> float:
+    left = _dims(instruction.operands[0], within)
+    return 2.0 * math.prod(instruction.arrays[0].dims) * math.prod(left[n] for n in contracted)
 
 
-def _convolution(one: Instruction, within: Computation) -> float:
-    """Each tap of the kernel counts where it meets an element of the input.
+def _convolution(instruction: Instruction, within: Computation) -> float:
+    """Counts each tap of the kernel that meets an element of the input.
 
-    TPUs know every product as one of these: what was a batch dim is a dilated spatial one.
+    TPUs write every product as a convolution, with a batch dim as a dilated spatial dim.
     """
-    labels = _LABELS.search(one.attributes)
+    labels = _LABELS.search(instruction.attributes)
     assert labels is not None
-    of = [
+    sizes = [
         dict(zip(label, dims, strict=True))
         for label, dims in zip(
             labels.groups(),
-            (*(_dims(name, within) for name in one.operands[:2]), one.arrays[0].dims),
+            (
+                *(_dims(name, within) for name in instruction.operands[:2]),
+                instruction.arrays[0].dims,
+            ),
             strict=True,
         )
     ]
-    given, kernel, result = of
-    found = _WINDOW.search(one.attributes)
-    window = dict(part.split("=") for part in found[1].split()) if found else {}
-    groups = _GROUPS.search(one.attributes)
-    total = 2.0 * kernel["i"] * kernel["o"] * given["b"] / (int(groups[1]) if groups else 1)
-    for n in range(len(given) - 2):
+    image, kernel, result = sizes
+    match = _WINDOW.search(instruction.attributes)
+    window = dict(part.split("=") for part in match[1].split()) if match else {}
+    groups = _GROUPS.search(instruction.attributes)
+    total = 2.0 * kernel["i"] * kernel["o"] * image["b"] / (int(groups[1]) if groups else 1)
+    for n in range(len(image) - 2):
         low, _, _ = _part(window, "pad", n, "0_0").partition("_")
         total *= _meetings(
-            given[str(n)],
+            image[str(n)],
             kernel[str(n)],
             result[str(n)],
             stride=int(_part(window, "stride", n, "1")),
             low=int(low),
-            spread=int(_part(window, "lhs_dilate", n, "1")),
-            apart=int(_part(window, "rhs_dilate", n, "1")),
+            image_dilation=int(_part(window, "lhs_dilate", n, "1")),
+            kernel_dilation=int(_part(window, "rhs_dilate", n, "1")),
         )
     return total
 
 
-def _part(window: dict[str, str], key: str, n: int, otherwise: str) -> str:
-    return window[key].split("x")[n] if key in window else otherwise
+def _part(window: dict[str, str], key: str, n: int, default: str) -> str:
+    return window[key].split("x")[n] if key in window else default
 
 
 def _meetings(
-    given: int, taps: int, result: int, *, stride: int, low: int, spread: int, apart: int
+    image: int,
+    taps: int,
+    result: int,
+    *,
+    stride: int,
+    low: int,
+    image_dilation: int,
+    kernel_dilation: int,
 ) -> int:
-    """How often a tap meets an element of the input along one spatial dim."""
-    places = np.arange(result)[:, None] * stride + np.arange(taps) * apart - low
-    within = (places >= 0) & (places < given * spread) & (places % spread == 0)
+    """Returns how often a tap meets an element of the input along one spatial dim."""
+    places = np.arange(result)[:, None] * stride + np.arange(taps) * kernel_dilation - low
+    within = (places >= 0) & (places < image * image_dilation) & (places % image_dilation == 0)
     return int(within.sum())
 
 

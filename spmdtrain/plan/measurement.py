@@ -1,4 +1,4 @@
-"""What a step takes where its devices are at hand: the other half of a plan."""
+"""Measurement of a step on available devices, to compare with the plan."""
 
 import dataclasses
 import re
@@ -23,25 +23,24 @@ from spmdtrain.train.experiment import ExperimentFile
 from spmdtrain.train.trainer import Trainer
 from spmdtrain.xla.compile_cache import OFF
 
-_SECONDS = 4.0  # of training, at the least
+_SECONDS = 4.0  # of training, at least
 _FEWEST = 5  # steps
 _ROUNDS = 9
 
-
-# What JAX calls the devices of some chips; of the others their name is in it.
+# Patterns of JAX's device kinds; other chips' kinds contain their name.
 _KINDS = {"v5e": "v5 lite", "v5p": "v5p?$", "v6e": "v6 lite"}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run has taken.
+    """Time and memory of a measured run.
 
     Attributes:
-        devices: What it ran on.
-        step: Seconds of a step, on average over some seconds.
-        peak: Bytes that a device held at most; None where nobody counts.
-        chip: What a virtual device of this CPU can do, while the others are as busy; None of other
-            devices, whose peaks are known.
+        devices: Number and kind of the devices.
+        step: Seconds per step, averaged over several seconds of training.
+        peak: Peak bytes in use on one device; None if the platform does not report it.
+        chip: Rates of one virtual CPU device while the others are equally busy; None for other
+            devices, whose peak rates are known.
     """
 
     devices: str
@@ -50,30 +49,43 @@ class Measured:
     chip: Chip | None
 
     def known(self, topology: Topology) -> Topology:
-        """A topology of virtual devices, with what they were found to do."""
+        """Returns the topology with the measured rates.
+
+        Args:
+            topology: Topology of the measurement; returned unchanged if no rates were measured.
+        """
         return topology if self.chip is None else dataclasses.replace(topology, chip=self.chip)
 
 
-def from_json(found: Mapping[str, Any]) -> Measured:
-    """What `dataclasses.asdict` made of one."""
-    chip = found["chip"]
-    return Measured(**{**found, "chip": None if chip is None else Chip(**chip)})
+def from_json(fields: Mapping[str, Any]) -> Measured:
+    """Returns the `Measured` of which `dataclasses.asdict` returned these fields."""
+    chip = fields["chip"]
+    return Measured(**{**fields, "chip": None if chip is None else Chip(**chip)})
 
 
 def environment(topology: Topology) -> dict[str, str]:
-    """What a process that measures needs in its environment when it starts."""
+    """Returns environment variables for a process that measures on a topology."""
     if topology.platform != "cpu":
         return {}
     return {"JAX_PLATFORMS": "cpu"}
 
 
 def measure(file: ExperimentFile, config: RunConfig, topology: Topology) -> Measured:
-    """Train an experiment for some seconds. Raises `UserError` where the devices are not here."""
+    """Trains an experiment for a few seconds and measures its steps.
+
+    Args:
+        file: The experiment.
+        config: Options of the run. Nothing is written, so its workdir is not used.
+        topology: Must match the devices of this process.
+
+    Raises:
+        UserError: If this process does not have the devices of the topology.
+    """
     config = dataclasses.replace(
         config,
         compilation_cache=OFF,
         cpu_devices=None,
-        # It writes nothing, so nothing of what is about files holds.
+        # Nothing is written: reset the options that concern files.
         workdir=None,
         resume="auto",
         profile_steps=None,
@@ -87,17 +99,17 @@ def measure(file: ExperimentFile, config: RunConfig, topology: Topology) -> Meas
     trainer = Trainer.from_experiment(experiment, config, terminal=Terminal(quiet=True))
 
     def seconds(steps: int) -> float:
-        began = time.perf_counter()
+        start = time.perf_counter()
         trainer.fit(experiment.train, steps=trainer.step + steps)
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     seconds(2 * config.steps_per_dispatch)  # compiles
     few = _FEWEST * config.steps_per_dispatch
     many = few * max(2, round(_SECONDS / seconds(few)))
-    # What a call of `fit` itself takes is in both.
+    # The difference cancels the constant cost of a call of `fit`.
     step = (seconds(many) - seconds(few)) / (many - few)
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    peaks = [of["peak_bytes_in_use"] for of in stats if "peak_bytes_in_use" in of]
+    peaks = [stat["peak_bytes_in_use"] for stat in stats if "peak_bytes_in_use" in stat]
     return Measured(
         devices=f"{len(jax.devices())} x {jax.devices()[0].device_kind}",
         step=step,
@@ -107,34 +119,36 @@ def measure(file: ExperimentFile, config: RunConfig, topology: Topology) -> Meas
 
 
 def _check_devices(topology: Topology) -> None:
-    has = jax.devices()
-    platform, kind = has[0].platform, has[0].device_kind
-    wanted = "" if topology.chip is None else _KINDS.get(topology.chip.name, topology.chip.name)
-    is_it = platform == topology.platform and re.search(wanted, kind.lower())
-    if not is_it or len(has) != topology.devices:
+    devices = jax.devices()
+    platform, kind = devices[0].platform, devices[0].device_kind
+    pattern = "" if topology.chip is None else _KINDS.get(topology.chip.name, topology.chip.name)
+    matches = platform == topology.platform and re.search(pattern, kind.lower())
+    if not matches or len(devices) != topology.devices:
         raise UserError(
-            f"--measure runs on {topology}, {topology.devices} {topology.platform} devices, and "
-            f"here are {len(has)} of {platform} ({kind})"
+            f"--measure {topology} needs {topology.devices} {topology.platform} devices, but this "
+            f"machine has {len(devices)} {platform} devices ({kind})"
         )
 
 
-# -- what a virtual device can do ------------------------------------------------------------------
+# -- rates of a virtual device ---------------------------------------------------------------------
 
-_SIDE = 128  # of the matrices
-_ELEMENTS = 2**16  # of the arrays: of the size that most of a small step's are, and in the caches
+_SIDE = 128  # rows and columns of the matrices
+# Elements of the arrays: most arrays of a small step are of this size, and fit in the caches.
+_ELEMENTS = 2**16
+_ITERATIONS = (20, 220)
 
 
 def _virtual_device(topology: Topology) -> Chip:
-    """The rates of one of several virtual devices, all of which compute at once.
+    """Measures the rates of one virtual device while all of them compute.
 
-    Each is the difference between many turns of a loop within a program and few.
+    Each rate comes from the difference between a loop of many iterations and one of few.
     """
     mesh = jax.make_mesh((len(jax.devices()),), ("all",), axis_types=(AxisType.Auto,))
 
-    def seconds(turn: Callable[[jax.Array], jax.Array], *shape: int) -> float:
+    def seconds(body: Callable[[jax.Array], jax.Array], *shape: int) -> float:
         x = jax.device_put(jnp.ones((mesh.size, *shape)), NamedSharding(mesh, PartitionSpec("all")))
-        few, many = (_seconds(_loop(turn, turns, mesh), x) for turns in _TURNS)
-        return max(many - few, 1e-9) / (_TURNS[1] - _TURNS[0])
+        few, many = (_seconds(_loop(body, count, mesh), x) for count in _ITERATIONS)
+        return max(many - few, 1e-9) / (_ITERATIONS[1] - _ITERATIONS[0])
 
     product = seconds(lambda x: jnp.matmul(x, x) * 1e-3, _SIDE, _SIDE)
     copied = seconds(lambda x: x * 0.999 + 0.1, _ELEMENTS)
@@ -143,7 +157,7 @@ def _virtual_device(topology: Topology) -> Chip:
     return Chip(
         name="cpu",
         flops=2 * _SIDE**3 / product,
-        memory=0,  # which all share, and with whatever else runs
+        memory=0,  # all devices and other programs share the host memory
         bandwidth=2 * 4 * _ELEMENTS / copied,
         links=1,
         link=max(sent, 1.0) / max(large - small, 1e-9),
@@ -155,12 +169,9 @@ def _virtual_device(topology: Topology) -> Chip:
     )
 
 
-_TURNS = (20, 220)
-
-
-def _loop(turn: Callable[[jax.Array], jax.Array], turns: int, mesh: Mesh) -> jax.stages.Wrapped:
+def _loop(body: Callable[[jax.Array], jax.Array], count: int, mesh: Mesh) -> jax.stages.Wrapped:
     def local(x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, turns, lambda _, x: turn(x), x)
+        return jax.lax.fori_loop(0, count, lambda _, x: body(x), x)
 
     split = PartitionSpec("all")
     return jax.jit(
@@ -170,9 +181,9 @@ def _loop(turn: Callable[[jax.Array], jax.Array], turns: int, mesh: Mesh) -> jax
 
 def _seconds(function: jax.stages.Wrapped, x: jax.Array) -> float:
     function(x).block_until_ready()
-    found = []
+    times = []
     for _ in range(_ROUNDS):
-        began = time.perf_counter()
+        start = time.perf_counter()
         function(x).block_until_ready()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)

@@ -1,4 +1,4 @@
-"""What a compiled program reads and writes in a device's memory."""
+"""Memory traffic of a compiled program."""
 
 import re
 
@@ -12,57 +12,72 @@ from spmdtrain.xla.hlo_parser import (
     reading_program,
 )
 
-# These name what is there already, or wait for what another instruction counts.
-_NOTHING = frozenset(
+# These refer to existing arrays, or wait for data that another instruction counts.
+_FREE = frozenset(
     (
         *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota"),
         *("while", "call", "conditional", "partition-id", "replica-id", "opt-barrier", "domain"),
     )
 )
-# Of a TPU's own: these name memory, or arrays that lie side by side already.
-_NAMES = re.compile('custom_call_target="(AllocateBuffer|ConcatBitcast|AssumeGatherIndices.*?)"')
+# Custom calls of TPUs that refer to memory, or to arrays that are already adjacent.
+_FREE_CALLS = re.compile(
+    'custom_call_target="(AllocateBuffer|ConcatBitcast|AssumeGatherIndices.*?)"'
+)
 
 
 @reading_program()
 def bytes_moved(module: Module) -> float:
-    """Bytes that each instruction reads and writes, as often as it runs, on one device.
+    """Returns the bytes that all instructions of a step read and write on one device.
 
-    An operand counts in full for each instruction that reads it, unless it is only sliced there;
-    of an update in place what is updated. What is in another memory than the main one (a TPU keeps
-    some arrays in its vector memory) does not count. An upper bound of sorts: caches are not known
-    here.
+    An operand counts in full for each instruction that reads it, except that a slice counts only
+    its part, and an update in place only the updated part. Arrays outside of the main memory (a TPU
+    keeps some in its vector memory) do not count. Caches are ignored, so the result tends to be an
+    upper bound.
+
+    Args:
+        module: The compiled program.
+
+    Raises:
+        UnreadableProgramError: If XLA wrote the program in an unknown format.
     """
-    return sum(times * _moved(one, within, module) for one, within, times in module.instructions())
+    return sum(
+        times * _moved(instruction, within, module)
+        for instruction, within, times in module.instructions()
+    )
 
 
-def _moved(one: Instruction, within: Computation, module: Module) -> float:
-    if one.opcode in _NOTHING or one.opcode in ASYNC or one.opcode.endswith("-done"):
+def _moved(instruction: Instruction, within: Computation, module: Module) -> float:
+    if (
+        instruction.opcode in _FREE
+        or instruction.opcode in ASYNC
+        or instruction.opcode.endswith("-done")
+    ):
         return 0
-    if one.opcode == "custom-call" and _NAMES.search(one.attributes):
+    if instruction.opcode == "custom-call" and _FREE_CALLS.search(instruction.attributes):
         return 0
-    if one.opcode == "fusion":
-        ((_, name),) = one.called
-        return _moved_by_fusion(one, within, module.computations[name])
-    written = _main_bytes(one.shape)
-    match one.opcode:
+    if instruction.opcode == "fusion":
+        ((_, name),) = instruction.called
+        return _moved_by_fusion(instruction, within, module.computations[name])
+    written = _main_bytes(instruction.shape)
+    match instruction.opcode:
         case "dynamic-slice" | "slice" | "gather":
-            return written + _sliced(one.arrays[0], one, within)
+            return written + _sliced(instruction.arrays[0], instruction, within)
         case "slice-start" | "dynamic-slice-start":
-            part = one.arrays[1]  # beside its operand
-            return _in_main(part) + _sliced(part, one, within)
+            part = instruction.arrays[1]  # the first array is its operand
+            return _in_main(part) + _sliced(part, instruction, within)
         case "dynamic-update-slice":
-            return 2 * _operand_bytes(one.operands[1], within)
-    if one.opcode.endswith("-start") and one.opcode != "all-reduce-start":
-        return written  # its result holds its operands, too
-    return written + _operand_sum(one, within)
+            return 2 * _operand_bytes(instruction.operands[1], within)
+    if instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start":
+        return written  # its result includes its operands
+    return written + _operand_sum(instruction, within)
 
 
-def _moved_by_fusion(one: Instruction, within: Computation, body: Computation) -> float:
-    """What is read of each operand, and what is written of the result."""
+def _moved_by_fusion(instruction: Instruction, within: Computation, body: Computation) -> float:
+    """Returns the bytes that a fusion reads of its operands and writes of its results."""
     total = 0.0
     inner = list(body.instructions.values())
     parameters = {int(x.inside): x for x in inner if x.opcode == "parameter"}
-    for number, name in enumerate(one.operands):
+    for number, name in enumerate(instruction.operands):
         whole = _operand_bytes(name, within)
         if whole and number in parameters:
             users = [x for x in inner if parameters[number].name in x.operands]
@@ -77,12 +92,16 @@ def _moved_by_fusion(one: Instruction, within: Computation, body: Computation) -
             total += _main_bytes(body.instructions[result.operands[1]].shape)
         else:
             total += _main_bytes(result.shape)
-    # Where a result leaves the main memory says the fusion's own shape alone.
-    return total if _main_bytes(one.shape) else total - sum(_main_bytes(x.shape) for x in results)
+    # Only the shape of the fusion itself shows whether its result is in the main memory.
+    return (
+        total
+        if _main_bytes(instruction.shape)
+        else total - sum(_main_bytes(x.shape) for x in results)
+    )
 
 
 def _read(name: str, by: Instruction, body: Computation) -> float:
-    """What an instruction within a fusion reads of a parameter."""
+    """Returns the bytes that an instruction within a fusion reads of a parameter."""
     if by.opcode in ("dynamic-slice", "slice", "gather") and by.operands[0] == name:
         return _main_bytes(by.shape)
     if by.opcode == "dynamic-update-slice" and by.operands[0] == name:
@@ -90,18 +109,18 @@ def _read(name: str, by: Instruction, body: Computation) -> float:
     return float("inf")
 
 
-def _sliced(part: Array, one: Instruction, within: Computation) -> float:
-    """What is read of an operand of which a part is taken, wherever that goes."""
-    return min(part.bytes, _operand_bytes(one.operands[0], within))
+def _sliced(part: Array, instruction: Instruction, within: Computation) -> float:
+    """Returns the bytes read of an operand that is sliced, whatever memory the slice is in."""
+    return min(part.bytes, _operand_bytes(instruction.operands[0], within))
 
 
-def _operand_sum(one: Instruction, within: Computation) -> float:
-    return sum(_operand_bytes(name, within) for name in one.operands)
+def _operand_sum(instruction: Instruction, within: Computation) -> float:
+    return sum(_operand_bytes(name, within) for name in instruction.operands)
 
 
 def _operand_bytes(name: str, within: Computation) -> float:
-    one = within.instructions.get(name)
-    return 0 if one is None else _main_bytes(one.shape)
+    instruction = within.instructions.get(name)
+    return 0 if instruction is None else _main_bytes(instruction.shape)
 
 
 def _main_bytes(shape: str) -> float:

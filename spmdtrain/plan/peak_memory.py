@@ -1,4 +1,4 @@
-"""What is in a device's memory when it is fullest, as XLA's own dump of a compilation tells it."""
+"""Live arrays at peak memory, from the files that XLA dumps during compilation."""
 
 import re
 from collections import defaultdict
@@ -17,23 +17,23 @@ _RANGE = re.compile(r"\s*(?P<name>[^\s{]+)\{(?P<index>[\d,]*)\}:(?P<start>\d+)-(
 
 @dataclass(frozen=True)
 class Live:
-    """A temporary array that is there when a device's memory is fullest."""
+    """A temporary array that is live at peak memory."""
 
     name: str
-    """Of the instruction that makes it."""
+    """Name of the instruction that produces it."""
     path: tuple[int, ...]
-    """Which of its results, of a tuple; () where it has one."""
+    """Index into the instruction's result if that is a tuple, else ()."""
     bytes: int
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """What XLA has found room for.
+    """Memory that XLA's allocator assigned to a program.
 
     Attributes:
-        total: Bytes of the main memory that the program has for itself, arguments included.
-        live: The temporary arrays of the moment when they are most, the largest first. What is
-            between them is not in here: of arrays of many sizes that come and go, gaps are left.
+        total: Bytes of the main memory for the program, arguments included.
+        live: Temporary arrays at the time of their largest sum, the largest first. Gaps between
+            arrays of different sizes and lifetimes are not included.
     """
 
     total: int
@@ -41,35 +41,41 @@ class PeakMemory:
 
 
 def read_dump(folder: Path) -> PeakMemory | None:
-    """What the files that `xla_dump_to` leaves tell of memory; None where they tell nothing.
+    """Reads the memory use of a program from the files that `xla_dump_to` writes.
 
-    XLA's own list of the peak's buffers leaves some out, so that it is computed here: from the
-    ranges in which each value lives, and the place it has been given.
+    XLA's own list of the buffers at the peak is incomplete, so they are computed from the live
+    range and the allocation of each value.
+
+    Args:
+        folder: Folder of the dump.
+
+    Returns:
+        The peak memory; None if the files are missing or in an unknown format.
     """
-    found = {
+    files = {
         kind: next(iter(folder.glob(f"*after_optimizations-{kind}.txt")), None)
         for kind in ("memory-usage-report", "buffer-assignment", "live-range")
     }
-    report, assignment, ranges = (path and path.read_text() for path in found.values())
+    report, assignment, ranges = (path and path.read_text() for path in files.values())
     total = _TOTAL.search(report or "")
     if total is None or not assignment or not ranges:
         return None
-    return PeakMemory(int(total[1]), _fullest(_values(assignment), _ranges(ranges)))
+    return PeakMemory(int(total[1]), _live_at_peak(_values(assignment), _ranges(ranges)))
 
 
 _Name = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Slot:
     allocation: int
     offset: int
     bytes: int
 
 
-def _values(text: str) -> dict[_Name, _Place]:
-    """Where the temporary values of the main memory are."""
-    found = {}
+def _values(text: str) -> dict[_Name, _Slot]:
+    """Returns the slots of the temporary values in the main memory."""
+    slots = {}
     allocation, counts = 0, False
     for line in text.splitlines():
         if match := _ALLOCATION.match(line):
@@ -77,9 +83,9 @@ def _values(text: str) -> dict[_Name, _Place]:
             counts = "preallocated-temp" in match["rest"] and (color is None or color[1] == "0")
             allocation += 1
         elif counts and (match := _VALUE.match(line)):
-            place = _Place(allocation, int(match["offset"]), int(match["size"]))
-            found[match["name"], _path(match["index"])] = place
-    return found
+            slot = _Slot(allocation, int(match["offset"]), int(match["size"]))
+            slots[match["name"], _path(match["index"])] = slot
+    return slots
 
 
 def _ranges(text: str) -> dict[_Name, tuple[int, int]]:
@@ -95,30 +101,30 @@ def _path(index: str | None) -> tuple[int, ...]:
     return tuple(int(number) for number in (index or "").split(",") if number)
 
 
-def _fullest(values: dict[_Name, _Place], ranges: dict[_Name, tuple[int, int]]) -> list[Live]:
-    """The values of the moment when those that live take most room."""
+def _live_at_peak(values: dict[_Name, _Slot], ranges: dict[_Name, tuple[int, int]]) -> list[Live]:
+    """Returns the values that are live at the time of their largest sum."""
     changes: dict[int, list[tuple[bool, _Name]]] = defaultdict(list)
     for name in values:
         if name in ranges:
             start, end = ranges[name]
             changes[start].append((True, name))
             changes[end + 1].append((False, name))
-    # At one place there may be several values, each made of another in place.
-    there: dict[tuple[int, int], dict[_Name, int]] = defaultdict(dict)
-    held = most = 0
-    best: list[_Name] = []
-    for moment in sorted(changes):
-        for begins, name in changes[moment]:
-            place = values[name]
-            group = there[place.allocation, place.offset]
+    # A slot may hold several values, each computed from another in place; the largest counts.
+    groups: dict[tuple[int, int], dict[_Name, int]] = defaultdict(dict)
+    live = most = 0
+    largest: list[_Name] = []
+    for time in sorted(changes):
+        for begins, name in changes[time]:
+            slot = values[name]
+            group = groups[slot.allocation, slot.offset]
             before = max(group.values(), default=0)
             if begins:
-                group[name] = place.bytes
+                group[name] = slot.bytes
             else:
                 group.pop(name, None)
-            held += max(group.values(), default=0) - before
-        if held > most:
-            most = held
-            best = [max(group, key=group.__getitem__) for group in there.values() if group]
-    live = [Live(name, path, values[name, path].bytes) for name, path in best]
-    return sorted(live, key=lambda one: -one.bytes)
+            live += max(group.values(), default=0) - before
+        if live > most:
+            most = live
+            largest = [max(group, key=group.__getitem__) for group in groups.values() if group]
+    arrays = [Live(name, path, values[name, path].bytes) for name, path in largest]
+    return sorted(arrays, key=lambda array: -array.bytes)

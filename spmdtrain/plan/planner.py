@@ -1,10 +1,9 @@
-"""What a run would take where it is not: the trainer's own step, compiled for other devices."""
+"""Memory and time of a trainer's step, compiled ahead of time for a target topology."""
 
 import contextlib
 import dataclasses
 import math
 import re
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +16,11 @@ from spmdtrain.data.datasets import as_dataset
 from spmdtrain.data.loader import abstract_batch
 from spmdtrain.errors import UserError
 from spmdtrain.plan import time_model
-from spmdtrain.plan.aot import devices_of, has_compiler, other_compiler
-from spmdtrain.plan.compiler_log import short
+from spmdtrain.plan.aot import devices_of, has_compiler
 from spmdtrain.plan.flops import Flops, count_flops
-from spmdtrain.plan.summary import Buffer, Found, Rematerialized, Use, compiled
+from spmdtrain.plan.memory import Memory, state_memory, with_program
+from spmdtrain.plan.notes import notes_of, used_chips
+from spmdtrain.plan.summary import Buffer, CompiledSummary, Rematerialized, summarize_compiled
 from spmdtrain.plan.topologies import Topology, gpu_config
 from spmdtrain.plan.traffic import Traffic, least_sent, traffic_of
 from spmdtrain.sharding import mesh
@@ -36,52 +36,24 @@ from spmdtrain.tree import path_name
 from spmdtrain.xla.collectives import Carried, Collective
 from spmdtrain.xla.compile_cache import OFF, processor
 
-_REFUSED = re.compile(r"\(?([\d.]+[KMGT]?)\)? ?(?:of|exceeds available HBM) \(?([\d.]+[KMGT]?)\)?")
-_MORE = 1.05  # what is padded, to be split, is a little more, too
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one device, of the one that holds most.
-
-    Attributes:
-        params: Parameters.
-        optimizer: The optimizer's state.
-        average: The moving average of the parameters.
-        other: Step, key, and the model's own state.
-        inputs: The batch.
-        temporaries: Whatever else the step makes and forgets. None where the state alone is too
-            big, and nothing was compiled.
-        results: What the step returns that is not in the place of an argument.
-        code: The program.
-        peak: All that together, at the worst moment.
-        limit: What a program may have there; None where nobody knows.
-        uses: Of the temporaries, what is there when they are most, by what it is for; the rest are
-            the gaps between arrays that come and go.
-    """
-
-    params: int
-    optimizer: int
-    average: int
-    other: int
-    inputs: int
-    temporaries: int | None
-    results: int
-    code: int
-    peak: int
-    limit: int | None
-    uses: dict[Use, int] = field(default_factory=dict)
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether the peak is within the limit."""
-        return None if self.limit is None else self.peak <= self.limit
-
 
 @dataclass(frozen=True)
 class PlannedCollective:
-    """One collective, with what it costs at least."""
+    """One collective of the compiled step, with its estimated time.
+
+    Attributes:
+        kind: XLA's name, such as "all-reduce".
+        axes: Mesh axes over which it communicates.
+        group_size: Number of devices in a group; 0 if unknown.
+        bytes: Payload; see `Collective.bytes`.
+        times: Number of executions in a step.
+        overlapped: Whether XLA runs other instructions at the same time.
+        link: Name of the link that it uses, or "unknown".
+        seconds: Minimum time of all its executions in a step; NaN if unknown.
+        op_name: JAX operation that it comes from, or "".
+        line: Source line that it comes from, or "".
+        carries: Its arrays.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -98,59 +70,60 @@ class PlannedCollective:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known of a run before any of it is rented."""
+    """Memory, communication and time of one step on a topology."""
 
     topology: str
     chips: int
     used: float
-    """Of these, how many the mesh has."""
+    """Number of chips that the mesh uses."""
     devices: int
     placement: str
     global_batch_size: int
     batch_shards: int
-    """Devices that share a batch."""
+    """Number of devices over which the batch is split."""
     undivided: list[str]
-    """Parameters that the strategy would split, or their optimizer's state, if a dim divided."""
+    """Parameters that the strategy leaves unsharded because no dim is divisible."""
     tokens: int
-    """Of one example; 0 where it has none."""
+    """Tokens of one example; 0 if it has none."""
     steps: int
+    """Steps of the run."""
     rows: list[Row]
-    """The state's parameters; see `ShardingTable`."""
+    """Parameters of the state; see `ShardingTable`."""
     memory: Memory
     buffers: list[Buffer]
-    """The temporary arrays of the worst moment, the largest first."""
+    """Temporary arrays that are live at peak memory, the largest first."""
     collectives: list[PlannedCollective]
     traffic: Traffic
     rematerialized: list[Rematerialized]
     flops: int
+    """Floating-point operations of a step on all devices."""
     flops_again: int
-    """Of these, what rematerialisation computes a second time."""
+    """Part of `flops` that rematerialisation recomputes."""
     flops_by_line: dict[str, int]
+    """`flops` by source line."""
     products: float
-    """Of the compiled program on one device; nan where that is not known."""
+    """Floating-point operations of the compiled program on one device; NaN if unknown."""
     times: time_model.Times | None
-    """None where nobody knows how fast the devices are."""
+    """None if the rates of the devices are unknown."""
     notes: list[str] = field(default_factory=list)
+    """Limitations of the figures, as sentences for the user."""
 
     @property
     def fits(self) -> bool | None:
-        """Whether it does."""
+        """Whether the step fits in a device's memory; None if the limit is unknown."""
         return self.memory.fits
 
     @property
     def used_devices(self) -> int:
-        """What JAX sees of the chips that are used."""
+        """Number of JAX devices that the mesh uses."""
         return round(self.used * self.devices / self.chips)
 
     @property
     def utilization(self) -> float | None:
-        """The model FLOPs utilization (MFU) at best: what is computed twice counts once."""
+        """Upper bound of the model FLOPs utilization (MFU), without recomputed operations."""
         if self.times is None:
             return None
         return self.times.useful / self.times.estimate
-
-
-Tell = Callable[[str], None]
 
 
 def plan(
@@ -158,29 +131,40 @@ def plan(
     config: RunConfig,
     topology: Topology,
     *,
-    tell: Tell = lambda what: None,
+    on_progress: Callable[[str], None] = lambda stage: None,
 ) -> Plan:
-    """Compile the step of an experiment for a topology, and read what came of it.
+    """Compiles the step of an experiment for a topology and estimates its memory and time.
 
-    `tell` is called with what is being done. Raises `UserError`.
+    The process must be set up for the topology: see `aot.environment`.
+
+    Args:
+        file: The experiment.
+        config: Options of the run. Its workdir and compilation cache are not used.
+        topology: Devices to plan for.
+        on_progress: Receives the name of each stage: building, tracing, compiling.
+
+    Raises:
+        UserError: If the experiment or its options are invalid on this topology.
     """
     if strategy(config.strategy).by_servers:
         raise UserError(
-            "strategy parameter_server has no step that a mesh makes: plan --strategy mirrored for "
-            "the devices of one worker"
+            "strategy parameter_server cannot be planned: it has no step on a mesh; plan with "
+            "--strategy mirrored for the devices of one worker"
         )
-    # Programs for what is not there cannot be read back, and kept ones have lost their lines.
-    kept = config.compilation_cache
+    # JAX's compilation cache is off: programs for absent devices cannot be deserialized, and cached
+    # programs have lost their source lines.
+    cache_option = config.compilation_cache
     config = dataclasses.replace(config, compilation_cache=OFF, workdir=None, cpu_devices=None)
-    if topology.platform == "cpu":  # where it only says when a run is to give up
+    if topology.platform == "cpu":  # a CPU timeout only limits how long a run waits
         collectives = dataclasses.replace(config.collectives, timeout=None)
         config = dataclasses.replace(config, collectives=collectives)
-    tell("building")
+    on_progress("building")
     devices = devices_of(topology)
     virtual = not has_compiler(topology)
     with mesh.abstract_devices(devices):
         if virtual:
-            # What is faster between virtual devices is not what a GPU's compiler would do.
+            # The reduction that is fastest on virtual devices may not be the one that a GPU's
+            # compiler would choose.
             config = dataclasses.replace(config, collectives=_automatic(config))
         config = resolve_config(config)
         experiment = file.build(config)
@@ -189,28 +173,30 @@ def plan(
         except NotSplitError as error:
             raise UserError(f"{error}{_fewer_parts(experiment, config, topology)}") from error
         batch = _batch(experiment, config, trainer.placement)
-        tell("tracing")
+        on_progress("tracing")
         traced = trainer.trace_step(batch)
         flops = count_flops(traced.jaxpr)
         table = trainer.sharding_table()
-        memory = _held(table.total, table.rows[-1], batch, trainer.placement, topology)
-        found = Found({}, [], 0, 0, [])
-        if memory.fits is not False:  # else the state alone is too big: nothing is worth compiling
-            tell("compiling")
-            where = [str(topology), repr(sorted(trainer.compiler_options.items()))]
-            where += [_place(device) for device in trainer.placement.devices]
+        memory = state_memory(table.total, table.rows[-1], batch, trainer.placement, topology)
+        summary = CompiledSummary({}, [], 0, 0, [])
+        if memory.fits is not False:  # otherwise the state alone is too big: do not compile
+            on_progress("compiling")
+            target = [str(topology), repr(sorted(trainer.compiler_options.items()))]
+            target += [_device_key(device) for device in trainer.placement.devices]
             if topology.platform == "gpu" and topology.chip is not None:
-                where.append(gpu_config(topology.chip))
+                target.append(gpu_config(topology.chip))
             if virtual or topology.platform == "cpu":
-                where.append(processor())
+                target.append(processor())
             names = _parameters(trainer.abstract_state)
-            found = compiled(traced, trainer.mesh, names, where, keep=kept != OFF)
-            memory = _measured(memory, found, topology)
-        moved = [_moved(one, trainer.placement, topology) for one in found.collectives]
+            keep = cache_option != OFF
+            summary = summarize_compiled(traced, trainer.mesh, names, target, keep=keep)
+            memory = with_program(memory, summary, topology)
+        planned = [_planned(each, trainer.placement, topology) for each in summary.collectives]
+        is_compiled = bool(summary.traffic)
         return Plan(
             topology=str(topology),
             chips=topology.chips,
-            used=_used(trainer, topology),
+            used=used_chips(trainer, topology),
             devices=topology.devices,
             placement=f"{trainer.placement.name}, mesh {trainer.placement.axes}",
             global_batch_size=config.global_batch_size or 0,
@@ -220,21 +206,23 @@ def plan(
             steps=config.total_steps(len(as_dataset(experiment.train))),
             rows=table.rows[:-1],
             memory=memory,
-            buffers=found.buffers,
-            collectives=moved,
-            traffic=_traffic(found, trainer, table.rows[:-1], config),
-            rematerialized=found.rematerialized,
+            buffers=summary.buffers,
+            collectives=planned,
+            traffic=_traffic(summary, trainer, table.rows[:-1], config),
+            rematerialized=summary.rematerialized,
             flops=flops.total,
             flops_again=flops.again,
             flops_by_line=dict(flops.by_line.most_common()),
-            products=found.products if found.traffic else math.nan,
-            times=_times(topology, flops, trainer, moved, found) if found.traffic else None,
-            notes=_notes(trainer, config, topology, flops, memory, found, virtual=virtual),
+            products=summary.products if is_compiled else math.nan,
+            times=_times(topology, flops, trainer, planned, summary) if is_compiled else None,
+            notes=notes_of(
+                trainer, topology, flops, memory, summary, _total(trainer).host, virtual=virtual
+            ),
         )
 
 
 def _fewer_parts(experiment: Experiment, config: RunConfig, topology: Topology) -> str:
-    """What splits a state that does not divide over all devices, where anything does."""
+    """Returns a hint with the largest `max_shards` that divides the state, or ""."""
     if not strategy(config.strategy).shards_params:
         return ""
     most = config.sharding.max_shards or topology.devices
@@ -248,8 +236,8 @@ def _fewer_parts(experiment: Experiment, config: RunConfig, topology: Topology) 
                 Trainer.from_experiment(experiment, fewer, terminal=Terminal(quiet=True))
             )
             return (
-                f"; with --sharding.max-shards {parts} all of it divides, and a device has "
-                f"{byte_size(total.device)} of the state"
+                f"; with --sharding.max-shards {parts} all parameters are divisible, and each "
+                f"device holds {byte_size(total.device)} of the state"
             )
     return ""
 
@@ -269,7 +257,7 @@ def _batch(experiment: Experiment, config: RunConfig, placement: Placement) -> A
 
 
 def _parameters(state: TrainState) -> dict[str, str]:
-    """The model's parameters, by what JAX calls them where the state is an argument."""
+    """Returns the parameter names by JAX's name of the argument that holds them."""
     names = {}
     for path, _ in jax.tree_util.tree_leaves_with_path(state):
         name = path_name(path)
@@ -278,84 +266,24 @@ def _parameters(state: TrainState) -> dict[str, str]:
     return names
 
 
-def _place(device: jax.Device) -> str:
+def _device_key(device: jax.Device) -> str:
     coords = getattr(device, "coords", None)
     return f"{device.id} {coords} {getattr(device, 'slice_index', 0)}"
 
 
 def _tokens(batch: Any) -> int:
-    """Of one example: its longest sequence of whole numbers; bytes are taken for a picture's.
+    """Returns the tokens of one example: the length of its longest integer sequence.
 
-    Of a sequence that is all there is, one token is only to be predicted.
+    uint8 arrays are images. If the sequence is the batch's only integer array, it is also the
+    target, so its last token is only predicted and does not count.
     """
-    whole = [
+    integers = [
         x
         for x in jax.tree.leaves(getattr(batch, "arrays", batch))
         if jnp.issubdtype(x.dtype, jnp.integer)
     ]
-    lengths = [x.shape[1] for x in whole if x.ndim == 2 and x.dtype != jnp.uint8]
-    return max(lengths, default=0) - (1 if len(lengths) == len(whole) == 1 else 0)
-
-
-def _used(trainer: Trainer, topology: Topology) -> float:
-    per_chip = 1 if topology.chip is None else topology.chip.devices
-    return len(trainer.placement.devices) / per_chip
-
-
-def _notes(
-    trainer: Trainer,
-    config: RunConfig,
-    topology: Topology,
-    flops: Flops,
-    memory: Memory,
-    found: Found,
-    *,
-    virtual: bool,
-) -> list[str]:
-    """What the numbers do not tell."""
-    notes = [
-        f"{line}: a loop whose turns nobody knows, counted once" for line in flops.unknown_loops
-    ]
-    notes += [f"{line}: compiled to a loop whose turns nobody knows" for line in found.unknown]
-    notes += [
-        f"{line}: of its branches the one that does most counts, in the bound too"
-        for line in dict.fromkeys(found.choices)
-    ]
-    if found.refusal:
-        notes.append(f"the compiler: {short(Exception(found.refusal))}")
-    if other := other_compiler(topology):
-        notes.append(other)
-    if topology.platform == "gpu" and memory.limit and 0.75 < memory.peak / memory.limit <= 1:
-        notes.append(
-            "JAX takes three quarters of a GPU's memory, which is less: set "
-            "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 for this run"
-        )
-    if virtual:
-        notes.append(
-            "partitioned for virtual devices, as the CUDA plugin is not installed (pip install "
-            "'spmdtrain[cuda12]'): temporaries are a rough estimate, and so are collectives in 16 "
-            "bits"
-        )
-    share = flops.total / len(trainer.placement.devices)
-    if share and found.products > _MORE * share:
-        notes.append(
-            f"each device makes {found.products / share:.3g} times its share of the products: what "
-            "is not split is made on several alike (--show-sharding tells), and a compiler may "
-            "make what is grouped dense"
-        )
-    if (used := _used(trainer, topology)) < topology.chips:
-        notes.append(f"uses {used:g} of the {topology.chips} chips")
-    if trainer.has_custom_reduction:
-        notes.append("a run tries the experiment's own reduction on its devices first: not here")
-    if config.steps_per_dispatch > 1:
-        more = config.steps_per_dispatch - 1
-        notes.append(f"told of one step: a dispatch of several holds {more} more batches")
-    if host := _total(trainer).host:
-        notes.append(
-            f"{byte_size(host)} of a device's state are in its host's memory, and cross to the "
-            "device and back in each step: that is not in the times, which are far too short"
-        )
-    return notes
+    lengths = [x.shape[1] for x in integers if x.ndim == 2 and x.dtype != jnp.uint8]
+    return max(lengths, default=0) - (1 if len(lengths) == len(integers) == 1 else 0)
 
 
 def _total(trainer: Trainer) -> MemoryUse:
@@ -364,24 +292,29 @@ def _total(trainer: Trainer) -> MemoryUse:
 
 
 def _touched(trainer: Trainer) -> int:
-    """Bytes of a device's state that a step has to read, and to write."""
-    frozen = trainer.config.freeze
+    """Returns the bytes of a device's state that a step must read, plus those it must write."""
+    patterns = trainer.config.freeze
     rows = [row for row in trainer.sharding_table().rows if row.elements]
-    kept = sum(row.own.device for row in rows if _is_frozen(row.name, frozen))
-    return 2 * _total(trainer).device - kept
+    frozen = sum(row.own.device for row in rows if _is_frozen(row.name, patterns))
+    return 2 * _total(trainer).device - frozen
 
 
-def _is_frozen(name: str, frozen: Sequence[str]) -> bool:
-    return any(re.search(pattern, name) for pattern in frozen)
+def _is_frozen(name: str, patterns: Sequence[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _automatic(config: RunConfig) -> CollectiveOptions:
-    given = config.collectives
-    return given if given.reduction else dataclasses.replace(given, reduction="automatic")
+    options = config.collectives
+    return options if options.reduction else dataclasses.replace(options, reduction="automatic")
 
 
-def _traffic(found: Found, trainer: Trainer, rows: Sequence[Row], config: RunConfig) -> Traffic:
-    """What is sent, and what has to be; nobody knows the least where tensors are split by rules."""
+def _traffic(
+    summary: CompiledSummary, trainer: Trainer, rows: Sequence[Row], config: RunConfig
+) -> Traffic:
+    """Returns the traffic of a step and its minimum.
+
+    There is no formula for the minimum with tensor parallelism or microbatches.
+    """
     placement = trainer.placement
     least = None
     if placement.mesh is not None and placement.size("tensor") == 1 and config.microbatches == 1:
@@ -395,96 +328,35 @@ def _traffic(found: Found, trainer: Trainer, rows: Sequence[Row], config: RunCon
                 width=width,
                 is_trained=not _is_frozen(row.name, config.freeze),
             )
-    return traffic_of(found.collectives, rows, least)
-
-
-# -- memory ----------------------------------------------------------------------------------------
-
-
-def _held(total: Row, others: Row, batch: Any, placement: Placement, topology: Topology) -> Memory:
-    """What is known without compiling: the state and the batch."""
-    other = others.own.device
-    inputs = sum(
-        math.prod((x.sharding or placement.batch).shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(batch)
-    )
-    state = total.own.device + total.optimizer.device + total.average.device
-    return Memory(
-        params=total.own.device - other,
-        optimizer=total.optimizer.device,
-        average=total.average.device,
-        other=other,
-        inputs=inputs,
-        temporaries=None,
-        results=0,
-        code=0,
-        peak=state + inputs,
-        limit=None if topology.chip is None else topology.chip.memory or None,
-    )
-
-
-def _measured(memory: Memory, found: Found, topology: Topology) -> Memory:
-    """With what the compiler says of its program, or of that which it has refused."""
-    uses: dict[Use, int] = defaultdict(int)
-    for buffer in found.buffers:
-        uses[buffer.use] += buffer.bytes
-    memory = dataclasses.replace(memory, uses=dict(uses))
-    if found.refusal:
-        return _refused(memory, found)
-    sizes = found.sizes
-    results, code = sizes["output"] - sizes["alias"], sizes["generated_code"]
-    temporaries = sizes["temp"]
-    if topology.platform == "tpu" and "total" in sizes:
-        # The others do not add up to what a TPU's allocator has found room for.
-        temporaries = max(0, sizes["total"] - sizes["argument"] - results)
-    return dataclasses.replace(
-        memory,
-        temporaries=temporaries,
-        results=results,
-        code=code,
-        peak=sizes["argument"] + temporaries + results + code,
-    )
-
-
-def _refused(memory: Memory, found: Found) -> Memory:
-    match = _REFUSED.search(found.refusal)
-    needed, limit = map(_size, match.groups()) if match else ((memory.limit or 0) + 1, memory.limit)
-    needed = found.sizes.get("total", max(needed, memory.peak))
-    return dataclasses.replace(
-        memory, temporaries=max(0, needed - memory.peak), peak=needed, limit=limit
-    )
-
-
-def _size(text: str) -> int:
-    unit = text[-1] if text[-1] in _UNITS else ""
-    return int(float(text.removesuffix(unit)) * _UNITS[unit])
+    return traffic_of(summary.collectives, rows, least)
 
 
 # -- time ------------------------------------------------------------------------------------------
 
 
-def _moved(one: Collective, placement: Placement, topology: Topology) -> PlannedCollective:
+def _planned(collective: Collective, placement: Placement, topology: Topology) -> PlannedCollective:
     seconds, name = math.nan, "unknown"
     if topology.chip is None:
         name = "memory"
-    elif one.group:
-        devices = placement.devices
-        group = [devices[number] for number in one.group]
-        link = time_model.link_between(one.kind, group, topology)
+    elif collective.group:
+        group = [placement.devices[number] for number in collective.group]
+        link = time_model.link_between(collective.kind, group, topology)
         name = link.name
-        seconds = one.times * time_model.seconds(one.kind, one.bytes, one.group_size, link)
+        seconds = collective.times * time_model.seconds(
+            collective.kind, collective.bytes, collective.group_size, link
+        )
     return PlannedCollective(
-        kind=one.kind,
-        axes=one.axes,
-        group_size=one.group_size,
-        bytes=one.bytes,
-        times=one.times,
-        overlapped=one.overlapped,
+        kind=collective.kind,
+        axes=collective.axes,
+        group_size=collective.group_size,
+        bytes=collective.bytes,
+        times=collective.times,
+        overlapped=collective.overlapped,
         link=name,
         seconds=seconds,
-        op_name=one.op_name,
-        line=one.line,
-        carries=one.carries,
+        op_name=collective.op_name,
+        line=collective.line,
+        carries=collective.carries,
     )
 
 
@@ -492,25 +364,26 @@ def _times(
     topology: Topology,
     flops: Flops,
     trainer: Trainer,
-    moved: Sequence[PlannedCollective],
-    found: Found,
+    collectives: Sequence[PlannedCollective],
+    summary: CompiledSummary,
 ) -> time_model.Times | None:
     chip = topology.chip
     if chip is None:
         return None
     used, peak = len(trainer.placement.devices), chip.flops / chip.devices
-    known = [one for one in moved if not math.isnan(one.seconds)]
+    timed = [each for each in collectives if not math.isnan(each.seconds)]
     sent = sum(
-        one.times * time_model.least_bytes(one.kind, one.bytes, one.group_size, topology)
-        for one in moved
-        if one.link != time_model.WITHIN
+        each.times * time_model.least_bytes(each.kind, each.bytes, each.group_size, topology)
+        for each in collectives
+        if each.link != time_model.WITHIN
     )
+    products = flops.total / used if math.isnan(summary.products) else summary.products
     return time_model.Times(
-        compute=(flops.total / used if math.isnan(found.products) else found.products) / peak,
+        compute=products / peak,
         useful=(flops.total - flops.again) / used / peak,
-        memory=found.traffic * chip.devices / chip.bandwidth,
-        waiting=sum(one.seconds for one in known if not one.overlapped),
-        overlapped=sum(one.seconds for one in known if one.overlapped),
+        memory=summary.traffic * chip.devices / chip.bandwidth,
+        waiting=sum(each.seconds for each in timed if not each.overlapped),
+        overlapped=sum(each.seconds for each in timed if each.overlapped),
         least_memory=_touched(trainer) * chip.devices / chip.bandwidth,
         least_links=sent / (chip.links * chip.link),
         serial=topology.platform == "cpu",

@@ -1,4 +1,4 @@
-"""What is read off a compiled step, and kept, so that the same one is compiled once."""
+"""Summaries of compiled steps, cached on disk so that the same step is compiled once."""
 
 import contextlib
 import dataclasses
@@ -29,18 +29,19 @@ from spmdtrain.xla.provenance import Origins
 CUDA = "jax-cuda12-plugin"
 _PACKAGES = ("jax", "jaxlib", "libtpu", CUDA, "jax-cuda12-pjrt")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-# The modules that read a program. Their source is part of the key, so a change of one recompiles.
+# The modules that read a program. Their source is part of the cache key, so that a change of one
+# invalidates the cached summaries.
 _READERS = (
     *("plan/compiler_log", "plan/matmul_flops", "plan/memory_traffic", "plan/peak_memory"),
     *("plan/summary", "xla/collectives", "xla/hlo_parser", "xla/provenance"),
 )
-_MOST_KEPT = 500
-_MOST_BYTES = 2**28  # of a summary
+_MOST_KEPT = 500  # summaries
+_MOST_BYTES = 2**28  # of one summary
 _SIZES = ("argument", "output", "alias", "temp", "generated_code")
 
 
 class Use(enum.StrEnum):
-    """What a temporary array is for."""
+    """The use of a temporary array."""
 
     GRADIENT = "gradients and updates"
     ACTIVATION = "activations"
@@ -50,15 +51,16 @@ class Use(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Buffer:
-    """A temporary array that is there when a device's memory is fullest.
+    """A temporary array that is live at peak memory.
 
     Attributes:
-        bytes: As XLA lays it out, on one device.
-        use: What it is for.
-        shape: `bf16[8,1024]`, on one device.
-        parameter: The model parameter that it is a form of, or that is made of it, or "".
-        line: The line of the user's that it comes from, or "".
-        op_name: The JAX operation that it comes from, or "".
+        bytes: Size on one device, in XLA's layout.
+        use: What the array is used for.
+        shape: Dtype and shape on one device, such as `bf16[8,1024]`.
+        parameter: Model parameter that it is computed from, or whose gradient or new value it is;
+            "" if there is none.
+        line: Source line of the user that it comes from, or "".
+        op_name: JAX operation that it comes from, or "".
     """
 
     bytes: int
@@ -71,14 +73,14 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Rematerialized:
-    """An array that is made whole on each device, since XLA cannot split it anew in another way.
+    """An array that XLA replicates on each device because it has no other way to reshard it.
 
     Attributes:
-        given: How it was split: parts of each dim, in XLA's words.
-        wanted: How it is needed.
-        shape: As the partitioner has it there, of a device if it was split before.
-        parameter: The model parameter whose value or gradient it is, or "".
-        line: The line of the user's that needs it so, or "".
+        given: Sharding before, in XLA's notation.
+        wanted: Sharding that an instruction needs, in XLA's notation.
+        shape: Dtype and shape at that instruction; of one device if the array was already split.
+        parameter: Model parameter whose value or gradient it is, or "".
+        line: Source line of the user that needs it, or "".
     """
 
     given: str
@@ -89,21 +91,22 @@ class Rematerialized:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What is read off a compiled step.
+class CompiledSummary:
+    """Memory, collectives and operations of a compiled step.
 
     Attributes:
-        sizes: Bytes that XLA tells of by these names: argument, output, alias, temp,
-            generated_code; total is what its allocator has found room for. Empty where it was
-            refused, but for the total.
-        collectives: In the order of the program.
-        traffic: See `bytes_moved`.
-        products: Floating-point operations on one device, nan where that is not known.
-        unknown: Lines that were compiled to loops whose turns nobody knows.
-        choices: Lines that were compiled to several branches, of which the largest counts.
-        buffers: The temporary arrays of the moment when memory is fullest, the largest first.
-        rematerialized: What the partitioner has warned of.
-        refusal: Why it was not compiled, or "".
+        sizes: Bytes by XLA's names: argument, output, alias, temp and generated_code from its
+            memory analysis, total from its allocator. If the compiler rejected the step, only
+            total.
+        collectives: Collectives in the order of the program.
+        traffic: Bytes read and written; see `bytes_moved`.
+        products: Floating-point operations on one device; NaN if unknown.
+        unknown: Source lines that were compiled to loops with an unknown trip count.
+        choices: Source lines that were compiled to a conditional, of which the largest branch
+            counts.
+        buffers: Temporary arrays that are live at peak memory, the largest first.
+        rematerialized: Arrays for which the partitioner warned of a full rematerialization.
+        refusal: XLA's out-of-memory message if it rejected the step, else "".
     """
 
     sizes: dict[str, int]
@@ -117,43 +120,58 @@ class Found:
     refusal: str = ""
 
 
-def compiled(
+def summarize_compiled(
     traced: jax.stages.Traced,
     on: jax.sharding.Mesh | None,
     parameters: Mapping[str, str],
-    where: Sequence[str],
+    target: Sequence[str],
     *,
     keep: bool,
-) -> Found:
-    """Compile a step and read it, or find what was read off the same one before.
+) -> CompiledSummary:
+    """Compiles a step and summarizes it, or returns the cached summary of the same step.
 
-    `parameters` are the model's by their names as arguments, see `Origins`; `where` is what the
-    program hangs on beside its text: devices and options. Kept is the summary: XLA can write
-    programs for what is not there, and not read them back.
+    The cache holds summaries instead of programs because XLA can serialize programs for absent
+    devices but cannot deserialize them.
+
+    Args:
+        traced: The step.
+        on: Its mesh; None for a single device.
+        parameters: Names of the model parameters by argument name; see `Origins`.
+        target: Everything besides the program's text that compilation depends on: devices and
+            options.
+        keep: Whether to use the cache.
+
+    Raises:
+        UserError: If a kernel needs more memory than a core has.
     """
     lowered = traced.lower()
-    path = cache_folder() / "plans" / f"{_key(lowered, parameters, where)}.json"
-    if keep and (kept := read_summary(path)) is not None:
-        return kept
-    found = _compile(lowered, on, parameters)
+    path = cache_folder() / "plans" / f"{_key(lowered, parameters, target)}.json"
+    if keep and (cached := read_summary(path)) is not None:
+        return cached
+    summary = _compile(lowered, on, parameters)
     if keep:
         _make_room(path.parent)
-        keep_file(path, sealed(path.stem, json.dumps(dataclasses.asdict(found)).encode()))
-    return found
+        keep_file(path, sealed(path.stem, json.dumps(dataclasses.asdict(summary)).encode()))
+    return summary
 
 
 def sealed(key: str, content: bytes) -> bytes:
-    """Returns the content of a summary's file: a digest of its name and text, then the text."""
+    """Returns the content of a summary file: a digest of key and content, then the content.
+
+    Args:
+        key: The file's name without its extension.
+        content: The summary as JSON.
+    """
     digest = hashlib.blake2b(f"{key}\n".encode() + content, digest_size=16).hexdigest()
     return f"{digest}\n".encode() + content
 
 
-def read_summary(path: Path) -> Found | None:
-    """Returns a summary that was kept; None if it is missing, damaged or of another program."""
+def read_summary(path: Path) -> CompiledSummary | None:
+    """Returns a cached summary; None if the file is missing, damaged or renamed."""
     with contextlib.suppress(
         OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError
     ):
-        if path.is_file() and path.stat().st_size < _MOST_BYTES:  # a pipe is not waited for
+        if path.is_file() and path.stat().st_size < _MOST_BYTES:  # do not block on a pipe
             stored = path.read_bytes()
             content = stored.partition(b"\n")[2]
             if stored == sealed(path.stem, content):
@@ -162,153 +180,155 @@ def read_summary(path: Path) -> Found | None:
 
 
 def _make_room(folder: Path) -> None:
-    """Removes the oldest summaries where there are too many."""
+    """Removes the oldest summaries if there are too many."""
     with contextlib.suppress(OSError):
-        kept = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-        for path in kept[: -_MOST_KEPT + 1]:
+        files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        for path in files[: -_MOST_KEPT + 1]:
             path.unlink()
 
 
 def _compile(
     lowered: jax.stages.Lowered, on: jax.sharding.Mesh | None, parameters: Mapping[str, str]
-) -> Found:
+) -> CompiledSummary:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        dumped: dict[str, str | bool] = {"xla_dump_to": name, "xla_dump_hlo_as_text": True}
+        dump_options: dict[str, str | bool] = {"xla_dump_to": name, "xla_dump_hlo_as_text": True}
         with kept_log() as log:
             program, refusal = None, ""
             try:
-                program = lowered.compile(compiler_options=dumped)
+                program = lowered.compile(compiler_options=dump_options)
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise
-                if "hbm" not in str(error).lower():  # a kernel wants too much of a core's memory
+                if "hbm" not in str(error).lower():  # a kernel needs more than a core's memory
                     raise UserError(f"the compiler: {short(error)}") from error
                 refusal = str(error)
-        fullest = read_dump(folder)
+        peak = read_dump(folder)
         text = _dumped_module(folder) if program is None else program.as_text() or ""
     with reading_program():
-        return _read_off(program, text, refusal, fullest, log, on, parameters)
+        return _summarize(program, text, refusal, peak, log, on, parameters)
 
 
-def _read_off(
+def _summarize(
     program: jax.stages.Compiled | None,
     text: str,
     refusal: str,
-    fullest: PeakMemory | None,
+    peak: PeakMemory | None,
     log: CompilerLog,
     on: jax.sharding.Mesh | None,
     parameters: Mapping[str, str],
-) -> Found:
+) -> CompiledSummary:
     module = Module(text)
     origins = Origins(module, parameters, 1 if on is None else on.size)
-    sizes = {} if fullest is None else {"total": fullest.total}
-    buffers = [] if fullest is None else _buffers(fullest, module, origins)
+    sizes = {} if peak is None else {"total": peak.total}
+    buffers = [] if peak is None else _buffers(peak, module, origins)
     rematerialized = _rematerialized(log, module, origins)
     if program is None:
-        return Found(
+        return CompiledSummary(
             sizes, [], 0, 0, [], buffers=buffers, rematerialized=rematerialized, refusal=refusal
         )
-    told = program.memory_analysis()
-    return Found(
-        sizes=sizes | {name: getattr(told, f"{name}_size_in_bytes") for name in _SIZES},
+    analysis = program.memory_analysis()
+    return CompiledSummary(
+        sizes=sizes | {name: getattr(analysis, f"{name}_size_in_bytes") for name in _SIZES},
         collectives=[] if on is None else collectives_of(module, on, origins),
         traffic=bytes_moved(module),
         products=products(module),
-        unknown=[module.line_of(one) or one.name for one in module.unknown_loops],
-        choices=[module.line_of(one) or one.name for one in module.choices],
+        unknown=[module.line_of(loop) or loop.name for loop in module.unknown_loops],
+        choices=[module.line_of(choice) or choice.name for choice in module.choices],
         buffers=buffers,
         rematerialized=rematerialized,
     )
 
 
 def _dumped_module(folder: Path) -> str:
-    """The program of which a compilation got as far as to see that it is too big."""
+    """Returns the optimized program of a compilation that ran out of memory, or ""."""
     path = next(iter(folder.glob("*after_optimizations.txt")), None)
     return "" if path is None else path.read_text()
 
 
-def _buffers(fullest: PeakMemory, module: Module, origins: Origins) -> list[Buffer]:
-    found = []
-    places = {
-        one.name: (one, computation)
+def _buffers(peak: PeakMemory, module: Module, origins: Origins) -> list[Buffer]:
+    buffers = []
+    instructions = {
+        instruction.name: (instruction, computation)
         for computation in module.computations.values()
-        for one in computation.instructions.values()
+        for instruction in computation.instructions.values()
     }
-    for live in fullest.live:
-        if live.name in places:
-            one, within = places[live.name]
-            found.append(_buffer(live, one, within, module, origins))
+    for live in peak.live:
+        if live.name in instructions:
+            instruction, within = instructions[live.name]
+            buffers.append(_buffer(live, instruction, within, module, origins))
         else:
-            found.append(Buffer(live.bytes, Use.OTHER, "", "", "", live.name))
-    return found
+            buffers.append(Buffer(live.bytes, Use.OTHER, "", "", "", live.name))
+    return buffers
 
 
 def _buffer(
-    live: Live, one: Instruction, within: Computation, module: Module, origins: Origins
+    live: Live, instruction: Instruction, within: Computation, module: Module, origins: Origins
 ) -> Buffer:
     index = live.path[0] if live.path else 0
-    origin = origins.parameters_of(one, within, index)
-    maker = origins.producer(one, within, index)
+    origin = origins.parameters_of(instruction, within, index)
+    producer = origins.producer(instruction, within, index)
     if origin.parameters:
         use = Use.PARAMETER if origin.is_source else Use.GRADIENT
     else:
-        use = Use.ACTIVATION if "jvp(" in maker.op_name else Use.OTHER
+        use = Use.ACTIVATION if "jvp(" in producer.op_name else Use.OTHER
     return Buffer(
         bytes=live.bytes,
         use=use,
-        shape=element_of(one.shape, live.path),
+        shape=element_of(instruction.shape, live.path),
         parameter=origin.parameter,
-        line=module.line_of(maker),
-        op_name=maker.op_name,
+        line=module.line_of(producer),
+        op_name=producer.op_name,
     )
 
 
 def _rematerialized(log: CompilerLog, module: Module, origins: Origins) -> list[Rematerialized]:
-    """The partitioner's warnings, with what the program itself tells of those instructions."""
-    found = []
-    for one in log.resharded:
-        told = Module(one.operation).computations  # a program of a single line
-        if not told:  # not as XLA has written it so far: then it has no more to say
-            found.append(Rematerialized(one.given, one.wanted, one.operation[:80], "", ""))
+    """Returns the partitioner's warnings, completed from the program's instructions."""
+    warnings = []
+    for each in log.resharded:
+        parsed = Module(each.operation).computations  # a program of a single line
+        if not parsed:  # not in XLA's known format: there is no more information
+            warnings.append(Rematerialized(each.given, each.wanted, each.operation[:80], "", ""))
             continue
-        (asked,) = told[""].instructions.values()
+        (consumer,) = parsed[""].instructions.values()
         parameter = ""
         for computation in module.computations.values():
             for other in computation.instructions.values():
-                if not parameter and asked.op_name and other.op_name == asked.op_name:
+                if not parameter and consumer.op_name and other.op_name == consumer.op_name:
                     parameter = origins.parameters_of(other, computation).parameter
-        shape = str(asked.arrays[0]) if asked.arrays else asked.shape
-        line = module.line_of(asked)
-        found.append(Rematerialized(one.given, one.wanted, shape, parameter, line))
-    return list(dict.fromkeys(found))
+        shape = str(consumer.arrays[0]) if consumer.arrays else consumer.shape
+        line = module.line_of(consumer)
+        warnings.append(Rematerialized(each.given, each.wanted, shape, parameter, line))
+    return list(dict.fromkeys(warnings))
 
 
-def _from_json(found: dict[str, Any]) -> Found:
+def _from_json(fields: dict[str, Any]) -> CompiledSummary:
     collectives = []
-    for one in found.pop("collectives"):
+    for each in fields.pop("collectives"):
         carries = tuple(
             Carried(**{**carried, "parameters": tuple(carried["parameters"])})
-            for carried in one.pop("carries")
+            for carried in each.pop("carries")
         )
-        axes, group = (tuple(one.pop(name)) for name in ("axes", "group"))
-        collectives.append(Collective(**one, axes=axes, group=group, carries=carries))
-    buffers = [Buffer(**{**one, "use": Use(one["use"])}) for one in found.pop("buffers")]
-    rematerialized = [Rematerialized(**one) for one in found.pop("rematerialized")]
-    return Found(**found, collectives=collectives, buffers=buffers, rematerialized=rematerialized)
+        axes, group = (tuple(each.pop(name)) for name in ("axes", "group"))
+        collectives.append(Collective(**each, axes=axes, group=group, carries=carries))
+    buffers = [Buffer(**{**each, "use": Use(each["use"])}) for each in fields.pop("buffers")]
+    rematerialized = [Rematerialized(**each) for each in fields.pop("rematerialized")]
+    return CompiledSummary(
+        **fields, collectives=collectives, buffers=buffers, rematerialized=rematerialized
+    )
 
 
 def version_of(package: str) -> str:
-    """The installed version of a package, or `none`."""
+    """Returns the installed version of a package, or "none"."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return "none"
 
 
-def _key(lowered: jax.stages.Lowered, parameters: Mapping[str, str], where: Sequence[str]) -> str:
-    """Of all that the summary hangs on: program, lines, options, compilers, and our readers."""
+def _key(lowered: jax.stages.Lowered, parameters: Mapping[str, str], target: Sequence[str]) -> str:
+    """Hashes what a summary depends on: program, lines, options, compilers, and our readers."""
     package = Path(__file__).parents[1]
-    parts = [*where, lowered.as_text(debug_info=True), repr(sorted(parameters.items()))]
+    parts = [*target, lowered.as_text(debug_info=True), repr(sorted(parameters.items()))]
     parts += [os.environ.get(name, "") for name in _VARIABLES]
     parts += [f"{name} {version_of(name)}" for name in _PACKAGES]
     parts += [(package / f"{name}.py").read_text() for name in _READERS]

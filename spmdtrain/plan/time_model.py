@@ -1,7 +1,7 @@
-"""How long a step takes at least, and how long it may take: a model, of peaks and of links.
+"""Lower bound and estimate of a step's time, from peak rates and link bandwidths.
 
-The bound is strict: no step of this program is faster. The estimate is not: it counts what each
-instruction reads and writes, and lets all that XLA can overlap be overlapped.
+The bound is strict: no step of this program is faster. The estimate is not: it adds the memory that
+each instruction reads and writes, and assumes that everything overlaps that XLA can overlap.
 """
 
 import math
@@ -14,22 +14,22 @@ from spmdtrain.plan.chips import Chip
 from spmdtrain.plan.topologies import Topology
 
 _HOP = 1e-6  # seconds from a chip to its neighbour, "How to Scale Your Model" (jax-ml.github.io)
-_WHOLE = {"v3": 32, "v5e": 16, "v6e": 16}  # chips in a dim that closes to a ring
+_RING = {"v3": 32, "v5e": 16, "v6e": 16}  # chips in a dim that is a ring
 
 
 WITHIN = "the chip"
-"""What joins two devices of one chip."""
+"""Name of the link between two devices of one chip."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins the devices of a group.
+    """The connection between the devices of a group.
 
     Attributes:
-        bandwidth: Bytes a second out of each device, over all that it can use at once.
-        hops: From one end of the group to the other.
-        name: In words.
-        latency: Seconds of any collective, beside those that its bytes take.
+        bandwidth: Bytes per second that each device sends, over all links that it uses at once.
+        hops: Hops from one end of the group to the other.
+        name: Name for the user.
+        latency: Seconds that each collective takes in addition to the transfer.
     """
 
     bandwidth: float
@@ -39,12 +39,16 @@ class Link:
 
 
 def link_between(kind: str, devices: Sequence[Any], of: Topology) -> Link:
-    """What joins these devices: links of a torus, NVLink, or the network between hosts or slices.
+    """Returns the link of a group: links of a torus, NVLink, or the network.
 
-    Of a permute, the devices are a chain, of which each is taken to send to its neighbour.
+    On a torus, a collective uses a ring in each dim along which the devices differ, in both
+    directions if the group covers a whole dim that is a ring.
 
-    A ring in each dim of the torus along which they differ; where the whole dim is theirs and
-    closes to a ring, both of its directions.
+    Args:
+        kind: Kind of the collective. Of a permute, the devices are a chain in which each is assumed
+            to send to its neighbour.
+        devices: Devices of one group.
+        of: Their topology; it must have a chip.
     """
     assert of.chip is not None
     chip = of.chip
@@ -66,7 +70,7 @@ def link_between(kind: str, devices: Sequence[Any], of: Topology) -> Link:
         closed = len(places) == size and _closes(size, of)
         bandwidth += chip.link * (2 if closed else 1)
         hops += len(places) // 2 if closed else max(places) - min(places)
-        # Half of what all send crosses the middle of the dim, where a ring has two links.
+        # In an all-to-all, half of the bytes cross the middle of the dim, where a ring has two links.
         across = min(across, chip.link * (8 if closed else 4) / len(places))
     if not bandwidth:  # two devices of a chip
         return Link(chip.bandwidth, 0, WITHIN)
@@ -78,27 +82,32 @@ def link_between(kind: str, devices: Sequence[Any], of: Topology) -> Link:
 
 
 def _closes(size: int, of: Topology) -> bool:
-    """Whether a dim of a slice is a ring.
+    """Returns whether a dim of a slice is a ring.
 
     v4 and v5p are cubes of 4 x 4 x 4 with optical links between them, so that slices of whole cubes
-    are tori; of the others only a whole pod's dim closes (https://cloud.google.com/tpu/docs).
+    are tori. On other chips only the dims of a whole pod are rings
+    (https://cloud.google.com/tpu/docs).
     """
     assert of.chip is not None
     if of.chip.torus == 3:
         return all(dim % 4 == 0 for dim in of.shape)
-    return size == _WHOLE[of.chip.name]
+    return size == _RING[of.chip.name]
 
 
 def _between(groups: Counter[int], chip: Chip, name: str) -> Link:
-    """A network to which each device has a way of its own: those of one host send side by side."""
+    """Returns a network link on which the devices of one host or slice send in parallel."""
     return Link(min(chip.network * max(groups.values()), chip.links * chip.link), 1, name)
 
 
 def wire_bytes(kind: str, whole: float, group: int) -> float:
-    """What each device of a group sends at the least in a collective of `whole` bytes.
+    """Returns the bytes that each device of a group must send in a collective.
 
-    Of an all-gather or reduce-scatter what others need, (g - 1) / g of the whole; of an all-reduce
-    that twice.
+    An all-gather or a reduce-scatter sends (g - 1) / g of the payload, an all-reduce twice that.
+
+    Args:
+        kind: Kind of the collective.
+        whole: Bytes of the whole payload; see `Collective.bytes`.
+        group: Number of devices.
     """
     if group < 2:
         return 0.0
@@ -112,10 +121,16 @@ def wire_bytes(kind: str, whole: float, group: int) -> float:
 
 
 def least_bytes(kind: str, whole: float, group: int, of: Topology) -> float:
-    """What a chip sends at the very least for it, whatever the algorithm.
+    """Returns the bytes that a chip must send in a collective, whatever the algorithm.
 
-    Of a group that has both devices of each chip a chip sends for both; and switches between GPUs
-    may add up (NVLink SHARP), so that each value is sent once.
+    A chip whose two devices are in the group sends once for both. Switches between GPUs may sum
+    values (NVLink SHARP), so that each value is sent once.
+
+    Args:
+        kind: Kind of the collective.
+        whole: Bytes of the whole payload.
+        group: Number of devices.
+        of: Their topology; it must have a chip.
     """
     assert of.chip is not None
     sent = wire_bytes(kind, whole, max(1, group // of.chip.devices))
@@ -123,24 +138,33 @@ def least_bytes(kind: str, whole: float, group: int, of: Topology) -> float:
 
 
 def seconds(kind: str, whole: float, group: int, link: Link) -> float:
-    """How long a collective of `whole` bytes takes in a group that has its link for itself."""
+    """Returns the seconds that a collective takes in a group with exclusive use of its link.
+
+    Args:
+        kind: Kind of the collective.
+        whole: Bytes of the whole payload.
+        group: Number of devices.
+        link: The connection between them.
+    """
     hops = link.hops * (group > 1) * (2 if kind == "all-reduce" else 1)  # there and back
     return max(wire_bytes(kind, whole, group) / link.bandwidth, _HOP * hops) + link.latency
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one step.
+    """Seconds of one step, by component.
 
     Attributes:
-        compute: Its products at the chip's peak.
-        useful: The same of a device's part of the model's own: none is made again, or elsewhere.
-        memory: What its instructions read and write.
+        compute: Products of the compiled program at the chip's peak.
+        useful: A device's share of the model's products at the chip's peak, without recomputed or
+            duplicated ones.
+        memory: Reads and writes of all instructions.
         waiting: Collectives during which nothing else runs.
-        overlapped: Collectives beside which something else runs.
-        least_memory: To read the state once.
-        least_links: To send what is sent over all links of a chip at once.
-        serial: Whether one thing is done after the other, as a CPU does, and not side by side.
+        overlapped: Collectives that run at the same time as other instructions.
+        least_memory: Reading and writing the state once.
+        least_links: Sending all bytes over all links of a chip at once.
+        serial: Whether products, memory and overlapped collectives run one after another, as on
+            CPU, instead of in parallel.
     """
 
     compute: float
@@ -154,19 +178,19 @@ class Times:
 
     @property
     def bound(self) -> float:
-        """Below this it cannot be."""
+        """Lower bound in seconds."""
         return max(self.compute, self.least_memory, self.least_links)
 
     @property
     def estimate(self) -> float:
-        """What it may take."""
+        """Estimate in seconds."""
         parts = (self.compute, self.memory, self.overlapped)
-        beside = sum(parts) if self.serial else max(parts)
-        return max(self.bound, beside + self.waiting)
+        busy = sum(parts) if self.serial else max(parts)
+        return max(self.bound, busy + self.waiting)
 
     @property
     def bottleneck(self) -> str:
-        """What the estimate is made of most."""
+        """The largest component of the estimate: compute, memory or collectives."""
         parts = {
             "compute": self.compute,
             "memory": self.memory,

@@ -1,4 +1,4 @@
-"""Devices that are not there, by name: `v5e:4x4`, `v5p:8x8x8@2`, `cpu:8`, `gpu:h100:2x8`."""
+"""Target topologies by name: `v5e:4x4`, `v5p:8x8x8@2`, `cpu:8`, `gpu:h100:2x8`."""
 
 import math
 import re
@@ -15,9 +15,9 @@ _HELP = (
     "gpu:MODEL:HOSTSxGPUS (gpu:h100:2x8) or cpu:DEVICES"
 )
 
-# A GPU as XLA's compiler wants it described where none is there (`TargetConfig`, the text form of
-# xla/stream_executor/device_description.proto; jax issue 28376 shows one). What a compiler asks for
-# is from NVIDIA's tuning guides for Ampere and Hopper; the clock is the boost clock.
+# The description of a GPU that XLA's compiler needs if none is present (`TargetConfig`, the text
+# form of xla/stream_executor/device_description.proto; jax issue 28376 shows one). The values are
+# from NVIDIA's tuning guides for Ampere and Hopper; the clock is the boost clock.
 _GPU_CONFIG = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
   shared_memory_per_core: {shared_per_core} threads_per_core_limit: 2048 core_count: {cores}
@@ -59,14 +59,14 @@ _GPUS = {
 
 @dataclass(frozen=True)
 class Topology:
-    """Chips and how they are arranged.
+    """Chips and their arrangement.
 
     Attributes:
-        text: As it was asked for.
+        text: The name that the user gave.
         platform: "tpu", "gpu" or "cpu".
-        chip: What its chips can do; None of a CPU.
-        shape: Chips along each dim of a slice; hosts and GPUs on each; CPU devices.
-        slices: How many such slices, which a slower network joins.
+        chip: Rates of a chip; None for CPU, unless they were measured.
+        shape: TPU: chips along each dim of a slice. GPU: hosts, and GPUs of a host. CPU: devices.
+        slices: Number of slices; a slower network connects them.
     """
 
     text: str
@@ -77,12 +77,12 @@ class Topology:
 
     @property
     def chips(self) -> int:
-        """Of all slices."""
+        """Number of chips in all slices."""
         return math.prod(self.shape) * self.slices
 
     @property
     def devices(self) -> int:
-        """What JAX sees of them."""
+        """Number of JAX devices."""
         return self.chips * (1 if self.chip is None else self.chip.devices)
 
     def __str__(self) -> str:
@@ -90,13 +90,20 @@ class Topology:
 
 
 def parse(text: str) -> Topology:
-    """The topology of that name. Raises `UserError`."""
+    """Returns the topology with a name.
+
+    Args:
+        text: Name such as "v5e:4x4", "v5e:16x16@2", "gpu:h100:2x8" or "cpu:8".
+
+    Raises:
+        UserError: If there is no such topology.
+    """
     kind, _, rest = text.partition(":")
     if kind == "cpu":
         if not (rest.isascii() and rest.isdecimal() and 1 <= int(rest) <= MOST_CPU_DEVICES):
             raise UserError(
-                f"--topology {text}: cpu takes a number of devices up to {MOST_CPU_DEVICES:,}, as "
-                "in cpu:8"
+                f"--topology {text}: cpu needs a number of devices up to {MOST_CPU_DEVICES:,}, "
+                "such as cpu:8"
             )
         return Topology(text, "cpu", None, (int(rest),))
     if kind == "gpu":
@@ -104,7 +111,7 @@ def parse(text: str) -> Topology:
         chip = _chip(text, kind, _GPUS)
         shape = _numbers(text, rest)
         if len(shape) != 2:
-            raise UserError(f"--topology {text}: of GPUs give HOSTSxGPUS, as in gpu:{kind}:2x8")
+            raise UserError(f"--topology {text}: give GPUs as HOSTSxGPUS, such as gpu:{kind}:2x8")
         return Topology(text, "gpu", chip, shape)
     tpus = [name for name in CHIPS if name not in _GPUS]
     chip = _chip(text, kind, tpus)
@@ -113,28 +120,28 @@ def parse(text: str) -> Topology:
     if len(shape) != chip.torus:
         example = "x".join("4" * chip.torus)
         raise UserError(
-            f"--topology {text}: a slice of {kind} has {chip.torus} dims, as in {kind}:{example}"
+            f"--topology {text}: a slice of {kind} has {chip.torus} dims, such as {kind}:{example}"
         )
     if at and not (slices.isascii() and slices.isdecimal() and int(slices) >= 1):
-        raise UserError(
-            f"--topology {text}: what follows @ is a number of slices, as in {kind}:..@2"
-        )
+        raise UserError(f"--topology {text}: @ needs a number of slices, such as {kind}:...@2")
     return Topology(text, "tpu", chip, shape, int(slices or 1))
 
 
 def _chip(text: str, name: str, known: Collection[str]) -> Chip:
     if name not in known:
-        raise UserError(f"--topology {text!r}: no such chip.{did_you_mean(name, known)} {_HELP}")
+        raise UserError(
+            f"--topology {text!r}: unknown chip {name!r}.{did_you_mean(name, known)} {_HELP}"
+        )
     return CHIPS[name]
 
 
 def _numbers(text: str, shape: str) -> tuple[int, ...]:
     numbers = tuple(map(int, shape.split("x"))) if _SHAPE.fullmatch(shape) else ()
     if not numbers or 0 in numbers:
-        raise UserError(f"--topology {text}: {shape!r} is no shape such as 4x4; {_HELP}")
+        raise UserError(f"--topology {text}: {shape!r} is not a shape such as 4x4; {_HELP}")
     return numbers
 
 
 def gpu_config(chip: Chip) -> str:
-    """How XLA's compiler is told of a GPU that is not there."""
+    """Returns XLA's `TargetConfig` of a GPU as text, to compile for it if none is present."""
     return _GPU_CONFIG.format(bandwidth=int(chip.bandwidth), **_GPUS[chip.name])

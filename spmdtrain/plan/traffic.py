@@ -1,4 +1,4 @@
-"""What a step sends, against what its strategy has to send at the least."""
+"""Communication of a step, compared with the minimum of its strategy."""
 
 import math
 from collections import defaultdict
@@ -14,14 +14,14 @@ _REST = "the rest"
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """What each device sends for one parameter in a step.
+    """Bytes that each device sends for one parameter in a step.
 
     Attributes:
-        parameter: Its path; `the rest` for losses, metrics, checks, and what nobody can tell.
-        bytes: What it sends.
-        least: What it has to.
-        excess: What of it is more than that, of gradients and of parameters each by itself.
-        how: With which collectives, and how often all of the parameter crosses in each.
+        parameter: Its path; "the rest" for losses, metrics, checks, and arrays of unknown origin.
+        bytes: Bytes sent.
+        least: Minimum for the strategy.
+        excess: Bytes beyond the minimum, computed for gradients and for parameters separately.
+        how: The collectives, and how often the whole parameter crosses in each.
     """
 
     parameter: str
@@ -33,25 +33,25 @@ class StepTraffic:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What each device sends in a step: `least` and `excess` are known where a formula is."""
+    """Bytes that each device sends in a step; `least` and `excess` are None without a formula."""
 
     bytes: float
     least: float | None
     excess: float | None
     by_parameter: list[StepTraffic]
-    """Those with the largest excess first."""
+    """Sorted by excess, the largest first."""
 
 
 @dataclass(frozen=True)
 class MinimumTraffic:
-    """What each device has to send at the least in a step for one parameter, in elements.
+    """Elements that each device must send in a step for one parameter.
 
     Attributes:
-        reduced: So that gradients are summed.
-        renewed: So that each device has the new values.
-        gathered: So that all of it is there to compute with, once.
-        width: Bytes of an element where it rests.
-        compute_width: Bytes of an element where it is computed with.
+        reduced: Elements sent to sum gradients.
+        renewed: Elements sent to distribute the new values.
+        gathered: Elements sent to gather the whole parameter once.
+        width: Bytes of a stored element.
+        compute_width: Bytes of an element in the dtype of the computation.
     """
 
     reduced: float
@@ -64,16 +64,23 @@ class MinimumTraffic:
 def least_sent(
     row: Row, batch_shards: int, *, compute_width: int, width: int, is_trained: bool = True
 ) -> MinimumTraffic:
-    """What a strategy has to send for one parameter, where so many devices share a batch.
+    """Returns the minimum that a strategy must send for one parameter.
 
     Gradients cross once, in the dtype of the computation: an all-reduce of n elements over g
     devices sends 2 n (g - 1) / g ("Bandwidth optimal all-reduce algorithms", Patarasuk and Yuan,
-    2009), half of that to scatter the sums, half to gather. With the optimizer's state in parts
-    (ZeRO-1, arXiv 1910.02054) what is gathered are new parameters. Parameters in parts (ZeRO-3) are
-    gathered to compute with.
+    2009), half of that to scatter the sums, half to gather. With a sharded optimizer state
+    (ZeRO-1, arXiv 1910.02054) the gather moves new parameters instead. Sharded parameters (ZeRO-3)
+    are gathered before the computation.
+
+    Args:
+        row: The parameter, with the number of its shards.
+        batch_shards: Number of devices over which the batch is split.
+        compute_width: Bytes of an element in the dtype of the computation.
+        width: Bytes of a stored element.
+        is_trained: Whether the parameter has a gradient.
     """
     parts = row.own.parts
-    more = max(1, min(row.optimizer.parts, batch_shards) // parts)  # parts of the optimizer's state
+    more = max(1, min(row.optimizer.parts, batch_shards) // parts)  # shards of the optimizer state
     scattered, groups = parts * more, batch_shards / (parts * more)
     reduced = row.elements * (scattered - 1) / scattered
     reduced += 2 * (groups - 1) / groups * row.elements / scattered
@@ -88,7 +95,7 @@ def least_sent(
 
 @dataclass
 class _Crossing:
-    """How a parameter crosses in one of its forms: bytes sent, how often, and how wide."""
+    """Bytes sent for one form of a parameter, how often it crosses, and bytes of an element."""
 
     bytes: float = 0.0
     times: float = 0.0
@@ -98,11 +105,11 @@ class _Crossing:
 @dataclass
 class _Crossed:
     parameter: _Crossing = field(default_factory=_Crossing)
-    """What is computed with."""
-    made: _Crossing = field(default_factory=_Crossing)
+    """The parameter itself."""
+    produced: _Crossing = field(default_factory=_Crossing)
     """Gradients and new values."""
     kinds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """How often all of it crosses in each kind of collective."""
+    """How often the whole parameter crosses, by kind of collective."""
 
 
 def traffic_of(
@@ -110,54 +117,65 @@ def traffic_of(
     rows: Sequence[Row],
     least: Mapping[str, MinimumTraffic] | None,
 ) -> Traffic:
-    """What is sent by parameter; `least` by parameter, None where no formula holds."""
+    """Returns the traffic of a step by parameter.
+
+    Args:
+        collectives: Collectives of the compiled step, with the parameters that they carry.
+        rows: The parameters.
+        least: Minimum by parameter; None if there is no formula.
+    """
     elements = {row.name: row.elements for row in rows if row.elements}
     crossed = {name: _Crossed() for name in (*elements, _REST)}
-    for one in collectives:
-        for carried in one.carries:
-            sent = one.times * wire_bytes(one.kind, carried.bytes, one.group_size)
+    for collective in collectives:
+        for carried in collective.carries:
+            sent = collective.times * wire_bytes(
+                collective.kind, carried.bytes, collective.group_size
+            )
             names = [name for name in carried.parameters if name in elements]
             whole = sum(elements[name] for name in names)
-            # What several travel in together is shared out by their sizes, and what is in it
-            # beside them is none of theirs.
-            theirs = min(1.0, whole / carried.elements) if carried.elements else 0.0
+            # An array with several parameters is divided among them by size; elements beyond their
+            # sum belong to none of them.
+            known = min(1.0, whole / carried.elements) if carried.elements else 0.0
             for name in names:
-                share = theirs * elements[name] / whole
-                times = share * one.times * carried.elements / elements[name]
-                of = crossed[name].parameter if carried.is_parameter else crossed[name].made
-                of.bytes += share * sent
-                of.times += times
-                of.width = min(of.width, carried.bytes / carried.elements)
-                crossed[name].kinds[one.kind] += times
-            if theirs < 1 and sent:
-                crossed[_REST].made.bytes += (1 - theirs) * sent
-                crossed[_REST].kinds[one.kind] += 1
-    found = [_sent(name, of, (least or {}).get(name)) for name, of in crossed.items()]
-    found.sort(key=lambda one: -one.excess)
+                share = known * elements[name] / whole
+                times = share * collective.times * carried.elements / elements[name]
+                totals = crossed[name]
+                crossing = totals.parameter if carried.is_parameter else totals.produced
+                crossing.bytes += share * sent
+                crossing.times += times
+                crossing.width = min(crossing.width, carried.bytes / carried.elements)
+                totals.kinds[collective.kind] += times
+            if known < 1 and sent:
+                crossed[_REST].produced.bytes += (1 - known) * sent
+                crossed[_REST].kinds[collective.kind] += 1
+    traffic = [_sent(name, totals, (least or {}).get(name)) for name, totals in crossed.items()]
+    traffic.sort(key=lambda each: -each.excess)
     return Traffic(
-        bytes=sum(one.bytes for one in found),
-        least=None if least is None else sum(one.least for one in found),
-        excess=None if least is None else sum(one.excess for one in found),
-        by_parameter=[one for one in found if one.bytes or one.least],
+        bytes=sum(each.bytes for each in traffic),
+        least=None if least is None else sum(each.least for each in traffic),
+        excess=None if least is None else sum(each.excess for each in traffic),
+        by_parameter=[each for each in traffic if each.bytes or each.least],
     )
 
 
-def _sent(name: str, of: _Crossed, least: MinimumTraffic | None) -> StepTraffic:
-    gathered = made = 0.0
+def _sent(name: str, totals: _Crossed, least: MinimumTraffic | None) -> StepTraffic:
+    gathered = produced = 0.0
     if least is not None:
-        # A narrower form than asked for is as good; and a second gather, for the backward pass, is
-        # needed where the first is not kept until then, which is what the program does.
-        width = min(least.compute_width, of.parameter.width)
-        gathered = least.gathered * width * (2 if of.parameter.times > 1.5 else 1)
-        made = least.reduced * min(least.compute_width, of.made.width)
-        made += least.renewed * least.width
+        # A narrower dtype than the configured one is allowed. A second gather, for the backward
+        # pass, is necessary if the program does not keep the result of the first.
+        width = min(least.compute_width, totals.parameter.width)
+        gathered = least.gathered * width * (2 if totals.parameter.times > 1.5 else 1)
+        produced = least.reduced * min(least.compute_width, totals.produced.width)
+        produced += least.renewed * least.width
+    excess = max(0.0, totals.parameter.bytes - gathered)
     return StepTraffic(
         parameter=name,
-        bytes=of.parameter.bytes + of.made.bytes,
-        least=gathered + made,
-        excess=max(0.0, of.parameter.bytes - gathered) + max(0.0, of.made.bytes - made),
+        bytes=totals.parameter.bytes + totals.produced.bytes,
+        least=gathered + produced,
+        excess=excess + max(0.0, totals.produced.bytes - produced),
         how=", ".join(
-            kind if name == _REST else f"{kind} {_often(times)}" for kind, times in of.kinds.items()
+            kind if name == _REST else f"{kind} {_often(times)}"
+            for kind, times in totals.kinds.items()
         ),
     )
 

@@ -1,0 +1,90 @@
+"""Notes for the user about what the figures of a plan do not cover."""
+
+from spmdtrain.plan.aot import other_compiler
+from spmdtrain.plan.compiler_log import short
+from spmdtrain.plan.flops import Flops
+from spmdtrain.plan.memory import Memory
+from spmdtrain.plan.summary import CompiledSummary
+from spmdtrain.plan.topologies import Topology
+from spmdtrain.terminal import byte_size
+from spmdtrain.train.trainer import Trainer
+
+# A device's products in excess of its share above which a note is written: padding of split dims
+# alone adds a little.
+_EXCESS_PRODUCTS = 1.05
+
+
+def used_chips(trainer: Trainer, topology: Topology) -> float:
+    """Returns the number of chips that the trainer's mesh uses; of half a chip, 0.5."""
+    per_chip = 1 if topology.chip is None else topology.chip.devices
+    return len(trainer.placement.devices) / per_chip
+
+
+def notes_of(
+    trainer: Trainer,
+    topology: Topology,
+    flops: Flops,
+    memory: Memory,
+    summary: CompiledSummary,
+    host: int,
+    *,
+    virtual: bool,
+) -> list[str]:
+    """Returns notes about what the figures of a plan do not cover.
+
+    Args:
+        trainer: Trainer whose step was compiled.
+        topology: Devices of the plan.
+        flops: Operations of the traced step.
+        memory: Memory of one device.
+        summary: Summary of the compiled step.
+        host: Bytes of a device's state that are in host memory.
+        virtual: Whether virtual CPU devices stand in for the topology's devices.
+    """
+    notes = [
+        f"{line}: a loop with an unknown trip count, counted once" for line in flops.unknown_loops
+    ]
+    notes += [
+        f"{line}: compiled to a loop with an unknown trip count, counted once"
+        for line in summary.unknown
+    ]
+    notes += [
+        f"{line}: only the most expensive branch is counted, in the lower bound too"
+        for line in dict.fromkeys(summary.choices)
+    ]
+    if summary.refusal:
+        notes.append(f"the compiler: {short(Exception(summary.refusal))}")
+    if other := other_compiler(topology):
+        notes.append(other)
+    if topology.platform == "gpu" and memory.limit and 0.75 < memory.peak / memory.limit <= 1:
+        notes.append(
+            "JAX preallocates three quarters of a GPU's memory, which is less than this step "
+            "needs: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 for this run"
+        )
+    if virtual:
+        notes.append(
+            "partitioned for virtual devices because the CUDA plugin is not installed (pip install "
+            "'spmdtrain[cuda12]'): temporaries and 16-bit collectives are rough estimates"
+        )
+    share = flops.total / len(trainer.placement.devices)
+    if share and summary.products > _EXCESS_PRODUCTS * share:
+        notes.append(
+            f"each device computes {summary.products / share:.3g} times its share of the products: "
+            "operations that are not split run on several devices identically (see "
+            "--show-sharding), and a compiler may replace grouped operations by dense ones"
+        )
+    if (used := used_chips(trainer, topology)) < topology.chips:
+        notes.append(f"uses {used:g} of the {topology.chips} chips")
+    if trainer.has_custom_reduction:
+        notes.append(
+            "a run first tries the experiment's own reduction on its devices; a plan does not"
+        )
+    if trainer.config.steps_per_dispatch > 1:
+        more = trainer.config.steps_per_dispatch - 1
+        notes.append(f"memory is that of one step: each dispatch holds {more} more batches")
+    if host:
+        notes.append(
+            f"{byte_size(host)} of a device's state are in host memory and are copied to the "
+            "device and back in each step: the times omit these copies and are far too short"
+        )
+    return notes
