@@ -14,7 +14,7 @@ from spmdtrain.plan import planner, topologies
 from spmdtrain.plan.advice import Advice, advise
 from spmdtrain.plan.command import Options
 from spmdtrain.plan.json_report import as_json
-from spmdtrain.plan.summary import Buffer, Found, Use
+from spmdtrain.plan.summary import Buffer, CompiledSummary, Use
 from spmdtrain.train import command_line
 from spmdtrain.xla.collectives import Carried, Collective
 
@@ -57,7 +57,7 @@ def advised(config: Path, *options: object) -> list[Advice]:
     return advise(plan, command.config, topology, again)
 
 
-FOUND = Found(
+FOUND = CompiledSummary(
     sizes={"temp": 123456, "total": 400000},
     collectives=[
         Collective(

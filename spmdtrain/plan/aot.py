@@ -70,8 +70,8 @@ def devices_of(topology: Topology) -> list[jax.Device]:
     if topology.platform == "cpu" or not has_compiler(topology):
         if topology.devices > MOST_CPU_DEVICES:
             raise UserError(
-                f"--topology {topology}: {topology.devices:,} devices, but without the GPU compiler "
-                f"at most {MOST_CPU_DEVICES:,} virtual devices are supported; install it with "
+                f"--topology {topology}: {topology.devices:,} devices; without the GPU compiler, "
+                f"at most {MOST_CPU_DEVICES:,} virtual devices are supported. Install it with "
                 "pip install 'spmdtrain[cuda12]'"
             )
         return jax.devices("cpu")

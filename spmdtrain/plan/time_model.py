@@ -70,7 +70,7 @@ def link_between(kind: str, devices: Sequence[Any], of: Topology) -> Link:
         closed = len(places) == size and _closes(size, of)
         bandwidth += chip.link * (2 if closed else 1)
         hops += len(places) // 2 if closed else max(places) - min(places)
-        # In an all-to-all, half of the bytes cross the middle of the dim, where a ring has two links.
+        # Half of an all-to-all's bytes cross the middle of the dim, where a ring has two links.
         across = min(across, chip.link * (8 if closed else 4) / len(places))
     if not bandwidth:  # two devices of a chip
         return Link(chip.bandwidth, 0, WITHIN)

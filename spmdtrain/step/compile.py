@@ -107,7 +107,8 @@ class Programs:
             compiled = lowered.compile()
         told = f"step compiled in {time.perf_counter() - began:.1f} s"
         if process_group.is_chief():  # who alone tells it
-            told += f": {collectives.told(compiled.as_text() or '', self._placement.mesh)}{settled}"
+            text = collectives.describe_program(compiled.as_text() or "", self._placement.mesh)
+            told += f": {text}{settled}"
         return Program(call, told, lowered)
 
 

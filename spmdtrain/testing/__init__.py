@@ -1,4 +1,4 @@
-"""Helpers for tests of training code: jobs of several processes, claims about compiled steps."""
+"""Helpers for tests of training code: multi-process jobs, assertions about compiled steps."""
 
 from spmdtrain.testing.processes import (
     Command,

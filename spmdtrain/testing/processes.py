@@ -1,4 +1,4 @@
-"""Several real processes in a test: started as one job, watched, and gone when the test ends."""
+"""Multi-process jobs for tests: started on this machine and cleaned up when the test ends."""
 
 import contextlib
 import os
@@ -14,35 +14,43 @@ from spmdtrain.cluster import job_token
 from spmdtrain.launch.task_env import tf_configs, training_tasks
 
 Command = Sequence[str] | Callable[[int], Sequence[str]]
-"""A command line, the same for all processes or one for each rank."""
+"""A command line for all processes, or a function that returns one for a rank."""
 
 _POLL = 0.02  # seconds
 
 
 @dataclass(frozen=True)
 class ProcessResult:
-    """How one process of a job has ended."""
+    """Exit code, output and duration of one process of a job."""
 
     task: str
-    """`chief`, `worker 0` and so on: by rank."""
+    """Task name: `chief`, `worker 0` and so on."""
     code: int
-    """Its exit code, or -N where signal N ended it."""
+    """Exit code; -N if signal N ended the process."""
     output: str
-    """All that it wrote, standard error included."""
+    """Standard output and standard error."""
     seconds: float
-    """From its start to its end."""
+    """Duration."""
     killed: bool
-    """Whether it did not end by itself, within `grace` seconds of another one's failure."""
+    """Whether it was killed, because it did not end within `grace` seconds of another failure."""
 
 
 class Process:
-    """One process of a job that is under way."""
+    """One process of a running job.
+
+    Args:
+        task: Task name, such as `worker 0`.
+        command: Command line.
+        env: Environment variables.
+        cwd: Working directory; by default that of this process.
+        log: File that receives the output.
+    """
 
     def __init__(
         self, task: str, command: Sequence[str], env: Mapping[str, str], cwd: Path | None, log: Path
     ) -> None:
         self.task, self._log, self._killed = task, log, False
-        self._began, self._seconds = time.monotonic(), 0.0
+        self._start, self._seconds = time.monotonic(), 0.0
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 command,
@@ -51,58 +59,76 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a group of its own, which is killed as a whole
+                start_new_session=True,  # so that the whole group can be killed
             )
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """Process id."""
         return self._process.pid
 
     @property
     def output(self) -> str:
-        """What it has written so far."""
+        """Standard output and standard error so far."""
         return self._log.read_text(errors="replace")
 
     @property
     def code(self) -> int | None:
-        """Its exit code, or -N where signal N ended it; None while it runs."""
+        """Exit code; -N if signal N ended the process, None while it runs."""
         code = self._process.poll()
         if code is not None and not self._seconds:
-            self._seconds = time.monotonic() - self._began
+            self._seconds = time.monotonic() - self._start
         return code
 
     def send(self, number: int) -> None:
-        """Send it a signal, if it still runs."""
+        """Sends a signal to the process if it still runs.
+
+        Args:
+            number: Signal number.
+        """
         if self.code is None:
             self._process.send_signal(number)
 
     def wait_for(self, text: str, timeout: float) -> None:
-        """Return when its output holds `text`; raises `AssertionError` if that does not come."""
+        """Waits until the output contains a text.
+
+        Args:
+            text: Text to wait for.
+            timeout: Seconds.
+
+        Raises:
+            AssertionError: If the process ends, or the timeout expires, without the text.
+        """
         until = time.monotonic() + timeout
         while text not in self.output:
-            ended = self.code
-            if (ended is not None and text not in self.output) or time.monotonic() > until:
-                how = f"ended with {ended}" if ended is not None else f"ran for {timeout:g} s"
+            code = self.code
+            if (code is not None and text not in self.output) or time.monotonic() > until:
+                how = f"exited with code {code}" if code is not None else f"ran for {timeout:g} s"
                 raise AssertionError(f"{self.task} {how} without {text!r}:\n{self.output}")
             time.sleep(_POLL)
 
     def kill(self) -> None:
-        """Kill it with all that it has started."""
+        """Kills the process and all processes that it started."""
         self._killed = self._killed or self.code is None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
 
     def finished(self) -> ProcessResult:
-        """How it has ended."""
+        """Returns the result of a process that has ended."""
         code = self.code
-        assert code is not None, f"{self.task} still runs"
+        assert code is not None, f"{self.task} is still running"
         return ProcessResult(self.task, code, self.output, self._seconds, self._killed)
 
 
 class Job:
-    """The processes of a job that is under way, by rank."""
+    """The processes of a running job, indexed by rank.
+
+    Args:
+        processes: The processes in order of rank.
+        deadline: Time (`time.monotonic()`) when the job must have ended.
+        grace: Seconds that the other processes have to end after one failed.
+    """
 
     def __init__(self, processes: Sequence[Process], deadline: float, grace: float) -> None:
         self.processes, self._deadline, self._grace = processes, deadline, grace
@@ -111,7 +137,18 @@ class Job:
         return self.processes[rank]
 
     def wait(self, *, check: bool = True) -> list[ProcessResult]:
-        """Return when all have ended; `check` and what is raised are as for `run_processes`."""
+        """Waits until all processes have ended.
+
+        Args:
+            check: Whether a non-zero exit code raises.
+
+        Returns:
+            The results in order of rank.
+
+        Raises:
+            AssertionError: If the timeout of the job expires, or if `check` and a process failed;
+                contains the output of all processes.
+        """
         until, failed = self._deadline, None
         while running := [process for process in self.processes if process.code is None]:
             if failed is None:
@@ -123,16 +160,16 @@ class Job:
                 for process in running:
                     process.kill()
                 if failed is None or until == self._deadline:
-                    raise AssertionError(f"no end in time of {names}\n{self.logs()}")
+                    raise AssertionError(f"timeout: {names} still running\n{self.logs()}")
             time.sleep(_POLL)
-        found = [process.finished() for process in self.processes]
-        if check and any(one.code for one in found):
-            codes = ", ".join(f"{one.task} with {one.code}" for one in found)
-            raise AssertionError(f"not all have succeeded: {codes}\n{self.logs()}")
-        return found
+        results = [process.finished() for process in self.processes]
+        if check and any(result.code for result in results):
+            codes = ", ".join(f"{result.task}: {result.code}" for result in results)
+            raise AssertionError(f"processes failed, exit codes {codes}\n{self.logs()}")
+        return results
 
     def logs(self) -> str:
-        """What all of them have written so far, each line with its task."""
+        """Returns the output of all processes so far, each line with its task name."""
         return "\n".join(
             f"[{process.task}] {line}"
             for process in self.processes
@@ -151,14 +188,23 @@ def start_processes(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> Iterator[Job]:
-    """Start a job, for a test that interferes with it; whatever is left at the end is killed.
+    """Starts a job for a test that interacts with it; all processes are killed on exit.
 
-        with started(command, processes=2, timeout=60) as job:
+    Example::
+
+        with start_processes(command, processes=2, timeout=60) as job:
             job[1].wait_for("step 10/", timeout=30)
             job[1].send(signal.SIGTERM)
-            assert [one.code for one in job.wait(check=False)] == [75, 75]
+            assert [result.code for result in job.wait(check=False)] == [75, 75]
 
-    The keywords are those of `run_processes`.
+    Args:
+        command: See `run_processes`.
+        processes: See `run_processes`.
+        devices_per_process: See `run_processes`.
+        timeout: See `run_processes`.
+        grace: See `run_processes`.
+        env: See `run_processes`.
+        cwd: See `run_processes`.
     """
     deadline = time.monotonic() + timeout
     names = training_tasks(processes)
@@ -166,12 +212,12 @@ def start_processes(
     devices = devices_per_process
     counts = [devices] * processes if isinstance(devices, int) else list(devices)
     if len(counts) != processes:
-        raise ValueError(f"devices_per_process has {len(counts)} numbers for {processes} processes")
+        raise ValueError(f"devices_per_process has {len(counts)} entries, expected {processes}")
     base = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     base |= {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
     if not job_token.is_set(base):
         base[job_token.TOKEN] = job_token.create()
-    begun: list[Process] = []
+    started: list[Process] = []
     with tempfile.TemporaryDirectory(prefix="spmdtrain-test-") as folder:
         try:
             for rank, name in enumerate(names):
@@ -179,10 +225,10 @@ def start_processes(
                 line = command(rank) if callable(command) else command
                 log = Path(folder) / f"{rank}.log"
                 where = None if cwd is None else Path(cwd)
-                begun.append(Process(name, line, {**base, **own, **(env or {})}, where, log))
-            yield Job(begun, deadline, grace)
+                started.append(Process(name, line, {**base, **own, **(env or {})}, where, log))
+            yield Job(started, deadline, grace)
         finally:
-            for process in begun:
+            for process in started:
                 process.kill()
 
 
@@ -197,7 +243,11 @@ def run_processes(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> list[ProcessResult]:
-    """Run a command as so many processes of one job on this machine; how each ended, by rank.
+    """Runs a command as the processes of one job on this machine.
+
+    Each process gets its TF_CONFIG, with free ports, and virtual CPU devices.
+
+    Example::
 
         def test_my_training_on_two_processes(tmp_path):
             chief, worker = run_processes(
@@ -206,10 +256,22 @@ def run_processes(
             )
             assert "finished" in chief.output
 
-    Each finds its place in TF_CONFIG, with ports that are free, and so many virtual CPU devices;
-    `env` comes on top of this process's environment. Where one fails, the others have `grace`
-    seconds to end too, and are killed then. Raises `AssertionError` with what all of them wrote
-    when `timeout` seconds are over, and unless `check` is False also when one failed.
+    Args:
+        command: Command line, or a function that returns one for a rank.
+        processes: Number of processes.
+        devices_per_process: Number of virtual CPU devices of each process, or one number per rank.
+        timeout: Seconds until the job must have ended.
+        check: Whether a non-zero exit code raises.
+        grace: Seconds that the other processes have to end after one failed; then they are killed.
+        env: Variables to add to this process's environment.
+        cwd: Working directory; by default that of this process.
+
+    Returns:
+        The results in order of rank.
+
+    Raises:
+        AssertionError: If the timeout expires, or if `check` and a process failed; contains the
+            output of all processes.
     """
     with start_processes(
         command,

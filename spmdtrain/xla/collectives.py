@@ -1,4 +1,4 @@
-"""What XLA made of a step: the collectives in its optimized HLO text."""
+"""The collectives of a compiled step, from its optimized HLO text."""
 
 import math
 import re
@@ -27,17 +27,19 @@ KINDS = (
 )
 
 _LAYOUT = re.compile(r"\{[^{}]*\}")
-_ELEMENT = re.compile(r"\([^()]*\)|\w+\[[^\]]*\]")  # of a tuple: an inner tuple, or an array
-# A TPU writes one collective several times, in each fusion that carries a part of it along.
-# The channel alone is not enough to know these by: a function called twice keeps its channel.
+_ELEMENT = re.compile(
+    r"\([^()]*\)|\w+\[[^\]]*\]"
+)  # an element of a tuple: an inner tuple or an array
+# TPU programs contain one collective several times, once in each fusion that executes a part of it.
+# The channel alone does not identify it: a function that is called twice keeps its channel.
 _PIECE = re.compile(r'(channel_id=\d+).*(chain_id="\d+").*"async_collective_fusion_config"')
-# Between slices of TPUs a collective is sent by the hosts, each slice's part of it.
+# Between TPU slices the hosts send a collective, each the part of its own slice.
 _BETWEEN_SLICES = re.compile(
     r'_xla_megascale_target="\{([\d,]+)\}.*_xla_megascale_transfer_type="(\w+)"'
 )
 _IS_SYNC = '"is_sync":true'
 
-_MOST_DEVICES = 2**24  # of a program; a larger number in its text is damage
+_MOST_DEVICES = 2**24  # of a program; a larger number in its text is invalid
 _LISTS = re.compile(r"(replica_groups|source_target_pairs)=\{([\d,{} ]*)\}")
 _IOTA = re.compile(r"replica_groups=(\[[\d,]+\])<=(\[[\d,]+\](?:T\([\d,]+\))?)")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^{}]*)\}")
@@ -48,10 +50,11 @@ class Carried:
     """One array of a collective.
 
     Attributes:
-        parameters: The model parameters that it is, or that are made of it.
-        is_parameter: Whether it is these themselves, and not their gradients or new values.
-        bytes: As in `Collective`.
-        elements: As many as these bytes are.
+        parameters: Model parameters that the array contains, or whose gradients or new values it
+            contains.
+        is_parameter: Whether it contains the parameters themselves.
+        bytes: Size, as in `Collective`.
+        elements: Number of elements in `bytes`.
     """
 
     parameters: tuple[str, ...]
@@ -65,22 +68,22 @@ class Collective:
     """One collective instruction of a compiled step.
 
     Attributes:
-        kind: XLA's name of it, "all-reduce" for instance, without `-start`.
-        axes: The mesh axes along which the devices of a group differ, in mesh order; empty if
-            that cannot be told. A group may span a part of an axis: see `group_size`.
-        group_size: How many devices communicate, 0 if unknown. Of a permute: the longest chain
-            of devices that send to each other.
-        bytes: The payload where it is whole: on one device, summed over the arrays, the result
-            of an all-gather, the operand of a reduce-scatter (the result, if the group is
-            unknown). For other kinds both are of one size; a ragged all-to-all counts its
+        kind: XLA's name, such as "all-reduce", without `-start`.
+        axes: Mesh axes along which the devices of a group differ, in mesh order; empty if unknown.
+            A group may span a part of an axis: see `group_size`.
+        group_size: Number of devices that communicate; 0 if unknown. For a permute, the longest
+            chain of devices that send to each other.
+        bytes: Size of the whole payload on one device, summed over the arrays: the result of an
+            all-gather, the operand of a reduce-scatter (the result if the group is unknown). For
+            other kinds operand and result have the same size; a ragged all-to-all counts its
             result buffer, an upper bound.
-        arrays: How many arrays travel together.
-        op_name: The JAX operation it comes from (one of them, if XLA combined several), or "".
-        line: The line of the user's that it comes from, or "".
-        times: How often it runs in a step: as often as the loops turn that it is in.
-        overlapped: Whether XLA lets other instructions run meanwhile.
-        group: The partition ids of one of its groups; empty if unknown.
-        carries: Its arrays; empty where nobody asked.
+        arrays: Number of arrays in the collective.
+        op_name: JAX operation that it comes from (one of them if XLA combined several), or "".
+        line: Source line of the user that it comes from, or "".
+        times: Number of executions in a step: the product of the trip counts of its loops.
+        overlapped: Whether XLA runs other instructions at the same time.
+        group: Partition ids of one of its groups; empty if unknown.
+        carries: Its arrays; empty unless `collectives_of` was called with origins.
     """
 
     kind: str
@@ -97,62 +100,84 @@ class Collective:
 
 
 def collectives(hlo_text: str, mesh: Mesh) -> list[Collective]:
-    """The collectives of a compiled step: `collectives(compiled.as_text(), mesh)`.
+    """Returns the collectives of a compiled step: `collectives(compiled.as_text(), mesh)`.
 
-    In the order of the text, each once however often it runs. Those whose groups are single devices
-    move nothing and are left out. A device's id is XLA's partition id, its position in
-    `mesh.devices.flat`. Groups that cannot be read are no error, they leave `axes` empty and
-    `group_size` 0: a report must not end a run.
+    A collective in a loop is listed once. Collectives whose groups are single devices are omitted
+    because they send nothing. If its groups cannot be parsed, a collective has empty `axes` and
+    `group_size` 0 instead of raising an error, because a report must not end a run.
+
+    Args:
+        hlo_text: Optimized HLO.
+        mesh: Mesh of the step. XLA's partition ids are positions in `mesh.devices.flat`.
+
+    Returns:
+        The collectives in the order of the text.
+
+    Raises:
+        UnreadableProgramError: If XLA wrote the program in an unknown format.
     """
     return collectives_of(Module(hlo_text), mesh)
 
 
 @reading_program()
 def collectives_of(module: Module, mesh: Mesh, origins: Origins | None = None) -> list[Collective]:
-    """The same of a program that is read already; with `origins` also what each carries."""
-    found: list[Collective] = []
+    """Returns the collectives of a parsed program; see `collectives`.
+
+    Args:
+        module: The program.
+        mesh: Mesh of the step.
+        origins: Origins of its values; if given, `Collective.carries` is set.
+    """
+    result: list[Collective] = []
     pieces: dict[tuple[str, ...], int] = {}
     inside_async = {
         name
         for computation in module.computations.values()
-        for one in computation.instructions.values()
-        if one.opcode in ASYNC
-        for _, name in one.called
+        for instruction in computation.instructions.values()
+        if instruction.opcode in ASYNC
+        for _, name in instruction.called
     }
     for computation in module.computations.values():
-        for one in computation.instructions.values():
+        for instruction in computation.instructions.values():
             times = module.times.get(computation.name, 1)
-            if one.opcode == "send" and (sent := _BETWEEN_SLICES.search(one.attributes)):
-                source = _source(one, computation, origins)
-                found.append(
+            if instruction.opcode == "send" and (
+                match := _BETWEEN_SLICES.search(instruction.attributes)
+            ):
+                source = _source(instruction, computation, origins)
+                result.append(
                     replace(
-                        _between_slices(one, sent, times, mesh),
+                        _between_slices(instruction, match, times, mesh),
                         op_name=source.op_name,
                         line=module.line_of(source),
-                        carries=_carried(one, computation, one.arrays[:1], 1, origins),
+                        carries=_carried(
+                            instruction, computation, instruction.arrays[:1], 1, origins
+                        ),
                     )
                 )
-            kind, started = one.opcode.removesuffix("-start"), one.opcode.endswith("-start")
+            kind, started = (
+                instruction.opcode.removesuffix("-start"),
+                instruction.opcode.endswith("-start"),
+            )
             if kind not in KINDS:
                 continue
-            piece = _PIECE.search(one.attributes)
+            piece = _PIECE.search(instruction.attributes)
             if piece and (kind, *piece.groups()) in pieces:
-                # All of it has run as often as the piece that ran least.
-                place = pieces[kind, *piece.groups()]
-                found[place] = replace(found[place], times=min(times, found[place].times))
+                # The whole collective runs as often as the piece that runs least often.
+                first = pieces[kind, *piece.groups()]
+                result[first] = replace(result[first], times=min(times, result[first].times))
                 continue
-            groups = _groups(one.attributes, mesh.size)
+            groups = _groups(instruction.attributes, mesh.size)
             group_size = 0 if groups is None else groups.shape[1]
             if group_size == 1:
                 continue
             if piece:
-                pieces[kind, *piece.groups()] = len(found)
-            arrays = _payload(one.shape, kind, started=started)
+                pieces[kind, *piece.groups()] = len(result)
+            arrays = _payload(instruction.shape, kind, started=started)
             whole = max(group_size, 1) if kind == "reduce-scatter" else 1
-            source = _source(one, computation, origins)
-            waits = _IS_SYNC in one.attributes
-            aside = started or piece is not None or computation.name in inside_async
-            found.append(
+            source = _source(instruction, computation, origins)
+            is_sync = _IS_SYNC in instruction.attributes
+            is_async = started or piece is not None or computation.name in inside_async
+            result.append(
                 Collective(
                     kind=kind,
                     axes=() if groups is None else _axes(groups, mesh),
@@ -160,18 +185,18 @@ def collectives_of(module: Module, mesh: Mesh, origins: Origins | None = None) -
                     bytes=sum(array.bytes for array in arrays) * whole,
                     arrays=len(arrays),
                     times=times,
-                    overlapped=aside and not waits,
+                    overlapped=is_async and not is_sync,
                     group=() if groups is None else tuple(groups[0].tolist()),
-                    carries=_carried(one, computation, arrays, whole, origins),
+                    carries=_carried(instruction, computation, arrays, whole, origins),
                     op_name=source.op_name,
                     line=module.line_of(source),
                 )
             )
-    return found
+    return result
 
 
 def _carried(
-    one: Instruction,
+    instruction: Instruction,
     within: Computation,
     arrays: Sequence[Array],
     whole: int,
@@ -181,7 +206,7 @@ def _carried(
         return ()
     carried = []
     for index, array in enumerate(arrays):
-        origin = origins.parameters_of(one, within, index)
+        origin = origins.parameters_of(instruction, within, index)
         carried.append(
             Carried(
                 parameters=origin.parameters,
@@ -193,19 +218,27 @@ def _carried(
     return tuple(carried)
 
 
-def _source(one: Instruction, within: Computation, origins: Origins | None) -> Instruction:
-    """What tells where a collective comes from: what made its data, if it does not tell itself."""
-    return one if origins is None or one.op_name else origins.producer(one, within)
+def _source(instruction: Instruction, within: Computation, origins: Origins | None) -> Instruction:
+    """Returns the collective itself if it has an operation name, else the producer of its data."""
+    return (
+        instruction
+        if origins is None or instruction.op_name
+        else origins.producer(instruction, within)
+    )
 
 
-def _between_slices(one: Instruction, sent: re.Match[str], times: float, mesh: Mesh) -> Collective:
-    slices = len(_numbers(sent[1]))
-    group = np.arange(slices) * (mesh.size // slices)  # a mesh has one slice after the other
+def _between_slices(
+    instruction: Instruction, match: re.Match[str], times: float, mesh: Mesh
+) -> Collective:
+    slices = len(_numbers(match[1]))
+    group = np.arange(slices) * (
+        mesh.size // slices
+    )  # the devices of a slice are consecutive in a mesh
     return Collective(
-        kind=sent[2].lower().replace("_", "-"),
+        kind=match[2].lower().replace("_", "-"),
         axes=_axes(group[None], mesh),
         group_size=slices,
-        bytes=one.arrays[0].bytes,
+        bytes=instruction.arrays[0].bytes,
         arrays=1,
         times=times,
         overlapped=True,
@@ -213,33 +246,45 @@ def _between_slices(one: Instruction, sent: re.Match[str], times: float, mesh: M
     )
 
 
-def describe(found: Sequence[Collective], mesh: Mesh) -> str:
-    """`1 all-reduce, 1.08 MB, over data=8`: by kind and axes, the most bytes first."""
-    together: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-    for one in found:
-        together.setdefault((one.kind, one.axes), []).append(one.bytes)
+def describe_collectives(step: Sequence[Collective], mesh: Mesh) -> str:
+    """Returns a line such as `1 all-reduce, 1.08 MB, over data=8`.
+
+    Args:
+        step: Collectives of a step, which are summed by kind and axes.
+        mesh: Mesh of the step.
+    """
+    groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    for each in step:
+        groups.setdefault((each.kind, each.axes), []).append(each.bytes)
     parts = []
-    for (kind, axes), sizes in sorted(together.items(), key=lambda item: -sum(item[1])):
+    for (kind, axes), sizes in sorted(groups.items(), key=lambda item: -sum(item[1])):
         over = " ".join(f"{axis}={mesh.shape[axis]}" for axis in axes) or "unknown axes"
         plural = "s" if len(sizes) > 1 else ""
         parts.append(f"{len(sizes)} {kind}{plural}, {byte_size(sum(sizes))}, over {over}")
     return "; ".join(parts) or "no collectives"
 
 
-def told(hlo_text: str, mesh: Mesh | None) -> str:
-    """The collectives of a compiled step in a line; without a mesh there are none."""
+def describe_program(hlo_text: str, mesh: Mesh | None) -> str:
+    """Returns a line about the collectives of a compiled step, without raising an error.
+
+    Args:
+        hlo_text: Optimized HLO.
+        mesh: Mesh of the step; without one the step has no collectives.
+    """
+    if mesh is None:
+        return "no collectives"
     try:
-        return "no collectives" if mesh is None else describe(collectives(hlo_text, mesh), mesh)
+        return describe_collectives(collectives(hlo_text, mesh), mesh)
     except UnreadableProgramError as error:  # a report must not end a run
         return f"collectives unknown: {error}"
 
 
 def _payload(shape: str, kind: str, started: bool) -> list[Array]:
-    """The arrays of each result in `f32[8,128]{1,0:T(8,128)}`, or in a tuple of such."""
+    """Returns the result arrays of `f32[8,128]{1,0:T(8,128)}`, or of a tuple of such shapes."""
     shape = _LAYOUT.sub("", shape)
     if started and shape.startswith("("):
-        # (operands, results, context ...). A plain all-reduce-start alone has only its results;
-        # where it has its operands too, they are a tuple of their own.
+        # (operands, results, context ...). Only an all-reduce-start may have results alone; if it
+        # also has operands, these are a nested tuple.
         elements = _ELEMENT.findall(shape[1:-1])
         if len(elements) > 1 and (kind != "all-reduce" or elements[0].startswith("(")):
             shape = elements[1]
@@ -248,16 +293,18 @@ def _payload(shape: str, kind: str, started: bool) -> list[Array]:
 
 def _axes(groups: np.ndarray, mesh: Mesh) -> tuple[str, ...]:
     if not groups.size or groups.max() >= mesh.size:
-        return ()  # not compiled for this mesh
+        return ()  # compiled for another mesh
     coordinates = np.unravel_index(groups, mesh.devices.shape)
     varies = [(along != along[:, :1]).any() for along in coordinates]
-    return tuple(str(axis) for axis, is_so in zip(mesh.axis_names, varies, strict=True) if is_so)
+    return tuple(
+        str(axis) for axis, differs in zip(mesh.axis_names, varies, strict=True) if differs
+    )
 
 
 def _groups(attributes: str, devices: int) -> np.ndarray | None:
-    """Partition ids, a row for each group, or None.
+    """Returns partition ids, one row per group, or None.
 
-    The spellings are those of XLA's `xla/hlo/ir/replica_group.cc`, `mesh_and_axis.cc` and
+    The formats are those of XLA's `xla/hlo/ir/replica_group.cc`, `mesh_and_axis.cc` and
     `tile_assignment.cc`.
     """
     try:
@@ -267,13 +314,13 @@ def _groups(attributes: str, devices: int) -> np.ndarray | None:
                 groups = _chains(groups)
             elif not groups:
                 groups = [list(range(devices))]
-            width = max(map(len, groups))  # a shorter group is filled up with an id of its own
+            width = max(map(len, groups))  # pad shorter groups with their first id
             return np.array([group + group[:1] * (width - len(group)) for group in groups])
         if match := _IOTA.search(attributes):
             return _iota(match[2]).reshape(_numbers(match[1]))
         if match := _MESH.search(attributes):
             return _mesh_groups(*match.groups())
-    except (ValueError, LookupError, ArithmeticError):  # numbers that do not fit together
+    except (ValueError, LookupError, ArithmeticError):  # inconsistent numbers
         pass
     return None
 
@@ -283,7 +330,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _chains(pairs: Iterable[Sequence[int]]) -> list[list[int]]:
-    """Devices joined by (source, target) pairs, directly or through others."""
+    """Returns the groups of devices connected by (source, target) pairs, directly or indirectly."""
     chain_of: dict[int, list[int]] = {}
     for source, target in pairs:
         chain = chain_of.setdefault(source, [source])
@@ -301,17 +348,17 @@ def _ids(sizes: Sequence[int]) -> np.ndarray:
 
 
 def _iota(text: str) -> np.ndarray:
-    """`[4,2]T(1,0)`: 0, 1, 2 ... in these dims, then transposed, flat."""
+    """Parses `[4,2]T(1,0)`: 0, 1, 2, ... in these dims, transposed, then flattened."""
     dims, _, permutation = text.partition("T")
     ids = _ids(_numbers(dims)).reshape(_numbers(dims))
     return ids.transpose(_numbers(permutation) or None).ravel()
 
 
 def _mesh_groups(axes: str, device_ids: str | None, grouped: str) -> np.ndarray:
-    """`'a'=8,'b'=2`; device ids as a list, as an iota, or none; and `'b','a':(2)4`.
+    """Parses a mesh `'a'=8,'b'=2`, device ids (a list, an iota or none), and axes `'b','a':(2)4`.
 
-    The names are XLA's own. `'a':(2)4` is the part of size 4 of an axis that is split into
-    (2, 4, what remains).
+    The axis names are XLA's own. `'a':(2)4` is the part of size 4 of an axis that is split into
+    (2, 4, remainder).
     """
     names, lengths = zip(*re.findall(r"'?([^',=]+)'?=(\d+)", axes), strict=True)
     sizes = [int(length) for length in lengths]
@@ -320,7 +367,7 @@ def _mesh_groups(axes: str, device_ids: str | None, grouped: str) -> np.ndarray:
     else:
         ids = _iota(device_ids) if "[" in device_ids else np.array(_numbers(device_ids))
     coordinates = np.indices(sizes).reshape(len(sizes), -1)
-    outside = coordinates.copy()  # the devices of a group are those that agree in this
+    outside = coordinates.copy()  # devices with equal values are a group
     group_size = 1
     for name, before, part in re.findall(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?", grouped):
         axis = names.index(name)

@@ -1,15 +1,15 @@
 """Proofs that padding or splitting a batch does not change the values of its rows.
 
-A function of a batch is traced at two batch sizes, and each value in it is followed:
+A function of a batch is traced at two batch sizes, and each of its values is classified:
 
 - `FIXED`: the same array for any batch.
-- `Rows`: one dim holds the rows in order. The values of the first r rows depend neither on the
-  rows after them nor on how many there are. If they depend on the row's number or on the rows
-  before it, they are `placed`: padding does not change them, and splitting the batch does.
-- `Mixed`: anything else, which includes every primitive without a rule here.
+- `Rows`: one dim holds the rows in order. The values of the first r rows depend neither on later
+  rows nor on the number of rows. If they depend on the row's index or on earlier rows, they are
+  `placed`: padding does not change them, but splitting the batch does.
+- `Mixed`: anything else, including every primitive without a rule.
 
-The comparison of the two traces finds what a single one cannot show: a number that is the batch
-size (`values / len(values)`), and dims that have this size by chance.
+Comparing the two traces detects what a single trace cannot show: a constant that equals the batch
+size (`values / len(values)`), and dims that have this size by coincidence.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ PyTree = Any
 def why_padding_matters(
     function: Callable[[PyTree, PyTree], PyTree], fixed: PyTree, batch: PyTree
 ) -> str | None:
-    """Returns why padding could change what a function gives for the rows of a batch.
+    """Returns why padding could change the results of a function for the rows of a batch.
 
     Args:
         function: A traceable function of (fixed, batch); its results have leading dim B, or do not
@@ -46,10 +46,10 @@ def why_padding_matters(
         batch: Arrays of leading dim B > 1; abstract ones suffice.
 
     Returns:
-        The reason, with the place in the source; None if the results are proven unchanged.
+        The reason, with the source line; None if the results are proven unchanged.
     """
-    found = _results(function, fixed, batch, 2 * _size(batch))
-    return found if isinstance(found, str) else None
+    results = _results(function, fixed, batch, 2 * _size(batch))
+    return results if isinstance(results, str) else None
 
 
 def why_parts_differ(
@@ -60,27 +60,27 @@ def why_parts_differ(
     *,
     own_draws: bool = False,
 ) -> str | None:
-    """Returns why a function could give other values for parts of a batch than for the whole.
+    """Returns why a function could have different results for parts of a batch.
 
     Args:
-        function: As for `why_padding_matters`.
-        fixed: Likewise.
-        batch: Likewise.
+        function: See `why_padding_matters`.
+        fixed: See `why_padding_matters`.
+        batch: See `why_padding_matters`.
         parts: Number of equal parts.
-        own_draws: Whether each part may draw random numbers of its own.
+        own_draws: Whether each part may draw its own random numbers.
 
     Returns:
         The reason; None if a row's values are proven to depend on this row alone: not on other
-        rows, their number, or its place among them.
+        rows, their number, or its index.
     """
     size = _size(batch)
-    # One row is no example of a batch: its dim would be broadcast.
+    # A batch of one row cannot be traced as an example: its dim would be broadcast.
     other = size // parts if size // parts > 1 else 2 * size
-    found = _results(function, fixed, batch, other, draws_by_place=not own_draws)
-    if isinstance(found, str):
-        return found
-    if any(isinstance(value, Rows) and value.placed for value in found):
-        return "the values of an example depend on its place in the batch"
+    results = _results(function, fixed, batch, other, draws_by_place=not own_draws)
+    if isinstance(results, str):
+        return results
+    if any(isinstance(value, Rows) and value.placed for value in results):
+        return "the values of an example depend on its position in the batch"
     return None
 
 
@@ -97,41 +97,42 @@ def _results(
     *,
     draws_by_place: bool = True,
 ) -> list[Value] | str:
-    """Returns what holds of the results by a trace of the batch and one of `other` rows.
+    """Classifies the results by comparing a trace of the batch with one of `other` rows.
 
-    If a result does not hold the rows in order, it returns the reason.
+    Returns the reason instead if a result does not hold the rows in order.
     """
 
     def trace(rows: int) -> Any:
-        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
-        return jax.make_jaxpr(function)(fixed, given)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+        return jax.make_jaxpr(function)(fixed, shapes)
 
     size = _size(batch)
     one = trace(size)
     try:
         two = trace(other)
     except Exception as error:
-        return f"it cannot be traced for another batch size ({type(error).__name__}: {error})"
+        reason = f"{type(error).__name__}: {error}"
+        return f"the function cannot be traced for another batch size ({reason})"
     leaves = len(jax.tree.leaves(fixed))
-    given: list[Value] = [FIXED] * leaves
-    given += [Rows(0)] * (len(one.in_avals) - leaves)
-    found = _Walk(size, draws_by_place).closed(one, two, given)
-    for value in found:
+    arguments: list[Value] = [FIXED] * leaves
+    arguments += [Rows(0)] * (len(one.in_avals) - leaves)
+    results = _Walk(size, draws_by_place).closed(one, two, arguments)
+    for value in results:
         if isinstance(value, Mixed):
             return value.why
         if value is not FIXED and (value.dim, value.inner) != (0, 1):
-            return f"dim {value.dim} of its result holds the rows, and not the leading one"
-    return found
+            return f"dim {value.dim} of its result holds the rows instead of the leading dim"
+    return results
 
 
 class _Walk:
-    """Follows the rows of a batch through two traces of the same function."""
+    """Classifies the values in two traces of the same function."""
 
     def __init__(self, size: int, draws_by_place: bool) -> None:
         self._size, self._draws_by_place = size, draws_by_place
 
     def closed(self, one: Any, two: Any, given: Sequence[Value]) -> list[Value]:
-        """The values of the results; a closed jaxpr, or an open one without constants."""
+        """Classifies the results of a closed jaxpr, or of an open one without constants."""
         consts = [_const(a, b) for a, b in zip(one.consts, two.consts, strict=False)]
         return self._jaxpr(getattr(one, "jaxpr", one), getattr(two, "jaxpr", two), consts, given)
 
@@ -148,7 +149,9 @@ class _Walk:
             for of in (one, two)
         ]
         if steps[0] != steps[1] or len(one.constvars) != len(two.constvars):
-            return [Mixed("it computes something else for another batch size")] * len(one.outvars)
+            return [Mixed("it performs different operations for another batch size")] * len(
+                one.outvars
+            )
         known: dict[Any, Value] = dict(zip(one.constvars, consts, strict=True))
         known |= dict(zip(one.invars, given, strict=True))
 
@@ -157,7 +160,7 @@ class _Walk:
                 return known[a]
             if hasattr(b, "val") and _same_array(a.val, b.val):
                 return FIXED
-            return Mixed("it computes with the size of the batch")
+            return Mixed("it uses the batch size as a number")
 
         for a, b in zip(one.eqns, two.eqns, strict=True):
             ins = [read(x, y) for x, y in zip(a.invars, b.invars, strict=True)]
@@ -168,12 +171,12 @@ class _Walk:
     def _outputs(self, op: Op) -> list[Value]:
         name, count = op.one.primitive.name, len(op.one.outvars)
         structured = self._structured(name, op)
-        found = self._simple(name, op) if structured is None else structured
-        values = found if isinstance(found, list) else [found] * count
+        outputs = self._simple(name, op) if structured is None else structured
+        values = outputs if isinstance(outputs, list) else [outputs] * count
         return [self._checked(op, number, value) for number, value in enumerate(values)]
 
     def _checked(self, op: Op, number: int, value: Value) -> Value:
-        """The value, if the dims that vary with the batch size are those that it says."""
+        """Returns the value if its dims vary with the batch size as it claims, else `Mixed`."""
         if isinstance(value, Mixed):
             return value
         sized = op.sized(number)
@@ -183,7 +186,7 @@ class _Walk:
         return value if length == self._size * value.inner else op.mixed()
 
     def _simple(self, name: str, op: Op) -> "Value | list[Value]":
-        """By the rules of one operation."""
+        """Applies the rule of a single operation."""
         if name == "select_n" and isinstance(op.ins[0], Rows) and op.ins[0].never:
             return op.ins[1]
         for value in op.ins:
@@ -191,21 +194,21 @@ class _Walk:
                 return value
         if not _same_params(op.one.params, op.two.params):
             return op.mixed()
-        made = name in ("iota", "broadcast_in_dim", "random_bits", "random_split")
-        if not op.rows and not made:
+        creates = name in ("iota", "broadcast_in_dim", "random_bits", "random_split")
+        if not op.rows and not creates:
             return FIXED
         rule = RULES.get(name)
-        found = op.mixed() if rule is None else rule(op)
-        if name in DRAWS and op.ins[0] is FIXED and isinstance(found, Rows):
-            found = found._replace(placed=self._draws_by_place)
-        if isinstance(found, list):
-            return [op.with_place(value) for value in found]
-        return op.with_place(found)
+        outputs = op.mixed() if rule is None else rule(op)
+        if name in DRAWS and op.ins[0] is FIXED and isinstance(outputs, Rows):
+            outputs = outputs._replace(placed=self._draws_by_place)
+        if isinstance(outputs, list):
+            return [op.with_place(value) for value in outputs]
+        return op.with_place(outputs)
 
     # -- functions, loops and branches -------------------------------------------------------------
 
     def _structured(self, name: str, op: Op) -> list[Value] | None:
-        """By what an operation runs; None for one that runs nothing."""
+        """Classifies an operation by the jaxprs that it runs; None if it runs none."""
         if name in CALLS:
             key = next(k for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in op.params)
             return self._inner(op.one.params[key], op.two.params[key], op.ins)
@@ -230,8 +233,8 @@ class _Walk:
         if op.ins[0] is not FIXED:
             return [op.mixed()] * len(op.one.outvars)
         branches = zip(op.one.params["branches"], op.two.params["branches"], strict=True)
-        found = [self._inner(a, b, op.ins[1:]) for a, b in branches]
-        return [_joined(op, values) for values in zip(*found, strict=True)]
+        outputs = [self._inner(a, b, op.ins[1:]) for a, b in branches]
+        return [_joined(op, values) for values in zip(*outputs, strict=True)]
 
     def _while(self, op: Op) -> list[Value]:
         tests, bodies = op.params["cond_nconsts"], op.params["body_nconsts"]
@@ -262,13 +265,13 @@ class _Walk:
 
         def body(carry: Sequence[Value]) -> tuple[list[Value], list[Value]]:
             a, b = (of.params["jaxpr"] for of in (op.one, op.two))
-            found = self._inner(a, b, [*consts, *carry, *items])
-            return found[:carried], found[carried:]
+            outputs = self._inner(a, b, [*consts, *carry, *items])
+            return outputs[:carried], outputs[carried:]
 
         carry, each = _settled(op, carry, body)
         if not over_rows:
             return carry + [_shifted(value, 1) for value in each]
-        # The carry after the last row has seen them all.
+        # The carry after the last row depends on all rows.
         placed = carried > 0 or any(map(_by_place, op.ins))
         rows: list[Value] = [
             Rows(0, placed=placed) if value is FIXED else op.mixed() for value in each
@@ -277,7 +280,7 @@ class _Walk:
 
 
 def _item(op: Op, value: Value, over_rows: bool) -> Value:
-    """What a scan hands its body of a scanned operand."""
+    """Returns the class of the slices of an operand that a scan passes to its body."""
     if isinstance(value, Mixed):
         return value
     if over_rows:
@@ -292,7 +295,7 @@ def _shifted(value: Value, by: int) -> Value:
 
 
 def _by_place(value: Value) -> bool:
-    """Returns whether a row's values depend on its position (row numbers included)."""
+    """Returns whether a row's values depend on its position (row indices included)."""
     return isinstance(value, Rows) and (value.placed or any(value.own_number))
 
 
@@ -301,7 +304,7 @@ def _settled(
     carry: list[Value],
     body: Callable[[Sequence[Value]], tuple[list[Value], list[Value]]],
 ) -> tuple[list[Value], list[Value]]:
-    """The carry of a loop as it is in every iteration, and the other results of its body."""
+    """Classifies a loop's carry for every iteration, and the other results of its body."""
     while True:
         after, others = body(carry)
         joined = [_joined(op, pair) for pair in zip(carry, after, strict=True)]
@@ -311,7 +314,7 @@ def _settled(
 
 
 def _joined(op: Op, values: Sequence[Value]) -> Value:
-    """What holds of an array that is one of several."""
+    """Returns the class of an array that may be any of several."""
     for value in values:
         if isinstance(value, Mixed):
             return value
@@ -323,15 +326,15 @@ def _joined(op: Op, values: Sequence[Value]) -> Value:
     return value._replace(placed=placed) if isinstance(value, Rows) else value
 
 
-# -- what is the same in both traces ---------------------------------------------------------------
+# -- comparison of the two traces ------------------------------------------------------------------
 
-# Their sizes follow from the shapes, which are compared by themselves.
+# These follow from the shapes, which are compared separately.
 _SIZES = {"shape", "new_sizes", "limit_indices", "slice_sizes", "sizes"}
 
 
 def _shape(variable: Any) -> tuple[int, ...]:
-    found: tuple[int, ...] = getattr(variable.aval, "shape", ())
-    return found
+    shape: tuple[int, ...] = getattr(variable.aval, "shape", ())
+    return shape
 
 
 def _same_params(one: dict[str, Any], two: dict[str, Any]) -> bool:
@@ -360,11 +363,11 @@ def _numbers(x: Any) -> np.ndarray:
 
 
 def _const(one: Any, two: Any) -> Value:
-    """A constant of the function: the same, or one row for each of the batch (`np.arange(B)`)."""
+    """Classifies a constant: the same array, or one row per row of the batch (`np.arange(B)`)."""
     if _same_array(one, two):
         return FIXED
     if np.ndim(one) == np.ndim(two) and differing(one, two) == [0]:
         shared = min(len(one), len(two))
         if _same_array(one[:shared], two[:shared]):
             return Rows(0, placed=True)
-    return Mixed("a constant of it depends on the size of the batch")
+    return Mixed("one of its constants depends on the batch size")

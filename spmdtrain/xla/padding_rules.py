@@ -1,6 +1,6 @@
-"""What single operations of a traced function do to the rows of a batch.
+"""Effects of single operations on the rows of a batch.
 
-A rule takes an operation whose operands are known and says what holds of its results.
+A rule maps an operation with classified operands to the classes of its results.
 """
 
 import math
@@ -19,9 +19,9 @@ class Rows(NamedTuple):
     inner: int = 1
     """Consecutive elements of the dim that belong to one row: T after (B, T) to (B * T)."""
     own_number: tuple[bool, ...] = ()
-    """Entries of the last dim that hold the row's own number (`arange(B)`)."""
+    """Whether each entry of the last dim holds the row's own index (`arange(B)`)."""
     never: bool = False
-    """Whether this is False in all elements."""
+    """Whether all elements are False."""
     placed: bool = False
     """Whether a row's values depend on its position in the batch or on earlier rows."""
 
@@ -46,24 +46,24 @@ class Op:
 
     @property
     def params(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.one.params
-        return found
+        params: dict[str, Any] = self.one.params
+        return params
 
     @property
     def rows(self) -> list[Rows]:
         return [value for value in self.ins if isinstance(value, Rows)]
 
     def shape(self, operand: int) -> tuple[int, ...]:
-        found: tuple[int, ...] = self.one.invars[operand].aval.shape
-        return found
+        shape: tuple[int, ...] = self.one.invars[operand].aval.shape
+        return shape
 
     @property
     def out(self) -> tuple[int, ...]:
-        found: tuple[int, ...] = self.one.outvars[0].aval.shape
-        return found
+        shape: tuple[int, ...] = self.one.outvars[0].aval.shape
+        return shape
 
     def sized(self, output: int = 0) -> list[int]:
-        """Dims of an output that depend on the batch size."""
+        """Returns the dims of an output that depend on the batch size."""
         return differing(self.one.outvars[output].aval, self.two.outvars[output].aval)
 
     def mixed(self) -> Mixed:
@@ -71,16 +71,16 @@ class Op:
         return Mixed(f"{self.one.primitive.name} at {where}")
 
     def same(self) -> Rows | None:
-        """The operands that hold rows, if they all hold them alike."""
-        found = {(of.dim, of.inner) for of in self.rows}
-        return Rows(*found.pop()) if len(found) == 1 else None
+        """Returns the layout of the rows if all operands with rows have the same, else None."""
+        layouts = {(rows.dim, rows.inner) for rows in self.rows}
+        return Rows(*layouts.pop()) if len(layouts) == 1 else None
 
     def with_place(self, value: Value) -> Value:
         """Returns a rule's result, marked `placed` if an operand depends on row positions."""
         if not isinstance(value, Rows):
             return value
         lost = self.one.primitive.name != "gather" and not any(value.own_number)
-        placed = any(of.placed or (lost and any(of.own_number)) for of in self.rows)
+        placed = any(rows.placed or (lost and any(rows.own_number)) for rows in self.rows)
         return value._replace(placed=value.placed or placed)
 
 
@@ -98,7 +98,7 @@ def _elementwise(op: Op) -> Value:
 
 
 def _less(op: Op) -> Value:
-    """No row's own number is below 0, which indexing with `arange(B)` asks."""
+    """Recognizes that no row index is below 0, a test that indexing with `arange(B)` contains."""
     bound = getattr(op.one.invars[1], "val", None)
     first = op.ins[0]
     if isinstance(first, Rows) and all(first.own_number or (False,)) and bound == 0:
@@ -107,7 +107,7 @@ def _less(op: Op) -> Value:
 
 
 def _created(op: Op) -> Value:
-    """An array made for the batch's size."""
+    """Classifies an array that is created with the batch size."""
     sized = op.sized()
     return Rows(sized[0]) if len(sized) == 1 else FIXED if not sized else op.mixed()
 
@@ -130,15 +130,15 @@ def _broadcast_in_dim(op: Op) -> Value:
 
 
 def _random(op: Op) -> Value:
-    """Bits or keys of a shape: by position, so that more rows do not change the first ones."""
-    if op.rows:  # one key a row
+    """Random bits or keys, drawn by position, so that more rows do not change the first ones."""
+    if op.rows:  # one key per row
         return op.same() or op.mixed()
     value = _created(op)
     return value if value is FIXED or _by_position(op, value) else op.mixed()
 
 
 def _random_gamma(op: Op) -> Value:
-    """One draw for each entry of the second operand, by position if there is one key."""
+    """One draw per entry of the second operand, by position if there is a single key."""
     value = op.same()
     if value is None or (op.ins[0] is FIXED and not _by_position(op, value)):
         return op.mixed()
@@ -148,7 +148,7 @@ def _random_gamma(op: Op) -> Value:
 def _by_position(op: Op, value: Value) -> bool:
     """Returns whether more rows leave the random numbers of the first rows unchanged."""
     key = op.one.invars[0].aval
-    flags: Any = jax.config  # its attributes are not typed
+    flags: Any = jax.config  # has no types for its attributes
     partitionable = "fry" in str(key.dtype) and flags.jax_threefry_partitionable
     leading = isinstance(value, Rows) and math.prod(op.out[: value.dim]) == 1
     return partitionable and leading and not key.shape
@@ -163,7 +163,7 @@ def _reduce(op: Op) -> "Value | list[Value]":
 
 
 def _along(name: str) -> Rule:
-    """Along one dim, which must not be that of the rows."""
+    """Returns the rule of an operation along one dim, which must not be that of the rows."""
 
     def rule(op: Op) -> Value:
         value, axis = op.same(), op.params.get(name, len(op.shape(0)) - 1)
@@ -190,8 +190,8 @@ def _transpose(op: Op) -> Value:
 
 def _squeeze(op: Op) -> Value:
     (value,) = op.rows
-    gone = [dim % len(op.shape(0)) for dim in op.params["dimensions"]]
-    return Rows(value.dim - sum(dim < value.dim for dim in gone), value.inner)
+    removed = [dim % len(op.shape(0)) for dim in op.params["dimensions"]]
+    return Rows(value.dim - sum(dim < value.dim for dim in removed), value.inner)
 
 
 def _concatenate(op: Op) -> Value:
@@ -200,17 +200,17 @@ def _concatenate(op: Op) -> Value:
         return op.mixed()
     columns: list[bool] = []
     if axis == len(op.out) - 1:
-        for number, of in enumerate(op.ins):
+        for number, operand in enumerate(op.ins):
             width = op.shape(number)[-1]
-            known = isinstance(of, Rows) and len(of.own_number) == width
-            columns += of.own_number if known else [False] * width  # type: ignore[union-attr]
+            known = isinstance(operand, Rows) and len(operand.own_number) == width
+            columns += operand.own_number if known else [False] * width  # type: ignore[union-attr]
     return value._replace(own_number=tuple(columns))
 
 
-def _whole(op: Op) -> Value:
-    """A part of each row: the dim of the rows is taken whole."""
+def _slice(op: Op) -> Value:
+    """A part of each row: the slice contains the whole dim of the rows."""
     value = op.ins[0]
-    if not isinstance(value, Rows) or any(of is not FIXED for of in op.ins[1:]):
+    if not isinstance(value, Rows) or any(operand is not FIXED for operand in op.ins[1:]):
         return op.mixed()
     strides = op.params.get("strides")
     kept = op.out[value.dim] == op.shape(0)[value.dim]
@@ -244,7 +244,7 @@ def _update_slice(op: Op) -> Value:
     if not isinstance(value, Rows) or not isinstance(op.ins[1], Rows):
         return op.mixed()
     whole = op.ins[1][:2] == value[:2] and op.shape(1)[value.dim] == op.shape(0)[value.dim]
-    fixed = all(of is FIXED for of in op.ins[2:])
+    fixed = all(operand is FIXED for operand in op.ins[2:])
     return Rows(*value[:2]) if whole and fixed else op.mixed()
 
 
@@ -253,14 +253,14 @@ def _window(op: Op) -> Value:
     if value is None or op.params["window_dimensions"][value.dim] != 1:
         return op.mixed()
     strides = op.params["window_strides"][value.dim]
-    around = tuple(op.params["padding"][value.dim])
+    padding = tuple(op.params["padding"][value.dim])
     dilated = [op.params.get(n) for n in ("base_dilation", "window_dilation")]
-    plain = all(of is None or of[value.dim] == 1 for of in dilated)
-    return value if strides == 1 and around == (0, 0) and plain else op.mixed()
+    plain = all(dilation is None or dilation[value.dim] == 1 for dilation in dilated)
+    return value if strides == 1 and padding == (0, 0) and plain else op.mixed()
 
 
 def _batched(trailing: int) -> Rule:
-    """Of matrices or vectors in the last dims, for each entry of the dims before them."""
+    """Returns the rule of an operation on the last dims, batched over the dims before them."""
 
     def rule(op: Op) -> Value:
         value = op.same()
@@ -271,8 +271,9 @@ def _batched(trailing: int) -> Rule:
 
 
 def _dot(op: Op) -> Value:
-    (left, right), (of_left, of_right) = op.params["dimension_numbers"]
-    batched, sides = len(of_left), [(left, of_left, op.ins[0]), (right, of_right, op.ins[1])]
+    (left, right), (left_batch, right_batch) = op.params["dimension_numbers"]
+    batched = len(left_batch)
+    sides = [(left, left_batch, op.ins[0]), (right, right_batch, op.ins[1])]
     places: set[tuple[int, int, bool]] = set()
     before = batched
     for side, (contracted, batch, value) in enumerate(sides):
@@ -300,7 +301,7 @@ def _conv(op: Op) -> Value:
 
 def _gather(op: Op) -> Value:
     numbers, (operand, indices) = op.params["dimension_numbers"], op.ins
-    by_number = any(any(of.own_number) for of in op.rows)
+    by_number = any(any(rows.own_number) for rows in op.rows)
     batch_dims = [d for d in range(len(op.out)) if d not in numbers.offset_dims]
     by_index = isinstance(indices, Rows) and indices.dim < len(op.shape(1)) - 1
     if not isinstance(operand, Rows):  # a table
@@ -308,11 +309,14 @@ def _gather(op: Op) -> Value:
         if not by_index:
             return op.mixed()
         return Rows(batch_dims[indices.dim], indices.inner, placed=by_number)
-    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    removed = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     if indices is FIXED:
-        if operand.dim in gone or op.params["slice_sizes"][operand.dim] != op.shape(0)[operand.dim]:
+        if (
+            operand.dim in removed
+            or op.params["slice_sizes"][operand.dim] != op.shape(0)[operand.dim]
+        ):
             return op.mixed()
-        kept = [d for d in range(len(op.shape(0))) if d not in gone]
+        kept = [d for d in range(len(op.shape(0))) if d not in removed]
         return Rows(numbers.offset_dims[kept.index(operand.dim)], operand.inner, placed=by_number)
     assert isinstance(indices, Rows)
     if not by_index or operand.inner != indices.inner:
@@ -323,7 +327,7 @@ def _gather(op: Op) -> Value:
         if not paired:
             return op.mixed()
         return Rows(batch_dims[indices.dim], indices.inner, placed=by_number)
-    # x[arange(B), ...]: each row picks from itself, and a wider window from others too.
+    # x[arange(B), ...]: each row reads from itself; a wider window would read other rows too.
     alone = operand.inner == 1 and op.params["slice_sizes"][operand.dim] == 1
     if operand.dim in numbers.start_index_map and alone:
         column = tuple(numbers.start_index_map).index(operand.dim)
@@ -382,7 +386,7 @@ _ELEMENTWISE = """
     sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
     square stop_gradient sub tan tanh xor zeta
 """
-# Random numbers of a key, the first operand: by position if it is one key for all rows.
+# Random draws whose first operand is a key: by position if one key serves all rows.
 DRAWS = ("random_bits", "random_split", "random_gamma")
 RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
@@ -407,8 +411,8 @@ RULES: dict[str, Rule] = {
     "concatenate": _concatenate,
     "stack": _stack,
     "tile": _tile,
-    "slice": _whole,
-    "dynamic_slice": _whole,
+    "slice": _slice,
+    "dynamic_slice": _slice,
     "dynamic_update_slice": _update_slice,
     "pad": _pad,
     **dict.fromkeys((f"reduce_window{n}" for n in ("", "_max", "_min", "_sum")), _window),

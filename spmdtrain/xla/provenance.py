@@ -1,4 +1,4 @@
-"""Which part of the state a value within a compiled step is, or becomes."""
+"""Model parameters from which a value of a compiled step is computed, or which it becomes."""
 
 import math
 import re
@@ -11,7 +11,7 @@ from spmdtrain.xla.hlo_parser import ASYNC, INDEX, Computation, Instruction, Mod
 _ALIASES = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 _TRANSFER = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 
-# What hands on the data that it is given, in another form or at another place.
+# Operations that move or convert their operand.
 _MOVES = frozenset(
     (
         *("copy", "bitcast", "convert", "reshape", "transpose", "slice", "dynamic-slice", "pad"),
@@ -21,14 +21,14 @@ _MOVES = frozenset(
         *("select", "async", "call-done", "recv-done", "custom-call"),
     )
 )
-# Of these each result is a form of the operand in its place.
+# Each result of these is a form of the operand with the same index.
 _SIDE_BY_SIDE = frozenset(
     (
         *("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all"),
         "collective-broadcast",
     )
 )
-# What makes other data of it: a gradient that meets one of these is no gradient after.
+# Operations that produce different data: their result is no longer a gradient of a parameter.
 _ENDS = frozenset(
     (
         *("dot", "convolution", "reduce", "reduce-window", "gather", "broadcast"),
@@ -41,12 +41,12 @@ _PASSES = frozenset(("parameter", "get-tuple-element", "tuple", "while", "condit
 
 @dataclass(frozen=True)
 class Origin:
-    """What a value is to the model.
+    """Relation of a value to the model parameters.
 
     Attributes:
-        parameters: The model parameters, `dense/kernel`, that it is a form of, or that are made of
-            it.
-        is_source: Whether it is these, moved or converted, and not what they become.
+        parameters: Model parameters, such as `dense/kernel`, that the value is a form of, or whose
+            gradients or new values it is.
+        is_source: Whether the value is a moved or converted form of the parameters.
     """
 
     parameters: tuple[str, ...]
@@ -54,13 +54,13 @@ class Origin:
 
     @property
     def parameter(self) -> str:
-        """The only one, else ""."""
+        """The parameter if there is exactly one, else ""."""
         return self.parameters[0] if len(self.parameters) == 1 else ""
 
 
 @dataclass(frozen=True)
 class _Value:
-    """An array of an instruction's result: the path to it within a tuple, () where it is none."""
+    """An array of an instruction's result: the path to it within a tuple, or () for no tuple."""
 
     computation: str
     name: str
@@ -71,15 +71,15 @@ _Step = Callable[[_Value], "Iterator[_Value | str]"]
 
 
 class Origins:
-    """Follows values through a program: back to the arguments, and on to the results.
+    """Follows values through a program, back to its arguments and on to its results.
 
     Args:
         module: The program.
-        parameters: The model parameters by what JAX calls them where they are arguments
-            (`state.params['dense']['kernel']`). A result is known by the argument whose place it
-            takes.
-        devices: How many share the state: what is a smaller part of it than one of these is no
-            form of it any more.
+        parameters: Names of the model parameters by JAX's name of the argument, such as
+            `state.params['dense']['kernel']`. A result is identified by the argument whose buffer
+            it reuses.
+        devices: Number of devices over which the state may be sharded. An array smaller than one
+            such shard is not a form of the value any more.
     """
 
     def __init__(self, module: Module, parameters: Mapping[str, str], devices: int) -> None:
@@ -104,7 +104,13 @@ class Origins:
         }
 
     def parameters_of(self, one: Instruction, within: Computation, index: int = 0) -> Origin:
-        """The model parameters that a value is a form of, or that are made of it."""
+        """Returns the model parameters that a value is a form of, or whose update it becomes.
+
+        Args:
+            one: The instruction that produces the value.
+            within: Its computation.
+            index: Index of the value if the instruction has several results.
+        """
         value = self._value(one, within, index)
         for step in (self._behind, self._ahead):
             reached = self._reached(value, step)
@@ -114,16 +120,26 @@ class Origins:
         return Origin((), False)
 
     def producer(self, one: Instruction, within: Computation, index: int = 0) -> Instruction:
-        """What computed a value that has only been moved since: the first that is found."""
+        """Returns an instruction that computed a value which was only moved since then.
+
+        Args:
+            one: The instruction that produces the value.
+            within: Its computation.
+            index: Index of the value if the instruction has several results.
+
+        Returns:
+            The first such instruction with an operation name; `one` if there is none.
+        """
         start = self._value(one, within, index)
         seen, waiting = {start}, [start]
         while waiting:
             value = waiting.pop()
-            maker, _ = self._get(value)
-            if maker is None:
+            instruction, _ = self._get(value)
+            if instruction is None:
                 continue
-            if maker.opcode not in _PASSES and not _moves(maker.opcode) and maker.op_name:
-                return maker
+            opcode = instruction.opcode
+            if opcode not in _PASSES and not _moves(opcode) and instruction.op_name:
+                return instruction
             for behind in self._behind(value):
                 if isinstance(behind, _Value) and behind not in seen:
                     seen.add(behind)
@@ -131,108 +147,108 @@ class Origins:
         return one
 
     def _value(self, one: Instruction, within: Computation, index: int) -> _Value:
-        """The result of that number; what has begun and is not done has one for each operand."""
+        """Returns the result with an index; a started collective has one result per operand."""
         several = one.shape.startswith("(")
         if one.opcode.endswith("-start"):
             several = len(one.operands) > 1 and _base(one.opcode) in _SIDE_BY_SIDE
         return _Value(within.name, one.name, (index,) if several else ())
 
     def _reached(self, start: _Value, step: _Step) -> set[str]:
-        found: set[str] = set()
+        names: set[str] = set()
         seen, waiting = {start}, [start]
         while waiting:
             for value in step(waiting.pop()):
                 if isinstance(value, str):
-                    found.add(value)
+                    names.add(value)
                 elif value not in seen:
                     seen.add(value)
                     waiting.append(value)
-        return found
+        return names
 
     def _get(self, value: _Value) -> tuple[Instruction | None, Computation]:
         within = self._module.computations[value.computation]
         return within.instructions.get(value.name), within
 
     def _behind(self, value: _Value) -> Iterator[_Value | str]:
-        """What a value is a form of."""
+        """Yields the values or arguments of which a value is a form."""
         one, within = self._get(value)
         if one is None:
             return
-        here, path = within.name, value.path
+        name, path = within.name, value.path
         match one.opcode:
-            case "parameter" if here == self._module.entry:
+            case "parameter" if name == self._module.entry:
                 yield self._arguments[int(one.inside)]
             case "parameter":
-                for caller, role, outer in self._callers[here]:
-                    place = _operand_of(caller, here, int(one.inside))
+                for caller, role, outer in self._callers[name]:
+                    place = _operand_of(caller, name, int(one.inside))
                     if place < len(caller.operands):
                         yield _Value(outer, caller.operands[place], path)
                     if role == "body":
-                        yield _Value(here, within.root.name, path)
+                        yield _Value(name, within.root.name, path)
             case "get-tuple-element":
-                yield _Value(here, one.operands[0], (_index(one), *path))
+                yield _Value(name, one.operands[0], (_index(one), *path))
             case "tuple" if path:
-                yield _Value(here, one.operands[path[0]], path[1:])
+                yield _Value(name, one.operands[path[0]], path[1:])
             case "while":
-                yield _Value(here, one.operands[0], path)
+                yield _Value(name, one.operands[0], path)
                 yield self._root(dict(one.called)["body"], path)
             case "conditional":
-                yield from (self._root(name, path) for _, name in one.called)
+                yield from (self._root(branch, path) for _, branch in one.called)
             case opcode if opcode in _CALLS:
                 yield self._root(one.called[0][1], path)
             case "recv":
                 yield from self._transfers["send", _transfer(one)]
             case "send":
-                yield _Value(here, one.operands[0])
+                yield _Value(name, one.operands[0])
             case opcode if _moves(opcode):
-                yield from (_Value(here, name, rest) for name, rest in _given(one, path))
+                yield from (_Value(name, operand, rest) for operand, rest in _given(one, path))
 
     def _ahead(self, value: _Value) -> Iterator[_Value | str]:
-        """What is made of a value alone, element by element."""
+        """Yields the values or arguments that are computed elementwise from a value."""
         one, within = self._get(value)
         if one is None:
             return
-        here, path = within.name, value.path
+        name, path = within.name, value.path
         if one.is_root:
             yield from self._beyond(within, path)
         if one.opcode == "send":
             yield from self._transfers["recv", _transfer(one)]
             return
-        for user in self._users[here, one.name]:
-            places = [place for place, name in enumerate(user.operands) if name == one.name]
+        for user in self._users[name, one.name]:
+            places = [n for n, operand in enumerate(user.operands) if operand == one.name]
             match user.opcode:
                 case "get-tuple-element":
                     if path[:1] == (_index(user),):
-                        yield _Value(here, user.name, path[1:])
+                        yield _Value(name, user.name, path[1:])
                 case "tuple":
-                    yield from (_Value(here, user.name, (place, *path)) for place in places)
+                    yield from (_Value(name, user.name, (place, *path)) for place in places)
                 case "while":
                     body = dict(user.called)["body"]
                     yield from (_Value(body, x.name, path) for x in self._parameters_in(body))
                 case "conditional":
-                    for _, name in user.called:
-                        for x in self._parameters_in(name):
-                            if _operand_of(user, name, int(x.inside)) in places:
-                                yield _Value(name, x.name, path)
+                    for _, branch in user.called:
+                        for x in self._parameters_in(branch):
+                            if _operand_of(user, branch, int(x.inside)) in places:
+                                yield _Value(branch, x.name, path)
                 case opcode if opcode in _CALLS:
-                    name = user.called[0][1]
-                    for x in self._parameters_in(name):
+                    called = user.called[0][1]
+                    for x in self._parameters_in(called):
                         if int(x.inside) in places:
-                            yield _Value(name, x.name, path)
+                            yield _Value(called, x.name, path)
                 case "send":
-                    yield _Value(here, user.name, (0,))
+                    yield _Value(name, user.name, (0,))
                 case "scatter" if 0 not in places:
-                    continue  # of what is added to an array elsewhere it is no form
+                    continue  # the result is a form of the array, not of the updates
                 case opcode if _base(opcode) not in _ENDS and self._is_form(user, one):
                     if path or opcode.endswith("-done"):
-                        yield _Value(here, user.name, path)
+                        yield _Value(name, user.name, path)
                     elif _base(opcode) in _SIDE_BY_SIDE and len(user.operands) > 1:
-                        yield from (_Value(here, user.name, (place,)) for place in places)
+                        yield from (_Value(name, user.name, (place,)) for place in places)
                     else:
-                        yield _Value(here, user.name)
+                        yield _Value(name, user.name)
 
     def _beyond(self, within: Computation, path: tuple[int, ...]) -> Iterator[_Value | str]:
-        """Where the result of a computation goes."""
+        """Yields the values or arguments that take the result of a computation."""
         if within.name == self._module.entry:
             argument = self._replaced.get(path[0] if path else 0)
             if argument is not None:
@@ -249,23 +265,25 @@ class Origins:
         inner = self._module.computations[name].instructions.values()
         return [one for one in inner if one.opcode == "parameter"]
 
-    def _is_form(self, made: Instruction, of: Instruction) -> bool:
-        """Whether an array is as large as another, or a device's part of it."""
-        if _moves(made.opcode):
+    def _is_form(self, result: Instruction, operand: Instruction) -> bool:
+        """Returns whether a result is as large as its operand or a device's shard of it."""
+        if _moves(result.opcode):
             return True
-        whole, size = (max((math.prod(x.dims) for x in y.arrays), default=0) for y in (of, made))
+        whole, size = (
+            max((math.prod(x.dims) for x in y.arrays), default=0) for y in (operand, result)
+        )
         return size <= whole <= size * self._devices
 
 
 def _operand_of(caller: Instruction, inner: str, parameter: int) -> int:
-    """Which operand of an instruction a parameter of a computation that it calls is."""
-    if caller.opcode == "conditional":  # after what chooses, one for each branch
+    """Returns the index of the caller's operand for a parameter of a called computation."""
+    if caller.opcode == "conditional":  # operand 0 selects the branch; each branch has one more
         return 1 + [name for _, name in caller.called].index(inner)
     return 0 if caller.opcode == "while" else parameter
 
 
 def _base(opcode: str) -> str:
-    """`all-gather` of `all-gather-start`; what is known by its whole name stays as it is."""
+    """Returns `all-gather` for `all-gather-start`; opcodes in `_MOVES` stay unchanged."""
     return opcode if opcode in _MOVES else opcode.removesuffix("-start").removesuffix("-done")
 
 
@@ -274,7 +292,7 @@ def _moves(opcode: str) -> bool:
 
 
 def _given(one: Instruction, path: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The operands whose data a result is, each with the path to it there."""
+    """Yields the operands whose data a result is, each with the path within the operand."""
     base = _base(one.opcode)
     if one.opcode.endswith("-done"):
         yield one.operands[0], path
@@ -286,7 +304,7 @@ def _given(one: Instruction, path: tuple[int, ...]) -> Iterator[tuple[str, tuple
         yield from ((name, path) for name in one.operands[1:])
     elif base == "dynamic-update-slice":
         yield from ((name, ()) for name in one.operands[:2])
-    elif base in ("concatenate", "custom-call"):  # a TPU's ConcatBitcast
+    elif base in ("concatenate", "custom-call"):  # such as a TPU's ConcatBitcast
         yield from ((name, ()) for name in one.operands)
     elif one.operands:
         is_tuple = base in ("optimization-barrier", "opt-barrier")

@@ -161,7 +161,7 @@ def test_two_devices_on_a_chip() -> None:
 def test_more_virtual_devices_than_there_can_be_are_refused() -> None:
     ended = plan(DIGITS, "--topology", "gpu:h100:2048x8")
     assert ended.returncode == 2, ended.stderr
-    assert "16,384 devices, and without the compiler for GPUs" in ended.stderr
+    assert "16,384 devices; without the GPU compiler" in ended.stderr
 
 
 def test_what_jax_takes_of_a_gpu_by_itself_is_told(tmp_path: Path) -> None:

@@ -166,16 +166,16 @@ def test_several_topologies_end_in_a_table(monkeypatch: pytest.MonkeyPatch) -> N
     ("topology", "told"),
     [
         ("v5x:4x4", "Did you mean 'v5p'?|Did you mean 'v5e'?"),
-        ("v5e:4", "2 dims, as in v5e:4x4"),
-        ("v5e:4y4", "'4y4' is no shape"),
-        ("v5p:0x4x4", "is no shape"),
+        ("v5e:4", "2 dims, such as v5e:4x4"),
+        ("v5e:4y4", "'4y4' is not a shape"),
+        ("v5p:0x4x4", "is not a shape"),
         ("v5e:4x4@x", "number of slices"),
         ("gpu:h100:8", "HOSTSxGPUS"),
         ("gpu:b7:1x8", "There are: h100, h200, a100"),
         ("v5e:4x4@", "number of slices"),
-        ("cpu:8,", "no such chip"),
+        ("cpu:8,", "unknown chip ''"),
         ("cpu:99999999", "up to 4,096"),
-        ("cpu:none", "cpu takes a number"),
+        ("cpu:none", "cpu needs a number"),
     ],
 )
 def test_a_topology_that_is_none(
@@ -199,7 +199,7 @@ def test_an_experiment_with_its_own_loop_cannot_be_planned(
 ) -> None:
     assert main(["--config", str(GAN), "--topology", "cpu:8"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "train(config, loop): a plan is for files with build(config)" in line
+    assert "train(config, loop); plan experiments that define build(config)" in line
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_an_experiment_with_its_own_loop_cannot_be_planned(
         (("--data-on-device",), None),
         (("--steps-per-dispatch", 10), "holds 9 more batches"),
         (("--strategy", "one_device"), "uses 1 of the 8 chips"),
-        (("--strategy", "central_storage"), "and cross to the device and back in each step"),
+        (("--strategy", "central_storage"), "copied to the device and back in each step"),
     ],
 )
 def test_options_of_the_run(options: tuple[object, ...], note: str | None) -> None:

@@ -169,7 +169,9 @@ def test_a_parameter_that_fills_a_device_is_a_giant(tmp_path: Path) -> None:
     wide.write_text(ONE_MATRIX)
     options = ("--width", 40_000, "--topology", "gpu:a100:1x8", "--strategy")
     (one,) = advised(wide, *options, "mirrored")
-    assert "weights (40000, 40000)" in one.finding and "whole on each of 8 devices" in one.finding
+    assert (
+        "weights (40000, 40000)" in one.finding and "replicated on each of 8 devices" in one.finding
+    )
     assert one.options == "--strategy zero" and one.with_options is not None
     # The moments of Adam, in eight parts.
     saved = one.without.peak - one.with_options.peak
@@ -186,9 +188,12 @@ def test_dims_that_do_not_divide_and_into_how_many_parts_they_do(tmp_path: Path)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert "no dim divides (1002 = 125 * 8 + 2" in line
-    assert "with --sharding.max-shards 2 all of it divides, and a device has 6.02 MB" in line
+    assert (
+        "with --sharding.max-shards 2 all parameters are divisible, and each device holds 6.02 MB"
+        in line
+    )
     (one,) = advised(wide, *options, "--sharding.replicated-limit", 2**30)
-    assert "no dim of weights (1002, 1002) divides over 8 devices" in one.finding
+    assert "no dim of weights (1002, 1002) is divisible by 8 devices" in one.finding
     assert one.options == "--sharding.max-shards 2" and one.with_options is not None
     assert one.with_options.peak < one.without.peak
 
@@ -229,7 +234,9 @@ def test_what_changes_between_topologies() -> None:
     assert [one["topology"] for one in found["plans"]] == ["cpu:2", "cpu:8"]
     (change,) = told
     assert found["changes"] == told
-    assert change.endswith(": layers/2/bias (10,): whole (2 before), on 4 times the devices")
+    assert change.endswith(
+        ": layers/2/bias (10,): replicated (2 shards before) on 4 times the devices"
+    )
 
 
 def test_events_of_collectives_and_of_time() -> None:
@@ -247,11 +254,11 @@ def test_events_of_collectives_and_of_time() -> None:
     after = of("all-reduce", 0.25, "collectives", "the network between slices")
     assert list(tables.events(before, before)) == []
     assert list(tables.events(before, after | {"fits": False})) == [
-        "does not fit any more",
-        "w: crosses in all-reduce (in all-gather before)",
+        "no longer fits",
+        "w: sent by all-reduce (all-gather before)",
         "collectives cross the network between slices",
         "only collectives run in 25% of a step (0% before)",
-        "a step is mostly collectives (compute before)",
+        "the bottleneck is collectives (compute before)",
     ]
 
 
@@ -269,7 +276,7 @@ def test_an_array_that_is_made_whole_is_told_with_its_line(tmp_path: Path) -> No
     ended = plan(config, *options, "--no-advice")
     assert ended.returncode == 0, ended.stderr
     told = " ".join(ended.stdout.split())
-    assert f"weights resharded.py:{line} (build" in told and "made whole on every device" in told
+    assert f"weights resharded.py:{line} (build" in told and "is replicated on every device" in told
     assert "Involuntary" not in ended.stdout + ended.stderr
 
 
@@ -326,7 +333,7 @@ def test_measuring_wants_the_devices_at_hand() -> None:
     ended = plan(DIGITS, "--topology", "gpu:h100:1x8", "--measure")
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert "--measure runs on gpu:h100:1x8, 8 gpu devices, and here are" in line
+    assert "--measure gpu:h100:1x8 needs 8 gpu devices, but this machine has" in line
 
 
 @pytest.mark.drill

@@ -517,7 +517,7 @@ def test_values_of_each_replica_within_a_step() -> None:
         ({"global_batch_size": 12}, "12"),
         (
             {"collectives": CollectiveOptions(combine_threshold_bytes=4)},
-            "XLA has no threshold on CPU",
+            "combine_threshold_bytes is not supported on CPU",
         ),
         ({"collectives": CollectiveOptions(reduction="all_reduce")}, "per_replica"),
     ],

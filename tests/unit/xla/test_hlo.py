@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from spmdtrain.xla.collectives import Collective, collectives, describe
+from spmdtrain.xla.collectives import Collective, collectives, describe_collectives
 
 
 def make_mesh(**sizes: int) -> Mesh:
@@ -305,7 +305,7 @@ def test_a_shared_channel_is_not_a_piece() -> None:
 # --- In words ---
 
 
-def test_describe() -> None:
+def test_describe_collectives() -> None:
     mesh = make_mesh(data=4, tensor=2)
     found = [
         Collective("all-gather", ("data", "tensor"), 8, 100, 1, ""),
@@ -314,13 +314,13 @@ def test_describe() -> None:
         Collective("all-reduce", ("data",), 4, 80_000, 1, ""),
         Collective("all-to-all", (), 0, 12_345, 1, ""),
     ]
-    assert describe(found, mesh) == (
+    assert describe_collectives(found, mesh) == (
         "2 all-reduces, 1.08 MB, over data=4; "
         "1 all-to-all, 12.3 kB, over unknown axes; "
         "1 all-gather, 100 B, over data=4 tensor=2; "
         "1 all-reduce, 4 B, over tensor=2"
     )
-    assert describe([], mesh) == "no collectives"
+    assert describe_collectives([], mesh) == "no collectives"
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_describe() -> None:
 )
 def test_describe_bytes(payload: int, words: str) -> None:
     one = Collective("all-reduce", ("data",), 8, payload, 1, "")
-    assert describe([one], make_mesh(data=8)) == f"1 all-reduce, {words}, over data=8"
+    assert describe_collectives([one], make_mesh(data=8)) == f"1 all-reduce, {words}, over data=8"
 
 
 # --- Compiled ---
@@ -379,7 +379,7 @@ def test_sum_over_a_sharded_batch(sizes: Mapping[str, int]) -> None:
     assert replace(found, line="") == Collective(
         "all-reduce", ("data",), sizes["data"], 128 * 4, 1, "jit(<lambda>)/reduce_sum"
     )
-    assert describe([found], mesh) == f"1 all-reduce, 512 B, over data={sizes['data']}"
+    assert describe_collectives([found], mesh) == f"1 all-reduce, 512 B, over data={sizes['data']}"
 
 
 def test_sum_over_the_other_axis() -> None:
