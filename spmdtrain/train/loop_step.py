@@ -117,7 +117,7 @@ class LoopStep:
             compiled = lowered.compile()
             await_compiled(lowered)
         if process_group.is_chief():
-            contents = collectives.told(compiled.as_text(), loop.placement.mesh)
+            contents = collectives.describe_program(compiled.as_text(), loop.placement.mesh)
             seconds = time.perf_counter() - began
             text = f"step compiled in {seconds:.1f} s: {contents}"
             loop.logger.log_header(loop.placement, state.params, text)

@@ -160,8 +160,8 @@ def _limit_cpu(timeout: float) -> None:
     flags = os.environ.get("XLA_FLAGS", "").split()
     if flags and not flags[0].startswith("-"):
         raise UserError(
-            f"collectives.timeout adds to XLA_FLAGS, which names a file ({flags[0]}): set the flags "
-            "themselves instead"
+            f"collectives.timeout adds to XLA_FLAGS, which names a file ({flags[0]}): set the "
+            "flags themselves instead"
         )
     current = dict(flag.lstrip("-").partition("=")[::2] for flag in flags)
     for name, value in wanted.items():

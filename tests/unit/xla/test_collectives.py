@@ -139,7 +139,8 @@ def test_a_timeout_comes_before_the_devices(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_timeout_is_rounded_up_and_split(
     monkeypatch: pytest.MonkeyPatch, timeout: float, between: int, until_warning: int, after: int
 ) -> None:
-    monkeypatch.setattr("spmdtrain.xla.collective_options._not_too_late", lambda option: None)
+    name = "spmdtrain.xla.collective_options._check_not_initialized"
+    monkeypatch.setattr(name, lambda option: None)
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
     expected = [
         "--xla_a=1",
@@ -153,7 +154,8 @@ def test_a_timeout_is_rounded_up_and_split(
 
 
 def test_mpi_has_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spmdtrain.xla.collective_options._not_too_late", lambda option: None)
+    name = "spmdtrain.xla.collective_options._check_not_initialized"
+    monkeypatch.setattr(name, lambda option: None)
     monkeypatch.setenv(MPI_LIBRARY, "libmpiwrapper.so")
     before = jax.config.jax_cpu_collectives_implementation  # type: ignore[attr-defined]
     try:
