@@ -241,8 +241,6 @@ SMALLEST = "norm"
 @pytest.mark.parametrize(
     ("strategy", "mesh", "axes", "axes_of_optimizer"),
     [
-        ("default", None, "", ""),
-        ("zero", None, "", "data"),
         ("central_storage+fully_sharded", None, "fsdp", "fsdp"),
         ("zero+tensor_parallel", MeshSpec(data=4, tensor=2), "tensor", "data tensor"),
         (
@@ -263,9 +261,6 @@ def test_it_learns_the_same_under_strategies_and_their_products(
     assert trainer.state is not None
     memory = {x.sharding.memory_kind for x in jax.tree.leaves(trainer.state.params)}
     assert (memory == {"pinned_host"}) == ("central_storage" in strategy)
-    if strategy == "default":
-        assert trainer.mesh is None
-        return
     for tree, asked in (("params", axes), ("opt_state", axes_of_optimizer)):
         over = set(asked.split())
         expected = dict.fromkeys(BY_RULE, over) | dict.fromkeys(NORMS, over - {"tensor"})
