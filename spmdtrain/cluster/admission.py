@@ -1,7 +1,8 @@
 """Admission of the processes of a job to process 0.
 
-Whoever reaches the port may connect, so everything that a connection may use before it has proved
-that it has the job's token is bounded: bytes, nesting, seconds, and connections at a time.
+Any program that reaches the port can connect. Therefore everything that a connection can use before
+it has authenticated by the job's token is bounded: bytes, nesting, seconds, and the number of
+connections at a time.
 """
 
 import errno
@@ -14,17 +15,17 @@ from typing import Any
 from spmdtrain.cluster.json_lines import Line, is_nonce, new_nonce
 from spmdtrain.errors import UserError
 
-MOST_STRANGERS = 128  # connections at a time that have not proved the token
-_HANDSHAKE = 10.0  # seconds in which a connection has to prove it
-_UNDISTURBED = 1.0  # seconds that one which has greeted has before another may take its place
-_SEND = 5.0  # seconds that a message to one process may block
+MAX_UNAUTHENTICATED = 128  # connections at a time that have not authenticated
+_HANDSHAKE_TIMEOUT = 10.0  # seconds within which a connection must authenticate
+_GRACE_PERIOD = 1.0  # seconds after its greeting in which a connection is not dropped for another
+_SEND_TIMEOUT = 5.0  # seconds that a message to one process may block
 
 Admitted = tuple[Line, dict[str, Any]]
 
 
 @dataclass
-class _Stranger:
-    """A connection that has not proved that it has the token."""
+class _Pending:
+    """A connection that has not authenticated."""
 
     since: float
     greeted: bool = False
@@ -35,18 +36,20 @@ class Admission:
 
     Args:
       listener: The listening socket; the caller closes it.
-      token: The job's token; if it is empty, every process that has none either is admitted.
+      token: The job's token; if it is empty, every process without a token is admitted.
+
+    Attributes:
+      members: The open admitted connections.
+      refused: Number of refused connections.
     """
 
     def __init__(self, listener: socket.socket, token: bytes) -> None:
         listener.setblocking(False)
         self.members: list[Line] = []
-        """The admitted connections that are open."""
         self.refused = 0
-        """Number of connections that were refused."""
         self._last = ""
         self._listener, self._token = listener, token
-        self._strangers: dict[Line, _Stranger] = {}  # in the order of their arrival
+        self._pending: dict[Line, _Pending] = {}  # in order of arrival
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
 
@@ -55,8 +58,8 @@ class Admission:
         """The number of refusals, with address and reason of the last; empty if there are none."""
         if not self.refused:
             return ""
-        many = "1 connection" if self.refused == 1 else f"{self.refused} connections"
-        return f"refused {many}, the last {self._last}"
+        number = "1 connection" if self.refused == 1 else f"{self.refused} connections"
+        return f"refused {number}, the last {self._last}"
 
     def poll(self, seconds: float) -> tuple[list[Admitted], list[Line]]:
         """Waits for connections and messages.
@@ -65,11 +68,11 @@ class Admission:
           seconds: Longest time to wait.
 
         Returns:
-          The connections admitted now with their first message, and earlier ones that have been
-          closed by the other side.
+          The newly admitted connections with their first message, and the admitted connections that
+          the other side has closed.
 
         Raises:
-          UserError: If this process may not open as many connections as the job needs.
+          UserError: If the limit of open files is too low for the processes of the job.
         """
         admitted: list[Admitted] = []
         gone: list[Line] = []
@@ -78,15 +81,20 @@ class Admission:
             line = key.data
             if line is None:
                 arrived = True
-            elif line in self._strangers:
-                if (first := self._listen_to(line)) is not None:
+            elif line in self._pending:
+                if (first := self._read_first(line)) is not None:
                     admitted.append((line, first))
             elif not line.discard():
                 self._drop(line)
                 gone.append(line)
         now = time.monotonic()
-        for line in [x for x, one in self._strangers.items() if now - one.since > _HANDSHAKE]:
-            self.refuse(line, f"it has not identified itself in {_HANDSHAKE:g} s", at_once=True)
+        expired = [
+            x for x, pending in self._pending.items() if now - pending.since > _HANDSHAKE_TIMEOUT
+        ]
+        for line in expired:
+            self.refuse(
+                line, f"it has not identified itself in {_HANDSHAKE_TIMEOUT:g} s", at_once=True
+            )
         if arrived and self._has_room(now):
             self._accept(now)
         return admitted, gone
@@ -109,26 +117,26 @@ class Admission:
             line.wait_for_end(1.0)
         for line in self.members:
             line.close()
-        for line in self._strangers:
+        for line in self._pending:
             line.close(at_once=True)
         self._selector.close()
 
     def _has_room(self, now: float) -> bool:
-        """Returns whether another connection may come in, and drops one for it if it must.
+        """Returns whether another connection can be accepted; drops a pending one if necessary.
 
-        A process of the job greets at once, so those that say nothing go first.
+        A process of the job sends its greeting at once, so silent connections are dropped first.
         """
-        if len(self._strangers) < MOST_STRANGERS:
+        if len(self._pending) < MAX_UNAUTHENTICATED:
             return True
-        for line, one in self._strangers.items():
-            if not one.greeted:
-                self.refuse(line, "it said nothing, and others waited", at_once=True)
+        for line, pending in self._pending.items():
+            if not pending.greeted:
+                self.refuse(line, "it sent nothing while others waited", at_once=True)
                 return True
-        oldest, one = next(iter(self._strangers.items()))
-        if now - one.since > _UNDISTURBED:
-            self.refuse(oldest, "it did not identify itself, and others waited", at_once=True)
+        oldest, pending = next(iter(self._pending.items()))
+        if now - pending.since > _GRACE_PERIOD:
+            self.refuse(oldest, "it did not identify itself while others waited", at_once=True)
             return True
-        time.sleep(0.01)  # the rest waits in the listener's queue
+        time.sleep(0.01)  # the others wait in the listener's queue
         return False
 
     def _accept(self, now: float) -> None:
@@ -137,60 +145,61 @@ class Admission:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._make_room(error)
-            return  # else it has gone again
-        connection.settimeout(_SEND)
+            return  # any other error: the connection is already closed
+        connection.settimeout(_SEND_TIMEOUT)
         line = Line(connection, "chief")
-        self._strangers[line] = _Stranger(since=now)
+        self._pending[line] = _Pending(since=now)
         self._selector.register(connection, selectors.EVENT_READ, line)
 
     def _make_room(self, error: OSError) -> None:
-        if not self._strangers:
+        if not self._pending:
             raise UserError(
                 f"no connection can be accepted: {error.strerror}; {len(self.members)} processes "
                 "are connected: raise the limit of open files (ulimit -n)"
             ) from error
-        oldest = next(iter(self._strangers))
+        oldest = next(iter(self._pending))
         self.refuse(oldest, "there are too many open files", at_once=True)
 
-    def _listen_to(self, line: Line) -> dict[str, Any] | None:
+    def _read_first(self, line: Line) -> dict[str, Any] | None:
         """Reads from an unauthenticated connection; returns its first authentic message."""
-        there = line.read()
+        is_open = line.read()
         for message in line.messages():
-            if self._strangers[line].greeted and message is not None:
-                del self._strangers[line]
+            if self._pending[line].greeted and message is not None:
+                del self._pending[line]
                 self.members.append(line)
                 return message
             if fault := self._answer(line, message):
                 self.refuse(line, fault)
                 return None
-        if not there:
+        if not is_open:
             self._drop(line)
         return None
 
     def _answer(self, line: Line, message: dict[str, Any] | None) -> str:
-        """Answers a greeting; returns what is wrong with it, or empty."""
-        one = self._strangers[line]
-        if one.greeted:
-            return "it has another job token" if self._token else "it is no process of a job"
+        """Answers a greeting; returns why it is refused, or an empty string."""
+        pending = self._pending[line]
+        not_a_process = "it is not a process of a job"
+        if pending.greeted:
+            return "it has another job token" if self._token else not_a_process
         nonce = (message or {}).get("nonce")
         if message is None or message.get("spmdtrain") != "hello" or not is_nonce(nonce):
-            return "it is no process of a job"
+            return not_a_process
         own = new_nonce()
         try:
             line.send({"nonce": own, "token": bool(self._token)})
         except OSError:
             return "it closed the connection"
         if message.get("token") is not bool(self._token):
-            has = "no job token" if self._token else "a job token, and this process has none"
+            has = "no job token" if self._token else "a job token, but this process has none"
             return f"it has {has}"
         assert isinstance(nonce, str)
         line.authenticate(self._token, worker_nonce=nonce, chief_nonce=own)
-        one.greeted = True
+        pending.greeted = True
         return ""
 
     def _drop(self, line: Line, *, at_once: bool = False) -> None:
-        if line in self._strangers:
-            del self._strangers[line]
+        if line in self._pending:
+            del self._pending[line]
         else:
             self.members.remove(line)
         self._selector.unregister(line.socket)

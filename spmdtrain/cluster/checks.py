@@ -11,7 +11,13 @@ from spmdtrain.errors import UserError
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check of the network says."""
+    """The result of one check of a cluster.
+
+    Attributes:
+      level: The severity.
+      what: The task or part of the cluster that was checked.
+      text: The result, for the user.
+    """
 
     level: Literal["ok", "warning", "error"]
     what: str
@@ -24,12 +30,12 @@ def check_servers(spec: ClusterSpec) -> list[Finding]:
         return []
     if missing := spec.why_no_servers:
         needed = "strategy parameter_server needs a chief, a worker and a ps task"
-        what = f"{needed}; this cluster has {missing}"
-        return [Finding("error", "parameter servers", what)]
+        text = f"{needed}; this cluster has {missing}"
+        return [Finding("error", "parameter servers", text)]
     workers = [str(task) for task in spec.processes[1:]]
     shown = ", ".join(workers[:4]) + (f" and {len(workers) - 4} more" if len(workers) > 4 else "")
-    what = f"with strategy parameter_server {spec.chief} is the chief, and these compute: {shown}"
-    return [Finding("ok", "parameter servers", what)]
+    text = f"with strategy parameter_server {spec.chief} is the chief, and these compute: {shown}"
+    return [Finding("ok", "parameter servers", text)]
 
 
 def check_token(spec: ClusterSpec, environ: Mapping[str, str] = os.environ) -> list[Finding]:
@@ -37,7 +43,7 @@ def check_token(spec: ClusterSpec, environ: Mapping[str, str] = os.environ) -> l
 
     Args:
       spec: The cluster.
-      environ: The environment that may name the token.
+      environ: The environment from which the token is read.
     """
     from spmdtrain.cluster import job_token
     from spmdtrain.cluster.rendezvous import is_loopback
@@ -45,25 +51,25 @@ def check_token(spec: ClusterSpec, environ: Mapping[str, str] = os.environ) -> l
     address = spec.coordinator
     if spec.role is not Role.TRAIN or address is None or is_loopback(address.host):
         return []
-    said: list[str] = []
+    warnings: list[str] = []
     try:
-        token = job_token.read(environ, warn=said.append)
+        token = job_token.read(environ, warn=warnings.append)
     except UserError as error:
         return [Finding("error", "job token", str(error))]
     if not token:
         return [Finding("warning", "job token", job_token.advice(str(address)))]
-    if said:
-        return [Finding("warning", "job token", said[0].removeprefix("warning: "))]
-    return [Finding("ok", "job token", "given; all processes must have the same")]
+    if warnings:
+        return [Finding("warning", "job token", warnings[0].removeprefix("warning: "))]
+    return [Finding("ok", "job token", "set; it must be the same in all processes")]
 
 
 def check_network(spec: ClusterSpec) -> list[Finding]:
-    """Look at the network of a cluster from this machine; takes some seconds at most."""
+    """Checks the network of a cluster from this machine, which takes at most a few seconds."""
     from spmdtrain.cluster import network_check
 
     return [
-        Finding(*found)
-        for found in network_check.examine(
+        Finding(*finding)
+        for finding in network_check.examine(
             {str(task): (task.address.host, task.address.port) for task in spec.tasks},
             own=str(spec.task) if spec.task else None,
             training=[str(task) for task in spec.processes],

@@ -1,4 +1,4 @@
-"""`python -m spmdtrain.cluster`: what TF_CONFIG says, and whether the network bears it out."""
+"""`python -m spmdtrain.cluster`: prints the cluster of TF_CONFIG and checks its network."""
 
 import json
 from collections.abc import Sequence
@@ -18,13 +18,17 @@ class Options:
     """The command's options."""
 
     json: bool = False
-    """Print one JSON object and nothing else."""
+    """Print only one JSON object."""
     network: bool = True
-    """Also look at the network from this machine: names, addresses, ports."""
+    """Also check host names, addresses and ports from this machine."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Runs the command and returns its exit code.
+
+    Args:
+      arguments: The command line; default: that of the process.
+    """
     import tyro
 
     options = tyro.cli(
@@ -34,7 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def execute(options: Options) -> int:
-    """Print the cluster and the findings; raises `UserError` where one of them is an error."""
+    """Prints the cluster and the findings; returns the exit code.
+
+    Raises:
+      UserError: If a finding is an error, or TF_CONFIG is not valid.
+    """
     spec = from_environment()
     if not options.json:
         _print_spec(spec)
@@ -42,11 +50,11 @@ def execute(options: Options) -> int:
     if options.network:
         findings += check_network(spec) + check_token(spec)
     if options.json:
-        checked = {"findings": [asdict(one) for one in findings]} if options.network else {}
+        checked = {"findings": [asdict(x) for x in findings]} if options.network else {}
         print(json.dumps(spec.as_json() | checked))
     else:
         _print_findings(findings)
-    if faults := dict.fromkeys(one.what for one in findings if one.level == "error"):
+    if faults := dict.fromkeys(x.what for x in findings if x.level == "error"):
         raise UserError(f"checks failed: {', '.join(faults)}")
     return ExitCode.DONE
 
@@ -56,7 +64,7 @@ def _console() -> "Console":
 
     console = Console(highlight=False, soft_wrap=True, emoji=False)
     if not console.is_terminal:
-        console.width = 1000  # a file has no edge: a wide table is not to be cut off
+        console.width = 1000  # rich would otherwise cut a wide table off in a file
     return console
 
 
@@ -86,6 +94,6 @@ def _print_findings(findings: Sequence[Finding]) -> None:
 
     console = _console()
     colours = {"ok": "green", "warning": "yellow", "error": "red"}
-    for one in findings:
-        level = f"[{colours[one.level]}]{one.level:<8}[/]"
-        console.print(f"{level}{escape(f'{one.what}: {one.text}')}")
+    for finding in findings:
+        level = f"[{colours[finding.level]}]{finding.level:<8}[/]"
+        console.print(f"{level}{escape(f'{finding.what}: {finding.text}')}")

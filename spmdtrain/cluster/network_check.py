@@ -1,6 +1,6 @@
-"""What this machine sees of a cluster's network: names, addresses, ports.
+"""Checks of a cluster's network from this machine: host names, addresses and ports.
 
-The cluster comes as plain data, and so do the findings: level, what was looked at, what was found.
+The cluster is plain data, and so are the results: level, what was checked, and a text.
 """
 
 import ipaddress
@@ -13,25 +13,34 @@ from typing import Literal, TypeVar
 _RESOLVE_SECONDS = 2.5
 _CONNECT_SECONDS = 2.0
 
-Found = tuple[Literal["ok", "warning", "error"], str, str]
+Result = tuple[Literal["ok", "warning", "error"], str, str]
 Addresses = Mapping[str, tuple[str, int]]  # task to host and port
-IPs = Mapping[str, list[str] | str]  # host to what `resolve` says of it
+IPs = Mapping[str, list[str] | str]  # host to the result of `resolve`
 K = TypeVar("K")
 V = TypeVar("V")
 
 
-def examine(addresses: Addresses, *, own: str | None, training: Sequence[str]) -> Iterator[Found]:
-    """Check the network of a cluster; `training` are the tasks that train, by rank."""
+def examine(addresses: Addresses, *, own: str | None, training: Sequence[str]) -> Iterator[Result]:
+    """Checks the network of a cluster from this machine.
+
+    Args:
+      addresses: Task name to host and port.
+      own: The name of this process' task; None if it has none.
+      training: The names of the training tasks, by rank.
+
+    Yields:
+      Level, task or part of the network, and text.
+    """
     if not addresses:
-        yield "ok", "network", "a plain local run needs none"
+        yield "ok", "network", "a local run needs none"
         return
-    hosts, here = {host for host, _ in addresses.values()}, socket.gethostname()
-    found = together(resolve, hosts | {here}, _RESOLVE_SECONDS)
-    ips = {host: found[host] for host in hosts & found.keys()}
+    hosts, hostname = {host for host, _ in addresses.values()}, socket.gethostname()
+    resolved = together(resolve, hosts | {hostname}, _RESOLVE_SECONDS)
+    ips = {host: resolved[host] for host in hosts & resolved.keys()}
     yield from _names(addresses, ips)
     yield from _loopback(addresses, ips)
-    if own is not None and not any(map(is_own_only, hosts | {here})):
-        yield from _own_name(here, found)
+    if own is not None and not any(map(is_own_only, hosts | {hostname})):
+        yield from _own_name(hostname, resolved)
     yield from _doubles(addresses, ips)
     trains = len(training) > 1 and own in training
     if own is not None:
@@ -42,26 +51,30 @@ def examine(addresses: Addresses, *, own: str | None, training: Sequence[str]) -
         yield (
             "ok",
             "firewall",
-            f"all tasks that train connect to port {port} of {host} ({training[0]}), and gloo and "
-            "NCCL to ports of their own choosing: let all ports through between these machines",
+            f"all training tasks connect to port {port} of {host} ({training[0]}); gloo and NCCL "
+            "choose further ports: open all ports between these machines",
         )
 
 
-# --- The checks ---
+# -- checks ----------------------------------------------------------------------------------------
 
 
-def _names(addresses: Addresses, ips: IPs) -> Iterator[Found]:
+def _names(addresses: Addresses, ips: IPs) -> Iterator[Result]:
     unknown = 0
     for task, (host, _) in addresses.items():
-        found = ips.get(host, f"no answer in {_RESOLVE_SECONDS} s")
-        if isinstance(found, str):
+        resolved = ips.get(host, f"no answer in {_RESOLVE_SECONDS} s")
+        if isinstance(resolved, str):
             unknown += 1
-            yield "error", task, f"the name {host} cannot be resolved here: {found}"
+            yield (
+                "error",
+                task,
+                f"the host name {host} does not resolve on this machine: {resolved}",
+            )
     if not unknown:
-        yield "ok", "names", f"all of them resolve ({len(ips)})"
+        yield "ok", "names", f"all host names resolve ({len(ips)})"
 
 
-def _loopback(addresses: Addresses, ips: IPs) -> Iterator[Found]:
+def _loopback(addresses: Addresses, ips: IPs) -> Iterator[Result]:
     own_only = {task: is_own_only(host) for task, (host, _) in addresses.items()}
     if all(own_only.values()):
         return
@@ -70,29 +83,30 @@ def _loopback(addresses: Addresses, ips: IPs) -> Iterator[Found]:
             yield (
                 "error",
                 task,
-                f"{host} is a different machine wherever it is read, and the cluster has other "
-                "hosts: give an address by which they reach it",
+                f"{host} means a different machine on each host, but the cluster has several "
+                "hosts: give an address at which the others reach this task",
             )
         elif any(map(is_own_only, _known(ips, host))):
             yield (
                 "warning",
                 task,
-                f"{host} resolves to {', '.join(_known(ips, host))} here, which no other machine "
-                "reaches, and gloo may listen there: mend it in /etc/hosts",
+                f"{host} resolves on this machine to {', '.join(_known(ips, host))}, which other "
+                "machines cannot reach, and gloo may listen there: correct it in /etc/hosts",
             )
 
 
-def _own_name(here: str, ips: IPs) -> Iterator[Found]:
-    if any(map(is_own_only, _known(ips, here))):
+def _own_name(hostname: str, ips: IPs) -> Iterator[Result]:
+    if any(map(is_own_only, _known(ips, hostname))):
         yield (
             "warning",
             "this machine",
-            f"its own name, {here}, resolves to {', '.join(_known(ips, here))}, where gloo then "
-            "listens, and no other machine reaches it: mend it in /etc/hosts (NCCL does not mind)",
+            f"its host name, {hostname}, resolves to {', '.join(_known(ips, hostname))}, where "
+            "gloo then listens and other machines cannot connect: correct it in /etc/hosts (NCCL "
+            "is not affected)",
         )
 
 
-def _doubles(addresses: Addresses, ips: IPs) -> Iterator[Found]:
+def _doubles(addresses: Addresses, ips: IPs) -> Iterator[Result]:
     tasks: dict[tuple[str, int], str] = {}
     for task, (host, port) in addresses.items():
         for ip in _known(ips, host):
@@ -107,7 +121,7 @@ def _doubles(addresses: Addresses, ips: IPs) -> Iterator[Found]:
                 break
 
 
-def _own(own: str, address: tuple[str, int], ips: IPs, listens: bool) -> Iterator[Found]:
+def _own(own: str, address: tuple[str, int], ips: IPs, listens: bool) -> Iterator[Result]:
     host, port = address
     if not _known(ips, host):
         return
@@ -118,11 +132,11 @@ def _own(own: str, address: tuple[str, int], ips: IPs, listens: bool) -> Iterato
             f"{host} is not this machine, {socket.gethostname()}: is task.index right?",
         )
     elif fault := why_not_free(port):
-        taken = f"port {port} is not free here: {fault}"
+        in_use = f"port {port} of this machine is not free: {fault}"
         if listens:
-            yield "error", own, f"{taken}; the others are to connect to it"
+            yield "error", own, f"{in_use}; the other tasks must connect to it"
         else:
-            yield "warning", own, f"{taken}; only rank 0 of several needs its port"
+            yield "warning", own, f"{in_use}; only rank 0 needs its port"
     else:
         yield "ok", own, f"{host} is this machine, and port {port} is free"
 
@@ -132,7 +146,7 @@ def _others(
     ips: IPs,
     own: str,
     training: Sequence[str],
-) -> Iterator[Found]:
+) -> Iterator[Result]:
     tasks = [task for task in training if task != own and _known(ips, addresses[task][0])]
     answers = together(connect, {addresses[task] for task in tasks}, _CONNECT_SECONDS)
     reached = 0
@@ -144,7 +158,7 @@ def _others(
                 "error",
                 task,
                 f"{host}, port {port}, cannot be reached ({answer}): is the machine up, and does "
-                "a firewall let this one through?",
+                "its firewall accept connections from this one?",
             )
             continue
         reached += 1
@@ -157,33 +171,33 @@ def _others(
                 f"{host} answers, but nothing listens on port {port} yet: it may not have started",
             )
     if tasks and reached == len(tasks):
-        yield "ok", "machines", f"those of the other tasks answer ({len(tasks)})"
+        yield "ok", "machines", f"the hosts of all other tasks answer ({len(tasks)})"
 
 
 def _known(ips: IPs, host: str) -> list[str]:
-    """The IP addresses of a host; none where it could not be resolved."""
-    found = ips.get(host, "")
-    return found if isinstance(found, list) else []
+    """Returns the IP addresses of a host; an empty list if it does not resolve."""
+    resolved = ips.get(host, "")
+    return resolved if isinstance(resolved, list) else []
 
 
-# --- The machine ---
+# -- this machine ----------------------------------------------------------------------------------
 
 LISTENS, REFUSES = "listens", "refuses"
 
 
 def resolve(host: str) -> list[str] | str:
-    """The IP addresses of a host, or why there is none."""
+    """Returns the IP addresses of a host, or why it does not resolve."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         return error.strerror or str(error)
-    except UnicodeError:  # a label of more than 63 letters, or of none
+    except UnicodeError:  # a label that is empty or longer than 63 characters
         return "it is not a host name"
-    return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found))
+    return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in infos))
 
 
 def is_own_only(host: str) -> bool:
-    """Whether a host is the machine itself wherever it is read, as localhost is."""
+    """Returns whether a host name or address means the local machine on every host: localhost."""
     try:
         ip = ipaddress.ip_address(host)
     except ValueError:
@@ -192,7 +206,7 @@ def is_own_only(host: str) -> bool:
 
 
 def is_here(ip: str) -> bool:
-    """Whether an IP address is one of this machine: only to such can a socket be bound."""
+    """Returns whether an IP address belongs to this machine: a socket can be bound to it."""
     try:
         family = socket.AF_INET6 if ":" in ip else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -203,16 +217,17 @@ def is_here(ip: str) -> bool:
 
 
 def why_not_free(port: int) -> str | None:
-    """Why nothing can listen on a port of this machine; None where it can.
+    """Returns why no program can listen at a port of this machine; None if one can.
 
-    On all its addresses at once, as JAX's coordinator does.
+    The port is checked on all addresses at once, because JAX's coordinator listens on all of them.
     """
     both = socket.has_dualstack_ipv6()
     try:
         with socket.socket(socket.AF_INET6 if both else socket.AF_INET) as probe:
             if both:
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            # What an ended run leaves in TIME_WAIT does not count; SO_REUSEPORT would share.
+            # SO_REUSEADDR ignores connections of an ended run in TIME_WAIT; SO_REUSEPORT would
+            # share the port with a listener.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("", port))
     except OSError as error:
@@ -221,7 +236,7 @@ def why_not_free(port: int) -> str | None:
 
 
 def connect(address: tuple[str, int]) -> str:
-    """`LISTENS`, `REFUSES`, or why the host cannot be reached."""
+    """Returns `LISTENS`, `REFUSES`, or why the host cannot be reached."""
     try:
         socket.create_connection(address, timeout=_CONNECT_SECONDS).close()
     except ConnectionRefusedError:
@@ -232,13 +247,22 @@ def connect(address: tuple[str, int]) -> str:
 
 
 def together(call: Callable[[K], V], keys: Iterable[K], seconds: float) -> dict[K, V]:
-    """What `call` returns for each key, all at once, without those that take longer."""
+    """Calls a function for all keys in parallel.
+
+    Args:
+      call: The function.
+      keys: Its arguments.
+      seconds: Longest time to wait.
+
+    Returns:
+      Key to result, for the calls that have returned in time.
+    """
     results: dict[K, V] = {}
 
     def work(key: K) -> None:
         results[key] = call(key)
 
-    # Not a pool: the interpreter would wait for it at its end, and a resolver may take a minute.
+    # Not a pool, because the interpreter waits for pools at exit, and a resolver may take a minute.
     threads = [threading.Thread(target=work, args=(key,), daemon=True) for key in keys]
     end = time.monotonic() + seconds
     for thread in threads:

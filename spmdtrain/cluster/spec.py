@@ -12,7 +12,7 @@ from spmdtrain.errors import UserError
 
 
 class Role(enum.StrEnum):
-    """What a task is there for."""
+    """The role of a task."""
 
     TRAIN = "train"
     EVALUATE = "evaluate"
@@ -22,7 +22,7 @@ class Role(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Task:
-    """An entry of the cluster; as a string `worker 2`, and `chief` without a number."""
+    """An entry of the cluster. Its string is `worker 2`, or `chief` without an index."""
 
     type: str
     index: int
@@ -34,16 +34,16 @@ class Task:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """The tasks of a cluster, and which of them this is."""
+    """The tasks of a cluster, and the task of this process."""
 
     jobs: Mapping[str, tuple[Address, ...]]
-    """Job to addresses; of chief, worker, ps, evaluator those that are there, in this order."""
+    """Job to addresses, for the existing jobs of chief, worker, ps and evaluator, in this order."""
     task_type: str | None
     task_index: int | None
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """Every task, training tasks first and in the order of their ranks."""
+        """All tasks; the training tasks come first, in the order of their ranks."""
         return tuple(
             Task(job, index, address)
             for job, addresses in self.jobs.items()
@@ -57,20 +57,20 @@ class ClusterSpec:
 
     @property
     def num_processes(self) -> int:
-        """How many tasks train together."""
+        """The number of training tasks; 1 without a cluster."""
         return max(1, len(self.processes))
 
     @property
     def task(self) -> Task | None:
-        """This task's own entry; None where the cluster has none."""
-        if self.task_type is None:  # then there is at most one
+        """The entry of this process; None if the cluster has none."""
+        if self.task_type is None:  # then the cluster has at most one task
             return next(iter(self.tasks), None)
         own = (self.task_type, self.task_index)
         return next((task for task in self.tasks if (task.type, task.index) == own), None)
 
     @property
     def role(self) -> Role:
-        """What this task is there for; a single task that trains is a plain local run."""
+        """The role of this process; a training task without other tasks is a local run."""
         if self.task_type == "evaluator":
             return Role.EVALUATE
         if self.task_type == "ps":
@@ -79,7 +79,7 @@ class ClusterSpec:
 
     @property
     def rank(self) -> int | None:
-        """The number of this process among those that train: chief first, then workers."""
+        """The rank of this process among the training tasks: the chief first, then the workers."""
         if self.role is Role.TRAIN:
             assert self.task is not None
             return self.processes.index(self.task)
@@ -87,7 +87,7 @@ class ClusterSpec:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is the one task that writes what is written once."""
+        """Whether this process has rank 0, which alone writes logs and metrics."""
         return self.rank == 0
 
     @property
@@ -97,7 +97,7 @@ class ClusterSpec:
 
     @property
     def why_no_servers(self) -> str | None:
-        """What strategy parameter_server lacks in this cluster; None if it can run here."""
+        """The tasks that strategy parameter_server needs and this cluster lacks; None if none."""
         missing = [] if self.processes else ["chief"]
         missing += [] if len(self.processes) > 1 else ["worker besides the chief"]
         missing += [] if self.has_ps else ["ps task"]
@@ -105,12 +105,12 @@ class ClusterSpec:
 
     @property
     def coordinator(self) -> Address | None:
-        """The address of rank 0, where it has one."""
+        """The address of rank 0; None without training tasks."""
         return self.processes[0].address if self.processes else None
 
     @property
     def name(self) -> str:
-        """What to call this task in a message."""
+        """The name of this task in messages."""
         if self.role is Role.LOCAL or self.task_type is None or self.task_index is None:
             return "local"
         return _name(self.task_type, self.task_index)
@@ -126,7 +126,7 @@ class ClusterSpec:
         return "evaluator" in self.jobs
 
     def as_json(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """Returns the JSON object that `--json` prints."""
         return {
             "role": self.role.value,
             "task_type": self.task_type,
@@ -135,25 +135,30 @@ class ClusterSpec:
             "num_processes": self.num_processes,
             "is_chief": self.is_chief,
             "coordinator": None if self.coordinator is None else str(self.coordinator),
-            "jobs": {job: [str(one) for one in addresses] for job, addresses in self.jobs.items()},
+            "jobs": {job: [str(x) for x in addresses] for job, addresses in self.jobs.items()},
         }
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> ClusterSpec:
-    """The cluster of the variable TF_CONFIG.
+    """Returns the cluster of the environment variable TF_CONFIG.
 
-    Raises `UserError` where it is broken, or where Slurm or Open MPI started something else.
+    Args:
+      environ: The environment.
+
+    Raises:
+      UserError: If TF_CONFIG is not valid, or if Slurm or Open MPI started another number of
+        processes or gave this one another rank.
     """
     spec = from_tf_config(environ.get("TF_CONFIG"))
     if spec.role is not Role.TRAIN or spec.num_processes == 1:
         return spec
-    # Outside of a task, as in the shell of salloc, SLURM_NTASKS may be there and means nothing.
+    # Outside of a task, such as in the shell of salloc, SLURM_NTASKS may be set without meaning.
     by_job = "SLURM_STEP_NUM_TASKS" not in environ and "SLURM_PROCID" in environ
     slurm = "SLURM_NTASKS" if by_job else "SLURM_STEP_NUM_TASKS"
     pairs = ((slurm, "SLURM_PROCID"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"))
     for size, rank in pairs:
-        # A launcher in a single task of theirs starts the processes itself; and evaluators may be
-        # tasks of theirs that are none of the training's processes.
+        # With a single Slurm or Open MPI task, a launcher in it starts the processes itself. Their
+        # tasks may also include evaluators, which are not training processes.
         others = len(spec.tasks) > spec.num_processes and environ.get(size) == str(len(spec.tasks))
         if environ.get(size, "") in ("", "1") or others:
             continue
@@ -164,16 +169,17 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> ClusterSpec:
             )
         if environ.get(rank, "") not in ("", str(spec.rank)):
             raise UserError(
-                f"{rank} is {environ[rank]!r}, but by TF_CONFIG this is {spec.name}, "
-                f"rank {spec.rank}: number the tasks alike, or unset one of the two"
+                f"{rank} is {environ[rank]!r}, but according to TF_CONFIG this is {spec.name}, "
+                f"rank {spec.rank}: use the same order of tasks, or unset one of the two"
             )
     return spec
 
 
 def from_tf_config(text: str | None) -> ClusterSpec:
-    """The cluster that a value of TF_CONFIG describes; None or "" is a plain local run.
+    """Returns the cluster that a value of TF_CONFIG describes; None or "" is a local run.
 
-    Raises `UserError`, naming the field.
+    Raises:
+      UserError: If the value is not valid; names the field.
     """
     return ClusterSpec(*tf_config.parse(text or "{}"))
 

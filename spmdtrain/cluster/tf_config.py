@@ -1,4 +1,4 @@
-"""TF_CONFIG, read strictly: what TensorFlow would trip over later is an error here."""
+"""A strict parser of TF_CONFIG, which rejects values that would fail later in TensorFlow."""
 
 import ipaddress
 import json
@@ -10,13 +10,13 @@ from typing import Any
 from spmdtrain.errors import UserError, did_you_mean
 
 _JOBS = ("chief", "worker", "ps", "evaluator")
-_MASTER = "master"  # what TensorFlow 1 called the chief
+_MASTER = "master"  # TensorFlow 1's name of the chief
 _EXAMPLE = '"task": {"type": "worker", "index": 0}'
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a task is reached; as a string `host:port`, an IPv6 host in brackets."""
+    """The address of a task. Its string is `host:port`, with an IPv6 host in brackets."""
 
     host: str
     port: int
@@ -26,7 +26,15 @@ class Address:
 
     @classmethod
     def parse(cls, text: object, field: str) -> "Address":
-        """The address that `text` is; raises `UserError`, naming `field`, where it is none."""
+        """Parses `host:port`.
+
+        Args:
+          text: The value, of any type.
+          field: The name of the value, for the error message.
+
+        Raises:
+          UserError: If `text` is not a string of the form `host:port`.
+        """
         fault = None
         if not isinstance(text, str):
             raise UserError(f"{field} is {_shown(text)}: it must be a string, host:port")
@@ -52,10 +60,16 @@ class Address:
 
 
 def parse(text: str) -> tuple[dict[str, tuple[Address, ...]], str | None, int | None]:
-    """Addresses by job (chief, worker, ps, evaluator), task type and index of a TF_CONFIG.
+    """Parses a value of TF_CONFIG.
 
-    Raises `UserError`, naming the field. The format is that of
+    The format is that of
     https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/TFConfigClusterResolver
+
+    Returns:
+      Job to addresses (chief, worker, ps, evaluator), task type and task index.
+
+    Raises:
+      UserError: If the value is not valid; names the field.
     """
     try:
         config = json.loads(text, object_pairs_hook=_pairs, parse_constant=_constant)
@@ -68,7 +82,7 @@ def parse(text: str) -> tuple[dict[str, tuple[Address, ...]], str | None, int | 
         fault = f"not JSON: {error.msg} at line {error.lineno}, column {error.colno}, near {near}"
     except RecursionError:
         fault = "its objects or lists are nested too deeply"
-    except ValueError as error:  # what is raised below, or a number of thousands of digits
+    except ValueError as error:  # a UserError from below, or an integer with thousands of digits
         fault = str(error)
     raise UserError(f"TF_CONFIG: {fault}")
 
@@ -94,7 +108,8 @@ def _jobs(cluster: dict[str, Any]) -> dict[str, tuple[Address, ...]]:
             other = fields.setdefault((_one_spelling(address.host), address.port), field)
             if other != field:
                 raise UserError(
-                    f"{field} is {_shown(text)}, as is {other}: give each task its own address"
+                    f"{field} is {_shown(text)}, the same address as {other}: give each task its "
+                    "own"
                 )
             addresses.append(address)
         if len(addresses) > 1 and name not in ("worker", "ps"):
@@ -107,7 +122,7 @@ def _jobs(cluster: dict[str, Any]) -> dict[str, tuple[Address, ...]]:
 
 
 def _entries(value: Any, field: str) -> list[Any]:
-    """The values of a list, or of an object with indices for its keys."""
+    """Returns the values of a list, or of an object whose keys are indices."""
     if isinstance(value, dict):
         indices = [str(index) for index in range(len(value))]
         for key in value.keys() - set(indices):
@@ -130,8 +145,8 @@ def _task(
     if "type" not in task and "index" not in task:
         if count > 1:
             raise UserError(
-                f"task is missing, and the cluster has {count} tasks: say which of them this is, "
-                f"{_EXAMPLE}"
+                f"task is missing, but the cluster has {count} tasks: name the task of this "
+                f"process, {_EXAMPLE}"
             )
         return None, None
     if "type" not in task:
@@ -152,10 +167,10 @@ def _task(
                 f"the last is {len(jobs[job]) - 1}"
             )
     elif job == "ps" or (job != "evaluator" and (jobs or index > 0)):
-        there = f"it has: {', '.join(jobs)}" if jobs else "it is empty"
+        content = f"it has: {', '.join(jobs)}" if jobs else "it is empty"
         raise UserError(
-            f"task.type is {name!r} (task.index {_shown(index)}), and the cluster has no such "
-            f"task; {there}"
+            f"task.type is {name!r} (task.index {_shown(index)}), but the cluster has no such "
+            f"task; {content}"
         )
     return job, index
 
@@ -175,25 +190,25 @@ def _object(value: Any, field: str, example: str) -> dict[str, Any]:
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in result:
             raise UserError(
-                f"the key {_shown(key)} is there twice, for {_shown(found[key])} and "
+                f"the key {_shown(key)} occurs twice, with {_shown(result[key])} and "
                 f"{_shown(value)}: keep one of them"
             )
-        found[key] = value
-    return found
+        result[key] = value
+    return result
 
 
 def _constant(name: str) -> None:
-    raise UserError(f"{name} is in it, which is not JSON: write a finite number or a string")
+    raise UserError(f"it contains {name}, which is not JSON: write a finite number or a string")
 
 
 def _is_host(host: str, bracketed: bool) -> bool:
     if not bracketed and not re.fullmatch("[0-9.]+", host):
         return re.fullmatch("[A-Za-z0-9_][A-Za-z0-9_.-]*", host) is not None
-    try:  # a resolver takes 10.1 for 10.0.0.1, and 010.0.0.1 for 8.0.0.1: nobody means that
+    try:  # stricter than a resolver, which reads 10.1 as 10.0.0.1, and 010.0.0.1 as 8.0.0.1
         (ipaddress.IPv6Address if bracketed else ipaddress.IPv4Address)(host)
     except ValueError:
         return False
@@ -201,11 +216,11 @@ def _is_host(host: str, bracketed: bool) -> bool:
 
 
 def _one_spelling(host: str) -> str:
-    """The same for two hosts that differ in case or in how an IPv6 address is shortened."""
+    """Normalizes the case of a host name, and the notation of an IPv6 address."""
     return str(ipaddress.IPv6Address(host)) if ":" in host else host.lower().rstrip(".")
 
 
 def _shown(value: Any) -> str:
-    """A value as a message shows it: on one line, and not all of it where it is long."""
+    """Returns a value for a message: in one line of at most 100 characters."""
     text = repr(value) if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 100 else f"{text[:100]}..."

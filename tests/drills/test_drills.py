@@ -261,8 +261,8 @@ def test_a_missing_process_is_named_in_all_the_others(tmp_path: Path) -> None:
     assert codes(ended) == [1, 1, 0], show(ended)
     assert all(one.seconds < 30 for one in ended), show(ended)
     for one in ended[:2]:
-        missing = f"2 of 3 are here: worker 1 at {addresses[2]} has not come"
-        assert f"failed: gave up after 6 s, {missing}" in one.output.splitlines(), show(ended)
+        missing = f"2 of 3 processes have joined; missing: worker 1 at {addresses[2]}"
+        assert f"failed: gave up after 6 s: {missing}" in one.output.splitlines(), show(ended)
         assert f"waiting, {missing}" in one.output and "Traceback" not in one.output
 
 
@@ -299,7 +299,7 @@ def test_two_of_one_index_are_exit_2_in_all(tmp_path: Path) -> None:
     assert codes(ended) == [2, 2, 2], show(ended)
     assert spread(ended) < 10, show(ended)
     for one in ended:
-        assert re.search(r"error: there are two of worker 0: .*, process \d+ and ", one.output)
+        assert re.search(r"error: two processes are worker 0: .*, process \d+ and ", one.output)
 
 
 def test_a_second_of_an_index_that_comes_late_is_refused_and_the_job_goes_on(

@@ -172,7 +172,7 @@ def rendezvous_message() -> Target:
                 found += list(line.messages())
             for message in found:
                 if message is not None and rendezvous._is_hello(message):
-                    rendezvous._let_in(party, line, message, {})
+                    rendezvous._add_member(party, line, message, {})
             return found
 
     sound = json.dumps(hello).encode() + b"\n"

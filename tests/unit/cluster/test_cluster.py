@@ -469,19 +469,19 @@ BROKEN: list[tuple[object, str]] = [
     # Addresses of two tasks
     (
         config("worker", 0, worker=["a:1", "b:1", "a:1"]),
-        "cluster.worker[2] is 'a:1', as is cluster.worker[0]: give each task its own address",
+        "cluster.worker[2] is 'a:1', the same address as cluster.worker[0]: give each task its own",
     ),
     (
         config("worker", 0, worker=["a.B:1"], ps=["c:1", "A.b:1"]),
-        "cluster.ps[1] is 'A.b:1', as is cluster.worker[0]",
+        "cluster.ps[1] is 'A.b:1', the same address as cluster.worker[0]",
     ),
     (
         config("worker", 0, chief=["[::1]:1"], worker=["[0:0::0:1]:1"]),
-        "cluster.worker[0] is '[0:0::0:1]:1', as is cluster.chief[0]",
+        "cluster.worker[0] is '[0:0::0:1]:1', the same address as cluster.chief[0]",
     ),
     # The task
-    (config(worker=WORKERS), "task is missing, and the cluster has 2 tasks: say which"),
-    ({"cluster": {"worker": WORKERS}, "task": {"cloud": 1}}, "task is missing, and the cluster"),
+    (config(worker=WORKERS), "task is missing, but the cluster has 2 tasks: name the"),
+    ({"cluster": {"worker": WORKERS}, "task": {"cloud": 1}}, "task is missing, but the cluster"),
     ({"task": {"index": 0}}, 'task.type is missing, task is {"index": 0}: write "task": {'),
     (
         {"cluster": {"worker": WORKERS}, "task": {"type": "worker"}},
@@ -495,12 +495,12 @@ BROKEN: list[tuple[object, str]] = [
     (config("evaluator", 1, evaluator=["a:1"]), "task.index is 1: cluster.evaluator has 1 tasks"),
     (
         config("ps", 0, worker=WORKERS, chief=["c:1"]),
-        "task.type is 'ps' (task.index 0), and the cluster has no such task; it has: chief, worker",
+        "task.type is 'ps' (task.index 0), but the cluster has no such task; it has: chief, worker",
     ),
     (config("chief", 0, worker=["a:1"]), "task.type is 'chief' (task.index 0), and the cluster"),
     (config("worker", 0, chief=["a:1"]), "task.type is 'worker' (task.index 0), and the cluster"),
-    (config("worker", 1), "task.type is 'worker' (task.index 1), and the cluster has no such "),
-    (config("ps", 0), "task.type is 'ps' (task.index 0), and the cluster has no such task; it is"),
+    (config("worker", 1), "task.type is 'worker' (task.index 1), but the cluster has no such "),
+    (config("ps", 0), "task.type is 'ps' (task.index 0), but the cluster has no such task; it is"),
     *(
         (config("worker", index, worker=WORKERS), f"task.index is {shown}: it must be a whole")
         for index, shown in [
@@ -538,16 +538,16 @@ def test_what_is_broken_is_refused_with_its_field_and_its_value(
         ('{"cluster": {}\n "task": 1}', "not JSON: Expecting ',' delimiter at line 2, column 2"),
         ('{"cluster": {}} x', "not JSON: Extra data at line 1, column 17, near "),
         ('\ufeff{"cluster": {}}', "not JSON: Unexpected UTF-8 BOM"),
-        ('{"task": NaN}', "NaN is in it, which is not JSON"),
-        ('{"more": [-Infinity]}', "-Infinity is in it, which is not JSON"),
+        ('{"task": NaN}', "it contains NaN, which is not JSON"),
+        ('{"more": [-Infinity]}', "it contains -Infinity, which is not JSON"),
         (
             '{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}}',
-            'the key \'worker\' is there twice, for ["a:1"] and ["b:1"]: keep one',
+            'the key \'worker\' occurs twice, with ["a:1"] and ["b:1"]: keep one',
         ),
-        ('{"task": {}, "task": {}}', "the key 'task' is there twice, for {} and {}: keep one"),
+        ('{"task": {}, "task": {}}', "the key 'task' occurs twice, with {} and {}: keep one"),
         (
             '{"cluster": {"worker": {"0": "a:1", "0": "b:1"}}}',
-            "the key '0' is there twice, for 'a:1' and 'b:1': keep one",
+            "the key '0' occurs twice, with 'a:1' and 'b:1': keep one",
         ),
         ("[" * 100_000, "its objects or lists are nested too deeply"),
         ('{"x":' * 100_000, "its objects or lists are nested too deeply"),
@@ -644,12 +644,12 @@ DISAGREEING: list[tuple[dict[str, str], str]] = [
     ({"SLURM_NTASKS": "4", "SLURM_PROCID": "2"}, "SLURM_NTASKS is '4', but TF_CONFIG has 3 train"),
     (
         {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "1"},
-        "SLURM_PROCID is '1', but by TF_CONFIG this is worker 1, rank 2: number the tasks alike",
+        "SLURM_PROCID is '1', but according to TF_CONFIG this is worker 1, rank 2",
     ),
     ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is '2', but TF_CONFIG has 3 training"),
     (
         {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "0"},
-        "OMPI_COMM_WORLD_RANK is '0', but by TF_CONFIG this is worker 1, rank 2",
+        "OMPI_COMM_WORLD_RANK is '0', but according to TF_CONFIG this is worker 1, rank 2",
     ),
 ]
 

@@ -69,12 +69,11 @@ def test_a_cluster_on_this_machine_that_has_not_started_is_fine(free: int) -> No
     assert not errors(found)
     assert not warnings(found)
     assert fine(found) == {
-        "names": "all of them resolve (2)",
+        "names": "all host names resolve (2)",
         "worker 0": f"127.0.0.1 is this machine, and port {free} is free",
-        "machines": "those of the other tasks answer (1)",
-        "firewall": f"all tasks that train connect to port {free} of 127.0.0.1 (worker 0), and "
-        "gloo and NCCL to ports of their own choosing: let all ports through between these "
-        "machines",
+        "machines": "the hosts of all other tasks answer (1)",
+        "firewall": f"all training tasks connect to port {free} of 127.0.0.1 (worker 0); "
+        "gloo and NCCL choose further ports: open all ports between these machines",
     }
 
 
@@ -87,8 +86,8 @@ def test_a_taken_port_of_rank_0_is_an_error_whichever_address_holds_it(host: str
         port = server.getsockname()[1]
         found = findings("chief", 0, chief=[f"127.0.0.1:{port}"], worker=["127.0.0.1:9"])
     assert errors(found) == {
-        "chief": f"port {port} is not free here: Address already in use; the others are to "
-        "connect to it"
+        "chief": f"port {port} of this machine is not free: Address already in use; "
+        "the other tasks must connect to it"
     }
 
 
@@ -115,7 +114,7 @@ def test_a_taken_port_of_another_rank_is_a_warning_for_nothing_is_to_listen_ther
     with listening() as port:
         found = findings("worker", 1, worker=[f"127.0.0.1:{free}", f"127.0.0.1:{port}"])
     assert not errors(found)
-    assert warnings(found)["worker 1"].startswith(f"port {port} is not free here")
+    assert warnings(found)["worker 1"].startswith(f"port {port} of this machine is not free")
 
 
 def test_a_coordinator_is_reached_or_has_not_started() -> None:
@@ -160,7 +159,7 @@ def test_tasks_that_do_not_train_ask_nobody(monkeypatch: pytest.MonkeyPatch, fre
 
 def test_a_run_without_a_cluster_needs_no_network() -> None:
     assert check_network(from_tf_config(None)) == [
-        Finding("ok", "network", "a plain local run needs none")
+        Finding("ok", "network", "a local run needs none")
     ]
 
 
@@ -176,9 +175,11 @@ def test_a_name_that_does_not_resolve_is_an_error_for_each_task_that_has_it(free
         ps=[f"{NO_HOST}:2"],
     )
     assert time.monotonic() - began < 5
-    broken = {what: why for what, why in errors(found).items() if "cannot be resolved" in why}
+    broken = {what: why for what, why in errors(found).items() if "does not resolve" in why}
     assert set(broken) == {"worker 1", "worker 2", "worker 3", "ps 0"}
-    assert broken["worker 1"].startswith(f"the name {NO_HOST} cannot be resolved here: ")
+    assert broken["worker 1"].startswith(
+        f"the host name {NO_HOST} does not resolve on this machine: "
+    )
     assert broken["worker 2"].endswith("it is not a host name")
     assert "names" not in fine(found)
 
@@ -195,7 +196,7 @@ def test_a_slow_resolver_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, free
     found = findings("worker", 0, worker=[f"quick:{free}", "slow:1"])
     assert time.monotonic() - began < 4
     assert errors(found) == {
-        "worker 1": "the name slow cannot be resolved here: no answer in 0.2 s"
+        "worker 1": "the host name slow does not resolve on this machine: no answer in 0.2 s"
     }
     assert "worker 0" in warnings(found) | fine(found)
 
@@ -209,7 +210,7 @@ def test_names_are_asked_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()
     found = findings("worker", 0, worker=[f"127.0.1.{i}:1" for i in range(1, 41)])
     assert time.monotonic() - began < 3  # one after the other they take 12 seconds
-    assert fine(found)["names"] == "all of them resolve (40)"
+    assert fine(found)["names"] == "all host names resolve (40)"
 
 
 @pytest.mark.usefixtures("all_refuse")
@@ -228,7 +229,7 @@ def test_an_address_of_another_machine_is_a_warning() -> None:
 def test_a_loopback_address_beside_another_host_is_an_error(host: str) -> None:
     elsewhere = f"{ELSEWHERE}.7:2222"
     found = findings("worker", 0, worker=[elsewhere, f"{host}:2222"])
-    assert "is a different machine wherever it is read" in errors(found)["worker 1"]
+    assert "means a different machine on each host" in errors(found)["worker 1"]
     assert "worker 0" not in errors(found)
 
 
@@ -249,7 +250,7 @@ def test_a_machine_whose_own_name_is_loopback_is_warned_of_gloo(
     monkeypatch.setattr(socket, "gethostname", lambda: "me")
     found = findings("worker", 0, worker=[f"{ELSEWHERE}.7:{free}", f"{ELSEWHERE}.8:2222"])
     assert ("this machine" in warnings(found)) == warned
-    assert not warned or f"its own name, me, resolves to {ip}" in warnings(found)["this machine"]
+    assert not warned or f"its host name, me, resolves to {ip}" in warnings(found)["this machine"]
 
 
 @pytest.mark.usefixtures("all_refuse")
@@ -264,7 +265,9 @@ def test_a_name_that_is_loopback_here_alone_is_a_warning(
     monkeypatch.setattr(network_check, "resolve", ips.__getitem__)
     found = findings("worker", 0, worker=[f"one:{free}", "two:2222"])
     assert not errors(found)
-    assert warnings(found)["worker 0"].startswith("one resolves to 127.0.1.1 here, which no other")
+    assert warnings(found)["worker 0"].startswith(
+        "one resolves on this machine to 127.0.1.1, which other"
+    )
 
 
 def test_two_names_of_one_address_and_port_are_an_error(free: int) -> None:
@@ -356,7 +359,7 @@ def test_no_cluster_at_all_is_a_local_run() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
         "role local, rank 0 of 1",
-        "ok      network: a plain local run needs none",
+        "ok      network: a local run needs none",
     ]
 
 
@@ -375,4 +378,7 @@ def test_the_command_ends_while_a_resolver_still_hangs() -> None:
     done = command(text("worker", 0, worker=["a:1", "b:1"]), "--json", prelude=hang)
     assert time.monotonic() - began < 20
     assert done.returncode == 2
-    assert "a cannot be resolved here: no answer in 2.5 s" in printed(done)["findings"][0]["text"]
+    assert (
+        "a does not resolve on this machine: no answer in 2.5 s"
+        in printed(done)["findings"][0]["text"]
+    )

@@ -41,10 +41,10 @@ from spmdtrain.errors import ClusterError, UserError
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is waited for in seconds is waited for in tenths."""
-    monkeypatch.setattr(rendezvous, "_TELL_EVERY", 0.3)
-    monkeypatch.setattr(rendezvous, "_RESOLVE_FOR", 0.5)
-    monkeypatch.setattr(rendezvous, "_BIND_FOR", 0.5)
-    monkeypatch.setattr(rendezvous, "_LATE", 0.5)
+    monkeypatch.setattr(rendezvous, "_REPORT_INTERVAL", 0.3)
+    monkeypatch.setattr(rendezvous, "_RESOLVE_TIMEOUT", 0.5)
+    monkeypatch.setattr(rendezvous, "_BIND_TIMEOUT", 0.5)
+    monkeypatch.setattr(rendezvous, "_LATE_TIMEOUT", 0.5)
 
 
 # -- who comes, and who does not -------------------------------------------------------------------
@@ -61,7 +61,7 @@ def test_when_all_have_come_all_go_on_and_the_port_is_free(size: int) -> None:
 def test_the_last_may_come_late_and_who_is_waited_for_is_told_to_all() -> None:
     who = parties(4)
     with gathering(*who[:3]) as (endings, told):
-        line = f"waiting, 3 of 4 are here: worker 2 at {who[0].addresses[3]} has not come"
+        line = f"waiting: 3 of 4 processes have joined; missing: worker 2 at {who[0].addresses[3]}"
         until(lambda: all(line in told.lines[rank] for rank in range(3)))
         assert ending(who[3], 10, told) is None
     assert endings == [None] * 3
@@ -83,7 +83,8 @@ def test_who_is_missing_is_named_in_every_process() -> None:
     assert time.monotonic() - began < 30
     one, three = who[0].addresses[1], who[0].addresses[3]
     expected = (
-        f"gave up after 1 s, 2 of 4 are here: worker 0 at {one}, worker 2 at {three} have not come"
+        f"gave up after 1 s: 2 of 4 processes have joined; missing: worker 0 at {one}, "
+        f"worker 2 at {three}"
     )
     assert [refusal(error, ClusterError) for error in found] == [expected, expected]
 
@@ -93,7 +94,8 @@ def test_of_many_missing_the_first_are_named() -> None:
     alone = Party(host="127.0.0.1", port=free_port(), names=names, rank=0)
     error = refusal(ending(alone, 0.3, Told()), ClusterError)
     shown = ", ".join(f"worker {n}" for n in range(8))
-    assert error == f"gave up after 0.3 s, 1 of 21 are here: {shown} and 12 more have not come"
+    joined = "1 of 21 processes have joined"
+    assert error == f"gave up after 0.3 s: {joined}; missing: {shown} and 12 more"
 
 
 def test_a_process_0_that_does_not_come_is_named() -> None:
@@ -101,7 +103,7 @@ def test_a_process_0_that_does_not_come_is_named() -> None:
     error = refusal(ending(who[1], 0.7, Told()), ClusterError)
     assert re.fullmatch(
         rf"worker 0 could not reach chief at 127\.0\.0\.1:{who[0].port} for 0\.7 s: "
-        "Connection refused; it has not come, or its port is closed to this machine",
+        "Connection refused; it has not started, or its port is closed to this machine",
         error,
     )
 
@@ -112,7 +114,7 @@ def test_a_process_that_goes_away_before_the_rest_have_come_may_come_back() -> N
         with knock(who[0]) as first:
             greeted(first).send(hello(who[1]))
             until(lambda: any("2 of 3" in line for line in told.lines[0]))
-        until(lambda: "worker 0 has gone again" in told.lines[0])
+        until(lambda: "worker 0 has disconnected" in told.lines[0])
         assert all_meet(who[1:], 10) == [None, None]
     assert endings == [None]
 
@@ -123,8 +125,8 @@ def test_without_an_answer_after_it_has_come_back_it_counts_as_missing() -> None
         with knock(who[0]) as first:
             greeted(first).send(hello(who[1]))
             until(lambda: any("2 of 3" in line for line in told.lines[0]))
-        until(lambda: "worker 0 has gone again" in told.lines[0])
-    assert "1 of 3 are here: worker 0 at" in refusal(endings[0], ClusterError)
+        until(lambda: "worker 0 has disconnected" in told.lines[0])
+    assert "1 of 3 processes have joined; missing: worker 0 at" in refusal(endings[0], ClusterError)
 
 
 def test_a_process_0_that_dies_while_it_gathers_is_named() -> None:
@@ -132,7 +134,7 @@ def test_a_process_0_that_dies_while_it_gathers_is_named() -> None:
     script = (
         "from spmdtrain.cluster import rendezvous\n"
         "from spmdtrain.cluster.rendezvous import Party, meet\n"
-        "rendezvous._TELL_EVERY = 0.1\n"
+        "rendezvous._REPORT_INTERVAL = 0.1\n"
         f"meet(Party('127.0.0.1', {who[0].port}, {NAMES[:3]!r}, 0), 60, print)"
     )
     with subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY) as zero:
@@ -143,7 +145,7 @@ def test_a_process_0_that_dies_while_it_gathers_is_named() -> None:
                 os.kill(zero.pid, signal.SIGKILL)
         finally:
             zero.kill()
-    expected = f"chief at 127.0.0.1:{who[0].port} has gone while the job was gathering"
+    expected = f"chief at 127.0.0.1:{who[0].port} disconnected while the job was starting"
     assert refusal(endings[0], ClusterError) == expected
 
 
@@ -160,8 +162,8 @@ def test_a_taken_port_is_told_within_seconds() -> None:
         assert time.monotonic() - began < 30
     assert error == (
         f"port {who[0].port} of this machine cannot be used by chief: Address already in use; "
-        "another program has it, or a second process of that name, or an earlier run that has "
-        "not ended"
+        "it is in use by another program, a second process of that name, or an earlier run that "
+        "has not ended"
     )
 
 
@@ -193,7 +195,7 @@ def test_two_processes_of_one_rank_are_refused_in_every_process() -> None:
         until(lambda: bool(told.lines[1]))
         second = ending(who[1], 10, told)
     own = re.escape(f"{socket.gethostname()}, process {os.getpid()}")
-    expected = rf"there are two of worker 0: {own} and {own}; each task has an index of its own"
+    expected = rf"two processes are worker 0: {own} and {own}; give each task its own index"
     for error in [*endings, second]:
         assert re.fullmatch(expected, refusal(error, UserError))
 
@@ -350,27 +352,27 @@ def test_another_program_at_process_0s_port_is_told(
     monkeypatch: pytest.MonkeyPatch, answer: bytes
 ) -> None:
     who = parties(2)
-    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.0)
+    monkeypatch.setattr(rendezvous, "_EARLIER_JOB_TIMEOUT", 0.0)
     with another_program(who[0].port, answer):
         error = refusal(ending(who[1], 10, Told()), ClusterError)
     assert error == (
-        f"127.0.0.1:{who[0].port} is not chief of a job that is gathering: another program has "
-        "the port, or the job has begun with another worker 0"
+        f"127.0.0.1:{who[0].port} is not chief of a job that is starting: another program "
+        "uses the port, or the job has started with another worker 0"
     )
 
 
 @pytest.mark.parametrize("abrupt", [False, True])
 def test_one_that_hangs_up_is_told(monkeypatch: pytest.MonkeyPatch, abrupt: bool) -> None:
     who = parties(2)
-    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.0)
+    monkeypatch.setattr(rendezvous, "_EARLIER_JOB_TIMEOUT", 0.0)
     with another_program(who[0].port, b"", abrupt=abrupt):
         error = refusal(ending(who[1], 10, Told()), ClusterError)
-    assert error.startswith(f"127.0.0.1:{who[0].port} is not chief of a job that is gathering")
+    assert error.startswith(f"127.0.0.1:{who[0].port} is not chief of a job that is starting")
 
 
 def test_on_kubernetes_a_name_may_come_with_its_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    monkeypatch.setattr(rendezvous, "_RESOLVE_FOR", 0.0)
+    monkeypatch.setattr(rendezvous, "_RESOLVE_TIMEOUT", 0.0)
     _, worker = parties(2, host="no-such-pod.invalid")
     with pytest.raises(ClusterError, match="could not reach chief at no-such-pod"):
         join_rendezvous(worker, 1.0, print)

@@ -56,9 +56,9 @@ OTHER = b"another token of the same length"
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is waited for in seconds is waited for in tenths."""
-    monkeypatch.setattr(rendezvous, "_TELL_EVERY", 0.3)
-    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.0)
-    monkeypatch.setattr(rendezvous, "_LATE", 0.5)
+    monkeypatch.setattr(rendezvous, "_REPORT_INTERVAL", 0.3)
+    monkeypatch.setattr(rendezvous, "_EARLIER_JOB_TIMEOUT", 0.0)
+    monkeypatch.setattr(rendezvous, "_LATE_TIMEOUT", 0.5)
 
 
 def ends_unheard(connection: socket.socket) -> bool:
@@ -153,7 +153,7 @@ def test_a_process_with_another_token_is_told_and_process_0_says_who_was_refused
     with gathering(who[0], timeout=1.5) as (endings, told):
         error = refusal(ending(replace(who[1], token=OTHER), 10, told), ClusterError)
     assert error.endswith("it does not accept the SPMDTRAIN_JOB_TOKEN of this process")
-    assert "1 of 2 are here: worker 0" in refusal(endings[0], ClusterError)
+    assert "1 of 2 processes have joined; missing: worker 0" in refusal(endings[0], ClusterError)
     assert str(endings[0]).endswith("the last from 127.0.0.1: it has another job token")
 
 
@@ -165,7 +165,7 @@ def test_a_token_on_one_side_only_is_told(chief: bool) -> None:
     with gathering(who[0], timeout=1.5) as (endings, told):
         error = ending(who[1], 10, told)
     if chief:
-        expected = f"chief at 127.0.0.1:{who[0].port} has a job token and this process has none"
+        expected = f"chief at 127.0.0.1:{who[0].port} has a job token, but this process has none"
         assert refusal(error, UserError).startswith(expected)
     else:
         assert "it has no SPMDTRAIN_JOB_TOKEN" in refusal(error, ClusterError)
@@ -258,16 +258,16 @@ def test_1100_silent_connections_do_not_exhaust_descriptors() -> None:
         before = open_files()
         for _ in range(1100):
             stack.enter_context(knock(who[0]))
-        until(lambda: refused(told) >= 1100 - admission.MOST_STRANGERS)
-        assert open_files() - before - 1100 <= admission.MOST_STRANGERS
+        until(lambda: refused(told) >= 1100 - admission.MAX_UNAUTHENTICATED)
+        assert open_files() - before - 1100 <= admission.MAX_UNAUTHENTICATED
         assert ending(who[2], 20, told) is None
     assert endings == [None, None]
 
 
 def test_connections_that_greet_and_say_no_more_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     who = parties(2, token=TOKEN)
-    monkeypatch.setattr(admission, "MOST_STRANGERS", 4)
-    monkeypatch.setattr(admission, "_UNDISTURBED", 0.1)
+    monkeypatch.setattr(admission, "MAX_UNAUTHENTICATED", 4)
+    monkeypatch.setattr(admission, "_GRACE_PERIOD", 0.1)
     with gathering(who[0]) as (endings, told), contextlib.ExitStack() as stack:
         for _ in range(12):
             greeted(stack.enter_context(knock(who[0])), OTHER)
@@ -300,7 +300,7 @@ def test_a_connection_that_does_not_identify_itself_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     who = parties(2, token=TOKEN)
-    monkeypatch.setattr(admission, "_HANDSHAKE", 0.2)
+    monkeypatch.setattr(admission, "_HANDSHAKE_TIMEOUT", 0.2)
     with gathering(who[0]) as (endings, told):
         with knock(who[0]) as silent, knock(who[0]) as greets:
             greeted(greets, TOKEN)
