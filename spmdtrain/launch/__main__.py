@@ -2,7 +2,7 @@
 
 import sys
 
-from spmdtrain.launch.launcher import main
+from spmdtrain.launch.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""The processes that a launcher starts: none outlives it, and every line says whose it is."""
+"""Child processes of the launcher, whose output is prefixed and which never outlive it."""
 
 import collections
 import contextlib
@@ -17,8 +17,8 @@ from types import FrameType, TracebackType
 from spmdtrain.distributed import out_of_memory
 
 _LONGEST_LINE = 1 << 16
-_REMEMBERED = 300  # lines of standard error, from which the reason of a death is read
-# Gloo writes this line itself, once for each group of devices, and has no option against it.
+_KEPT_LINES = 300  # lines of standard error in which the reason of a failure is searched
+# Gloo writes this line for each group of devices, and has no option to turn it off.
 _CONNECTED = re.compile(
     rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. "
     rb"Expected number of connected peer ranks is : \d+"
@@ -26,15 +26,15 @@ _CONNECTED = re.compile(
 _STREAMS = {"stdout": 1, "stderr": 2}
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
-# Ends with the launcher, in the way that Linux has for it, and then becomes the command itself. Not
-# a preexec_fn: that would run between fork and exec of a process with threads.
+# Runs before the command, in the same process: makes Linux kill it when the launcher dies. It is
+# not a preexec_fn, because that would run between fork and exec of a process with threads.
 _EXEC = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
-if os.getppid() != int(sys.argv[1]):  # it had gone before that held
+if os.getppid() != int(sys.argv[1]):  # the launcher died before the call of prctl
     os._exit(1)
-for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and what is ignored stays so
+for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would keep that
     signal.signal(ignored, signal.SIG_DFL)
 try:
     os.execvp(sys.argv[2], sys.argv[2:])
@@ -43,8 +43,8 @@ except OSError as error:
     os._exit(2)
 """
 
-# Reads "+GROUP" and "-GROUP" until the launcher has ended, however it has.
-_GUARD = """
+# Reads "+GROUP" and "-GROUP" until the launcher ends in any way, then kills the remaining groups.
+_REAPER = """
 import os, shutil, signal, sys
 for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
     signal.signal(ignored, signal.SIG_IGN)
@@ -61,14 +61,17 @@ shutil.rmtree(sys.argv[1], ignore_errors=True)
 
 
 class Reaper:
-    """A process that outlives the launcher by a moment, to kill what it left and clear its folder.
+    """A process that kills remaining children when the launcher ends, and deletes its folder.
 
-    It also reaches what the children have started, as long as that stays in their process groups.
+    It also kills the processes that the children have started, if they stay in their process group.
+
+    Args:
+      folder: The folder to delete.
     """
 
     def __init__(self, folder: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-u", "-c", _GUARD, folder],
+            [sys.executable, "-I", "-S", "-u", "-c", _REAPER, folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -76,39 +79,51 @@ class Reaper:
             cwd="/",
         )
 
-    def tell(self, sign: str, group: int) -> None:
-        """Say that a process group exists (`+`) or no more (`-`)."""
+    def notify(self, sign: str, group: int) -> None:
+        """Adds (`+`) or removes (`-`) a process group to kill."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # killed: then there is still PR_SET_PDEATHSIG
+        # If the reaper itself was killed, PR_SET_PDEATHSIG still kills the children.
+        with contextlib.suppress(BrokenPipeError):
             os.write(self._process.stdin.fileno(), f"{sign}{group}\n".encode())
 
     def close(self) -> None:
-        """Let it kill what is left, clear the folder, and end."""
+        """Waits until it has killed the remaining groups and deleted the folder."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 
 
 class Output:
-    """Standard output and error of the launcher, which many threads write whole lines to."""
+    """Standard output and error of the launcher, to which many threads write whole lines.
+
+    Args:
+      names: The names of all tasks, which prefix their lines.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._prefixes = {stream: _prefixes(names, file) for stream, file in _STREAMS.items()}
-        # Apart: a reader that has stopped to read one of them does not hold up the other.
+        # One lock for each, so that a blocked reader of one stream does not block the other.
         self._locks = {stream: threading.Lock() for stream in _STREAMS}
 
     def line(self, name: str, stream: str, text: bytes) -> None:
-        """Write one line, and whose it is, to `stdout` or `stderr`."""
+        """Writes a line with the prefix of its task.
+
+        Args:
+          name: The task.
+          stream: `stdout` or `stderr`.
+          text: The line, without its line feed.
+        """
         file = _STREAMS[stream]
         text = self._prefixes[stream][name] + text + b"\n"
-        # Straight to the system: a thread that waits in a buffer of Python's would not let it end.
-        with self._locks[stream], contextlib.suppress(OSError):  # nobody reads any more: train on
+        # os.write, because a thread that blocks in Python's buffered writer keeps Python from
+        # exiting. If the reader has closed the stream, the training continues without output.
+        with self._locks[stream], contextlib.suppress(OSError):
             while text:
                 text = text[os.write(file, text) :]
 
 
 def _prefixes(names: Sequence[str], file: int) -> dict[str, bytes]:
-    """What each task's lines begin with: in a terminal of one width, and in a colour of its own."""
+    """Returns the prefix of each task's lines; in a terminal padded to one width, and colored."""
     plain = {name: f"[{name}] " for name in names}
     if os.isatty(file):
         width = max(map(len, plain.values()))
@@ -120,7 +135,15 @@ def _prefixes(names: Sequence[str], file: int) -> dict[str, bytes]:
 
 
 class Child:
-    """A started command in a session of its own, whose output goes on line by line."""
+    """A running command in its own session, whose output is forwarded line by line.
+
+    Args:
+      name: The name of the task.
+      command: The program and its arguments.
+      environment: The environment of the command.
+      output: Receives the lines of the command.
+      reaper: Kills the command if the launcher ends.
+    """
 
     def __init__(
         self,
@@ -128,20 +151,20 @@ class Child:
         command: Sequence[str],
         environment: Mapping[str, str],
         output: Output,
-        guardian: Reaper,
+        reaper: Reaper,
     ) -> None:
         self.name = name
         self.sent: set[int] = set()
-        """The signals that the launcher has sent it."""
+        """Signals that the launcher has sent to it."""
         self.status: int | None = None
-        """None while it runs; then its exit code, or -N where signal N ended it."""
+        """None while it runs; then its exit code, or -N if signal N killed it."""
         self.peak = 0
-        """Memory that its largest process has used, in bytes; set when it has ended."""
+        """Peak memory of its largest process in bytes, after its exit."""
         self.address_limit: int | None = None
-        """Limit of its address space in bytes; set when it has ended."""
+        """Limit of its address space in bytes, after its exit; None if unlimited or unknown."""
         self._output = output
-        self._guardian = guardian
-        self._errors: collections.deque[bytes] = collections.deque(maxlen=_REMEMBERED)
+        self._reaper = reaper
+        self._errors: collections.deque[bytes] = collections.deque(maxlen=_KEPT_LINES)
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _EXEC, str(os.getpid()), *command],
             env=environment,
@@ -151,7 +174,7 @@ class Child:
             start_new_session=True,
         )
         self.pid = self._process.pid
-        guardian.tell("+", self.pid)
+        reaper.notify("+", self.pid)
         self._readers = [
             threading.Thread(target=self._forward, args=(stream,), daemon=True)
             for stream in _STREAMS
@@ -161,21 +184,22 @@ class Child:
 
     @property
     def errors(self) -> str:
-        """The last lines that it wrote to standard error."""
+        """The last lines of its standard error."""
         return b"\n".join(self._errors).decode(errors="replace")
 
     def poll(self) -> bool:
-        """Whether it has ended; what it had started is killed then, and its output forwarded."""
+        """Returns whether it has exited; if so, kills its process group and flushes its output."""
         if self.status is not None:
             return True
-        # Only looked at: as long as it is not reaped, no other group can have its number.
+        # WNOWAIT does not reap it, so that no other process group can get its number.
         if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return False
         self._signal_group(signal.SIGKILL)
-        patience = time.monotonic() + 1  # with a process that has left the group, and could write
+        # At most 1 s, because a process that has left the group may keep the pipes open.
+        until = time.monotonic() + 1
         for reader in self._readers:
-            reader.join(timeout=max(0, patience - time.monotonic()))
-        self._guardian.tell("-", self.pid)
+            reader.join(timeout=max(0, until - time.monotonic()))
+        self._reaper.notify("-", self.pid)
         self.address_limit = out_of_memory.address_limit(self.pid)
         _, status, usage = os.wait4(self.pid, 0)
         self.peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -183,20 +207,25 @@ class Child:
         return True
 
     def send(self, number: int, pid: int | None = None) -> None:
-        """Send a signal to one process: to `pid`, if it is of the child's session, or the child."""
+        """Sends a signal to one process.
+
+        Args:
+          number: The signal.
+          pid: The process, if it belongs to the child's session; otherwise the child itself.
+        """
         if self.status is None:
             self.sent.add(number)
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid if pid and self._has(pid) else self.pid, number)
+                os.kill(pid if pid and self._in_session(pid) else self.pid, number)
 
-    def _has(self, pid: int) -> bool:
+    def _in_session(self, pid: int) -> bool:
         try:
             return os.getsid(pid) == self.pid
         except ProcessLookupError:
             return False
 
     def kill(self) -> None:
-        """Kill it with all that it has started."""
+        """Kills it with its process group."""
         if self.status is None:
             self.sent.add(signal.SIGKILL)
             self._signal_group(signal.SIGKILL)
@@ -216,16 +245,19 @@ class Child:
 
 
 def lines(file: int) -> Iterator[bytes]:
-    """The lines of a pipe as a terminal would show them in the end, the longest in pieces.
+    """Yields the lines of a pipe as a terminal would finally show them, very long ones in pieces.
 
-    What a progress bar has written over (with a carriage return) is left out.
+    Text that a progress bar has overwritten by a carriage return is omitted.
+
+    Args:
+      file: The file descriptor of the pipe.
     """
     rest = b""
     while chunk := os.read(file, _LONGEST_LINE):
-        *whole, rest = (rest + chunk).split(b"\n")
-        for line in whole:
-            yield _shown(line.removesuffix(b"\r"))
-        rest = _shown(rest)
+        *complete, rest = (rest + chunk).split(b"\n")
+        for line in complete:
+            yield _visible(line.removesuffix(b"\r"))
+        rest = _visible(rest)
         if len(rest) > _LONGEST_LINE:
             yield rest
             rest = b""
@@ -233,17 +265,19 @@ def lines(file: int) -> Iterator[bytes]:
         yield rest.removesuffix(b"\r")
 
 
-def _shown(line: bytes) -> bytes:
-    """What follows the last carriage return but for one at the end: a line feed may follow it."""
+def _visible(line: bytes) -> bytes:
+    """Returns the text after the last carriage return, ignoring one at the end: of CR LF."""
     return line[line.rfind(b"\r", 0, -1) + 1 :]
 
 
 class Signals:
-    """Signals to stop as flags, and a sleep that they and the end of a child cut short.
+    """Recorded stop signals, and a sleep that they and the exit of a child interrupt.
 
-    They are SIGTERM, SIGHUP, Ctrl-C and SIGUSR1, which Slurm sends ahead of a job's end.
+    The stop signals are SIGTERM, SIGHUP, SIGINT and SIGUSR1, which Slurm sends before the end of a
+    job. A signal that is already ignored, such as under nohup, stays ignored.
 
-    One that is ignored from the start, as by nohup, stays so.
+    Attributes:
+      received: The stop signals received while entered, in order.
     """
 
     def __init__(self) -> None:
@@ -266,7 +300,7 @@ class Signals:
             self.received.append(signal.Signals(number))
 
     def wait(self, seconds: float) -> None:
-        """Sleep, but not past a signal."""
+        """Sleeps until a signal arrives, at most `seconds`."""
         ready, _, _ = select.select([self._reader], [], [], seconds)
         if ready:
             os.read(self._reader, 4096)

@@ -1,4 +1,4 @@
-"""Why a launched job ended: deaths in words, which of them explains the rest, what comes next."""
+"""Reports of task exits: their description, the root cause, and the budget of restarts."""
 
 import enum
 import re
@@ -11,17 +11,17 @@ from spmdtrain.distributed.progress import Phase, Reason, Record
 from spmdtrain.errors import ExitCode
 from spmdtrain.terminal import byte_size
 
-# What JAX's coordination service and gloo print when another process is gone, or never came.
+# Messages of JAX's coordination service and gloo if another process has gone or never joined.
 _LOST = re.compile(
     r"connection (closed|reset) by peer|heartbeat|coordination ?(service|agent)|"
     r"another task|peer task|shutdown barrier|jax distributed service detected fatal errors|"
     r"gloo [\w-]+ failed|ncclremoteerror|remote process exited",
     re.IGNORECASE,
 )
-_NEVER_CAME = re.compile(r"DEADLINE_EXCEEDED.*RegisterTask", re.DOTALL)
+_NEVER_JOINED = re.compile(r"DEADLINE_EXCEEDED.*RegisterTask", re.DOTALL)
 _TRACEBACK = "Traceback (most recent call last):"
 _MESSAGE = re.compile(r"^(?:error|failed|stopped): (.+)", re.MULTILINE)  # of `exit_code_of`
-_LONGEST = 300  # letters of a reason; the whole of it is in the output above
+_MAX_REASON = 300  # characters of a reason; the output above has all of it
 
 _VERBS = {
     signal.SIGKILL: "was killed",
@@ -30,80 +30,83 @@ _VERBS = {
     signal.SIGABRT: "aborted",
 }
 _HINTS = {
-    signal.SIGKILL: "a SIGKILL that nobody sent is most often the system's own, for want of "
-    "memory: dmesg tells, or the container's limits do",
+    signal.SIGKILL: "a SIGKILL without a known sender usually comes from the kernel because memory "
+    "was exhausted: see dmesg, or the limits of the container",
     signal.SIGSEGV: "a SIGSEGV is a crash in native code; PYTHONFAULTHANDLER=1 shows where",
-    signal.SIGBUS: "a SIGBUS is most often a full disk or full shared memory (see df -h /dev/shm), "
-    "or a data file in use through np.memmap that was cut short",
+    signal.SIGBUS: "a SIGBUS usually means a full disk or full shared memory (see df -h /dev/shm), "
+    "or a data file that was truncated while it was mapped by np.memmap",
 }
 
 
 def lost_peer(text: str) -> bool:
-    """Whether an error is only a consequence: of another process that is gone or never came."""
-    return bool(_LOST.search(text) or _NEVER_CAME.search(text))
+    """Returns whether an error is only a consequence of another process that is missing."""
+    return bool(_LOST.search(text) or _NEVER_JOINED.search(text))
 
 
 @dataclass(frozen=True)
 class TaskExit:
-    """A task that has ended, and all that is known of why."""
+    """The exit of a task, with the evidence of its cause."""
 
     task: str
     status: int
-    """Its exit code, or -N where signal N ended it."""
+    """Exit code, or -N if signal N killed it."""
     ours: bool = False
     """Whether the launcher sent that signal."""
     record: Record | None = None
+    """Last published progress."""
     reason: Reason | None = None
+    """Reason that the task wrote before its exit."""
     errors: str = ""
-    """The last lines of its standard error."""
+    """Last lines of its standard error."""
     memory: str | None = None
     """Evidence that memory was exhausted."""
     peak: int = 0
-    """Memory that its largest process has used, in bytes; 0 if unknown."""
+    """Peak memory of its largest process in bytes; 0 if unknown."""
 
     @property
     def signal(self) -> signal.Signals | None:
-        """The signal that ended it, or the process that a shell ran for it (code 128 + N)."""
+        """The signal that killed it, or the process that a shell ran for it (code 128 + N)."""
         number = self.status - 128 if self.status > 128 else -self.status
         known = number in set(signal.Signals)
         return signal.Signals(number) if known and not 0 <= self.status <= 128 else None
 
     @property
     def code(self) -> int:
-        """Its exit code as shells have it: 128 + N where signal N ended it."""
+        """The exit code as in a shell: 128 + N if signal N killed it."""
         return 128 - self.status if self.status < 0 else self.status
 
     @property
     def exception(self) -> str | None:
-        """What the last traceback on its standard error ends with, in one line."""
-        _, found, text = self.errors.rpartition(_TRACEBACK)
+        """The exception line of the last traceback on standard error; None without a traceback."""
+        _, header, text = self.errors.rpartition(_TRACEBACK)
         lines = (line for line in text.splitlines() if line and not line[0].isspace())
-        return next(lines, None) if found else None
+        return next(lines, None) if header else None
 
     @property
     def message(self) -> str | None:
-        """Why it ended, in one line: told by itself, or else as its standard error has it."""
-        told = _MESSAGE.findall(self.errors)
-        text = self.reason.reason if self.reason else self.exception or "".join(told[-1:])
+        """The reason in one line: the one that the task wrote, else from its standard error."""
+        messages = _MESSAGE.findall(self.errors)
+        text = self.reason.reason if self.reason else self.exception or "".join(messages[-1:])
         line = next(iter(text.strip().splitlines()), "")
-        return (line if len(line) <= _LONGEST else line[:_LONGEST] + " ...") or None
+        return (line if len(line) <= _MAX_REASON else line[:_MAX_REASON] + " ...") or None
 
 
 class CauseRank(enum.IntEnum):
-    """How well a death explains the others, the best first."""
+    """How well an exit explains the others; the lowest value is the best explanation."""
 
     OWN = 0
-    """It says by itself why."""
+    """A failure with its own reason."""
     FAILED = 1
+    """A failure without a known reason."""
     PREEMPTED = 2
     CONSEQUENCE = 3
-    """It only followed from another one."""
+    """A consequence of the failure of another task."""
     NONE = 4
-    """It is no failure, or the launcher's own doing."""
+    """Not a failure, or caused by the launcher."""
 
 
 def rank(ended: TaskExit) -> CauseRank:
-    """How well a death explains the others."""
+    """Returns how well an exit explains the others."""
     if ended.status == 0 or ended.ours:
         return CauseRank.NONE
     if ended.reason is not None:
@@ -116,7 +119,7 @@ def rank(ended: TaskExit) -> CauseRank:
         return CauseRank.OWN
     if ended.signal is not None and ended.signal is not signal.SIGABRT:
         return CauseRank.OWN
-    # JAX aborts also after an error of the process itself: then there is a traceback of that.
+    # JAX also aborts after an error of this process, which then has a traceback.
     evidence = ended.exception or (ended.errors if ended.signal else "")
     if lost_peer(evidence):
         return CauseRank.CONSEQUENCE
@@ -125,32 +128,32 @@ def rank(ended: TaskExit) -> CauseRank:
     return CauseRank.FAILED
 
 
-def root_cause(deaths: Sequence[TaskExit]) -> TaskExit | None:
-    """The death that explains the rest, of equally good ones the first; None where none failed."""
-    failed = [ended for ended in deaths if rank(ended) is not CauseRank.NONE]
+def root_cause(exits: Sequence[TaskExit]) -> TaskExit | None:
+    """Returns the exit with the best rank, the first one of equal rank; None if none failed."""
+    failed = [ended for ended in exits if rank(ended) is not CauseRank.NONE]
     return min(failed, key=rank, default=None)
 
 
 def describe(ended: TaskExit) -> str:
-    """A death in one line: who, how, where, and why as far as it is known."""
+    """Returns a line with the task, how and where it ended, and the reason if it is known."""
     where = _where(ended.record)
     because = f": {ended.message}" if ended.message else ""
     lost = rank(ended) is CauseRank.CONSEQUENCE and ended.reason is None
     if ended.signal is not None:
         how = f"{_VERBS.get(ended.signal, 'crashed')} ({ended.signal.name}){where}"
         if lost:
-            came = not _NEVER_CAME.search(ended.errors)
-            because = ": JAX lost a peer" if came else ": JAX waited in vain for a peer"
+            joined = not _NEVER_JOINED.search(ended.errors)
+            because = ": JAX lost a peer" if joined else ": JAX timed out waiting for a peer"
         elif ended.memory is not None:
             because = f": {ended.memory}"
         elif ended.reason is None and ended.signal is not signal.SIGABRT:
-            because = ""  # a traceback that did not end it
+            because = ""  # it has a traceback, but the signal ended it
     elif ended.status == ExitCode.PREEMPTED:
         how, because = f"was preempted and saved (code 75){where}", ""
     elif ended.status in (ExitCode.DONE, ExitCode.BAD_INPUT, ExitCode.NON_FINITE):
         how = f"ended (code {ended.status}){where if ended.status != ExitCode.BAD_INPUT else ''}"
     elif ended.reason is not None and not ended.reason.own:
-        how = f"ended with it{where}"
+        how = f"ended with the job{where}"
     else:
         how = f"failed{where}" if because else f"failed{where} (code {ended.status})"
         because = because.replace(": ", ": it lost a peer: ", 1) if lost else because
@@ -158,19 +161,19 @@ def describe(ended: TaskExit) -> str:
 
 
 def hint(ended: TaskExit) -> str | None:
-    """Returns what a death most often means, and the peak memory if memory may be the reason.
+    """Returns the usual meaning of a signal, and the peak memory if memory may be the reason.
 
-    None if the launcher caused it, or nothing is known.
+    Returns None if the launcher caused the exit, or if there is no hint.
     """
     if ended.ours:
         return None
-    found = []
+    hints = []
     if ended.signal in _HINTS and ended.memory is None:
-        found.append(_HINTS[ended.signal])
+        hints.append(_HINTS[ended.signal])
     by_memory = ended.memory or out_of_memory.is_told(ended.message or "")
     if ended.peak and (by_memory or ended.signal is signal.SIGKILL):
-        found.append(f"the peak host memory of {ended.task} was {byte_size(ended.peak)}")
-    return "; ".join(found) or None
+        hints.append(f"the peak host memory of {ended.task} was {byte_size(ended.peak)}")
+    return "; ".join(hints) or None
 
 
 def _where(record: Record | None) -> str:
@@ -178,7 +181,7 @@ def _where(record: Record | None) -> str:
         return ""
     if record.phase is Phase.START:
         return " at its start"
-    if record.sealing >= 0:  # by a thread beside the one that trains
+    if record.sealing >= 0:  # by the saving thread, while another one trains
         return f" in {Phase.SAVE} of step {record.sealing}, at step {record.step}"
     inside = "" if record.phase in (Phase.STEP, Phase.HOST) else f" in {record.phase}"
     return f"{inside} at step {record.step}"
@@ -186,18 +189,26 @@ def _where(record: Record | None) -> str:
 
 @dataclass
 class Restarts:
-    """How often a job may still be restarted, and how long to wait before."""
+    """A budget of restarts, which each new checkpoint resets.
+
+    A job that makes progress may therefore be restarted any number of times.
+    """
 
     limit: int
+    """Largest number of restarts without a new checkpoint."""
     used: int = 0
+    """Restarts since the last new checkpoint."""
     saved: int = -1
-    """The newest checkpoint at the restart before."""
+    """Step of the newest checkpoint at the last restart; -1 without one."""
 
     def next(self, saved: int) -> float | None:
-        """Seconds to wait before another restart; None where none is left.
+        """Uses one restart.
 
-        A checkpoint that is newer than at the restart before refills the budget: a job that gets on
-        may fail as often as it likes.
+        Args:
+          saved: Step of the newest checkpoint; -1 without one.
+
+        Returns:
+          Seconds to wait before the restart, from 1 doubling to 60; None if no restarts are left.
         """
         if saved > self.saved:
             self.saved, self.used = saved, 0

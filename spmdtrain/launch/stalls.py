@@ -1,4 +1,4 @@
-"""What a launcher sees of processes that are alive and do not get on."""
+"""Detection of processes that are alive but make no progress, and their stacks."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -6,28 +6,33 @@ from pathlib import Path
 
 from spmdtrain.distributed import progress
 
-_PATIENCE = 3.0  # seconds for the stacks of all
+_STACKS_TIMEOUT = 3.0  # seconds for all tasks to write their stacks
 
 
 class Watch:
-    """How long nothing has changed."""
+    """The time for which an observed state has not changed."""
 
     def __init__(self) -> None:
-        self._seen: object = None
+        self._state: object = None
         self._last = time.monotonic()
         self._idle = 0.0
 
-    def idle(self, seen: object) -> float:
-        """Seconds for which what is seen has been the same."""
+    def idle(self, state: object) -> float:
+        """Returns the seconds since the state has last changed.
+
+        Args:
+          state: The current state, compared by `==`.
+        """
         now = time.monotonic()
-        # While the launcher was stopped (Ctrl-Z), its children were soon held up by their output.
-        self._idle = self._idle + min(now - self._last, 1) if seen == self._seen else 0.0
-        self._seen, self._last = seen, now
+        # At most 1 s per call: while the launcher is stopped (Ctrl-Z), its children soon block on
+        # their output.
+        self._idle = self._idle + min(now - self._last, 1) if state == self._state else 0.0
+        self._state, self._last = state, now
         return self._idle
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process, as far as the system tells."""
+    """Returns whether a signal or a debugger has stopped a process; False where /proc is absent."""
     try:
         content = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -36,8 +41,16 @@ def is_stopped(pid: int) -> bool:
 
 
 def gather_stacks(folder: str, names: Sequence[str]) -> dict[str, str]:
-    """What the tasks have written of their stacks, once all have and it grows no more."""
-    until, before = time.monotonic() + _PATIENCE, dict[str, str]()
+    """Waits until the tasks have completely written their stacks, at most `_STACKS_TIMEOUT`.
+
+    Args:
+      folder: The folder of the job's files.
+      names: The tasks that were asked for their stacks.
+
+    Returns:
+      Task name to text; empty if it has written nothing.
+    """
+    until, before = time.monotonic() + _STACKS_TIMEOUT, dict[str, str]()
     while True:
         time.sleep(0.1)
         files = {name: progress.path(folder, name, "stacks") for name in names}
@@ -48,9 +61,10 @@ def gather_stacks(folder: str, names: Sequence[str]) -> dict[str, str]:
 
 
 def main_stacks(dump: str) -> Iterator[str]:
-    """The lines that matter of what faulthandler writes of all threads, and how many are left out.
+    """Yields the relevant lines of a faulthandler dump, and the number of omitted threads.
 
-    They are those of the thread that got the signal and of the main one, which comes last.
+    These are the lines of the thread that received the signal, and of the main thread, which is the
+    last one.
     """
     blocks = [block.strip("\n") for block in dump.split("\n\n") if block.strip()]
     threads = [block for block in blocks if block.startswith(("Thread", "Current thread 0x"))]

@@ -1,4 +1,4 @@
-"""What the launcher tells each task of a job: its place in the cluster, and its devices."""
+"""Environment variables of launched tasks: TF_CONFIG, job token and devices."""
 
 import contextlib
 import json
@@ -13,18 +13,29 @@ from spmdtrain.errors import UserError
 
 EVALUATOR = "evaluator"
 _VIRTUAL_DEVICES = "--xla_force_host_platform_device_count"
-# What says that somebody else has described the cluster: inside of a Slurm task, say.
-_OTHERS = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+# Variables of schedulers that describe another cluster, such as in a Slurm task.
+_SCHEDULER_VARIABLES = (
+)
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK",
+)
 
 
 def training_tasks(processes: int, ps: int = 0) -> list[str]:
-    """The names of the training tasks, in the order of their processes in the cluster."""
+    """Returns the names of the training tasks in rank order, then those of the servers.
+
+    Args:
+      processes: Number of training processes.
+      ps: Number of parameter servers.
+    """
     workers = [f"worker {index}" for index in range(processes - 1)]
     return ["chief", *workers, *(f"ps {index}" for index in range(ps))]
 
 
 def tf_configs(names: Sequence[str]) -> dict[str, str]:
-    """The TF_CONFIG of each task, with ports of this machine that nothing listens on."""
+    """Returns the TF_CONFIG of each task, with free ports of this machine."""
     cluster: dict[str, list[str]] = {}
     for name, port in zip(names, _free_ports(len(names)), strict=True):
         cluster.setdefault(name.split()[0], []).append(f"127.0.0.1:{port}")
@@ -37,15 +48,15 @@ def tf_configs(names: Sequence[str]) -> dict[str, str]:
 
 
 def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:  # all at once, so that they differ
+    with contextlib.ExitStack() as stack:  # bound at the same time, so that the ports differ
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        for bound in sockets:
+            bound.bind(("127.0.0.1", 0))
+        return [bound.getsockname()[1] for bound in sockets]
 
 
 def gpus_of(environment: Mapping[str, str]) -> list[str]:
-    """The GPUs that may be shared out, as CUDA names them; none where JAX is to use the CPU."""
+    """Returns the available GPUs as CUDA names them; an empty list if JAX_PLATFORMS is `cpu`."""
     if environment.get("JAX_PLATFORMS") == "cpu":
         return []
     listed = environment.get("CUDA_VISIBLE_DEVICES")
@@ -61,12 +72,23 @@ def environments_of(
     inherited: Mapping[str, str],
     gpus: Sequence[str],
 ) -> dict[str, dict[str, str]]:
-    """The environment of each task but for its TF_CONFIG; `devices` is how many each has.
+    """Returns the environment of each task, without its TF_CONFIG.
 
-    All tasks share one job token: the inherited one if there is one, else a new one.
+    All tasks share one job token: the inherited one, or a new one.
+
+    Args:
+      names: The tasks.
+      devices: Number of devices of each task; None for all GPUs, or JAX's default on the CPU.
+      inherited: The environment of the launcher.
+      gpus: The available GPUs (see `gpus_of`).
+
+    Raises:
+      UserError: If there are too few GPUs, or the inherited TF_CONFIG describes a cluster.
     """
     refuse_cluster(inherited.get("TF_CONFIG"))
-    base = {n: value for n, value in inherited.items() if n not in ("TF_CONFIG", *_OTHERS)}
+    base = {
+        n: value for n, value in inherited.items() if n not in ("TF_CONFIG", *_SCHEDULER_VARIABLES)
+    }
     base["PYTHONUNBUFFERED"] = "1"
     if not job_token.is_set(inherited):
         base[job_token.TOKEN] = job_token.create()
@@ -77,17 +99,17 @@ def environments_of(
         base |= {"XLA_FLAGS": " ".join(kept)} if kept else {}
     environments = {name: {**base, TASK: name} for name in names}
     if gpus:
-        for name, mine in _shared_out(gpus, names, devices).items():
-            environments[name]["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
-            if not mine:
+        for name, own in _assign_gpus(gpus, names, devices).items():
+            environments[name]["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+            if not own:
                 environments[name]["JAX_PLATFORMS"] = "cpu"
     return environments
 
 
-def _shared_out(
+def _assign_gpus(
     gpus: Sequence[str], names: Sequence[str], devices: int | None
 ) -> dict[str, Sequence[str]]:
-    """The GPUs of each task: its own, as no two processes can use the same; none left is none."""
+    """Returns the GPUs of each task. No two processes share a GPU."""
     training = [name for name in names if name != EVALUATOR and not name.startswith("ps")]
     each = devices or len(gpus)
     wanted = len(training) * each
@@ -99,16 +121,21 @@ def _shared_out(
             "JAX_PLATFORMS=cpu"
         )
     shares = {name: gpus[i * each : (i + 1) * each] for i, name in enumerate(training)}
-    shares |= {name: [] for name in names if name.startswith("ps")}  # whose products are few
+    shares |= {name: [] for name in names if name.startswith("ps")}  # servers compute little
     left = gpus[wanted : wanted + each]
     return shares | ({EVALUATOR: left} if EVALUATOR in names else {})
 
 
 def refuse_cluster(tf_config: str | None) -> None:
-    """A `UserError` for a TF_CONFIG of several tasks: then something else starts the processes."""
+    """Checks that TF_CONFIG describes no cluster, because something else then starts the processes.
+
+    Raises:
+      UserError: If it describes a cluster.
+    """
     spec = from_tf_config(tf_config)
     if spec.role is not Role.LOCAL:
         raise UserError(
-            f"TF_CONFIG makes this {spec.name} of a cluster, and the launcher makes one of its "
-            "own: start the command itself on each of them, or unset TF_CONFIG"
+            f"TF_CONFIG makes this process {spec.name} of a cluster, but the launcher creates its "
+            "own cluster: start the command without the launcher on each machine, or unset "
+            "TF_CONFIG"
         )

@@ -477,7 +477,7 @@ def test_a_fault_that_comes_again_and_again_ends_the_job_with_its_code(tmp_path:
     options = ("--workdir", tmp_path / "run", "--fault", "exception", "--fault-at", 3)
     launched = launch(drill(tmp_path), *options, own=["--max-restarts", 1])
     assert launched.code == 1, launched.output
-    assert f"{ROW}; no restart is left of 1" in launched.said[-1], launched.output
+    assert f"{ROW}; no restarts left of 1" in launched.said[-1], launched.output
 
 
 def test_a_job_that_has_failed_for_good_says_so_in_its_status(tmp_path: Path) -> None:

@@ -268,7 +268,9 @@ def test_a_worker_whose_task_is_killed_comes_again_and_the_others_go_on(tmp_path
         send(signal.SIGKILL, "worker 1")
         assert process.wait(BOUND) == 0, text_of(lines)
     output = text_of(lines)
-    killed = re.search(r"worker 1 was killed \(SIGKILL\) at step (\d+); the others go on", output)
+    killed = re.search(
+        r"worker 1 was killed \(SIGKILL\) at step (\d+); the others continue", output
+    )
     assert killed and 250 <= int(killed[1]) <= 1000, output
     assert "restart 1 of 3 of worker 1" in output
     assert re.search(r"\[chief\] worker 1 is lost", output)

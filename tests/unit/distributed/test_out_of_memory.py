@@ -137,7 +137,7 @@ def launched(
 def test_a_process_that_cannot_allocate_ends_the_job_with_the_reason(tmp_path: Path) -> None:
     said = launched(tmp_path)
     assert re.search(r"worker 0 failed at step \d+: MemoryError", said[-1]), said
-    assert any("chief ended with it" in text for text in said), said
+    assert any("chief ended with the job" in text for text in said), said
     assert any(re.search(r"peak host memory of worker 0 was \d+ MB", text) for text in said), said
 
 

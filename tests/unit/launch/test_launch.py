@@ -16,6 +16,7 @@ from helpers import environment
 from spmdtrain.distributed.progress import Phase, Reason, Record
 from spmdtrain.errors import UserError
 from spmdtrain.launch.child import _prefixes, lines
+from spmdtrain.launch.command import main
 from spmdtrain.launch.exit_report import (
     CauseRank,
     Restarts,
@@ -25,7 +26,6 @@ from spmdtrain.launch.exit_report import (
     rank,
     root_cause,
 )
-from spmdtrain.launch.launcher import main
 from spmdtrain.launch.stalls import Watch, main_stacks
 from spmdtrain.launch.task_env import environments_of, gpus_of, tf_configs, training_tasks
 
@@ -190,9 +190,9 @@ def test_gpus_are_shared_out_in_order() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--processes", "2"], "no command to start, there is no --"),
-        (["--processes", "2", "--"], "no command to start, nothing follows the --"),
-        (["--processes", "0", "--", "true"], "--processes 0: at least 1 is wanted"),
+        (["--processes", "2"], "no command to start, because there is no --"),
+        (["--processes", "2", "--"], "no command to start, because nothing follows the --"),
+        (["--processes", "0", "--", "true"], "--processes is 0: it must be at least 1"),
         (["--processes", "2", "--grace", "-1", "--", "true"], "--grace -1.0: at least 0"),
         (["--processes", "2", "--hang-timeout", "nan", "--", "true"], "--hang-timeout nan"),
         (["--processes", "2", "--", "no-such"], "'no-such' cannot be run"),
@@ -217,7 +217,7 @@ def test_bad_usage_is_one_line(
     [
         (
             '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}',
-            "TF_CONFIG makes this worker 1 of a cluster",
+            "TF_CONFIG makes this process worker 1 of a cluster",
         ),
         ('{"cluster": ', "TF_CONFIG: not JSON"),
         ('["a:1"]', "TF_CONFIG"),
@@ -287,7 +287,7 @@ sys.exit(1 if task == "worker 0" else 0)
         assert b"".join(mine[1:-3]) == b"x" * 200_000
         assert mine[-3:] == [b"not \xff UTF-8", b"dos", b"no end"]
         assert prefix + b"an error\n" in ended.stderr
-    words = b"[launch] worker 0 failed (code 1); no restart is left of 0"
+    words = b"[launch] worker 0 failed (code 1); no restarts left of 0"
     assert ended.stderr.strip().split(b"\n")[-1] == words
 
 
@@ -412,11 +412,11 @@ with phase(Phase.STEP, 12):
     assert ended.returncode == 1
     assert sorted(said(ended)[:2]) == [
         "chief aborted (SIGABRT) at its start: JAX lost a peer",
-        "worker 0 ended with it at step 12: a peer is gone",
+        "worker 0 ended with the job at step 12: a peer is gone",
     ]
     assert said(ended)[2:] == [
         "killed worker 2",
-        "worker 1 failed at step 12: ValueError: bad row 7; no restart is left of 0",
+        "worker 1 failed at step 12: ValueError: bad row 7; no restarts left of 0",
     ]
 
 
@@ -429,7 +429,7 @@ if task == "worker 0": progress.write_exit_reason(1, "disk full"); time.sleep(60
 time.sleep(60)
 """
     ended = launch(tmp_path, script, "--processes", 3, "--max-restarts", 0)
-    assert said(ended)[-1] == "worker 0 failed at its start: disk full; no restart is left of 0"
+    assert said(ended)[-1] == "worker 0 failed at its start: disk full; no restarts left of 0"
 
 
 def test_a_killed_one_is_named_and_all_start_again(tmp_path: Path) -> None:
@@ -462,7 +462,7 @@ raise OSError(f"in attempt {attempt}")
     assert said(ended) == [
         "chief failed at its start: OSError: in attempt 0; restart 1 of 1 in 1 s",
         "chief failed at its start: OSError: in attempt 1; restart 1 of 1 in 1 s",
-        "chief failed at its start: OSError: in attempt 2; no restart is left of 1",
+        "chief failed at its start: OSError: in attempt 2; no restarts left of 1",
     ]
 
 
@@ -529,7 +529,7 @@ with phase(Phase.STEP, 5):
         f"no progress for 1 s: {sentence}",
         "no stacks of chief: it is stopped by a signal",
         "killed chief, worker 0",
-        f"hung: {sentence}; no restart is left of 0",
+        f"hung: {sentence}; no restarts left of 0",
     ]
 
 
@@ -599,7 +599,7 @@ time.sleep(100)
     assert (tmp_path / "chief saved").exists()
     assert (tmp_path / "worker 0 saved").exists()
     first, last = (tmp_path / "err").read_text().splitlines()
-    assert first.startswith(f"[launch] {number.name}: the tasks are asked to save and end")
+    assert first.startswith(f"[launch] {number.name}: asked the tasks to save and exit")
     assert last.endswith("was preempted and saved (code 75)")
 
 
@@ -625,7 +625,7 @@ while True: time.sleep(100)
         assert process.wait(BOUND) == 128 + signal.SIGTERM
     assert not processes_in(tmp_path)
     last = (tmp_path / "err").read_text().splitlines()[-1]
-    assert last == "[launch] SIGTERM: killed before they had saved: chief, worker 0"
+    assert last == "[launch] SIGTERM: killed before saving: chief, worker 0"
 
 
 @pytest.mark.slow
@@ -805,9 +805,9 @@ def test_an_evaluator_that_fails_for_good_is_the_exit_code(tmp_path: Path) -> No
     ended = launch(tmp_path, script, *options)
     assert ended.returncode == 4
     assert said(ended) == [
-        "evaluator failed (code 4); no restart is left of 0",
+        "evaluator failed (code 4); no restarts left of 0",
         "finished",
-        "the training has finished, but the evaluator has not: exit code 4",
+        "the training has finished, but the evaluator failed: exit code 4",
     ]
 
 
@@ -897,7 +897,7 @@ GLOO = "RuntimeError: [external/gloo/transport/tcp/pair.cc:534] Connection close
             TaskExit(
                 "chief", -6, errors="DEADLINE_EXCEEDED: ...\n CoordinationService/RegisterTask"
             ),
-            "chief aborted (SIGABRT): JAX waited in vain for a peer",
+            "chief aborted (SIGABRT): JAX timed out waiting for a peer",
             CauseRank.CONSEQUENCE,
         ),
         (
@@ -947,7 +947,7 @@ GLOO = "RuntimeError: [external/gloo/transport/tcp/pair.cc:534] Connection close
         ),
         (
             TaskExit("chief", 1, reason=Reason(1, "chief is gone", False)),
-            "chief ended with it: chief is gone",
+            "chief ended with the job: chief is gone",
             CauseRank.CONSEQUENCE,
         ),
     ],

@@ -1,0 +1,26 @@
+"""Options of the command `python -m spmdtrain.launch`."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Start the processes of a training on this machine, watch them, and restart them together."""
+
+    processes: int
+    """Number of training processes: a chief and workers."""
+    ps: int = 0
+    """Number of parameter servers to start, for --strategy parameter_server. Its workers are
+    restarted one by one, without the others."""
+    devices_per_process: int | None = None
+    """Devices of each process: GPUs if there are any, else virtual CPU devices. Default: all GPUs
+    for a single process, or the CPU devices that JAX creates."""
+    evaluator: bool = False
+    """Also start an evaluator, which is not one of the training processes."""
+    max_restarts: int = 3
+    """Largest number of restarts without a new checkpoint between them; a new checkpoint resets the
+    count."""
+    hang_timeout: float = 900
+    """Seconds without progress after which the job counts as hung; 0 disables this."""
+    grace: float = 120
+    """Seconds that the tasks have to save and exit after a signal."""
