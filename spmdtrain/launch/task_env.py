@@ -15,11 +15,8 @@ EVALUATOR = "evaluator"
 _VIRTUAL_DEVICES = "--xla_force_host_platform_device_count"
 # Variables of schedulers that describe another cluster, such as in a Slurm task.
 _SCHEDULER_VARIABLES = (
-)
-    "SLURM_PROCID",
-    "SLURM_STEP_NUM_TASKS",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_RANK",
+    *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    *("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
 )
 
 
