@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import jax
 
-from spmdtrain.checkpoints.command import verify
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
 from spmdtrain.config_checks import resolve
 from spmdtrain.distributed import failures, initialize, process_group, progress
@@ -63,9 +62,6 @@ def execute(command: Command) -> int:
             f"--checkpoint {config.checkpoint} is for --mode evaluate and predict, and for the run "
             "that --init-from names"
         )
-    if options.mode == "verify":
-        assert config.workdir is not None
-        return verify(command.source or config.workdir, Terminal())
     spec = from_environment()
     if options.role == "train" and spec.role is Role.EVALUATE:
         raise UserError(f"--role train, and by TF_CONFIG this is {spec.name}: give one")

@@ -29,8 +29,8 @@ class Options:
     """The experiment: a Python file with a Config and a build(config)."""
     preset: str | None = None
     """One of the experiment's PRESETS, whose values the other options then change."""
-    mode: Literal["train", "evaluate", "predict", "verify"] = "train"
-    """What to do; evaluate and predict take the model from a checkpoint, verify checks them all."""
+    mode: Literal["train", "evaluate", "predict"] = "train"
+    """What to do; evaluate and predict take the model from a checkpoint."""
     split: Literal["train", "validation", "test"] | None = None
     """The split to evaluate or predict; by default the test split, or else the validation split."""
     role: Literal["train", "evaluate"] | None = None

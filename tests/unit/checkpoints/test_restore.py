@@ -888,21 +888,22 @@ def test_the_export_command_says_what_it_wrote_or_why_not(
     assert capsys.readouterr().err.startswith("failed: ")
 
 
-def test_run_verifies_its_workdir(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_the_damaged_checkpoint_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     workdir = tmp_path / "run"
     options = ["--config", str(small_experiment(tmp_path)), "--workdir", str(workdir)]
     assert main([*options, "--checkpoint-every-steps", "2"]) == 0
-    verify = [*options, "--mode", "verify"]
-    assert main(verify) == 0
+    assert command.main(["verify", str(workdir)]) == 0
     capsys.readouterr()
     (workdir / "checkpoints" / "2" / "manifest.json").write_text("{}")
-    assert main(verify) == 1
+    assert command.main(["verify", str(workdir)]) == 1
     found = [[row[0], row[4]] for row in rows(capsys.readouterr().out)]
     assert found == [["4", "good"], ["2", "manifest.json is not as it was written"]]
-    assert main([*verify, "--init-from", str(workdir / "checkpoints" / "4")]) == 0
+    assert command.main(["verify", str(workdir / "checkpoints" / "4")]) == 0
     assert [row[0] for row in rows(capsys.readouterr().out)] == ["4"]
     shutil.rmtree(workdir)
-    assert main(verify) == 2
+    assert command.main(["verify", str(workdir)]) == 2
     assert "holds no checkpoint" in capsys.readouterr().err
 
 
