@@ -393,6 +393,10 @@ FAULTS = {
         *("SIGKILL", 0, ()),
         (r"chief was killed \(SIGKILL\) in load at step 1[0-3]; restart 1 of 3 in 1 s", 10),
     ),
+    "an exception in a worker": (
+        *("exception", 1, ()),
+        (rf"worker 0 failed at step 1[0-3]: {ROW}; restart 1 of 3 in 1 s", 15),
+    ),
     "an exception in the chief": (
         *("exception", 0, ()),
         (rf"chief failed at step 1[0-3]: {ROW}; restart 1 of 3 in 1 s", 15),
