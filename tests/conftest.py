@@ -19,7 +19,7 @@ DATA = Path(os.environ.get("SPMDTRAIN_DATA", REPOSITORY.parent / "shared" / "dat
 # Marks of all tests in a folder. A test elsewhere that takes long bears the mark itself.
 MARKS = {"integration": pytest.mark.slow, "drills": pytest.mark.drill}
 # Drills that start Ray clusters: one cluster at a time is as much as two cores can run.
-RAY = {"coordinator", "nodes", "no_passwd_entry", "parameter_server", "ray_auth", "roles"}
+RAY = {"coordinator_job", "parameter_server", "ray_attack", "script_roles", "unknown_user"}
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

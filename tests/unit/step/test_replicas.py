@@ -1,17 +1,13 @@
 """Values for each replica: what may be done with them, and what they come to."""
 
-import json
 import operator
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +23,6 @@ from spmdtrain import (
 )
 from spmdtrain.sharding.placement import Placement, make_placement, use_placement
 from spmdtrain.step.reductions import all_reduce
-from spmdtrain.testing import run_processes
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(16, 3)).astype(np.float32), RNG.normal(size=16).astype(np.float32)
@@ -250,45 +245,6 @@ def test_the_strategy_within_a_replica_is_the_default() -> None:
         per_replica(look, Y)
         seen.append(current_strategy().name)
     assert seen == ["default", "fully_sharded"]
-
-
-# -- several processes -----------------------------------------------------------------------------
-
-SCRIPT = """
-import json, sys
-import jax
-import numpy as np
-import spmdtrain
-from spmdtrain import Loop, per_replica
-
-spmdtrain.initialize()
-with Loop(steps=1, global_batch_size=8) as loop:
-    x = loop.shard_batch(np.arange(8, dtype=np.float32))
-    values = per_replica(lambda rows: rows * 2, x)
-    sums = jax.jit(lambda x: per_replica(lambda rows: rows.sum(), x))(x)
-    found = [values.gather(), values.stack(), values.local(), values.sum(), values.mean()]
-    found += [sums.stack(), sums.local()]
-print("found", json.dumps([np.asarray(x).tolist() for x in found]))
-"""
-
-
-@pytest.mark.drill
-def test_each_process_has_all_or_its_own(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    ended = run_processes(
-        [sys.executable, "script.py"],
-        processes=2,
-        devices_per_process=2,
-        timeout=100,
-        env=environment(),
-        cwd=tmp_path,
-    )
-    rows = [[0.0, 2.0], [4.0, 6.0], [8.0, 10.0], [12.0, 14.0]]
-    shared = [[x for row in rows for x in row], rows]
-    for one, own, sums in zip(ended, (rows[:2], rows[2:]), ([1.0, 5.0], [9.0, 13.0]), strict=True):
-        (line,) = [line for line in one.output.splitlines() if line.startswith("found")]
-        expected = [*shared, own, [24.0, 32.0], 7.0, [1.0, 5.0, 9.0, 13.0], sums]
-        assert json.loads(line.removeprefix("found")) == expected
 
 
 @pytest.mark.parametrize(("strategy", "mesh", "replicas"), PLACES)

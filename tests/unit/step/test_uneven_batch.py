@@ -11,7 +11,6 @@ import optax
 import pytest
 from flax import nnx
 from helpers import events, metrics
-from processes import drill, job
 from steps import SHOWS_GRADIENTS, on, tokens_batch, tokens_model, tokens_objective
 
 from spmdtrain import Loop, Trainer, UserError
@@ -213,14 +212,3 @@ def test_a_convolutional_network_is_proven() -> None:
         {k: v for k, v in four.items() if k != "accuracy"},
         {k: v for k, v in one.items() if k != "accuracy"},
     )
-
-
-@pytest.mark.drill
-def test_two_processes_give_the_losses_of_one(tmp_path: Path) -> None:
-    options = ("--steps", 3, "--global-batch-size", 5, "--uneven-batch", "pad")
-    config = drill(tmp_path)
-    job(config, "--workdir", tmp_path / "two", *options, processes=2, devices=2)
-    job(config, "--workdir", tmp_path / "one", *options, processes=1, devices=1)
-    two, one = ([x["loss"] for x in metrics(tmp_path / n, "train")] for n in ("two", "one"))
-    assert len(one) == 3
-    np.testing.assert_allclose(two, one, rtol=2e-6)
