@@ -48,7 +48,7 @@ class ServerExecutor:
 
     def __init__(self, job: RayJob, inputs: ExecutorInputs) -> None:
         run, state, functions = inputs.run, inputs.state, inputs.functions
-        options, terminal = run.config.servers, run.journal.terminal
+        options, terminal = run.config.servers, run.logger.terminal
         self._run, self._functions, self._key = run, functions, np.asarray(state.key)
         initial: TrainState = jax.tree.map(np.asarray, state)
         first = int(initial.step)
@@ -82,12 +82,12 @@ class ServerExecutor:
         )
         self._stop_requested_at: float | None = None
         self._stats = StalenessStats()
-        run.journal.log_header(
+        run.logger.log_header(
             make_placement(run.config),
             state.params,
             f"workers: {job.workers}, parameter servers: {job.servers}",
         )
-        run.journal.restart_timer(first)
+        run.logger.restart_timer(first)
 
     def load(self, steps: Sequence[int], state: TrainState) -> tuple[Program, int]:
         """Returns the number of the next batch; workers receive batches up to the next due step."""
@@ -110,7 +110,7 @@ class ServerExecutor:
                 "parameter_server: rename it"
             )
         self._stats.add(outcome.staleness, outcome.pulled, outcome.pushed)
-        self._run.journal.count("staleness", outcome.staleness)
+        self._run.logger.count_value("staleness", outcome.staleness)
         means = outcome.metrics | {"staleness": float(outcome.staleness)}
         metrics: Any = {name: np.float32(value) for name, value in means.items()}
         pairs = {**outcome.sums, "staleness": (outcome.staleness, 1)}
@@ -147,7 +147,7 @@ class ServerExecutor:
         self._scheduler.queue.stop_dispatch()  # so that idle workers compute overdue batches
         grace = max(_GRACE, 2 * (self._scheduler.slow_after() or 0.0))
         if is_empty or now - self._stop_requested_at > grace:
-            self._run.journal.terminal.line(
+            self._run.logger.terminal.line(
                 "the batches in progress do not complete, without which the state cannot be saved"
             )
             self._run.signals.stop_if_received()
@@ -158,7 +158,7 @@ class ServerExecutor:
         _, silent = self._ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_TIMEOUT)
         names = " and ".join(calls[call] for call in silent)
         cause = f"no answer from {names}" if silent else "all parameter servers answer"
-        self._run.journal.terminal.line(f"no batch has completed for {seconds:.0f} s: {cause}")
+        self._run.logger.terminal.line(f"no batch has completed for {seconds:.0f} s: {cause}")
 
     def report(self) -> None:
         """Prints the staleness of updates, the steps of each worker and the servers' counts."""
@@ -168,9 +168,9 @@ class ServerExecutor:
             dataclasses.asdict(count) | {"params_bytes": self._partition.params.bytes_of(n)}
             for n, count in enumerate(counts)
         ]
-        self._run.journal.terminal.console.print(self._stats.table(made))
-        if self._run.journal.files:
-            self._run.journal.files.write_report("servers", self._stats.report(made, servers))
+        self._run.logger.terminal.console.print(self._stats.table(made))
+        if self._run.logger.files:
+            self._run.logger.files.write_report("servers", self._stats.report(made, servers))
 
 
 def make_partitioner(options: ParameterServerOptions, servers: int) -> Partitioner:

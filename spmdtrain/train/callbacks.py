@@ -1,4 +1,4 @@
-"""Functions that a run calls at named moments."""
+"""Callbacks: functions that a run calls at events."""
 
 import enum
 from collections.abc import Callable, Mapping
@@ -7,30 +7,30 @@ from typing import Any
 
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError, did_you_mean
-from spmdtrain.train.loop_checks import numbers
+from spmdtrain.train.loop_checks import as_floats
 
 
 class CallbackEvent(enum.StrEnum):
-    """When callbacks are called."""
+    """The events at which callbacks are called."""
 
     FIT_START = "fit_start"
-    STEP = "step"  # an update has been dispatched; its numbers are not known yet
-    LOG = "log"  # with the train metrics of that step, whose state cannot be read any more
+    STEP = "step"  # a step was dispatched; its metrics are pending
+    LOG = "log"  # with the train metrics of a step, whose state cannot be read any more
     EPOCH_END = "epoch_end"  # with the epoch's means; before its evaluation and checkpoint
     EVALUATION = "evaluation"  # with the validation metrics
     CHECKPOINT = "checkpoint"
-    FIT_END = "fit_end"  # with the test metrics, where there is a test split
+    FIT_END = "fit_end"  # with the test metrics if there is a test split
 
 
 @dataclass
 class CallbackContext:
-    """What a callback is told. `trainer.stop()` ends the run after this step."""
+    """The argument of a callback. `trainer.stop()` ends the run after this step."""
 
-    trainer: Any  # the Trainer, which stands above this module
-    moment: CallbackEvent
+    trainer: Any  # a Trainer; this module cannot import it
+    event: CallbackEvent
     step: int
     metrics: dict[str, float]
-    """Callbacks of `log` and `evaluation` may add metrics to it."""
+    """The metrics of the event; callbacks of `log` and `evaluation` may add others."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         # `event.metrics |= {...}` adds to the dictionary, and assigns it again.
@@ -39,8 +39,8 @@ class CallbackContext:
         object.__setattr__(self, name, value)
 
 
-class Fixed(dict[str, Any]):
-    """Metrics that a callback must not change, because they are written already."""
+class FrozenMetrics(dict[str, Any]):
+    """Metrics that a callback cannot change, because they are written already."""
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise UserError(
@@ -55,8 +55,8 @@ class Fixed(dict[str, Any]):
     update = setdefault = pop = popitem = clear = _refuse
 
 
-class Reported(Fixed):
-    """Metrics that are about to be written: a callback may add others."""
+class AddableMetrics(FrozenMetrics):
+    """Computed metrics that are about to be written; a callback may add others."""
 
     def __init__(self, computed: Mapping[str, float]) -> None:
         super().__init__(computed)
@@ -76,38 +76,36 @@ class Reported(Fixed):
             self[name] = default
         return self[name]
 
-    def __ior__(self, given: Any) -> "Reported":  # type: ignore[override,misc]
+    def __ior__(self, given: Any) -> "AddableMetrics":  # type: ignore[override,misc]
         self.update(given)
         return self
 
     def with_added(self) -> dict[str, float]:
-        """Return the computed metrics, then those added. Raises `UserError` for no number."""
+        """Returns the computed metrics, then those added; raises `UserError` for non-numbers."""
         added = {name: x for name, x in self.items() if name not in self._computed}
-        return self._computed | (numbers(added, "the callback's") if added else {})
+        return self._computed | (as_floats(added, "the callback's") if added else {})
 
 
 Callback = Callable[[CallbackContext], None]
 Callbacks = Mapping[str, Callback | list[Callback]]
-"""One function or several, by the name of their `CallbackEvent`."""
+"""One function or several, by the name of a `CallbackEvent`."""
 
 
-def by_moment(callbacks: Callbacks) -> dict[CallbackEvent, list[Callback]]:
-    """Returns the functions of every moment.
+def by_event(callbacks: Callbacks) -> dict[CallbackEvent, list[Callback]]:
+    """Returns the functions of every event.
 
     Raises:
-      UserError: If there is no such moment, or what is given for it is no function.
+      UserError: If an event does not exist, or a callback is no function.
     """
     if not isinstance(callbacks, Mapping):
         raise UserError(
-            f"callbacks is a {type(callbacks).__name__}: it must be a dictionary of moments, for "
-            f'example {{"log": f}}. The moments are: {", ".join(CallbackEvent)}'
+            f"callbacks is a {type(callbacks).__name__}: it must be a dictionary of events, for "
+            f'example {{"log": f}}. The events are: {", ".join(CallbackEvent)}'
         )
     found: dict[CallbackEvent, list[Callback]] = {moment: [] for moment in CallbackEvent}
     for name, functions in callbacks.items():
         if name not in found:
-            raise UserError(
-                f"there is no moment {name!r} for callbacks.{did_you_mean(name, found)}"
-            )
+            raise UserError(f"there is no event {name!r} for callbacks.{did_you_mean(name, found)}")
         given = functions if isinstance(functions, list) else [functions]
         for function in given:
             if not callable(function):
@@ -132,7 +130,7 @@ class CallbackRunner:
 
     def __init__(self, trainer: Any, callbacks: Callbacks) -> None:
         self._trainer = trainer
-        self._functions = by_moment(callbacks)
+        self._functions = by_event(callbacks)
         self.event: CallbackEvent | None = None
         """The event whose callbacks are running."""
         self.stop_requested = False
@@ -176,7 +174,7 @@ class CallbackRunner:
           metrics: Its metrics; none by default.
         """
         self.event = event
-        values = Fixed({}) if metrics is None else metrics
+        values = FrozenMetrics({}) if metrics is None else metrics
         try:
             for function in self._functions[event]:
                 function(CallbackContext(self._trainer, event, step, values))

@@ -69,30 +69,30 @@ class Epochs:
     Args:
         config: The run's configuration.
         num_examples: Number of training examples; 0 if the run has no dataset, and so no epochs.
-        journal: Writes the means.
+        logger: Writes the means.
         fixed_rate: The learning rate of all steps, if it is known.
     """
 
     def __init__(
-        self, config: RunConfig, num_examples: int, journal: RunLogger, fixed_rate: float | None
+        self, config: RunConfig, num_examples: int, logger: RunLogger, fixed_rate: float | None
     ) -> None:
-        self._config, self._size, self._journal = config, num_examples, journal
+        self._config, self._size, self._logger = config, num_examples, logger
         self._fixed_rate = fixed_rate
         self._counted = 0.0  # seconds of training that are in a tally
         self._epoch = range(0)  # its steps
-        self.tally = EpochSums()
+        self.sums = EpochSums()
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Goes on from what `so_far` returned; from an empty tally if `saved` is empty."""
         if saved:
             sums = saved["sums"]
             values = np.array(list(sums.values()), np.float64).reshape(-1, 2)
-            self.tally = EpochSums(saved["steps"], saved["seconds"], list(sums), values)
+            self.sums = EpochSums(saved["steps"], saved["seconds"], list(sums), values)
 
-    def so_far(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Returns the tally as JSON, in which floats keep all their bits."""
         self._count_seconds()
-        tally = self.tally
+        tally = self.sums
         sums = {name: pair.tolist() for name, pair in zip(tally.names, tally.sums, strict=True)}
         return {"steps": tally.steps, "seconds": tally.seconds, "sums": sums}
 
@@ -109,9 +109,9 @@ class Epochs:
             sums: Their weighted sums and weights, (names, 2).
             rate: Its learning rate, if that is among its outputs.
         """
-        tally, config, size = self.tally, self._config, self._size
+        tally, config, size = self.sums, self._config, self._size
         if tally.names != names:  # none yet, or the objective has changed since the save
-            tally = self.tally = EpochSums(0, tally.seconds, names, np.zeros((len(names), 2)))
+            tally = self.sums = EpochSums(0, tally.seconds, names, np.zeros((len(names), 2)))
         tally.steps += 1
         tally.sums += sums
         if step >= self._epoch.stop:
@@ -119,7 +119,7 @@ class Epochs:
         if step < self._epoch.stop - 1:
             return
         self._count_seconds()
-        self.tally = EpochSums()
+        self.sums = EpochSums()
         if tally.steps != len(self._epoch):
             return
         used = self._fixed_rate if rate is None else float(rate)
@@ -131,22 +131,22 @@ class Epochs:
         means = Means(dict(zip(tally.names, tally.sums, strict=True))).result(empty=0.0)
         # A metric of the objective that has one of these names stays what it is.
         found = {"epoch": config.epochs_at(step, size)} | means | (measured | means)
-        self._journal.epoch_ended(step, found)
+        self._logger.log_epoch(step, found)
 
     def _count_seconds(self) -> None:
-        now = self._journal.seconds
-        self.tally.seconds += now - self._counted
+        now = self._logger.seconds
+        self.sums.seconds += now - self._counted
         self._counted = now
 
     def result(self, step: int) -> FitResult:
         """Returns the result of a fit that ends after `step`."""
-        latest = self._journal.latest
+        latest = self._logger.latest
         train, seen, tested = latest[Split.TRAIN], latest[Split.EVAL], latest[Split.TEST]
         return FitResult(step, train, seen, tested, self.history())
 
     def history(self) -> History:
         """Returns what was written of epochs and evaluations."""
-        told, config = self._journal.told, self._config
+        told, config = self._logger.written, self._config
         return History(
             [{"step": step} | of for step, of in sorted(told[Split.EPOCH].items())],
             [

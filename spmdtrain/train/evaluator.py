@@ -206,8 +206,8 @@ class _Evaluator:
                     raise
                 return
             metrics = self.trainer.evaluate(self.dataset)
-        journal = RunLogger(self.trainer.terminal, self.files, self.trainer.config)
-        journal.log_evaluation(Split.EVAL, step, metrics)
+        logger = RunLogger(self.trainer.terminal, self.files, self.trainer.config)
+        logger.log_evaluation(Split.EVAL, step, metrics)
         self._patiently(lambda: checkpoints.settle(step, mark, evaluated=True))
 
     def _patiently(self, read: Callable[[], T]) -> T:

@@ -161,7 +161,7 @@ class MeshExecutor:
             batch = next(self._batches)
         if len(steps) not in self._compiled:
             self._compiled[len(steps)] = self._compile(len(steps), batch, state)
-            self._run.journal.restart_timer(steps[0] - 1)
+            self._run.logger.restart_timer(steps[0] - 1)
         return self._compiled[len(steps)], batch
 
     def stop_dispatch(self, step: int) -> int:
@@ -177,11 +177,11 @@ class MeshExecutor:
 
     def _compile(self, steps: int, batch: PyTree, state: TrainState) -> Program:
         """Compiles the program of so many steps for such batches, and logs its description."""
-        journal = self._run.journal
-        with journal.terminal.waiting("compiling the train step"), phase(Phase.COMPILE):
+        logger = self._run.logger
+        with logger.terminal.waiting("compiling the train step"), phase(Phase.COMPILE):
             program = self._programs.get(steps, batch)
             await_compiled(program.lowered)
-        journal.log_header(self._placement, state.params, program.told)
+        logger.log_header(self._placement, state.params, program.told)
         return program.call
 
 

@@ -1,4 +1,4 @@
-"""What a run begins with: initial values, or those of another run's checkpoint."""
+"""The first state of a run: initial values, or those of another run's checkpoint."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,7 +23,13 @@ Tell = Callable[[str], None]
 
 
 def initial_state(steps: StepFunctions, config: RunConfig, tell: Tell) -> TrainState:
-    """The state before step 1, with the parameters of `init_from` where that is given."""
+    """Returns the state before step 1.
+
+    Args:
+      steps: The functions of the run.
+      config: Has the seed, and `init_from`, whose parameters replace the initial ones.
+      tell: Receives a line that names the checkpoint.
+    """
     state = steps.init(config.seed)
     if not config.init_from:
         return state
@@ -32,7 +38,7 @@ def initial_state(steps: StepFunctions, config: RunConfig, tell: Tell) -> TrainS
     params, model_state = steps.as_parameters(found)
     params = jax.device_put(params, places.params)
     averaged: PyTree = {}
-    if config.ema_decay is not None:  # arrays of its own, as the state is donated
+    if config.ema_decay is not None:  # separate arrays, because the state is donated
         averaged = jax.tree.map(
             lambda x, like: jnp.array(x, like.dtype), found.params, state.averaged
         )
@@ -58,10 +64,20 @@ def at_step_zero(state: TrainState, shardings: TrainState) -> TrainState:
 def load_values(
     path: str, which: str | int, steps: StepFunctions, config: RunConfig, tell: Tell
 ) -> tuple[Variables, Manifest]:
-    """The model's values in a checkpoint, of this or of another run, and what is known of it.
+    """Loads the model's values from a checkpoint of this or another run.
 
-    `path` is a workdir, of which `which` selects a checkpoint, or one of its checkpoints/STEP.
-    Raises `UserError`.
+    Args:
+      path: A workdir, or one of its checkpoints/STEP.
+      which: The checkpoint of a workdir: "latest", "best" or a step.
+      steps: Give the model's shapes and shardings.
+      config: The configuration, compared with that of the checkpoint.
+      tell: Receives lines about corrupted checkpoints, and the chosen one.
+
+    Returns:
+      The values, and the manifest of the checkpoint.
+
+    Raises:
+      UserError: If there is no such checkpoint, or it is of another model.
     """
 
     def load(folder: epath.Path, manifest: Manifest) -> Variables:

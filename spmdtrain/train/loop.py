@@ -31,11 +31,11 @@ from spmdtrain.train.executor import max_in_flight
 from spmdtrain.train.loop_checks import (
     Init,
     Step,
-    beginning,
+    as_floats,
     check_best,
     check_config,
     check_not_donated,
-    numbers,
+    make_initial_state,
 )
 from spmdtrain.train.loop_step import LoopStep, make_program
 from spmdtrain.train.loop_tools import LoopTools
@@ -153,7 +153,7 @@ class Loop(LoopTools):
         if not self._entered or self._run is not None:
             raise UserError("start() is called once, within `with Loop(...) as loop:`")
         keys = [jax.random.key(derive_seed(self.config.seed, p)) for p in _PURPOSES]
-        begin = beginning(init)
+        begin = make_initial_state(init)
         abstract = jax.eval_shape(begin, *keys)
         self._layout = Layout(abstract, self.placement, rules, self.config.sharding)
         self._augment = augment
@@ -167,7 +167,7 @@ class Loop(LoopTools):
             self.terminal,
             self._clock,
         )
-        self._stack.enter_context(failures.watch_failures(run.failed_elsewhere))
+        self._stack.enter_context(failures.watch_failures(run.log_failure_elsewhere))
         with phase(Phase.RESTORE, 0):
             state = run.resume(placed)
             if state is None:
@@ -180,9 +180,9 @@ class Loop(LoopTools):
         self._run, self._state = run, state
         self._late = MetricsReader(run, max_in_flight(self.placement), lambda: self._state)
         self.step = self.first_step = self._done = int(state.step)
-        run.journal.begin(self.step, self.placement)
+        run.logger.begin(self.step, self.placement)
         self._stack.enter_context(run.record_outcome())
-        if run.start_due(self.step):
+        if run.should_save_at_start(self.step):
             self._save(run)
         return state
 
@@ -207,13 +207,13 @@ class Loop(LoopTools):
         nothing = self.step == self.first_step and self._state.step.is_deleted()
         if self.step != self._saved and not nothing:
             self._save(run)
-        run.await_save()
+        run.wait_for_save()
         self.stopped_early = self.step < run.schedule.total
         if self.stopped_early:
             why = f"the loop was left after {self.step} of {run.schedule.total} steps"
-            run.journal.end(Status.PREEMPTED, self.step, why, saved=self.step == self._saved)
+            run.logger.log_end(Status.PREEMPTED, self.step, why, saved=self.step == self._saved)
         else:
-            run.journal.end(Status.FINISHED, self.step)
+            run.logger.log_end(Status.FINISHED, self.step)
 
     # -- data ----------------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class Loop(LoopTools):
         """Yields the numbers of the steps to make, from 1; like `batches`, without a dataset."""
         run = self._started()
         self._boundary()  # an earlier iteration may have ended after a step
-        run.journal.restart_timer(self.step)
+        run.logger.restart_timer(self.step)
         # The bar belongs to the loop, because this generator may outlive it.
         self._bar.close()
         self._bar.enter_context(
@@ -335,7 +335,7 @@ class Loop(LoopTools):
         if split not in (Split.EVAL, Split.TEST):
             raise UserError(f"there is no split {split!r}.{did_you_mean(split, ['eval', 'test'])}")
         self._late.flush()
-        told = numbers(found)
+        told = as_floats(found)
         if not math.isfinite(told.get("loss", 0.0)):
             raise NonFiniteError(f"step {self.step}: the {split} loss is {told['loss']}")
         if (split, self.step) in self._evaluated:
@@ -347,8 +347,8 @@ class Loop(LoopTools):
             check_best(self.config, told, first=not self._evaluated, tell=self.terminal.line)
             self._last_eval = self.step, told
         self._evaluated.add((split, self.step))
-        if not run.journal.read_metrics(Split(split), self.step):
-            run.journal.log_evaluation(Split(split), self.step, told)
+        if not run.logger.read_metrics(Split(split), self.step):
+            run.logger.log_evaluation(Split(split), self.step, told)
 
     def stop(self) -> None:
         """Makes the last recorded step the last one of the run. All processes call it.
@@ -397,7 +397,7 @@ class Loop(LoopTools):
     @property
     def logger(self) -> RunLogger:
         """The logger of the run."""
-        return self._started().journal
+        return self._started().logger
 
     def _started(self) -> RunSession:
         if self._over:

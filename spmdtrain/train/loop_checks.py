@@ -43,7 +43,7 @@ _TRAINER_ONLY: Mapping[str, Any] = {
 PARTS = ("params", "opt_state", "averaged", "model_state")
 
 
-def beginning(init: Init) -> Callable[[jax.Array, jax.Array], TrainState]:
+def make_initial_state(init: Init) -> Callable[[jax.Array, jax.Array], TrainState]:
     """From the keys of initialisation and of the steps to the first state. Raises `UserError`."""
     if not callable(init):
         raise UserError(
@@ -107,12 +107,12 @@ def _told(x: Any) -> str:
     return f"a {type(x).__name__}"
 
 
-def scalars(told: Any) -> dict[str, jax.Array]:
+def as_scalars(told: Any) -> dict[str, jax.Array]:
     """A step's metrics in f32. Raises `UserError`."""
     return {name: jnp.asarray(x, jnp.float32) for name, x in _checked(told, "the step's").items()}
 
 
-def numbers(found: Any, whose: str = "the evaluation's") -> dict[str, float]:
+def as_floats(found: Any, whose: str = "the evaluation's") -> dict[str, float]:
     """Metrics by name as numbers. Raises `UserError`."""
     checked = _checked(found, whose)
     return loss_first({name: float(x) for name, x in checked.items()})

@@ -20,9 +20,9 @@ from spmdtrain.step.train_step import StepOutput
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.loop_checks import (
     Step,
+    as_scalars,
     check_not_donated,
     check_state,
-    scalars,
     state_and_metrics,
 )
 from spmdtrain.train.run_logger import RunLogger
@@ -55,7 +55,7 @@ def make_program(
         if after.step is not state.step or after.key is not state.key:
             raise UserError("the step changed step or key of the state, which the loop counts")
         after = dataclasses.replace(after, step=state.step + 1, key=state.key)
-        means = scalars(metrics)
+        means = as_scalars(metrics)
         finite = health(jnp.stack(list(means.values())), state, after, layout.shardings)
         return after, StepOutput(means, finite, after.step)
 

@@ -74,10 +74,10 @@ class MetricsReader:
         self._check_sound()
         while self._in_flight:
             self._read(*self._in_flight.popleft())
-        self._run.journal.train_pauses()
+        self._run.logger.pause_timer()
 
     def _check_sound(self) -> None:
-        """Re-raises an earlier error: whoever has caught it still has no sound state."""
+        """Re-raises an earlier error: if the user has caught it, the state is still unusable."""
         if self._failed is not None:
             raise self._failed
 
@@ -111,11 +111,11 @@ class MetricsReader:
             if output.sums is not None:
                 self._count(last, output, np.asarray(output.sums), output.rate)
             return
-        told = {name: np.asarray(x) for name, x in output.metrics.items()}
+        metrics = {name: np.asarray(x) for name, x in output.metrics.items()}
         sums = None if output.sums is None else np.asarray(output.sums)
         rates = None if output.rate is None else np.asarray(output.rate)
         for number, step in enumerate(steps):
-            of_step = {name: values[number] for name, values in told.items()}
+            of_step = {name: values[number] for name, values in metrics.items()}
             self._read_one(step, last, finite[number], of_step)
             if sums is not None:
                 rate = None if rates is None else rates[number]
@@ -131,16 +131,18 @@ class MetricsReader:
         if not finite.all():
             wrong = " and ".join(np.array(HEALTH)[~finite])
             values = {name: float(x) for name, x in metrics.items()}
-            told = [f"{n} {x}" for n, x in values.items() if n == "loss" or not math.isfinite(x)]
+            facts = [f"{n} {x}" for n, x in values.items() if n == "loss" or not math.isfinite(x)]
             state = self._state()
             where = None if state is None or state.step.is_deleted() else first_non_finite(state)
             if where is not None:
-                told.append(f"{where} is the first such array")
-            self._failed = NonFiniteError(f"step {step}: {wrong} not finite ({'; '.join(told)})")
+                facts.append(f"{where} is the first such array")
+            self._failed = NonFiniteError(f"step {step}: {wrong} not finite ({'; '.join(facts)})")
             raise self._failed
         if run.config.logs_at(step, run.schedule.total):
             found = loss_first({name: float(x) for name, x in metrics.items()})
             # First the callbacks, which may add metrics to the line.
-            run.journal.trained(step, run.schedule.total, self._logged(step, found), made=last)
+            run.logger.log_train_step(
+                step, run.schedule.total, self._logged(step, found), made=last
+            )
         elif step == last:
-            run.journal.terminal.advance(step)
+            run.logger.terminal.advance(step)

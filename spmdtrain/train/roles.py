@@ -14,7 +14,7 @@ def is_evaluator() -> bool:
     return from_environment().role is Role.EVALUATE
 
 
-def enter(config: RunConfig, timeout: float, terminal: Terminal | None) -> RunConfig:
+def join_job(config: RunConfig, timeout: float, terminal: Terminal | None) -> RunConfig:
     """Takes the role of this process in the job of a configuration.
 
     A process that trains joins the others. A worker or parameter server of strategy

@@ -1,4 +1,4 @@
-"""What a run tells as it goes: to the person at the terminal, and to the files in its workdir."""
+"""The log of a run: lines on the terminal and files in the workdir."""
 
 import time
 from collections import Counter
@@ -17,43 +17,54 @@ from spmdtrain.terminal import Rate, Terminal, duration, number
 Metrics = dict[str, float]
 
 
-def nothing_told() -> dict[Split, dict[int, Metrics]]:
+def no_metrics() -> dict[Split, dict[int, Metrics]]:
     """Returns the splits whose metrics are kept, without any."""
     return {Split.EPOCH: {}, Split.EVAL: {}}
 
 
 class RunLogger:
-    """Tells one run's story. Without `files` only the terminal hears it."""
+    """Writes the log of one run.
+
+    Args:
+      terminal: Receives lines.
+      files: The files of the workdir; None without a workdir, and in all processes but process 0.
+      config: The configuration.
+    """
 
     def __init__(self, terminal: Terminal, files: RunFiles | None, config: RunConfig) -> None:
         self.terminal, self.files, self.config = terminal, files, config
         self.latest: dict[Split, Metrics] = {split: {} for split in Split}
         self.batch_size = config.global_batch_size
-        """Examples of a step; a `Loop` may place others than the configuration says."""
-        self.told = nothing_told()
-        """All that was written of these splits, by step."""
+        """Examples in one step; in a `Loop` those of the batch that the user passes."""
+        self.written = no_metrics()
+        """The metrics written of epochs and evaluations, by split and step."""
         self._rate = Rate()
-        self._seconds = 0.0  # of training
-        self._since: float | None = None  # when it went on last
+        self._seconds = 0.0  # of training, up to the last pause
+        self._since: float | None = None  # when the timer was restarted
         self._counts: dict[str, Counter[int]] = {}  # since the last line of training
 
     def begin(self, step: int, placement: Placement) -> None:
-        """The run goes on from `step`: what was written of later steps is taken back."""
+        """Starts the log after `step`; removes the lines of later steps.
+
+        Args:
+          step: The step that the run goes on from.
+          placement: Is written to the configuration file.
+        """
         if self.files:
-            self.files.prepare_curves()  # beside the compilation, and not at the first write
+            self.files.prepare_curves()  # now, during the compilation
             self.files.rewind(step)
             self.files.write_config(
                 as_json(self.config), mesh=placement.axes, devices=placement.devices
             )
             self.files.write_status(Status.RUNNING, step)
         if self.config.workdir is not None:
-            for split in self.told:
+            for split in self.written:
                 found = list(self.files.history(split).items()) if self.files else []
-                # Process 0 alone has files.
-                self.told[split] = dict(process_group.broadcast(found))
+                # Only process 0 has files.
+                self.written[split] = dict(process_group.broadcast(found))
 
     def log_header(self, placement: Placement, params: Any, program: str) -> None:
-        """The one line that says what is about to run."""
+        """Prints the line that describes what is about to run: devices, mesh, batch, program."""
         batch, rate = self.batch_size, self.config.learning_rate
         devices = placement.devices
         rows = batch or 0
@@ -73,27 +84,34 @@ class RunLogger:
         )
 
     def restart_timer(self, step: int) -> None:
-        """From here on the time counts as training's."""
+        """Counts the time from here on as training."""
         self._rate.restart(step)
-        self.train_pauses()
+        self.pause_timer()
         self._since = time.perf_counter()
 
-    def train_pauses(self) -> None:
-        """Until `restart_timer`, the time does not count as training's."""
+    def pause_timer(self) -> None:
+        """Stops counting the time as training until `restart_timer`."""
         self._seconds, self._since = self.seconds, None
 
     @property
     def seconds(self) -> float:
-        """Seconds of training up to now, without evaluations, saves and compilation."""
+        """Seconds of training so far, without evaluations, saves and compilation."""
         now = time.perf_counter()
         return self._seconds + (0.0 if self._since is None else now - self._since)
 
-    def count(self, name: str, value: int) -> None:
-        """One more of a number that each step has: lines of training tell how many had which."""
+    def count_value(self, name: str, value: int) -> None:
+        """Counts a value that a step had; the next line of training has the counts by value."""
         self._counts.setdefault(name, Counter())[value] += 1
 
-    def trained(self, step: int, total: int, metrics: Metrics, *, made: int) -> None:
-        """The numbers of one train step; `made` are known to be done, which may be more."""
+    def log_train_step(self, step: int, total: int, metrics: Metrics, *, made: int) -> None:
+        """Logs the metrics of a train step.
+
+        Args:
+          step: The step.
+          total: Number of steps of the run.
+          metrics: Its metrics.
+          made: The last step that is known to be done, for the speed.
+        """
         self.latest[Split.TRAIN] = metrics
         rate = self._rate.read(made)
         speed: Metrics = {}
@@ -112,17 +130,17 @@ class RunLogger:
             self.terminal.line(f"step {step}/{total}  {text}{left}")
 
     def log_evaluation(self, split: Split, step: int, metrics: Metrics) -> None:
-        """The numbers of an evaluation of the state after `step`."""
+        """Logs the metrics of an evaluation of the state after `step`."""
         self.latest[split] = metrics
         if self.files:
             self.files.write_metrics(step, split, metrics)
-        if split in self.told:
-            self.told[split][step] = metrics
+        if split in self.written:
+            self.written[split][step] = metrics
         self.terminal.line(f"{split} at step {step}: {_words(metrics)}")
 
-    def epoch_ended(self, step: int, metrics: Metrics) -> None:
-        """Write the means of the epoch that ends at `step`; "epoch" among them is its number."""
-        self.told[Split.EPOCH][step] = metrics
+    def log_epoch(self, step: int, metrics: Metrics) -> None:
+        """Logs the means of the epoch that ends at `step`; "epoch" among them is its number."""
+        self.written[Split.EPOCH][step] = metrics
         if self.files:
             self.files.write_metrics(step, Split.EPOCH, metrics)
         units = {"seconds": "s", "examples_per_second": "examples/s"}
@@ -132,29 +150,36 @@ class RunLogger:
         self.terminal.line(f"epoch {metrics['epoch']:.0f} at step {step}: {text}")
 
     def read_metrics(self, split: Split, step: int) -> Metrics:
-        """What has already been written of a split at a step, by this or an earlier start."""
+        """Returns the metrics that this or an earlier start wrote of a split at a step."""
         found: Metrics = self.files.recorded(split, step) if self.files else {}
-        found = process_group.broadcast(found)  # process 0 alone has files
+        found = process_group.broadcast(found)  # only process 0 has files
         if found:
             self.latest[split] = found
         return found
 
-    def saved(self, step: int) -> None:
-        """A checkpoint is on its way."""
+    def log_save(self, step: int) -> None:
+        """Writes the step of the newest complete checkpoint to the status file."""
         if self.files:
             self.files.write_status(Status.RUNNING, step)
 
-    def end(
+    def log_end(
         self, status: Status, step: int, reason: str | None = None, *, saved: bool = True
     ) -> None:
-        """What has become of the run; `step` is the last one, which may have been `saved`."""
+        """Logs the end of the run.
+
+        Args:
+          status: How it ended.
+          step: The last step.
+          reason: Why it ended early.
+          saved: Whether the state after `step` is saved.
+        """
         if self.files:
             try:
                 self.files.write_status(status, step, reason)
             except StorageError as error:
                 if status is Status.FINISHED:
                     raise
-                self.terminal.line(str(error))  # and on with what ended the run
+                self.terminal.line(str(error))  # the reason of the end matters more
         if status is Status.PREEMPTED:
             done = f"saved step {step:,}; start again to go on from there"
             if not (self.config.workdir and saved):

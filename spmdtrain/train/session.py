@@ -1,4 +1,4 @@
-"""One run: what it was given, whom it tells, and what it has saved."""
+"""The session of a run: its inputs, logs and checkpoints, and the boundary between steps."""
 
 import contextlib
 import dataclasses
@@ -50,7 +50,7 @@ from spmdtrain.train.schedule import Due, Schedule
 
 
 class Trainable(Protocol):
-    """What a run trains, as far as its files go."""
+    """What a run session needs to know of the state that is trained."""
 
     @property
     def abstract_state(self) -> TrainState: ...
@@ -65,7 +65,7 @@ class Trainable(Protocol):
 
     @property
     def metric_names(self) -> Callable[[Any], Iterable[str]] | None:
-        """What an evaluation of such rows gives; None where nobody knows before it is made."""
+        """Rows -> the names of an evaluation's metrics; None if they are not known beforehand."""
         ...
 
 
@@ -93,7 +93,10 @@ class BoundaryActions:
 
 @dataclass
 class RunSession:
-    """One call of `fit`, from `open` to the closing of its files."""
+    """Inputs, logs and checkpoints of one `fit` or one `Loop`.
+
+    Its files are closed by the exit stack that `open` receives.
+    """
 
     config: RunConfig
     train: Dataset | None
@@ -101,7 +104,7 @@ class RunSession:
     test: Dataset | None
     schedule: Schedule
     identity: Identity
-    journal: RunLogger
+    logger: RunLogger
     checkpoints: Checkpoints | None
     signals: StopSignals
     epochs: Epochs
@@ -116,9 +119,18 @@ class RunSession:
         terminal: Terminal,
         clock: Callable[[], float],
     ) -> "RunSession":
-        """Check what `fit` was given and open what it writes to; `stack` closes it.
+        """Checks the inputs of a run and opens its files.
 
-        `splits` are `train`, `validation` and `test`. Raises `UserError`.
+        Args:
+          stack: Closes the files.
+          config: The resolved configuration.
+          splits: Datasets or arrays by name: "train", "validation" and "test".
+          trained: Describes the state.
+          terminal: Receives the log.
+          clock: Returns seconds, for `checkpoint_every_seconds`.
+
+        Raises:
+          UserError: If an input is wrong, or the processes have different ones.
         """
         data = {n: as_dataset(x, f"{n} data") for n, x in splits.items() if x is not None}
         train = data.get("train")
@@ -159,7 +171,7 @@ class RunSession:
             optimizer=describe_optimizer(trained.abstract_state.opt_state),
             hyperparameters=trained.initial_hyperparameters,
         )
-        # Before anything is written: processes that differ would train nonsense, or wait for ever.
+        # Before anything is written: processes that differ would compute wrong numbers, or hang.
         if process_group.count() > 1:
             told = dataclasses.asdict(identity)
             told["config"].pop("data_dir")  # where it is may differ, what is in it may not
@@ -196,7 +208,7 @@ class RunSession:
                     )
                 )
             )
-        journal = RunLogger(terminal, files, config)
+        logger = RunLogger(terminal, files, config)
         rate = known_rate(config, trained.abstract_state.opt_state)
         size = 0 if train is None else len(train)
         return cls(
@@ -213,19 +225,25 @@ class RunSession:
                 clock=clock,
             ),
             identity=identity,
-            journal=journal,
+            logger=logger,
             checkpoints=checkpoints,
             signals=signals,
-            epochs=Epochs(config, size, journal, rate),
+            epochs=Epochs(config, size, logger, rate),
         )
 
     # -- going on from a checkpoint ------------------------------------------------------------
 
     def resume(self, trained: Trainable) -> TrainState | None:
-        """The state of the newest good checkpoint, as `resume` says; None where there is none.
+        """Returns the state of the newest valid checkpoint; None if there are no checkpoints.
 
-        Damaged ones are set aside once a good one is found. Where none is good, `UserError`:
-        a run never begins anew over checkpoints.
+        Corrupted ones are set aside once a valid one is found.
+
+        Args:
+          trained: Gives shapes and shardings of the state.
+
+        Raises:
+          UserError: If no checkpoint is valid (a run never starts from zero over checkpoints), the
+            run is another one, or the option `resume` forbids it.
         """
         config, where = self.config, f"workdir {self.config.workdir}"
         if (
@@ -245,7 +263,7 @@ class RunSession:
             check_same_run(manifest.identity, self.identity, str(folder))
             return load_state(folder, manifest, trained.abstract_state, trained.shardings)
 
-        tell = self.journal.terminal.line
+        tell = self.logger.terminal.line
         try:
             found = load_latest_valid(source, load, tell, by_all=True)
         except CheckpointCorruptedError as error:
@@ -286,7 +304,7 @@ class RunSession:
             )
 
     def check_newest(self, step: int) -> None:
-        """Raise `UserError` where the workdir is ahead of a trainer that has made `step` steps."""
+        """Raises `UserError` if the workdir has a checkpoint of a later step than `step`."""
         if self.saved_step > step:
             raise UserError(
                 f"workdir {self.config.workdir} holds step {self.saved_step}, and this trainer has "
@@ -327,14 +345,14 @@ class RunSession:
         if preempted or due.save or self.schedule.should_save(step):
             actions.save(step, metrics)
         if preempted:
-            self.await_save()  # a checkpoint is reported only once it is complete
+            self.wait_for_save()  # a checkpoint is reported only once it is complete
         last = step == self.schedule.total
         if preempted or last:
             actions.report()
         if preempted:
             self.signals.stop_if_received()
         if not last:
-            self.journal.restart_timer(step)
+            self.logger.restart_timer(step)
 
     @property
     def eval_batch_size(self) -> int:
@@ -350,7 +368,7 @@ class RunSession:
         # A save by the clock may have been due there.
         by_clock = self.config.checkpoint_every_seconds is not None
         saved = self.schedule.saves_by_count(step) or by_clock
-        written = self.journal.read_metrics(Split.EVAL, step)  # in all processes
+        written = self.logger.read_metrics(Split.EVAL, step)  # in all processes
         return self.schedule.should_evaluate(step, saved=saved) and not written
 
     def check_finite_loss(self, split: Split, step: int, metrics: Metrics) -> None:
@@ -375,16 +393,16 @@ class RunSession:
         if self.checkpoints is None:
             return
         with progress.phase(progress.Phase.SAVE, step):
-            if self.journal.files:
-                self.journal.files.check_lock()
-            epoch = self.epochs.so_far()
+            if self.logger.files:
+                self.logger.files.check_lock()
+            epoch = self.epochs.to_json()
             self.checkpoints.save(state, step, self.identity, metrics, stopped=stopped, epoch=epoch)
         progress.saved(self.saved_step)
         self.schedule.saved()
-        self.journal.saved(self.saved_step)
+        self.logger.log_save(self.saved_step)
 
-    def await_save(self) -> None:
-        """Return when what is being saved is whole; raises what went wrong."""
+    def wait_for_save(self) -> None:
+        """Waits until the save in progress is complete; raises its error."""
         if self.checkpoints is not None:
             with progress.phase(progress.Phase.SAVE):
                 self.checkpoints.wait()
@@ -392,13 +410,13 @@ class RunSession:
 
     @contextlib.contextmanager
     def record_outcome(self) -> Iterator[None]:
-        """Around all that the run does: where it does not come to its end, say why."""
+        """Records in the log why the run ends, if it does not finish."""
         try:
             yield
         except PreemptedExit as stop:
             # Under parameter servers a signal may come before anything could be saved.
             saved = self.saved_step > 0 or bool(self.checkpoints and self.checkpoints.holds(0))
-            self.journal.end(Status.PREEMPTED, self.saved_step, stop.signal, saved=saved)
+            self.logger.log_end(Status.PREEMPTED, self.saved_step, stop.signal, saved=saved)
             raise
         except BaseException as error:
             self._failed(error)
@@ -407,33 +425,33 @@ class RunSession:
             raise
 
     def _failed(self, error: BaseException) -> None:
-        """Say why the run ends; raises `StorageError` where what was being saved failed, too."""
-        # That is worth waiting for, if all are still there to save it: each of several processes
-        # sees for itself that a state is wrong, but other errors may be one's own.
+        """Logs the failure; raises `StorageError` if the save in progress fails as well."""
+        # Wait for that save only if all processes still take part in it: all of them see a wrong
+        # state, but another error may concern one process only.
         all_there = process_group.count() == 1 or isinstance(error, StateError)
         why = error
         try:
             if not all_there and self.checkpoints is not None:
                 self.checkpoints.abandon()
             elif isinstance(error, Exception):
-                self.await_save()
+                self.wait_for_save()
         except StorageError as failed_save:
             why = failed_save
             raise
         finally:
-            self.journal.end(Status.FAILED, self.saved_step, failures.reason(why))
+            self.logger.log_end(Status.FAILED, self.saved_step, failures.reason(why))
 
-    def failed_elsewhere(self, reason: str) -> None:
-        """Say so, before this process is ended because another one has failed."""
-        self.journal.end(Status.FAILED, self.saved_step, reason)
+    def log_failure_elsewhere(self, reason: str) -> None:
+        """Logs that another process has failed, before this one is ended because of it."""
+        self.logger.log_end(Status.FAILED, self.saved_step, reason)
 
     @property
     def saved_step(self) -> int:
-        """The newest checkpoint that is known to be whole."""
+        """The step of the newest checkpoint that is known to be complete; 0 without one."""
         return self.checkpoints.saved_step if self.checkpoints else 0
 
-    def start_due(self, step: int) -> bool:
-        """Whether to save the state before the first step."""
+    def should_save_at_start(self, step: int) -> bool:
+        """Returns whether to save the state before the first step."""
         if self.checkpoints is None or step != 0:
             return False
         return self.config.checkpoint_at_start and not self.checkpoints.holds(0)

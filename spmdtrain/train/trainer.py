@@ -26,7 +26,13 @@ from spmdtrain.step.reductions import Reduction
 from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal
 from spmdtrain.train import evaluator, roles
-from spmdtrain.train.callbacks import CallbackEvent, CallbackRunner, Callbacks, Fixed, Reported
+from spmdtrain.train.callbacks import (
+    AddableMetrics,
+    CallbackEvent,
+    CallbackRunner,
+    Callbacks,
+    FrozenMetrics,
+)
 from spmdtrain.train.epochs import EpochSums, FitResult
 from spmdtrain.train.executor import (
     DeviceExamples,
@@ -41,7 +47,7 @@ from spmdtrain.train.init_state import at_step_zero, initial_state
 from spmdtrain.train.metrics_reader import MetricsReader
 from spmdtrain.train.model_runner import ModelRunner
 from spmdtrain.train.profiler import profiled_steps
-from spmdtrain.train.run_logger import Metrics, nothing_told
+from spmdtrain.train.run_logger import Metrics, no_metrics
 from spmdtrain.train.schedule import with_totals
 from spmdtrain.train.session import BoundaryActions, RunSession
 
@@ -92,7 +98,7 @@ class Trainer(ModelRunner):
     ) -> None:
         config = validate_trainer_options(config or RunConfig(), options)
         super().__init__(
-            roles.enter(config, init_timeout, terminal),
+            roles.join_job(config, init_timeout, terminal),
             terminal,
             model=model,
             objective=objective,
@@ -109,7 +115,7 @@ class Trainer(ModelRunner):
         self._callbacks = CallbackRunner(self, callbacks or {})
         self._programs = Programs(self.functions, self.placement, self.config)
         # The sums of the current epoch, and the metrics written, of earlier fits.
-        self._epoch_sums, self._written = EpochSums(), nothing_told()
+        self._epoch_sums, self._written = EpochSums(), no_metrics()
         self._all_examples = DeviceExamples(self.placement, self.terminal)
 
     @classmethod
@@ -198,7 +204,7 @@ class Trainer(ModelRunner):
         with contextlib.ExitStack() as stack:
             stack.enter_context(use_placement(self.placement))
             run = RunSession.open(stack, config, splits, self.functions, self.terminal, self._clock)
-            stack.enter_context(failures.watch_failures(run.failed_elsewhere))
+            stack.enter_context(failures.watch_failures(run.log_failure_elsewhere))
             stack.callback(setattr, self, "_fitting", False)
             self._fitting = True
             stack.callback(self._programs.wait)  # no compilation outlives an error
@@ -251,13 +257,13 @@ class Trainer(ModelRunner):
                     "call fit(..., restart=True)"
                 ) from None
             run.check_newest(self.step)
-            run.epochs.tally, run.journal.told = self._epoch_sums, self._written
+            run.epochs.sums, run.logger.written = self._epoch_sums, self._written
         stack.callback(self._keep_metrics, run)
         self._identity = run.identity
-        run.journal.begin(self.step, self.placement)
+        run.logger.begin(self.step, self.placement)
 
     def _keep_metrics(self, run: RunSession) -> None:
-        self._epoch_sums, self._written = run.epochs.tally, run.journal.told
+        self._epoch_sums, self._written = run.epochs.sums, run.logger.written
 
     def _train(self, run: RunSession, make_executor: MakeExecutor) -> None:
         first, schedule = self.step, run.schedule
@@ -298,7 +304,7 @@ class Trainer(ModelRunner):
     def _before_first_step(self, run: RunSession, first: int) -> None:
         """Calls the first callbacks, saves step 0, and makes a missed evaluation."""
         self._callbacks(CallbackEvent.FIT_START, first)
-        if run.start_due(first):
+        if run.should_save_at_start(first):
             # Before the save, which records the metrics. A signal ends the run here.
             evaluates = run.config.eval_at_checkpoints and run.validation is not None
             self._save(run, 0, self._run_validation(run, 0) if evaluates else None)
@@ -319,8 +325,8 @@ class Trainer(ModelRunner):
             reader.flush()
 
         def end_epoch(step: int) -> None:
-            means = run.journal.told[Split.EPOCH].get(step, {})
-            self._callbacks(CallbackEvent.EPOCH_END, step, Fixed(means))
+            means = run.logger.written[Split.EPOCH].get(step, {})
+            self._callbacks(CallbackEvent.EPOCH_END, step, FrozenMetrics(means))
 
         def evaluate(step: int, is_due: bool) -> Metrics | None:
             if not is_due:
@@ -341,15 +347,15 @@ class Trainer(ModelRunner):
 
     def _finish(self, run: RunSession) -> None:
         """Evaluates the test split once, on the final state; a finished run repeats its result."""
-        run.await_save()  # a failed save must be known before the run is called finished
-        step, journal = self.step, run.journal
-        if run.test is not None and not journal.read_metrics(Split.TEST, step):
-            journal.log_evaluation(Split.TEST, step, self._evaluated(run, Split.TEST, run.test))
+        run.wait_for_save()  # a failed save must be known before the run is called finished
+        step, logger = self.step, run.logger
+        if run.test is not None and not logger.read_metrics(Split.TEST, step):
+            logger.log_evaluation(Split.TEST, step, self._evaluated(run, Split.TEST, run.test))
         for split in (Split.TRAIN, Split.EVAL):
-            if not journal.latest[split]:  # nothing was left to train: as an earlier start wrote
-                journal.read_metrics(split, step)
-        journal.end(Status.FINISHED, step)
-        self._callbacks(CallbackEvent.FIT_END, step, Fixed(journal.latest[Split.TEST]))
+            if not logger.latest[split]:  # nothing was left to train: as an earlier start wrote
+                logger.read_metrics(split, step)
+        logger.log_end(Status.FINISHED, step)
+        self._callbacks(CallbackEvent.FIT_END, step, FrozenMetrics(logger.latest[Split.TEST]))
 
     def _executor_inputs(self, run: RunSession) -> ExecutorInputs:
         """Returns what the executor of a run is made from."""
@@ -377,16 +383,16 @@ class Trainer(ModelRunner):
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> Metrics:
         """Calls the log callbacks; returns the metrics with those that they added."""
-        reported = Reported(metrics)
+        reported = AddableMetrics(metrics)
         self._callbacks(CallbackEvent.LOG, step, reported)
         return reported.with_added()
 
     def _run_validation(self, run: RunSession, step: int) -> Metrics:
         assert run.validation is not None
-        reported = Reported(self._evaluated(run, Split.EVAL, run.validation))
+        reported = AddableMetrics(self._evaluated(run, Split.EVAL, run.validation))
         self._callbacks(CallbackEvent.EVALUATION, step, reported)
         metrics = reported.with_added()
-        run.journal.log_evaluation(Split.EVAL, step, metrics)
+        run.logger.log_evaluation(Split.EVAL, step, metrics)
         return metrics
 
     def _evaluated(self, run: RunSession, split: Split, dataset: Dataset) -> Metrics:
@@ -397,4 +403,4 @@ class Trainer(ModelRunner):
     def _save(self, run: RunSession, step: int, metrics: Metrics | None) -> None:
         run.save(self._current, step, metrics, stopped=self._callbacks.stop_requested)
         if run.checkpoints is not None:
-            self._callbacks(CallbackEvent.CHECKPOINT, step, Fixed(metrics or {}))
+            self._callbacks(CallbackEvent.CHECKPOINT, step, FrozenMetrics(metrics or {}))

@@ -60,12 +60,12 @@ def test_every_update_is_in_the_report_and_in_the_table(found: list[int]) -> Non
 def test_lines_of_training_count_since_the_last_one(tmp_path: Path) -> None:
     config = resolve(RunConfig(steps=4, workdir=str(tmp_path)), batch_shards=1)
     with contextlib.closing(RunFiles(str(tmp_path))) as files:
-        journal = RunLogger(Terminal(quiet=True), files, config)
+        logger = RunLogger(Terminal(quiet=True), files, config)
         for step, staleness in enumerate([[0], [3, 3, 1]], start=1):
             for number in staleness:
-                journal.count("staleness", number)
-            journal.trained(step, 4, {"loss": 1.0}, made=step)
-        journal.trained(3, 4, {"loss": 1.0}, made=3)
+                logger.count_value("staleness", number)
+            logger.log_train_step(step, 4, {"loss": 1.0}, made=step)
+        logger.log_train_step(3, 4, {"loss": 1.0}, made=3)
         assert files.recorded(Split.TRAIN, 2) == {"loss": 1.0}  # numbers alone
     told = [line.get("staleness_counts") for line in metrics(tmp_path, "train")]
     assert told == [{"0": 1}, {"1": 1, "3": 2}, None]

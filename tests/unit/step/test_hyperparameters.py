@@ -74,7 +74,7 @@ def moved(workdir: Path, rate: float, optimizer: Any = nested, **options: Any) -
 
     def keep(event: CallbackContext) -> None:
         params = jax.device_get(event.trainer.state.params)
-        (before if event.moment == "fit_start" else after).update(params)
+        (before if event.event == "fit_start" else after).update(params)
 
     fitted = linear.trainer(
         optimizer=optimizer(rate),

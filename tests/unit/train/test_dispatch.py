@@ -163,8 +163,8 @@ def test_callbacks_are_called_after_each_dispatch_and_its_logged_steps(tmp_path:
     heard: dict[str, list[int]] = {"step": [], "log": [], "evaluation": [], "checkpoint": []}
 
     def hear(event: CallbackContext) -> None:
-        heard[event.moment].append(event.step)
-        assert event.moment != "step" or event.trainer.step == event.step
+        heard[event.event].append(event.step)
+        assert event.event != "step" or event.trainer.step == event.step
 
     fitted = trainer(
         workdir=str(tmp_path),

@@ -85,8 +85,8 @@ def test_callbacks_are_called_at_their_moments_and_can_stop_the_run(tmp_path: Pa
     heard: list[tuple[str, int]] = []
 
     def hear(event: CallbackContext) -> None:
-        heard.append((event.moment, event.step))
-        if event.moment == "step" and event.step == 7:
+        heard.append((event.event, event.step))
+        if event.event == "step" and event.step == 7:
             event.trainer.stop()
 
     moments = ("fit_start", "step", "log", "evaluation", "checkpoint", "fit_end")
@@ -104,7 +104,7 @@ def test_callbacks_are_called_at_their_moments_and_can_stop_the_run(tmp_path: Pa
 
 
 def test_an_unknown_moment_or_option_names_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"no moment 'on_step'.* Did you mean 'step'"):
+    with pytest.raises(UserError, match=r"no event 'on_step'.* Did you mean 'step'"):
         trainer(callbacks={"on_step": print})
     with pytest.raises(UserError, match=r"no option 'log_evry'.* Did you mean 'log_every'"):
         trainer(log_evry=3)
@@ -525,7 +525,7 @@ def evaluated_steps(workdir: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("callbacks", "words"),
     [
-        (print, "callbacks is a builtin_function_or_method: it must be a dictionary of moments"),
+        (print, "callbacks is a builtin_function_or_method: it must be a dictionary of events"),
         ([print], "callbacks is a list: it must be a dictionary"),
         ({"log": 3}, r"callbacks\['log'\] is a int: it must be a function"),
         ({"log": [print, None]}, r"callbacks\['log'\] is a NoneType"),
@@ -590,7 +590,7 @@ def test_a_callback_reads_the_state_of_its_own_step_or_none() -> None:
 
     def read_state(event: CallbackContext) -> None:
         assert event.trainer.state is not None
-        read.append((event.moment, event.step, int(event.trainer.state.step)))
+        read.append((event.event, event.step, int(event.trainer.state.step)))
 
     def try_all(event: CallbackContext) -> None:
         for name in ("state", "model", "step"):
@@ -599,7 +599,7 @@ def test_a_callback_reads_the_state_of_its_own_step_or_none() -> None:
         for call in (event.trainer.evaluate, event.trainer.predict):
             with pytest.raises(UserError, match="cannot be read in a log callback"):
                 call((X, Y))
-        refused.append(event.moment)
+        refused.append(event.event)
 
     others = ("fit_start", "step", "evaluation", "fit_end")
     fitted = trainer(log_every=1, callbacks={"log": try_all} | dict.fromkeys(others, read_state))
