@@ -1,9 +1,9 @@
 """File operations inside a folder that never follow a symbolic link.
 
-A run's folder may come from someone else, and so may links in it. Each function takes the folder,
-`root`, by the user's own path, which may pass through links, and a name below it, of which no
-component may be one: components are opened one by one, relative to the one before. `root` may be
-a URL where this is said: object stores have no links.
+The folder of a run, and links in it, may come from another user. Each function takes the folder,
+`root`, whose path may contain links, and a name below it, of which no component may be a link: each
+component is opened relative to its parent. Some functions also accept a URL as `root`, because
+object stores have no links; their docstrings say so.
 """
 
 import contextlib
@@ -21,23 +21,23 @@ from spmdtrain.files.storage import is_url
 
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
-# A FIFO is opened at once or not at all, and then refused.
+# O_NONBLOCK, so that opening a FIFO does not block; it is then refused.
 _FILE = _NOFOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
-_RELATIVE = os.open in os.supports_dir_fd  # everywhere but on Windows
+_RELATIVE = os.open in os.supports_dir_fd  # False only on Windows
 
 Root: TypeAlias = "Path | epath.Path"
 
 
 def is_link(path: Root) -> bool:
-    """Returns whether a path is a symbolic link; a URL is none."""
+    """Returns whether a path is a symbolic link; False for a URL."""
     return not is_url(path) and os.path.islink(path)
 
 
 def make_folder(root: Root, name: str) -> None:
-    """Creates a folder below `root` unless it is there.
+    """Creates a folder below `root` unless it exists.
 
     Raises:
-      OSError: If it is a link, or not a folder.
+      OSError: If a link or another file has this name, or the folder cannot be created.
     """
     with _parent(root, name) as (parent, last):
         with contextlib.suppress(FileExistsError):
@@ -72,7 +72,7 @@ def create(root: Root, name: str) -> IO[bytes]:
     """Returns a new file below `root`, which may be a URL, open for writing.
 
     Raises:
-      FileExistsError: If there is anything of that name.
+      FileExistsError: If the name exists (not checked for a URL).
     """
     if is_url(root):
         file: IO[bytes] = (epath.Path(root) / name).open("wb")
@@ -81,25 +81,25 @@ def create(root: Root, name: str) -> IO[bytes]:
 
 
 def write(root: Root, name: str, save: Callable[[IO[bytes]], Any]) -> None:
-    """Writes a file below `root`, which may be a URL, or replaces it: whole or not at all.
+    """Writes or replaces a file below `root`, which may be a URL, atomically.
 
-    A link of that name is replaced, and what it points to stays as it is.
+    A link with this name is replaced, and its target is not changed.
 
     Args:
       root: The folder.
       name: The file's path below it.
-      save: Writes the content into the file that it is given.
+      save: Writes the content to the given file.
 
     Raises:
       OSError: If it cannot be written.
     """
-    if is_url(root):  # an object appears when it is whole
+    if is_url(root):  # an object becomes visible only when it is complete
         with create(root, name) as file:
             save(file)
         return
     path = PurePosixPath(name)
     unfinished = str(path.with_name(f".{path.name}.new"))
-    with contextlib.suppress(FileNotFoundError):  # what a killed process left
+    with contextlib.suppress(FileNotFoundError):  # left by a killed process
         _unlink(root, unfinished)
     try:
         with create(root, unfinished) as file:
@@ -108,13 +108,13 @@ def write(root: Root, name: str, save: Callable[[IO[bytes]], Any]) -> None:
             source = os.path.join(os.path.dirname(last), f".{path.name}.new")
             os.replace(source, last, src_dir_fd=parent, dst_dir_fd=parent)
     except BaseException:
-        with contextlib.suppress(OSError):  # half of it is of no use, and takes room
+        with contextlib.suppress(OSError):  # free the disk space of the incomplete file
             _unlink(root, unfinished)
         raise
 
 
 def remove(root: Root, name: str) -> None:
-    """Removes a file, a link or a folder with all that is in it below `root`.
+    """Removes a file, a link, or a folder with its content below `root`.
 
     Raises:
       OSError: If it cannot be removed.
@@ -122,13 +122,13 @@ def remove(root: Root, name: str) -> None:
     with _parent(root, name) as (parent, last):
         mode = os.stat(last, dir_fd=parent, follow_symlinks=False).st_mode
         if stat.S_ISDIR(mode):
-            shutil.rmtree(last, dir_fd=parent)  # itself follows no links inside
+            shutil.rmtree(last, dir_fd=parent)  # does not follow links inside
         else:
             os.unlink(last, dir_fd=parent)
 
 
 def names_in(root: Root, name: str) -> list[str]:
-    """Returns what is in a folder below `root`, in order.
+    """Returns the sorted names in a folder below `root`.
 
     Raises:
       OSError: If it is a link, or cannot be read.
@@ -150,9 +150,9 @@ def _unlink(root: Root, name: str) -> None:
 
 @contextlib.contextmanager
 def _parent(root: Root, name: str) -> Iterator[tuple[int | None, str]]:
-    """A descriptor of the folder that holds `name`, and its last component.
+    """Yields a descriptor of the folder that contains `name`, and the last component of `name`.
 
-    Without descriptors of folders (Windows) None and the whole path.
+    If the system has no descriptors of folders (Windows), yields None and the full path.
     """
     *folders, last = name.split("/")
     assert all(part not in ("", ".", "..") for part in (*folders, last)), name
@@ -170,7 +170,7 @@ def _parent(root: Root, name: str) -> Iterator[tuple[int | None, str]]:
 
 @contextlib.contextmanager
 def _named_links(root: Root, name: str) -> Iterator[None]:
-    """Names the link that an operation was refused for, and else the whole path."""
+    """Changes errors to name the link that caused them, or else the full path."""
     try:
         yield
     except OSError as error:
@@ -179,7 +179,7 @@ def _named_links(root: Root, name: str) -> Iterator[None]:
             for part in name.split("/"):
                 path /= part
                 if path.is_symlink():
-                    reason = "a symbolic link, which a run writes nothing through: remove it"
+                    reason = "a symbolic link, through which a run writes nothing: remove it"
                     raise OSError(errno.ELOOP, reason, str(path)) from error
         if error.filename is not None and error.errno is not None:
             error.filename = str(Path(root, name))

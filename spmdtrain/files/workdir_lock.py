@@ -1,4 +1,4 @@
-"""The lock by which one writer has a local workdir for itself."""
+"""The exclusive lock of a writer on a local workdir."""
 
 import os
 from typing import IO
@@ -16,15 +16,15 @@ except ImportError:  # not on Windows
 
 
 class WorkdirLock:
-    """A locked file. The system unlocks it however the process ends.
+    """A locked file, which the kernel unlocks in whatever way the process ends.
 
     Args:
       folder: The workdir.
       name: The file's name in it.
-      writer: What the lock is for, as messages name it.
+      writer: The kind of writer, for messages: `run` or `evaluator`.
 
     Raises:
-      UserError: If another process has it.
+      UserError: If another process holds the lock.
       OSError: If the file cannot be opened for writing.
     """
 
@@ -44,30 +44,30 @@ class WorkdirLock:
             raise
 
     def check(self) -> None:
-        """Checks that the file is still there, because another run may use the workdir otherwise.
+        """Checks that the locked file still exists, because otherwise another run can lock it.
 
-        Does nothing once the lock is closed.
+        Does nothing after `close`.
 
         Raises:
-          StorageError: If it was removed or replaced, or cannot be looked at.
+          StorageError: If the file was removed or replaced, or cannot be read.
         """
         if self._file.closed:
             return
-        held = os.fstat(self._file.fileno())
+        locked = os.fstat(self._file.fileno())
         try:
-            found = os.stat(self._path, follow_symlinks=False)
+            current = os.stat(self._path, follow_symlinks=False)
         except FileNotFoundError:
-            what = "removed"
+            change = "removed"
         except OSError as error:
             raise StorageError(f"{self._path} cannot be read: {one_line(error)}") from error
         else:
-            if os.path.samestat(found, held):
+            if os.path.samestat(current, locked):
                 return
-            what = "replaced"
+            change = "replaced"
         raise StorageError(
-            f"{self._path}, this run's lock, was {what}: another run may be using the workdir, so "
-            "this one ends and saves nothing more there. Never remove the lock of a run that goes "
-            "on"
+            f"{self._path}, this run's lock, was {change}: another run may be using the workdir, "
+            "so this one ends and saves nothing more there. Never remove the lock of a run that is "
+            "still running"
         )
 
     def close(self) -> None:
