@@ -1,12 +1,12 @@
-"""spmdtrain beside the bare loop and what else one could take: `make bench`.
+"""Benchmark of spmdtrain against a hand-written loop and other libraries: `make bench`.
 
     python benchmarks/bench.py [--quick] [--rounds 9] [--only NAME ...] [--accelerator]
 
-Each line of the plan is a workload and the peers that train it. What a round took is written to
-FOLDER/NAME.json when it is over (--results FOLDER; benchmarks/results where nothing is said);
-`report.py` makes docs/benchmarks.md of these files. Peers whose environment is not there
-(`make bench-setup`) are left out, and named; BENCH_TORCH names another Python that has PyTorch.
-Lines called accelerator-... are for a machine that has one, and are run by --accelerator alone.
+Each benchmark line is a workload and the peers that train it. After each round its times are
+written to FOLDER/NAME.json (--results FOLDER; default benchmarks/results), from which `report.py`
+generates docs/benchmarks.md. Peers whose environment is missing (`make bench-setup` creates it) are
+skipped and reported; BENCH_TORCH is the path of another Python with PyTorch. Lines named
+accelerator-... need an accelerator and run only with --accelerator.
 """
 
 import argparse
@@ -51,17 +51,17 @@ TF_LOOP = Peer("TensorFlow custom loop", "tf_fit.py", ("--custom",), TENSORFLOW,
 
 @dataclass(frozen=True)
 class Line:
-    """One comparison."""
+    """One comparison: a workload and its peers, the floor first."""
 
     name: str
     work: Work
     peers: Sequence[Peer]
     quick: bool = False
-    """Whether it is a part of --quick."""
+    """Whether --quick includes it."""
 
 
 def rows_by(name: str, way: str, python: str = sys.executable) -> Peer:
-    """What makes batches of rows in memory."""
+    """Returns a peer that only creates batches of rows in memory, with the library `way`."""
     return Peer(name, "rows.py", (f"--way={way}",), python)
 
 
@@ -76,7 +76,7 @@ RESULTS = HERE / "results"
 PICTURES = ENVIRONMENTS / "pictures"
 SINGLE = (FLOOR, UNPLACED, OURS, FAST, KERAS, KERAS_10, TF_LOOP, TF_FIT, EAGER, LIGHTNING)
 LINES = [
-    Line("w1-batch-32", Work("mlp", 32, 2000), SINGLE, quick=True),  # an epoch, and so a save
+    Line("w1-batch-32", Work("mlp", 32, 2000), SINGLE, quick=True),  # one epoch, hence one save
     Line("w1-batch-512", Work("mlp", 512, 125), SINGLE),  # the same
     Line(
         "w1-2-devices",
@@ -135,24 +135,24 @@ NAMES = [*(line.name for line in LINES), CHECKPOINTS, START]
 ACCELERATOR = [line.name for line in LINES if line.work.accelerator]
 
 
-def said(*command: str) -> str:
-    """What a command writes."""
+def output_of(*command: str) -> str:
+    """Returns what a command writes to standard output."""
     done = subprocess.run(command, stdout=-1, stderr=subprocess.DEVNULL, text=True, check=True)
     return done.stdout.strip()
 
 
 def origin() -> dict[str, Any]:
-    """Where the numbers are from: what was measured, when, and on what."""
+    """Returns the commit, time, machine and library versions of a measurement."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "keras", "numpy", "grain")
     versions = {name: version(name) for name in packages}
     for python, name in ((TORCH, "torch"), (TORCH, "lightning"), (TENSORFLOW, "tensorflow")):
-        asked = f"from importlib.metadata import version; print(version({name!r}))"
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):  # it is not there
-            versions[name] = said(python, "-c", asked)
+        script = f"from importlib.metadata import version; print(version({name!r}))"
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):  # not installed
+            versions[name] = output_of(python, "-c", script)
     return {
-        "commit": said("git", "-C", str(HERE), "describe", "--always", "--dirty"),
+        "commit": output_of("git", "-C", str(HERE), "describe", "--always", "--dirty"),
         "time": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
         "processor": names[0] if names else platform.processor(),
         "cpus": compare.THREADS,
@@ -162,9 +162,14 @@ def origin() -> dict[str, Any]:
 
 
 def starts(rounds: int, file: Path, origin: dict[str, Any]) -> dict[str, Any]:
-    """Seconds from the start of a process to its first step, without a cache of programs and with.
+    """Measures seconds from process start to first step, with a cold and a warm compilation cache.
 
-    The floor is given one as well: JAX's own, of all programs.
+    The other peers use JAX's own persistent cache, for all programs.
+
+    Args:
+        rounds: Number of rounds.
+        file: Result file, written after each round.
+        origin: Origin of the measurement; see `origin`.
     """
     result: dict[str, Any] = {"origin": origin, "work": vars(STARTED), "rounds": []}
     for _ in range(rounds):
@@ -190,26 +195,32 @@ STARTED = Work("mlp", 32, 1)
 
 
 def main() -> int:
-    """The benchmark; 1 where one of its lines is void."""
+    """Runs the benchmark; returns 1 if one of its lines is void."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two lines, 3 rounds of a quarter")
-    parser.add_argument("--rounds", type=int, help="rounds of each line; 9 where nothing is said")
-    parser.add_argument("--accelerator", action="store_true", help="the lines for one, alone")
+    parser.add_argument(
+        "--quick", action="store_true", help="run two lines with 3 rounds of a quarter of the steps"
+    )
+    parser.add_argument("--rounds", type=int, help="rounds of each line (default: 9)")
+    parser.add_argument(
+        "--accelerator", action="store_true", help="run only the lines that need an accelerator"
+    )
     parser.add_argument("--only", nargs="+", choices=NAMES, default=[])
     parser.add_argument(
-        "--results", type=Path, help="else benchmarks/results; .bench/quick of --quick"
+        "--results",
+        type=Path,
+        help="folder for results (default: benchmarks/results; with --quick .bench/quick)",
     )
-    given = parser.parse_args()
-    results = given.results or (ENVIRONMENTS / "quick" if given.quick else RESULTS)
+    options = parser.parse_args()
+    results = options.results or (ENVIRONMENTS / "quick" if options.quick else RESULTS)
     quick = [line.name for line in LINES if line.quick]
     on_processor = [name for name in NAMES if name not in ACCELERATOR]
-    chosen = ACCELERATOR if given.accelerator else quick if given.quick else on_processor
-    chosen = given.only or chosen
-    rounds = given.rounds or (3 if given.quick else 9)
+    chosen = ACCELERATOR if options.accelerator else quick if options.quick else on_processor
+    chosen = options.only or chosen
+    rounds = options.rounds or (3 if options.quick else 9)
     results.mkdir(parents=True, exist_ok=True)
-    found_on = origin()
-    if given.accelerator:
-        found_on |= json.loads(said(sys.executable, str(HERE / "peers" / "matmul.py")))
+    measured_on = origin()
+    if options.accelerator:
+        measured_on |= json.loads(output_of(sys.executable, str(HERE / "peers" / "matmul.py")))
     void = []
     for line in LINES:
         if line.name not in chosen:
@@ -220,35 +231,35 @@ def main() -> int:
         load = os.getloadavg()[0]
         print(f"{line.name}: {len(line.peers)} peers, load {load:.2f}", file=sys.stderr)
         file = results / f"{line.name}.json"
-        work = replace(line.work, segment=line.work.segment // 4) if given.quick else line.work
-        result = compare.compare(line.peers, work, rounds, file, found_on)
+        work = replace(line.work, segment=line.work.segment // 4) if options.quick else line.work
+        result = compare.compare(line.peers, work, rounds, file, measured_on)
         print_table(line.name, compare.table(result))
         if result["missing"]:
-            print(f"left out: {', '.join(result['missing'])} (make bench-setup)")
+            print(f"skipped: {', '.join(result['missing'])} (run make bench-setup)")
         if compare.is_void(result):
             void.append(line.name)
-            print("VOID: the floor against itself is more than 5 % off")
+            print("VOID: the two runs of the floor differ by more than 5 %")
     if CHECKPOINTS in chosen:
         file = results / f"{CHECKPOINTS}.json"
         sizes = ["--megabytes", "120", "1200", "--json", str(file)]
         subprocess.run([sys.executable, str(HERE / "checkpoints.py"), *sizes], check=True)
-        saves = {"origin": found_on, "saves": json.loads(file.read_text())}
+        saves = {"origin": measured_on, "saves": json.loads(file.read_text())}
         file.write_text(json.dumps(saves, indent=1) + "\n")
     if START in chosen:
-        found = starts(min(rounds, 5), results / f"{START}.json", found_on)
-        for name in found["rounds"][0]:
+        result = starts(min(rounds, 5), results / f"{START}.json", measured_on)
+        for name in result["rounds"][0]:
             if name != "load":
-                seconds = [turn[name]["first step"] for turn in found["rounds"]]
+                seconds = [turn[name]["first step"] for turn in result["rounds"]]
                 print(f"{name}: first step after {statistics.median(seconds):.2f} s")
     if results == RESULTS:
-        import report  # which needs what is said above
+        import report  # imports this module
 
         report.PAGE.write_text(report.page(results))
     return 1 if void else 0
 
 
 def print_table(name: str, rows: Sequence[Sequence[str]]) -> None:
-    """Columns side by side."""
+    """Prints rows with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print(f"\n{name}")
     for first, *others in rows:

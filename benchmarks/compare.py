@@ -1,8 +1,8 @@
-"""Peers side by side: long-lived processes that train by turns, a segment each, in rotated order.
+"""Comparison of peers: long-lived processes that train in turns, one segment each, rotating order.
 
-What is compared is each round's ratio to the floor of the same round, so that a machine that gets
-slower slows all of them. The floor runs twice, against itself: where these two differ by more than
-5 % in the median, nothing can be read off the run.
+The figure is a peer's ratio to the floor in the same round, so that a change of the machine's speed
+affects all peers. The floor runs twice: if the two medians differ by more than 5 %, the comparison
+is void.
 """
 
 import contextlib
@@ -28,72 +28,75 @@ from gate import ADDRESS, ANSWERS, RANK, STARTED
 from work import Work
 
 THREADS = len(os.sched_getaffinity(0))
-"""Of each peer, among its processes, by the variables of OpenMP; XLA takes all processors."""
+"""OpenMP threads of a peer, divided among its processes; XLA uses all processors anyway."""
 VOID = 0.05
-"""How far the floor may be from itself in the median."""
+"""Largest allowed difference between the medians of the two floors."""
 INHERITED = ("JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS", "TF_CONFIG")
-"""Variables of the caller's that no peer is to see."""
+"""Environment variables that peers do not inherit."""
 HIDDEN = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-"""Variables that keep peers to the processor."""
+"""Environment variables that restrict peers to the CPU."""
 SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-"""So that each takes of an accelerator's memory what it needs, and the others have room."""
+"""Environment variables that let several peers share an accelerator's memory."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A program that trains, by the Python of its environment."""
+    """A training program and the Python of its environment."""
 
     name: str
     program: str
     arguments: tuple[str, ...] = ()
     python: str = sys.executable
     share: int = 1
-    """It makes one step where others make so many: slow ones would take most of the time."""
+    """Divisor of the steps of a segment, because slow peers would take most of the time."""
 
     @property
     def is_there(self) -> bool:
-        """Whether its environment has been made."""
+        """Whether its environment exists."""
         return Path(self.python).exists()
 
 
 @dataclass
 class Running:
-    """A peer's processes, at their gates or in a segment."""
+    """The processes of a peer, waiting at their gates or training a segment."""
 
     peer: Peer
     steps: int
-    """Of a segment."""
+    """Steps of a segment."""
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     answers: list[TextIO] = field(default_factory=list)
 
     def turn(self) -> dict[str, Any]:
-        """Let it train one segment."""
+        """Trains one segment; returns `answer()`."""
         for process in self.processes:
             assert process.stdin is not None
             print("go", file=process.stdin, flush=True)
         return self.answer()
 
     def answer(self) -> dict[str, Any]:
-        """What its processes tell at their gates: of all of them together."""
-        found: list[dict[str, Any]] = []
+        """Waits for the reports of all processes and returns them combined."""
+        reports: list[dict[str, Any]] = []
         for process, answers in zip(self.processes, self.answers, strict=True):
             if not (line := answers.readline()):
                 raise RuntimeError(f"{self.peer.name} ended with code {process.wait()}")
-            found.append(json.loads(line))
-        told = dict(found[0])
-        if "seconds" in told:
-            told.setdefault("steps", self.steps)
-            told["seconds"] = max(each["seconds"] for each in found)
-            told["cpu seconds"] = sum(each["cpu seconds"] for each in found)
-        told["peak MB"] = sum(each["peak MB"] for each in found)
-        return told
+            reports.append(json.loads(line))
+        combined = dict(reports[0])
+        if "seconds" in combined:
+            combined.setdefault("steps", self.steps)
+            combined["seconds"] = max(each["seconds"] for each in reports)
+            combined["cpu seconds"] = sum(each["cpu seconds"] for each in reports)
+        combined["peak MB"] = sum(each["peak MB"] for each in reports)
+        return combined
 
 
 @contextlib.contextmanager
 def running(peer: Peer, work: Work, log: Path, **variables: str) -> Iterator[Running]:
-    """A peer at its first gate; killed at the end. It writes to a terminal, kept in `log`."""
+    """Starts a peer, waits for its first gate, and kills it on exit.
+
+    Its output is a pseudo-terminal that is written to `log`.
+    """
     work = replace(work, segment=max(1, work.segment // peer.share))
-    found = Running(peer, work.segment)
+    started = Running(peer, work.segment)
     with contextlib.ExitStack() as stack:
         own_files = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         address = f"127.0.0.1:{_free_port(work.processes)}"
@@ -124,16 +127,16 @@ def running(peer: Peer, work: Work, log: Path, **variables: str) -> Iterator[Run
             stack.callback(process.kill)
             os.close(outside)
             os.close(own)
-            kept = log.with_suffix(f".{rank}{log.suffix}")
-            threading.Thread(target=_keep, args=(terminal, kept), daemon=True).start()
-            found.processes.append(process)
-            found.answers.append(stack.enter_context(os.fdopen(inside)))
-        found.answer()
-        yield found
+            path = log.with_suffix(f".{rank}{log.suffix}")
+            threading.Thread(target=_copy_output, args=(terminal, path), daemon=True).start()
+            started.processes.append(process)
+            started.answers.append(stack.enter_context(os.fdopen(inside)))
+        started.answer()
+        yield started
 
 
 def _free_port(count: int) -> int:
-    """The first of so many ports in a row that nobody listens at."""
+    """Returns the first of `count` consecutive free ports."""
     while True:
         with contextlib.ExitStack() as stack:
             first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
@@ -145,11 +148,11 @@ def _free_port(count: int) -> int:
             return int(first)
 
 
-def _keep(terminal: int, log: Path) -> None:
+def _copy_output(terminal: int, log: Path) -> None:
     with (
         os.fdopen(terminal, "rb", closefd=True),
         log.open("wb") as file,
-        contextlib.suppress(OSError),  # which ends the terminal
+        contextlib.suppress(OSError),  # raised when the terminal closes
     ):
         while content := os.read(terminal, 1 << 16):
             file.write(content)
@@ -158,33 +161,39 @@ def _keep(terminal: int, log: Path) -> None:
 def compare(
     peers: Sequence[Peer], work: Work, rounds: int, file: Path, origin: dict[str, Any]
 ) -> dict[str, Any]:
-    """Run the peers, the first of which is the floor; the result, written after each round.
+    """Runs the peers in turns and returns the result.
 
-    `origin` is what else the file is to say: the machine, the commit, the time.
+    Args:
+        peers: The peers; the first one is the floor.
+        work: The workload.
+        rounds: Number of rounds.
+        file: Result file, written after each round.
+        origin: Machine, commit and time, for the file.
     """
     floor, *others = peers
     again = replace(floor, name=f"{floor.name}, again")
-    told = vars(work) | {"data": Path(work.data).name}  # wherever that lies on this machine
-    result: dict[str, Any] = {"origin": origin, "work": told, "threads": THREADS}
+    described = vars(work) | {"data": Path(work.data).name}  # without this machine's folders
+    result: dict[str, Any] = {"origin": origin, "work": described, "threads": THREADS}
     result |= {"floor": floor.name, "start": {}, "rounds": []}
     result["missing"] = [peer.name for peer in others if not peer.is_there]
     with contextlib.ExitStack() as stack:
         each = []
         for peer in (floor, again, *(peer for peer in others if peer.is_there)):
             log = file.with_name(f"{file.stem} {peer.name}.log".replace(" ", "-"))
-            one = stack.enter_context(running(peer, work, log))
-            each.append(one)
-            # One starts after the other has made its first steps, and saved a first time if it
-            # does: none of that counts.
-            result["start"][peer.name] = one.turn()["since start"]
-            one.turn()
+            started = stack.enter_context(running(peer, work, log))
+            each.append(started)
+            # A peer starts after the previous one has completed its first steps and its first save
+            # (if it saves): these do not count.
+            result["start"][peer.name] = started.turn()["since start"]
+            started.turn()
         for number in range(rounds):
             turn: dict[str, Any] = {"load": os.getloadavg()[0]}
             turned = each[number % len(each) :] + each[: number % len(each)]
-            for one in reversed(turned) if number % 2 else turned:  # none follows always the same
-                told = one.turn()
-                del told["since start"]
-                turn[one.peer.name] = told
+            # Alternating directions, so that no peer always follows the same one.
+            for current in reversed(turned) if number % 2 else turned:
+                report = current.turn()
+                del report["since start"]
+                turn[current.peer.name] = report
             result["rounds"].append(turn)
             file.write_text(json.dumps(result, indent=1) + "\n")
             print(f"  round {number + 1} of {rounds}", file=sys.stderr)
@@ -193,7 +202,7 @@ def compare(
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast as the floor, over the rounds."""
+    """Speed relative to the floor: median, lowest and highest over the rounds."""
 
     median: float
     least: float
@@ -201,42 +210,42 @@ class Ratio:
 
 
 def ratio(result: dict[str, Any], peer: str) -> Ratio:
-    """Of a peer, from what `compare` wrote."""
+    """Returns a peer's speed relative to the floor, from a result of `compare`."""
     floor = result["floor"]
-    of = [_per_step(turn[floor]) / _per_step(turn[peer]) for turn in result["rounds"]]
-    return Ratio(statistics.median(of), min(of), max(of))
+    ratios = [_per_step(turn[floor]) / _per_step(turn[peer]) for turn in result["rounds"]]
+    return Ratio(statistics.median(ratios), min(ratios), max(ratios))
 
 
-def _per_step(told: dict[str, Any]) -> float:
-    return float(told["seconds"] / told["steps"])
+def _per_step(report: dict[str, Any]) -> float:
+    return float(report["seconds"] / report["steps"])
 
 
 def seconds_a_step(result: dict[str, Any], peer: str) -> float:
-    """The median over the rounds."""
+    """Returns a peer's median seconds per step over the rounds."""
     return statistics.median(_per_step(turn[peer]) for turn in result["rounds"])
 
 
 def is_void(result: dict[str, Any]) -> bool:
-    """Whether the floor is too far from itself."""
+    """Returns whether the two runs of the floor differ too much."""
     return abs(ratio(result, f"{result['floor']}, again").median - 1) > VOID
 
 
 def table(result: dict[str, Any]) -> list[list[str]]:
-    """Rows of words, the heading first."""
-    heading = "ratio,from,to,us a step,examples/s,CPUs,peak MB,import s,first step s"
+    """Returns the rows of a table, the heading first."""
+    heading = "ratio,from,to,us per step,examples/s,CPUs,peak MB,import s,first step s"
     rows = [["", *heading.split(",")]]
     work = result["work"]
     if work["accelerator"]:
         rows[0].append("device MB")
     for name in result["start"]:
         turns = [turn[name] for turn in result["rounds"]]
-        found, step = ratio(result, name), seconds_a_step(result, name)
+        speed, step = ratio(result, name), seconds_a_step(result, name)
         cpus = sum(x["cpu seconds"] for x in turns) / sum(x["seconds"] for x in turns)
         start = result["start"][name]
         rows.append(
             [
                 name,
-                *(f"{x:.3f}" for x in (found.median, found.least, found.most)),
+                *(f"{x:.3f}" for x in (speed.median, speed.least, speed.most)),
                 f"{step * 1e6:,.0f}",
                 f"{work['batch_size'] / step:,.0f}",
                 f"{cpus:.2f}",

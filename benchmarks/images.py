@@ -1,11 +1,11 @@
-"""How much faster images are decoded by all cores than by one thread, and read from a cache.
+"""Speed of decoding images with all cores or from a cache, relative to one thread.
 
     python benchmarks/images.py [FOLDER [SIZE]]
 
-FOLDER holds the folders of the classes; without one, 200 made pictures of 500 x 375 are read.
-The ratios to one thread are what to look at; that of all cores wants a machine where nothing else
-runs, and is near their number as long as it is small: of about 2.3 ms that a photograph takes,
-0.3 ms are Python's, which one thread alone can be in.
+FOLDER contains one folder per class; without it, 200 generated images of 500 x 375 are read.
+Compare the ratios to one thread. Measure all cores on an idle machine: the ratio is close to their
+number as long as that is small, because of about 2.3 ms per photograph 0.3 ms are spent in Python,
+which only one thread can execute at a time.
 """
 
 import statistics
@@ -23,7 +23,7 @@ COUNT = 200
 
 
 def make(folder: Path) -> Path:
-    """Pictures that are smooth with some noise, so that they compress as photographs do."""
+    """Creates smooth images with some noise, which compress like photographs."""
     from PIL import Image
 
     draws = np.random.default_rng(0)
@@ -37,11 +37,11 @@ def make(folder: Path) -> Path:
 
 
 def seconds(dataset: ImageFolder) -> float:
-    """To read all of it once, in batches of 32."""
-    began = time.perf_counter()
+    """Returns the seconds to read a dataset once, in batches of 32."""
+    start_time = time.perf_counter()
     for start in range(0, len(dataset), 32):
         dataset.rows(np.arange(start, min(start + 32, len(dataset))))
-    return time.perf_counter() - began
+    return time.perf_counter() - start_time
 
 
 def measure(folder: str | Path, size: int) -> None:
@@ -51,10 +51,10 @@ def measure(folder: str | Path, size: int) -> None:
         disk = ImageFolder(folder, size, cache="disk", cache_dir=cache)
         memory = ImageFolder(folder, size, cache="memory")
         sources = {"1 thread": one, "all cores": every, "disk cache": disk, "memory cache": memory}
-        for source in sources.values():  # the first reads files that the system then holds
+        for source in sources.values():  # fills the system's file cache
             seconds(source)
         times: dict[str, list[float]] = {name: [] for name in sources}
-        for _ in range(REPEATS):  # by turns, so that all meet the same machine
+        for _ in range(REPEATS):  # in turns, so that the machine's load is the same for all
             for name, source in sources.items():
                 times[name].append(seconds(source))
     slowest = statistics.median(times["1 thread"])
@@ -62,7 +62,7 @@ def measure(folder: str | Path, size: int) -> None:
     for name, taken in times.items():
         median = statistics.median(taken)
         rate = len(one) / median
-        print(f"{name}: {median * 1e3:.0f} ms, {rate:,.0f} images/s, {slowest / median:.2f} times")
+        print(f"{name}: {median * 1e3:.0f} ms, {rate:,.0f} images/s, {slowest / median:.2f} x")
 
 
 if __name__ == "__main__":

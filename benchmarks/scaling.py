@@ -1,14 +1,14 @@
-"""Scaling as tf.distribute's guide measures it: one process against two, one core each.
+"""Scaling from one process to two, one core each, as in tf.distribute's guide.
 
     python benchmarks/scaling.py --workload mlp|flowers [--data FOLDER] [--rounds 7] [--wait]
 
-Every process is held to one core, and the global batch is the same. The processes live as long as
-the measurement and train by turns, a segment of steps each; a ratio is that of a round. Beside the
-speed-up, three measurements say what it loses: one process at half the batch (fixed costs of a
-step), two such processes that know nothing of each other (contention of the cores for memory), and
-what is left to the two processes of the job is the exchange. Writes the figures to
+Every process is pinned to one core, and the global batch is the same. The processes live as long as
+the measurement and train in turns, one segment of steps each; ratios are within a round. Besides
+the speed-up, further measurements show what limits it: one process at half the batch (fixed costs
+of a step), and two such processes that do not communicate (contention of the cores for memory). The
+remainder of the job with two processes is communication. Writes the figures to
 benchmarks/results/scaling-WORKLOAD.json; `report.py` makes the table. With `--wait` all programs
-are compiled first, and the rounds begin after a line on the standard input.
+are compiled first, and the rounds begin after a line on standard input.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import bench
 from compare import HERE, Peer, Running, running
 from work import Work
 
-WARM_UP = 3  # segments: each picture is decoded once, and kept
+WARM_UP = 3  # segments, in which each image is decoded once and cached
 ALONE, HALF, APART = "1 process", "1 process, half the batch", "2 apart, half the batch each"
 
 TITLES = {
@@ -34,9 +34,9 @@ TITLES = {
     "flowers": "Scaling: MobileNetV2 on flowers, batch 32, one process against two, one core each",
 }
 EXPLANATION = (
-    "The same global batch, every process held to one core (`benchmarks/scaling.py`); ratios of "
-    "examples a second within a round. Two processes *apart* train half the batch each and "
-    "exchange nothing: they show what the cores take from each other."
+    "The same global batch, every process pinned to one core (`benchmarks/scaling.py`); ratios of "
+    "examples per second within a round. Two processes *apart* train half the batch each and do "
+    "not communicate: they show how the cores slow each other down."
 )
 
 
@@ -49,7 +49,7 @@ class Job:
     processes: int = 1
     statistics: str = "global"
     copies: int = 1
-    """Jobs that run at the same time, each on a core of its own."""
+    """Number of such jobs that run at the same time, each on its own core."""
 
 
 WORKLOADS: dict[str, tuple[Work, tuple[Job, ...]]] = {
@@ -77,15 +77,26 @@ WORKLOADS: dict[str, tuple[Work, tuple[Job, ...]]] = {
 
 def turn(job: list[Running]) -> float:
     """Trains a segment with all of a job's processes; returns the seconds of the slowest."""
-    for one in job:
-        for process in one.processes:
+    for peer in job:
+        for process in peer.processes:
             assert process.stdin is not None
             print("go", file=process.stdin, flush=True)
-    return max(float(one.answer().get("seconds", 0)) for one in job)
+    return max(float(peer.answer().get("seconds", 0)) for peer in job)
 
 
 def measure(workload: str, data: str, rounds: int, file: Path, wait: bool) -> dict[str, Any]:
-    """Runs the jobs of a workload by turns; returns what `file` holds."""
+    """Runs the jobs of a workload in turns.
+
+    Args:
+        workload: Name in `WORKLOADS`.
+        data: Folder of the flowers; unused by other workloads.
+        rounds: Number of rounds.
+        file: Result file, written after each round.
+        wait: Whether to wait for a line on standard input before the first round.
+
+    Returns:
+        The content of `file`.
+    """
     work, jobs = WORKLOADS[workload]
     result: dict[str, Any] = {"origin": bench.origin(), "segment": work.segment}
     result |= {"batch_size": work.batch_size, "rounds": []}
@@ -93,7 +104,9 @@ def measure(workload: str, data: str, rounds: int, file: Path, wait: bool) -> di
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         started: dict[str, list[Running]] = {}
         for job in jobs:
-            of = Work(workload, job.batch_size, work.segment, processes=job.processes, data=data)
+            job_work = Work(
+                workload, job.batch_size, work.segment, processes=job.processes, data=data
+            )
             started[job.name] = [
                 stack.enter_context(
                     running(
@@ -102,7 +115,7 @@ def measure(workload: str, data: str, rounds: int, file: Path, wait: bool) -> di
                             "held.py",
                             (f"--statistics={job.statistics}", f"--core={number}"),
                         ),
-                        of,
+                        job_work,
                         logs / f"{job.name} {number}.log",
                     )
                 )
@@ -122,49 +135,51 @@ def measure(workload: str, data: str, rounds: int, file: Path, wait: bool) -> di
 
 
 def table(result: dict[str, Any]) -> list[list[str]]:
-    """Rows of words, the heading first: medians, and ratios within a round."""
+    """Returns the rows of a table, the heading first: medians, and ratios within a round."""
     rounds = result["rounds"]
-    rows = [["", "ms a step", "examples/s", "times one process", "from", "to"]]
+    rows = [["", "ms per step", "examples/s", "speed-up", "from", "to"]]
     for name in (name for name in rounds[0] if name != "load"):
         step = statistics.median(each[name] for each in rounds)
-        # The examples of a step: of half the batch there are half as many, but for two apart.
+        # Half the batch has half the examples per step, except with two processes apart.
         share = 0.5 if name == HALF else 1.0
         speed = [share * each[ALONE] / each[name] for each in rounds]
         figures = (statistics.median(speed), min(speed), max(speed))
-        words = f"{share * result['batch_size'] / step:,.0f}"
-        rows.append([name, f"{step * 1e3:,.1f}", words, *(f"{x:.2f}" for x in figures)])
+        rate = f"{share * result['batch_size'] / step:,.0f}"
+        rows.append([name, f"{step * 1e3:,.1f}", rate, *(f"{x:.2f}" for x in figures)])
     return rows
 
 
 def losses(result: dict[str, Any]) -> list[str]:
-    """Returns a line for each job of two processes that says where its time goes."""
+    """Returns a line about the components of the step time for each job of two processes."""
     rounds = result["rounds"]
     lines = []
     for name in (name for name in rounds[0] if name.startswith("2 processes")):
-        # In parts of the step of one process at the whole batch, of which the ideal is a half.
+        # Fractions of the step of one process at the whole batch; the ideal sum is one half.
         parts = {
             "half a step of one process": [0.5 for _ in rounds],
-            "what does not halve with the batch": [r[HALF] / r[ALONE] - 0.5 for r in rounds],
+            "fixed costs that do not halve with the batch": [
+                r[HALF] / r[ALONE] - 0.5 for r in rounds
+            ],
             "contention of two cores": [(r[APART] - r[HALF]) / r[ALONE] for r in rounds],
-            "exchange and waiting": [(r[name] - r[APART]) / r[ALONE] for r in rounds],
+            "communication and waiting": [(r[name] - r[APART]) / r[ALONE] for r in rounds],
         }
-        told = ", ".join(f"{part} {statistics.median(x):.2f}" for part, x in parts.items())
-        lines.append(f"- {name}, in steps of one process: {told}.")
+        listed = ", ".join(f"{part} {statistics.median(x):.2f}" for part, x in parts.items())
+        lines.append(f"- {name}, in steps of one process: {listed}.")
     return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--workload", choices=WORKLOADS, required=True)
-    parser.add_argument("--data", default="", help="the folder of the flowers")
+    parser.add_argument("--data", default="", help="folder of the flowers data set")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--wait", action="store_true")
-    given = parser.parse_args()
-    if given.workload == "flowers" and not given.data:
-        parser.error("--data: the folder that holds the folders of the flowers' classes")
-    file = given.results / f"scaling-{given.workload}.json"
-    for row in table(measure(given.workload, given.data, given.rounds, file, given.wait)):
+    options = parser.parse_args()
+    if options.workload == "flowers" and not options.data:
+        parser.error("--data is required: a folder with one folder per class of flowers")
+    file = options.results / f"scaling-{options.workload}.json"
+    for row in table(measure(options.workload, options.data, options.rounds, file, options.wait)):
         print(" | ".join(row))
 
 

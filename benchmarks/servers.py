@@ -1,12 +1,12 @@
-"""Parameter servers: steps a second by workers and servers, and what a slow worker costs.
+"""Parameter servers: steps per second by workers and servers, and the cost of a slow worker.
 
     python benchmarks/servers.py [--steps 400]
 
-Each row is a job of real processes on this machine, started by the launcher. A batch takes a pause
-to load, which stands for a device that computes elsewhere: so more workers than cores make sense.
-In the second table one worker of three has a pause ten times as long. The pause is in both, so the
-figures of a table are to be compared with each other, and with nothing else. Prints the tables as
-docs/parameter-server.md has them.
+Each row is a job of real processes on this machine, started by the launcher. Loading a batch
+includes a pause that simulates computation on a device, so that more workers than cores make sense.
+In the second table, one worker of three has a pause ten times as long. Both tables include the
+pause: compare the figures of a table only with each other. Prints the tables of
+docs/parameter-server.md.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-EXPERIMENT = '''"""A network on noise, whose batches take their time to load."""
+EXPERIMENT = '''"""A network on noise, with a pause in each batch."""
 
 import os
 import time
@@ -40,9 +40,9 @@ class Config(RunConfig):
     learning_rate: float | None = 1e-3
     width: int = 128
     pause: float = 0.0
-    """Seconds that a batch takes to load."""
+    """Seconds to load a batch."""
     slow: str = ""
-    """The task where it takes ten times as long."""
+    """Task whose batches take ten times as long."""
 
 
 class Rows:
@@ -57,7 +57,7 @@ class Rows:
 
     def rows(self, indices):
         slow = os.environ.get("SPMDTRAIN_TASK") == self.config.slow
-        if len(indices) > 16:  # fewer: an example for the shapes, or a fingerprint's
+        if len(indices) > 16:  # fewer rows are read only for shapes or the fingerprint
             time.sleep(self.config.pause * (10 if slow else 1))
         return self.x[indices], self.y[indices]
 
@@ -79,7 +79,7 @@ def build(config):
 
 @dataclass(frozen=True)
 class Job:
-    """A job and its strategy; where there are no servers, it is mirrored."""
+    """A job; its strategy is parameter_server, or mirrored without servers."""
 
     workers: int
     servers: int
@@ -88,7 +88,7 @@ class Job:
     slow: str = ""
 
     def run(self, steps: int, folder: Path) -> "Result":
-        """Run it to its end; what a step took counts from step 100 on."""
+        """Runs the job and measures its speed from step 100 on."""
         path, workdir = folder / "noise.py", folder / "run"
         path.write_text(EXPERIMENT)
         own = ["--processes", self.workers + bool(self.servers), "--devices-per-process", 1]
@@ -107,18 +107,18 @@ class Job:
         times, output = dict[int, float](), ""
         for text in process.stdout:
             output += text
-            if found := re.match(r"\[chief\] step (\d+)/", text):
-                times[int(found[1])] = time.perf_counter()
+            if match := re.match(r"\[chief\] step (\d+)/", text):
+                times[int(match[1])] = time.perf_counter()
         if process.wait():
             raise SystemExit(output)
-        told = workdir / "servers.json"
-        report = json.loads(told.read_text()) if told.exists() else {}
+        file = workdir / "servers.json"
+        report = json.loads(file.read_text()) if file.exists() else {}
         return Result((steps - 100) / (times[steps] - times[100]), report)
 
 
 @dataclass(frozen=True)
 class Result:
-    """Steps a second, and what the servers have told."""
+    """Steps per second, and the report of the servers."""
 
     rate: float
     report: dict[str, object]
@@ -131,25 +131,25 @@ def main() -> None:
 
     def run(job: Job) -> Result:
         with tempfile.TemporaryDirectory() as folder:
-            found = job.run(steps, Path(folder))
-        print(f"{job}: {found.rate:.1f} steps/s", file=sys.stderr)
-        return found
+            result = job.run(steps, Path(folder))
+        print(f"{job}: {result.rate:.1f} steps/s", file=sys.stderr)
+        return result
 
-    print("| workers | parameters | 1 server | 2 servers | pulled, and pushed, a step |")
+    print("| workers | parameters | 1 server | 2 servers | pulled and pushed per step |")
     print("|---|---|---|---|---|")
     for width in (128, 704):
         parameters = 64 * width + width + width * width + width + width + 1
         for workers in (1, 2, 3):
-            found = [run(Job(workers, servers, width)) for servers in (1, 2)]
-            rates = " | ".join(f"{one.rate:.0f}" for one in found)
-            sent = int(str(found[0].report["pulled_bytes_per_step"])) / 1e6
+            results = [run(Job(workers, servers, width)) for servers in (1, 2)]
+            rates = " | ".join(f"{result.rate:.0f}" for result in results)
+            sent = int(str(results[0].report["pulled_bytes_per_step"])) / 1e6
             print(f"| {workers} | {parameters:,} | {rates} | {sent:.2f} MB |", flush=True)
-    print("\n| three workers | all alike | one ten times slower | that is |")
+    print("\n| three workers | equally fast | one ten times slower | ratio |")
     print("|---|---|---|---|")
     for name, servers in (("mirrored", 0), ("parameter_server", 1)):
-        alike = run(Job(3, servers)).rate
+        even = run(Job(3, servers)).rate
         slow = run(Job(3, servers, slow="worker 1")).rate
-        print(f"| `{name}` | {alike:.1f} | {slow:.1f} | {slow / alike:.0%} |", flush=True)
+        print(f"| `{name}` | {even:.1f} | {slow:.1f} | {slow / even:.0%} |", flush=True)
 
 
 if __name__ == "__main__":

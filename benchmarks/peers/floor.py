@@ -1,9 +1,9 @@
-"""The floor: the loop that one would write by hand with `jax.jit`, and nothing around it.
+"""The floor: a hand-written training loop with `jax.jit` only.
 
-With `--unplaced` each batch goes to the step as NumPy made it, which on CPU costs less.
-With `--flax` W1's model is the one that spmdtrain trains, and not written by hand as well.
-The state is donated, the next batch is placed while the step runs, and the loss is read every 100
-steps. On several devices no more than two steps are under way, as more can abort the process.
+With `--unplaced` each batch is passed to the step as NumPy arrays, which is faster on CPU. With
+`--flax` W1's model is the flax model that spmdtrain trains, instead of a hand-written one. The
+state is donated, the next batch is placed while the step runs, and the loss is read every 100
+steps. On several devices at most two steps are in flight, because more can abort the process.
 """
 
 from gate import Gate
@@ -31,21 +31,21 @@ if work.processes > 1:
 if work.accelerator:
     gate.device_peak = lambda: (jax.devices()[0].memory_stats() or {})["peak_bytes_in_use"]
 Params = Any
-Found = tuple[jax.Array, tuple[jax.Array, Any]]
+LossAndAux = tuple[jax.Array, tuple[jax.Array, Any]]
 
 
 def mlp() -> tuple[Params, Any]:
-    """Its parameters, and no state."""
+    """Returns its parameters and an empty state."""
     sizes = [(784, 256), (256, 256), (256, CLASSES)]
     keys = jax.random.split(jax.random.key(0), len(sizes))
-    made = [
+    params = [
         (jax.random.normal(key, size) * size[0] ** -0.5, jnp.zeros(size[1]))
         for key, size in zip(keys, sizes, strict=True)
     ]
-    return made, ()
+    return params, ()
 
 
-def mlp_loss(params: Params, state: Any, images: jax.Array, labels: jax.Array) -> Found:
+def mlp_loss(params: Params, state: Any, images: jax.Array, labels: jax.Array) -> LossAndAux:
     x = images.reshape(images.shape[0], -1).astype(jnp.float32) / 255
     for kernel, bias in params[:-1]:
         x = jax.nn.relu(x @ kernel + bias)
@@ -59,23 +59,23 @@ optimizer = optax.adam(LEARNING_RATE)
 if work.workload == "mlp" and "--flax" not in sys.argv:
     params, model_state = mlp()
     loss_of = mlp_loss
-else:  # the same flax modules that others train, split once into plain lists
+else:  # the flax modules that other peers train, split once into plain lists
     from flax import nnx
     from nets import net_of
 
     net = net_of(work)
     optimizer, dtype = net.optimizer, net.compute_dtype
     graph, *parts = nnx.split(net.make(rngs=nnx.Rngs(0)), nnx.Param, ...)
-    made: list[tuple[list[Any], Any]] = [jax.tree.flatten(part) for part in parts]
-    (params, of_params), (model_state, of_state) = made
+    flat: list[tuple[list[Any], Any]] = [jax.tree.flatten(part) for part in parts]
+    (params, params_tree), (model_state, state_tree) = flat
 
-    def loss_of(params: Params, state: Any, images: jax.Array, labels: jax.Array) -> Found:
+    def loss_of(params: Params, state: Any, images: jax.Array, labels: jax.Array) -> LossAndAux:
         params = [x.astype(dtype) for x in params]
-        model = nnx.merge(graph, of_params.unflatten(params), of_state.unflatten(state))
-        found = net.objective(model, {"image": images, "label": labels})
-        _, *now = nnx.split(model, nnx.Param, ...)
-        after = jax.tree.leaves(now[1])
-        return found["loss"].mean(), (found.get("accuracy", found["loss"]).mean(), after)
+        model = nnx.merge(graph, params_tree.unflatten(params), state_tree.unflatten(state))
+        values = net.objective(model, {"image": images, "label": labels})
+        _, *parts = nnx.split(model, nnx.Param, ...)
+        new_state = jax.tree.leaves(parts[1])
+        return values["loss"].mean(), (values.get("accuracy", values["loss"]).mean(), new_state)
 
 
 @jax.jit(donate_argnums=0)
@@ -90,7 +90,7 @@ def train_step(state: Any, images: jax.Array, labels: jax.Array) -> Any:
 devices = work.devices * work.processes
 mesh = jax.make_mesh((devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 split = NamedSharding(mesh, PartitionSpec("data"))
-everywhere = NamedSharding(mesh, PartitionSpec())
+replicated = NamedSharding(mesh, PartitionSpec())
 
 
 def batches() -> Iterator[Any]:
@@ -110,7 +110,7 @@ def batches() -> Iterator[Any]:
                 yield tuple(jax.make_array_from_process_local_data(split, x) for x in batch)
 
 
-state = jax.jit(lambda x: x, out_shardings=everywhere)(
+state = jax.jit(lambda x: x, out_shardings=replicated)(
     (params, model_state, optimizer.init(params))
 )
 stream = batches()

@@ -1,7 +1,7 @@
-"""What a peer and the benchmark say to each other. A peer imports this and no more of the project.
+"""Synchronization of a peer with the benchmark.
 
-A peer is a program that trains in segments of as many steps as it was asked for at its start. The
-benchmark lets one peer run at a time, so all the others stand at their gates.
+A peer is a program that trains in segments of a number of steps given at its start. The benchmark
+lets one peer run at a time; all others wait at their gates.
 """
 
 import json
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 STARTED, ANSWERS = "BENCHMARK_STARTED", "BENCHMARK_ANSWERS"
-"""Variables: when the process was started (`time.time()`), and the pipe that answers go to."""
+"""Environment variables: start time (`time.time()`), and file descriptor for reports."""
 RANK, ADDRESS = "BENCHMARK_RANK", "BENCHMARK_ADDRESS"
-"""Variables: which of a peer's processes this is, and the port where the first one listens."""
+"""Environment variables: rank within the peer, and address of its first process."""
 
 
 @dataclass
 class _Clock:
-    """Seconds that have passed, and those that the processor has worked for this process."""
+    """Wall and CPU time of this process in seconds."""
 
     wall: float
     cpu: float
@@ -32,41 +32,45 @@ class _Clock:
 
 
 class Gate:
-    """Where a peer waits for its turn, and tells what the last one took."""
+    """Waits for a peer's turn and reports the previous one."""
 
     def __init__(self) -> None:
-        # What libraries print goes elsewhere.
+        # A separate pipe, because libraries write to standard output.
         self._answers: TextIO = os.fdopen(int(os.environ[ANSWERS]), "w")
-        self._begun: _Clock | None = None
+        self._segment_start: _Clock | None = None
         self._since_start: dict[str, float] = {}
         self.device_peak: Callable[[], float] | None = None
-        """Gives the most bytes that the accelerator had in use."""
+        """Returns the peak bytes in use on the accelerator."""
         self.rank = int(os.environ[RANK])
         self.address = os.environ[ADDRESS]
 
     def mark(self, event: str) -> None:
-        """Note that something has come to pass for the first time: `imported`, `first step`."""
+        """Records the time of the first occurrence of an event: `imported` or `first step`."""
         if event not in self._since_start:
             self._since_start[event] = time.time() - float(os.environ[STARTED])
 
-    def wait(self, **found: float) -> bool:
-        """End the segment, whose steps must all be done, and wait for the next; False: no more.
+    def wait(self, **figures: float) -> bool:
+        """Ends the segment, whose steps must be complete, and waits for the next one.
 
-        What else was `found` in it is told, too.
+        Args:
+            figures: Further figures for the report.
+
+        Returns:
+            Whether there is a next segment.
         """
         now = _Clock.now()
-        answer: dict[str, Any] = {"since start": self._since_start, **found}
-        if self._begun is not None:
-            answer["seconds"] = now.wall - self._begun.wall
-            answer["cpu seconds"] = now.cpu - self._begun.cpu
+        answer: dict[str, Any] = {"since start": self._since_start, **figures}
+        if self._segment_start is not None:
+            answer["seconds"] = now.wall - self._segment_start.wall
+            answer["cpu seconds"] = now.cpu - self._segment_start.cpu
         answer["peak MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         if self.device_peak is not None:
             answer["device peak MB"] = self.device_peak() / 2**20
         print(json.dumps(answer), file=self._answers, flush=True)
-        again = sys.stdin.readline().strip() == "go"
+        has_next = sys.stdin.readline().strip() == "go"
         self.begin()
-        return again
+        return has_next
 
     def begin(self) -> None:
-        """Count the segment from now on: what was made ahead while others trained is used up."""
-        self._begun = _Clock.now()
+        """Restarts the segment's clock, after batches prefetched during other turns are used up."""
+        self._segment_start = _Clock.now()

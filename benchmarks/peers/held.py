@@ -1,4 +1,4 @@
-"""spmdtrain held to one core a process: the flowers' MobileNetV2, or an MLP.
+"""spmdtrain with one core per process: the flowers' MobileNetV2, or an MLP.
 
 `--core N` is the core of the first process, `--statistics global|replica` the batch statistics.
 """
@@ -21,10 +21,10 @@ from typing import Any
 parser = argparse.ArgumentParser()
 parser.add_argument("--core", type=int, default=0)
 parser.add_argument("--statistics", default="global")
-given = parser.parse_known_args()[0]
-# Before JAX starts threads: XLA takes as many as there are cores to run on.
+options = parser.parse_known_args()[0]
+# Before JAX starts threads: XLA starts one per available core.
 cores = sorted(os.sched_getaffinity(0))
-os.sched_setaffinity(0, {cores[(given.core + gate.rank) % len(cores)]})
+os.sched_setaffinity(0, {cores[(options.core + gate.rank) % len(cores)]})
 os.environ["JAX_NUM_CPU_DEVICES"] = "1"
 if work.processes > 1:
     host, port = gate.address.split(":")
@@ -46,16 +46,16 @@ train_batches = vars(executor)["train_batches"]
 
 
 def gated(*arguments: Any, **options: Any) -> Iterator[Any]:
-    """Yields the batches, and stops between segments when all steps are done."""
-    for made, batch in enumerate(train_batches(*arguments, **options)):
-        if made % work.segment == 0:
+    """Yields the batches; waits at the gate between segments, after all steps are complete."""
+    for count, batch in enumerate(train_batches(*arguments, **options)):
+        if count % work.segment == 0:
             jax.block_until_ready(run.state)
             gate.wait() or os._exit(0)
         yield batch
 
 
 def experiment_and_config() -> tuple[Experiment, RunConfig]:
-    """The workload, without evaluations and saves."""
+    """Returns the workload without evaluations and saves."""
     common: dict[str, Any] = {
         "workdir": str(Path(tempfile.gettempdir()) / f"held-{gate.address.replace(':', '-')}"),
         "global_batch_size": work.batch_size,
@@ -65,7 +65,7 @@ def experiment_and_config() -> tuple[Experiment, RunConfig]:
     }
     if work.workload == "flowers":
         flowers = load_experiment(str(FLOWERS), frozenset()).module
-        config = flowers.Config(data_dir=work.data, batch_statistics=given.statistics, **common)
+        config = flowers.Config(data_dir=work.data, batch_statistics=options.statistics, **common)
         config = resolve_config(config)
         return dataclasses.replace(flowers.build(config), validation=None, test=None), config
     net, (images, labels) = net_of(work), work.arrays()

@@ -1,4 +1,4 @@
-"""Keras on JAX: `fit` as its documentation shows it, an epoch a segment."""
+"""Keras on JAX: `fit` as in its documentation, one epoch per segment."""
 
 import os
 
@@ -21,7 +21,7 @@ if work.devices > 1:
 
 
 class AtTheGate(keras.callbacks.Callback):
-    """Stands at the gate between epochs, where `fit` has read the metrics of the last step."""
+    """Waits at the gate between epochs, after `fit` has read the metrics of the last step."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         gate.wait() or os._exit(0)
@@ -58,7 +58,7 @@ def resnet() -> Any:
 
 
 def transformer() -> Any:
-    """As the other peers', but for positions: it has none, what costs less."""
+    """The other peers' transformer, but without positions, which makes it cheaper."""
     shape = TRANSFORMERS[work.workload]
     inputs = keras.Input((shape.context,), dtype="int32")
     table = layers.ReversibleEmbedding(shape.rows, shape.width)

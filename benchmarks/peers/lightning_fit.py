@@ -1,4 +1,4 @@
-"""PyTorch Lightning: `Trainer.fit` on the CPU with its own defaults, an epoch a segment."""
+"""PyTorch Lightning: `Trainer.fit` on CPU with its defaults, one epoch per segment."""
 
 from gate import Gate
 from work import CLASSES, LEARNING_RATE, Work

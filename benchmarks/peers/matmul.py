@@ -1,6 +1,7 @@
-"""What the accelerator is, and how fast it multiplies: one line of JSON.
+"""Name of the accelerator and its matrix multiplication rate, as one line of JSON.
 
-The median of 9 products of bfloat16 matrices, 8192 by 8192, summed in float32.
+The rate is the median of 9 measurements with bfloat16 matrices of 8192 x 8192, accumulated in
+float32.
 """
 
 import json
@@ -11,18 +12,18 @@ import jax
 import jax.numpy as jnp
 
 EDGE = 8192
-AT_ONCE = 10  # so that the time to dispatch them is none of it
+PRODUCTS = 10  # per measurement, so that the dispatch time does not count
 
-one, other = (jax.random.normal(jax.random.key(n), (EDGE, EDGE), jnp.bfloat16) for n in range(2))
+left, right = (jax.random.normal(jax.random.key(n), (EDGE, EDGE), jnp.bfloat16) for n in range(2))
 product = jax.jit(lambda a, b: (a @ b) * EDGE**-0.5)
 
 
 def seconds() -> float:
-    began, x = time.perf_counter(), one
-    for _ in range(AT_ONCE):
-        x = product(x, other)
+    start, x = time.perf_counter(), left
+    for _ in range(PRODUCTS):
+        x = product(x, right)
     jax.block_until_ready(x)
-    return (time.perf_counter() - began) / AT_ONCE
+    return (time.perf_counter() - start) / PRODUCTS
 
 
 seconds()

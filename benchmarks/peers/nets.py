@@ -1,4 +1,4 @@
-"""The models of the workloads, for the peers that train flax modules: the floor, and spmdtrain."""
+"""Models of the workloads as flax modules, for the floor and spmdtrain."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from work import CLASSES, LEARNING_RATE, TRANSFORMERS, Shape, Work
 
 @dataclass(frozen=True)
 class Net:
-    """A model, and what is trained on."""
+    """A model with its objective and optimizer."""
 
     make: Callable[..., nnx.Module]
-    """(rngs=) -> the model."""
+    """Maps `rngs=` to the model."""
     objective: Callable[[Any, Any], dict[str, jax.Array]]
-    """(model, {"image", "label"}) -> values of each example: loss, accuracy."""
+    """Maps (model, {"image", "label"}) to per-example values: loss, accuracy."""
     optimizer: optax.GradientTransformation
     compute_dtype: str = "float32"
 
 
 class Dense(nnx.Module):
-    """Three layers, ReLU between them."""
+    """Three linear layers with ReLU between them."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         sizes = [(784, 256), (256, 256), (256, CLASSES)]
@@ -39,7 +39,7 @@ class Dense(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Two convolutions beside a shortcut."""
+    """A residual block of two convolutions."""
 
     def __init__(self, inside: int, outside: int, stride: int, rngs: nnx.Rngs) -> None:
         def conv(a: int, b: int, size: int, by: int) -> nnx.Conv:
@@ -57,7 +57,7 @@ class Block(nnx.Module):
 
 
 class ResNet(nnx.Module):
-    """A small one for pictures of 32 x 32: 16, 32 and 64 channels."""
+    """A small residual network for images of 32 x 32, with 16, 32 and 64 channels."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.stem = nnx.Conv(3, 16, (3, 3), rngs=rngs)
@@ -73,7 +73,7 @@ class ResNet(nnx.Module):
 
 
 class Leaves(nnx.Module):
-    """Next to no work in many arrays."""
+    """Almost no computation on many parameter arrays."""
 
     def __init__(self, count: int, rngs: nnx.Rngs) -> None:
         self.arrays = nnx.List([nnx.Param(jnp.ones(4)) for _ in range(count)])
@@ -83,7 +83,7 @@ class Leaves(nnx.Module):
 
 
 def net_of(work: Work) -> Net:
-    """What a workload trains."""
+    """Returns the model of a workload."""
     if shape := TRANSFORMERS.get(work.workload):
         dtype = "bfloat16" if shape.sixteen_bits else "float32"
         return Net(partial(_transformer, shape), _next_token, optax.adam(LEARNING_RATE), dtype)

@@ -1,4 +1,4 @@
-"""spmdtrain as one uses it: with its files, and a bar at a terminal."""
+"""spmdtrain with its defaults: with its files, and a progress bar on a terminal."""
 
 from gate import Gate
 from work import Work
@@ -44,36 +44,36 @@ saving: list[Checkpoints] = []  # one for each save of the segment
 save = Checkpoints.save
 
 
-def noted(self: Checkpoints, *arguments: Any, **options: Any) -> None:
+def record_save(self: Checkpoints, *arguments: Any, **options: Any) -> None:
     saving.append(self)
     save(self, *arguments, **options)
 
 
-Checkpoints.save = noted  # type: ignore[method-assign]
+Checkpoints.save = record_save  # type: ignore[method-assign]
 
 
 def gated(*arguments: Any, **options: Any) -> Iterator[Any]:
-    """The batches as the loop takes them, which stops between segments once all steps are done."""
-    due = made = 0
+    """Yields the batches; waits at the gate between segments, after all steps are complete."""
+    due = count = 0
     for batch in train_batches(*arguments, **options):
-        if made >= due:
+        if count >= due:
             jax.block_until_ready(run.state)
-            for one in saving:  # what is being written still is this segment's
-                one.wait()
-            gate.wait(steps=made - due + work.segment, saves=len(saving)) or os._exit(0)
+            for checkpoints in saving:  # pending writes belong to this segment
+                checkpoints.wait()
+            gate.wait(steps=count - due + work.segment, saves=len(saving)) or os._exit(0)
             saving.clear()
-            due = made + work.segment
+            due = count + work.segment
         leaf = jax.tree.leaves(batch)[0]
-        made += leaf.shape[0] if leaf.shape[0] != work.batch_size else 1
+        count += leaf.shape[0] if leaf.shape[0] != work.batch_size else 1
         yield batch
-        if made == 1 or made == work.per_dispatch:
+        if count == 1 or count == work.per_dispatch:
             jax.block_until_ready(run.state)
             gate.mark("first step")
 
 
 vars(executor)["train_batches"] = gated
 images, labels = work.arrays()
-# One for all processes; the benchmark removes what is in its temporary folder.
+# The same for all processes; the benchmark removes its temporary folder.
 workdir = Path(tempfile.gettempdir()) / f"spmdtrain-{gate.address.replace(':', '-')}"
 run = Trainer(
     model=net.make,

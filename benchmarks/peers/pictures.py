@@ -1,4 +1,4 @@
-"""A folder of JPEG files, decoded, resized to 224 x 224 and batched: `--way one`, and others."""
+"""Batches of JPEG files, decoded and resized to 224 x 224: `--way one`, and others."""
 
 from gate import Gate
 from work import Work
@@ -39,7 +39,7 @@ def by_tensorflow() -> Iterator[Any]:
 
     data = tf.data.Dataset.from_tensor_slices((files, labels)).shuffle(len(files)).repeat()
     data = data.map(read, num_parallel_calls=tf.data.AUTOTUNE)
-    # Two batches ahead: AUTOTUNE comes to hold a segment's, made while others have their turn.
+    # Two batches: AUTOTUNE would buffer a whole segment, created during the turns of other peers.
     return iter(data.batch(work.batch_size).prefetch(2).as_numpy_iterator())
 
 
@@ -47,7 +47,7 @@ WAYS = {"one": lambda: by_spmdtrain(1), "all": by_spmdtrain, "tensorflow": by_te
 stream = WAYS[sys.argv[-1].removeprefix("--way=")]()
 gate.mark("imported")
 while gate.wait():
-    # Some make batches while others have their turn.
+    # Some libraries create batches during the turns of other peers: use these up.
     for _ in range(work.segment // 4):
         next(stream)
         gate.mark("first step")

@@ -1,4 +1,4 @@
-"""Batches of rows in memory, shuffled, and nothing done with them: `--way numpy`, and others."""
+"""Shuffled batches of rows in memory, without training: `--way numpy`, and others."""
 
 from gate import Gate
 from work import Work
@@ -18,7 +18,7 @@ SIZE = work.batch_size
 
 
 def by_numpy() -> Iterator[Any]:
-    """What one would write by hand."""
+    """Batches from a hand-written loop."""
     draws = np.random.default_rng(0)
     while True:
         order = draws.permutation(len(images))
@@ -36,7 +36,7 @@ def by_spmdtrain() -> Iterator[Any]:
 
 
 def by_grain() -> Iterator[Any]:
-    """Its own DataLoader, an example at a time, as its documentation shows it."""
+    """Grain's DataLoader, one example at a time, as in its documentation."""
     import grain.python as grain
 
     class Source:
@@ -83,7 +83,7 @@ WAYS = {
 stream = WAYS[sys.argv[-1].removeprefix("--way=")]()
 gate.mark("imported")
 while gate.wait():
-    # Some make batches while others have their turn.
+    # Some libraries create batches during the turns of other peers: use these up.
     for _ in range(work.segment // 4):
         next(stream)
         gate.mark("first step")

@@ -1,6 +1,6 @@
-"""TensorFlow: `Model.fit` under its strategy, from a cached `tf.data`, an epoch a segment.
+"""TensorFlow: `Model.fit` with a strategy and a cached `tf.data`, one epoch per segment.
 
-With `--custom`, the custom training loop of its tutorials instead, under `strategy.run`.
+With `--custom`, the custom training loop of its tutorials with `strategy.run` instead.
 """
 
 from gate import Gate

@@ -1,4 +1,4 @@
-"""A transformer in PyTorch, on an accelerator: `torch.compile`, fused attention and optimizer."""
+"""A PyTorch transformer for accelerators: `torch.compile`, fused attention and optimizer."""
 
 from gate import Gate
 from work import LEARNING_RATE, TRANSFORMERS, Work
@@ -30,11 +30,10 @@ angles = torch.arange(shape.context)[:, None] * speeds
 cosines, sines = angles.cos().to(device), angles.sin().to(device)
 
 
-def turned(x: torch.Tensor) -> torch.Tensor:
-    """Rotary positions, of (B, heads, T, width)."""
-    one, other = x.float().chunk(2, dim=-1)
-    found = torch.cat([one * cosines - other * sines, one * sines + other * cosines], dim=-1)
-    return found.to(x.dtype)
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """Applies rotary position embeddings to (B, heads, T, width)."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cosines - b * sines, a * sines + b * cosines], dim=-1).to(x.dtype)
 
 
 class Block(nn.Module):
@@ -55,7 +54,7 @@ class Block(nn.Module):
             for part in self.qkv(self.norms[0](x)).split(width, dim=-1)
         )
         if not shape.learned:
-            query, key = turned(query), turned(key)
+            query, key = rotate(query), rotate(key)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
         return x + self.down(functional.relu(self.up(self.norms[1](x))).square())
@@ -82,10 +81,10 @@ optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, fused=True)
 
 
 @torch.compile
-def loss_of(tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+def loss_of(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     with torch.autocast(device, torch.bfloat16, enabled=shape.sixteen_bits):
         logits = model(tokens)
-    return functional.cross_entropy(logits.float().flatten(0, 1), following.flatten())
+    return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 inputs, targets = (torch.from_numpy(x) for x in work.arrays())

@@ -1,4 +1,4 @@
-"""PyTorch, eager, on the CPU: the loop of its tutorials, over tensors in memory; DDP if several."""
+"""Eager PyTorch on CPU: its tutorials' loop over tensors in memory; DDP with several processes."""
 
 from gate import Gate
 from work import CLASSES, LEARNING_RATE, Work

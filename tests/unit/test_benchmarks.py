@@ -58,7 +58,7 @@ def test_a_peer_is_told_by_its_ratio_to_the_floor(tmp_path: Path, modules: Any) 
 
     page = report.page(tmp_path)
     assert "4 rounds of 10 steps" in page and "2 processors (a processor), no accelerator" in page
-    assert "spmdtrain saved 4 times; left out: absent; today, commit abc" in page
+    assert "spmdtrain saved 4 times; skipped: absent; today, commit abc" in page
     assert "Not measured" in page
     for slower, void in ((1.0, False), (1.2, True)):
         for turn in result["rounds"]:
@@ -87,7 +87,7 @@ def test_scaling_is_told_by_ratios_within_a_round(tmp_path: Path, modules: Any) 
     assert rows[scaling.HALF][2] == "0.94" and rows[scaling.APART][2] == "1.79"
     (line,) = scaling.losses(result)
     assert "halve with the batch 0.03, contention of two cores 0.03" in line
-    assert "exchange and waiting 0.08" in line
+    assert "communication and waiting 0.08" in line
     (tmp_path / "scaling-mlp.json").write_text(json.dumps(result))
     assert "| 2 processes | 384.0 | 83 | 1.56 |" in report.page(tmp_path)
 
