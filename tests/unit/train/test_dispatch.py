@@ -96,7 +96,15 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(
+            place, marks=[] if place in ("8 devices", "fully_sharded") else pytest.mark.slow
+        )
+        for place in PLACES
+    ],
+)
 def test_the_numbers_are_those_of_single_steps(tmp_path: Path, place: str) -> None:
     options = PLACES[place]
     expected = losses(tmp_path / "a", **options)
@@ -111,6 +119,7 @@ def test_the_numbers_are_those_of_single_steps(tmp_path: Path, place: str) -> No
         np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=str(way))
 
 
+@pytest.mark.slow
 def test_random_numbers_and_the_state_of_a_model_are_those_of_single_steps(tmp_path: Path) -> None:
     class Noisy(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
@@ -211,6 +220,7 @@ def test_speed_is_that_of_whole_dispatches(
 # -- what cannot be --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_steps_that_are_not_compiled_are_made_one_by_one() -> None:
     with pytest.raises(UserError, match="steps_per_dispatch is 2 and jit is False"):
         trainer(steps_per_dispatch=2, jit=False)
@@ -322,11 +332,10 @@ def test_the_step_is_compiled_once(strategy: str, caplog: pytest.LogCaptureFixtu
     assert len(finished) == 1, compiled
 
 
-@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("shape", [(), (5,), (3, 7), (2, 3, 4), (1, 1)])
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_whatever_is_not_finite_is_seen_wherever_it_is(
-    wrong: float, shape: tuple[int, ...], devices: int
+    shape: tuple[int, ...], devices: int
 ) -> None:
     """Each element of each array: the sums in which they are looked for lose none of them."""
 
@@ -336,9 +345,11 @@ def test_whatever_is_not_finite_is_seen_wherever_it_is(
     def objective(model: Any, batch: jax.Array) -> dict[str, jax.Array]:
         return {"loss": model(batch)}
 
-    for place in list(np.ndindex(shape))[:: max(1, int(np.prod(shape)) // 4)]:
+    places = list(np.ndindex(shape))[:: max(1, int(np.prod(shape)) // 4)]
+    wrong = (np.nan, np.inf, -np.inf)
+    for number in range(max(len(wrong), len(places))):
         spoilt = np.zeros(shape, np.float32)
-        spoilt[place] = wrong
+        spoilt[places[number % len(places)]] = wrong[number % len(wrong)]
 
         def update(updates: Any, state: Any, params: Any = None, spoilt: Any = spoilt) -> Any:
             return {"w": jnp.asarray(spoilt), "other": jnp.zeros((4, 4))}, state
