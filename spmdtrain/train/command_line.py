@@ -17,44 +17,44 @@ from spmdtrain.train.experiment import ExperimentFile, load_experiment
 
 PROGRAM = "python -m spmdtrain.run"
 DESCRIPTION = f"`{PROGRAM} --config experiments/NAME.py`: train, evaluate or predict."
-# Pairs of fields that say the same thing: to give one replaces a default of the other.
+# Pairs of fields with the same meaning: a given one replaces the default of the other.
 _EXCLUSIVE = (("epochs", "steps"), ("global_batch_size", "batch_size_per_device"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The command's own options; an experiment's Config may not have fields of these names."""
+    """Options of the command; fields of an experiment's Config cannot have these names."""
 
     config: str
     """The experiment: a Python file with a Config and a build(config)."""
     preset: str | None = None
-    """One of the experiment's PRESETS, whose values the other options then change."""
+    """One of the experiment's PRESETS; other options override its values."""
     mode: Literal["train", "evaluate", "predict"] = "train"
     """What to do; evaluate and predict take the model from a checkpoint."""
     split: Literal["train", "validation", "test"] | None = None
     """The split to evaluate or predict; by default the test split, or else the validation split."""
     role: Literal["train", "evaluate"] | None = None
-    """What this process is for, where TF_CONFIG does not say so: evaluate looks at the checkpoints
-    of a training that goes on elsewhere, outside its job."""
+    """The role of this process if TF_CONFIG does not set it: with evaluate it evaluates the
+    checkpoints of a training that runs in another job."""
     evaluate_which: evaluator.Which = evaluator.Which.EACH
-    """The checkpoints that such an evaluator looks at."""
+    """The checkpoints that an evaluator evaluates."""
     cluster: Literal["tf_config", "auto"] = "tf_config"
-    """Where the other processes are described; auto also finds TPU pods, Slurm, Open MPI and
+    """How the other processes are found; auto also detects TPU pods, Slurm, Open MPI and
     Kubernetes."""
     coordinator: str | None = None
-    """HOST:PORT of process 0, where there is no TF_CONFIG; the same in all processes."""
+    """HOST:PORT of process 0 if there is no TF_CONFIG; the same in all processes."""
     processes: int | None = None
-    """How many processes there are, with coordinator."""
+    """Number of processes, with --coordinator."""
     process_id: int | None = None
-    """Which of them this one is, from 0, with coordinator."""
+    """Number of this process, from 0, with --coordinator."""
     show_sharding: bool = False
-    """First print where each parameter lives, and what it and its optimizer state take of a
-    device."""
+    """First print the sharding of each parameter, and the memory of a device that it and its
+    optimizer state use."""
     init_timeout: float = 300.0
-    """Seconds in which all processes have to come."""
+    """Seconds to wait for the other processes at the start."""
     hang_timeout: float | None = None
-    """Seconds without any progress in any process after which a job counts as hung, and ends; 0 is
-    never. 1800 where nothing is said; under the launcher its own --hang-timeout counts."""
+    """Seconds without progress in any process after which the job ends as hung; 0 is never. The
+    default is 1800; under the launcher, the launcher's --hang-timeout applies instead."""
 
 
 BY_HAND = (("coordinator", None), ("processes", None), ("process_id", None))
@@ -64,16 +64,16 @@ RESERVED = frozenset({f.name for f in dataclasses.fields(Options)} | _OF_PLANS |
 
 @dataclass(frozen=True)
 class Command:
-    """A command line, understood."""
+    """A parsed command line."""
 
     options: Any
-    """The command's own."""
+    """The options of the command."""
     experiment: ExperimentFile
     config: RunConfig
     source: str | None
-    """What to evaluate or predict from, where --init-from names it."""
+    """The checkpoint or workdir to evaluate or predict from, if --init-from is given."""
     own_workdir: bool
-    """Whether anybody has said where the run's files go."""
+    """Whether the workdir was given, not chosen by default."""
 
 
 def parse(
@@ -82,10 +82,17 @@ def parse(
     prog: str = PROGRAM,
     description: str | None = DESCRIPTION,
 ) -> Command:
-    """A command line, read in two steps: the experiment's file says what options there are.
+    """Parses a command line in two passes, because the experiment's file defines options.
 
-    `of` are the command's own, `config` and `preset` among them; `description` is what its help
-    begins with where no experiment is given.
+    Args:
+      arguments: The arguments, without the program's name.
+      of: The dataclass of the command's options, `config` and `preset` among them.
+      prog: The program's name, for the help.
+      description: The first paragraph of the help if no experiment is given.
+
+    Raises:
+      UserError: If an option or the experiment is wrong.
+      SystemExit: After `--help`, or if the parser finds an error.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--config")
@@ -96,7 +103,7 @@ def parse(
         raise UserError(str(error)) from error
     if known.config is None:
         tyro.cli(_command(RunConfig(), description, of), args=arguments, prog=prog)
-        raise AssertionError("tyro ends where --config is missing")
+        raise AssertionError("tyro exits if --config is missing")
     experiment = load_experiment(known.config, RESERVED)
     default = experiment.preset(known.preset)
     given = {a.split("=")[0].lstrip("-").replace("-", "_") for a in arguments if a[:2] == "--"}
@@ -116,7 +123,7 @@ def parse(
 
 
 def _command(default: RunConfig, description: str | None, of: type) -> Any:
-    """The command's options and the experiment's as one flat dataclass for tyro."""
+    """Returns one flat dataclass of the command's options and the experiment's, for tyro."""
     config: Any = Annotated[type(default), tyro.conf.arg(name="")]
     return dataclasses.make_dataclass(
         "Command",
@@ -129,7 +136,7 @@ def _command(default: RunConfig, description: str | None, of: type) -> Any:
 
 
 def _check_words(arguments: Sequence[str], default: RunConfig, of: type) -> None:
-    """Raises `UserError` for options and values of other frameworks that have a name here."""
+    """Raises `UserError` for names of other frameworks, with the name that is used here."""
     known = [field.name for fields in (default, of) for field in dataclasses.fields(fields)]
     for number, argument in enumerate(arguments):
         option, _, value = argument.partition("=")
@@ -142,15 +149,15 @@ def _check_words(arguments: Sequence[str], default: RunConfig, of: type) -> None
             raise UserError(f"{option} is not an option. Did you mean --{meant.replace('_', '-')}?")
 
 
-_LISTS = ("compiler_options", "freeze")  # in no order, so that they may be given one by one
+_LISTS = ("compiler_options", "freeze")  # options that may be repeated, one value each
 
 
 def _together(arguments: Sequence[str]) -> list[str]:
-    """All values of such an option after its first mention: else those of the last alone count.
+    """Joins repeated options, of which tyro would keep only the last.
 
-    So `--freeze a --freeze b` is `--freeze a b`.
+    `--freeze a --freeze b` becomes `--freeze a b`.
     """
-    found: list[list[str]] = []  # an option with its values, or one argument
+    parts: list[list[str]] = []  # an option with its values, or one argument
     places: dict[str, list[str]] = {}
     values: list[str] | None = None  # of the option that was mentioned last
     for argument in arguments:
@@ -159,19 +166,19 @@ def _together(arguments: Sequence[str]) -> list[str]:
         if argument.startswith("--") and name in _LISTS:
             if name not in places:
                 places[name] = [option]
-                found.append(places[name])
+                parts.append(places[name])
             values = places[name]
             values += [value] if has_value else []
         elif values is not None and not argument.startswith("--"):
             values.append(argument)
         else:
             values = None
-            found.append([argument])
-    return [argument for part in found for argument in part]
+            parts.append([argument])
+    return [argument for part in parts for argument in part]
 
 
 def _without_replaced(default: RunConfig, given: set[str]) -> RunConfig:
-    """The defaults less those that an option given in their stead replaces."""
+    """Returns the defaults without those that a given option replaces."""
     for one, other in _EXCLUSIVE:
         if one in given and other in given:
             raise UserError(f"--{one} and --{other} exclude each other".replace("_", "-"))

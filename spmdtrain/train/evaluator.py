@@ -1,7 +1,7 @@
-"""The evaluator beside a training: it waits for checkpoints and evaluates them as they come.
+"""The evaluator: evaluates the checkpoints of a training that runs in other processes.
 
-It is none of the training's processes: it has devices and a mesh of its own, and shares with the
-training nothing but the workdir, in which each writes files of its own.
+It has its own devices and mesh. It shares only the workdir with the training, and each of the two
+writes its own files there.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ from spmdtrain.train.run_logger import Metrics, RunLogger
 T = TypeVar("T")
 
 # Seconds.
-_PATIENCE = 60.0  # how long what cannot be read is tried again
+_PATIENCE = 60.0  # how long a failing read is repeated
 _SILENCE = 300.0  # between two lines that say that there is nothing new
-_GRACE = 60.0  # for a training that begins with us, or is started again, to say that it runs
-_ORPHANED = 600.0  # a launcher starts a failed training again, and says when it does so no more
-_SILENT = 3600.0  # a training that was killed says nothing any more
+_GRACE = 60.0  # in which a training that starts or restarts writes its status
+_ORPHANED = 600.0  # the same under a launcher, which restarts a training and tells when it gives up
+_SILENT = 3600.0  # without any change, after which a training counts as killed
 
 
 class Which(enum.StrEnum):
@@ -42,11 +42,11 @@ class Which(enum.StrEnum):
     EACH = "each"
     """All of them, the oldest first."""
     NEWEST = "newest"
-    """The newest there is at the time, and so the last; those that it overtakes are left out."""
+    """The newest at each time, and so the last one; older ones are skipped."""
 
 
 class Model(Protocol):
-    """What evaluates the checkpoints: a `Trainer`."""
+    """Evaluates checkpoints: a `Trainer`."""
 
     config: RunConfig
     terminal: Terminal
@@ -81,7 +81,8 @@ def follow(
     Returns:
       The exit code.
     """
-    known = config.batch_size_per_device is None  # else it takes the training's devices to say
+    # A batch size per device gives the total only with the devices of the training.
+    known = config.batch_size_per_device is None
     total = resolve(config, batch_shards=1).total_steps(len(as_dataset(train)))
     return watch(trainer, validation, which=which, total_steps=total if known else None)
 
@@ -96,18 +97,30 @@ def watch(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Evaluate the checkpoints of the trainer's workdir until its training has ended.
+    """Evaluates the checkpoints of the trainer's workdir until its training has ended.
 
-    `validation` is a dataset or arrays; `total_steps` is where the training is to end. Returns the
-    exit code: 75 where a signal has stopped the training or the evaluator, else 0. Started again,
-    it goes on after what it has written. Takes a training of which there is nothing new for an
-    hour, no line of metrics either, as failed. Raises `UserError` for anything wrong in what it was
-    given, a checkpoint of another model too, and `StorageError` for what cannot be written, or
-    not be read for a minute.
+    A second start continues after the evaluations that the first one wrote. A training without any
+    new status, checkpoint or line of metrics for an hour counts as failed.
+
+    Args:
+      trainer: Evaluates.
+      validation: A dataset or arrays.
+      which: The checkpoints to evaluate.
+      total_steps: The step at which the training ends, if it is known.
+      poll_seconds: Seconds between two reads of the workdir.
+      clock: Returns seconds.
+      sleep: Waits for seconds.
+
+    Returns:
+      The exit code: 75 if a signal has stopped the training or the evaluator, and 0 otherwise.
+
+    Raises:
+      UserError: If an argument is wrong, or a checkpoint is of another model.
+      StorageError: If a file cannot be written, or cannot be read for a minute.
     """
     workdir = trainer.config.workdir
     if workdir is None:
-        raise UserError("an evaluator needs a workdir: that of the training it is to follow")
+        raise UserError("an evaluator needs a workdir: that of the training to evaluate")
     if validation is None:
         raise UserError("an evaluator needs a validation split, and there is none")
     dataset = as_dataset(validation, "validation data")
@@ -145,7 +158,7 @@ class _Evaluator:
     sleep: Callable[[float], None]
 
     def run(self) -> int:
-        """Evaluate until the training has ended; returns the exit code."""
+        """Evaluates until the training has ended; returns the exit code."""
         workdir, terminal = self.trainer.config.workdir, self.trainer.terminal
         try:
             terminal.line(f"evaluator: waiting for checkpoints in {workdir}")
@@ -165,18 +178,18 @@ class _Evaluator:
         return ExitCode.PREEMPTED if preempted else ExitCode.DONE
 
     def _await_checkpoint(self) -> int | None:
-        """The step to evaluate next; None where the training has ended and nothing is left."""
+        """Waits for the step to evaluate next; None if the training has ended and none is left."""
         text = f"waiting for checkpoints in {self.trainer.config.workdir}"
         told = self.clock()
         with self.trainer.terminal.waiting(text):
             while True:
                 self.signals.stop_if_received()
-                # In this order: a training that has ended has saved before all that it will.
+                # In this order: a training that has ended has saved all its checkpoints before.
                 ended = self._patiently(lambda: self.training.ended(self.checkpoints.steps))
                 anew = self._patiently(self.checkpoints.look)
                 if anew is not None:
-                    # The training went back and passes its steps again: what was told from here
-                    # on is of states that are no more.
+                    # The training went back and makes its steps again: the evaluations from here
+                    # on are of states that no longer exist.
                     self.files.rewind(anew - 1)
                 step = self.checkpoints.due
                 if step is not None or ended:
@@ -189,7 +202,7 @@ class _Evaluator:
                 self._patiently(self.files.sync)
 
     def _evaluate(self, step: int) -> None:
-        """Write how good the checkpoint of a step is, if it can be read."""
+        """Evaluates the checkpoint of a step and writes its metrics, if it can be read."""
         tell, checkpoints = self.trainer.terminal.line, self.checkpoints
         mark = self._patiently(lambda: checkpoints.mark(step))
         with progress.phase(progress.Phase.EVALUATE, step):
@@ -211,7 +224,7 @@ class _Evaluator:
         self._patiently(lambda: checkpoints.settle(step, mark, evaluated=True))
 
     def _patiently(self, read: Callable[[], T]) -> T:
-        """What `read` returns; storage that does not answer is asked again for a while."""
+        """Returns what `read` returns; repeats it for a minute if the storage fails."""
         began: float | None = None
         while True:
             try:
@@ -232,7 +245,7 @@ class _Evaluator:
 def best_and_last(
     found: Mapping[int, Metrics], config: RunConfig
 ) -> dict[str, Mapping[str, float]]:
-    """The best and the last of the metrics by step, as rows of a table."""
+    """Returns the best and the last metrics by step, as rows of a table."""
     sign = 1 if config.best_direction == "min" else -1
     values = {
         step: sign * metrics.get(config.best_metric, math.nan) for step, metrics in found.items()
@@ -240,7 +253,7 @@ def best_and_last(
     ranked = [step for step in found if math.isfinite(values[step])]
     rows: dict[str, Mapping[str, float]] = {}
     if ranked:
-        best = min(ranked, key=lambda step: (values[step], -step))  # of equals the newer
+        best = min(ranked, key=lambda step: (values[step], -step))  # the newer of equals
         rows[f"best: step {best}"] = found[best]
     if found:
         rows[f"last: step {max(found)}"] = found[max(found)]
@@ -250,12 +263,12 @@ def best_and_last(
 # -- which checkpoint is next ------------------------------------------------------------------
 
 
-# Tells a checkpoint from another of the same step: when it was saved, and what its arrays hold.
+# Distinguishes checkpoints of the same step: the time of the save, and the sums of the arrays.
 _Mark = tuple[str, int]
 
 
 class _Checkpoints:
-    """The checkpoints of a workdir, and those of them that need no look any more."""
+    """The checkpoints of a workdir, and which of them are done."""
 
     def __init__(self, workdir: str, which: Which) -> None:
         self._workdir, self._which = workdir, which
@@ -263,21 +276,21 @@ class _Checkpoints:
         self._settled: dict[int, _Mark | None] = {}
 
     def settle_told(self, told: Container[int]) -> None:
-        """Settle those that an earlier start has told of."""
+        """Marks the checkpoints as done that an earlier start has evaluated."""
         self._source = list_checkpoints(self._workdir)
         for step in self._source.steps:
             if step in told:
                 self.settle(step, self.mark(step), evaluated=True)
 
     def look(self) -> int | None:
-        """See what there is now; the first step that has been saved anew, if one has.
+        """Lists the checkpoints; returns the first step that was saved again, if there is one.
 
-        From that one on nothing is settled any more.
+        The checkpoints from that step on are no longer done.
         """
         self._source = list_checkpoints(self._workdir)
         anew = None
-        # A training that went back saves anew from there on, and sets aside what is newer: from
-        # the newest down, all are new up to the first that is as it was.
+        # A training that went back saves its steps again and sets newer checkpoints aside. So the
+        # newest checkpoints are new ones, down to the first that has not changed.
         for step in reversed(self._source.steps):
             if step in self._settled:
                 mark = self.mark(step)
@@ -290,19 +303,19 @@ class _Checkpoints:
 
     @property
     def steps(self) -> Sequence[int]:
-        """Those that there were at the last look."""
+        """The steps of the checkpoints at the last listing."""
         return self._source.steps
 
     @property
     def due(self) -> int | None:
-        """The step to evaluate next, if there was one at the last look."""
+        """The step to evaluate next; None if all checkpoints of the last listing are done."""
         left = [step for step in self._source.steps if step not in self._settled]
         if not left:
             return None
         return left[0] if self._which is Which.EACH else left[-1]
 
     def settle(self, step: int, mark: _Mark | None, *, evaluated: bool = False) -> None:
-        """Leave a checkpoint alone from here on, as long as it has this mark."""
+        """Marks a checkpoint as done, as long as it keeps this mark."""
         self._settled[step] = mark
         if evaluated and self._which is Which.NEWEST:
             for older in self._source.steps:
@@ -310,15 +323,15 @@ class _Checkpoints:
                     self._settled[older] = self.mark(older)
 
     def holds(self, step: int) -> bool:
-        """Whether the checkpoint of a step is still there."""
+        """Returns whether the checkpoint of a step still exists."""
         return step in list_checkpoints(self._workdir).steps
 
     def path(self, step: int) -> str:
-        """Where the checkpoint of a step is."""
+        """Returns the path of the checkpoint of a step."""
         return str(self._source.path(step))
 
     def mark(self, step: int) -> _Mark | None:
-        """The mark of the checkpoint of a step; None where its manifest cannot be read."""
+        """Returns the mark of a checkpoint; None if its manifest cannot be read."""
         try:
             manifest = read_manifest(self.path(step))
         except UserError as error:
@@ -328,30 +341,31 @@ class _Checkpoints:
         return manifest.saved_at, hash(frozenset(manifest.sums.items()))
 
 
-# -- what has become of the training -----------------------------------------------------------
+# -- the training ------------------------------------------------------------------------------
 
 
 class _Training:
-    """What the training and its launcher say of it."""
+    """The state of the training, as its files and its launcher report it."""
 
     def __init__(self, workdir: str, total_steps: int | None, clock: Callable[[], float]) -> None:
-        self.status: Status | None = None  # before it has begun
+        self.status: Status | None = None  # None before the training has begun
         self.step = 0
         self.reason = ""
         self._workdir, self._total_steps, self._clock = workdir, total_steps, clock
         self._launched = bool(os.environ.get(progress.LAUNCH))
-        self._read: Mapping[str, Any] | None = {}  # as no status is: the first look is a change
+        self._read: Mapping[str, Any] | None = {}  # no status is empty, so the first read differs
         self._changes = -1
         self._changed_at = 0.0
         self._metrics = folder_of(workdir) / Writer.TRAINING.file("metrics", ".jsonl")
-        self._heard: object = None  # what there was of it at the last look
+        self._heard: object = None  # status, metrics file and checkpoints at the last read
         self._looked_at = clock()
-        self._silence = 0.0  # seconds for which that has been the same
+        self._silence = 0.0  # seconds without a change of these
 
     def ended(self, saved: Sequence[int]) -> bool:
-        """Whether the training has ended for good, as far as one can know.
+        """Returns whether the training has ended and will not be restarted.
 
-        `saved` are the steps of its checkpoints, as far as they have been seen.
+        Args:
+          saved: The steps of its checkpoints at the last listing.
         """
         told = progress.job_ended()  # first: a training writes its status before it ends
         found = status_of(self._workdir)
@@ -375,14 +389,14 @@ class _Training:
             return True
         if self.status is Status.FINISHED and self.step >= (self._total_steps or math.inf):
             return True
-        # Else another may follow, by which this is written over: one that begins with us, or, as
-        # schedulers start a failed training again, this one.
+        # Otherwise a new status may follow: of a training that starts together with the evaluator,
+        # or of this one, if a scheduler restarts it.
         stopped = self.status is Status.FINISHED and self._changes > 0
         grace = _ORPHANED if self._launched else 0.0 if stopped else _GRACE
         return self._clock() - self._changed_at >= grace
 
     def _listen(self, status: object, saved: Sequence[int]) -> None:
-        """Count for how long nothing of the training has changed."""
+        """Counts the seconds since the last change of the training's files."""
         try:
             metrics = size_and_time(self._metrics)
         except FileNotFoundError:
@@ -390,13 +404,13 @@ class _Training:
         except failures(self._metrics) as error:
             raise StorageError(f"{self._metrics} cannot be read: {one_line(error)}") from error
         heard, now = (status, metrics, tuple(saved)), self._clock()
-        # Between two looks we may have been stopped for hours, and the training with us.
+        # The whole machine may have been stopped for hours between two reads.
         passed = min(now - self._looked_at, _GRACE)
         self._silence = self._silence + passed if heard == self._heard else 0.0
         self._heard, self._looked_at = heard, now
 
     def _take_over(self, told: str) -> None:
-        """The launcher knows better: a training that was killed has written nothing."""
+        """Takes the launcher's status, because a killed training has written none."""
         how, _, reason = told.strip().partition(": ")
         status = Status(how) if how in list(Status) else Status.FAILED
         if status is not self.status:
@@ -404,7 +418,7 @@ class _Training:
         self.status, self.reason = status, reason or self.reason
 
     def describe(self) -> str:
-        """What has become of it, for people."""
+        """Returns the state of the training as a sentence."""
         if self.status is None:
             return "the training has not begun"
         verb = (
