@@ -1,9 +1,9 @@
 """Bounded JSON lines over a socket, authenticated by a shared token.
 
-The token never crosses the wire. Each side sends a fresh nonce; a key for each direction is derived
-from the token and both nonces, and every later line ends with the HMAC-SHA256 of its number and its
-text. A line is therefore valid only from a process that has the token, only in this connection,
-only in this direction, and only in its order.
+The token is never sent. Each side sends a fresh nonce; a key for each direction is derived from the
+token and both nonces, and every later line ends with the HMAC-SHA256 of its number and its text.
+Therefore a line is valid only from a process that has the token, only in this connection, only in
+this direction, and only at its position.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 Side = Literal["chief", "worker"]
 
-LONGEST_GREETING = 1024  # bytes of the line that carries a nonce
-LONGEST = 2**19  # bytes of any other line
-_DEEPEST = 4  # nested objects and lists; the messages of a job have two
+MAX_GREETING = 1024  # bytes of the line with the nonce
+MAX_LINE = 2**19  # bytes of any other line
+_MAX_DEPTH = 4  # levels of nested objects and lists; the messages of a job have two
 _MAC = 64  # hexadecimal digits
 _BRACKETS = re.compile(rb'\\.|["{}\[\]]', re.DOTALL)
 _NONCE = re.compile("[0-9a-f]{32}")
@@ -37,98 +37,106 @@ def is_nonce(value: object) -> bool:
 
 
 def parse(text: bytes) -> dict[str, Any] | None:
-    """Returns the JSON object that a line holds; None if it holds none, or one nested deeply."""
+    """Parses a line; returns None if it is not a JSON object, or is nested too deeply."""
     depth, in_string = 0, False
-    for found in _BRACKETS.finditer(text):
-        mark = found[0]
+    for match in _BRACKETS.finditer(text):
+        mark = match[0]
         if mark == b'"':
             in_string = not in_string
         elif not in_string and mark in b"{[":
             depth += 1
-            if depth > _DEEPEST:
+            if depth > _MAX_DEPTH:
                 return None
         elif not in_string and mark in b"}]":
             depth -= 1
     try:
-        value = json.loads(text.decode("utf-8"))  # which the scan assumes; json.loads guesses
+        # The scan above assumes UTF-8; given bytes, json.loads would guess the encoding.
+        value = json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
 
 class Line:
-    """A connection that carries one JSON object per line.
+    """A connection for messages of one JSON object per line.
 
     Args:
-      connection: The socket; the line closes it.
-      side: Which of the two ends this is.
+      connection: The socket, which `close` closes.
+      side: This end of the connection.
+
+    Attributes:
+      socket: The socket.
+      where: Host and process of the other end, by its own description.
     """
 
     def __init__(self, connection: socket.socket, side: Side) -> None:
         self.socket = connection
         self.where = ""
-        """Host and process of the other end, as it describes them."""
         self._side: Side = side
         self._buffer = b""
         self._keys: dict[Side, bytes] = {}
         self._counts: dict[Side, int] = {"chief": 0, "worker": 0}
-        self._longest = LONGEST_GREETING
+        self._max_line = MAX_GREETING
 
     @property
     def address(self) -> str:
-        """IP address of the other end."""
+        """The IP address of the other end."""
         try:
             host = str(self.socket.getpeername()[0])
         except OSError:
-            return "an address that is gone"
+            return "an address that is no longer known"
         return host.removeprefix("::ffff:")
 
     def authenticate(self, token: bytes, worker_nonce: str, chief_nonce: str) -> None:
-        """Requires and adds an HMAC on every later line.
+        """Adds an HMAC to every later line, and requires a valid one of the other end.
 
         Args:
           token: The job's token; if it is empty, the HMAC only detects damage.
-          worker_nonce: The nonce that the connecting process has sent.
-          chief_nonce: The nonce that process 0 has sent.
+          worker_nonce: The nonce from the connecting process.
+          chief_nonce: The nonce from process 0.
         """
         sides: tuple[Side, Side] = ("chief", "worker")
         for side in sides:
             context = f"spmdtrain rendezvous 1 {side} {worker_nonce} {chief_nonce}"
             self._keys[side] = hmac.digest(token, context.encode(), "sha256")
-        self._longest = LONGEST
+        self._max_line = MAX_LINE
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message; raises `OSError` if the other end is gone or does not read."""
+        """Sends a message.
+
+        Raises:
+          OSError: If the other end has closed the connection or does not read.
+        """
         text = json.dumps(message).encode()
         if self._keys:
             text += b" " + self._mac(self._side, text)
         self.socket.sendall(text + b"\n")
 
     def read(self) -> bool:
-        """Reads what has arrived; returns False if the other end has closed the connection."""
+        """Receives available bytes; returns False if the other end has closed the connection."""
         try:
-            found = self.socket.recv(65536)
+            received = self.socket.recv(65536)
         except OSError:
             return False
-        self._buffer += found
-        return bool(found)
+        self._buffer += received
+        return bool(received)
 
     def messages(self) -> Iterator[dict[str, Any] | None]:
-        """Yields the complete lines; None for one that is too long, no JSON object or forged."""
+        """Yields the received messages; None for a line that is too long, invalid or forged."""
         while b"\n" in self._buffer:
             text, self._buffer = self._buffer.split(b"\n", 1)
-            yield self._opened(text) if len(text) <= self._longest else None
-        if len(self._buffer) > self._longest or self._buffer[:1] not in (b"", b"{"):
+            yield self._verify(text) if len(text) <= self._max_line else None
+        if len(self._buffer) > self._max_line or self._buffer[:1] not in (b"", b"{"):
             self._buffer = b""
             yield None
 
     def discard(self) -> bool:
-        """Drops what has arrived; returns False if the other end has closed the connection."""
-        there, self._buffer = self.read(), b""
-        return there
+        """Discards available bytes; returns False if the other end has closed the connection."""
+        is_open, self._buffer = self.read(), b""
+        return is_open
 
     def wait_for_end(self, seconds: float) -> None:
-        """Waits until the other end closes the connection, at most for this long."""
+        """Waits until the other end closes the connection, at most `seconds`."""
         with contextlib.suppress(OSError):
             self.socket.settimeout(seconds)
             self.socket.recv(1)
@@ -137,14 +145,14 @@ class Line:
         """Closes the connection.
 
         Args:
-          at_once: Reset it instead of an orderly end, so that the port keeps no trace of it.
+          at_once: Whether to reset it, so that the port does not stay in TIME_WAIT.
         """
         if at_once:
-            with contextlib.suppress(OSError):  # it is gone already
+            with contextlib.suppress(OSError):  # it is already closed
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()
 
-    def _opened(self, text: bytes) -> dict[str, Any] | None:
+    def _verify(self, text: bytes) -> dict[str, Any] | None:
         if not self._keys:
             return parse(text)
         other: Side = "worker" if self._side == "chief" else "chief"

@@ -1,7 +1,7 @@
-"""Reading files that someone else may have written: regular, of bounded size, and checked.
+"""Safe reading of untrusted files: only regular files, of bounded size, checked against a schema.
 
-Whatever this package reads from a run's folder is read here. The schema of its content is a
-dataclass or a TypedDict, which typeguard checks.
+All files that this package reads from the folder of a run are read here, because another user may
+have written them. The schema of a JSON file is a dataclass or a TypedDict, checked by typeguard.
 """
 
 import dataclasses
@@ -20,29 +20,29 @@ from spmdtrain.files.storage import is_url
 
 T = TypeVar("T")
 
-LARGEST = 2**28  # bytes; a manifest has some 300 for each array
+LARGEST = 2**28  # bytes; a manifest has about 300 for each array
 LARGEST_LOG = 2**31
-_DEEPEST = 32
-_LARGEST_INT = 2**63
+_MAX_DEPTH = 32
+_INT_LIMIT = 2**63
 _NOT_REGULAR = (errno.ELOOP, errno.ENXIO)  # a cycle of links, a socket
 _OPEN = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 class Malformed(UserError):
-    """A file is not what it should be. Says what is wrong with it."""
+    """A file with invalid content. The message names the fault."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(foreign(message, 500))  # it quotes the file
+        super().__init__(foreign(message, 500))  # the message quotes the untrusted file
 
 
 class OtherFields(Malformed):
-    """A content has other fields than its schema: perhaps another version has written it."""
+    """Content with missing or unknown fields, perhaps written by another version."""
 
 
 def read_bytes(path: epath.Path, most: int = LARGEST) -> bytes:
     """Returns the content of a regular file, or of an object at a URL.
 
-    Symbolic links are followed. A FIFO, a device or a socket is refused without waiting.
+    Symbolic links are followed. A FIFO, a device or a socket is refused without blocking.
 
     Args:
       path: The file.
@@ -50,7 +50,7 @@ def read_bytes(path: epath.Path, most: int = LARGEST) -> bytes:
 
     Raises:
       Malformed: If it is not a regular file, is larger, or is a symbolic link to itself.
-      OSError: If it cannot be read. URLs have other errors, too: see `storage.failures`.
+      OSError: If it cannot be read. For URLs also other errors: see `storage.failures`.
     """
     if is_url(path):
         _check_size(path, path.stat().length, most)
@@ -63,10 +63,10 @@ def read_bytes(path: epath.Path, most: int = LARGEST) -> bytes:
             raise Malformed(f"{path} is not a regular file: {error.strerror}") from None
         raise
     try:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
             raise Malformed(f"{path} is not a regular file")
-        _check_size(path, found.st_size, most)
+        _check_size(path, status.st_size, most)
         with os.fdopen(handle, "rb", closefd=False) as file:
             return file.read(most)
     finally:
@@ -75,14 +75,14 @@ def read_bytes(path: epath.Path, most: int = LARGEST) -> bytes:
 
 def _check_size(path: epath.Path, size: int, most: int) -> None:
     if size > most:
-        raise Malformed(f"{path} has {size:,} bytes, and {most:,} are the most that is read")
+        raise Malformed(f"{path} has {size:,} bytes: the limit is {most:,}")
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """Returns a JSON object; integers fit into 64 bits, and nesting is bounded.
+    """Parses a JSON object with integers of at most 64 bits and bounded nesting.
 
     Raises:
-      Malformed: If the text is anything else.
+      Malformed: If the text is not such an object.
     """
     try:
         content = json.loads(text, parse_int=_integer)
@@ -91,7 +91,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise Malformed("not a JSON object")
     layer: list[Any] = [content]
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         layer = [
             inner
             for value in layer
@@ -99,21 +99,26 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
             if isinstance(inner, (dict, list))
         ]
     if layer:
-        raise Malformed(f"nested more than {_DEEPEST} levels deep")
+        raise Malformed(f"nested more than {_MAX_DEPTH} levels deep")
     return content
 
 
 def _integer(text: str) -> int:
-    if abs(value := int(text)) >= _LARGEST_INT:
+    if abs(value := int(text)) >= _INT_LIMIT:
         raise ValueError
     return value
 
 
 def check(value: Any, schema: Any, name: str) -> None:
-    """Checks a value of JSON against a type, all elements of collections included.
+    """Checks a JSON value against a type, including all elements of collections.
+
+    Args:
+      value: The value.
+      schema: The type, such as a TypedDict.
+      name: The name of the value in messages.
 
     Raises:
-      Malformed: If it is not of that type. Says where.
+      Malformed: If the value has another type; names the element.
     """
     try:
         check_type(value, schema, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
@@ -122,13 +127,18 @@ def check(value: Any, schema: Any, name: str) -> None:
 
 
 def build(schema: type[T], content: Mapping[str, Any], name: str = "") -> T:
-    """Returns a dataclass of JSON, each field checked against its annotation.
+    """Builds a dataclass from a JSON object, and checks each field against its annotation.
 
-    Fields that are dataclasses are built likewise.
+    Fields that are dataclasses are built recursively.
+
+    Args:
+      schema: The dataclass.
+      content: The JSON object.
+      name: The name of the object in messages.
 
     Raises:
       OtherFields: If a field is missing or unknown.
-      Malformed: If one is of another type. Says which one.
+      Malformed: If a field has another type; names the field.
     """
     assert dataclasses.is_dataclass(schema)
     check(content, Mapping[str, Any], name or "content")

@@ -249,7 +249,7 @@ def test_other_urls_are_refused(
     assert main(["--config", str(small_experiment(tmp_path)), "--workdir", workdir]) == 2
     scheme = workdir.split("/")[0] + "//"
     assert capsys.readouterr().err == (
-        f"error: {workdir}: a run's folder is a local path or a gs:// URL, not {scheme}\n"
+        f"error: {workdir}: the folder of a run must be a local path or a gs:// URL, not {scheme}\n"
     )
 
 

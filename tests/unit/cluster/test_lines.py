@@ -136,9 +136,9 @@ def test_lines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = socket.socketpair()
     with one, other:
         line = Line(other, "chief")
-        one.sendall(json.dumps({"spmdtrain": "x" * json_lines.LONGEST_GREETING}).encode())
+        one.sendall(json.dumps({"spmdtrain": "x" * json_lines.MAX_GREETING}).encode())
         assert arrived(line) == [None]  # before its end
-    monkeypatch.setattr(json_lines, "LONGEST", 3000)
+    monkeypatch.setattr(json_lines, "MAX_LINE", 3000)
     with ends() as (chief, worker):
         chief.send({"waiting": "x" * 2000})
         assert arrived(worker) == [{"waiting": "x" * 2000}]
