@@ -4,7 +4,7 @@ import signal
 
 _INTERRUPT = signal.getsignal(signal.SIGINT)
 if __name__ == "__main__" and _INTERRUPT is signal.default_int_handler:
-    # Ctrl-C while JAX is imported ends at once: there is nothing to save, and no traceback.
+    # Ctrl-C during the import of JAX ends at once, without a traceback: nothing is to be saved.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import hashlib
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import jax
 
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
+from spmdtrain.config import RunConfig
 from spmdtrain.config_checks import resolve
 from spmdtrain.distributed import failures, initialize, process_group, progress
 from spmdtrain.errors import ExitCode, PreemptedExit, UserError, exit_code_of
@@ -28,12 +29,13 @@ from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
 from spmdtrain.train import evaluator
 from spmdtrain.train.command_line import BY_HAND, Command, parse
+from spmdtrain.train.experiment import Experiment, ExperimentFile
 from spmdtrain.train.loop import Loop
 from spmdtrain.train.trainer import Trainer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Runs the command; returns the exit code."""
     try:
         given = sys.argv[1:] if arguments is None else arguments
         progress.begin()
@@ -52,65 +54,92 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def execute(command: Command) -> int:
-    """Build the experiment and call the one method that `mode` names; returns the exit code."""
-    options, experiment_file, config = command.options, command.experiment, command.config
-    if options.split is not None and options.mode not in ("evaluate", "predict"):
-        raise UserError(f"--split is for --mode evaluate and predict, and --mode is {options.mode}")
+    """Builds the experiment and does what `mode` names; returns the exit code."""
+    options, file, config = command.options, command.experiment, command.config
+    spec = from_environment()
+    _check_options(command, spec)
+    if options.role == "evaluate" or (options.role is None and spec.role is Role.EVALUATE):
+        return evaluate_beside(command)
+    by_servers = strategy(config.strategy).by_servers
+    if not by_servers:
+        join(command, spec)
+    elif options.mode == "train":
+        run_task_role(options.init_timeout)
+    if process_group.count() > 1 and not command.own_workdir:
+        raise UserError("--workdir must be given with several processes: a folder that all can see")
+    # Resolved before `build`, which sees the batch size and the learning rate of the run.
+    config = resolve_config(config)
+    terminal = Terminal(quiet=not process_group.is_chief())
+    if spec.has_ps and not by_servers:
+        terminal.line("TF_CONFIG lists ps tasks: not used, the training is synchronous")
+    if file.has_own_loop and options.mode == "train" and not options.show_sharding:
+        return _train_by_loop(file, config, terminal)
+    experiment = file.build(config)
+    trainer = Trainer.from_experiment(
+        experiment, config, terminal=terminal, init_timeout=options.init_timeout
+    )
+    if options.show_sharding:
+        _print_sharding(trainer, spec)
+    if options.mode == "train":
+        trainer.fit(experiment.train, validation=experiment.validation, test=experiment.test)
+    else:
+        _evaluate_or_predict(command, experiment, trainer)
+    return ExitCode.DONE
+
+
+def _check_options(command: Command, spec: ClusterSpec) -> None:
+    """Raises `UserError` for options that exclude each other, or TF_CONFIG."""
+    options, config = command.options, command.config
     evaluates = options.mode in ("evaluate", "predict")
+    if options.split is not None and not evaluates:
+        raise UserError(f"--split is for --mode evaluate and predict, and --mode is {options.mode}")
     if config.checkpoint != "latest" and not (evaluates or config.init_from):
         raise UserError(
             f"--checkpoint {config.checkpoint} is for --mode evaluate and predict, and for the run "
             "that --init-from names"
         )
-    spec = from_environment()
     if options.role == "train" and spec.role is Role.EVALUATE:
         raise UserError(f"--role train, and by TF_CONFIG this is {spec.name}: give one")
-    if options.role == "evaluate" or (options.role is None and spec.role is Role.EVALUATE):
-        return evaluate_beside(command)
-    by_servers = strategy(config.strategy).by_servers
-    if by_servers and options.mode == "train":
+    evaluator_role = options.role == "evaluate" or spec.role is Role.EVALUATE
+    if evaluator_role or not strategy(config.strategy).by_servers:
+        return
+    if options.mode == "train":
         for field, default in (("cluster", "tf_config"), ("hang_timeout", None), *BY_HAND):
             if getattr(options, field) != default:
                 option = f"--{field}".replace("_", "-")
                 raise UserError(
-                    f"{option} is for processes in lockstep: those of parameter servers are told "
-                    "by TF_CONFIG, and watched by the launcher"
+                    f"{option} is for synchronous processes: TF_CONFIG describes those of "
+                    "parameter servers, and the launcher watches them"
                 )
-        run_task_role(options.init_timeout)
-    elif by_servers and len(spec.tasks) > 1:
+    elif len(spec.tasks) > 1:
         raise UserError(
             f"--mode {options.mode} under parameter_server is for one process, and TF_CONFIG lists "
             f"{len(spec.tasks)} tasks: start it without TF_CONFIG"
         )
-    if not by_servers:
-        join(command, spec)
-    if process_group.count() > 1 and not command.own_workdir:
-        raise UserError("--workdir must be given with several processes: a folder that all can see")
-    # Resolved before build: it is to see the batch size and the learning rate that will be used.
-    config = resolve_config(config)
-    terminal = Terminal(quiet=not process_group.is_chief())
-    if spec.has_ps and not by_servers:
-        terminal.line("TF_CONFIG lists ps tasks: not used, the training is synchronous")
-    if experiment_file.has_own_loop and options.mode == "train" and not options.show_sharding:
-        with Loop(config, terminal=terminal) as loop:
-            experiment_file.module.train(config, loop)
-            if not loop.started:
-                raise UserError(f"{experiment_file.path}: train(config, loop) never calls start()")
-        return ExitCode.PREEMPTED if loop.stopped_early else ExitCode.DONE
-    experiment = experiment_file.build(config)
-    trainer = Trainer.from_experiment(
-        experiment, config, terminal=terminal, init_timeout=options.init_timeout
-    )
-    if options.show_sharding:
-        if by_servers:
-            servers = max(1, len(spec.jobs.get("ps", ())))
-            partition = server_partition(trainer.functions, config.servers, servers)
-            print_partition(terminal, partition)
-        else:
-            table.show(terminal, trainer.sharding_table())
-    if options.mode == "train":
-        trainer.fit(experiment.train, validation=experiment.validation, test=experiment.test)
-        return ExitCode.DONE
+
+
+def _train_by_loop(file: ExperimentFile, config: RunConfig, terminal: Terminal) -> int:
+    """Runs the experiment's own training loop; returns the exit code."""
+    with Loop(config, terminal=terminal) as loop:
+        file.module.train(config, loop)
+        if not loop.started:
+            raise UserError(f"{file.path}: train(config, loop) never calls start()")
+    return ExitCode.PREEMPTED if loop.stopped_early else ExitCode.DONE
+
+
+def _print_sharding(trainer: Trainer, spec: ClusterSpec) -> None:
+    """Prints where the state lives: on the mesh, or on the parameter servers."""
+    if not strategy(trainer.config.strategy).by_servers:
+        table.show(trainer.terminal, trainer.sharding_table())
+        return
+    servers = max(1, len(spec.jobs.get("ps", ())))
+    partition = server_partition(trainer.functions, trainer.config.servers, servers)
+    print_partition(trainer.terminal, partition)
+
+
+def _evaluate_or_predict(command: Command, experiment: Experiment, trainer: Trainer) -> None:
+    """Evaluates or predicts a split with the values of a checkpoint."""
+    options, path = command.options, command.experiment.path
     splits = {"test": experiment.test, "validation": experiment.validation}
     if options.split is not None:
         splits = {options.split: getattr(experiment, options.split)}
@@ -118,28 +147,27 @@ def execute(command: Command) -> int:
         splits = {"prompts": experiment.prompts, **splits}
     name = next((name for name, data in splits.items() if data is not None), None)
     if name is None:
-        wanted = options.split or "test and no validation"
-        raise UserError(f"{experiment_file.path} has no {wanted} split")
-    step = trainer.restore(command.source, which=config.checkpoint)
+        raise UserError(f"{path} has no {options.split or 'test and no validation'} split")
+    step = trainer.restore(command.source, which=trainer.config.checkpoint)
     if options.mode == "evaluate":
-        found = trainer.evaluate(splits[name])
-        trainer.terminal.line(json.dumps({"step": step, "split": name, **found}))
-        trainer.terminal.results({f"{name} at step {step}": found})
-        return ExitCode.DONE
+        metrics = trainer.evaluate(splits[name])
+        trainer.terminal.line(json.dumps({"step": step, "split": name, **metrics}))
+        trainer.terminal.results({f"{name} at step {step}": metrics})
+        return
     predictions = trainer.predict(splits[name])
-    if not process_group.is_chief():  # who alone writes
-        return ExitCode.DONE
-    path = write_predictions(config.workdir, predictions)  # first: what it costs is not to be lost
+    if not process_group.is_chief():
+        return
+    # Written before they are printed, so that an error of `format_predictions` loses nothing.
+    file = write_predictions(trainer.config.workdir, predictions)
     if experiment.format_predictions is not None:
         for line in experiment.format_predictions(predictions):
             trainer.terminal.line(line)
     rows = jax.tree.leaves(predictions)[0].shape[0]
-    trainer.terminal.line(f"predictions for the {rows:,} examples of {name}: {path}")
-    return ExitCode.DONE
+    trainer.terminal.line(f"predictions for the {rows:,} examples of {name}: {file}")
 
 
 def join(command: Command, spec: ClusterSpec) -> None:
-    """Joins the job that is described; all its processes must run the same experiment."""
+    """Joins the job; checks that all its processes run the same experiment file."""
     options, experiment = command.options, command.experiment
     initialize.initialize(
         spec,
@@ -161,8 +189,8 @@ def evaluate_beside(command: Command) -> int:
     """Evaluates the checkpoints of a training that runs elsewhere; returns the exit code."""
     if command.options.mode != "train":
         raise UserError(
-            f"--mode {command.options.mode} in an evaluator, which waits for checkpoints to "
-            "evaluate by itself: give it no --mode, or start this elsewhere"
+            f"--mode {command.options.mode} in an evaluator, which waits for checkpoints and "
+            "evaluates them: leave --mode out, or run this in another process"
         )
     for name, _ in BY_HAND:
         if getattr(command.options, name) is not None:
