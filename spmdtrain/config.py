@@ -29,7 +29,7 @@ class MeshSpec:
     """Number of devices along the axis that can shard single tensors; -1 takes the remaining
     devices."""
     devices: tuple[str | int, ...] = ()
-    """Devices to use, by index (0 3) or by name (gpu:0 gpu:1). Default: all devices."""
+    """Devices to use, by index (0 3) or by name (gpu:0 gpu:1). Empty means all devices."""
 
     def given(self) -> dict[str, int | None]:
         """Returns axis name to size, in mesh order; None if the strategy chooses the size."""
@@ -66,14 +66,14 @@ class ParameterServerOptions:
     max_shard_bytes: int = 4 * 1024 * 1024
     """Largest size of a shard with max_size, in bytes. A shard consists of whole rows."""
     max_shards: int | None = None
-    """Largest number of shards of a parameter. Default: the number of servers; with max_size,
-    unlimited."""
+    """Largest number of shards of a parameter. None means the number of servers, or
+    no limit with max_size."""
     max_staleness: int | None = None
     """Largest number of updates that may be applied between a worker's read of the parameters and
-    its own update. Default: unlimited. With 0 the result is that of mirrored."""
+    its own update. None means no limit; with 0 the result is that of mirrored."""
     backup_task_timeout: float | None = None
-    """Seconds without a result after which a batch is also assigned to an idle worker. Default:
-    three times the usual duration of a batch, and at least one second."""
+    """Seconds without a result after which a batch is also assigned to an idle worker. None
+    means three times the usual duration of a batch, and at least one second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +89,11 @@ class CollectiveOptions:
     one device that broadcasts the sums (one_device). Default: flattened on CPU if that gives the
     same result, else automatic."""
     reduce_dtype: Literal["bfloat16", "float16"] | None = None
-    """Dtype in which gradients are reduced. Default: their own."""
+    """Dtype in which gradients are reduced. None means their own."""
     combine_threshold_bytes: int | None = None
     """Arrays are combined into one collective up to this total size in bytes."""
     cpu_implementation: Literal["gloo", "mpi"] | None = None
-    """Library for collectives between CPU processes. Default: gloo."""
+    """Library for collectives between CPU processes. None means gloo."""
     timeout: float | None = None
     """Seconds, rounded up to whole ones, that a collective of CPU devices may take before the
     process ends."""
@@ -125,7 +125,7 @@ class RunConfig:
     """
 
     workdir: str | None = None
-    """Folder or URL of the run's files. Default: runs/NAME, with the name of the experiment."""
+    """Folder or URL of the run's files. None means runs/NAME, with the name of the experiment."""
     seed: int = 0
     """Seed of all randomness: initial parameters, order of the data, dropout."""
     epochs: int | None = None
@@ -134,15 +134,15 @@ class RunConfig:
     steps: int | None = None
     """Length of the run in optimizer updates, instead of epochs; also a total."""
     global_batch_size: int | None = None
-    """Examples per step, over all devices. Default: 32."""
+    """Examples per step, over all devices. None means 32."""
     batch_size_per_device: int | None = None
     """Examples per step on each device, instead of global_batch_size."""
     uneven_batch: Literal["refuse", "pad"] = "refuse"
     """Treatment of a global batch that does not divide over the devices: `refuse`, or `pad` with
     rows of weight 0, which is an error if padding could change the gradients."""
     eval_batch_size: int | None = None
-    """Examples per batch of evaluation and prediction, over all devices. Default: the global batch
-    size."""
+    """Examples per batch of evaluation and prediction, over all devices. None means the global
+    batch size."""
     learning_rate: float | None = None
     """Learning rate that the experiment passes to its optimizer."""
     learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
@@ -197,7 +197,7 @@ class RunConfig:
     jit: bool = True
     """Compile the steps. --no-jit runs them operation by operation, for debugging."""
     compilation_cache: str | None = None
-    """Folder that keeps compiled programs for later starts, or 'off'. Default:
+    """Folder that keeps compiled programs for later starts, or 'off'. None means
     ~/.cache/spmdtrain."""
     compiler_options: tuple[str, ...] = ()
     """XLA options for compiling the steps, each as NAME=VALUE."""
@@ -213,11 +213,11 @@ class RunConfig:
     log_every: int = 10
     """Steps between two lines of training metrics."""
     eval_every_steps: int | None = None
-    """Steps between two evaluations. Default: at the end of each epoch."""
+    """Steps between two evaluations. None means at the end of each epoch."""
     eval_at_checkpoints: bool = False
     """Evaluate before each save of a checkpoint, instead of at the end of each epoch."""
     checkpoint_every_steps: int | None = None
-    """Steps between two checkpoints. Default: each epoch, or 500 steps without epochs."""
+    """Steps between two checkpoints. None means each epoch, or 500 steps without epochs."""
     checkpoint_every_seconds: float | None = None
     """Seconds between two checkpoints."""
     checkpoint_at_start: bool = False
@@ -235,7 +235,7 @@ class RunConfig:
     best_direction: Literal["min", "max"] = "min"
     """Whether a low (min) or a high (max) best_metric is better."""
     profile_steps: str | None = None
-    """Steps to profile, as A:B from A to B; writes a profiler trace into the workdir."""
+    """Range of steps to profile, A:B, both included. Writes a profiler trace into the workdir."""
 
     # -- lengths and cadences ----------------------------------------------------------------
 

@@ -52,7 +52,7 @@ def execute(arguments: Sequence[str]) -> int:
     environments = environments_of(names, options.devices_per_process, os.environ, gpus)
     with Signals() as signals, Launcher(options, command, environments, signals) as launcher:
         if gpus and options.evaluator and not environments[EVALUATOR]["CUDA_VISIBLE_DEVICES"]:
-            launcher.say("the evaluator runs on the CPU because the training uses all GPUs")
+            launcher.log("the evaluator runs on the CPU because the training uses all GPUs")
         return launcher.run()
 
 

@@ -93,7 +93,7 @@ class Launcher:
     ) -> None:
         self.reaper.close()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Prints a line of the launcher itself."""
         self.output.line("launch", "stderr", text.encode(errors="replace"))
 
@@ -108,12 +108,12 @@ class Launcher:
             wait = None
             if outcome.may_restart and not self.signals.received:
                 wait = restarts.next(outcome.saved)
-            self.say(f"{outcome.words}{self._restart_note(outcome, restarts, wait)}")
+            self.log(f"{outcome.words}{self._restart_note(outcome, restarts, wait)}")
             if wait is None:
                 break
             self._pause(wait)
             if self.signals.received:
-                self.say(f"{self.signals.received[0].name}: not restarted")
+                self.log(f"{self.signals.received[0].name}: not restarted")
                 break
             configs = tf_configs(list(self.environments))
         return self._finish(outcome)
@@ -193,7 +193,7 @@ class Launcher:
         for child in running:
             record = progress.read(self.folder, child.name)
             child.send(signal.SIGTERM, record.pid if record else None)
-        self.say(
+        self.log(
             f"{self.signals.received[0].name}: asked the tasks to save and exit within "
             f"{self.options.grace:g} s; a second signal kills them"
         )
@@ -240,12 +240,12 @@ class Launcher:
         ]
         for ended in failures:
             if ended is not first:
-                self.say(describe(ended))
+                self.log(describe(ended))
         ours = [ended for ended in exits if ended.ours]
         by_us = {ended.task for ended in ours if ended.signal is signal.SIGKILL}
         killed = ", ".join(name for name in self.environments if name in by_us)
         if killed:
-            self.say(f"killed {killed}")
+            self.log(f"killed {killed}")
         if stalled is not None:
             return Outcome(ExitCode.FAILED, f"hung: {stalled}", saved)
         own = [ended for ended in failures if rank(ended) is not CauseRank.CONSEQUENCE]
@@ -257,7 +257,7 @@ class Launcher:
             return Outcome(ExitCode.DONE, "finished", saved)
         meaning = hint(first)
         if meaning is not None:
-            self.say(meaning)
+            self.log(meaning)
         words = describe(first)
         if stopped and rank(first) is CauseRank.CONSEQUENCE:
             words += f" ({', '.join(stopped)}: stopped by a signal)"
@@ -282,7 +282,7 @@ class Launcher:
                 if record.task == "chief" or record.task in stopped or not record.changes
             ]
         sentence = progress.find_stalled_task(records, stopped).sentence
-        self.say(f"no progress for {self.options.hang_timeout:g} s: {sentence}")
+        self.log(f"no progress for {self.options.hang_timeout:g} s: {sentence}")
         asked = []
         for child in running:
             record = published[child.name]
@@ -297,7 +297,7 @@ class Launcher:
             if not stacks.get(name):
                 why = "did not answer" if name in asked else "has not started to publish"
                 why = "is stopped by a signal" if name in stopped else why
-                self.say(f"no stacks of {name}: it {why}")
+                self.log(f"no stacks of {name}: it {why}")
         return sentence
 
     def _is_stopped(self, child: Child) -> bool:
@@ -312,10 +312,10 @@ class Launcher:
         if self.evaluator is None:
             return outcome.code
         if self.evaluator.code is None:
-            self.say("waiting for the evaluator to evaluate the remaining checkpoints")
+            self.log("waiting for the evaluator to evaluate the remaining checkpoints")
         code = self.evaluator.finish()
         if outcome.code == ExitCode.DONE != code:
-            self.say(f"the training has finished, but the evaluator failed: exit code {code}")
+            self.log(f"the training has finished, but the evaluator failed: exit code {code}")
             return code
         return outcome.code
 
@@ -355,12 +355,12 @@ class WorkerRestarter:
             self._given_up.add(ended.task)
             if self._workers <= self._given_up:
                 return False
-            self._launcher.say(
+            self._launcher.log(
                 f"{describe(ended)}; the others continue; no restarts left of {limit}"
             )
             return True
         self._due[ended.task] = time.monotonic() + wait
-        self._launcher.say(
+        self._launcher.log(
             f"{describe(ended)}; the others continue; restart {restarts.used} of {limit} of "
             f"{ended.task} in {wait:g} s"
         )
@@ -418,7 +418,7 @@ class Evaluator:
         else:
             self._due = time.monotonic() + wait
             next_ = f"; restart {self._restarts.used} of {self._restarts.limit} in {wait:g} s"
-        self._launcher.say(f"{describe(ended)}{next_}")
+        self._launcher.log(f"{describe(ended)}{next_}")
 
     def finish(self) -> int:
         """Waits for the evaluator after the end of the training; returns its exit code."""
@@ -440,7 +440,7 @@ class Evaluator:
                 if len(received) > 1 or time.monotonic() >= launcher.deadline:
                     self._child.kill()
                 elif idle >= hang_timeout and signal.SIGKILL not in self._child.sent:
-                    launcher.say(
+                    launcher.log(
                         f"the evaluator has made no progress for {hang_timeout:g} s: killed"
                     )
                     self._child.kill()

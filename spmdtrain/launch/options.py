@@ -10,16 +10,15 @@ class Options:
     processes: int
     """Number of training processes: a chief and workers."""
     ps: int = 0
-    """Number of parameter servers to start, for --strategy parameter_server. Its workers are
-    restarted one by one, without the others."""
+    """Number of parameter servers to start, for --strategy parameter_server. Workers are
+    then restarted one by one, without the others."""
     devices_per_process: int | None = None
-    """Devices of each process: GPUs if there are any, else virtual CPU devices. Default: all GPUs
-    for a single process, or the CPU devices that JAX creates."""
+    """Devices of each process: GPUs if there are any, else virtual CPU devices. None means
+    all GPUs, for a single process, or the CPU devices that JAX creates."""
     evaluator: bool = False
     """Also start an evaluator, which is not one of the training processes."""
     max_restarts: int = 3
-    """Largest number of restarts without a new checkpoint between them; a new checkpoint resets the
-    count."""
+    """Largest number of restarts without a new checkpoint between them."""
     hang_timeout: float = 900
     """Seconds without progress after which the job counts as hung; 0 disables this."""
     grace: float = 120
