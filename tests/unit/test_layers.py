@@ -119,3 +119,8 @@ def test_every_exported_name_is_there() -> None:
         assert getattr(found, "__name__", name) == name
     with pytest.raises(AttributeError, match="no attribute 'Trianer'"):
         spmdtrain.Trianer  # noqa: B018
+
+
+def test_unit_tests_are_in_the_folders_of_the_package() -> None:
+    folders = {path.parent.name for path in Path(__file__).parent.glob("*/test_*.py")}
+    assert folders <= {*FOLDERS, *STANDALONE} and len(folders) > 10
