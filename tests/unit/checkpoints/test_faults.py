@@ -209,6 +209,7 @@ def small_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_falls_back_loudly_and_ends_with_the_same_bits(
     small_runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

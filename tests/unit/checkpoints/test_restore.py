@@ -225,6 +225,7 @@ def random_state(steps: StepFunctions) -> TrainState:
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved_as", ["one device", "fsdp=8", "fsdp=2 tensor=4", "both in one dim"])
 def test_every_layout_of_the_state_is_restored_from_every_other(
     saved_as: str, tmp_path: Path
@@ -325,6 +326,7 @@ def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
 # -- averaged parameters ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_averaged_parameters_are_what_is_loaded_unless_the_trained_ones_are_asked_for(
     averaging: Run,
 ) -> None:
@@ -492,6 +494,7 @@ def of_all_leaves(params: PyTree, batch: tuple[jax.Array, jax.Array]) -> dict[st
     return {"loss": (sum(answers, start=jnp.zeros(())) - y) ** 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TREES)
 def test_parameters_of_any_structure_are_loaded_resumed_and_exported(
     name: str, tmp_path: Path
@@ -1017,6 +1020,7 @@ def test_the_message_of_other_data_names_what_may_have_led_to_it(refused: Path) 
         trainer(refused, data_dir="elsewhere").fit((X + 1, Y), steps=6)
 
 
+@pytest.mark.slow
 def test_a_refusal_never_falls_back_to_an_older_checkpoint_that_would_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -568,7 +568,7 @@ def test_frozen_parameters_keep_every_bit_and_have_no_optimizer_state(
     options: dict[str, Any],
 ) -> None:
     of = mlp(
-        optimizer=optax.adamw(0.01, weight_decay=0.5), frozen=FREEZING, ema_decay=0.9, **options
+        optimizer=optax.adamw(0.01, weight_decay=0.5), freeze=FREEZING, ema_decay=0.9, **options
     )
     before = {name: np.asarray(x) for name, x in named_leaves(of.functions.init(0).params).items()}
     after = params_after(of, 3)
@@ -585,17 +585,17 @@ def test_frozen_parameters_keep_every_bit_and_have_no_optimizer_state(
 def test_the_others_are_trained_as_if_nothing_were_frozen() -> None:
     expected = gradients(mlp(), (X, Y))
     for microbatches in (1, 4):
-        found = gradients(mlp(frozen=FREEZING, microbatches=microbatches), (X, Y))
+        found = gradients(mlp(freeze=FREEZING, microbatches=microbatches), (X, Y))
         check_equal(found, {name: x for name, x in expected.items() if name not in FROZEN})
 
 
 def test_no_gradient_of_a_frozen_parameter_is_computed() -> None:
     shapes = jax.eval_shape(lambda: (X, Y))
-    products = len(primitives(mlp(frozen=FREEZING), shapes, "dot_general"))
+    products = len(primitives(mlp(freeze=FREEZING), shapes, "dot_general"))
     assert products == 3 + 2  # for the last kernel, and for the bias of the layer before it
     flops = []
     for frozen in ((), FREEZING):
-        cost = compiled_step(mlp(frozen=frozen), shapes).compiled.cost_analysis()
+        cost = compiled_step(mlp(freeze=frozen), shapes).compiled.cost_analysis()
         assert cost is not None
         flops.append(cost["flops"])
     assert flops[1] < 0.7 * flops[0]

@@ -88,6 +88,7 @@ def trained(*, stop_before: int | None = None, **options: Any) -> tuple[dict[str
 # -- the same numbers ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_makes_the_steps_that_a_trainer_makes() -> None:
     """The same examples in the same order, the same initial values, the same updates."""
     trainer = Trainer(
