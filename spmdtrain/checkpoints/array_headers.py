@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.run_identity import describe
+from spmdtrain.distributed.out_of_memory import group_limit
 from spmdtrain.terminal import byte_size
 from spmdtrain.tree import path_name
 
@@ -27,15 +28,21 @@ def check_headers(tree: PyTree, manifest: Manifest, *, in_memory: bool) -> None:
     Args:
       tree: Orbax' metadata of the item's arrays.
       manifest: The checkpoint's.
-      in_memory: Whether each array is then read whole by this machine.
+      in_memory: Whether all of them are then read whole by this machine.
 
     Raises:
       CheckpointCorruptedError: If an array is not in the manifest, has another shape or dtype
-        there, or has to be and is not smaller than this machine's memory.
+        there, or they have to fit into this machine's memory and do not.
     """
+    total = 0
     for path, header in jax.tree_util.tree_leaves_with_path(tree):
         if fault := header_fault(path_name(path), header, manifest, in_memory=in_memory):
             raise CheckpointCorruptedError(fault)
+        total += _size(header)
+    if in_memory and total > _memory():
+        raise CheckpointCorruptedError(
+            f"its arrays have {byte_size(total)} by their headers, {_more_than_memory()}"
+        )
 
 
 def header_fault(name: str, header: Any, manifest: Manifest, *, in_memory: bool) -> str | None:
@@ -51,13 +58,18 @@ def header_fault(name: str, header: Any, manifest: Manifest, *, in_memory: bool)
     chunk = tuple(getattr(header.storage, "chunk_shape", None) or ())
     if math.prod(chunk) > max(1, math.prod(shape)):
         return f"{name} is {found} by its header, and a chunk of it is {list(chunk)}"
-    size, memory = math.prod(shape) * jnp.dtype(header.dtype).itemsize, _memory()
-    if in_memory and size > memory:
-        return (
-            f"{name} is {found} by its header, {byte_size(size)}, more than the "
-            f"{byte_size(memory)} of memory that this machine has"
-        )
+    if in_memory and (size := _size(header)) > _memory():
+        return f"{name} is {found} by its header, {byte_size(size)}, {_more_than_memory()}"
     return None
+
+
+def _size(header: Any) -> int:
+    """Returns the bytes of an array by its header."""
+    return math.prod(header.shape) * jnp.dtype(header.dtype).itemsize
+
+
+def _more_than_memory() -> str:
+    return f"more than the {byte_size(_memory())} of memory here"
 
 
 def _are_numbers_of_key(header: Any, saved: str) -> bool:
@@ -69,5 +81,6 @@ def _are_numbers_of_key(header: Any, saved: str) -> bool:
 
 @functools.cache
 def _memory() -> int:
-    """Bytes of memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Returns the bytes of memory of this machine, or of the container."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(machine, group_limit() or machine)

@@ -81,7 +81,7 @@ def settings() -> dict[str, str]:
     names = sorted({*trace_context_names(), *_OPTIONS} - {*_OF_ONE_HOST})
     options = {name: _text(values[name]) for name in names if name in values}
     for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
-        flags = xla_flags(os.environ.get(variable, ""))
+        flags = xla_flags(os.environ.get(variable, ""), may_name_file=variable == "XLA_FLAGS")
         options |= {f"{variable} {name}": value for name, value in flags.items()}
     return options | {name: os.environ.get(name, NOT_SET) for name in _VARIABLES}
 
@@ -92,17 +92,18 @@ def _text(value: Any) -> str:
     return str(value.name if isinstance(value, enum.Enum) else value)
 
 
-def xla_flags(text: str) -> dict[str, str]:
+def xla_flags(text: str, *, may_name_file: bool = True) -> dict[str, str]:
     """Returns name to value of the flags that change compiled programs.
 
     Args:
       text: The value of XLA_FLAGS: flags, or the name of a file with flags. The last of several
         flags with the same name counts.
+      may_name_file: Whether it can be the name of a file. libtpu reads none.
 
     Raises:
       UserError: If the file cannot be read.
     """
-    if text.strip() and not text.lstrip().startswith("-"):
+    if may_name_file and text.strip() and not text.lstrip().startswith("-"):
         try:
             text = Path(text).read_text()
         except (OSError, ValueError) as error:

@@ -8,7 +8,8 @@ import os
 import re
 import resource
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 _RESERVE = 48 << 20  # bytes: thread stacks of 8 MiB, a traceback, messages to other processes
 _REPORT_WITHIN = 20.0  # seconds
@@ -18,6 +19,10 @@ _PRINTED = re.compile(
     r"can't start new thread|failed to allocate|pthread_create\(\) failed",
     re.IGNORECASE,
 )
+_STACKS = "Fatal Python error:"  # faulthandler prints it, and then the stacks of all threads
+_LAST_LINES = 30  # with those of a stack that native code prints; earlier ones are of other events
+_NEAR = 0.8  # of its limit an address space is exhausted; much of it is never in physical memory
+_NO_LIMIT = 2**60  # bytes; version 1 has a number of pages below 2^63
 _LOOK_EVERY, _RECENT = 5.0, 60.0  # seconds
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -127,21 +132,48 @@ class OomKills:
 
 def _counter(root: Path, proc: Path) -> Path | None:
     """Returns the file with the number of OOM kills in the control group of this process."""
-    with contextlib.suppress(OSError):
-        for line in (proc / "self" / "cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if "memory" in controllers.split(","):  # version 1
-                files = [root / "memory" / path[1:] / "memory.oom_control"]
-                files.append(
-                    root / "memory" / "memory.oom_control"
-                )  # of a container, as it sees it
-            elif not controllers:
-                files = [root / path[1:] / "memory.events", root / "memory.events"]
-            else:
-                continue
-            if found := next((file for file in files if file.exists()), None):
-                return found
-    return None
+    files = _group_files(root, proc, "memory.oom_control", "memory.events")
+    return next((file for file in files if file.exists()), None)
+
+
+def group_limit(root: Path = _CGROUPS, proc: Path = Path("/proc")) -> int | None:
+    """Returns the bytes of memory that the control groups of this process allow; None if any.
+
+    Args:
+      root: Where control groups are mounted.
+      proc: Where the kernel's own files are.
+    """
+    limits = []
+    for file in _group_files(root, proc, "memory.limit_in_bytes", "memory.max"):
+        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+            limits.append(int(file.read_text()))
+    return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
+
+
+def _group_files(root: Path, proc: Path, first: str, second: str) -> Iterator[Path]:
+    """Yields where files of this process' control groups may be, those of its own group first.
+
+    Args:
+      root: Where control groups are mounted.
+      proc: Where the kernel's own files are.
+      first: The file's name in version 1 of control groups.
+      second: Its name in version 2.
+    """
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            top, name = root / "memory", first
+        elif not controllers:
+            top, name = root, second
+        else:
+            continue
+        group = PurePosixPath(path.lstrip("/"))
+        # Of a container only the last may be there: it sees its own group as the uppermost.
+        yield from (top / each / name for each in (group, *group.parents))
 
 
 def _count(file: Path | None) -> int:
@@ -167,16 +199,18 @@ def is_told(text: str) -> bool:
     return bool(_PRINTED.search(text))
 
 
-def why_aborted(errors: str, limit: int | None) -> str | None:
+def why_aborted(errors: str, limit: int | None, peak: int) -> str | None:
     """Returns the evidence that native code aborted because memory could not be allocated.
 
     Args:
       errors: End of the standard error of the process.
       limit: Limit of its address space in bytes, if there is one.
+      peak: Physical memory that it has used at most, in bytes.
     """
-    if lines := [line for line in errors.splitlines() if is_told(line)]:
+    before_stacks = errors.partition(_STACKS)[0].splitlines()[-_LAST_LINES:]
+    if lines := [line for line in before_stacks if is_told(line)]:
         return f"memory could not be allocated ({lines[-1].strip()})"
-    if limit is not None:
+    if limit is not None and peak > _NEAR * limit:
         return (
             f"memory could not be allocated, probably: its address space is limited to "
             f"{limit / 1e9:.2f} GB (RLIMIT_AS)"

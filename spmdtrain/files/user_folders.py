@@ -1,5 +1,6 @@
 """Folders of the current user, who may have no home folder and no entry in /etc/passwd."""
 
+import errno
 import os
 import stat
 import tempfile
@@ -22,6 +23,34 @@ def cache_folder() -> Path:
         return Path(cache) / "spmdtrain"
     home = os.path.expanduser("~")
     return private_folder() / "cache" if home == "~" else Path(home, ".cache", "spmdtrain")
+
+
+def make_folder(path: Path) -> None:
+    """Creates a folder, and those above it that are missing, for this user alone (0700).
+
+    Raises:
+      OSError: If it cannot be created.
+    """
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    for each in reversed(missing):
+        with suppress(FileExistsError):
+            each.mkdir(mode=0o700)
+
+
+def check_own(path: Path) -> None:
+    """Checks that only this user can write into a folder below `cache_folder()`, and those above.
+
+    Raises:
+      PermissionError: If one of them up to `cache_folder()` belongs to or is writable by others.
+    """
+    for each in (path, *path.parents[: len(path.relative_to(cache_folder()).parts)]):
+        found = each.stat()
+        if found.st_uid != os.geteuid():
+            why = f"it belongs to user {found.st_uid}"
+            raise PermissionError(errno.EPERM, why, str(each))
+        if found.st_mode & 0o022:
+            why = f"others can write to it; chmod go-w {each}"
+            raise PermissionError(errno.EPERM, why, str(each))
 
 
 def private_folder() -> Path:

@@ -224,7 +224,9 @@ class Launcher:
         if ended.signal is signal.SIGKILL:
             return self.oom_kills.reason()
         crashed = ended.signal in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
-        return out_of_memory.why_aborted(ended.errors, address_limit) if crashed else None
+        if not crashed:
+            return None
+        return out_of_memory.why_aborted(ended.errors, address_limit, ended.peak)
 
     def _outcome(
         self, exits: Sequence[TaskExit], stalled: str | None, stopped: Sequence[str]

@@ -11,6 +11,7 @@ import secrets
 import sys
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import quote
 
 from spmdtrain.cluster import job_token
 from spmdtrain.cluster.tf_config import Address
@@ -135,4 +136,4 @@ def _set_by_environment(chief: Address, is_local: bool) -> bool:
 
 
 def _file(chief: Address) -> Path:
-    return private_folder() / f"ray-{chief.port}.token"
+    return private_folder() / f"ray-{quote(chief.host, safe='')}-{chief.port}.token"

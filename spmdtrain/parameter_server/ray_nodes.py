@@ -130,8 +130,7 @@ def serve(spec: ClusterSpec, timeout: float) -> str:
                 "address that TF_CONFIG has for it"
             )
         time.sleep(_POLL)
-    for number in _SIGNALS:  # the chief saves, and ends all of them
-        signal.signal(number, lambda *_: None)
+    _leave_signals_to_chief()
     ray_auth.read_token(chief, _is_local(spec))
     client = _client(chief)
     with contextlib.ExitStack() as stack:
@@ -150,6 +149,17 @@ def serve(spec: ClusterSpec, timeout: float) -> str:
             gone = None if there else gone or time.monotonic()
             if gone is not None and time.monotonic() - gone > _GONE:
                 return _CHIEF_GONE
+
+
+def _leave_signals_to_chief() -> None:
+    """Ignores the signals that ask a job to stop: the chief saves, and ends all tasks.
+
+    Slurm sends SIGUSR1 to all processes of a task. Ray's processes inherit that it is ignored;
+    they need SIGTERM, which ends them.
+    """
+    for number in _SIGNALS:
+        signal.signal(number, lambda *_: None)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
@@ -269,8 +279,7 @@ def _head_beside(spec: ClusterSpec, timeout: float) -> Iterator[None]:
 
 def main() -> None:
     """The chief's node, until the chief closes this one's stdin, or is gone."""
-    for number in _SIGNALS:
-        signal.signal(number, lambda *_: None)
+    _leave_signals_to_chief()
     spec = from_environment()
     import_ray(spec)
     with _node(spec, spec.chief, head=True):

@@ -219,6 +219,7 @@ class _Evaluator:
                     raise
                 return
             metrics = self.trainer.evaluate(self.dataset)
+        self.files.check_lock()
         logger = RunLogger(self.trainer.terminal, self.files, self.trainer.config)
         logger.log_evaluation(Split.EVAL, step, metrics)
         self._patiently(lambda: checkpoints.settle(step, mark, evaluated=True))

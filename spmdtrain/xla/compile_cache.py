@@ -1,7 +1,6 @@
 """How programs are compiled, and kept for later starts in a folder of the user's."""
 
 import contextlib
-import errno
 import hashlib
 import os
 import platform
@@ -21,7 +20,7 @@ from jax._src.compilation_cache_interface import CacheInterface
 from jax.sharding import Sharding
 
 from spmdtrain.errors import UserError
-from spmdtrain.files.user_folders import cache_folder
+from spmdtrain.files.user_folders import cache_folder, check_own, make_folder
 from spmdtrain.files.validation import Malformed, read_bytes
 
 OFF = "off"
@@ -44,12 +43,11 @@ def keep_programs(folder: str | None) -> None:
     if current == str(path):
         return
     try:
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700, parents=True)  # who writes here runs code as this user
-        if folder is None and (owner := path.stat().st_uid) != os.geteuid():
-            raise PermissionError(errno.EPERM, f"it belongs to user {owner}")
+        make_folder(path)
+        if folder is None:
+            check_own(path)  # who writes here runs code as this user
     except PermissionError as error:  # as a home of another user's
-        what = f"{path}: {error.strerror}"
+        what = f"{error.filename or path}: {error.strerror}"
         warnings.warn(f"the cache of programs is not used: {what}", stacklevel=2)
         return
     except OSError:
@@ -199,7 +197,7 @@ def _write(
 def keep_file(path: Path, content: bytes) -> None:
     """Write a file that is there whole or not at all; what cannot be kept is made again."""
     with contextlib.suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(path.parent)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
         try:
             with os.fdopen(handle, "wb") as file:

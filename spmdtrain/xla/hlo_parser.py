@@ -185,6 +185,7 @@ class Module:
         """Those whose turns cannot be told: they count as one."""
         self.choices: list[Instruction] = []
         """Those of several branches, of which one runs."""
+        self._sizes: dict[str, int] = {}
         self.times, self._fused = self._times()
 
     def instructions(self) -> Iterator[tuple[Instruction, Computation, float]]:
@@ -231,11 +232,13 @@ class Module:
         """Bytes of all that a computation makes, once: a measure of what it does."""
         if name not in self.computations:
             return 0
-        return sum(
-            sum(array.bytes for array in one.arrays)
-            + sum(self._written(inner) for _, inner in one.called if one.opcode in _CALLING)
-            for one in self.computations[name].instructions.values()
-        )
+        if name not in self._sizes:  # else one that several call is read once for each
+            self._sizes[name] = sum(
+                sum(array.bytes for array in one.arrays)
+                + sum(self._written(inner) for _, inner in one.called if one.opcode in _CALLING)
+                for one in self.computations[name].instructions.values()
+            )
+        return self._sizes[name]
 
     def trips(self, loop: Instruction, within: Computation) -> int | None:
         """How often a `while` turns, None where that cannot be told.

@@ -302,9 +302,13 @@ def test_after_a_lost_server_and_a_lost_chief_the_job_resumes_from_its_checkpoin
 def test_asked_to_stop_it_saves_and_goes_on(tmp_path: Path) -> None:
     options = ("--steps", 1000, "--eval-every-steps", 1000)
     with training(tmp_path, *options) as (process, lines):
+        until(lambda: made(lines) >= 100, lines)
+        for task in ("worker 1", "ps 0"):  # Slurm sends it to all tasks of a job
+            send(signal.SIGUSR1, task)
         until(lambda: made(lines) >= 200, lines)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGUSR1)
         assert process.wait(BOUND) == 75, text_of(lines)
+    assert "lost" not in text_of(lines) and "(SIGUSR1)" not in text_of(lines)
     at = status(tmp_path)
     assert at["status"] == "preempted" and 200 <= at["step"] < 1000
     with training(tmp_path, *options) as (process, lines):

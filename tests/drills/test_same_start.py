@@ -9,6 +9,7 @@ import pytest
 from helpers import saved_steps
 from processes import codes, differing, drill, job, run_line, show
 
+from spmdtrain import UserError
 from spmdtrain.distributed import numeric_settings
 
 
@@ -101,3 +102,12 @@ def test_flags_may_be_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "flags"
     path.write_text("--xla_a=1\n--xla_b\n")
     assert numeric_settings.xla_flags(str(path)) == {"--xla_a": "1", "--xla_b": "true"}
+
+
+def test_only_the_flags_of_xla_may_be_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "foo")
+    assert numeric_settings.settings()["LIBTPU_INIT_ARGS foo"] == "true"
+    monkeypatch.setenv("XLA_FLAGS", "foo")
+    with pytest.raises(UserError, match="XLA_FLAGS names the file 'foo'"):
+        numeric_settings.settings()

@@ -14,6 +14,7 @@ from etils import epath
 from flax import nnx
 
 from spmdtrain import Trainer, UserError, load_params
+from spmdtrain.checkpoints import array_headers
 from spmdtrain.checkpoints.command import main
 from spmdtrain.checkpoints.manifest import Manifest, sizes
 from spmdtrain.models import MLP
@@ -78,3 +79,16 @@ def test_an_array_of_a_forged_size_is_refused_before_it_is_read(
     assert NAME in capsys.readouterr().out
     with pytest.raises(UserError, match=NAME):  # resumed
         trainer(tmp_path / "run").fit(data, steps=3)
+
+
+def test_arrays_that_are_read_together_must_fit_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parameters have 128, 32, 32 and 4 bytes."""
+    data = (np.zeros((16, 4), np.float32), np.zeros((16, 1), np.float32))
+    trainer(tmp_path / "run").fit(data, steps=2)
+    monkeypatch.setattr(array_headers, "_memory", lambda: 196)
+    load_params(tmp_path / "run")
+    monkeypatch.setattr(array_headers, "_memory", lambda: 195)
+    with pytest.raises(UserError, match="196 B by their headers, more than the 195 B of memory"):
+        load_params(tmp_path / "run")

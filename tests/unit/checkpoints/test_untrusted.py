@@ -27,6 +27,7 @@ from spmdtrain.files.run_files import RunFiles, evaluator_metrics, status_of
 from spmdtrain.files.validation import Malformed, check
 from spmdtrain.run import main
 from spmdtrain.xla import compile_cache
+from spmdtrain.xla.compile_cache import keep_file
 
 pytestmark = pytest.mark.timeout(60)  # a FIFO must not be waited for
 
@@ -320,26 +321,46 @@ def test_a_cache_that_was_moved_is_of_use(tmp_path: Path, own_cache: None) -> No
     assert {path.name for path in (tmp_path / "there").iterdir()} == names and names
 
 
-def test_the_cache_of_another_user_is_not_used(
+@pytest.mark.parametrize("fault", ["of another user", "writable by others", "closed"])
+def test_a_cache_that_others_can_write_to_is_not_used(
+    fault: str, tmp_path: Path, own_cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    compile_cache.keep_programs(None)
+    folder = Path(jax.config.jax_compilation_cache_dir)  # type: ignore[attr-defined]
+    jax.config.update("jax_compilation_cache_dir", None)
+    says = "Permission denied"
+    if fault == "of another user":
+        user = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: user)
+        says = "belongs to user"
+    elif fault == "writable by others":
+        folder.parent.chmod(0o775)
+        says = f"{folder.parent}: others can write to it"
+    else:
+
+        def refused(*_: object, **__: object) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(Path, "mkdir", refused)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    with pytest.warns(UserWarning, match=f"not used: .*{says}"):
+        compile_cache.keep_programs(None)
+    assert jax.config.jax_compilation_cache_dir is None  # type: ignore[attr-defined]
+
+
+def test_only_the_user_can_write_into_any_folder_of_the_cache(
     tmp_path: Path, own_cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    closed = tmp_path / "closed"
-    closed.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(closed))
-    if os.geteuid() == 0:
-        monkeypatch.setattr(os, "getuid", lambda: 54321)
-        tmp_path.chmod(0o755)
-        os.seteuid(54321)
-        try:
-            with pytest.warns(UserWarning, match="not used"):
-                compile_cache.keep_programs(None)
-        finally:
-            os.seteuid(0)
-    else:
-        closed.chmod(0)
-        with pytest.warns(UserWarning, match="not used"):
-            compile_cache.keep_programs(None)
-    assert jax.config.jax_compilation_cache_dir is None  # type: ignore[attr-defined]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = os.umask(0o002)
+    try:
+        keep_file(tmp_path / "cache" / "spmdtrain" / "plans" / "x.json", b"{}")
+        compile_cache.keep_programs(None)
+    finally:
+        os.umask(before)
+    folders = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert {path.stat().st_mode & 0o777 for path in folders} == {0o700} and len(folders) >= 5
 
 
 @pytest.mark.parametrize("value", ["", "run\udcff", "run\0"])

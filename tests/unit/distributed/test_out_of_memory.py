@@ -13,7 +13,12 @@ from pathlib import Path
 import pytest
 from processes import drill, launching, run_line
 
-from spmdtrain.distributed.out_of_memory import OomKills, is_exhausted, why_aborted
+from spmdtrain.distributed.out_of_memory import (
+    OomKills,
+    group_limit,
+    is_exhausted,
+    why_aborted,
+)
 from spmdtrain.distributed.progress import Reason
 from spmdtrain.launch.exit_report import TaskExit, describe, hint
 
@@ -52,6 +57,27 @@ def test_kills_are_counted_in_the_control_group_or_else_on_the_machine(
     assert kills.reason() is None
 
 
+@pytest.mark.parametrize(
+    ("group", "files", "limit"),
+    [
+        ("0::/pod/job\n", {"pod/memory.max": "300", "pod/job/memory.max": "max"}, 300),
+        ("0::/outside\n", {"memory.max": "300"}, 300),  # of a container, as it sees it
+        ("4:memory:/job\n0::/\n", {"memory/job/memory.limit_in_bytes": "200"}, 200),
+        ("4:memory:/x\n", {"memory/memory.limit_in_bytes": "9223372036854771712"}, None),
+        ("", {}, None),
+    ],
+)
+def test_the_memory_that_control_groups_allow(
+    tmp_path: Path, group: str, files: dict[str, str], limit: int | None
+) -> None:
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text(group)
+    for name, text in files.items():
+        (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cgroup" / name).write_text(text + "\n")
+    assert group_limit(tmp_path / "cgroup", tmp_path / "proc") == limit
+
+
 def test_without_counters_nothing_is_known(tmp_path: Path) -> None:
     assert OomKills(tmp_path, tmp_path).reason() is None
 
@@ -68,15 +94,20 @@ def test_errors_of_exhausted_memory() -> None:
 
 def test_how_a_death_of_exhausted_memory_is_described() -> None:
     aborted = "E1123 memory_manager.cc\nLLVM ERROR: Unable to allocate section memory!\n"
-    found = why_aborted(aborted, None)
+    found = why_aborted(aborted, None, 0)
     assert found == (
         "memory could not be allocated (LLVM ERROR: Unable to allocate section memory!)"
     )
     death = TaskExit("worker 0", -6, errors=aborted, memory=found, peak=1_230_000_000)
     assert describe(death) == f"worker 0 aborted (SIGABRT): {found}"
     assert hint(death) == "the peak host memory of worker 0 was 1.23 GB"
-    assert "1.50 GB (RLIMIT_AS)" in (why_aborted("", 1_500_000_000) or "")
-    assert why_aborted("Segmentation fault", None) is None
+    assert "1.50 GB (RLIMIT_AS)" in (why_aborted("", 1_500_000_000, 1_300_000_000) or "")
+    assert why_aborted("", 500_000_000_000, 200_000_000) is None  # far from its limit
+    assert why_aborted("Segmentation fault", None, 0) is None
+    earlier = "W allocator: out of memory, trying again\n" + "step 7\n" * 40
+    assert why_aborted(earlier, None, 0) is None
+    stacks = "Fatal Python error: Aborted\n" + '  File "a.py", line 1 in f\n' * 100
+    assert why_aborted(aborted + stacks, None, 0) == found
     killed = hint(TaskExit("worker 0", -9, peak=1_230_000_000)) or ""
     assert "for want of memory" in killed and killed.endswith("worker 0 was 1.23 GB")
     failed = TaskExit("worker 0", 1, reason=Reason(1, "RuntimeError: can't start new thread", True))

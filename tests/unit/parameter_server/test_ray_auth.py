@@ -53,6 +53,9 @@ def test_tasks_of_one_user_on_loopback_share_a_fresh_token_in_a_private_file() -
     folder = private_folder()
     (file,) = folder.iterdir()
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, file)] == [0o700, 0o600]
+    other = token(ray_auth.create_token, Address("127.0.0.2", CHIEF.port), True)
+    assert created == token(ray_auth.read_token, CHIEF, True) != other  # of another job
+    ray_auth.remove_token(Address("127.0.0.2", CHIEF.port))
     assert created != token(ray_auth.create_token, CHIEF, True)
     ray_auth.remove_token(CHIEF)
     assert not list(folder.iterdir())

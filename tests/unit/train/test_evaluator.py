@@ -650,6 +650,16 @@ def test_a_signal_during_an_evaluation_loses_nothing(
     assert told_steps(stage.workdir) == [1, 2]
 
 
+def test_an_evaluator_whose_lock_was_removed_writes_nothing_more(stage: Stage) -> None:
+    def take() -> None:
+        (stage.workdir / ".lock.evaluator").unlink()
+        stage.save(1)()
+
+    with pytest.raises(StorageError, match=r"\.lock\.evaluator, this run's lock, was removed"):
+        stage.play(take)
+    assert told_steps(stage.workdir) == []
+
+
 # -- what it refuses -------------------------------------------------------------------------------
 
 

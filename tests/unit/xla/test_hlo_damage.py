@@ -80,3 +80,18 @@ def test_groups_of_more_devices_than_there_are_take_no_memory() -> None:
     line = "%r = f32[128] all-reduce(%p), replica_groups=[1,30000000000]<=[30000000000]"
     (found,) = collectives(f"ENTRY %main {{\n  {line}\n}}\n", eight())
     assert (found.axes, found.group_size) == ((), 0)
+
+
+@pytest.mark.timeout(20)
+def test_computations_that_call_each_other_twice_take_linear_time() -> None:
+    """Of 60 that each call the one before twice, the first would be read 2^60 times."""
+    body = "%p = f32[2] parameter(0)\n  ROOT %r = f32[2] add(%p, %p)"
+    text = f"%c0 (p: f32[2]) -> f32[2] {{\n  {body}\n}}\n"
+    for n in range(1, 60):
+        calls = f"%a = f32[2] call(%p), to_apply=%c{n - 1}\n  "
+        again = f"ROOT %b = f32[2] call(%a), to_apply=%c{n - 1}"
+        text += (
+            f"%c{n} (p: f32[2]) -> f32[2] {{\n  %p = f32[2] parameter(0)\n  {calls}{again}\n}}\n"
+        )
+    main = "%p = f32[2] parameter(0)\n  ROOT %b = f32[2] call(%p), to_apply=%c59"
+    Module(text + f"ENTRY %main (p: f32[2]) -> f32[2] {{\n  {main}\n}}\n")
