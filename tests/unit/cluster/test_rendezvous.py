@@ -133,9 +133,9 @@ def test_a_process_0_that_dies_while_it_gathers_is_named() -> None:
     who = parties(3)
     script = (
         "from spmdtrain.cluster import rendezvous\n"
-        "from spmdtrain.cluster.rendezvous import Party, meet\n"
+        "from spmdtrain.cluster.rendezvous import Party, join_rendezvous\n"
         "rendezvous._REPORT_INTERVAL = 0.1\n"
-        f"meet(Party('127.0.0.1', {who[0].port}, {NAMES[:3]!r}, 0), 60, print)"
+        f"join_rendezvous(Party('127.0.0.1', {who[0].port}, {NAMES[:3]!r}, 0), 60, print)"
     )
     with subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY) as zero:
         try:
