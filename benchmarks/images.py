@@ -70,5 +70,5 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         measure(sys.argv[1], edge)
     else:
-        with tempfile.TemporaryDirectory() as made:
-            measure(make(Path(made)), edge)
+        with tempfile.TemporaryDirectory() as folder:
+            measure(make(Path(folder)), edge)

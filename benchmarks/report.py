@@ -41,7 +41,7 @@ ON_ACCELERATOR = {
 }
 INTRODUCTION = """# Benchmarks
 
-Written by `make bench` (`make bench-setup` before it, for PyTorch and TensorFlow); each table is made of the file under it by `benchmarks/report.py`.
+Written by `make bench` (`make bench-setup` before it, for PyTorch and TensorFlow); `benchmarks/report.py` generates each table from the file named below it.
 
 Each peer is a process that lives as long as the measurement of its table. Peers start one after another and train one at a time, one segment of steps each (slow peers a fifth of it), in an order that rotates and reverses from round to round. A *ratio* is the speed of a peer relative to the first peer of the table in the same round: median, lowest and highest of the rounds. The first peer runs twice; if the two medians differ by more than 5 %, the table is marked as void. The *floor* is a hand-written loop with `jax.jit`, which places each batch while the previous step runs (`benchmarks/peers/floor.py`); on CPU it is faster to pass batches to the step without placing them, which is what spmdtrain does there. Libraries with OpenMP are configured to use all processors, as XLA does by default. "spmdtrain" is the `Trainer` with its defaults: a progress bar on a terminal, `metrics.jsonl`, TensorBoard, and a checkpoint at the end of each epoch; the tables state how many checkpoints fell into the measured segments. The floor does none of that. *CPUs* is the average number of busy processors of a peer. *first step* is the time from the start of its process to the end of its first step, with an empty compilation cache, while the other peers are idle.
 """

@@ -38,7 +38,7 @@ class Link:
     latency: float = 0.0
 
 
-def link_between(kind: str, devices: Sequence[Any], of: Topology) -> Link:
+def link_between(kind: str, devices: Sequence[Any], topology: Topology) -> Link:
     """Returns the link of a group: links of a torus, NVLink, or the network.
 
     On a torus, a collective uses a ring in each dim along which the devices differ, in both
@@ -48,14 +48,14 @@ def link_between(kind: str, devices: Sequence[Any], of: Topology) -> Link:
         kind: Kind of the collective. Of a permute, the devices are a chain in which each is assumed
             to send to its neighbour.
         devices: Devices of one group.
-        of: Their topology; it must have a chip.
+        topology: Their topology; it must have a chip.
     """
-    assert of.chip is not None
-    chip = of.chip
-    if of.platform == "cpu":
+    assert topology.chip is not None
+    chip = topology.chip
+    if topology.platform == "cpu":
         return Link(chip.link, 0, "memory", chip.latency)
-    if of.platform == "gpu":
-        hosts = Counter(device.id // of.shape[1] for device in devices)
+    if topology.platform == "gpu":
+        hosts = Counter(device.id // topology.shape[1] for device in devices)
         if len(hosts) > 1:
             return _between(hosts, chip, "the network between hosts")
         return Link(chip.link, 1, "NVLink")
@@ -63,11 +63,11 @@ def link_between(kind: str, devices: Sequence[Any], of: Topology) -> Link:
     if len(slices) > 1:
         return _between(slices, chip, "the network between slices")
     bandwidth, hops, across = 0.0, 0, math.inf
-    for dim, size in enumerate(of.shape):
+    for dim, size in enumerate(topology.shape):
         places = {device.coords[dim] for device in devices}
         if len(places) == 1:
             continue
-        closed = len(places) == size and _closes(size, of)
+        closed = len(places) == size and _closes(size, topology)
         bandwidth += chip.link * (2 if closed else 1)
         hops += len(places) // 2 if closed else max(places) - min(places)
         # Half of an all-to-all's bytes cross the middle of the dim, where a ring has two links.
@@ -81,17 +81,17 @@ def link_between(kind: str, devices: Sequence[Any], of: Topology) -> Link:
     return Link(bandwidth, hops, "links")
 
 
-def _closes(size: int, of: Topology) -> bool:
+def _closes(size: int, topology: Topology) -> bool:
     """Returns whether a dim of a slice is a ring.
 
     v4 and v5p are cubes of 4 x 4 x 4 with optical links between them, so that slices of whole cubes
     are tori. On other chips only the dims of a whole pod are rings
     (https://cloud.google.com/tpu/docs).
     """
-    assert of.chip is not None
-    if of.chip.torus == 3:
-        return all(dim % 4 == 0 for dim in of.shape)
-    return size == _RING[of.chip.name]
+    assert topology.chip is not None
+    if topology.chip.torus == 3:
+        return all(dim % 4 == 0 for dim in topology.shape)
+    return size == _RING[topology.chip.name]
 
 
 def _between(groups: Counter[int], chip: Chip, name: str) -> Link:
@@ -120,7 +120,7 @@ def wire_bytes(kind: str, whole: float, group: int) -> float:
     return share
 
 
-def least_bytes(kind: str, whole: float, group: int, of: Topology) -> float:
+def least_bytes(kind: str, whole: float, group: int, topology: Topology) -> float:
     """Returns the bytes that a chip must send in a collective, whatever the algorithm.
 
     A chip whose two devices are in the group sends once for both. Switches between GPUs may sum
@@ -130,11 +130,11 @@ def least_bytes(kind: str, whole: float, group: int, of: Topology) -> float:
         kind: Kind of the collective.
         whole: Bytes of the whole payload.
         group: Number of devices.
-        of: Their topology; it must have a chip.
+        topology: Their topology; it must have a chip.
     """
-    assert of.chip is not None
-    sent = wire_bytes(kind, whole, max(1, group // of.chip.devices))
-    return sent / 2 if of.platform == "gpu" and kind == "all-reduce" else sent
+    assert topology.chip is not None
+    sent = wire_bytes(kind, whole, max(1, group // topology.chip.devices))
+    return sent / 2 if topology.platform == "gpu" and kind == "all-reduce" else sent
 
 
 def seconds(kind: str, whole: float, group: int, link: Link) -> float:

@@ -224,8 +224,8 @@ def start_processes(
                 own = {"TF_CONFIG": configs[name], "JAX_NUM_CPU_DEVICES": str(counts[rank])}
                 line = command(rank) if callable(command) else command
                 log = Path(folder) / f"{rank}.log"
-                where = None if cwd is None else Path(cwd)
-                started.append(Process(name, line, {**base, **own, **(env or {})}, where, log))
+                directory = None if cwd is None else Path(cwd)
+                started.append(Process(name, line, {**base, **own, **(env or {})}, directory, log))
             yield Job(started, deadline, grace)
         finally:
             for process in started:

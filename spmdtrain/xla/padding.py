@@ -107,16 +107,16 @@ def _results(
         return jax.make_jaxpr(function)(fixed, shapes)
 
     size = _size(batch)
-    one = trace(size)
+    first = trace(size)
     try:
-        two = trace(other)
+        second = trace(other)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         return f"the function cannot be traced for another batch size ({reason})"
     leaves = len(jax.tree.leaves(fixed))
     arguments: list[Value] = [FIXED] * leaves
-    arguments += [Rows(0)] * (len(one.in_avals) - leaves)
-    results = _Walk(size, draws_by_place).closed(one, two, arguments)
+    arguments += [Rows(0)] * (len(first.in_avals) - leaves)
+    results = _Walk(size, draws_by_place).closed(first, second, arguments)
     for value in results:
         if isinstance(value, Mixed):
             return value.why
@@ -131,29 +131,31 @@ class _Walk:
     def __init__(self, size: int, draws_by_place: bool) -> None:
         self._size, self._draws_by_place = size, draws_by_place
 
-    def closed(self, one: Any, two: Any, given: Sequence[Value]) -> list[Value]:
+    def closed(self, first: Any, second: Any, arguments: Sequence[Value]) -> list[Value]:
         """Classifies the results of a closed jaxpr, or of an open one without constants."""
-        consts = [_const(a, b) for a, b in zip(one.consts, two.consts, strict=False)]
-        return self._jaxpr(getattr(one, "jaxpr", one), getattr(two, "jaxpr", two), consts, given)
+        consts = [_const(a, b) for a, b in zip(first.consts, second.consts, strict=False)]
+        return self._jaxpr(
+            getattr(first, "jaxpr", first), getattr(second, "jaxpr", second), consts, arguments
+        )
 
-    def _inner(self, one: Any, two: Any, given: Sequence[Value]) -> list[Value]:
-        if hasattr(one, "consts"):
-            return self.closed(one, two, given)
-        return self._jaxpr(one, two, [], given)
+    def _inner(self, first: Any, second: Any, arguments: Sequence[Value]) -> list[Value]:
+        if hasattr(first, "consts"):
+            return self.closed(first, second, arguments)
+        return self._jaxpr(first, second, [], arguments)
 
     def _jaxpr(
-        self, one: Any, two: Any, consts: Sequence[Value], given: Sequence[Value]
+        self, first: Any, second: Any, consts: Sequence[Value], arguments: Sequence[Value]
     ) -> list[Value]:
         steps = [
-            [(e.primitive.name, [len(_shape(v)) for v in e.outvars]) for e in of.eqns]
-            for of in (one, two)
+            [(e.primitive.name, [len(_shape(v)) for v in e.outvars]) for e in each.eqns]
+            for each in (first, second)
         ]
-        if steps[0] != steps[1] or len(one.constvars) != len(two.constvars):
+        if steps[0] != steps[1] or len(first.constvars) != len(second.constvars):
             return [Mixed("it performs different operations for another batch size")] * len(
-                one.outvars
+                first.outvars
             )
-        known: dict[Any, Value] = dict(zip(one.constvars, consts, strict=True))
-        known |= dict(zip(one.invars, given, strict=True))
+        known: dict[Any, Value] = dict(zip(first.constvars, consts, strict=True))
+        known |= dict(zip(first.invars, arguments, strict=True))
 
         def read(a: Any, b: Any) -> Value:
             if not hasattr(a, "val"):
@@ -162,14 +164,14 @@ class _Walk:
                 return FIXED
             return Mixed("it uses the batch size as a number")
 
-        for a, b in zip(one.eqns, two.eqns, strict=True):
+        for a, b in zip(first.eqns, second.eqns, strict=True):
             ins = [read(x, y) for x, y in zip(a.invars, b.invars, strict=True)]
             outs = self._outputs(Op(a, b, ins))
             known |= dict(zip(a.outvars, outs, strict=True))
-        return [read(x, y) for x, y in zip(one.outvars, two.outvars, strict=True)]
+        return [read(x, y) for x, y in zip(first.outvars, second.outvars, strict=True)]
 
     def _outputs(self, op: Op) -> list[Value]:
-        name, count = op.one.primitive.name, len(op.one.outvars)
+        name, count = op.first.primitive.name, len(op.first.outvars)
         structured = self._structured(name, op)
         outputs = self._simple(name, op) if structured is None else structured
         values = outputs if isinstance(outputs, list) else [outputs] * count
@@ -182,7 +184,7 @@ class _Walk:
         sized = op.sized(number)
         if value is FIXED:
             return FIXED if not sized else op.mixed()
-        length = op.one.outvars[number].aval.shape[value.dim] if sized == [value.dim] else 0
+        length = op.first.outvars[number].aval.shape[value.dim] if sized == [value.dim] else 0
         return value if length == self._size * value.inner else op.mixed()
 
     def _simple(self, name: str, op: Op) -> "Value | list[Value]":
@@ -192,7 +194,7 @@ class _Walk:
         for value in op.ins:
             if isinstance(value, Mixed):
                 return value
-        if not _same_params(op.one.params, op.two.params):
+        if not _same_params(op.first.params, op.second.params):
             return op.mixed()
         creates = name in ("iota", "broadcast_in_dim", "random_bits", "random_split")
         if not op.rows and not creates:
@@ -211,7 +213,7 @@ class _Walk:
         """Classifies an operation by the jaxprs that it runs; None if it runs none."""
         if name in CALLS:
             key = next(k for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in op.params)
-            return self._inner(op.one.params[key], op.two.params[key], op.ins)
+            return self._inner(op.first.params[key], op.second.params[key], op.ins)
         if name == "cond":
             return self._cond(op)
         if name == "while":
@@ -225,14 +227,14 @@ class _Walk:
     def _solve(self, op: Op) -> list[Value]:
         lengths = op.params["const_lengths"]
         before = lengths.matvec + lengths.vecmat
-        given = [*op.ins[before : before + lengths.solve], *op.ins[sum(lengths) :]]
-        a, b = (of.params["jaxprs"].solve for of in (op.one, op.two))
-        return self._inner(a, b, given)
+        arguments = [*op.ins[before : before + lengths.solve], *op.ins[sum(lengths) :]]
+        a, b = (each.params["jaxprs"].solve for each in (op.first, op.second))
+        return self._inner(a, b, arguments)
 
     def _cond(self, op: Op) -> list[Value]:
         if op.ins[0] is not FIXED:
-            return [op.mixed()] * len(op.one.outvars)
-        branches = zip(op.one.params["branches"], op.two.params["branches"], strict=True)
+            return [op.mixed()] * len(op.first.outvars)
+        branches = zip(op.first.params["branches"], op.second.params["branches"], strict=True)
         outputs = [self._inner(a, b, op.ins[1:]) for a, b in branches]
         return [_joined(op, values) for values in zip(*outputs, strict=True)]
 
@@ -242,11 +244,11 @@ class _Walk:
         carry = list(op.ins[tests + bodies :])
 
         def body(carry: Sequence[Value]) -> list[Value]:
-            a, b = (of.params["body_jaxpr"] for of in (op.one, op.two))
+            a, b = (each.params["body_jaxpr"] for each in (op.first, op.second))
             return self._inner(a, b, [*for_body, *carry])
 
         carry = _settled(op, carry, lambda carry: (body(carry), []))[0]
-        a, b = (of.params["cond_jaxpr"] for of in (op.one, op.two))
+        a, b = (each.params["cond_jaxpr"] for each in (op.first, op.second))
         if self._inner(a, b, [*for_test, *carry]) != [FIXED]:
             return [op.mixed()] * len(carry)
         return carry
@@ -254,17 +256,17 @@ class _Walk:
     def _scan(self, op: Op) -> list[Value]:
         count, carried = op.params["num_consts"], op.params["num_carry"]
         consts, carry = list(op.ins[:count]), list(op.ins[count : count + carried])
-        over_rows = op.params["length"] != op.two.params["length"]
+        over_rows = op.params["length"] != op.second.params["length"]
         items = [_item(op, value, over_rows) for value in op.ins[count + carried :]]
         if over_rows and (
             [*consts, *carry] != [FIXED] * (count + carried)
             or (op.params["reverse"] and carried)
             or op.params["length"] != self._size
         ):
-            return [op.mixed()] * len(op.one.outvars)
+            return [op.mixed()] * len(op.first.outvars)
 
         def body(carry: Sequence[Value]) -> tuple[list[Value], list[Value]]:
-            a, b = (of.params["jaxpr"] for of in (op.one, op.two))
+            a, b = (each.params["jaxpr"] for each in (op.first, op.second))
             outputs = self._inner(a, b, [*consts, *carry, *items])
             return outputs[:carried], outputs[carried:]
 
@@ -337,23 +339,23 @@ def _shape(variable: Any) -> tuple[int, ...]:
     return shape
 
 
-def _same_params(one: dict[str, Any], two: dict[str, Any]) -> bool:
-    return all(name in _SIZES or _same(one[name], two[name]) for name in one)
+def _same_params(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    return all(name in _SIZES or _same(first[name], second[name]) for name in first)
 
 
-def _same(one: Any, two: Any) -> bool:
+def _same(first: Any, second: Any) -> bool:
     try:
-        return bool(one == two) or str(one) == str(two)
+        return bool(first == second) or str(first) == str(second)
     except ValueError:  # arrays
-        return _same_array(one, two)
+        return _same_array(first, second)
 
 
-def _same_array(one: Any, two: Any) -> bool:
-    if one is two:
+def _same_array(first: Any, second: Any) -> bool:
+    if first is second:
         return True
-    if any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in (one, two)):
+    if any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in (first, second)):
         return False
-    a, b = map(_numbers, (one, two))
+    a, b = map(_numbers, (first, second))
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
@@ -362,12 +364,12 @@ def _numbers(x: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(x) if is_key else x)
 
 
-def _const(one: Any, two: Any) -> Value:
+def _const(first: Any, second: Any) -> Value:
     """Classifies a constant: the same array, or one row per row of the batch (`np.arange(B)`)."""
-    if _same_array(one, two):
+    if _same_array(first, second):
         return FIXED
-    if np.ndim(one) == np.ndim(two) and differing(one, two) == [0]:
-        shared = min(len(one), len(two))
-        if _same_array(one[:shared], two[:shared]):
+    if np.ndim(first) == np.ndim(second) and differing(first, second) == [0]:
+        shared = min(len(first), len(second))
+        if _same_array(first[:shared], second[:shared]):
             return Rows(0, placed=True)
     return Mixed("one of its constants depends on the batch size")

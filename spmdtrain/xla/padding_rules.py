@@ -40,13 +40,13 @@ Value = Rows | Mixed | None
 class Op:
     """An equation of the first trace, its counterpart in the second, and its operands."""
 
-    one: Any
-    two: Any
+    first: Any
+    second: Any
     ins: Sequence[Value]
 
     @property
     def params(self) -> dict[str, Any]:
-        params: dict[str, Any] = self.one.params
+        params: dict[str, Any] = self.first.params
         return params
 
     @property
@@ -54,21 +54,21 @@ class Op:
         return [value for value in self.ins if isinstance(value, Rows)]
 
     def shape(self, operand: int) -> tuple[int, ...]:
-        shape: tuple[int, ...] = self.one.invars[operand].aval.shape
+        shape: tuple[int, ...] = self.first.invars[operand].aval.shape
         return shape
 
     @property
     def out(self) -> tuple[int, ...]:
-        shape: tuple[int, ...] = self.one.outvars[0].aval.shape
+        shape: tuple[int, ...] = self.first.outvars[0].aval.shape
         return shape
 
     def sized(self, output: int = 0) -> list[int]:
         """Returns the dims of an output that depend on the batch size."""
-        return differing(self.one.outvars[output].aval, self.two.outvars[output].aval)
+        return differing(self.first.outvars[output].aval, self.second.outvars[output].aval)
 
     def mixed(self) -> Mixed:
-        where = source_info_util.summarize(self.one.source_info)
-        return Mixed(f"{self.one.primitive.name} at {where}")
+        where = source_info_util.summarize(self.first.source_info)
+        return Mixed(f"{self.first.primitive.name} at {where}")
 
     def same(self) -> Rows | None:
         """Returns the layout of the rows if all operands with rows have the same, else None."""
@@ -79,7 +79,7 @@ class Op:
         """Returns a rule's result, marked `placed` if an operand depends on row positions."""
         if not isinstance(value, Rows):
             return value
-        lost = self.one.primitive.name != "gather" and not any(value.own_number)
+        lost = self.first.primitive.name != "gather" and not any(value.own_number)
         placed = any(rows.placed or (lost and any(rows.own_number)) for rows in self.rows)
         return value._replace(placed=value.placed or placed)
 
@@ -87,9 +87,9 @@ class Op:
 Rule = Callable[[Op], "Value | list[Value]"]
 
 
-def differing(one: Any, two: Any) -> list[int]:
+def differing(first: Any, second: Any) -> list[int]:
     """Returns the dims in which two shapes of the same rank differ."""
-    a, b = getattr(one, "shape", ()), getattr(two, "shape", ())
+    a, b = getattr(first, "shape", ()), getattr(second, "shape", ())
     return [dim for dim, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]]
 
 
@@ -99,10 +99,10 @@ def _elementwise(op: Op) -> Value:
 
 def _less(op: Op) -> Value:
     """Recognizes that no row index is below 0, a test that indexing with `arange(B)` contains."""
-    bound = getattr(op.one.invars[1], "val", None)
-    first = op.ins[0]
-    if isinstance(first, Rows) and all(first.own_number or (False,)) and bound == 0:
-        return Rows(first.dim, first.inner, never=True)
+    bound = getattr(op.first.invars[1], "val", None)
+    value = op.ins[0]
+    if isinstance(value, Rows) and all(value.own_number or (False,)) and bound == 0:
+        return Rows(value.dim, value.inner, never=True)
     return _elementwise(op)
 
 
@@ -147,7 +147,7 @@ def _random_gamma(op: Op) -> Value:
 
 def _by_position(op: Op, value: Value) -> bool:
     """Returns whether more rows leave the random numbers of the first rows unchanged."""
-    key = op.one.invars[0].aval
+    key = op.first.invars[0].aval
     flags: Any = jax.config  # has no types for its attributes
     partitionable = "fry" in str(key.dtype) and flags.jax_threefry_partitionable
     leading = isinstance(value, Rows) and math.prod(op.out[: value.dim]) == 1

@@ -89,29 +89,33 @@ class Origins:
         self._arguments: dict[int, str] = {}
         self._transfers: dict[tuple[str, str], list[_Value]] = defaultdict(list)
         for computation in module.computations.values():
-            for one in computation.instructions.values():
-                for role, inner in one.called:
-                    self._callers[inner].append((one, role, computation.name))
-                for name in one.operands:
-                    self._users[computation.name, name].append(one)
-                if computation.name == module.entry and one.opcode == "parameter":
-                    self._arguments[int(one.inside)] = one.op_name
-                if one.opcode in ("send", "recv") and (known := _TRANSFER.search(one.attributes)):
-                    value = _Value(computation.name, one.name, (0,))
-                    self._transfers[one.opcode, known[1]].append(value)
+            for instruction in computation.instructions.values():
+                for role, inner in instruction.called:
+                    self._callers[inner].append((instruction, role, computation.name))
+                for name in instruction.operands:
+                    self._users[computation.name, name].append(instruction)
+                if computation.name == module.entry and instruction.opcode == "parameter":
+                    self._arguments[int(instruction.inside)] = instruction.op_name
+                if instruction.opcode in ("send", "recv") and (
+                    known := _TRANSFER.search(instruction.attributes)
+                ):
+                    value = _Value(computation.name, instruction.name, (0,))
+                    self._transfers[instruction.opcode, known[1]].append(value)
         self._replaced = {
             int(result or 0): int(argument) for result, argument in _ALIASES.findall(module.heading)
         }
 
-    def parameters_of(self, one: Instruction, within: Computation, index: int = 0) -> Origin:
+    def parameters_of(
+        self, instruction: Instruction, within: Computation, index: int = 0
+    ) -> Origin:
         """Returns the model parameters that a value is a form of, or whose update it becomes.
 
         Args:
-            one: The instruction that produces the value.
+            instruction: The instruction that produces the value.
             within: Its computation.
             index: Index of the value if the instruction has several results.
         """
-        value = self._value(one, within, index)
+        value = self._value(instruction, within, index)
         for step in (self._behind, self._ahead):
             reached = self._reached(value, step)
             names = {self._parameters[path] for path in reached if path in self._parameters}
@@ -119,39 +123,41 @@ class Origins:
                 return Origin(tuple(sorted(names)), step == self._behind)
         return Origin((), False)
 
-    def producer(self, one: Instruction, within: Computation, index: int = 0) -> Instruction:
+    def producer(
+        self, instruction: Instruction, within: Computation, index: int = 0
+    ) -> Instruction:
         """Returns an instruction that computed a value which was only moved since then.
 
         Args:
-            one: The instruction that produces the value.
+            instruction: The instruction that produces the value.
             within: Its computation.
             index: Index of the value if the instruction has several results.
 
         Returns:
-            The first such instruction with an operation name; `one` if there is none.
+            The first such instruction with an operation name; `instruction` if there is none.
         """
-        start = self._value(one, within, index)
+        start = self._value(instruction, within, index)
         seen, waiting = {start}, [start]
         while waiting:
             value = waiting.pop()
-            instruction, _ = self._get(value)
-            if instruction is None:
+            candidate, _ = self._get(value)
+            if candidate is None:
                 continue
-            opcode = instruction.opcode
-            if opcode not in _PASSES and not _moves(opcode) and instruction.op_name:
-                return instruction
+            opcode = candidate.opcode
+            if opcode not in _PASSES and not _moves(opcode) and candidate.op_name:
+                return candidate
             for behind in self._behind(value):
                 if isinstance(behind, _Value) and behind not in seen:
                     seen.add(behind)
                     waiting.append(behind)
-        return one
+        return instruction
 
-    def _value(self, one: Instruction, within: Computation, index: int) -> _Value:
+    def _value(self, instruction: Instruction, within: Computation, index: int) -> _Value:
         """Returns the result with an index; a started collective has one result per operand."""
-        several = one.shape.startswith("(")
-        if one.opcode.endswith("-start"):
-            several = len(one.operands) > 1 and _base(one.opcode) in _SIDE_BY_SIDE
-        return _Value(within.name, one.name, (index,) if several else ())
+        several = instruction.shape.startswith("(")
+        if instruction.opcode.endswith("-start"):
+            several = len(instruction.operands) > 1 and _base(instruction.opcode) in _SIDE_BY_SIDE
+        return _Value(within.name, instruction.name, (index,) if several else ())
 
     def _reached(self, start: _Value, step: _Step) -> set[str]:
         names: set[str] = set()
@@ -171,51 +177,53 @@ class Origins:
 
     def _behind(self, value: _Value) -> Iterator[_Value | str]:
         """Yields the values or arguments of which a value is a form."""
-        one, within = self._get(value)
-        if one is None:
+        instruction, within = self._get(value)
+        if instruction is None:
             return
         name, path = within.name, value.path
-        match one.opcode:
+        match instruction.opcode:
             case "parameter" if name == self._module.entry:
-                yield self._arguments[int(one.inside)]
+                yield self._arguments[int(instruction.inside)]
             case "parameter":
                 for caller, role, outer in self._callers[name]:
-                    place = _operand_of(caller, name, int(one.inside))
+                    place = _operand_of(caller, name, int(instruction.inside))
                     if place < len(caller.operands):
                         yield _Value(outer, caller.operands[place], path)
                     if role == "body":
                         yield _Value(name, within.root.name, path)
             case "get-tuple-element":
-                yield _Value(name, one.operands[0], (_index(one), *path))
+                yield _Value(name, instruction.operands[0], (_index(instruction), *path))
             case "tuple" if path:
-                yield _Value(name, one.operands[path[0]], path[1:])
+                yield _Value(name, instruction.operands[path[0]], path[1:])
             case "while":
-                yield _Value(name, one.operands[0], path)
-                yield self._root(dict(one.called)["body"], path)
+                yield _Value(name, instruction.operands[0], path)
+                yield self._root(dict(instruction.called)["body"], path)
             case "conditional":
-                yield from (self._root(branch, path) for _, branch in one.called)
+                yield from (self._root(branch, path) for _, branch in instruction.called)
             case opcode if opcode in _CALLS:
-                yield self._root(one.called[0][1], path)
+                yield self._root(instruction.called[0][1], path)
             case "recv":
-                yield from self._transfers["send", _transfer(one)]
+                yield from self._transfers["send", _transfer(instruction)]
             case "send":
-                yield _Value(name, one.operands[0])
+                yield _Value(name, instruction.operands[0])
             case opcode if _moves(opcode):
-                yield from (_Value(name, operand, rest) for operand, rest in _given(one, path))
+                yield from (
+                    _Value(name, operand, rest) for operand, rest in _given(instruction, path)
+                )
 
     def _ahead(self, value: _Value) -> Iterator[_Value | str]:
         """Yields the values or arguments that are computed elementwise from a value."""
-        one, within = self._get(value)
-        if one is None:
+        instruction, within = self._get(value)
+        if instruction is None:
             return
         name, path = within.name, value.path
-        if one.is_root:
+        if instruction.is_root:
             yield from self._beyond(within, path)
-        if one.opcode == "send":
-            yield from self._transfers["recv", _transfer(one)]
+        if instruction.opcode == "send":
+            yield from self._transfers["recv", _transfer(instruction)]
             return
-        for user in self._users[name, one.name]:
-            places = [n for n, operand in enumerate(user.operands) if operand == one.name]
+        for user in self._users[name, instruction.name]:
+            places = [n for n, operand in enumerate(user.operands) if operand == instruction.name]
             match user.opcode:
                 case "get-tuple-element":
                     if path[:1] == (_index(user),):
@@ -239,7 +247,7 @@ class Origins:
                     yield _Value(name, user.name, (0,))
                 case "scatter" if 0 not in places:
                     continue  # the result is a form of the array, not of the updates
-                case opcode if _base(opcode) not in _ENDS and self._is_form(user, one):
+                case opcode if _base(opcode) not in _ENDS and self._is_form(user, instruction):
                     if path or opcode.endswith("-done"):
                         yield _Value(name, user.name, path)
                     elif _base(opcode) in _SIDE_BY_SIDE and len(user.operands) > 1:
@@ -263,7 +271,7 @@ class Origins:
 
     def _parameters_in(self, name: str) -> list[Instruction]:
         inner = self._module.computations[name].instructions.values()
-        return [one for one in inner if one.opcode == "parameter"]
+        return [instruction for instruction in inner if instruction.opcode == "parameter"]
 
     def _is_form(self, result: Instruction, operand: Instruction) -> bool:
         """Returns whether a result is as large as its operand or a device's shard of it."""
@@ -291,31 +299,33 @@ def _moves(opcode: str) -> bool:
     return opcode not in ASYNC and _base(opcode) in _MOVES
 
 
-def _given(one: Instruction, path: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _given(
+    instruction: Instruction, path: tuple[int, ...]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields the operands whose data a result is, each with the path within the operand."""
-    base = _base(one.opcode)
-    if one.opcode.endswith("-done"):
-        yield one.operands[0], path
-    elif base in _SIDE_BY_SIDE and len(one.operands) > 1:
+    base = _base(instruction.opcode)
+    if instruction.opcode.endswith("-done"):
+        yield instruction.operands[0], path
+    elif base in _SIDE_BY_SIDE and len(instruction.operands) > 1:
         place = path[0] if path else 0
-        if place < len(one.operands):
-            yield one.operands[place], ()
+        if place < len(instruction.operands):
+            yield instruction.operands[place], ()
     elif base == "select":
-        yield from ((name, path) for name in one.operands[1:])
+        yield from ((name, path) for name in instruction.operands[1:])
     elif base == "dynamic-update-slice":
-        yield from ((name, ()) for name in one.operands[:2])
+        yield from ((name, ()) for name in instruction.operands[:2])
     elif base in ("concatenate", "custom-call"):  # such as a TPU's ConcatBitcast
-        yield from ((name, ()) for name in one.operands)
-    elif one.operands:
+        yield from ((name, ()) for name in instruction.operands)
+    elif instruction.operands:
         is_tuple = base in ("optimization-barrier", "opt-barrier")
-        yield one.operands[0], path if is_tuple else ()
+        yield instruction.operands[0], path if is_tuple else ()
 
 
-def _transfer(one: Instruction) -> str:
-    match = _TRANSFER.search(one.attributes)
+def _transfer(instruction: Instruction) -> str:
+    match = _TRANSFER.search(instruction.attributes)
     return match[1] if match else ""
 
 
-def _index(one: Instruction) -> int:
-    match = INDEX.search(one.attributes)
+def _index(instruction: Instruction) -> int:
+    match = INDEX.search(instruction.attributes)
     return int(match[1]) if match else 0
