@@ -1,4 +1,4 @@
-"""How programs are compiled, and kept for later starts in a folder of the user's."""
+"""Compiler options and the persistent compilation cache."""
 
 import contextlib
 import hashlib
@@ -26,15 +26,19 @@ from spmdtrain.files.validation import Malformed, read_bytes
 OFF = "off"
 _MOST_BYTES = 4 * 2**30
 _MARK, _SUM_BYTES = b"spmdtrain program 1\n", hashlib.sha256().digest_size
-# JAX's names, and those of what a killed process left: in a user's folder may be other files.
+# JAX's file names, and those of temporary files that a killed process left. The folder may contain
+# other files of the user.
 _PROGRAM = re.compile(r".+-[0-9a-f]{64}(-cache|-atime)?|\.new-\w+")
 
 
 def keep_programs(folder: str | None) -> None:
-    """Keep compiled programs in `folder`, or in the user's own cache; `off` keeps none.
+    """Enables the persistent compilation cache, which all processes of the user share.
 
-    All processes of the user's share it. What JAX has been told already (JAX_COMPILATION_CACHE_DIR)
-    stays as it is, if no folder is given. A folder that cannot be written to is read from alone.
+    Without a folder, an existing JAX setting (JAX_COMPILATION_CACHE_DIR) has priority. A read-only
+    folder is only read.
+
+    Args:
+        folder: Folder of the cache; None for the user's own cache, "off" for no cache.
     """
     current = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if folder == OFF or (folder is None and current is not None):
@@ -45,16 +49,16 @@ def keep_programs(folder: str | None) -> None:
     try:
         make_folder(path)
         if folder is None:
-            check_own(path)  # who writes here runs code as this user
-    except PermissionError as error:  # as a home of another user's
-        what = f"{error.filename or path}: {error.strerror}"
-        warnings.warn(f"the cache of programs is not used: {what}", stacklevel=2)
+            check_own(path)  # write access allows running code as this user
+    except PermissionError as error:  # such as the home of another user
+        reason = f"{error.filename or path}: {error.strerror}"
+        warnings.warn(f"the compilation cache is not used: {reason}", stacklevel=2)
         return
     except OSError:
-        pass  # then every program is compiled anew
+        pass  # without the folder every program is compiled again
     _make_room(path)
     compilation_cache.reset_cache()
-    # JAX's own cache writes in place: what a process that is killed leaves behind would be read.
+    # JAX's own cache writes in place, so that it would read the partial file of a killed process.
     compilation_cache.get_file_cache = lambda path: (_Folder(Path(path)), path)
     compiler._cache_write = _write
     cache_key.get = _key
@@ -63,41 +67,50 @@ def keep_programs(folder: str | None) -> None:
 
 
 def _own_folder() -> Path:
-    """One for each kind of processor: a home may be shared by hosts that differ."""
+    """Returns the default folder, one per processor type: different hosts may share a home."""
     return cache_folder() / "programs" / processor()
 
 
 def processor() -> str:
-    """What programs for this host's processor are good for, in short."""
-    told = [platform.machine(), platform.processor()]
-    with contextlib.suppress(OSError):  # elsewhere than on Linux
+    """Returns a hash of this host's processor type; programs for CPU depend on it."""
+    features = [platform.machine(), platform.processor()]
+    with contextlib.suppress(OSError):  # not Linux
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        told += sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))})
-    return hashlib.blake2b("\n".join(told).encode(), digest_size=8).hexdigest()
+        features += sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))})
+    return hashlib.blake2b("\n".join(features).encode(), digest_size=8).hexdigest()
 
 
 Value = str | int | bool | float
 
 
 def compiler_options(
-    given: Sequence[str], ours: Mapping[str, Value], place: Sharding
+    user: Sequence[str], ours: Mapping[str, Value], sharding: Sharding
 ) -> dict[str, Value]:
-    """The user's own options (NAME=VALUE) and ours, for programs on the devices of `place`.
+    """Returns the compiler options of the user and of the package.
 
-    Raises `UserError` for what XLA does not know there; to find out, it compiles next to nothing.
+    Args:
+        user: Options of the user as NAME=VALUE.
+        ours: Options of the package.
+        sharding: Its devices are those to compile for.
+
+    Raises:
+        UserError: If an option is given twice, or XLA does not know it on these devices, which is
+            checked by compiling a trivial program.
     """
     options = dict(ours)
-    for option in given:
+    for option in user:
         name, _, value = option.partition("=")
         if name in options:
-            raise UserError(f"compiler_options {name} is given twice, or set by another option")
+            raise UserError(
+                f"compiler_options {name} is given twice or set by another option: remove one"
+            )
         options[name] = _typed(value)
-    if given:
-        nothing = jax.jit(lambda: jnp.zeros(()), out_shardings=place, compiler_options=options)
+    if user:
+        trivial = jax.jit(lambda: jnp.zeros(()), out_shardings=sharding, compiler_options=options)
         try:
-            nothing.lower().compile()
+            trivial.lower().compile()
         except (jax.errors.JaxRuntimeError, ValueError) as error:
-            raise UserError(f"compiler_options {' '.join(given)}: {error}") from error
+            raise UserError(f"compiler_options {' '.join(user)}: {error}") from error
     return options
 
 
@@ -111,7 +124,7 @@ def _typed(value: str) -> Value:
 
 
 class _Folder(CacheInterface):
-    """A file for each program, which is there whole or not at all."""
+    """A cache folder with one file per program, each written atomically."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -123,15 +136,15 @@ class _Folder(CacheInterface):
         except OSError:
             return None
         except Malformed as error:
-            warnings.warn(f"{error}: compiled anew", stacklevel=2)
+            warnings.warn(f"{error}: compiling again", stacklevel=2)
             return None
         stored, program = content[: len(_MARK) + _SUM_BYTES], content[len(_MARK) + _SUM_BYTES :]
         if stored != _mark(key, program):
             warnings.warn(
-                f"the program {file} is damaged or of another name: compiled anew", stacklevel=2
+                f"the cached program {file} is damaged or renamed: compiling again", stacklevel=2
             )
             return None
-        with contextlib.suppress(OSError):  # of use until now, where that can be written
+        with contextlib.suppress(OSError):  # marks it as recently used, if the folder is writable
             os.utime(file)
         return program
 
@@ -140,7 +153,7 @@ class _Folder(CacheInterface):
 
 
 def _mark(key: str, program: bytes) -> bytes:
-    """Returns the header of a program's file: a check sum over its key and its content.
+    """Returns the header of a program's file: a checksum over its key and its content.
 
     The key is included because a renamed file would otherwise run in place of another program.
     """
@@ -151,9 +164,9 @@ _key_of = cache_key.get
 
 
 def _key(module: Any, devices: Any, compile_options: Any, *args: Any, **kwargs: Any) -> str:
-    """The key of a program, wherever the cache is.
+    """Returns JAX's key of a program, independent of the path of the cache.
 
-    JAX tells XLA of a folder for autotuning inside the cache, and hashes its path.
+    JAX sets a folder for autotuning inside the cache as an XLA option, and would hash its path.
     """
     options = compile_options.executable_build_options.debug_options
     folder = options.xla_gpu_per_fusion_autotune_cache_dir
@@ -184,18 +197,25 @@ def _write(
         _write_in_process_0(
             cache_key, compile_time_secs, module_name, backend, executable, host_callbacks
         )
-    elif not host_callbacks:  # which are addresses in this process
+    elif not host_callbacks:  # callbacks are addresses in this process
         try:
             compilation_cache.put_executable_and_time(
                 cache_key, module_name, executable, backend, int(compile_time_secs)
             )
         except Exception as error:  # as in process 0
-            what = f"{type(error).__name__}: {error}"
-            warnings.warn(f"the compiled program {module_name} is not kept: {what}", stacklevel=2)
+            reason = f"{type(error).__name__}: {error}"
+            warnings.warn(
+                f"the compiled program {module_name} is not cached: {reason}", stacklevel=2
+            )
 
 
 def keep_file(path: Path, content: bytes) -> None:
-    """Write a file that is there whole or not at all; what cannot be kept is made again."""
+    """Writes a file atomically; errors are ignored because a missing file is created again.
+
+    Args:
+        path: The file.
+        content: Its content.
+    """
     with contextlib.suppress(OSError):
         make_folder(path.parent)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
@@ -208,15 +228,15 @@ def keep_file(path: Path, content: bytes) -> None:
 
 
 def _make_room(path: Path) -> None:
-    """Remove the programs that were not used for the longest time, where there are too many."""
+    """Removes the least recently used programs if the cache is too large."""
     with contextlib.suppress(OSError):
         programs = [entry for entry in os.scandir(path) if _PROGRAM.fullmatch(entry.name)]
-        found = [(entry.stat(), entry.path) for entry in programs if entry.is_file()]
-        found.sort(key=lambda each: each[0].st_mtime)
-        size = sum(stat.st_size for stat, _ in found)
-        for stat, name in found:
+        files = [(entry.stat(), entry.path) for entry in programs if entry.is_file()]
+        files.sort(key=lambda each: each[0].st_mtime)
+        size = sum(stat.st_size for stat, _ in files)
+        for stat, name in files:
             if size <= _MOST_BYTES:
                 break
-            with contextlib.suppress(OSError):  # another process was faster
+            with contextlib.suppress(OSError):  # another process removed it
                 os.unlink(name)
             size -= stat.st_size

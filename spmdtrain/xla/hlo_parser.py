@@ -1,4 +1,4 @@
-"""The text of a compiled program, read: its instructions, and how often each of them runs."""
+"""Parser of compiled HLO text: instructions, and how often each of them runs."""
 
 import contextlib
 import functools
@@ -11,9 +11,8 @@ from pathlib import Path
 
 from spmdtrain.errors import UserError
 
-# One instruction a line: `%name = SHAPE opcode(operands), attributes`. Before the opcode, no `=`
-# but that of a bounded dim (`<=`) is let through, so that no name within the attributes is taken
-# for it.
+# One instruction per line: `%name = SHAPE opcode(operands), attributes`. The shape may contain no
+# `=` except in a bounded dim (`<=`), so that no name within the attributes matches as the opcode.
 _INSTRUCTION = re.compile(
     r"\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>(?:[^=]|<=)*?) "
     r"(?P<opcode>[a-z][\w\-]*)\((?P<rest>.*)"
@@ -32,38 +31,41 @@ _ESCAPES = re.compile(r"\\([0-7]{3}|.)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _SOURCE = re.compile(r'source_file="((?:[^"\\]|\\.)*)" source_line=(\d+)')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
-# What a reader stumbles over in a text of another form.
-_CONFUSIONS = (
+# Errors that parsing a text in an unknown format may raise.
+_PARSE_ERRORS = (
     *(ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
 )
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 
 class UnreadableProgramError(UserError):
-    """The text of a compiled program is not as XLA has written it so far."""
+    """Raised if the text of a compiled program is in an unknown format."""
 
 
 @contextlib.contextmanager
 def reading_program() -> Iterator[None]:
-    """Raises `UnreadableProgramError` for what a text of another form leads to; also a decorator.
+    """Converts errors of parsing into `UnreadableProgramError`; also usable as a decorator.
 
-    The text comes from XLA, whose next version may write it otherwise.
+    The text comes from XLA, whose next version may change the format.
+
+    Raises:
+        UnreadableProgramError: If the text is in an unknown format.
     """
     try:
         yield
     except UserError:
         raise
-    except _CONFUSIONS as error:
+    except _PARSE_ERRORS as error:
         raise UnreadableProgramError(
-            f"this version of XLA writes programs in a form that spmdtrain cannot read "
-            f"({type(error).__name__}: {str(error)[:100]}): use the version of jax in its "
-            "requirements, or report this"
+            f"this version of XLA writes programs in a format that spmdtrain cannot parse "
+            f"({type(error).__name__}: {str(error)[:100]}): install the version of jax that "
+            "spmdtrain requires, or report this error"
         ) from error
 
 
 @dataclass(frozen=True)
 class Array:
-    """One array of a shape: its XLA dtype, its dims, and its memory space (0 is the main one)."""
+    """One array of a shape: XLA dtype, dims, and memory space (0 is the main memory)."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -74,8 +76,8 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """Without padding; a token has none."""
-        # A type's first number is its width in bits: bf16, f8e4m3fn, s4, c64.
+        """Bytes without padding; 0 for a token."""
+        # The first number in a dtype is its width in bits: bf16, f8e4m3fn, s4, c64.
         width = re.search(r"\d+", "pred8" if self.dtype == "pred" else self.dtype)
         return math.ceil(math.prod(self.dims) * int(width[0]) / 8) if width else 0
 
@@ -89,42 +91,51 @@ class Instruction:
     opcode: str
     operands: tuple[str, ...]
     inside: str
-    """What is between the parentheses: of a constant its value, of a parameter its number."""
+    """Text between the parentheses: the value of a constant, the number of a parameter."""
     attributes: str
     is_root: bool
 
     @functools.cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """The arrays of its result."""
+        """The arrays of the result."""
         return arrays_of(self.shape)
 
     @property
     def called(self) -> list[tuple[str, str]]:
-        """The computations it calls, with what they are to it: (body, NAME), say."""
-        found = []
-        for one, name, several, names in _CALLED.findall(self.attributes):
-            found += [(one, name)] if one else [(several, of) for of in _NAMES.findall(names)]
-        return found
+        """Computations that it calls, as (role, name), such as ("body", NAME)."""
+        called = []
+        for role, name, list_role, names in _CALLED.findall(self.attributes):
+            called += [(role, name)] if role else [(list_role, x) for x in _NAMES.findall(names)]
+        return called
 
     @property
     def op_name(self) -> str:
-        """The JAX operation it comes from (one of them, if XLA joined several), or ""."""
+        """JAX operation that it comes from (one of them if XLA combined several), or ""."""
         match = _OP_NAME.search(self.attributes)
         return _unescaped(match[1]) if match else ""
 
 
 def arrays_of(shape: str) -> tuple[Array, ...]:
-    """The arrays of `f32[8,128]{1,0:T(8,128)S(1)}`, or of a tuple of such."""
-    found = []
+    """Returns the arrays of a shape.
+
+    Args:
+        shape: A shape such as `f32[8,128]{1,0:T(8,128)S(1)}`, or a tuple of shapes.
+    """
+    arrays = []
     for match in _ARRAY.finditer(shape):
         space = re.search(r"S\((\d+)\)", match["layout"] or "")
         dims = tuple(int(n) for n in re.findall(r"\d+", match["dims"]))
-        found.append(Array(match["dtype"], dims, int(space[1]) if space else 0))
-    return tuple(found)
+        arrays.append(Array(match["dtype"], dims, int(space[1]) if space else 0))
+    return tuple(arrays)
 
 
 def element_of(shape: str, path: Sequence[int]) -> str:
-    """The first array at a path within a shape, as people write it: `bf16[8,128]`."""
+    """Returns the first array at a path within a shape, such as `bf16[8,128]`.
+
+    Args:
+        shape: The shape.
+        path: Indices into nested tuples.
+    """
     for place in path:
         depth, parts = 0, [""]
         for letter in shape[1:-1]:
@@ -134,8 +145,8 @@ def element_of(shape: str, path: Sequence[int]) -> str:
             else:
                 parts[-1] += letter
         shape = parts[place].strip() if place < len(parts) else ""
-    found = arrays_of(shape)
-    return str(found[0]) if found else shape
+    arrays = arrays_of(shape)
+    return str(arrays[0]) if arrays else shape
 
 
 @dataclass
@@ -147,15 +158,22 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """What it returns."""
-        for one in self.instructions.values():
-            if one.is_root:
-                return one
-        raise LookupError(f"{self.name} returns nothing")
+        """The instruction whose result it returns."""
+        for instruction in self.instructions.values():
+            if instruction.is_root:
+                return instruction
+        raise LookupError(f"computation {self.name} has no root instruction")
 
 
 class Module:
-    """A compiled program, from `compiled.as_text()`."""
+    """A compiled program.
+
+    Args:
+        text: `compiled.as_text()`, or one instruction of it.
+
+    Raises:
+        UnreadableProgramError: If the text is in an unknown format.
+    """
 
     @reading_program()
     def __init__(self, text: str) -> None:
@@ -167,10 +185,10 @@ class Module:
         table = ""
         for line in text.splitlines():
             if match := _INSTRUCTION.match(_COMMENT.sub("", line)):
-                # A part of a program, without a heading, is one computation.
-                found = current or self.computations.setdefault("", Computation(""))
-                one = _instruction(match)
-                found.instructions[one.name] = one
+                # A part of a program without a header is one computation.
+                computation = current or self.computations.setdefault("", Computation(""))
+                instruction = _instruction(match)
+                computation.instructions[instruction.name] = instruction
             elif match := _COMPUTATION.match(line):
                 current = Computation(match["name"])
                 self.computations[current.name] = current
@@ -182,69 +200,77 @@ class Module:
             elif table and (row := re.match(r"(\d+) (.*)", line)):
                 self._tables[table][int(row[1])] = row[2]
         self.unknown_loops: list[Instruction] = []
-        """Those whose turns cannot be told: they count as one."""
+        """Loops with an unknown trip count, which count as one iteration."""
         self.choices: list[Instruction] = []
-        """Those of several branches, of which one runs."""
+        """Conditionals, of which only one branch runs."""
         self._sizes: dict[str, int] = {}
         self.times, self._fused = self._times()
 
     def instructions(self) -> Iterator[tuple[Instruction, Computation, float]]:
-        """Each instruction that runs by itself, its computation, and how often it runs in a step.
+        """Yields each instruction with its computation and its number of executions in a step.
 
-        What is inside fusions and reductions is none of these.
+        Instructions inside fusions and reductions are omitted.
         """
         for name, times in self.times.items():
             computation = self.computations[name]
             if name not in self._fused:
-                for one in computation.instructions.values():
-                    yield one, computation, times
+                for instruction in computation.instructions.values():
+                    yield instruction, computation, times
 
     def _times(self) -> tuple[dict[str, float], set[str]]:
-        """How often each computation runs in a step, and those that are within a fusion."""
+        """Returns how often each computation runs in a step, and which are within fusions."""
         times: dict[str, float] = defaultdict(float)
         fused: set[str] = set()
         if self.entry in self.computations:
             times[self.entry] = 1
-        # The text has a computation before those that call it.
+        # The text defines a computation before its callers.
         for name in reversed(self.computations):
             if name not in times:
                 continue
-            for one in self.computations[name].instructions.values():
-                called = one.called if one.opcode in _CALLING else []
-                trips = self.trips(one, self.computations[name])
+            for instruction in self.computations[name].instructions.values():
+                called = instruction.called if instruction.opcode in _CALLING else []
+                trips = self.trips(instruction, self.computations[name])
                 if trips is None:
                     trips = 1
-                    self.unknown_loops += [one] if one.opcode == "while" else []
-                # Of the branches of a `cond` the one that does most counts.
+                    self.unknown_loops += [instruction] if instruction.opcode == "while" else []
+                # Only the most expensive branch of a `cond` counts.
                 most = max((inner for _, inner in called), key=self._written, default="")
-                self.choices += [one] if one.opcode == "conditional" else []
+                self.choices += [instruction] if instruction.opcode == "conditional" else []
                 for role, inner in called:
                     runs = trips + (role == "condition")
-                    if one.opcode == "conditional" and inner != most:
+                    if instruction.opcode == "conditional" and inner != most:
                         runs = 0
                     if inner in self.computations:
                         times[inner] += times[name] * runs
-                    if one.opcode == "fusion" or name in fused:
+                    if instruction.opcode == "fusion" or name in fused:
                         fused.add(inner)
         return times, fused
 
     def _written(self, name: str) -> int:
-        """Bytes of all that a computation makes, once: a measure of what it does."""
+        """Returns the bytes of all results of a computation, as a measure of its cost."""
         if name not in self.computations:
             return 0
-        if name not in self._sizes:  # else one that several call is read once for each
+        if name not in self._sizes:  # a computation may have several callers
             self._sizes[name] = sum(
-                sum(array.bytes for array in one.arrays)
-                + sum(self._written(inner) for _, inner in one.called if one.opcode in _CALLING)
-                for one in self.computations[name].instructions.values()
+                sum(array.bytes for array in instruction.arrays)
+                + sum(
+                    self._written(inner)
+                    for _, inner in instruction.called
+                    if instruction.opcode in _CALLING
+                )
+                for instruction in self.computations[name].instructions.values()
             )
         return self._sizes[name]
 
     def trips(self, loop: Instruction, within: Computation) -> int | None:
-        """How often a `while` turns, None where that cannot be told.
+        """Returns the trip count of a `while`, or None if it is unknown.
 
-        GPU and CPU write it. On TPU it is told by the loop itself, where its condition is `i < N`
-        and its body makes `i + K` of `i`, which begins with a constant.
+        On GPU and CPU the text contains it. On TPU it follows from the loop if the condition is
+        `i < N`, the body computes `i + K`, and `i` starts with a constant.
+
+        Args:
+            loop: An instruction; None is returned if it is not a `while`.
+            within: Its computation.
         """
         if loop.opcode != "while":
             return None
@@ -265,28 +291,28 @@ class Module:
         return None if start is None or not step else max(0, -((start - end) // step))
 
     def _inner(
-        self, one: Instruction | None, within: Computation
+        self, instruction: Instruction | None, within: Computation
     ) -> tuple[Instruction, list[Instruction | None]] | None:
-        """An instruction with its two operands; of a fusion, those of what is its result.
+        """Returns an instruction with its two operands; for a fusion, its root with their sources.
 
-        What only copies is looked through.
+        Copies are skipped.
         """
-        one = _source(one, within)
-        if one is None:
+        instruction = _source(instruction, within)
+        if instruction is None:
             return None
-        given = [_source(within.instructions.get(name), within) for name in one.operands]
-        if one.opcode == "fusion":
-            ((_, name),) = one.called
+        given = [_source(within.instructions.get(name), within) for name in instruction.operands]
+        if instruction.opcode == "fusion":
+            ((_, name),) = instruction.called
             body, outer = self.computations[name], given
-            found = _source(body.root, body)
-            if found is None:
+            root = _source(body.root, body)
+            if root is None:
                 return None
-            one, given = found, []
-            for operand in found.operands:
+            instruction, given = root, []
+            for operand in root.operands:
                 inner = _source(body.instructions.get(operand), body)
                 is_given = inner is not None and inner.opcode == "parameter"
                 given.append(outer[int(inner.inside)] if inner and is_given else inner)
-        return (one, given) if len(given) == 2 else None
+        return (instruction, given) if len(given) == 2 else None
 
     def _initial(self, loop: Instruction, within: Computation, index: int) -> int | None:
         state = within.instructions.get(loop.operands[0])
@@ -295,32 +321,38 @@ class Module:
         return _constant(_source(within.instructions.get(state.operands[index]), within))
 
     def _step(self, body: Computation, index: int) -> int | None:
-        """What is added to an element of the state at each turn."""
+        """Returns the constant that each iteration adds to an element of the state."""
         if body.root.opcode != "tuple":
             return None
-        found = self._inner(body.instructions.get(body.root.operands[index]), body)
-        if found is None or found[0].opcode != "add":
+        addition = self._inner(body.instructions.get(body.root.operands[index]), body)
+        if addition is None or addition[0].opcode != "add":
             return None
-        counters = [x for x in found[1] if x is not None and x.opcode == "get-tuple-element"]
-        steps = [step for x in found[1] if (step := _constant(x)) is not None]
+        counters = [x for x in addition[1] if x is not None and x.opcode == "get-tuple-element"]
+        steps = [step for x in addition[1] if (step := _constant(x)) is not None]
         own = [x for x in counters if INDEX.findall(x.attributes) == [str(index)]]
         return steps[0] if own and steps else None
 
-    def line_of(self, one: Instruction) -> str:
-        """The line of the user's that an instruction comes from, `file.py:12 (name)`, or "".
+    def line_of(self, instruction: Instruction) -> str:
+        """Returns the source line of the user that an instruction comes from, or "".
 
-        The innermost frame that is neither of a library nor of this package's core; "" where there
-        is none, as for what the optimizer does.
+        This is the innermost frame outside of libraries and of this package's core. Operations of
+        the optimizer, for example, have none.
+
+        Args:
+            instruction: The instruction.
+
+        Returns:
+            The line as `file.py:12 (name)`.
         """
-        if match := _SOURCE.search(one.attributes):
+        if match := _SOURCE.search(instruction.attributes):
             return f"{match[1]}:{match[2]}"
-        match = _FRAME.search(one.attributes)
+        match = _FRAME.search(instruction.attributes)
         frame = int(match[1]) if match else 0
         lines: list[tuple[str, str]] = []
         frames = self._tables["StackFrames"]
         while frame and len(lines) < len(frames) and (row := frames.get(frame)):
             location = _numbers(row, "file_location_id")
-            frame = _numbers(row, "parent_frame_id") - 1  # so it is written
+            frame = _numbers(row, "parent_frame_id") - 1  # the text stores it plus one
             where = self._tables["FileLocations"].get(location, "")
             file = self._tables["FileNames"].get(_numbers(where, "file_name_id"), "").strip('"')
             name = self._tables["FunctionNames"].get(_numbers(where, "function_name_id"), "")
@@ -328,21 +360,25 @@ class Module:
         return next((line for file, line in lines if not is_library(file)), "")
 
 
-def _source(one: Instruction | None, within: Computation) -> Instruction | None:
-    """Of what an instruction is a copy."""
-    for _ in within.instructions:  # no more often, if copies are copies of each other
-        if one is None or one.opcode not in ("copy", "bitcast"):
+def _source(instruction: Instruction | None, within: Computation) -> Instruction | None:
+    """Returns the instruction of which another is a copy, or that instruction itself."""
+    for _ in within.instructions:  # bounded, in case of cyclic copies
+        if instruction is None or instruction.opcode not in ("copy", "bitcast"):
             break
-        one = within.instructions.get(one.operands[0])
-    return one
+        instruction = within.instructions.get(instruction.operands[0])
+    return instruction
 
 
-def _constant(one: Instruction | None) -> int | None:
-    number = one is not None and one.opcode == "constant" and re.fullmatch(r"-?\d+", one.inside)
-    return int(one.inside) if one is not None and number else None
+def _constant(instruction: Instruction | None) -> int | None:
+    number = (
+        instruction is not None
+        and instruction.opcode == "constant"
+        and re.fullmatch(r"-?\d+", instruction.inside)
+    )
+    return int(instruction.inside) if instruction is not None and number else None
 
 
-# A TPU's SparseCore has calls of its own, `call-start`, beside the program.
+# `call-start` is a TPU's asynchronous call to its SparseCore.
 ASYNC = ("async-start", "call-start")
 _CALLING = ("while", "call", "conditional", "fusion", *ASYNC)
 
@@ -357,7 +393,11 @@ _MODELS = _PACKAGE / "models"
 
 
 def is_library(file: str) -> bool:
-    """Whether code is neither the user's nor one of the models that come along."""
+    """Returns whether a source file belongs to a library or to this package, except its models.
+
+    Args:
+        file: Path of the file.
+    """
     if "-packages" in file or file.startswith("<frozen"):
         return True
     path = Path(file)
@@ -376,7 +416,7 @@ def _closing(rest: str) -> int:
 def _instruction(match: re.Match[str]) -> Instruction:
     rest = match["rest"]
     end = rest.find(")")
-    if "(" in rest[:end]:  # a tuple, or a number that is complex
+    if "(" in rest[:end]:  # a tuple or a complex number
         end = _closing(rest)
     inside = rest[:end]
     return Instruction(
@@ -391,7 +431,7 @@ def _instruction(match: re.Match[str]) -> Instruction:
 
 
 def _unescaped(text: str) -> str:
-    """A string as it was before XLA wrote it: bytes beyond ASCII are told in octal."""
+    """Decodes XLA's escapes: non-ASCII bytes are written in octal."""
 
     def byte(match: re.Match[str]) -> str:
         return chr(int(match[1], 8)) if len(match[1]) == 3 else match[1]

@@ -74,7 +74,7 @@ def test_a_folder_that_cannot_be_there_and_a_damaged_file_only_cost_time(tmp_pat
     whole = step.read_bytes()
     step.write_bytes(whole[: len(whole) // 2])
     ended = train(tmp_path, "c", "--compilation-cache", folder)
-    assert f"the program {step} is damaged or of another name: compiled anew" in ended.stderr
+    assert f"the cached program {step} is damaged or renamed: compiling again" in ended.stderr
     assert step.stat().st_size > len(whole) * 0.9  # it has been put right
     assert train(tmp_path, "d", "--compilation-cache", folder).stderr == ""
     assert metrics(tmp_path / "a") == metrics(tmp_path / "c") == metrics(tmp_path / "d")
