@@ -497,8 +497,8 @@ BROKEN: list[tuple[object, str]] = [
         config("ps", 0, worker=WORKERS, chief=["c:1"]),
         "task.type is 'ps' (task.index 0), but the cluster has no such task; it has: chief, worker",
     ),
-    (config("chief", 0, worker=["a:1"]), "task.type is 'chief' (task.index 0), and the cluster"),
-    (config("worker", 0, chief=["a:1"]), "task.type is 'worker' (task.index 0), and the cluster"),
+    (config("chief", 0, worker=["a:1"]), "task.type is 'chief' (task.index 0), but the cluster"),
+    (config("worker", 0, chief=["a:1"]), "task.type is 'worker' (task.index 0), but the cluster"),
     (config("worker", 1), "task.type is 'worker' (task.index 1), but the cluster has no such "),
     (config("ps", 0), "task.type is 'ps' (task.index 0), but the cluster has no such task; it is"),
     *(
