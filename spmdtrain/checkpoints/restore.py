@@ -18,10 +18,10 @@ from jax.sharding import Sharding
 from spmdtrain.adapters.base import Variables
 from spmdtrain.checkpoints.array_headers import check_headers, header_fault
 from spmdtrain.checkpoints.checksums import as_text, read_parts, start_sums, sums
+from spmdtrain.checkpoints.items import ITEMS, items_of, raw_keys, steps_in
 from spmdtrain.checkpoints.listing import BEST, LATEST, choose, parse_choice
 from spmdtrain.checkpoints.manifest import NAME, CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.run_identity import check_same_model, describe_leaves
-from spmdtrain.checkpoints.save import ITEMS, items_of, raw_keys, steps_in
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files.storage import (

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from etils import epath
 
+from spmdtrain.checkpoints.items import check_can_be_saved
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.restore import (
     broadcast_source,
@@ -26,7 +27,7 @@ from spmdtrain.checkpoints.run_identity import (
     describe_leaves,
     describe_optimizer,
 )
-from spmdtrain.checkpoints.save import Checkpoints, check_can_be_saved
+from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.config import RunConfig, as_json
 from spmdtrain.data.datasets import Dataset, as_dataset, fingerprint
 from spmdtrain.distributed import failures, numeric_settings, process_group, progress
