@@ -1,9 +1,9 @@
-"""A check sum for each array: of its values and their places, whatever devices hold it.
+"""Checksums of arrays, independent of their sharding.
 
-Taken where the array lives, before a checkpoint copies it and after a restore has placed it, a sum
-covers the whole way between: copying, encoding, storage, decoding. It is a sum of one hash for each
-element modulo 2**32, so that neither sharding nor order matters; to change any one element changes
-it for certain, to change several does but once in 2**32.
+A checksum is computed on the devices that hold the array, before a checkpoint copies it and after a
+restore has placed it. It therefore covers copying, encoding, storage and decoding. It is the sum
+modulo 2**32 of a hash of each element and its position, so neither sharding nor order matters. A
+change of one element always changes it; a change of several is missed with probability 2**-32.
 """
 
 import functools
@@ -19,40 +19,43 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from spmdtrain.tree import named_leaves
 
-_CHUNK = 2**20  # elements that are summed at a time on the host
-_SMALL = 2**16  # bytes; up to here to fetch an array is quicker than to compile for its shape
+_CHUNK = 2**20  # elements that the host sums at a time
+_SMALL = 2**16  # bytes up to which fetching an array is faster than compiling for its shape
 
 
 @dataclass(frozen=True)
 class PartSum:
-    """The sum of a part of an array, of which this process holds a copy."""
+    """The checksum of a part of an array, of which this process holds a copy."""
 
     value: Any
-    """An int, or an array of one element that may still be computed."""
+    """An int, or an array of one element whose computation may be pending."""
     starts: tuple[int, ...] = ()
     """Start index of the part in each dim of the array."""
     holders: tuple[int, ...] = (0,)
-    """The processes that hold a copy of the part, ascending."""
+    """Ranks of the processes that hold a copy of the part, ascending."""
     counts: bool = True
-    """Whether this copy is added to the array's sum: only the first copy of a part is."""
+    """Whether this copy counts in the array's checksum: only the first copy of a part does."""
 
     def read(self) -> int:
-        """Waits for the value, and returns it."""
+        """Waits for the value and returns it."""
         return int(np.asarray(self.value).item())
 
 
 def start_sums(tree: Any) -> dict[str, list[PartSum]]:
-    """The sum of every leaf by its path, perhaps still being computed where the leaf lives.
+    """Starts the computation of the checksums of all leaves, on the devices that hold them.
 
-    The leaves may be donated to another computation at once.
+    Returns:
+      The parts of each leaf by its path. The leaves may be donated to another computation at once.
     """
     return {name: _start(leaf) for name, leaf in named_leaves(tree).items()}
 
 
 def read_parts(started: Mapping[str, Sequence[PartSum]]) -> dict[str, int]:
-    """What `start_sums` began. Of an array over several processes, what this one adds to its sum.
+    """Waits for the checksums of `start_sums`.
 
-    A copy of one and the same part counts in one process only.
+    Returns:
+      The checksum of each leaf by its path; for an array over several processes the addend of this
+      process. A part of which several processes hold copies counts in one of them.
     """
     return {
         name: sum(part.read() for part in parts if part.counts) for name, parts in started.items()
@@ -60,22 +63,21 @@ def read_parts(started: Mapping[str, Sequence[PartSum]]) -> dict[str, int]:
 
 
 def as_text(totals: Mapping[str, int]) -> dict[str, str]:
-    """Sums as eight hexadecimal digits each."""
+    """Returns checksums as text: eight hexadecimal digits each."""
     return {name: f"{total % 2**32:08x}" for name, total in totals.items()}
 
 
 def sums(tree: Any) -> dict[str, str]:
-    """The sum of every leaf by its path. Leaves are NumPy or JAX arrays, all of this process."""
+    """Returns the checksums of all leaves by path: NumPy arrays, or JAX arrays of this process."""
     return as_text(read_parts(start_sums(tree)))
 
 
 def is_small(leaf: Any) -> bool:
-    """Returns whether the sum of a leaf is computed on the host, which waits for the leaf."""
+    """Returns whether the host computes the checksum of a leaf, which waits for the leaf."""
     return not isinstance(leaf, jax.Array) or (leaf.nbytes <= _SMALL and leaf.is_fully_replicated)
 
 
 def _start(leaf: Any) -> list[PartSum]:
-    """The sums of a leaf's parts."""
     if not isinstance(leaf, jax.Array):
         return [PartSum(_sum(np.asarray(leaf)))]
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -86,10 +88,10 @@ def _start(leaf: Any) -> list[PartSum]:
 
 
 def _on_devices(leaf: jax.Array) -> list[PartSum]:
-    """The sums of an array's parts, where they lie.
+    """Starts the checksums of an array's parts on their devices.
 
-    Nothing is gathered: programs with collectives, one for each leaf and all queued at once, can
-    bring virtual devices to a halt.
+    Nothing is gathered, because many queued programs with collectives, one for each leaf, can
+    deadlock virtual devices.
     """
     shards = _local_shards(leaf)
     device: Any = next(iter(leaf.sharding.device_set))
@@ -101,20 +103,20 @@ def _on_devices(leaf: jax.Array) -> list[PartSum]:
             _sum(np.asarray(shard.data), _starts(shard.index), leaf.shape) for shard in shards
         ]
     else:
-        found = _jit_part_sums(leaf.sharding.mesh, leaf.sharding.spec, leaf.shape)(leaf)
-        of_device = {shard.device: shard.data for shard in found.addressable_shards}
-        values = [of_device[shard.device] for shard in shards]
+        part_sums = _jit_part_sums(leaf.sharding.mesh, leaf.sharding.spec, leaf.shape)(leaf)
+        by_device = {shard.device: shard.data for shard in part_sums.addressable_shards}
+        values = [by_device[shard.device] for shard in shards]
     return [_of_shard(leaf, value, shard) for value, shard in zip(values, shards, strict=True)]
 
 
 def _local_shards(leaf: jax.Array) -> list[Any]:
-    """Returns one shard of each part that this process holds: the first copy if it is here."""
-    found: dict[tuple[int, ...], Any] = {}
+    """Returns one shard of each part that this process holds, the first copy if it has that."""
+    shards: dict[tuple[int, ...], Any] = {}
     for shard in leaf.addressable_shards:
         starts = _starts(shard.index)
-        if starts not in found or shard.replica_id == 0:
-            found[starts] = shard
-    return list(found.values())
+        if starts not in shards or shard.replica_id == 0:
+            shards[starts] = shard
+    return list(shards.values())
 
 
 def _of_shard(leaf: jax.Array, value: Any, shard: Any) -> PartSum:
@@ -126,11 +128,11 @@ def _of_shard(leaf: jax.Array, value: Any, shard: Any) -> PartSum:
 @functools.lru_cache(4096)
 def _holders(sharding: Sharding, shape: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, ...]]:
     """Returns the processes that hold a copy of each part of an array, by the part's starts."""
-    found: dict[tuple[int, ...], set[int]] = {}
+    holders: dict[tuple[int, ...], set[int]] = {}
     parts: Mapping[Any, Any] = sharding.devices_indices_map(shape)
     for device, index in parts.items():
-        found.setdefault(_starts(index), set()).add(device.process_index)
-    return {starts: tuple(sorted(processes)) for starts, processes in found.items()}
+        holders.setdefault(_starts(index), set()).add(device.process_index)
+    return {starts: tuple(sorted(processes)) for starts, processes in holders.items()}
 
 
 def _starts(index: Any) -> tuple[int, ...]:
@@ -141,9 +143,9 @@ def _starts(index: Any) -> tuple[int, ...]:
 
 
 def _sum(x: np.ndarray, starts: Sequence[int] = (), shape: Sequence[int] = ()) -> int:
-    """The sum of an array, or of the part at `starts` of an array of `shape`.
+    """Returns the checksum of an array, or of the part at `starts` of an array of `shape`.
 
-    Row by row where it is large, so that it takes little room beside the array.
+    A large array is processed in chunks of rows, to need little memory.
     """
     x = np.ascontiguousarray(_whole_bytes(x))
     if not starts or x.shape == tuple(shape):
@@ -153,17 +155,18 @@ def _sum(x: np.ndarray, starts: Sequence[int] = (), shape: Sequence[int] = ()) -
     for row in range(0, len(x), rows):
         part = x[row : row + rows]
         words = _words_on_host(part)
-        place: Any = np.zeros(part.shape, np.uint32)
-        begins = (starts[0] + row, *starts[1:])
+        position: Any = np.zeros(part.shape, np.uint32)
+        offsets = (starts[0] + row, *starts[1:])
         with np.errstate(over="ignore"):
-            for dim, (start, size) in enumerate(zip(begins, shape, strict=True)):
+            for dim, (start, size) in enumerate(zip(offsets, shape, strict=True)):
                 index = np.arange(start, start + part.shape[dim], dtype=np.uint64).astype(np.uint32)
                 index = index.reshape([-1 if d == dim else 1 for d in range(part.ndim)])
-                place = place * np.uint32(size % 2**32) + index
+                position = position * np.uint32(size % 2**32) + index
             if words.ndim > part.ndim:
-                number = words.shape[-1]
-                place = place[..., None] * np.uint32(number) + np.arange(number, dtype=np.uint32)
-            total += int(_mixed(words, place).sum(dtype=np.uint32))
+                count = words.shape[-1]
+                word = np.arange(count, dtype=np.uint32)
+                position = position[..., None] * np.uint32(count) + word
+            total += int(_hash(words, position).sum(dtype=np.uint32))
     return total % 2**32
 
 
@@ -171,16 +174,17 @@ def _sum(x: np.ndarray, starts: Sequence[int] = (), shape: Sequence[int] = ()) -
 
 
 def _sum_of(x: jax.Array, starts: Sequence[Any], shape: Sequence[int]) -> jax.Array:
-    """As `_sum`, traced."""
+    """Returns the checksum of a part of an array, like `_sum`; traced."""
     words = _words_on_device(_whole_bytes(x))
-    place = jnp.zeros(x.shape, jnp.uint32)  # in the whole array, row by row
+    position = jnp.zeros(x.shape, jnp.uint32)  # in the whole array, in row-major order
     for dim, (start, size) in enumerate(zip(starts, shape, strict=True)):
         index = jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim) + jnp.uint32(start)
-        place = place * jnp.uint32(size % 2**32) + index
+        position = position * jnp.uint32(size % 2**32) + index
     if words.ndim > x.ndim:
-        number = words.shape[-1]
-        place = place[..., None] * jnp.uint32(number) + jnp.arange(number, dtype=jnp.uint32)
-    return _mixed(words, place).sum(dtype=jnp.uint32)
+        count = words.shape[-1]
+        word = jnp.arange(count, dtype=jnp.uint32)
+        position = position[..., None] * jnp.uint32(count) + word
+    return _hash(words, position).sum(dtype=jnp.uint32)
 
 
 @jax.jit
@@ -190,7 +194,7 @@ def _jit_sum(x: jax.Array) -> jax.Array:
 
 @functools.cache
 def _jit_part_sums(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> Any:
-    """From an array of that sharding and shape to the sums of its parts, one for each device."""
+    """Returns a function from an array to the checksums of its parts, one for each device."""
     axes = [*spec, *[None] * (len(shape) - len(spec))]
 
     def part_sum(part: jax.Array) -> jax.Array:
@@ -200,32 +204,32 @@ def _jit_part_sums(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> A
         ]
         return _sum_of(part, starts, shape)[None]
 
-    everywhere = PartitionSpec(mesh.axis_names)
-    return jax.jit(jax.shard_map(part_sum, mesh=mesh, in_specs=spec, out_specs=everywhere))
+    one_each = PartitionSpec(mesh.axis_names)
+    return jax.jit(jax.shard_map(part_sum, mesh=mesh, in_specs=spec, out_specs=one_each))
 
 
-# -- of words --------------------------------------------------------------------------------------
+# -- words and hashes ------------------------------------------------------------------------------
 
 
-def _mixed(words: Any, place: Any) -> Any:
-    """A hash of each word and its place; for a given place no two words share one.
+def _hash(words: Any, position: Any) -> Any:
+    """Returns a hash of each word and its position; for one position it is injective.
 
-    The mixing is `lowbias32` of Chris Wellons' "Prospecting for Hash Functions" (2018).
+    The function is `lowbias32` of Chris Wellons' "Prospecting for Hash Functions" (2018).
     """
     integer = np.uint32
-    h = words + place * integer(0x9E3779B9)
+    h = words + position * integer(0x9E3779B9)
     h = (h ^ (h >> integer(16))) * integer(0x7FEB352D)
     h = (h ^ (h >> integer(15))) * integer(0x846CA68B)
     return h ^ (h >> integer(16))
 
 
 def _whole_bytes(x: Any) -> Any:
-    """Elements of less than a byte (int4, float4) as wider ones of the same value."""
+    """Converts elements of less than a byte (int4, float4) to float32, which has their values."""
     return x.astype(np.float32) if jax.dtypes.itemsize_bits(x.dtype) < 8 else x
 
 
 def _words_on_host(x: np.ndarray) -> np.ndarray:
-    """The bits of an array as 32-bit words; wider elements have a last dim of several."""
+    """Returns the bits of an array as uint32 words; wider elements add a last dim of words."""
     width = x.dtype.itemsize
     if width > 4:
         return x.reshape(*x.shape, 1).view(np.uint32)
@@ -241,5 +245,5 @@ def _words_on_device(x: jax.Array) -> jax.Array:
     width = x.dtype.itemsize
     kind = {1: jnp.uint8, 2: jnp.uint16}.get(width, jnp.uint32)
     words = jax.lax.bitcast_convert_type(x, kind).astype(jnp.uint32)
-    more = words.shape[len(shape) :]  # several words an element
-    return words.reshape(*shape, math.prod(more)) if more else words
+    word_dims = words.shape[len(shape) :]  # if an element has several words
+    return words.reshape(*shape, math.prod(word_dims)) if word_dims else words

@@ -78,7 +78,7 @@ def execute(command: Verify | Show | Export, terminal: Terminal) -> int:
             command.to,
             which=command.checkpoint,
             averaged=averaged,
-            tell=terminal.line,
+            log=terminal.line,
         )
         size = byte_size(sum(x.nbytes for x in arrays.values()))
         terminal.line(f"{len(arrays)} arrays, {size}, in {command.to}")

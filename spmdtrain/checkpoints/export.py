@@ -1,4 +1,4 @@
-"""Parameters as a file that other programs read: `.npz` or `.safetensors`."""
+"""Export of parameters to files of other programs: `.npz` and `.safetensors`."""
 
 import importlib
 from collections.abc import Callable
@@ -21,26 +21,36 @@ def export_params(
     *,
     which: str | int = "latest",
     averaged: bool | None = None,
-    tell: Callable[[str], None] = warn,
+    log: Callable[[str], None] = warn,
 ) -> dict[str, np.ndarray]:
-    """Write the model of a checkpoint into one file; the arrays by the names it has there.
+    """Writes the parameters and the model state of a checkpoint to one file.
 
-    `path`, `which` and `averaged` are those of `load_params`; `tell` hears of damaged checkpoints
-    that are passed over. Names are paths in the model with dots, `layers.0.kernel`; model state,
-    such as batch statistics, is among them. A `.npz` holds float32 where NumPy has not the dtype
-    (bfloat16), a `.safetensors` every dtype as it is. Raises `UserError` and `StorageError`.
+    Args:
+      path: A workdir, or one of its `checkpoints/STEP`.
+      to: The file: NAME.npz or NAME.safetensors. A `.npz` has float32 for dtypes that NumPy lacks,
+        such as bfloat16; a `.safetensors` keeps every dtype.
+      which: The checkpoint of a workdir: "latest" (the newest good one), "best" or a step.
+      averaged: Whether to export averaged parameters; by default, if the run kept an average.
+      log: Receives a line for each damaged checkpoint that is skipped; by default warns.
+
+    Returns:
+      The arrays by their names in the file: paths in the model with dots, `layers.0.kernel`.
+
+    Raises:
+      UserError: If there is no such checkpoint, or none that is good, or `to` has another suffix.
+      StorageError: If the checkpoint cannot be read, or the file cannot be written.
     """
     target = folder_of(to)
     if target.suffix not in _SUFFIXES:
         raise UserError(f"{to}: export writes {' and '.join(_SUFFIXES)} files")
     save = _save_npz if target.suffix == ".npz" else _safetensors()
-    variables, manifest = read_variables(path, which=which, averaged=averaged, tell=tell)
+    variables, manifest = read_variables(path, which=which, averaged=averaged, tell=log)
     arrays: dict[str, np.ndarray] = {}
     for tree in variables:
         for name, leaf in named_leaves(tree).items():
             name = name.replace("/", ".") or "params"
             if name in arrays:
-                raise UserError(f"{path}: two arrays of the model are both called {name}")
+                raise UserError(f"{path}: two arrays of the model have the name {name}")
             arrays[name] = np.asarray(leaf)
     metadata = {"step": str(manifest.step), "saved_at": manifest.saved_at}
     try:
@@ -64,11 +74,11 @@ def _safetensors() -> Any:
         library = importlib.import_module("safetensors.numpy")
     except ImportError as error:
         raise UserError(
-            "to write .safetensors needs one more library: pip install 'spmdtrain[safetensors]'"
+            "export to .safetensors requires a library: pip install 'spmdtrain[safetensors]'"
         ) from error
 
     def save(file: Any, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
-        whole = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
-        file.write(library.save(whole, metadata))
+        contiguous = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+        file.write(library.save(contiguous, metadata))
 
     return save

@@ -17,58 +17,68 @@ with epy.lazy_imports():  # because importing it takes long
 
 PyTree = Any
 
-# The items of a checkpoint, each of which is read by itself, and the fields of the state in them.
 ITEMS: Mapping[str, tuple[str, ...]] = {
     "params": ("params",),
-    "averaged": ("averaged",),  # only where an average is kept
-    "model_state": ("model_state",),  # only where the model has one
-    "training": ("step", "opt_state", "key"),  # what else a run needs to go on
+    "averaged": ("averaged",),  # only with a moving average of the parameters
+    "model_state": ("model_state",),  # only if the model has one
+    "training": ("step", "opt_state", "key"),  # what else a resumed run needs
 }
+"""The fields of the state in each item of a checkpoint; items are read independently."""
 
 
 def steps_in(folder: epath.Path) -> list[int]:
-    """The steps whose checkpoints in a folder were written to their end, ascending.
+    """Returns the steps of the complete checkpoints in a folder, ascending.
 
-    None where there is no such folder: a bucket has only those that hold something.
+    Empty if the folder does not exist: in a bucket, empty folders do not exist.
     """
 
     def is_step(path: epath.Path) -> bool:
-        named = re.fullmatch("0|[1-9][0-9]*", path.name) is not None
-        return named and path.is_dir() and bool(ocp.utils.is_checkpoint_finalized(path))
+        is_number = re.fullmatch("0|[1-9][0-9]*", path.name) is not None
+        return is_number and path.is_dir() and bool(ocp.utils.is_checkpoint_finalized(path))
 
     paths = folder.iterdir() if folder.exists() else ()
     return sorted(int(path.name) for path in paths if is_step(path))
 
 
 def items_of(state: TrainState) -> dict[str, dict[str, PyTree]]:
-    """The state by item and field; without items that hold nothing."""
+    """Returns the fields of a state by item, without items that have no arrays."""
     items = {
         item: {field: getattr(state, field) for field in fields} for item, fields in ITEMS.items()
     }
-    return {item: content for item, content in items.items() if jax.tree.leaves(content)}
+    return {item: fields for item, fields in items.items() if jax.tree.leaves(fields)}
 
 
 def raw_keys(tree: PyTree) -> PyTree:
-    """The tree with the numbers that random keys are made of, or their shapes, in their place."""
+    """Replaces the random keys in a tree by their data, because Orbax cannot store keys.
+
+    Leaves are arrays or `jax.ShapeDtypeStruct`.
+    """
 
     def raw(leaf: Any) -> Any:
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return leaf
         if isinstance(leaf, jax.Array):
             return jax.random.key_data(leaf)
-        numbers = jax.eval_shape(jax.random.key_data, leaf)
-        return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=leaf.sharding)
+        data = jax.eval_shape(jax.random.key_data, leaf)
+        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
 
     return jax.tree.map(raw, tree)
 
 
 def check_can_be_saved(state: PyTree) -> None:
-    """Raise `UserError` for what Orbax cannot hold: it writes a/b and a.b over one another."""
+    """Checks that Orbax can store a state.
+
+    Raises:
+      UserError: For an empty array, or two arrays that Orbax would write to the same place, such
+        as a/b and a.b.
+    """
     seen: dict[str, str] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         name = path_name(path)
         if 0 in leaf.shape:
             raise UserError(f"{name} has shape {leaf.shape}: an empty array cannot be saved")
-        if (called := name.replace("/", ".")) in seen:
-            raise UserError(f"{seen[called]} and {name} would both be saved as {called}")
-        seen[called] = name
+        if (stored_name := name.replace("/", ".")) in seen:
+            raise UserError(
+                f"{seen[stored_name]} and {name} would both be saved as {stored_name}: rename one"
+            )
+        seen[stored_name] = name

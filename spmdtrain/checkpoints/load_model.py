@@ -40,27 +40,27 @@ def load_model(
     """
     adapter = as_adapter(model)
     expected = jax.eval_shape(adapter.init, adapter.given, jax.random.key(0))
-    found, _ = read_variables(path, which=which, averaged=averaged)
+    saved, _ = read_variables(path, which=which, averaged=averaged)
     return adapter.merge(
         Variables(
-            _like(expected.params, found.params, f"{os.fspath(path)}: parameter"),
-            _like(expected.model_state, found.model_state, f"{os.fspath(path)}: model state"),
+            _match(expected.params, saved.params, f"{os.fspath(path)}: parameter"),
+            _match(expected.model_state, saved.model_state, f"{os.fspath(path)}: model state"),
         )
     )
 
 
-def _like(expected: PyTree, found: PyTree, what: str) -> PyTree:
-    """The found arrays in the structure of the expected ones, matched by path."""
-    there, here = named_leaves(found), named_leaves(expected)
-    for name in sorted(there.keys() | here.keys()):
-        saved, own = _shape(there.get(name)), _shape(here.get(name))
-        if saved != own:
+def _match(expected: PyTree, saved: PyTree, label: str) -> PyTree:
+    """Returns the saved arrays in the structure of the expected ones, matched by path."""
+    arrays, leaves = named_leaves(saved), named_leaves(expected)
+    for name in sorted(arrays.keys() | leaves.keys()):
+        saved_shape, own_shape = _shape(arrays.get(name)), _shape(leaves.get(name))
+        if saved_shape != own_shape:
             raise UserError(
-                f"{what} {name}: {saved} in the checkpoint, {own} in the model. Build the model "
-                "that was trained"
+                f"{label} {name}: {saved_shape} in the checkpoint, {own_shape} in the model. Build "
+                "the model that was trained"
             )
     return jax.tree_util.tree_map_with_path(
-        lambda leaf_path, _: jnp.asarray(there[path_name(leaf_path)]), expected
+        lambda leaf_path, _: jnp.asarray(arrays[path_name(leaf_path)]), expected
     )
 
 

@@ -1,4 +1,4 @@
-"""Orbax' manager of checkpoints as we use it: imported with the first save, as Orbax takes long."""
+"""The checkpoint manager of Orbax. Imported with the first save, because the import takes long."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _MIN_SLICE = 2**20  # bytes
 
 
 class Manager(ocp.CheckpointManager):  # type: ignore[misc]
-    """Orbax' own, which would put a step of ours among JAX's points to stop at."""
+    """Orbax' manager without its own handling of preemption, which would stop at its own steps."""
 
     def reached_preemption(self, step: int) -> bool:
         return False
@@ -28,25 +28,29 @@ def open_manager(
     keep: Callable[[Sequence[int]], list[bool]],
     removed: str | None,
 ) -> Manager:
-    """Of the checkpoints in `folder`: `seal` is called before each is published.
+    """Returns the manager of the checkpoints in a folder. All processes of the job call it.
 
-    `keep` says of the steps that are there which ones stay; the others go into `removed`, a folder
-    inside, or at once where it is None. All processes of the job call it together.
+    Args:
+      folder: The folder.
+      items: Names of the items of a checkpoint.
+      seal: Called before each checkpoint is published.
+      keep: Returns for each of the existing steps whether its checkpoint is kept.
+      removed: Subfolder to which other checkpoints are moved; None to remove them at once.
     """
     return Manager(
         folder,
         options=ocp.CheckpointManagerOptions(
             create=False,
             multiprocessing_options=_by_all(),
-            # What a killed run left half-written goes before the first save.
+            # Removes the unfinished checkpoints of a killed run before the first save.
             cleanup_tmp_directories=True,
-            lightweight_initialize=True,  # our manifests hold times and metrics
-            # One that is removed loses its name first: half of it is never counted.
+            lightweight_initialize=True,  # times and metrics are in the manifests
+            # A checkpoint is renamed before it is removed, so a partial one is never listed.
             todelete_subdir=removed,
             preservation_policy=_Policy(keep),
             async_options=ocp.AsyncOptions(
                 post_finalization_callback=seal,
-                # Else a folder that cannot be written shows after minutes of waiting.
+                # Otherwise a folder that cannot be written is detected minutes later.
                 create_directories_asynchronously=False,
             ),
         ),
@@ -55,10 +59,10 @@ def open_manager(
 
 
 def _handler() -> ocp.PyTreeCheckpointHandler:
-    """Orbax' own, but for one thing: a process alone copies what is replicated from one device.
+    """Returns Orbax' handler; a single process copies replicated arrays from one device.
 
-    To slice it up among all of them is for those of several hosts, and for what is large; else it
-    takes several times as long as the copy, and to compile.
+    Slicing a replicated array over all devices is useful with several hosts and for large arrays.
+    Otherwise it takes several times as long as the copy, and has to be compiled.
     """
     arrays = ocp.type_handlers.ArrayHandler(
         use_replica_parallel=process_group.count() > 1,
@@ -69,10 +73,10 @@ def _handler() -> ocp.PyTreeCheckpointHandler:
 
 
 def _by_all() -> ocp.options.MultiprocessingOptions:
-    """Options for all processes of the job.
+    """Returns options for all processes of the job.
 
-    With the processes named, it waits for them without the devices, which may be more in one
-    process than in another.
+    If the processes are listed, Orbax' barriers do not use devices, whose number may differ between
+    processes.
     """
     count = process_group.count()
     return ocp.options.MultiprocessingOptions(
@@ -82,7 +86,7 @@ def _by_all() -> ocp.options.MultiprocessingOptions:
 
 @dataclass(frozen=True)
 class _Policy:
-    """Our retention in the form in which Orbax asks for it."""
+    """The retention of this package as a preservation policy of Orbax."""
 
     keep: Callable[[Sequence[int]], list[bool]]
 

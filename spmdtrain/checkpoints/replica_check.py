@@ -15,15 +15,15 @@ from spmdtrain.errors import ReplicaError
 from spmdtrain.step.state import TrainState
 from spmdtrain.tree import named_leaves
 
-_MOST_NAMES = 8  # of processes in a message
+_MAX_NAMES = 8  # of processes in a message
 
 
 class FirstStep:
     """A comparison that begins when a step is dispatched, and ends when its output is read.
 
-    Nothing waits for the step at the beginning: large arrays are summed where they live, and small
-    ones are copied there to be summed on the host. Arrays that rest in host memory are left to the
-    next save.
+    Its beginning does not wait for the step: the checksums of large arrays are computed on their
+    devices, and small arrays are copied there for the host. Arrays in host memory are compared at
+    the next save only.
 
     Args:
       state: The state after the step. It may be donated to the next step.
@@ -32,7 +32,7 @@ class FirstStep:
 
     def __init__(self, state: TrainState, step: int) -> None:
         self.step = step
-        leaves = {name: x for name, x in named_leaves(state).items() if not _rests_on_host(x)}
+        leaves = {name: x for name, x in named_leaves(state).items() if not _is_in_host_memory(x)}
         self._small = _copies({name: x for name, x in leaves.items() if is_small(x)})
         self._sums = start_sums({name: x for name, x in leaves.items() if not is_small(x)})
 
@@ -50,18 +50,18 @@ def _copies(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return jax.tree.map(jnp.copy, leaves)
 
 
-def _rests_on_host(leaf: jax.Array) -> bool:
+def _is_in_host_memory(leaf: jax.Array) -> bool:
     device: Any = next(iter(leaf.sharding.device_set))
     return leaf.sharding.memory_kind not in (None, device.default_memory().kind)
 
 
 def check_equal(started: Mapping[str, Sequence[PartSum]], step: int) -> None:
-    """Compares the sums of what several processes hold a copy of. All processes call it alike.
+    """Compares the checksums of copies in several processes. All processes call it together.
 
-    Parts of arrays that only one process holds are left out.
+    Parts of arrays that only one process holds are not compared.
 
     Args:
-      started: What `start_sums` began, by the leaf's path.
+      started: The result of `start_sums`.
       step: The step after which the state is compared.
 
     Raises:
@@ -70,7 +70,7 @@ def check_equal(started: Mapping[str, Sequence[PartSum]], step: int) -> None:
     """
     if process_group.count() == 1:
         return
-    shared: dict[str, dict[str, int]] = {}  # by the processes that hold a copy, then by name
+    shared: dict[str, dict[str, int]] = {}  # by the processes with a copy, then by name
     for name, parts in started.items():
         for part in parts:
             if len(part.holders) > 1:
@@ -83,9 +83,9 @@ def check_equal(started: Mapping[str, Sequence[PartSum]], step: int) -> None:
     group, usual, different, certain = odd
     own = next((sums for holders, sums in shared.items() if _digest(holders) == group), {})
     sums = process_group.gather(own if process_group.rank() in (usual, different[0]) else {})
-    one, other = sums[usual], sums[different[0]]
-    names = [name for name in one if one[name] != other.get(name)]
-    copies = f"step {step}: the copies of {_first(names)} that all processes must hold alike differ"
+    usual_sums, other_sums = sums[usual], sums[different[0]]
+    names = [name for name in usual_sums if usual_sums[name] != other_sums.get(name)]
+    copies = f"step {step}: the copies of {_first(names)} differ between processes"
     which = _names(different) if certain else _names([usual, *different])
     raise ReplicaError(
         f"{copies}: {which} {'differs' if len(different) == 1 and certain else 'differ'} from "
@@ -96,9 +96,9 @@ def check_equal(started: Mapping[str, Sequence[PartSum]], step: int) -> None:
 
 
 def _names(ranks: Sequence[int]) -> str:
-    names = [process_group.names()[rank] for rank in ranks[:_MOST_NAMES]]
-    if len(ranks) > _MOST_NAMES:
-        return f"{', '.join(names)} and {len(ranks) - _MOST_NAMES} more"
+    names = [process_group.names()[rank] for rank in ranks[:_MAX_NAMES]]
+    if len(ranks) > _MAX_NAMES:
+        return f"{', '.join(names)} and {len(ranks) - _MAX_NAMES} more"
     return " and ".join(names)
 
 
@@ -125,12 +125,12 @@ def _find_odd(digests: Sequence[Mapping[str, str]]) -> tuple[str, int, list[int]
       The group, a process of the majority, the processes that differ from it, and True. Without
       a majority: the group, its first process, the others, and False. None if all are equal.
     """
-    for group in sorted({group for found in digests for group in found}):
-        of_rank = {rank: found[group] for rank, found in enumerate(digests) if group in found}
-        (most, count), *others = collections.Counter(of_rank.values()).most_common()
+    for group in sorted({group for own in digests for group in own}):
+        by_rank = {rank: own[group] for rank, own in enumerate(digests) if group in own}
+        (most, count), *others = collections.Counter(by_rank.values()).most_common()
         if others:
-            usual = next(rank for rank, digest in of_rank.items() if digest == most)
-            certain = 2 * count > len(of_rank)
-            odd = [r for r in of_rank if r != usual and not (certain and of_rank[r] == most)]
+            usual = next(rank for rank, digest in by_rank.items() if digest == most)
+            certain = 2 * count > len(by_rank)
+            odd = [r for r in by_rank if r != usual and not (certain and by_rank[r] == most)]
             return group, usual, odd, certain
     return None

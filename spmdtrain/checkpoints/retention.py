@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""Retention of checkpoints."""
 
 import dataclasses
 import datetime
@@ -12,7 +12,7 @@ _HOUR = 3600
 
 @dataclass(frozen=True)
 class Record:
-    """What of a checkpoint decides whether it stays."""
+    """The properties of a checkpoint that determine whether it is kept."""
 
     step: int
     saved_at: datetime.datetime
@@ -21,10 +21,18 @@ class Record:
 
 @dataclass(frozen=True)
 class Retention:
-    """The newest `latest` stay, the `best` best, and the first of every so many steps or hours.
+    """Selects the checkpoints to keep: the newest, the best and periodic ones.
 
-    A function of the records alone, so that a restart changes nothing. A record without the metric
-    is never among the best; of equals the newer is better.
+    The selection is a function of the records, so a restart does not change it.
+
+    Attributes:
+      latest: Number of newest checkpoints to keep.
+      best: Number of best checkpoints to keep. A record without a finite metric is never among
+        them; of two with the same value the newer is better.
+      metric: The metric that ranks checkpoints.
+      direction: Whether its best value is the minimum or the maximum.
+      every_steps: Keep the first checkpoint of each period of this many steps.
+      every_hours: Keep the first checkpoint of each period of this many hours.
     """
 
     latest: int = 3
@@ -35,51 +43,57 @@ class Retention:
     every_hours: float | None = None
 
     def keep(self, records: Iterable[Record]) -> set[int]:
-        """The steps to keep."""
+        """Returns the steps to keep."""
         by_step = sorted(records, key=lambda record: record.step)
         newest = [record.step for record in by_step[-self.latest :]]
-        return {*newest, *self.best_first(by_step)[: self.best], *self._for_good(by_step)}
+        return {*newest, *self.best_first(by_step)[: self.best], *self._periodic(by_step)}
 
     def keep_evaluated(
         self, records: Iterable[Record], evaluated: Mapping[int, Mapping[str, float]]
     ) -> set[int]:
-        """The steps to keep where an evaluator beside the run gives the metrics, by step.
+        """Returns the steps to keep if a separate evaluator task computes the metrics.
 
-        Those that it has still to look at stay, too: any of them may turn out to be the best.
+        Checkpoints that it has not evaluated yet are kept too, because they may become the best.
+
+        Args:
+          records: The checkpoints.
+          evaluated: The evaluator's metrics by step.
         """
         records = [dataclasses.replace(r, metrics=evaluated.get(r.step)) for r in records]
-        steps = {record.step for record in records}  # others are of a run that has gone back since
+        steps = {
+            record.step for record in records
+        }  # metrics of other steps are of a run that resumed from an earlier one
         seen = max(steps & evaluated.keys(), default=-1)
         return self.keep(records) | {r.step for r in records if r.step > seen}
 
     def best_first(self, records: Iterable[Record]) -> list[int]:
-        """The steps that have the metric, the best first."""
+        """Returns the steps that have the metric, the best first."""
         ranked = sorted(
-            (self._merit(record), record.step) for record in records if self._measured(record)
+            (self._score(record), record.step) for record in records if self._has_metric(record)
         )
         return [step for _, step in reversed(ranked)]
 
-    def _measured(self, record: Record) -> bool:
+    def _has_metric(self, record: Record) -> bool:
         value = (record.metrics or {}).get(self.metric, math.nan)
         return math.isfinite(value)
 
-    def _merit(self, record: Record) -> float:
+    def _score(self, record: Record) -> float:
         assert record.metrics is not None
         value = record.metrics[self.metric]
         return -value if self.direction == "min" else value
 
-    def _for_good(self, by_step: Sequence[Record]) -> set[int]:
-        """The first checkpoint of each period. The oldest stays first, so this never changes."""
+    def _periodic(self, by_step: Sequence[Record]) -> set[int]:
+        """Returns the first checkpoint of each period, which stays the first in later calls."""
         kept: set[int] = set()
         periods: set[tuple[str, int]] = set()
         for record in by_step:
-            found = set()
+            own = set()
             if self.every_steps and record.step >= self.every_steps:
-                found.add(("steps", record.step // self.every_steps))
+                own.add(("steps", record.step // self.every_steps))
             if self.every_hours:
                 hours = record.saved_at.timestamp() / _HOUR
-                found.add(("hours", math.floor(hours / self.every_hours)))
-            if found - periods:
+                own.add(("hours", math.floor(hours / self.every_hours)))
+            if own - periods:
                 kept.add(record.step)
-            periods |= found
+            periods |= own
         return kept

@@ -1,4 +1,4 @@
-"""Saving checkpoints: a thin layer over Orbax that seals what was saved and says what was not."""
+"""Saving of checkpoints: Orbax, with manifests, retention and messages for failures."""
 
 import contextlib
 import datetime
@@ -35,7 +35,7 @@ from spmdtrain.files.storage import (
 )
 from spmdtrain.step.state import TrainState
 
-with epy.lazy_imports():  # as it takes long, and a run's first step can come before
+with epy.lazy_imports():  # because importing it takes long, and the first step can precede it
     import orbax.checkpoint as ocp
 
 PyTree = Any
@@ -43,52 +43,63 @@ PyTree = Any
 _NOTHING: Mapping[str, Any] = {}
 _REMOVED = ".removed"
 _UNFINISHED = ".orbax-checkpoint-tmp"
-_SHOWS_WITHIN = 45.0  # seconds in which a new file shows on a network file system
-_numbers = itertools.count()  # of saves: the same in all processes, as they save together
+_VISIBLE_WITHIN = 45.0  # seconds until a new file is visible on a network file system
+_save_numbers = itertools.count()  # equal in all processes, because they save together
 
-# Orbax tells through absl of every step it takes; what goes wrong it raises. absl is imported
-# before, as a logger of its name that is not its own would not know who has called it.
+# Orbax logs every action through absl, and raises its errors. absl is imported before, because a
+# logger of the same name that absl has not made would not find the caller's path.
 absl.logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pathname)
 
 
 def check_shared(folder: Path) -> None:
-    """Raise `UserError` where a process of the job has another folder of that name than the first.
+    """Checks that all processes of the job share a folder.
 
-    Each would write its part of every checkpoint into its own, and none of them would be whole.
+    Otherwise each would write its part of a checkpoint to its own folder, and no checkpoint would
+    be complete.
+
+    Raises:
+      UserError: If a process has another folder at this path than process 0.
     """
     name = process_group.broadcast(f".shared-{secrets.token_hex(8)}")
-    mark = folder / name
+    marker = folder / name
     if process_group.is_chief():
         no_follow.create(folder, name).close()
     process_group.barrier()
 
-    def look() -> None:
-        until = time.monotonic() + _SHOWS_WITHIN
-        while not mark.exists():
-            if time.monotonic() > until:
+    def check() -> None:
+        deadline = time.monotonic() + _VISIBLE_WITHIN
+        while not marker.exists():
+            if time.monotonic() > deadline:
                 raise UserError(
                     f"{folder} in {process_group.name()} is not the folder that "
-                    f"{process_group.names()[0]} has there: the workdir must be one that all "
-                    "processes share"
+                    f"{process_group.names()[0]} has there: use a workdir that all processes share"
                 )
             time.sleep(0.2)
 
     try:
-        process_group.run_on_all(look, UserError)
+        process_group.run_on_all(check, UserError)
     finally:
         if process_group.is_chief():
-            mark.unlink()
+            marker.unlink()
 
 
 class Checkpoints:
-    """The checkpoints that one run writes: `STEP/` holds the state after that many updates.
+    """The checkpoints of a run: `STEP/` holds the state after that many updates.
 
-    Each is published by one rename, when all its arrays and its manifest are written. Only then is
-    an older one removed. Where several processes train together, all of them write, and all call
-    the same methods in the same order; process 0 alone seals, renames and removes.
+    A checkpoint is published by one rename, after all its arrays and its manifest are written;
+    only then are older ones removed. If several processes train together, all of them write, and
+    all call the same methods in the same order; only process 0 writes the manifest, renames and
+    removes.
 
-    `evaluated` reads the metrics of an evaluator beside the run by step, where that is what says
-    which checkpoint is best.
+    Args:
+      folder: The `checkpoints` folder of the workdir.
+      retention: Selects the checkpoints to keep.
+      evaluated: Reads the metrics of a separate evaluator task by step; None if the run evaluates
+        itself.
+
+    Raises:
+      UserError: If the folder is a file or a symbolic link, or is not shared by all processes.
+      StorageError: If the folder cannot be used.
     """
 
     def __init__(
@@ -97,24 +108,24 @@ class Checkpoints:
         retention: Retention,
         evaluated: Callable[[], Mapping[int, Mapping[str, float]]] | None = None,
     ) -> None:
-        # As Orbax wants it; whether it is a link itself is looked at below.
+        # Orbax requires an absolute path. A link in the last component is kept for the check below.
         self.folder = folder = absolute(folder.parent) / folder.name
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder} is a file: it must be the folder of the checkpoints")
         if no_follow.is_link(folder):
             raise UserError(
-                f"{folder} is a symbolic link, which a run writes nothing through: make it a "
-                "folder, or give a workdir where it points to"
+                f"{folder} is a symbolic link, through which a run does not write: make it a "
+                "folder, or use the workdir that it points to"
             )
         silence_tensorstore_shutdown()
         self._retention, self._evaluated = retention, evaluated
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="remove-checkpoints")
-        self._teller = ThreadPoolExecutor(1, thread_name_prefix="tell-check-sums")
-        self._manager: Any = None  # once something has been saved
+        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="publish-checksums")
+        self._manager: Any = None  # opened by the first save
         self._saving: _Save | None = None
-        self._told: Future[None] | None = None  # what this process adds to the sums
+        self._published: Future[None] | None = None  # this process' part of the checksums
         self._failed = self._abandoned = False
-        with self._named_failures("the folder of the checkpoints cannot be used"):
+        with self._storage_errors("the folder of the checkpoints cannot be used"):
             if process_group.is_chief():
                 folder.mkdir(parents=True, exist_ok=True)
                 self._remove_links()
@@ -124,8 +135,8 @@ class Checkpoints:
             self._records: dict[int, Record] = {}
             if process_group.is_chief():
                 self._records = {s: r for s in steps_in(folder) if (r := self._record(s))}
-        # The newest that is known to be whole.
         self.saved_step = process_group.broadcast(max(self._records, default=0))
+        """Step of the newest checkpoint that is known to be complete; 0 without one."""
         self._remove()
 
     def save(
@@ -138,30 +149,37 @@ class Checkpoints:
         stopped: bool = False,
         epoch: Mapping[str, Any] = _NOTHING,
     ) -> None:
-        """Save asynchronously: returns when the state is copied to the host.
+        """Saves a state asynchronously. Returns when it is copied to the host.
 
-        `epoch` goes into the manifest.
-        `metrics` are those of an evaluation of this very state; without them, or where the one
-        that ranks checkpoints is not finite, the checkpoint is never the best. Raises
-        `StorageError` with what went wrong, also with the save before, and `ReplicaError`, before
-        anything is written, if processes hold different copies of the state.
+        Args:
+          state: The state.
+          step: Number of updates in it.
+          identity: The run, for the manifest.
+          metrics: Metrics of an evaluation of this state; without them, or if the one that ranks
+            checkpoints is not finite, the checkpoint is never the best.
+          stopped: Whether a callback ended the run here.
+          epoch: Metrics of the unfinished epoch, for the manifest.
+
+        Raises:
+          StorageError: If this save, or the previous one, has failed.
+          ReplicaError: If processes hold different copies of the state; nothing is written then.
         """
         if metrics is not None and not math.isfinite(metrics.get(self._retention.metric, math.nan)):
             metrics = None
         self.wait()
         now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
-        # The sums are begun before the copy: what the next step writes into donated memory, or
-        # anything on the way to the disk, cannot be in them.
+        # The checksums are started before the copy, so that they include neither what the next step
+        # writes to donated memory nor any error on the way to the disk.
         items = items_of(state)
         sums = start_sums({field: x for item in items.values() for field, x in item.items()})
         replica_check.check_equal(sums, step)
         self._saving = save = _Save(
-            next(_numbers), step, now, identity, metrics, stopped, sums, epoch
+            next(_save_numbers), step, now, identity, metrics, stopped, sums, epoch
         )
         if process_group.is_chief():
             self._records[step] = Record(step, now, metrics)
         else:
-            self._told = self._teller.submit(
+            self._published = self._publisher.submit(
                 lambda: process_group.publish(save.key_of(), read_parts(sums))
             )
         with self._failing():
@@ -178,56 +196,60 @@ class Checkpoints:
             )
 
     def get_ready(self) -> None:
-        """Import, beside whatever goes on, what the first save needs: else it takes longer."""
-        self._teller.submit(importlib.import_module, "spmdtrain.checkpoints.orbax")
+        """Imports Orbax in a thread, so that the first save does not wait for it."""
+        self._publisher.submit(importlib.import_module, "spmdtrain.checkpoints.orbax")
 
     def wait(self) -> None:
-        """Return when nothing is being saved any more; raises `StorageError`, but only once."""
+        """Waits for the pending save.
+
+        Raises:
+          StorageError: If it has failed; only once.
+        """
         if self._saving is None:
             return
         with self._failing():
-            if self._told is not None:
-                self._told.result()
+            if self._published is not None:
+                self._published.result()
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
         self.saved_step, self._saving = self._saving.step, None
         self._remove()
 
     def close(self) -> None:
-        """Finish what is being saved and let go of the folder."""
+        """Waits for the pending save and releases the folder."""
         if self._abandoned:
             return
         try:
             self.wait()
         finally:
-            # A failure that was raised already is raised again by Orbax.
+            # Orbax raises again an error that was raised before.
             with contextlib.suppress(Exception) if self._failed else contextlib.nullcontext():
                 if self._manager is not None:
                     self._manager.close()
             self._remover.shutdown()
-            self._teller.shutdown()
+            self._publisher.shutdown()
             if self._failed and self._folder_identity() == self._opened:
-                time.sleep(0.5)  # Orbax waits no more for threads that are still writing
+                time.sleep(0.5)  # Orbax does not wait for threads that are still writing
                 self._remove_unfinished()
             if not is_url(self.folder):
-                with contextlib.suppress(OSError):  # not there, or not empty: the next start looks
+                with contextlib.suppress(OSError):  # absent, or not empty: left to the next start
                     os.rmdir(self.folder / _REMOVED)
 
     def abandon(self) -> None:
-        """Let go of the folder as it is: other processes of the job may be gone."""
+        """Releases the folder without waiting, because other processes of the job may be lost."""
         self._saving = None
         self._remover.shutdown(wait=False)
-        self._teller.shutdown(wait=False)
+        self._publisher.shutdown(wait=False)
         self._abandoned = True
 
     def holds(self, step: int) -> bool:
-        """Whether there is a whole checkpoint of a step."""
+        """Returns whether there is a complete checkpoint of a step."""
         return process_group.broadcast(step in self._records)
 
     def quarantine(self, steps: Sequence[int]) -> list[str]:
-        """Rename damaged checkpoints, so that they count no more; the new names."""
+        """Renames damaged checkpoints so that they are ignored. Returns the new names."""
         names = []
-        with self._named_failures("a damaged checkpoint could not be set aside"):
+        with self._storage_errors("a damaged checkpoint could not be renamed"):
             for step in steps if process_group.is_chief() else []:
                 taken = {path.name for path in self.folder.iterdir()}
                 candidates = (f"{step}.damaged{n}" for n in ("", *range(2, len(taken) + 3)))
@@ -252,10 +274,10 @@ class Checkpoints:
             removed=None if is_url(self.folder) else _REMOVED,
         )
 
-    # -- sealing -------------------------------------------------------------------------------
+    # -- manifest ------------------------------------------------------------------------------
 
     def _seal(self) -> None:
-        """Write the manifest: all arrays are on the disk, and the folder has not its name yet."""
+        """Writes the manifest. Orbax calls this after all arrays are written, before the rename."""
         assert self._saving is not None
         with progress.sealing(self._saving.step):
             self._write_manifest(self._saving)
@@ -272,7 +294,7 @@ class Checkpoints:
             if path.name.startswith(unpublished[1]) or path.name == unpublished[0]
         )
         if (folder := next(folders, None)) is None:
-            raise FileNotFoundError(f"what was written of step {save.step} is gone")
+            raise FileNotFoundError(f"the unfinished checkpoint of step {save.step} is missing")
         Manifest(
             step=save.step,
             saved_at=save.saved_at.isoformat(timespec="seconds"),
@@ -292,7 +314,7 @@ class Checkpoints:
             kept = self._retention.keep(records)
         else:
             kept = self._retention.keep_evaluated(records, self._evaluated())
-        # One without a manifest is none that we saved: it neither counts nor goes.
+        # A checkpoint without a manifest is not from this package: it is ignored and kept.
         keeps = [step in kept or step not in self._records for step in steps]
         self._records = {step: record for step, record in self._records.items() if step in kept}
         return keeps
@@ -308,7 +330,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """What goes wrong with a save ends saving, and is named where storage is to blame."""
+        """Ends saving on an error; an error of the storage becomes a `StorageError`."""
         save = self._saving
         assert save is not None
         try:
@@ -320,35 +342,36 @@ class Checkpoints:
                 self._remove_unfinished()
             if (self.folder / str(save.step) / manifest.NAME).exists():
                 self.saved_step = save.step
-                what = f"step {save.step} is saved, and an older one could not be removed,"
+                failure = f"step {save.step} is saved, but an older one could not be removed,"
             else:
                 self._records.pop(save.step, None)
-                what = f"step {save.step} could not be saved"
+                failure = f"step {save.step} could not be saved"
             if reason is None:
                 raise
-            raise StorageError(f"{what} in {self.folder}: {reason}") from error
+            raise StorageError(f"{failure} in {self.folder}: {reason}") from error
 
     @contextlib.contextmanager
-    def _named_failures(self, what: str) -> Iterator[None]:
+    def _storage_errors(self, failure: str) -> Iterator[None]:
+        """Raises errors of the storage as `StorageError`."""
         try:
             yield
         except Exception as error:
             if (reason := why_failed(error, self.folder)) is None:
                 raise
-            raise StorageError(f"{what} in {self.folder}: {reason}") from error
+            raise StorageError(f"{failure} in {self.folder}: {reason}") from error
 
     def _folder_identity(self) -> tuple[int, int] | None:
-        """Which folder it is: another may have come into the place of one that was lost."""
+        """Returns what distinguishes the folder from one that replaces it; None if it is absent."""
         if is_url(self.folder):
             return None
         try:
-            found = os.stat(self.folder)
+            status = os.stat(self.folder)
         except FileNotFoundError:
             return None
-        return found.st_dev, found.st_ino
+        return status.st_dev, status.st_ino
 
     def _remove_unfinished(self) -> None:
-        """Give back the room that a failed save still takes."""
+        """Removes unfinished checkpoints, to free the space of a failed save."""
         if not process_group.is_chief():
             return
         with contextlib.suppress(failures(self.folder)):
@@ -361,13 +384,16 @@ class Checkpoints:
                             no_follow.remove(self.folder, path.name)
 
     def _remove_links(self) -> None:
-        """Removes links in the place of folders that Orbax writes to, moves to or removes."""
+        """Removes links that replace folders which Orbax writes to, moves to or removes."""
         for path in () if is_url(self.folder) else Path(self.folder).iterdir():
             if path.is_symlink() and (path.name == _REMOVED or _UNFINISHED in path.name):
                 no_follow.remove(self.folder, path.name)
 
     def _remove(self) -> None:
-        """Remove, beside the training, what Orbax has put aside for that, in earlier runs too."""
+        """Removes, in a thread, the checkpoints that Orbax has moved to `_REMOVED`.
+
+        They may be of earlier runs too.
+        """
         if is_url(self.folder) or not process_group.is_chief():
             return
         with contextlib.suppress(FileNotFoundError):
@@ -381,7 +407,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class _Save:
-    """What is being saved."""
+    """A pending save."""
 
     number: int
     step: int
@@ -393,5 +419,5 @@ class _Save:
     epoch: Mapping[str, Any]
 
     def key_of(self, rank: int | None = None) -> str:
-        """Under which a process, this one by default, tells what it adds to the sums."""
+        """Returns the key under which a process, by default this one, publishes its checksums."""
         return f"sums/{self.number}/{process_group.rank() if rank is None else rank}"

@@ -334,7 +334,7 @@ def test_a_workdir_that_is_not_shared_is_refused(tmp_path: Path) -> None:
     python, *_, config, _, _ = command(drill(tmp_path), "--workdir", workdir)
     hurried = (
         "import sys; from spmdtrain import run; from spmdtrain.checkpoints import save; "
-        "save._SHOWS_WITHIN = 3.0; "
+        "save._VISIBLE_WITHIN = 3.0; "
         "sys.exit(run.main(sys.argv[1:]))"
     )
     line = [python, "-uc", hurried, "--config", config, "--workdir", str(workdir)]

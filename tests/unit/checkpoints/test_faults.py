@@ -433,7 +433,7 @@ def test_an_older_checkpoint_that_cannot_be_removed_is_no_failed_save(
 
     monkeypatch.setattr(os, "replace", not_removed)
     options = {"checkpoint_every_steps": 1, "keep_latest": 1, "keep_best": 0}
-    message = "step 2 is saved, and an older one could not be removed, in .*: Permission denied"
+    message = "step 2 is saved, but an older one could not be removed, in .*: Permission denied"
     with pytest.raises(StorageError, match=message):
         trainer(tmp_path, steps=6, **options).fit(examples())
     assert status(tmp_path)["step"] == 2 and saved_steps(tmp_path) == [1, 2]
