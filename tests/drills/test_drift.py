@@ -72,7 +72,7 @@ def test_the_first_step_finds_two_processes_of_other_copies_and_nothing_is_saved
     ended = job(corrupting(tmp_path, "fit_start", 0, 1), *options, devices=2, check=False)
     assert codes(ended) == [1, 1], show(ended)
     reason = status(workdir)["reason"]
-    assert f"step 1: the copies of params/{NAME} that" in reason, reason
+    assert f"step 1: the copies of params/{NAME} differ" in reason, reason
     assert "chief and worker 0 differ from each other" in reason
     assert saved_steps(workdir) == []
     assert not any("Traceback" in one.output for one in ended), show(ended)
@@ -87,7 +87,7 @@ def test_a_save_finds_the_one_of_three_that_differs_and_keeps_the_last_checkpoin
     ended = job(config, "--workdir", workdir, processes=3, check=False)
     assert codes(ended) == [1, 1, 1], show(ended)
     reason = status(workdir)["reason"]
-    assert f"step 10: the copies of params/{NAME} that" in reason, reason
+    assert f"step 10: the copies of params/{NAME} differ" in reason, reason
     assert "worker 1 differs from the other processes" in reason
     assert saved_steps(workdir) == [5]
 
@@ -148,7 +148,7 @@ def test_a_loop_finds_it_as_well(tmp_path: Path, at: int, found: int, saved: lis
     )
     assert codes(ended) == [1, 1], show(ended)
     reason = status(workdir)["reason"]
-    assert f"step {found}: the copies of params/{NAME} that" in reason, reason
+    assert f"step {found}: the copies of params/{NAME} differ" in reason, reason
     assert saved_steps(workdir) == saved
 
 
