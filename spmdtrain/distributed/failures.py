@@ -15,13 +15,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn
 
 import jax
 
 from spmdtrain.distributed import out_of_memory, process_group, progress
+from spmdtrain.distributed.context import CONTEXT, ignore_failure
 from spmdtrain.distributed.process_group import KEY, Job
 from spmdtrain.distributed.progress import Phase
 from spmdtrain.errors import ExitCode, PreemptedExit, foreign
@@ -45,30 +45,6 @@ def to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _ignore(reason: str) -> None:
-    pass
-
-
-@dataclass
-class _ExitState:
-    """State of the watching thread and of the exit of this process."""
-
-    training: bool = False
-    """Whether it is training. The rest of a script may take any time without progress."""
-    failing: bool = False
-    """Whether the main thread has failed."""
-    on_failure: Callable[[str], None] = _ignore
-    usual_hook: Any = sys.__excepthook__
-    usual_thread_hook: Any = threading.__excepthook__
-    stop: Callable[[], None] = lambda: None
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    finished: threading.Event = field(default_factory=threading.Event)
-    """Set when all processes have reached the end of the job."""
-
-
-_state = _ExitState()
-
-
 def begin(job: Job, hang_timeout: float) -> None:
     """Starts to watch the job: from now on a failure in any process ends all of them.
 
@@ -78,18 +54,21 @@ def begin(job: Job, hang_timeout: float) -> None:
         name of the task that blocks the others; 0 disables this.
     """
     out_of_memory.reserve()
-    _state.usual_hook, sys.excepthook = sys.excepthook, _exit_on_exception
-    _state.usual_thread_hook, threading.excepthook = threading.excepthook, _exit_on_exhaustion
+    CONTEXT.exits.usual_hook, sys.excepthook = sys.excepthook, _exit_on_exception
+    CONTEXT.exits.usual_thread_hook, threading.excepthook = (
+        threading.excepthook,
+        _exit_on_exhaustion,
+    )
     watch = threading.Thread(
         target=_watch, args=(job, hang_timeout), name="watch-the-others", daemon=True
     )
     watch.start()
 
     def stop() -> None:
-        _state.finished.set()
+        CONTEXT.exits.finished.set()
         watch.join(timeout=10)
 
-    _state.stop = stop
+    CONTEXT.exits.stop = stop
     # A thread that returns from JAX's client while Python shuts down aborts the process. This is
     # registered after JAX's own shutdown of the job, and therefore runs before it.
     atexit.register(stop)
@@ -97,8 +76,8 @@ def begin(job: Job, hang_timeout: float) -> None:
 
 def end() -> None:
     """Stops watching, because all processes have reached the end of the job."""
-    _state.stop()
-    sys.excepthook, threading.excepthook = _state.usual_hook, _state.usual_thread_hook
+    CONTEXT.exits.stop()
+    sys.excepthook, threading.excepthook = CONTEXT.exits.usual_hook, CONTEXT.exits.usual_thread_hook
 
 
 @contextlib.contextmanager
@@ -109,11 +88,11 @@ def watch_failures(on_failure: Callable[[str], None]) -> Iterator[None]:
       on_failure: Called with the reason before this process exits. It runs in the watching thread,
         because the main thread may be waiting for the process that failed.
     """
-    _state.training, _state.on_failure = True, on_failure
+    CONTEXT.exits.training, CONTEXT.exits.on_failure = True, on_failure
     try:
         yield
     finally:
-        _state.training, _state.on_failure = False, _ignore
+        CONTEXT.exits.training, CONTEXT.exits.on_failure = False, ignore_failure
 
 
 def reason(error: BaseException) -> str:
@@ -151,7 +130,7 @@ def fail(code: int, why: str, error: BaseException, show: Callable[[], None]) ->
     if out_of_memory.release(error):  # because the code below may still fail or wait for memory
         progress.write_exit_reason(code, why)
         out_of_memory.end_within(code)
-    _state.failing, lost = True, _is_lost(error)
+    CONTEXT.exits.failing, lost = True, _is_lost(error)
     first = _publish_failure(job, code, why, lost=lost)
     mine = first["rank"] == job.rank
     if lost and mine:
@@ -197,7 +176,7 @@ def _exit_on_exhaustion(thread: threading.ExceptHookArgs) -> None:
     """
     error = thread.exc_value
     if error is None or not out_of_memory.is_exhausted(error):
-        _state.usual_thread_hook(thread)
+        CONTEXT.exits.usual_thread_hook(thread)
         return
     name = thread.thread.name if thread.thread else "a thread"
     line = f"{_in_one_line(error)} (in thread {name})"
@@ -260,14 +239,14 @@ def _describe_other(failure: Mapping[str, Any]) -> str:
 def _watch(job: Job, hang_timeout: float) -> None:
     """Exits soon after another process has failed, whatever the main thread is waiting for."""
     monitor = _StallMonitor(job, hang_timeout)
-    while not _state.finished.wait(_POLL_INTERVAL):
+    while not CONTEXT.exits.finished.wait(_POLL_INTERVAL):
         if (failure := _first_failure(job)) is not None and failure["rank"] != job.rank:
             # The main thread may be about to notice the failure itself, and to clean up.
             time.sleep(1.0)
-            if _state.failing:
+            if CONTEXT.exits.failing:
                 time.sleep(_CLEANUP_TIMEOUT)
             try:
-                _state.on_failure(_describe_other(failure))
+                CONTEXT.exits.on_failure(_describe_other(failure))
             except Exception:
                 traceback.print_exc()  # not raised: this process must exit in any case
             _exit(job, failure)
@@ -295,7 +274,7 @@ class _StallMonitor:
         if (local := progress.local_record(job.name)) is not None:
             # As seconds ago, because each machine has its own clock.
             record = dataclasses.asdict(local) | {"at": now - local.at}
-            report = {"at_work": _state.training, "record": record}
+            report = {"at_work": CONTEXT.exits.training, "record": record}
             key = f"{KEY}/where/{job.rank}"
             job.client.key_value_set(key, json.dumps(report), allow_overwrite=True)
         if job.rank != 0:
@@ -318,7 +297,7 @@ class _StallMonitor:
 
 def _exit(job: Job, failure: Mapping[str, Any]) -> NoReturn:
     """Exits at once with the code of the job's first failure."""
-    if not _state.lock.acquire(blocking=False):
+    if not CONTEXT.exits.lock.acquire(blocking=False):
         time.sleep(60)  # another thread is exiting
     mine, why = failure["rank"] == job.rank, str(failure["reason"])
     if not mine:

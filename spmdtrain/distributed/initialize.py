@@ -19,6 +19,7 @@ from spmdtrain.cluster.rendezvous import Party, is_loopback, join_rendezvous
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
 from spmdtrain.cluster.tf_config import Address
 from spmdtrain.distributed import failures, numeric_settings, process_group, progress
+from spmdtrain.distributed.context import CONTEXT
 from spmdtrain.errors import UserError
 from spmdtrain.strategies import strategy as strategy_of
 
@@ -37,10 +38,6 @@ class ClusterOptions:
     """Number of processes."""
     process_id: int | None = None
     """Rank of this process, from 0."""
-
-
-_initialized = False  # whether this process has joined a job, or is known to be alone
-_deferred: Callable[..., None] | None = None  # `initialize` as called before the strategy was known
 
 
 def initialize(
@@ -82,13 +79,12 @@ def initialize(
         synchronous strategy.
       ClusterError: If tasks are missing after `timeout` seconds; names them.
     """
-    global _initialized, _deferred
-    if _initialized:
+    if CONTEXT.initialized:
         return
-    if _deferred is not None:
+    if CONTEXT.deferred is not None:
         if strategy is None:
             return
-        call, _deferred = _deferred, None
+        call, CONTEXT.deferred = CONTEXT.deferred, None
         call(strategy=strategy)
         return
     _skip_absent_tpus()
@@ -106,10 +102,10 @@ def initialize(
         return
     spec = spec or from_environment()
     if spec.role is Role.EVALUATE or by_servers:
-        _initialized = True
+        CONTEXT.initialized = True
         return
     if spec.has_ps and by_servers is None:
-        _deferred = functools.partial(
+        CONTEXT.deferred = functools.partial(
             initialize,
             spec,
             auto_detect=auto_detect,
@@ -127,7 +123,7 @@ def initialize(
         )
     party = _find_party(spec, auto_detect, explicit or ClusterOptions())
     if party is None or len(party.names) == 1:
-        _initialized = True
+        CONTEXT.initialized = True
         return
     if xla_bridge.backends_are_initialized():
         raise UserError(
@@ -159,8 +155,7 @@ def _first_call(spec: ClusterSpec) -> str:
 
 
 def _start_watching(job: process_group.Job, hang_timeout: float) -> None:
-    global _initialized
-    _initialized = True
+    CONTEXT.initialized = True
     if not jax.config.jax_enable_preemption_service:  # type: ignore[attr-defined]
         raise UserError(
             "jax_enable_preemption_service is off, but several processes need it to stop and save "
@@ -177,10 +172,9 @@ class _Party(Party):
 
 def set_single_process() -> None:
     """Makes this process join no job, whatever TF_CONFIG says. It is for evaluators."""
-    global _initialized
     _skip_absent_tpus()
     progress.begin()
-    _initialized = True
+    CONTEXT.initialized = True
 
 
 def _skip_absent_tpus() -> None:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+from spmdtrain.distributed.context import CONTEXT
+
 _RESERVE = 48 << 20  # bytes: thread stacks of 8 MiB, a traceback, messages to other processes
 _REPORT_WITHIN = 20.0  # seconds
 # What libraries print before they abort because an allocation has failed.
@@ -26,9 +28,6 @@ _NO_LIMIT = 2**60  # bytes; version 1 has a number of pages below 2^63
 _LOOK_EVERY, _RECENT = 5.0, 60.0  # seconds
 _CGROUPS = Path("/sys/fs/cgroup")
 
-_reserve: mmap.mmap | None = None
-
-
 # -- in the process --------------------------------------------------------------------------------
 
 
@@ -38,10 +37,9 @@ def reserve() -> None:
     It counts towards a limit of the address space (`ulimit -v`, `prlimit --as`) and takes no
     physical memory.
     """
-    global _reserve
-    if _reserve is None:
+    if CONTEXT.reserve is None:
         with contextlib.suppress(OSError):  # the limit is as low as that already
-            _reserve = mmap.mmap(-1, _RESERVE)
+            CONTEXT.reserve = mmap.mmap(-1, _RESERVE)
 
 
 def release(error: BaseException) -> bool:
@@ -53,12 +51,11 @@ def release(error: BaseException) -> bool:
     Returns:
       Whether it says so.
     """
-    global _reserve
     if not is_exhausted(error):
         return False
-    if _reserve is not None:
-        _reserve.close()
-        _reserve = None
+    if CONTEXT.reserve is not None:
+        CONTEXT.reserve.close()
+        CONTEXT.reserve = None
     return True
 
 

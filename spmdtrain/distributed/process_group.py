@@ -16,6 +16,7 @@ import jax
 # JAX has no public name for its key-value store, nor for its preemption sync points.
 from jax._src import distributed as jax_distributed
 
+from spmdtrain.distributed.context import CONTEXT
 from spmdtrain.errors import NOT_SET, UserError, foreign
 
 T = TypeVar("T")
@@ -52,31 +53,25 @@ class Job:
         return self.names[self.rank]
 
 
-_job: Job | None = None
-
-
 def current() -> Job | None:
     """Returns the job, also after a script's own `jax.distributed.initialize`; None if alone."""
-    global _job
-    if _job is None and jax.distributed.is_initialized():
+    if CONTEXT.job is None and jax.distributed.is_initialized():
         size = jax_distributed.global_state.num_processes
         if size > 1:
             enter([f"process {number}" for number in range(size)])
-    return _job
+    return CONTEXT.job
 
 
 def enter(names: Sequence[str]) -> Job:
     """Sets the job to the processes of an initialized JAX cluster, and returns it."""
-    global _job
     state = jax_distributed.global_state
-    _job = Job(names, state.process_id, state.client)
-    return _job
+    CONTEXT.job = Job(names, state.process_id, state.client)
+    return CONTEXT.job
 
 
 def leave() -> None:
     """Unsets the job."""
-    global _job
-    _job = None
+    CONTEXT.job = None
 
 
 # -- identity --------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from spmdtrain.distributed.context import CONTEXT
+
 LAUNCH = "SPMDTRAIN_LAUNCH"
 """Environment variable with the folder of the job's files."""
 TASK = "SPMDTRAIN_TASK"
@@ -66,7 +68,7 @@ def path(folder: str | os.PathLike[str], task: str, kind: str) -> Path:
 # -- in the processes ------------------------------------------------------------------------------
 
 
-class _Channel:
+class Channel:
     """The memory-mapped .phase file of this process, and the values last written to it.
 
     It is mapped because a system call would take longer than all the rest. The kernel keeps the
@@ -115,9 +117,6 @@ class _Channel:
         self._memory[_RECORD.size + _SAVED.size :] = _SEALING.pack(step)
 
 
-_channel: _Channel | None = None
-
-
 class _PhaseScope:
     """Publishes a phase on entry and the outer phase on exit.
 
@@ -127,7 +126,7 @@ class _PhaseScope:
 
     __slots__ = ("_channel", "_outer", "_phase", "_step")
 
-    def __init__(self, channel: _Channel, phase: Phase, step: int | None) -> None:
+    def __init__(self, channel: Channel, phase: Phase, step: int | None) -> None:
         self._channel = channel
         self._phase = phase
         self._step = step
@@ -159,12 +158,11 @@ def begin(*, always: bool = False) -> None:
     Args:
       always: Publish also without a launcher, for `local_record` in this process.
     """
-    global _channel
     folder, task = os.environ.get(LAUNCH), os.environ.get(TASK)
-    if _channel is not None:
+    if CONTEXT.channel is not None:
         return
     if not folder or not task:
-        _channel = _Channel(None) if always else None
+        CONTEXT.channel = Channel(None) if always else None
         return
     try:
         stacks = _create(path(folder, task, "stacks"))
@@ -173,7 +171,7 @@ def begin(*, always: bool = False) -> None:
     # Register before the .phase file exists: SIGUSR2 kills a process without a handler, and the
     # launcher sends it only to those with a .phase file.
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
-    _channel = _Channel(_create(path(folder, task, "phase")))
+    CONTEXT.channel = Channel(_create(path(folder, task, "phase")))
     os.register_at_fork(after_in_child=_forget)
 
 
@@ -182,12 +180,11 @@ def begin_for_task() -> None:
 
     It is for a process that does the work of a task, if the task itself publishes nothing more.
     """
-    global _channel
     folder, task = os.environ.get(LAUNCH), os.environ.get(TASK)
-    if _channel is None and folder and task:
+    if CONTEXT.channel is None and folder and task:
         with contextlib.suppress(FileNotFoundError):  # the task does not publish yet
             file = os.open(path(folder, task, "phase"), os.O_RDWR)
-            _channel = _Channel(file, shared=True)
+            CONTEXT.channel = Channel(file, shared=True)
 
 
 def _create(file: Path) -> int:
@@ -196,8 +193,7 @@ def _create(file: Path) -> int:
 
 def _forget() -> None:
     """Stops publishing in a forked process, because the file belongs to its parent."""
-    global _channel
-    _channel = None
+    CONTEXT.channel = None
 
 
 def launched() -> bool:
@@ -207,7 +203,7 @@ def launched() -> bool:
 
 def local_record(task: str) -> "Record | None":
     """Returns the last record of this process with `task` as its name; None if it has none."""
-    return None if _channel is None else _record(task, _channel.read())
+    return None if CONTEXT.channel is None else _record(task, CONTEXT.channel.read())
 
 
 def phase(phase: Phase, step: int | None = None) -> AbstractContextManager[None]:
@@ -219,7 +215,7 @@ def phase(phase: Phase, step: int | None = None) -> AbstractContextManager[None]
       phase: The phase of this process while entered.
       step: The step; None keeps the last one.
     """
-    channel = _channel
+    channel = CONTEXT.channel
     return _NO_SCOPE if channel is None else _PhaseScope(channel, phase, step)
 
 
@@ -228,14 +224,14 @@ def heartbeat() -> None:
 
     A job counts as hung if no record changes.
     """
-    if _channel is not None:
-        _channel.publish(_channel.phase, _channel.step)
+    if CONTEXT.channel is not None:
+        CONTEXT.channel.publish(CONTEXT.channel.phase, CONTEXT.channel.step)
 
 
 def saved(step: int) -> None:
     """Publishes that the checkpoint of `step` is the newest one that is complete."""
-    if _channel is not None:
-        _channel.publish_saved(step)
+    if CONTEXT.channel is not None:
+        CONTEXT.channel.publish_saved(step)
 
 
 @contextlib.contextmanager
@@ -244,11 +240,11 @@ def sealing(step: int) -> Iterator[None]:
 
     The saving thread calls it.
     """
-    if _channel is not None:
-        _channel.publish_sealing(step)
+    if CONTEXT.channel is not None:
+        CONTEXT.channel.publish_sealing(step)
     yield
-    if _channel is not None:
-        _channel.publish_sealing(_NOT_SAVED)
+    if CONTEXT.channel is not None:
+        CONTEXT.channel.publish_sealing(_NOT_SAVED)
 
 
 def write_exit_reason(code: int, reason: str, *, own: bool = True) -> None:

@@ -20,6 +20,7 @@ import optax
 
 from spmdtrain.cluster.spec import from_environment
 from spmdtrain.config import RunConfig
+from spmdtrain.distributed.context import CONTEXT
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.distributed.progress import Phase, heartbeat, phase
 from spmdtrain.errors import ClusterError, UserError
@@ -43,7 +44,6 @@ from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal
 
 PyTree = Any
-_is_used = False  # whether this process has had a coordinator
 _POLL = 0.05  # seconds between two checks for events of workers, and for signals
 _MAX_LOSSES = 4  # workers lost with the same call until the call is considered the cause
 _GRACE = 15.0  # seconds after a signal in which running calls may end
@@ -126,13 +126,12 @@ class Coordinator:
         self._losses: Counter[int] = Counter()  # by call
 
     def __enter__(self) -> "Coordinator":
-        global _is_used
         run_task_role(self._timeout)
-        if _is_used:
+        if CONTEXT.has_coordinator:
             raise UserError(
                 "a script can use one Coordinator: the workers and servers ended with the first"
             )
-        _is_used = True
+        CONTEXT.has_coordinator = True
         configure_backend(RunConfig(strategy="parameter_server"))
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._signals)

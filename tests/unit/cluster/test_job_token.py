@@ -13,6 +13,7 @@ from spmdtrain.cluster.checks import check_token
 from spmdtrain.cluster.job_token import TOKEN, TOKEN_FILE, create, read
 from spmdtrain.cluster.spec import from_tf_config
 from spmdtrain.distributed import failures, process_group
+from spmdtrain.distributed.context import CONTEXT
 from spmdtrain.errors import UserError
 from spmdtrain.launch.task_env import environments_of
 
@@ -159,7 +160,7 @@ def test_another_process_s_reason_is_shown_escaped() -> None:
 def test_another_process_s_error_is_raised_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     job = process_group.Job(["chief", "worker 0"], 1, Store([f"{EVIL}\nsecond", None]))
     job.client.key_value_set = lambda *_: None
-    monkeypatch.setattr(process_group, "_job", job)
+    monkeypatch.setattr(CONTEXT, "job", job)
     with pytest.raises(UserError) as error:
         process_group.run_on_all(lambda: None, UserError)
     assert str(error.value) == "a\\x1b[2J\\u202eb\nsecond"

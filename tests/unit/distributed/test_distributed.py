@@ -21,6 +21,7 @@ from processes import free_port, tf_config
 
 from spmdtrain.cluster.spec import ClusterSpec, from_tf_config
 from spmdtrain.distributed import failures, initialize, process_group
+from spmdtrain.distributed.context import CONTEXT
 from spmdtrain.distributed.initialize import ClusterOptions
 from spmdtrain.errors import ClusterError, NonFiniteError, UserError
 from spmdtrain.run import main
@@ -33,9 +34,9 @@ ADDRESSES = ("127.0.0.1:4001", "127.0.0.1:4002", "127.0.0.1:4003")
 
 def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process in which nothing has been decided yet."""
-    monkeypatch.setattr(initialize, "_initialized", False)
-    monkeypatch.setattr(initialize, "_deferred", None)
-    monkeypatch.setattr(process_group, "_job", None)
+    monkeypatch.setattr(CONTEXT, "initialized", False)
+    monkeypatch.setattr(CONTEXT, "deferred", None)
+    monkeypatch.setattr(CONTEXT, "job", None)
 
 
 # -- descriptions ----------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ def test_an_evaluator_joins_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     unsettled(monkeypatch)
     monkeypatch.setattr(initialize, "join_rendezvous", None)
     initialize.initialize(in_cluster("evaluator"))
-    assert initialize._initialized
+    assert CONTEXT.initialized
 
 
 def test_with_servers_the_strategy_decides_who_joins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +160,7 @@ def test_with_servers_the_strategy_decides_who_joins(monkeypatch: pytest.MonkeyP
     assert met == [("worker 0", 7.0)]
     unsettled(monkeypatch)
     initialize.initialize(in_cluster("worker"), strategy="parameter_server")
-    assert met == [("worker 0", 7.0)] and initialize._initialized
+    assert met == [("worker 0", 7.0)] and CONTEXT.initialized
     monkeypatch.setattr(is_started, lambda: True)
     unsettled(monkeypatch)
     initialize.initialize(in_cluster("worker"))
@@ -258,7 +259,7 @@ def in_a_job(
     names = ["chief", *(f"worker {n}" for n in range(len(others)))]
     monkeypatch.setattr(process_group, "count", lambda: len(names))
     monkeypatch.setattr(process_group, "names", lambda: names)
-    monkeypatch.setattr(process_group, "_job", process_group.Job(names, 0, None))
+    monkeypatch.setattr(CONTEXT, "job", process_group.Job(names, 0, None))
 
     def check(mine: dict[str, Any]) -> None:
         flats = [process_group._flat(x) for x in [mine, *others]]
@@ -467,7 +468,7 @@ def test_once_agreed_to_stop_stays_agreed(monkeypatch: pytest.MonkeyPatch) -> No
         def reached_sync_point(self, point: int) -> bool:
             return point == 3
 
-    monkeypatch.setattr(process_group, "_job", process_group.Job(["chief", "worker 0"], 0, None))
+    monkeypatch.setattr(CONTEXT, "job", process_group.Job(["chief", "worker 0"], 0, None))
     monkeypatch.setattr(jax_distributed.global_state, "preemption_sync_manager", Manager())
     assert [process_group.preempted() for _ in range(5)] == [False, False, True, True, True]
 

@@ -16,6 +16,7 @@ from server_jobs import BOUND
 
 from spmdtrain import Coordinator, PreemptedExit, UserError
 from spmdtrain.cluster.spec import ClusterSpec
+from spmdtrain.distributed.context import CONTEXT
 from spmdtrain.parameter_server import ray_pool
 from spmdtrain.parameter_server.remote_call import Call
 from spmdtrain.parameter_server.worker_pool import Done, Failed, PoolEvent, WorkerJoined, WorkerLost
@@ -73,7 +74,7 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> Crew:
         "spmdtrain.parameter_server.coordinator.run_task_role", lambda timeout: None
     )
     monkeypatch.setattr("spmdtrain.parameter_server.ray_pool.begin", begin)
-    monkeypatch.setattr("spmdtrain.parameter_server.coordinator._is_used", False)
+    monkeypatch.setattr(CONTEXT, "has_coordinator", False)
     return found
 
 

@@ -14,7 +14,7 @@ from helpers import metrics
 from spmdtrain import Loop, Trainer, UserError
 from spmdtrain.cluster.checks import check_servers
 from spmdtrain.cluster.spec import from_tf_config
-from spmdtrain.distributed import initialize
+from spmdtrain.distributed.context import CONTEXT
 from spmdtrain.launch.task_env import tf_configs
 from spmdtrain.parameter_server.roles import run_task_role
 
@@ -69,7 +69,7 @@ def test_the_doctor_refuses_what_a_run_refuses(
     task = {"type": next(iter(jobs)), "index": 0}
     text = json.dumps({"cluster": jobs, "task": task})
     monkeypatch.setenv("TF_CONFIG", text)
-    monkeypatch.setattr(initialize, "_initialized", False)  # restored after the test
+    monkeypatch.setattr(CONTEXT, "initialized", False)  # restored after the test
     (finding,) = check_servers(from_tf_config(text))
     if missing is None:
         assert finding.level == "ok"

@@ -1,0 +1,56 @@
+"""The state of this process that outlives a run: its job, its progress record, its exit."""
+
+import mmap
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spmdtrain.distributed.process_group import Job
+    from spmdtrain.distributed.progress import Channel
+
+
+def ignore_failure(reason: str) -> None:
+    """Does nothing when another process has failed."""
+
+
+@dataclass
+class ExitState:
+    """State of the watching thread and of the exit of this process."""
+
+    training: bool = False
+    """Whether it is training. The rest of a script may take any time without progress."""
+    failing: bool = False
+    """Whether the main thread has failed."""
+    on_failure: Callable[[str], None] = ignore_failure
+    usual_hook: Any = sys.__excepthook__
+    usual_thread_hook: Any = threading.__excepthook__
+    stop: Callable[[], None] = lambda: None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    finished: threading.Event = field(default_factory=threading.Event)
+    """Set when all processes have reached the end of the job."""
+
+
+@dataclass
+class ProcessContext:
+    """State of this process. Each field belongs to the module that its comment names."""
+
+    job: "Job | None" = None
+    """The job that this process has joined (`process_group`)."""
+    initialized: bool = False
+    """Whether this process has joined a job, or is known to be alone (`initialize`)."""
+    deferred: Callable[..., None] | None = None
+    """`initialize` as called before the strategy was known (`initialize`)."""
+    channel: "Channel | None" = None
+    """Publishes the progress of this process; None without a launcher (`progress`)."""
+    exits: ExitState = field(default_factory=ExitState)
+    """How this process ends if it or another one fails (`failures`)."""
+    reserve: mmap.mmap | None = None
+    """Address space for the report of an exhausted memory (`out_of_memory`)."""
+    has_coordinator: bool = False
+    """Whether this process has had a `Coordinator`."""
+
+
+CONTEXT = ProcessContext()
