@@ -52,7 +52,8 @@ class Options:
     advice: bool = True
     """Look for known problems and try options that fix them; each try compiles again."""
     measure: bool = False
-    """Also train for a few seconds on this machine, which must have the devices of the topology."""
+    """Also train for a few seconds on this machine, which must have the devices of the topology
+    (cpu:N always works)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,11 +142,11 @@ class _Listener:
     topology: Topology
     status: Callable[[str], None]
 
-    def on_message(self, what: str, message: Any) -> None:
+    def on_message(self, kind: str, message: Any) -> None:
         """Prints progress, and the plan as soon as it is complete; advice follows later."""
-        if what == _PROGRESS:
+        if kind == _PROGRESS:
             self.status(f"planning for {self.topology}: {message}")
-        elif what == _PLANNED:
+        elif kind == _PLANNED:
             tables.show(self.terminal, message)
 
 
@@ -160,28 +161,28 @@ def _plan_in_child(
     variables = {_TOPOLOGY: str(topology)}
     plan: dict[str, Any] = {}
 
-    def on_message(what: str, message: Any) -> None:
-        if what == _PLANNED:
+    def on_message(kind: str, message: Any) -> None:
+        if kind == _PLANNED:
             plan.update(message)
-        listener.on_message(what, message)
+        listener.on_message(kind, message)
 
     try:
         if options.measure:
             listener.status(f"running on {topology}")
             env = {**_REMOVED, **measurement.environment(topology), **variables, _MEASURES: "1"}
-            what, measured = json_subprocess.run(command, env, on_message)
-            if what != _MEASURED:
-                why = measured if what == _ERROR else "the measurement ended without a result"
+            kind, measured = json_subprocess.run(command, env, on_message)
+            if kind != _MEASURED:
+                why = measured if kind == _ERROR else "the measurement ended without a result"
                 return {"topology": str(topology), "error": why}
             variables[_MEASURED] = json.dumps(measured)
         env = {**_REMOVED, **aot.environment(topology), **variables}
-        what, result = json_subprocess.run(command, env, on_message)
+        kind, result = json_subprocess.run(command, env, on_message)
     except json_subprocess.EndedError as error:
         why = f"planning for {topology} {error}"
         return plan | {"topology": str(topology), "error": why, "failed": True}
-    if what == _ERROR:
+    if kind == _ERROR:
         return {"topology": str(topology), "error": result}
-    if what != _RESULT:  # the experiment called sys.exit
+    if kind != _RESULT:  # the experiment called sys.exit
         why = f"planning for {topology} ended without a plan"
         return plan | {"topology": str(topology), "error": why, "failed": True}
     return dict(result)

@@ -40,14 +40,14 @@ def end_with_parent() -> None:
         os._exit(1)
 
 
-def send(what: str, message: Any) -> None:
+def send(kind: str, message: Any) -> None:
     """Sends a message from a process that `run` started; the last message is its result.
 
     Args:
-        what: Kind of the message.
+        kind: Kind of the message.
         message: Content that JSON can represent.
     """
-    line = json.dumps([what, message]) + "\n"
+    line = json.dumps([kind, message]) + "\n"
     data = line.encode()
     while data:
         data = data[os.write(int(os.environ[_CHANNEL]), data) :]
@@ -93,8 +93,8 @@ def run(
             last: tuple[str, Any] | None = None
             with _killed_on_exit(child):
                 for line in messages:
-                    what, message = last = json.loads(line)
-                    on_message(what, message)
+                    kind, message = last = json.loads(line)
+                    on_message(kind, message)
                 child.wait()
         if last is None or child.returncode:
             for path in (output, *Path(folder).glob(f"{LOG}*")):
