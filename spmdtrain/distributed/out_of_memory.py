@@ -1,4 +1,4 @@
-"""Exhausted host memory: a reserve with which a process can still report it, and OOM kills."""
+"""Exhausted host memory: a reserve for reporting it, and detection of OOM kills."""
 
 import contextlib
 import errno
@@ -14,42 +14,41 @@ from pathlib import Path, PurePosixPath
 from spmdtrain.distributed.context import CONTEXT
 
 _RESERVE = 48 << 20  # bytes: thread stacks of 8 MiB, a traceback, messages to other processes
-_REPORT_WITHIN = 20.0  # seconds
-# What libraries print before they abort because an allocation has failed.
-_PRINTED = re.compile(
+_REPORT_TIMEOUT = 20.0  # seconds
+# Messages of libraries that abort after a failed allocation.
+_ALLOCATION_FAILURE = re.compile(
     r"bad_alloc|cannot allocate memory|unable to allocate|out of memory|MemoryError|"
     r"can't start new thread|failed to allocate|pthread_create\(\) failed",
     re.IGNORECASE,
 )
-_STACKS = "Fatal Python error:"  # faulthandler prints it, and then the stacks of all threads
-_LAST_LINES = 30  # with those of a stack that native code prints; earlier ones are of other events
-_NEAR = 0.8  # of its limit an address space is exhausted; much of it is never in physical memory
-_NO_LIMIT = 2**60  # bytes; version 1 has a number of pages below 2^63
-_LOOK_EVERY, _RECENT = 5.0, 60.0  # seconds
+_STACKS = "Fatal Python error:"  # printed by faulthandler before the stacks of all threads
+_LAST_LINES = 30  # enough for a native stack trace; earlier lines belong to other events
+# Fraction of the address limit above which the peak of physical memory counts as exhausted. It is
+# below 1 because much address space is never backed by physical memory.
+_NEAR = 0.8
+_NO_LIMIT = 2**60  # bytes; without a limit, version 1 reports the largest page multiple below 2^63
+_POLL_INTERVAL, _RECENT = 5.0, 60.0  # seconds
 _CGROUPS = Path("/sys/fs/cgroup")
 
 # -- in the process --------------------------------------------------------------------------------
 
 
 def reserve() -> None:
-    """Reserves address space for the report of an exhausted memory.
+    """Reserves address space for reporting that memory is exhausted.
 
-    It counts towards a limit of the address space (`ulimit -v`, `prlimit --as`) and takes no
-    physical memory.
+    The reserve counts towards the limit of the address space (`ulimit -v`, `prlimit --as`), but
+    uses no physical memory.
     """
     if CONTEXT.reserve is None:
-        with contextlib.suppress(OSError):  # the limit is as low as that already
+        with contextlib.suppress(OSError):  # the limit is too low for the reserve
             CONTEXT.reserve = mmap.mmap(-1, _RESERVE)
 
 
 def release(error: BaseException) -> bool:
-    """Frees the reserve if an error says that memory is exhausted.
-
-    Args:
-      error: The error, with its causes.
+    """Frees the reserve if an error, or one of its causes, means that memory is exhausted.
 
     Returns:
-      Whether it says so.
+      Whether memory is exhausted.
     """
     if not is_exhausted(error):
         return False
@@ -59,21 +58,22 @@ def release(error: BaseException) -> bool:
     return True
 
 
-def end_within(code: int, seconds: float = _REPORT_WITHIN) -> None:
-    """Ends this process after some seconds, with all stacks, even if Python cannot allocate.
+def end_within(code: int, seconds: float = _REPORT_TIMEOUT) -> None:
+    """Exits after a timeout and prints all stacks, even if Python cannot allocate memory.
 
     Args:
-      code: Exit code if no thread can be started; it is 1 otherwise.
-      seconds: Time for an orderly end.
+      code: Exit code if the timer cannot be started, in which case it exits at once. After the
+        timeout the exit code is 1.
+      seconds: Time for an orderly exit.
     """
     try:
         faulthandler.dump_traceback_later(seconds, exit=True)
-    except (RuntimeError, MemoryError, ValueError, OSError):  # ... or there is no standard error
+    except (RuntimeError, MemoryError, ValueError, OSError):  # no thread, or no standard error
         os._exit(code)
 
 
 def is_exhausted(error: BaseException | None) -> bool:
-    """Returns whether an error, or a cause of it, is that host memory cannot be allocated."""
+    """Returns whether an error, or one of its causes, is a failed allocation of host memory."""
     while error is not None:
         if isinstance(error, MemoryError):
             return True
@@ -92,36 +92,37 @@ class OomKills:
     """Counts of the processes that the kernel has killed because memory was exhausted.
 
     Args:
-      root: Where control groups are mounted.
-      proc: Where the kernel's own files are.
+      root: The mount point of the control groups.
+      proc: The mount point of the proc file system.
     """
 
     def __init__(self, root: Path = _CGROUPS, proc: Path = Path("/proc")) -> None:
         self._group = _counter(root, proc)
         self._machine = proc / "vmstat"
-        self._seen = [(time.monotonic(), self._counts())]
+        self._history = [(time.monotonic(), self._counts())]
 
-    def look(self) -> None:
-        """Notes the counts, to be called often: only recent kills explain a death."""
+    def poll(self) -> None:
+        """Records the counts. Call it often, because only recent kills explain an exit."""
         now = time.monotonic()
-        if now - self._seen[-1][0] >= _LOOK_EVERY:
-            self._seen.append((now, self._counts()))
-            recent = [seen for seen in self._seen[1:] if now - seen[0] >= _RECENT]
-            self._seen = self._seen[len(recent) :]
+        if now - self._history[-1][0] >= _POLL_INTERVAL:
+            self._history.append((now, self._counts()))
+            expired = [entry for entry in self._history[1:] if now - entry[0] >= _RECENT]
+            self._history = self._history[len(expired) :]
 
     def reason(self) -> str | None:
-        """Returns the evidence that a process was killed, once for each that the kernel counts."""
-        (group, machine), now = self._seen[0][1], self._counts()
+        """Returns the evidence of a recent OOM kill, once for each kill; None without one."""
+        (group, machine), now = self._history[0][1], self._counts()
         if now[0] > group:
-            self._explain(1, 1)  # the kernel counts it in both
+            self._count_explained(1, 1)  # the kernel counts it in both files
             return "the kernel's OOM killer: the memory of its control group was exhausted"
         if now[1] > machine:
-            self._explain(0, 1)
-            return "the kernel's OOM killer, probably: it has ended a process of this machine"
+            self._count_explained(0, 1)
+            return "the kernel's OOM killer, probably: it has killed a process of this machine"
         return None
 
-    def _explain(self, group: int, machine: int) -> None:
-        self._seen = [(at, (seen[0] + group, seen[1] + machine)) for at, seen in self._seen]
+    def _count_explained(self, group: int, machine: int) -> None:
+        """Adds reported kills to the history, so that they are not reported again."""
+        self._history = [(at, (old[0] + group, old[1] + machine)) for at, old in self._history]
 
     def _counts(self) -> tuple[int, int]:
         return _count(self._group), _count(self._machine)
@@ -134,27 +135,23 @@ def _counter(root: Path, proc: Path) -> Path | None:
 
 
 def group_limit(root: Path = _CGROUPS, proc: Path = Path("/proc")) -> int | None:
-    """Returns the bytes of memory that the control groups of this process allow; None if any.
+    """Returns the memory limit of this process' control groups in bytes; None without a limit.
 
     Args:
-      root: Where control groups are mounted.
-      proc: Where the kernel's own files are.
+      root: The mount point of the control groups.
+      proc: The mount point of the proc file system.
     """
     limits = []
     for file in _group_files(root, proc, "memory.limit_in_bytes", "memory.max"):
-        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+        with contextlib.suppress(OSError, ValueError):  # no such file, or its content is "max"
             limits.append(int(file.read_text()))
     return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
 
 
 def _group_files(root: Path, proc: Path, first: str, second: str) -> Iterator[Path]:
-    """Yields where files of this process' control groups may be, those of its own group first.
+    """Yields the possible paths of a file in this process' control groups, innermost group first.
 
-    Args:
-      root: Where control groups are mounted.
-      proc: Where the kernel's own files are.
-      first: The file's name in version 1 of control groups.
-      second: Its name in version 2.
+    `first` is the name of the file in version 1 of control groups, `second` in version 2.
     """
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
@@ -169,43 +166,46 @@ def _group_files(root: Path, proc: Path, first: str, second: str) -> Iterator[Pa
         else:
             continue
         group = PurePosixPath(path.lstrip("/"))
-        # Of a container only the last may be there: it sees its own group as the uppermost.
+        # In a container possibly only the last path exists, because its own group is the root.
         yield from (top / each / name for each in (group, *group.parents))
 
 
 def _count(file: Path | None) -> int:
-    """Returns the value of `oom_kill` in a file of the kernel; 0 if there is none."""
+    """Returns the value of `oom_kill` in a file of the kernel; 0 if it cannot be read."""
     with contextlib.suppress(OSError):
         text = file.read_text() if file is not None else ""
-        if found := re.search(r"^oom_kill (\d+)$", text, re.MULTILINE):
-            return int(found[1])
+        if match := re.search(r"^oom_kill (\d+)$", text, re.MULTILINE):
+            return int(match[1])
     return 0
 
 
 def address_limit(pid: int) -> int | None:
-    """Returns the limit of a process' address space in bytes; None if there is none."""
+    """Returns the limit of a process' address space in bytes; None if unlimited or unknown."""
     try:
         soft, _ = resource.prlimit(pid, resource.RLIMIT_AS)
-    except (OSError, AttributeError):  # it has gone, or this is not Linux
+    except (OSError, AttributeError):  # the process has exited, or this is not Linux
         return None
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def is_told(text: str) -> bool:
-    """Returns whether a line says that memory could not be allocated."""
-    return bool(_PRINTED.search(text))
+def is_allocation_failure(text: str) -> bool:
+    """Returns whether a text contains a message about a failed allocation of memory."""
+    return bool(_ALLOCATION_FAILURE.search(text))
 
 
 def why_aborted(errors: str, limit: int | None, peak: int) -> str | None:
     """Returns the evidence that native code aborted because memory could not be allocated.
 
     Args:
-      errors: End of the standard error of the process.
-      limit: Limit of its address space in bytes, if there is one.
-      peak: Physical memory that it has used at most, in bytes.
+      errors: Last lines of the standard error of the process.
+      limit: Limit of its address space in bytes; None if unlimited.
+      peak: Peak physical memory of the process in bytes.
+
+    Returns:
+      The evidence; None without any.
     """
     before_stacks = errors.partition(_STACKS)[0].splitlines()[-_LAST_LINES:]
-    if lines := [line for line in before_stacks if is_told(line)]:
+    if lines := [line for line in before_stacks if is_allocation_failure(line)]:
         return f"memory could not be allocated ({lines[-1].strip()})"
     if limit is not None and peak > _NEAR * limit:
         return (

@@ -170,7 +170,7 @@ def hint(ended: TaskExit) -> str | None:
     hints = []
     if ended.signal in _HINTS and ended.memory is None:
         hints.append(_HINTS[ended.signal])
-    by_memory = ended.memory or out_of_memory.is_told(ended.message or "")
+    by_memory = ended.memory or out_of_memory.is_allocation_failure(ended.message or "")
     if ended.peak and (by_memory or ended.signal is signal.SIGKILL):
         hints.append(f"the peak host memory of {ended.task} was {byte_size(ended.peak)}")
     return "; ".join(hints) or None

@@ -136,7 +136,7 @@ class Launcher:
     def tick(self) -> None:
         """Sleeps until a signal, the exit of a child, or a timeout; then polls the evaluator."""
         self.signals.wait(_POLL_INTERVAL)
-        self.oom_kills.look()
+        self.oom_kills.poll()
         if self.evaluator is not None:
             self.evaluator.poll()
 

@@ -53,7 +53,7 @@ def test_kills_are_counted_in_the_control_group_or_else_on_the_machine(
     now = time.monotonic()
     for seconds in (6, 70, 76):  # a kill of long ago explains no death
         monkeypatch.setattr("time.monotonic", lambda at=now + seconds: at)
-        kills.look()
+        kills.poll()
     assert kills.reason() is None
 
 
@@ -109,7 +109,7 @@ def test_how_a_death_of_exhausted_memory_is_described() -> None:
     stacks = "Fatal Python error: Aborted\n" + '  File "a.py", line 1 in f\n' * 100
     assert why_aborted(aborted + stacks, None, 0) == found
     killed = hint(TaskExit("worker 0", -9, peak=1_230_000_000)) or ""
-    assert "for want of memory" in killed and killed.endswith("worker 0 was 1.23 GB")
+    assert "because memory was exhausted" in killed and killed.endswith("worker 0 was 1.23 GB")
     failed = TaskExit("worker 0", 1, reason=Reason(1, "RuntimeError: can't start new thread", True))
     assert hint(failed) is None
     assert "1.23 GB" in (hint(replace(failed, peak=1_230_000_000)) or "")

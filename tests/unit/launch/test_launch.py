@@ -444,7 +444,7 @@ with phase(Phase.STEP, 37):
     assert ended.returncode == 0
     killed, memory, restart, finished = said(ended)
     assert killed == "killed chief, worker 0"
-    assert "for want of memory" in memory
+    assert "because memory was exhausted" in memory
     assert restart == "worker 1 was killed (SIGKILL) at step 37; restart 1 of 3 in 1 s"
     assert finished == "finished"
     assert [attempts(tmp_path, task) for task in ("chief", "worker 0", "worker 1")] == [2, 2, 2]
