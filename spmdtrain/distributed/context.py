@@ -1,4 +1,4 @@
-"""The state of this process that outlives a run: its job, its progress record, its exit."""
+"""State of this process beyond a single run: its job, its progress record, its exit."""
 
 import mmap
 import sys
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def ignore_failure(reason: str) -> None:
-    """Does nothing when another process has failed."""
+    """Ignores the failure of another process: the default of `ExitState.on_failure`."""
 
 
 @dataclass
@@ -42,15 +42,15 @@ class ProcessContext:
     initialized: bool = False
     """Whether this process has joined a job, or is known to be alone (`initialize`)."""
     deferred: Callable[..., None] | None = None
-    """`initialize` as called before the strategy was known (`initialize`)."""
+    """A call of `initialize` that waits for the name of the strategy (`initialize`)."""
     channel: "Channel | None" = None
     """Publishes the progress of this process; None without a launcher (`progress`)."""
     exits: ExitState = field(default_factory=ExitState)
-    """How this process ends if it or another one fails (`failures`)."""
+    """State of the exit after a failure in this or another process (`failures`)."""
     reserve: mmap.mmap | None = None
-    """Address space for the report of an exhausted memory (`out_of_memory`)."""
+    """Address space for reporting that memory is exhausted (`out_of_memory`)."""
     has_coordinator: bool = False
-    """Whether this process has had a `Coordinator`."""
+    """Whether this process has created a `Coordinator`."""
 
 
 CONTEXT = ProcessContext()

@@ -98,7 +98,7 @@ def xla_flags(text: str, *, may_name_file: bool = True) -> dict[str, str]:
     Args:
       text: The value of XLA_FLAGS: flags, or the name of a file with flags. The last of several
         flags with the same name counts.
-      may_name_file: Whether it can be the name of a file. libtpu reads none.
+      may_name_file: Whether `text` can be the name of a file; False for libtpu, which reads none.
 
     Raises:
       UserError: If the file cannot be read.

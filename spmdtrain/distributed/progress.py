@@ -100,6 +100,7 @@ class Channel:
         self.publish(Phase.START, 0)
 
     def publish(self, phase: Phase, step: int) -> None:
+        """Writes a new record."""
         self.phase = phase
         self.step = step
         self.changes += 1
@@ -108,12 +109,15 @@ class Channel:
         self._memory[: _RECORD.size] = record
 
     def read(self) -> bytes:
+        """Returns the content of the file."""
         return bytes(self._memory)
 
     def publish_saved(self, step: int) -> None:
+        """Writes the step of the newest complete checkpoint."""
         self._memory[_RECORD.size : _RECORD.size + _SAVED.size] = _SAVED.pack(step)
 
     def publish_sealing(self, step: int) -> None:
+        """Writes the step of the checkpoint whose manifest is being written; -1 if none is."""
         self._memory[_RECORD.size + _SAVED.size :] = _SEALING.pack(step)
 
 
