@@ -82,6 +82,7 @@ def of_tokens(devices: int, microbatches: int) -> Trainer:
     )
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=4, deadline=None, derandomize=True)
 @hypothesis.given(seed=st.integers(0, 2**32 - 1), dead=st.sets(st.integers(0, 7)))
 @hypothesis.example(seed=0, dead={3})  # of 8 microbatches one counts nothing
@@ -332,6 +333,7 @@ def in_bfloat16(seen: list[dict[str, str]], **options: Any) -> Trainer:
 WORDS = {"x": X, "ids": np.arange(ROWS, dtype=np.int32) % 10}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_bfloat16_is_what_the_model_computes_in_and_nothing_else(microbatches: int) -> None:
     seen: list[dict[str, str]] = []
@@ -389,6 +391,7 @@ def test_in_bfloat16_targets_and_weights_keep_their_digits() -> None:
     assert tuples.evaluate((x, targets))["seen"] == 1001
 
 
+@pytest.mark.slow
 def test_a_step_that_computes_nothing_in_bfloat16_is_refused() -> None:
     def objective(model: Any, batch: Any) -> dict[str, jax.Array]:
         return {"loss": (model(batch["features"]).astype(jnp.float32) - batch["y"]) ** 2}

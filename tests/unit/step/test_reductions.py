@@ -74,7 +74,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-FEW = ("mirrored in microbatches", "hybrid", "zero in microbatches")  # the others are slow
+FEW = ("hybrid",)  # the others are slow
 
 
 @pytest.mark.parametrize(
@@ -170,6 +170,7 @@ def test_hierarchical_sends_between_replicas_each_device_s_part_alone() -> None:
         assert mesh is not None and in_loops(compiled.text, mesh) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["mirrored", "hybrid", "zero", "central_storage"])
 def test_all_reduce_crosses_once_however_many_microbatches(strategy: str) -> None:
     for microbatches in (1, 4):
@@ -356,6 +357,7 @@ def test_a_large_batch_does_not_overflow_in_float16() -> None:
     np.testing.assert_allclose(np.asarray(bias), [0.06], rtol=0.05)
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_reduction_by_name(tmp_path: Path) -> None:
     done = run(
         small_experiment(tmp_path),
@@ -452,6 +454,7 @@ def placed() -> Any:
     return NamedSharding(build_mesh(MeshSpec(data=8)), PartitionSpec(("replica", "data", "fsdp")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "objective", "why"),
     [

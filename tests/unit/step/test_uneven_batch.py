@@ -73,13 +73,20 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=[] if way in ("flattened", "fully sharded") else pytest.mark.slow)
+        for way in WAYS
+    ],
+)
 def test_a_padded_batch_gives_the_numbers_of_one_device(way: str) -> None:
     options = WAYS[way]
     expected = numbers(trainer(1, global_batch_size=options.get("global_batch_size", 6)), BATCH)
     check_equal(numbers(trainer(4, **options), BATCH), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "objective"),
     [
