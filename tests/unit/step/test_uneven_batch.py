@@ -149,7 +149,7 @@ LINEAR = partial(nnx.Linear, 6, 2)
         (Normalises, squares, r"carries state \(2 arrays"),
         (LINEAR, lambda m, b: {"loss": m(b - b.mean(0)).sum(-1)}, "reduce_sum at"),
         (LINEAR, lambda m, b: {"loss": centred(m(b)).sum(-1)}, "custom_vjp at"),
-        (LINEAR, lambda m, b: {"loss": scaled(m(b)).sum(-1)}, "size of the batch"),
+        (LINEAR, lambda m, b: {"loss": scaled(m(b)).sum(-1)}, "the batch size"),
     ],
     ids=["batch statistics", "values", "custom_vjp", "custom_jvp"],
 )

@@ -514,7 +514,7 @@ def test_an_evaluation_at_checkpoints_needs_both(
     validation = None if options else (X, Y)
     with pytest.raises(UserError, match="eval_at_checkpoints needs a workdir"):
         trainer(**options, eval_at_checkpoints=True).fit((X, Y), validation=validation, steps=1)
-    with pytest.raises(UserError, match="an evaluator evaluates each checkpoint by itself"):
+    with pytest.raises(UserError, match="an evaluator evaluates each checkpoint anyway"):
         trainer(**options, eval_at_checkpoints=True, evaluated_by="evaluator")
 
 
