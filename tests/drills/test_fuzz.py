@@ -9,10 +9,12 @@ import copy
 import dataclasses
 import functools
 import gzip
+import io
 import json
 import os
 import re
 import socket
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -25,26 +27,33 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
+from helpers import small_experiment
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from PIL import Image
 from plans import FOUND
 
-from spmdtrain import StorageError, UserError
+from spmdtrain import StorageError, UserError, load_params
 from spmdtrain.checkpoints import manifest
+from spmdtrain.checkpoints.command import main as checkpoints
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
+from spmdtrain.checkpoints.restore import examine
 from spmdtrain.checkpoints.run_identity import Identity, changes, check_same_run
 from spmdtrain.cluster import rendezvous, tf_config
-from spmdtrain.cluster.json_lines import Line
+from spmdtrain.cluster.json_lines import Line, Side
 from spmdtrain.data.idx import read_idx
-from spmdtrain.files.run_files import RunFiles, Split, evaluator_metrics
+from spmdtrain.data.image_decoding import UndecodableError, decode, load_pillow
+from spmdtrain.files.run_files import RunFiles, Split, evaluator_metrics, status_of
 from spmdtrain.plan.matmul_flops import products
 from spmdtrain.plan.memory_traffic import bytes_moved
 from spmdtrain.plan.summary import read_summary, sealed
+from spmdtrain.run import main as run
 from spmdtrain.xla.collectives import collectives
 from spmdtrain.xla.hlo_parser import Module
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))
+LEAST = 20  # examples, however busy the machine is
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 
 # -- what is damaged, and how ----------------------------------------------------------------------
@@ -57,6 +66,7 @@ SCALARS = (
     | st.floats()
     | st.text(max_size=8)
     | st.sampled_from(["\0", "\ud800", "../..", "[::1]:1", "host:0", 10**400, 2**63, "1e999"])
+    | st.sampled_from(["object[3]", f"float32[{'9' * 18},{'9' * 18}]", "key<fry>[2]", "[/x]\x1b"])
 )
 VALUES = st.recursive(
     SCALARS,
@@ -68,6 +78,9 @@ VALUES = st.recursive(
 # Controls, line separators, changes of direction, surrogates; new lines are ours.
 HARMFUL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 DEEP = "[" * 100_000
+ODD_NAMES = st.sampled_from(
+    ["\ud800", "x" * 300, "x" * 5000, "\u202ea", "a\x1b[31m", "[/x]", "params/[red]", "../a"]
+)
 
 
 @st.composite
@@ -108,7 +121,7 @@ def changed_json(draw: st.DrawFn, whole: Any) -> Any:
         if how == "missing":
             del place[key]
         elif how == "new" and isinstance(place, dict):
-            place[draw(st.text(max_size=6))] = draw(VALUES)
+            place[draw(st.text(max_size=6) | ODD_NAMES)] = draw(VALUES)
         else:
             place[key] = copy.deepcopy(whole) if how == "whole" else draw(VALUES)
     return document
@@ -164,9 +177,11 @@ def rendezvous_message() -> Target:
     def read(content: bytes, _: Path) -> object:
         here, there = socket.socketpair()
         with here, there:
-            there.sendall(content[:50_000])
+            text = content[:100_000]
+            mac = authenticated(there, "worker")._mac("worker", text)
+            there.sendall(text + b" " + mac + b"\n")
             there.close()
-            line = Line(here, "chief")
+            line = authenticated(here, "chief")
             found = []
             while line.read():
                 found += list(line.messages())
@@ -175,8 +190,19 @@ def rendezvous_message() -> Target:
                     rendezvous._add_member(party, line, message, {})
             return found
 
-    sound = json.dumps(hello).encode() + b"\n"
-    return Target(sound, changed_text(hello).map(lambda text: text + b"\n"), read)
+    text = changed_text(hello)
+    encodings = st.sampled_from(["utf-16", "utf-16-le", "utf-32-be"])
+    other = st.tuples(text, encodings).map(
+        lambda pair: pair[0].decode(errors="replace").replace("host", "\u2200").encode(pair[1])
+    )
+    return Target(json.dumps(hello).encode(), text | other, read)
+
+
+def authenticated(connection: socket.socket, side: Side) -> Line:
+    """Returns one end of a connection, without a token, after the exchange of nonces."""
+    line = Line(connection, side)
+    line.authenticate(b"", worker_nonce="1" * 32, chief_nonce="2" * 32)
+    return line
 
 
 def idx() -> Target:
@@ -261,11 +287,17 @@ def manifest_file() -> Target:
         return text
 
     def read(content: bytes, folder: Path) -> object:
-        (folder / "3").mkdir(exist_ok=True)
-        (folder / "3" / "manifest.json").write_bytes(content)
-        found = Manifest.read(epath.Path(folder / "3"))
+        step = folder / "checkpoints" / "3"
+        step.mkdir(exist_ok=True, parents=True)
+        (step / "manifest.json").write_bytes(content)
+        for command in (["verify", str(folder)], ["show", str(folder)], ["show", str(step)]):
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+                checkpoints(command)
+            assert not HARMFUL.search(out.getvalue())
+        found = Manifest.read(epath.Path(step))
         with contextlib.suppress(CheckpointCorruptedError):
-            found.check_files(epath.Path(folder / "3"))
+            found.check_files(epath.Path(step))
         here = Identity(**identity)
         told = changes(found.identity, here)
         assert not any(HARMFUL.search(line) for line in told)
@@ -274,6 +306,51 @@ def manifest_file() -> Target:
 
     text = changed_text(whole)
     return Target(forged(json.dumps(whole).encode()), text | text.map(forged), read)
+
+
+def array_metadata() -> Target:
+    """Orbax' description of the arrays of a checkpoint."""
+    folder = Path(tempfile.mkdtemp())
+    run(["--config", str(small_experiment(folder)), "--workdir", str(folder / "run"), "--steps=1"])
+    step = folder / "run" / "checkpoints" / "1"
+    (file,) = step.glob("params/_METADATA")
+    whole = json.loads(file.read_text())
+
+    def read(content: bytes, _: Path) -> object:
+        file.write_bytes(content)
+        found = dataclasses.replace(Manifest.read(epath.Path(step)), files={})
+        (step / "manifest.json").unlink()
+        found.write(epath.Path(step))
+        list(examine(epath.Path(step), found))
+        return load_params(step)
+
+    return Target(file.read_bytes(), changed_text(whole), read)
+
+
+def run_status() -> Target:
+    def read(content: bytes, folder: Path) -> object:
+        (folder / "status.json").write_bytes(content)
+        return status_of(str(folder))
+
+    whole = {"status": "failed", "step": 3, "reason": "ValueError"}
+    return Target(json.dumps(whole).encode(), changed_text(whole), read)
+
+
+def image() -> Target:
+    load_pillow()
+    made = Image.fromarray(np.arange(192, dtype=np.uint8).reshape(8, 8, 3))
+    files = []
+    for kind in ("PNG", "JPEG", "GIF", "BMP", "WEBP"):
+        made.save(file := io.BytesIO(), kind)
+        files.append(file.getvalue())
+
+    def read(content: bytes, _: Path) -> object:
+        try:
+            return decode(content, (4, 4))
+        except UndecodableError as error:
+            raise UserError(str(error)) from error
+
+    return Target(files[0], st.sampled_from(files).flatmap(changed_bytes), read)
 
 
 def metrics_lines() -> Target:
@@ -316,6 +393,9 @@ TARGETS = [
     rendezvous_message,
     idx,
     manifest_file,
+    array_metadata,
+    run_status,
+    image,
     metrics_lines,
     hlo_text,
     plan_summary,
@@ -338,7 +418,7 @@ def test_no_input_ends_in_a_traceback(make: Callable[[], Target], tmp_path: Path
     end = time.monotonic() + SECONDS / len(TARGETS)
     rounds = examples = 0
     found = False
-    while time.monotonic() < end:
+    while time.monotonic() < end or examples < LEAST:
 
         @hypothesis.seed(SEED + rounds)
         @settings(
@@ -347,7 +427,8 @@ def test_no_input_ends_in_a_traceback(make: Callable[[], Target], tmp_path: Path
         @hypothesis.given(target.inputs)
         def read(given: Any) -> None:
             nonlocal examples, found
-            if time.monotonic() > end and not found:  # else the smallest input is looked for
+            # Once one is found, the smallest input is looked for.
+            if time.monotonic() > end and examples >= LEAST and not found:
                 return
             examples += 1
             try:
@@ -359,4 +440,4 @@ def test_no_input_ends_in_a_traceback(make: Callable[[], Target], tmp_path: Path
         read()
         rounds += 1
     print(f"{make.__name__}: {examples} examples, seeds {SEED} to {SEED + rounds - 1}")
-    assert examples > 20
+    assert examples >= LEAST
