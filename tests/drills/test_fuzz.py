@@ -195,7 +195,8 @@ def rendezvous_message() -> Target:
     other = st.tuples(text, encodings).map(
         lambda pair: pair[0].decode(errors="replace").replace("host", "\u2200").encode(pair[1])
     )
-    return Target(json.dumps(hello).encode(), text | other, read)
+    deep = encodings.map(lambda name: ('{"\u2200":' + DEEP[:40_000]).encode(name))
+    return Target(json.dumps(hello).encode(), text | other | deep, read)
 
 
 def authenticated(connection: socket.socket, side: Side) -> Line:
@@ -305,6 +306,8 @@ def manifest_file() -> Target:
         return found.size, found.identity.classes
 
     text = changed_text(whole)
+    renamed = ODD_NAMES.map(lambda name: json.dumps(whole).replace('"loss"', json.dumps(name)))
+    text = text | renamed.map(str.encode)
     return Target(forged(json.dumps(whole).encode()), text | text.map(forged), read)
 
 
