@@ -34,7 +34,7 @@ PRELUDE = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 from spmdtrain.distributed import progress
-from spmdtrain.distributed.progress import Phase, within
+from spmdtrain.distributed.progress import Phase, phase
 task = os.environ["SPMDTRAIN_TASK"]
 log = Path(task.replace(" ", "-") + ".attempts")
 attempt = len(log.read_text()) if log.exists() else 0
@@ -193,8 +193,8 @@ def test_gpus_are_shared_out_in_order() -> None:
         (["--processes", "2"], "no command to start, because there is no --"),
         (["--processes", "2", "--"], "no command to start, because nothing follows the --"),
         (["--processes", "0", "--", "true"], "--processes is 0: it must be at least 1"),
-        (["--processes", "2", "--grace", "-1", "--", "true"], "--grace -1.0: at least 0"),
-        (["--processes", "2", "--hang-timeout", "nan", "--", "true"], "--hang-timeout nan"),
+        (["--processes", "2", "--grace", "-1", "--", "true"], "--grace is -1.0: it must be at"),
+        (["--processes", "2", "--hang-timeout", "nan", "--", "true"], "--hang-timeout is nan"),
         (["--processes", "2", "--", "no-such"], "'no-such' cannot be run"),
         (["--processes", "2", "--", "./script.py"], "'./script.py' cannot be run"),
     ],
