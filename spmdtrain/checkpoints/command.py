@@ -17,7 +17,9 @@ from rich.table import Table
 from spmdtrain.checkpoints.export import export_params
 from spmdtrain.checkpoints.listing import LATEST, Listing
 from spmdtrain.checkpoints.manifest import Manifest
-from spmdtrain.checkpoints.restore import Source, examine, find, read_manifest
+from spmdtrain.checkpoints.read_arrays import examine
+from spmdtrain.checkpoints.restore import read_manifest
+from spmdtrain.checkpoints.source import Source, find
 from spmdtrain.errors import ExitCode, UserError, exit_code_of, foreign, printable
 from spmdtrain.terminal import Terminal, byte_size, number
 
@@ -165,7 +167,7 @@ def _show_all(source: Source, terminal: Terminal) -> None:
 
 
 def _show_one(path: str, which: str | int, terminal: Terminal) -> None:
-    manifest = read_manifest(path, which=which, tell=terminal.line)
+    manifest = read_manifest(path, which=which, log=terminal.line)
     table = Table(
         "array", "shape and dtype", "bytes", title=escape(f"step {manifest.step} of {path}")
     )

@@ -44,7 +44,7 @@ def export_params(
     if target.suffix not in _SUFFIXES:
         raise UserError(f"{to}: export writes {' and '.join(_SUFFIXES)} files")
     save = _save_npz if target.suffix == ".npz" else _safetensors()
-    variables, manifest = read_variables(path, which=which, averaged=averaged, tell=log)
+    variables, manifest = read_variables(path, which=which, averaged=averaged, log=log)
     arrays: dict[str, np.ndarray] = {}
     for tree in variables:
         for name, leaf in named_leaves(tree).items():

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError
-from spmdtrain.checkpoints.restore import Source, list_checkpoints, read_manifest
+from spmdtrain.checkpoints.restore import read_manifest
+from spmdtrain.checkpoints.source import Source, list_checkpoints
 from spmdtrain.config import RunConfig
 from spmdtrain.config_checks import resolve
 from spmdtrain.data.datasets import Dataset, as_dataset

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from spmdtrain.checkpoints.restore import broadcast_source, list_checkpoints
+from spmdtrain.checkpoints.source import broadcast_source, list_checkpoints
 from spmdtrain.config import RunConfig
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.loader import on_devices, train_batches

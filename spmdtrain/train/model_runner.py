@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.adapters.base import Function, Variables
 from spmdtrain.checkpoints.listing import LATEST
-from spmdtrain.checkpoints.restore import broadcast_source, list_checkpoints
 from spmdtrain.checkpoints.run_identity import Identity, check_same_classes
+from spmdtrain.checkpoints.source import broadcast_source, list_checkpoints
 from spmdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, MeshSpec, RunConfig
 from spmdtrain.data.datasets import Dataset, as_dataset, classes_of
 from spmdtrain.data.loader import IndexedBatch

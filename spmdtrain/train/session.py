@@ -13,12 +13,7 @@ from etils import epath
 
 from spmdtrain.checkpoints.items import check_can_be_saved
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
-from spmdtrain.checkpoints.restore import (
-    broadcast_source,
-    list_checkpoints,
-    load_latest_valid,
-    load_state,
-)
+from spmdtrain.checkpoints.restore import load_state
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.run_identity import (
     Identity,
@@ -28,6 +23,11 @@ from spmdtrain.checkpoints.run_identity import (
     describe_optimizer,
 )
 from spmdtrain.checkpoints.save import Checkpoints
+from spmdtrain.checkpoints.source import (
+    broadcast_source,
+    list_checkpoints,
+    load_latest_valid,
+)
 from spmdtrain.config import RunConfig, as_json
 from spmdtrain.data.datasets import Dataset, as_dataset, fingerprint
 from spmdtrain.distributed import failures, numeric_settings, process_group, progress

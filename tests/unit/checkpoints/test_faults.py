@@ -189,7 +189,7 @@ def test_an_error_of_orbax_about_its_metadata_is_damage(
 
 # Orbax compresses what it writes: a flipped bit makes other numbers, which only the sums know, or
 # what cannot be decompressed. Which of them hangs on where in the file an array came to lie.
-WRONG_ARRAY = r"(params|opt_state)/\S+ (is not what was saved: its check sum is|cannot be read)"
+WRONG_ARRAY = r"(params|opt_state)/\S+ (is not what was saved: its checksum is|cannot be read)"
 
 
 def damage(workdir: Path, step: int) -> None:

@@ -1,0 +1,232 @@
+"""Reading of the arrays of a checkpoint, and their verification."""
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath, epy
+
+from spmdtrain.checkpoints.array_headers import check_headers, header_fault
+from spmdtrain.checkpoints.checksums import as_text, read_parts, start_sums, sums
+from spmdtrain.checkpoints.items import ITEMS, raw_keys
+from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
+from spmdtrain.distributed import process_group
+from spmdtrain.errors import StorageError, UserError
+from spmdtrain.files.storage import in_short, is_damage, silence_tensorstore_shutdown, why_failed
+from spmdtrain.tree import named_leaves, path_name
+
+with epy.lazy_imports():  # because importing it takes long, and only restoring needs it
+    import orbax.checkpoint as ocp
+
+PyTree = Any
+
+
+def holds(manifest: Manifest, field: str) -> bool:
+    """Returns whether a checkpoint has arrays of a field of the state."""
+    return any(name.split("/")[0] == field for name in manifest.sums)
+
+
+def read_arrays(
+    folder: epath.Path, manifest: Manifest, targets: Mapping[str, Mapping[str, PyTree]]
+) -> dict[str, PyTree]:
+    """Reads arrays to devices, and verifies their checksums.
+
+    All processes of a job call it, and each reads its own shards.
+
+    Args:
+      folder: The folder of the checkpoint.
+      manifest: Its manifest.
+      targets: Trees of `jax.ShapeDtypeStruct` with shardings, by item and field.
+
+    Returns:
+      The arrays by field.
+
+    Raises:
+      CheckpointCorruptedError: If the checkpoint is damaged.
+      StorageError: If it cannot be read.
+    """
+    items = {item: ocp.args.StandardRestore(raw_keys(dict(x))) for item, x in targets.items()}
+
+    def read() -> Mapping[str, Mapping[str, PyTree]]:
+        with (
+            _reported_faults(folder, manifest, items, in_memory=False),
+            _checkpointer() as checkpointer,
+        ):
+            restored: Any = checkpointer.restore(folder, args=ocp.args.Composite(**items))
+        return {item: restored[item] for item in items}
+
+    restored = process_group.run_on_all(read, CheckpointCorruptedError)
+    arrays = {field: x for item in restored.values() for field, x in item.items()}
+    actual = as_text(process_group.summed(read_parts(start_sums(arrays))))
+    _check_sums(actual, manifest, arrays)
+    wanted = {field: x for item in targets.values() for field, x in item.items()}
+    fields: dict[str, PyTree] = jax.tree.map(_restore_key, wanted, arrays)
+    return fields
+
+
+def _checkpointer() -> contextlib.AbstractContextManager[Any]:
+    # Each process reads independently, because one that finds damage would miss Orbax' barriers.
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=process_group.rank(), active_processes={process_group.rank()}
+    )
+    options = alone if process_group.count() > 1 else ocp.options.MultiprocessingOptions()
+    return contextlib.closing(
+        ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=options)
+    )
+
+
+def _restore_key(target: jax.ShapeDtypeStruct, leaf: jax.Array) -> jax.Array:
+    """Returns the random key whose data were saved if the target is a key, or the leaf itself."""
+    if not jnp.issubdtype(target.dtype, jax.dtypes.prng_key):
+        return leaf
+    implementation: list[Any] = []
+    jax.eval_shape(lambda key: implementation.append(jax.random.key_impl(key)), target)
+    return jax.random.wrap_key_data(leaf, impl=implementation[0])
+
+
+def read_host_arrays(folder: epath.Path, manifest: Manifest, field: str) -> PyTree:
+    """Reads a field of any structure as NumPy arrays, and verifies their checksums.
+
+    Args:
+      folder: The folder of the checkpoint.
+      manifest: Its manifest.
+      field: A field that is an item of its own.
+
+    Raises:
+      CheckpointCorruptedError: If the checkpoint is damaged.
+      StorageError: If it cannot be read.
+    """
+    with _reported_faults(folder, manifest, [field], in_memory=True):
+        tree = _saved_tree(folder / field)
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        arrays: dict[str, PyTree] = ocp.PyTreeCheckpointHandler().restore(
+            folder / field, args=ocp.args.PyTreeRestore(item=tree, restore_args=as_numpy)
+        )
+    _check_sums(sums(arrays), manifest, arrays)
+    return arrays[field]
+
+
+def _saved_tree(folder: epath.Path) -> PyTree:
+    """Returns the structure of an item with the headers of its arrays, from Orbax' metadata."""
+    return ocp.PyTreeCheckpointHandler().metadata(folder).tree
+
+
+def _check_sums(actual: Mapping[str, str], manifest: Manifest, fields: Collection[str]) -> None:
+    """Raises `CheckpointCorruptedError` for the first array whose checksum differs."""
+    expected = {n: x for n, x in manifest.sums.items() if n.split("/")[0] in fields}
+    for name in [*expected, *actual]:
+        if fault := _checksum_fault(name, actual.get(name), expected.get(name)):
+            raise CheckpointCorruptedError(fault)
+
+
+def _checksum_fault(name: str, actual: str | None, saved: str | None) -> str | None:
+    """Returns what is wrong with an array that has these checksums; None if they are equal."""
+    if actual == saved:
+        return None
+    if actual is None or saved is None:
+        return f"{name} is {'missing' if actual is None else 'not of this checkpoint'}"
+    return f"{name} is not what was saved: its checksum is {actual}, and was {saved}"
+
+
+@contextlib.contextmanager
+def storage_errors(folder: epath.Path) -> Iterator[None]:
+    """Raises errors of the storage, but not damaged content, as `StorageError`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if is_damage(error) or (reason := why_failed(error, folder)) is None:
+            raise
+        raise StorageError(f"{folder} cannot be read: {reason}") from error
+
+
+@contextlib.contextmanager
+def _reported_faults(
+    folder: epath.Path, manifest: Manifest, items: Iterable[str], *, in_memory: bool
+) -> Iterator[None]:
+    """Checks the files and array headers of items that are read in the block.
+
+    If reading fails because the checkpoint is damaged, raises `CheckpointCorruptedError` with the
+    first fault of `examine`.
+    """
+    silence_tensorstore_shutdown()
+    try:
+        with storage_errors(folder):
+            manifest.check_kinds(folder)
+            manifest.check_files(folder)
+            for item in items:
+                check_headers(_saved_tree(folder / item), manifest, in_memory=in_memory)
+            yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not is_damage(error):
+            raise
+        fault = next((fault for _, fault in examine(folder, manifest) if fault), None)
+        if fault is None:
+            raise  # every array can be read and is valid, so the checkpoint is not the cause
+        raise CheckpointCorruptedError(fault) from error
+
+
+def examine(folder: epath.Path, manifest: Manifest) -> Iterator[tuple[str, str | None]]:
+    """Reads a checkpoint array by array, with the memory of one array on the host.
+
+    Yields:
+      The name of each array and what is wrong with it; None if it is valid.
+
+    Raises:
+      StorageError: If the checkpoint cannot be read.
+    """
+    silence_tensorstore_shutdown()
+    seen = set()
+    with storage_errors(folder):
+        try:
+            manifest.check_kinds(folder)
+        except CheckpointCorruptedError as error:
+            yield "files", str(error)
+            return  # nothing else in this folder may be opened
+        try:
+            manifest.check_files(folder)
+        except CheckpointCorruptedError as error:
+            yield "files", str(error)
+    for item, fields in ITEMS.items():
+        if not any(holds(manifest, field) for field in fields):
+            continue
+        try:
+            with storage_errors(folder):
+                tree = _saved_tree(folder / item)
+        except Exception as error:
+            if not is_damage(error):
+                raise
+            yield item, f"{item} cannot be read: {in_short(error)}"
+            continue
+        for path, header in jax.tree_util.tree_leaves_with_path(tree):
+            name = path_name(path)
+            seen.add(name)
+            fault = header_fault(name, header, manifest, in_memory=True)
+            yield name, fault or _array_fault(folder / item, tree, path, manifest)
+    for name in manifest.sums:
+        if name not in seen:
+            yield name, f"{name} is missing"
+
+
+def _array_fault(folder: epath.Path, tree: PyTree, path: Any, manifest: Manifest) -> str | None:
+    """Reads one array of an item; returns what is wrong with it, or None."""
+    single = jax.tree_util.tree_map_with_path(lambda p, leaf: leaf if p == path else ..., tree)
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    name = path_name(path)
+    try:
+        with storage_errors(folder):
+            arrays = ocp.PyTreeCheckpointHandler().restore(
+                folder, args=ocp.args.PyTreeRestore(item=single, restore_args=as_numpy)
+            )
+    except Exception as error:
+        if not is_damage(error):
+            raise
+        return f"{name} cannot be read: {in_short(error)}"
+    (actual,) = sums([named_leaves(arrays)[name]]).values()
+    return _checksum_fault(name, actual, manifest.sums.get(name))
