@@ -38,7 +38,7 @@ from spmdtrain import StorageError, UserError, load_params
 from spmdtrain.checkpoints import manifest
 from spmdtrain.checkpoints.command import main as checkpoints
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
-from spmdtrain.checkpoints.restore import examine
+from spmdtrain.checkpoints.read_arrays import examine
 from spmdtrain.checkpoints.run_identity import Identity, changes, check_same_run
 from spmdtrain.cluster import rendezvous, tf_config
 from spmdtrain.cluster.json_lines import Line, Side
