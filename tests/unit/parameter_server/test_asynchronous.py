@@ -96,6 +96,7 @@ class Strange:
         return [Done(worker, told)]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     st.integers(1, 3),
@@ -142,6 +143,7 @@ class Exact(Strange):
         return math.sin(self.seen[worker] + work.number)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 3), st.lists(st.integers(0, 1000), max_size=60))
 def test_without_staleness_whoever_is_killed_the_numbers_are_the_same(

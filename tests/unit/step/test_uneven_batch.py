@@ -198,6 +198,7 @@ def test_an_epoch_has_the_steps_of_the_true_batch_size() -> None:
     assert of.fit(X, epochs=1).step == 4  # ceil(20 / 6)
 
 
+@pytest.mark.slow
 def test_a_convolutional_network_is_proven() -> None:
     class Network(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
