@@ -1,14 +1,12 @@
 """The session of a run: its inputs, logs and checkpoints, and the boundary between steps."""
 
 import contextlib
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 from etils import epath
 
 from spmdtrain.checkpoints.items import check_can_be_saved
@@ -19,8 +17,6 @@ from spmdtrain.checkpoints.run_identity import (
     Identity,
     changes,
     check_same_run,
-    describe_leaves,
-    describe_optimizer,
 )
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.checkpoints.source import (
@@ -28,9 +24,9 @@ from spmdtrain.checkpoints.source import (
     list_checkpoints,
     load_latest_valid,
 )
-from spmdtrain.config import RunConfig, as_json
-from spmdtrain.data.datasets import Dataset, as_dataset, fingerprint
-from spmdtrain.distributed import failures, numeric_settings, process_group, progress
+from spmdtrain.config import RunConfig
+from spmdtrain.data.datasets import Dataset, as_dataset
+from spmdtrain.distributed import failures, process_group, progress
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import (
     NonFiniteError,
@@ -38,36 +34,16 @@ from spmdtrain.errors import (
     StateError,
     StorageError,
     UserError,
-    did_you_mean,
 )
 from spmdtrain.files.run_files import RunFiles, Split, Status, evaluator_metrics
-from spmdtrain.files.storage import folder_of, is_url
+from spmdtrain.files.storage import folder_of
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.epochs import Epochs, known_rate
+from spmdtrain.train.run_inputs import Trainable, check_inputs, check_same_inputs, identity_of
 from spmdtrain.train.run_logger import Metrics, RunLogger
 from spmdtrain.train.schedule import Due, Schedule
-
-
-class Trainable(Protocol):
-    """What a run session needs to know of the state that is trained."""
-
-    @property
-    def abstract_state(self) -> TrainState: ...
-
-    @property
-    def shardings(self) -> TrainState: ...
-
-    @property
-    def initial_hyperparameters(self) -> Mapping[str, Any]:
-        """Injected hyperparameters that the optimizer starts with, by path."""
-        ...
-
-    @property
-    def metric_names(self) -> Callable[[Any], Iterable[str]] | None:
-        """Rows -> the names of an evaluation's metrics; None if they are not known beforehand."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -135,51 +111,12 @@ class RunSession:
         """
         data = {n: as_dataset(x, f"{n} data") for n, x in splits.items() if x is not None}
         train = data.get("train")
-        if train is None and config.steps is None:
-            raise UserError("without a dataset there are no epochs: give steps")
-        total = config.total_steps(0 if train is None else len(train))
-        profiled = config.profile_range()
-        if profiled and (config.workdir is None or profiled[1] > total):
-            raise UserError(
-                f"profile_steps is {config.profile_steps}: it needs a workdir "
-                f"({config.workdir}), and no more than the run's {total} steps"
-            )
-        if config.eval_at_checkpoints and (config.workdir is None or "validation" not in data):
-            raise UserError(
-                "eval_at_checkpoints needs a workdir for the checkpoints, and a validation split"
-            )
-        if profiled and is_url(str(config.workdir)):
-            raise UserError(f"profile_steps: the profiler writes no trace to {config.workdir}")
+        total = check_inputs(config, data, trained)
         if config.evaluated_by == "evaluator":
-            if config.workdir is None:
-                raise UserError("evaluated_by is 'evaluator': it needs a workdir, where it looks")
             data.pop("validation", None)
-        elif config.best_metric != "loss" and trained.metric_names is not None:
-            if "validation" not in data:
-                raise UserError(
-                    f"best_metric is {config.best_metric!r}: it needs a validation split"
-                )
-            names = list(trained.metric_names(data["validation"].rows(np.arange(1))))
-            if config.best_metric not in names:
-                raise UserError(
-                    f"best_metric is {config.best_metric!r}, which no evaluation gives."
-                    + did_you_mean(config.best_metric, names)
-                )
-        identity = Identity(
-            config=as_json(config),
-            dataset={} if train is None else fingerprint(train),
-            leaves=describe_leaves(trained.abstract_state),
-            optimizer=describe_optimizer(trained.abstract_state.opt_state),
-            hyperparameters=trained.initial_hyperparameters,
-        )
+        identity = identity_of(config, train, trained)
         # Before anything is written: processes that differ would compute wrong numbers, or hang.
-        if process_group.count() > 1:
-            told = dataclasses.asdict(identity)
-            told["config"].pop("data_dir")  # where it is may differ, what is in it may not
-            told |= (
-                numeric_settings.settings()
-            )  # a script may have changed them since the processes met
-            process_group.check_same(told | {"data": {n: fingerprint(x) for n, x in data.items()}})
+        check_same_inputs(identity, data)
         files = checkpoints = None
         signals = StopSignals()
         if config.workdir is not None or process_group.count() > 1:
@@ -190,25 +127,7 @@ class RunSession:
             if process_group.is_chief():
                 files = stack.enter_context(contextlib.closing(RunFiles(config.workdir)))
             process_group.barrier()  # the folder is there, and no other run has it
-            by_evaluator = config.evaluated_by == "evaluator"
-            checkpoints = stack.enter_context(
-                contextlib.closing(
-                    Checkpoints(
-                        folder_of(config.workdir) / "checkpoints",
-                        Retention(
-                            latest=config.keep_latest,
-                            best=config.keep_best,
-                            metric=config.best_metric,
-                            direction=config.best_direction,
-                            every_steps=config.keep_every_steps,
-                            every_hours=config.keep_every_hours,
-                        ),
-                        functools.partial(evaluator_metrics, config.workdir)
-                        if by_evaluator
-                        else None,
-                    )
-                )
-            )
+            checkpoints = stack.enter_context(contextlib.closing(_open_checkpoints(config)))
         logger = RunLogger(terminal, files, config)
         rate = known_rate(config, trained.abstract_state.opt_state)
         size = 0 if train is None else len(train)
@@ -456,3 +375,20 @@ class RunSession:
         if self.checkpoints is None or step != 0:
             return False
         return self.config.checkpoint_at_start and not self.checkpoints.holds(0)
+
+
+def _open_checkpoints(config: RunConfig) -> Checkpoints:
+    """Opens the checkpoints of a run's workdir."""
+    assert config.workdir is not None
+    retention = Retention(
+        latest=config.keep_latest,
+        best=config.keep_best,
+        metric=config.best_metric,
+        direction=config.best_direction,
+        every_steps=config.keep_every_steps,
+        every_hours=config.keep_every_hours,
+    )
+    metrics = functools.partial(evaluator_metrics, config.workdir)
+    by_evaluator = config.evaluated_by == "evaluator"
+    folder = folder_of(config.workdir) / "checkpoints"
+    return Checkpoints(folder, retention, metrics if by_evaluator else None)

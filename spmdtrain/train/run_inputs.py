@@ -1,0 +1,101 @@
+"""The inputs of a run: checks, and the identity by which a later start recognises the run."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, describe_optimizer
+from spmdtrain.config import RunConfig, as_json
+from spmdtrain.data.datasets import Dataset, fingerprint
+from spmdtrain.distributed import numeric_settings, process_group
+from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.files.storage import is_url
+from spmdtrain.step.state import TrainState
+
+
+class Trainable(Protocol):
+    """What a run session needs to know of the state that is trained."""
+
+    @property
+    def abstract_state(self) -> TrainState: ...
+
+    @property
+    def shardings(self) -> TrainState: ...
+
+    @property
+    def initial_hyperparameters(self) -> Mapping[str, Any]:
+        """Injected hyperparameters that the optimizer starts with, by path."""
+        ...
+
+    @property
+    def metric_names(self) -> Callable[[Any], Iterable[str]] | None:
+        """Rows -> the names of an evaluation's metrics; None if they are not known beforehand."""
+        ...
+
+
+def check_inputs(config: RunConfig, data: Mapping[str, Dataset], trained: Trainable) -> int:
+    """Checks that the data of a run fit its configuration.
+
+    Args:
+      config: The resolved configuration.
+      data: Datasets by split: "train", "validation" and "test".
+      trained: Names the metrics of an evaluation.
+
+    Returns:
+      The number of steps of the run.
+
+    Raises:
+      UserError: If an option needs a workdir, a split or a metric that is missing.
+    """
+    train, profiled = data.get("train"), config.profile_range()
+    if train is None and config.steps is None:
+        raise UserError("without a dataset there are no epochs: give steps")
+    total = config.total_steps(0 if train is None else len(train))
+    if profiled and (config.workdir is None or profiled[1] > total):
+        raise UserError(
+            f"profile_steps is {config.profile_steps}: it needs a workdir ({config.workdir}), and "
+            f"no more than the run's {total} steps"
+        )
+    if config.eval_at_checkpoints and (config.workdir is None or "validation" not in data):
+        raise UserError(
+            "eval_at_checkpoints needs a workdir for the checkpoints, and a validation split"
+        )
+    if profiled and is_url(str(config.workdir)):
+        raise UserError(f"profile_steps: the profiler writes no trace to {config.workdir}")
+    if config.evaluated_by == "evaluator":
+        if config.workdir is None:
+            raise UserError("evaluated_by is 'evaluator': the evaluator needs a workdir to read")
+    elif config.best_metric != "loss" and trained.metric_names is not None:
+        if "validation" not in data:
+            raise UserError(f"best_metric is {config.best_metric!r}: it needs a validation split")
+        names = list(trained.metric_names(data["validation"].rows(np.arange(1))))
+        if config.best_metric not in names:
+            raise UserError(
+                f"best_metric is {config.best_metric!r}, which no evaluation gives."
+                + did_you_mean(config.best_metric, names)
+            )
+    return total
+
+
+def identity_of(config: RunConfig, train: Dataset | None, trained: Trainable) -> Identity:
+    """Returns what a run computes: configuration, data, and the shapes of its state."""
+    return Identity(
+        config=as_json(config),
+        dataset={} if train is None else fingerprint(train),
+        leaves=describe_leaves(trained.abstract_state),
+        optimizer=describe_optimizer(trained.abstract_state.opt_state),
+        hyperparameters=trained.initial_hyperparameters,
+    )
+
+
+def check_same_inputs(identity: Identity, data: Mapping[str, Dataset]) -> None:
+    """Raises `UserError` if the processes of a job have different inputs."""
+    if process_group.count() == 1:
+        return
+    inputs = dataclasses.asdict(identity)
+    inputs["config"].pop("data_dir")  # the path of the data may differ, their content may not
+    inputs |= numeric_settings.settings()  # a script may have changed them since the rendezvous
+    inputs["data"] = {split: fingerprint(dataset) for split, dataset in data.items()}
+    process_group.check_same(inputs)
