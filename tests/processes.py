@@ -226,12 +226,21 @@ def steps_in(output: str) -> list[int]:
     return [int(step) for step in re.findall(r"\bstep (\d+)/", output)]
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A port of this machine that nothing listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
+    """A port of this machine that nothing listens on, and that no other test was given."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    while True:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port: int = found.getsockname()[1]
+        # Half of the number, because Linux prefers odd ones here.
+        if port // 2 % workers == worker % workers and port not in _given:
+            _given.add(port)
+            return port
 
 
 def tf_config(addresses: Sequence[str], rank: int, **jobs: list[str]) -> str:
@@ -300,12 +309,22 @@ def of_chief(text: str) -> str:
 
 @contextlib.contextmanager
 def launching(
-    line: Sequence[str], *options: object, processes: int = 2, devices: int = 1
+    line: Sequence[str],
+    *options: object,
+    processes: int = 2,
+    devices: int = 1,
+    before: str = ":",
 ) -> Iterator[tuple[subprocess.Popen[str], list[tuple[float, str]]]]:
-    """Start a command through the launcher, with the lines it writes and when they came."""
+    """Start a command through the launcher, with the lines it writes and when they came.
+
+    The launcher's process runs a shell command `before` it becomes the launcher.
+    """
     own = ["--processes", processes, "--devices-per-process", devices, *options]
     process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "spmdtrain.launch", *map(str, own), "--", *line],
+        [
+            *("bash", "-c", f'{before}; exec "$@"', "launcher"),
+            *(sys.executable, "-u", "-m", "spmdtrain.launch", *map(str, own), "--", *line),
+        ],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

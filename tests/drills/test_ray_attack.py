@@ -150,7 +150,10 @@ def ports_of(process: int) -> set[int]:
     while more := {pid for pid, parent in parents.items() if parent in family} - family:
         family |= more
     for pid in family:
-        inodes |= {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()}
+        with contextlib.suppress(OSError):  # it has ended
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # it has closed it
+                    inodes.add(os.readlink(file))
     rows = [
         line.split()
         for file in ("tcp", "tcp6")
@@ -167,8 +170,9 @@ def answer(port: int, method: str) -> str:
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         try:
             channel.unary_unary(method)(b"", timeout=20)
-        except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+        except grpc.RpcError as error:  # a server of HTTP answers so, or not at all
+            codes = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+            if error.code() not in codes:
                 return str(error.code().name)
         else:
             return "OK"
