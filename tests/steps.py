@@ -146,7 +146,7 @@ def primitives(of: Trainer, batch: Any, name: str) -> list[Any]:
     """
     steps = of.functions
     with use_placement(of.placement):
-        jaxpr = jax.make_jaxpr(steps._train)(steps.abstract_state, batch)
+        jaxpr = steps.train_program().trace(steps.abstract_state, batch).jaxpr
     found = [equation for equation in equations(jaxpr) if equation.primitive.name == name]
     return [x for x in found if name != "dot_general" or x.invars[-1].aval.ndim > 1]
 

@@ -91,7 +91,7 @@ def abstract_batch(
     *,
     augment: Augment | None,
     steps: int,
-    by_number: bool,
+    by_index: bool,
     by_step: bool,
     padded_to: int | None = None,
 ) -> PyTree:
@@ -108,11 +108,11 @@ def abstract_batch(
         return jax.ShapeDtypeStruct((*shape, *np.shape(x)[1:]), dtype, sharding=place)
 
     found = jax.tree.map(
-        lambda x: array(x, (*lead, size), place), np.zeros(1, np.int32) if by_number else one
+        lambda x: array(x, (*lead, size), place), np.zeros(1, np.int32) if by_index else one
     )
     if size != batch_size:
         found = Padded(found, array(np.zeros(1, np.float32), (*lead, size), place))  # type: ignore[arg-type]
-    if not by_number:
+    if not by_index:
         return found
     everywhere = placement.replicated
     return IndexedBatch(found, jax.tree.map(lambda x: array(x, (len(dataset),), everywhere), one))

@@ -23,8 +23,9 @@ from spmdtrain.parameter_server.state_partition import ServerPartition
 from spmdtrain.parameter_server.stats import StalenessStats
 from spmdtrain.parameter_server.worker import WorkerFactory, for_worker
 from spmdtrain.sharding.placement import make_placement
+from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState
-from spmdtrain.step.train_step import StepFunctions, StepOutput
+from spmdtrain.step.train_step import StepOutput
 from spmdtrain.train.executor import ExecutorInputs, MakeExecutor, Program
 
 PyTree = Any

@@ -19,7 +19,7 @@ from spmdtrain.parameter_server.scheduler import Outcome
 from spmdtrain.parameter_server.server import PushResult
 from spmdtrain.parameter_server.state_partition import Computed, ServerPartition, bytes_in, outcome
 from spmdtrain.sharding.placement import Placement, configure_backend, make_placement, use_placement
-from spmdtrain.step.train_step import StepFunctions
+from spmdtrain.step.functions import StepFunctions
 
 PyTree = Any
 

@@ -250,7 +250,7 @@ def _batch(experiment: Experiment, config: RunConfig, placement: Placement) -> A
         placement,
         augment=experiment.augment,
         steps=1,
-        by_number=config.data_on_device,
+        by_index=config.data_on_device,
         by_step=True,
         padded_to=config.padded_batch_size(placement.batch_shards),
     )

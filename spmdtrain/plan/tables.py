@@ -181,7 +181,7 @@ def _carried(collectives: Sequence[dict[str, Any]]) -> str:
 
 def _source(item: dict[str, Any]) -> str:
     """Returns the source line of an array or collective, else JAX's name of the operation."""
-    name = item["op_name"].removeprefix("jit(_train)/")
+    name = item["op_name"].removeprefix("jit(train_step)/")
     if len(name) > _LONGEST_NAME:
         name = "..." + name[-_LONGEST_NAME:]
     return _short(item["line"]) or name

@@ -15,7 +15,7 @@ from spmdtrain.data.loader import abstract_batch
 from spmdtrain.data.sampling import Augment
 from spmdtrain.distributed import process_group
 from spmdtrain.sharding.placement import Placement, use_placement
-from spmdtrain.step.train_step import StepFunctions
+from spmdtrain.step.functions import StepFunctions
 from spmdtrain.xla import collectives
 
 PyTree = Any
@@ -62,7 +62,7 @@ class Programs:
             self._placement,
             augment=augment,
             steps=steps,
-            by_number=config.data_on_device,
+            by_index=config.data_on_device,
             by_step=config.jit,
             padded_to=config.padded_batch_size(self._placement.batch_shards),
         )
@@ -97,8 +97,8 @@ class Programs:
         began = time.perf_counter()
         with use_placement(self._placement):  # which is known by thread
             settled = self._steps.choose_reduction(batch, steps)
-            by_number = self._config.data_on_device
-            call = self._steps.train_program(steps, by_number=by_number)
+            by_index = self._config.data_on_device
+            call = self._steps.train_program(steps, by_index=by_index)
             if not self._config.jit:
                 return Program(call, "steps are not compiled", None)
             # For arrays in their places: so the jitted function, whose calls are dispatched faster

@@ -16,8 +16,8 @@ from spmdtrain.distributed import process_group
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import Placement
+from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.metrics import Means
-from spmdtrain.step.train_step import StepFunctions
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.executor import max_in_flight
 

@@ -15,8 +15,9 @@ from spmdtrain.distributed.first_call import await_compiled
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.compile import Programs
+from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState
-from spmdtrain.step.train_step import StepFunctions, StepOutput
+from spmdtrain.step.train_step import StepOutput
 from spmdtrain.strategies import Strategy, strategy
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.session import RunSession

@@ -16,8 +16,8 @@ from spmdtrain.checkpoints.source import find, load_latest_valid
 from spmdtrain.config import RunConfig, as_json
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
+from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState
-from spmdtrain.step.train_step import StepFunctions
 
 PyTree = Any
 Tell = Callable[[str], None]

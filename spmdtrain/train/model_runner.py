@@ -23,9 +23,10 @@ from spmdtrain.errors import UserError
 from spmdtrain.sharding.layout import Rule
 from spmdtrain.sharding.placement import Placement, make_placement, use_placement
 from spmdtrain.sharding.table import ShardingTable, tabulate
+from spmdtrain.step.forward import model_output
+from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.reductions import Reduction
 from spmdtrain.step.state import TrainState
-from spmdtrain.step.train_step import StepFunctions, model_output
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.evaluate import Evaluation, check_same_data
@@ -150,11 +151,11 @@ class ModelRunner:
         """
         if not self.config.jit:
             raise UserError("jit is off: the steps are not compiled")
-        by_number = isinstance(batch, IndexedBatch)
+        by_index = isinstance(batch, IndexedBatch)
         with use_placement(self.placement):
             shapes = jax.eval_shape(lambda batch: batch, batch)
             self.functions.choose_reduction(shapes)
-            traced: jax.stages.Traced = self.functions.train_program(by_number=by_number).trace(
+            traced: jax.stages.Traced = self.functions.train_program(by_index=by_index).trace(
                 self.functions.abstract_state, shapes
             )
         return traced

@@ -20,7 +20,7 @@ compile_at_once = compiler.backend_compile_and_load
 def compile_slowly(backend, module, *rest):
     """XLA's compiler, which takes long in process 1, as on a host that is busy."""
     name = module.operation.attributes["sym_name"].value
-    if name in ("jit__train", "jit__evaluate"):
+    if name in ("jit_train_step", "jit_evaluate"):
         print("compiles", name, flush=True)
         time.sleep(SECONDS * spmdtrain_processes.rank())
     return compile_at_once(backend, module, *rest)
@@ -41,8 +41,8 @@ def test_processes_that_compile_for_longer_than_a_collective_may_take_go_on(tmp_
     )
     for one in ended:  # which has compiled each program once
         assert [line for line in one.output.splitlines() if line.startswith("compiles")] == [
-            "compiles jit__train",
-            "compiles jit__evaluate",
+            "compiles jit_train_step",
+            "compiles jit_evaluate",
         ]
 
 
@@ -70,5 +70,5 @@ def test_in_a_warm_start_no_process_compiles(
         for name in ("cold", "warm")
     )
     for compiled in cold:
-        assert {"jit__init", "jit__train", "jit__evaluate"} <= compiled
+        assert {"jit__init", "jit_train_step", "jit_evaluate"} <= compiled
     assert warm == [set(), set()]

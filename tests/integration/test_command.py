@@ -77,8 +77,8 @@ def test_the_start_up_line_says_what_runs(ended: subprocess.CompletedProcess[str
         rf"learning rate 0.002; {PARAMETERS:,} parameters; step compiled in [\d.]+ s: "
         # the gradients and two numbers, loss and accuracy
         rf"1 all-reduce, {4 * (PARAMETERS + 2) / 1000:.2f} kB, over data=8; "
-        r"reduced by XLA, as the model or the objective draws random numbers \(dropout\), which "
-        r"would be each device's own$",
+        r"reduced by XLA, because the model or the objective draws random numbers \(dropout\), "
+        r"which would differ between devices$",
         ended.stdout,
         re.MULTILINE,
     ), ended.stdout

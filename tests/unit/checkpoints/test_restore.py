@@ -52,7 +52,8 @@ from spmdtrain.models import MLP
 from spmdtrain.run import main
 from spmdtrain.sharding.layout import Rule
 from spmdtrain.sharding.placement import make_placement
-from spmdtrain.step.train_step import StepFunctions, model_output
+from spmdtrain.step.forward import model_output
+from spmdtrain.step.functions import StepFunctions
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
 

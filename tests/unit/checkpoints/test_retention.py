@@ -27,8 +27,9 @@ from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, descri
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.config import MeshSpec, RunConfig, as_json
 from spmdtrain.sharding.placement import make_placement
+from spmdtrain.step.forward import model_output
+from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState
-from spmdtrain.step.train_step import StepFunctions, model_output
 from spmdtrain.terminal import Terminal
 
 START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)

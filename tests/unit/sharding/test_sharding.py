@@ -836,7 +836,7 @@ def test_a_state_that_a_step_leaves_elsewhere_stops_the_run() -> None:
     steps = fitted.functions
     places = (steps.shardings, fitted.placement.batch)
     after = (replicated(fitted, steps.shardings), fitted.placement.replicated)
-    wrong = jax.jit(steps._train, in_shardings=places, out_shardings=after)
+    wrong = jax.jit(steps.train_program().__wrapped__, in_shardings=places, out_shardings=after)
     vars(steps)["train_program"] = lambda *_, **__: wrong
     with pytest.raises(UserError) as caught:
         fitted.fit(X, steps=2)

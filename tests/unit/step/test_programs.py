@@ -12,7 +12,7 @@ import pytest
 from linear import squared_error, trainer
 
 from spmdtrain import MappedDataset, Trainer, UserError
-from spmdtrain.step.train_step import StepFunctions
+from spmdtrain.step.functions import StepFunctions
 from spmdtrain.train.session import RunSession
 
 X = np.random.default_rng(1).normal(size=(40, 4))  # of f64, which the devices make f32
@@ -85,7 +85,7 @@ def compilations(fitted: Trainer, data: Any, caplog: pytest.LogCaptureFixture) -
     finally:
         jax.config.update("jax_log_compiles", False)
     told = [record.getMessage() for record in caplog.records]
-    return sum(text.startswith("Finished XLA compilation of jit(_train)") for text in told)
+    return sum(text.startswith("Finished XLA compilation of jit(train_step)") for text in told)
 
 
 def test_what_jax_knows_by_thread_is_heeded(

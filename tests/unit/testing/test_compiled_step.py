@@ -88,7 +88,7 @@ def test_wrong_claims_of_a_mirrored_step_fail(step: CompiledStep) -> None:
     assert first == "expected no all-reduce, but found 1:"
     (line,) = listed
     assert line.split()[:5] == ["*", "all-reduce", "over", "data=8", "2.04"]
-    assert "jit(_train)" in line  # the operation it comes from
+    assert "jit(train_step)" in line  # the operation it comes from
     assert refused(step.assert_count, 2, "all-reduce", axes="data").startswith(
         "expected 2 all-reduce over data=8, but found 1:"
     )

@@ -327,7 +327,7 @@ def test_the_step_is_compiled_once(strategy: str, caplog: pytest.LogCaptureFixtu
         fitted.fit((X, Y), steps=6)
     finally:
         jax.config.update("jax_log_compiles", False)
-    compiled = [r.getMessage() for r in caplog.records if "jit(_train)" in r.getMessage()]
+    compiled = [r.getMessage() for r in caplog.records if "jit(train_step)" in r.getMessage()]
     finished = [text for text in compiled if text.startswith("Finished XLA compilation")]
     assert len(finished) == 1, compiled
 

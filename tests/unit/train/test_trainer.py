@@ -35,7 +35,8 @@ from spmdtrain.data.datasets import as_dataset
 from spmdtrain.sharding.layout import Rule
 from spmdtrain.sharding.placement import make_placement
 from spmdtrain.step import user_frames
-from spmdtrain.step.train_step import StepFunctions, model_output
+from spmdtrain.step.forward import model_output
+from spmdtrain.step.functions import StepFunctions
 from spmdtrain.tree import named_leaves
 
 X = np.random.default_rng(1).normal(size=(40, 4)).astype(np.float32)

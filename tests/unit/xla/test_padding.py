@@ -294,7 +294,7 @@ def test_training_on_8_devices_has_the_loss_of_one(objective: Any) -> None:
     one, eight = (trainer(used, n).fit({"x": X}, steps=1).train["loss"] for n in (1, 8))
     assert eight == pytest.approx(one, rel=1e-5)
     asked = trainer(used, 8, collectives=CollectiveOptions(reduction="flattened"))
-    with pytest.raises(UserError, match="on its size or on an example's place in it"):
+    with pytest.raises(UserError, match="on its size or on an example's position in it"):
         asked.fit({"x": X}, steps=1)
 
 

@@ -1,0 +1,151 @@
+"""Checks of a batch before its program is compiled: padding, precision, loops."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmdtrain.adapters.base import Variables
+from spmdtrain.config import RunConfig
+from spmdtrain.data.uneven_batch import why_not_in_training
+from spmdtrain.errors import UserError
+from spmdtrain.sharding.placement import Placement
+from spmdtrain.step.forward import INPUTS, Forward
+from spmdtrain.step.optimizer import Update
+from spmdtrain.step.state import TrainState
+from spmdtrain.xla.jaxpr import equations
+from spmdtrain.xla.padding import why_padding_matters
+
+PyTree = Any
+ABSTRACT_DRAW: Any = np.zeros(2, np.uint32)
+"""The `draw` argument of an evaluation that is only traced."""
+
+
+class BatchChecks:
+    """Checks of the batches of one model and objective. Nothing is computed, only traced.
+
+    Args:
+      forward: The model and its objective.
+      update: The optimizer, which knows what is trained.
+      state: The abstract state.
+      placement: The strategy and its mesh.
+      config: The run's options.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        update: Update,
+        state: TrainState,
+        placement: Placement,
+        config: RunConfig,
+    ) -> None:
+        self._forward, self._update, self._state = forward, update, state
+        self._placement, self._config = placement, config
+        self._why_not_padded: dict[tuple[bool, str], str | None] = {}
+
+    def check_training(self, batch: PyTree, mask: Any | None) -> None:
+        """Checks that a train step of such a batch computes what the options promise.
+
+        Args:
+          batch: Abstract rows of a global batch.
+          mask: Its abstract mask if the batch is padded.
+
+        Raises:
+          UserError: If padding rows could change the gradients, if the model computes nothing in
+            the compute dtype, or if XLA is slow at the model in the loop of several steps.
+        """
+        if mask is not None:
+            self._check_padded(batch, mask.shape[0])
+        if self._forward.compute_dtype != jnp.float32:
+            self._check_compute_dtype(batch)
+        if self._config.steps_per_dispatch > 1:
+            self._check_loop(batch)
+
+    def why_not_padded(self, rows: PyTree, size: int, *, predict: bool = False) -> str | None:
+        """Returns why padding rows could change an evaluation; None if they cannot.
+
+        Args:
+          rows: One example, arrays of leading dim 1.
+          size: Number of rows of the batch.
+          predict: Whether `predict` is called, instead of the objective.
+        """
+        function = self._forward.predict if predict else self._forward.objective
+        if function.mask:  # the function handles padding rows itself
+            return None
+        batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                (max(size, 2), *np.shape(x)[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
+            ),
+            rows,
+        )
+        key = (predict, str(batch))
+        if key not in self._why_not_padded:
+
+            def run(variables: Variables, batch: PyTree) -> PyTree:
+                return self._forward.in_eval(function, variables, batch, None, ABSTRACT_DRAW)
+
+            self._why_not_padded[key] = why_padding_matters(run, self._state.variables, batch)
+        return self._why_not_padded[key]
+
+    def _check_padded(self, batch: PyTree, size: int) -> None:
+        """Checks that padding rows cannot change what a step computes."""
+        state = self._state
+        params, frozen = self._update.partition(state.params)
+
+        def outputs(params: PyTree, frozen: PyTree, batch: PyTree) -> PyTree:
+            key = jax.random.key(0)
+            return self._forward.outputs(params, frozen, batch, state.model_state, key)[0]
+
+        why = None
+        if carried := jax.tree.leaves(state.model_state):
+            why = f"the model carries state ({len(carried)} arrays: batch statistics, say)"
+        elif not self._forward.objective.mask:
+            at_once = size // self._config.microbatches
+            why = why_not_in_training(outputs, params, frozen, batch, at_once)
+        if why:
+            shards = self._placement.batch_shards
+            raise UserError(
+                f"uneven_batch is pad, and a batch padded to {size} rows on {shards} devices could "
+                f"give other gradients: {why}. Choose a global_batch_size that divides over them"
+            )
+
+    def _check_compute_dtype(self, batch: PyTree) -> None:
+        """Checks that the model computes in the compute dtype.
+
+        An input of a wider dtype would make every product wider again, and the cast parameters
+        would only cost precision.
+        """
+        products = [
+            {x.aval.dtype for x in equation.invars}
+            for equation in self._equations(batch)
+            if equation.primitive.name in ("dot_general", "conv_general_dilated")
+        ]
+        dtype = self._forward.compute_dtype
+        if products and not any(dtype in dtypes for dtypes in products):
+            raise UserError(
+                f"compute_dtype is {dtype}, and none of the model's {len(products)} products is "
+                f"computed in it, because the model's input is wider. Batch entries named "
+                f"{', '.join(INPUTS)} are cast (of a tuple, the first element); cast others in "
+                "the objective"
+            )
+
+    def _check_loop(self, batch: PyTree) -> None:
+        """Checks for convolutions, which XLA on CPU computes slowly inside a loop."""
+        if self._placement.devices[0].platform != "cpu":
+            return
+        if any(x.primitive.name == "conv_general_dilated" for x in self._equations(batch)):
+            raise UserError(
+                f"steps_per_dispatch is {self._config.steps_per_dispatch}, and the model has "
+                "convolutions: several steps are one loop, in which XLA on CPU computes "
+                "convolutions many times slower. Set steps_per_dispatch to 1"
+            )
+
+    def _equations(self, batch: PyTree) -> Any:
+        state = self._state
+        params, frozen = self._update.partition(state.params)
+        program = jax.make_jaxpr(self._forward.outputs)(
+            params, frozen, batch, state.model_state, jax.random.key(0)
+        )
+        return equations(program.jaxpr)

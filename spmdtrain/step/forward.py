@@ -1,0 +1,212 @@
+"""Evaluation of the objective and of the predict function on a batch."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmdtrain.adapters.base import Adapter, Function, Mode, Variables
+from spmdtrain.config import RunConfig
+from spmdtrain.data.uneven_batch import rows_and_mask
+from spmdtrain.errors import UserError
+from spmdtrain.sharding.layout import Layout
+from spmdtrain.step import metrics
+from spmdtrain.step.declared_arguments import Declared, eval_key
+from spmdtrain.step.optimizer import merge
+from spmdtrain.step.remat import with_policy
+from spmdtrain.step.user_frames import locate_errors
+from spmdtrain.tree import path_name
+
+PyTree = Any
+
+INPUTS = ("image", "inputs", "x", "tokens")
+"""Names under which a batch may hold the model's input: `model_output` predicts from it, and it is
+cast to the compute dtype."""
+
+
+def model_output(model: Any, batch: PyTree) -> PyTree:
+    """Returns the model's output for the batch's input: the default predict function.
+
+    The input is the batch itself, the first element of a tuple, or the one entry of a dictionary
+    that is named in `INPUTS`.
+
+    Raises:
+      UserError: If a dictionary has no such entry, or several.
+    """
+    if isinstance(batch, Mapping):
+        inputs = [name for name in INPUTS if name in batch]
+        if len(inputs) != 1:
+            raise UserError(
+                f"which of {sorted(batch)} is the model's input? Give a function "
+                "predict(model, batch)"
+            )
+        return model(batch[inputs[0]])
+    return model(batch[0] if isinstance(batch, tuple) else batch)
+
+
+class Forward:
+    """The model with its objective and predict function, in the compute dtype and layout of a run.
+
+    All methods are pure and traced under `jit`.
+
+    Args:
+      adapter: The model.
+      objective: The user's objective.
+      predict: The user's predict function.
+      layout: The shardings of the state.
+      config: Its `compute_dtype`, `remat` and `batch_statistics` are read.
+      abstract_params: Parameters as shapes and dtypes.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        objective: Function,
+        predict: Function,
+        layout: Layout,
+        config: RunConfig,
+        abstract_params: PyTree,
+    ) -> None:
+        self.objective = Declared.of(locate_errors(objective))
+        self.predict = Declared.of(locate_errors(predict))
+        self.compute_dtype = jnp.dtype(config.compute_dtype)
+        self._adapter, self._layout = adapter, layout
+        self._remat, self._per_replica = config.remat, config.batch_statistics == "replica"
+        self._abstract_params = abstract_params
+
+    # -- training ------------------------------------------------------------------------------
+
+    def training_sums(
+        self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
+    ) -> tuple[dict[str, metrics.Sums], PyTree]:
+        """Returns the objective's weighted sums in training, and the model state after the batch.
+
+        The loss's sum is what is differentiated. `batch` may be `Padded`.
+        """
+        rows, mask = rows_and_mask(batch)
+
+        def run(params: PyTree, model_state: PyTree, key: jax.Array) -> tuple[PyTree, PyTree]:
+            return self.outputs(params, frozen, rows, model_state, key, mask=mask)
+
+        outputs, after = with_policy(run, self._remat, params, model_state, key)
+        sums = self._sums(outputs, rows, mask)
+        metrics.check_no_pairs(outputs, rows)
+        return sums, after
+
+    def outputs(
+        self,
+        params: PyTree,
+        frozen: PyTree,
+        batch: PyTree,
+        model_state: PyTree,
+        key: jax.Array,
+        mode: Mode = Mode.TRAIN,
+        mask: jax.Array | None = None,
+    ) -> tuple[PyTree, PyTree]:
+        """Returns what the objective returns, and the model state after the batch."""
+        variables = Variables(self._to_compute(merge(params, frozen)), model_state)
+        inputs, objective = self._cast_input(batch), self.objective.given(key, batch, mask)
+        outputs, after = self._adapter.run(objective, variables, inputs, key, mode)
+        # A model that computes in 16 bits may have assigned 16-bit arrays to its state.
+        return outputs, jax.tree.map(lambda new, old: new.astype(old.dtype), after, model_state)
+
+    def values(self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree) -> PyTree:
+        """Returns the objective's values, computed without batch statistics and random numbers."""
+        mode = Mode.EVAL if self._per_replica else Mode.TRAIN
+        return self.outputs(params, frozen, batch, model_state, jax.random.key(0), mode)[0]
+
+    # -- evaluation ----------------------------------------------------------------------------
+
+    def evaluate(
+        self, variables: Variables, batch: PyTree, mask: jax.Array, draw: jax.Array
+    ) -> dict[str, metrics.Sums]:
+        """Returns the objective's weighted sums over the rows whose mask is 1.
+
+        Args:
+          variables: The state's variables.
+          batch: Arrays of leading dim B.
+          mask: (B,), 0 for padding rows.
+          draw: uint32 (2,), from which the random key derives (see `eval_key`).
+        """
+        outputs = self.in_eval(self.objective, variables, batch, mask, draw)
+        sums = self._sums(outputs, batch, mask)
+        try:
+            metrics.check_no_pairs(outputs, batch)
+        except UserError:
+            # The last batch may have as many rows as there are classes, for example. With twice
+            # the rows, only a value for each pair of examples still has shape (B, B).
+            twice = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype),
+                (batch, mask),
+            )
+            shapes = jax.eval_shape(partial(self.in_eval, self.objective), variables, *twice, draw)
+            metrics.check_no_pairs(shapes, twice[0])
+        return sums
+
+    def predictions(
+        self, variables: Variables, batch: PyTree, mask: jax.Array, draw: jax.Array
+    ) -> PyTree:
+        """Returns the outputs of the predict function; bfloat16 as float32."""
+        outputs = self.in_eval(self.predict, variables, batch, mask, draw)
+        # NumPy has no bfloat16, so neither have its files.
+        return jax.tree.map(
+            lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, outputs
+        )
+
+    def in_eval(
+        self,
+        function: Declared,
+        variables: Variables,
+        batch: PyTree,
+        mask: jax.Array | None,
+        draw: jax.Array,
+    ) -> PyTree:
+        """Returns `function(model, batch)` with the model in evaluation mode."""
+        placed = self._layout.to_device(variables, lambda shardings: shardings.variables)
+        own = self.as_parameters(placed)
+        values = Variables(self._to_compute(own.params), own.model_state)
+        key, inputs = eval_key(draw), self._cast_input(batch)
+        called = function.given(key, batch, mask)
+        return self._adapter.run(called, values, inputs, key, Mode.EVAL)[0]
+
+    # -- dtypes --------------------------------------------------------------------------------
+
+    def as_parameters(self, variables: Variables) -> Variables:
+        """Returns variables with the parameters, or their average, cast to the model's dtypes."""
+        params = jax.tree.map(
+            lambda x, like: x.astype(like.dtype), variables.params, self._abstract_params
+        )
+        return Variables(params, variables.model_state)
+
+    def _to_compute(self, params: PyTree) -> PyTree:
+        """Casts and gathers parameters for the model: cast first, so fewer bytes are gathered."""
+        return self._layout.whole(self._cast(params))
+
+    def _cast(self, tree: PyTree) -> PyTree:
+        """Casts float32 arrays to the compute dtype."""
+        if self.compute_dtype == jnp.float32:
+            return tree
+        return jax.tree.map(
+            lambda x: x.astype(self.compute_dtype) if x.dtype == jnp.float32 else x, tree
+        )
+
+    def _cast_input(self, batch: PyTree) -> PyTree:
+        """Casts the model's input in a batch; targets and weights keep their precision."""
+        if self.compute_dtype == jnp.float32:
+            return batch
+
+        def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+            name = path_name(path[:1])  # "" for a batch that is one array, "0" first in a tuple
+            return self._cast(x) if name in ("", "0", *INPUTS) else x
+
+        return jax.tree_util.tree_map_with_path(cast, batch)
+
+    def _sums(
+        self, outputs: PyTree, batch: PyTree, mask: jax.Array | None = None
+    ) -> dict[str, metrics.Sums]:
+        sums = metrics.weighted_sums(outputs, jax.tree.leaves(batch)[0].shape[0], mask)
+        if self.compute_dtype != jnp.float32:
+            metrics.check_precise(outputs)
+        return sums

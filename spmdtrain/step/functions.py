@@ -1,0 +1,335 @@
+"""The jitted functions of a run: initialize, train, evaluate, predict."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Sharding
+
+from spmdtrain.adapters.base import Adapter, Function, Variables
+from spmdtrain.config import Purpose, RunConfig, derive_seed
+from spmdtrain.data.loader import examples_of, of_first
+from spmdtrain.data.uneven_batch import rows_and_mask
+from spmdtrain.distributed.first_call import Together, call_together
+from spmdtrain.errors import UserError
+from spmdtrain.sharding import mesh
+from spmdtrain.sharding.layout import Layout, Rule
+from spmdtrain.sharding.placement import Placement, use_placement
+from spmdtrain.step import hyperparameters
+from spmdtrain.step.batch_checks import ABSTRACT_DRAW, BatchChecks
+from spmdtrain.step.forward import Forward
+from spmdtrain.step.gradients import Gradients
+from spmdtrain.step.optimizer import Update
+from spmdtrain.step.reduction_choice import (
+    check_agrees,
+    describe_request,
+    flattens_by_default,
+    requested_reduction,
+    shard_map_blocker,
+)
+from spmdtrain.step.reductions import Reduction, flattened
+from spmdtrain.step.state import TrainState
+from spmdtrain.step.train_step import eager, make_gradient_step, make_train_step
+from spmdtrain.tree import named_leaves, path_name
+from spmdtrain.xla import collective_options
+from spmdtrain.xla.compile_cache import compiler_options
+
+PyTree = Any
+
+
+class StepFunctions:
+    """The jitted functions of one model, objective and optimizer under one strategy.
+
+    `train_program` returns the train step. `evaluate` and `predict` are functions of (variables,
+    batch, mask, draw), where `draw` is uint32 (2,) (see `eval_key`). All take global arrays.
+
+    Args:
+      adapter: The model.
+      objective: Returns per-example values and weights for (model, batch).
+      predict: Returns predictions for (model, batch).
+      optimizer: An optax optimizer.
+      placement: The strategy and its mesh.
+      rules: Sharding rules for the state; the first match counts.
+      reduction: Reduces the gradients under `shard_map`. By default the configuration decides.
+      config: The run's options. Without `jit`, functions run operation by operation.
+
+    Attributes:
+      abstract_state: The state as shapes and dtypes.
+      layout: The layout of the state.
+      shardings: The sharding of each leaf of the state between steps.
+      update: The optimizer with the parameters that it trains.
+      compiler_options: Options for XLA, for all functions but `init`.
+
+    Raises:
+      UserError: If options contradict each other, or a sharding rule does not fit.
+    """
+
+    def __init__(
+        self,
+        *,
+        adapter: Adapter,
+        objective: Function,
+        predict: Function,
+        optimizer: optax.GradientTransformation,
+        placement: Placement,
+        rules: Sequence[Rule] = (),
+        reduction: Reduction | None = None,
+        config: RunConfig,
+    ) -> None:
+        self._adapter = adapter
+        self._config, self._placement = config, placement
+        self.update = Update(optimizer, config.freeze, config.ema_decay)
+        with use_placement(placement):  # models may call current_strategy()
+            self.abstract_state: TrainState = jax.eval_shape(
+                self._init, adapter.given, *map(jax.random.key, (0, 0))
+            )
+        self.update.check(self.abstract_state.params)
+        self.layout = Layout(self.abstract_state, placement, rules, config.sharding)
+        self.shardings: TrainState = self.layout.shardings
+        self._forward = Forward(
+            adapter, objective, predict, self.layout, config, self.abstract_state.params
+        )
+        self._checks = BatchChecks(
+            self._forward, self.update, self.abstract_state, placement, config
+        )
+        self._own_reduction = reduction
+        per_replica = config.batch_statistics == "replica"
+        if per_replica and not jax.tree.leaves(self.abstract_state.model_state):
+            raise UserError(
+                "batch_statistics is replica, and the model carries no state, so it has no batch "
+                "statistics: leave the option out"
+            )
+        self._requested_reduction = requested_reduction(reduction, config, placement)
+        self._gradients = Gradients(
+            self._forward.training_sums,
+            config.microbatches,
+            placement,
+            self._requested_reduction,
+            per_replica=per_replica,
+        )
+        variables, replicated = self.shardings.variables, placement.replicated
+        own_options = collective_options.compiler_options(
+            config.collectives,
+            placement.devices[0].platform,
+            gathers=placement.strategy.shards_params or placement.strategy.shards_optimizer,
+        )
+        self.compiler_options = compiler_options(config.compiler_options, own_options, replicated)
+
+        # The state is initialized directly into its shardings, and so are the arrays that a module
+        # already holds: no device ever holds more than its share.
+        self._places = self._given_shardings(replicated)
+        self._jit_init = jax.jit(
+            self._init,
+            in_shardings=(self._places, replicated, replicated),
+            out_shardings=self.shardings,
+        )
+        self._train_programs: dict[tuple[bool, bool], Any] = {}
+        # Batches are split or, if they do not divide, whole on each device.
+        places = (variables, None, None, replicated)
+        self.evaluate = self._compile(self._forward.evaluate, places)
+        # Replicated predictions, because every process returns all of them.
+        self.predict = self._compile(self._forward.predictions, places)
+
+    # -- the state -----------------------------------------------------------------------------
+
+    def init(self, seed: int) -> TrainState:
+        """Returns the state before the first step, on the devices.
+
+        Args:
+          seed: The run's seed, from which the keys of initialization and of steps derive.
+        """
+        keys = [jax.random.key(derive_seed(seed, p)) for p in (Purpose.INIT, Purpose.STEP)]
+        given = jax.tree.map(_placed, self._adapter.given, self._places)
+        with use_placement(self._placement):  # independent of the calling thread
+            state: TrainState = call_together(self._jit_init, given, *keys)
+        return state
+
+    def _init(self, given: PyTree, init_key: jax.Array, step_key: jax.Array) -> TrainState:
+        # Copied, because the first state is donated and the user's own arrays would be with it.
+        params, model_state = self._adapter.init(jax.tree.map(jnp.copy, given), init_key)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=self.update.init(params),
+            averaged=self.update.first_average(params),
+            model_state=model_state,
+            # Key data, because JAX dispatches programs with typed keys by a slower path in Python.
+            key=jax.random.key_data(step_key),
+        )
+
+    def _given_shardings(self, default: Sharding) -> PyTree:
+        """Returns the shardings of the arrays that a module holds: those of the same state leaf."""
+        shardings, shapes = named_leaves(self.layout.on_device), named_leaves(self.abstract_state)
+
+        def sharding(path: tuple[Any, ...], leaf: Any) -> Sharding:
+            name = path_name(path).removesuffix("/value")
+            for state_name in (f"params/{name}", f"model_state/{name}"):
+                if state_name in shardings and shapes[state_name].shape == leaf.shape:
+                    of_state: Sharding = shardings[state_name]
+                    return of_state
+            return default
+
+        return jax.tree_util.tree_map_with_path(sharding, self._adapter.given)
+
+    @property
+    def placed_state(self) -> TrainState:
+        """The abstract state with the sharding of each leaf, to lower programs with."""
+        placed: TrainState = jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            self.abstract_state,
+            self.shardings,
+        )
+        return placed
+
+    def opt_state_of(self, params: PyTree) -> PyTree:
+        """Returns the optimizer's initial state for these parameters, in its shardings."""
+
+        def begin(params: PyTree) -> PyTree:
+            on_device = jax.device_put(params, self.layout.on_device.params)
+            return self.update.init(on_device)
+
+        program = jax.jit(begin, out_shardings=self.shardings.opt_state)
+        return call_together(program, params)
+
+    @property
+    def initial_hyperparameters(self) -> dict[str, Any]:
+        """The initial values of injected hyperparameters, by path in the optimizer's state."""
+        return hyperparameters.initial_values(self.update.init, self.abstract_state.params)
+
+    def as_parameters(self, variables: Variables) -> Variables:
+        """Returns variables with the parameters, or their average, cast to the model's dtypes."""
+        return self._forward.as_parameters(variables)
+
+    def in_device_memory(self, variables: Variables) -> Variables:
+        """Returns a copy of variables in device memory, to call the model with outside of steps."""
+        on_device = jax.device_put(variables, self.layout.on_device.variables)
+        # Copied, because the state's own arrays are donated to the next step.
+        return jax.tree.map(jnp.copy, self.as_parameters(on_device))
+
+    # -- the train step ------------------------------------------------------------------------
+
+    def train_program(self, steps: int = 1, *, by_index: bool = False) -> Any:
+        """Returns the train step (see `make_train_step`), compiled at its first call.
+
+        Args:
+          steps: Number of steps of a call.
+          by_index: Whether batches are `IndexedBatch`.
+        """
+        key = (steps > 1, by_index)
+        if key not in self._train_programs:
+            self._train_programs[key] = make_train_step(
+                self._gradients,
+                self.update,
+                self.layout,
+                self._placement,
+                steps=steps,
+                by_index=by_index,
+                jit=self._config.jit,
+                compiler_options=self.compiler_options,
+            )
+        return self._train_programs[key]
+
+    def gradient_program(self, on_worker: optax.GradientTransformation) -> Any:
+        """Returns the step of a parameter server's worker (see `make_gradient_step`)."""
+        return make_gradient_step(
+            self._gradients,
+            self.update,
+            self._placement,
+            on_worker,
+            jit=self._config.jit,
+            compiler_options=self.compiler_options,
+        )
+
+    @property
+    def has_custom_reduction(self) -> bool:
+        """Whether `choose_reduction` runs a program on the devices of all processes."""
+        return self._own_reduction is not None
+
+    def choose_reduction(self, batch: PyTree, steps: int = 1) -> str:
+        """Checks a batch and chooses what reduces the gradients of its train step.
+
+        Args:
+          batch: A global batch or its shapes; of several steps with a leading dim of `steps`.
+          steps: Number of steps of the batch.
+
+        Returns:
+          The choice for the log, "" if there is nothing to say.
+
+        Raises:
+          UserError: If a train step of it would not compute what the options promise.
+        """
+        first = jax.eval_shape(lambda batch: examples_of(of_first(batch, steps)), batch)
+        batch, mask = rows_and_mask(first)
+        self._checks.check_training(batch, mask)
+        requested = self._requested_reduction is not None
+        if not requested and not flattens_by_default(self._config, self._placement, self.layout):
+            return ""
+        trained, frozen = self.update.partition(self.abstract_state.params)
+        if self._own_reduction is not None and not mesh.is_abstract():
+            check_agrees(self._own_reduction, self._placement, trained)
+        blocker = shard_map_blocker(
+            self._gradients,
+            replicates_params=self.layout.replicates_params,
+            params=trained,
+            frozen=frozen,
+            model_state=self.abstract_state.model_state,
+            batch=batch,
+            values=self._forward.values,
+        )
+        if requested:
+            if blocker:
+                raise UserError(
+                    f"{describe_request(self._config)} reduces the gradients under shard_map, "
+                    f"where each device computes on its own part of the batch: {blocker}"
+                )
+            return "; batch statistics of each replica" if self._gradients.per_replica else ""
+        reduction = None if blocker else flattened
+        if self._gradients.reduction is not reduction:
+            self._train_programs.clear()
+            self._gradients = dataclasses.replace(self._gradients, reduction=reduction)
+        return f"; reduced by XLA, because {blocker}" if blocker else ""
+
+    # -- evaluation ----------------------------------------------------------------------------
+
+    def metric_names(self, rows: PyTree) -> list[str]:
+        """Returns the names of an evaluation's metrics. Nothing is computed.
+
+        Args:
+          rows: Examples of the dataset, arrays of leading dim N.
+        """
+        mask = jnp.ones(jax.tree.leaves(rows)[0].shape[0], bool)
+        variables = self.abstract_state.variables
+        return list(jax.eval_shape(self._forward.evaluate, variables, rows, mask, ABSTRACT_DRAW))
+
+    def why_not_padded(self, rows: PyTree, size: int, *, predict: bool = False) -> str | None:
+        """Returns why padding rows could change an evaluation; None if they cannot.
+
+        Args:
+          rows: One example, arrays of leading dim 1.
+          size: Number of rows of the batch.
+          predict: Whether it is for `predict`, instead of the objective.
+        """
+        return self._checks.why_not_padded(rows, size, predict=predict)
+
+    def _compile(self, function: Callable[..., Any], in_shardings: Any) -> Any:
+        """Compiles a function of variables and a batch; its result is replicated."""
+        if not self._config.jit:
+            return eager(function)
+        compiled = jax.jit(
+            function,
+            in_shardings=in_shardings,
+            out_shardings=self._placement.replicated,
+            compiler_options=self.compiler_options or None,
+        )
+        return Together(compiled, constant=1)
+
+
+def _placed(leaf: Any, sharding: Sharding) -> Any:
+    """Places a host array that every process holds in full as a global array."""
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])

@@ -1,0 +1,199 @@
+"""The choice of what reduces the gradients: XLA, or a function under `shard_map`.
+
+A reduction under `shard_map` is used only if it computes the same gradients as XLA's.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.interpreters import partial_eval
+from jax.sharding import PartitionSpec
+
+from spmdtrain.config import RunConfig
+from spmdtrain.distributed.first_call import call_together
+from spmdtrain.errors import UserError
+from spmdtrain.sharding.layout import Layout
+from spmdtrain.sharding.mesh import BATCH_AXES
+from spmdtrain.sharding.placement import Placement, record_strategy_queries, use_placement
+from spmdtrain.step.gradients import ON_ONE_DEVICE, Gradients
+from spmdtrain.step.reductions import NAMED, Reduction, all_reduce, flattened, in_dtype
+from spmdtrain.tree import named_leaves
+from spmdtrain.xla.jaxpr import equations
+from spmdtrain.xla.padding import why_parts_differ
+
+PyTree = Any
+
+
+def requested_reduction(
+    function: Reduction | None, config: RunConfig, placement: Placement
+) -> Reduction | None:
+    """Returns the reduction that the user or the configuration requests; None if neither does.
+
+    Args:
+      function: The user's own reduction.
+      config: Its `collectives` and `batch_statistics` are read.
+      placement: The strategy and its mesh.
+
+    Raises:
+      UserError: If `function` is not callable, or if two of these options contradict each other.
+    """
+    options = config.collectives
+    if function is not None and not callable(function):
+        raise UserError(
+            f"reduction is {function!r}: it must be a function of (gradients, axes); "
+            f"collectives.reduction takes names: {', '.join(NAMED)}"
+        )
+    if options.reduction not in (None, "automatic"):
+        if function is not None:
+            raise UserError(
+                f"collectives.reduction is {options.reduction}, and a reduction function is "
+                "given: use only one of them"
+            )
+        function = NAMED[options.reduction]
+    if function is None and config.batch_statistics == "replica" and placement.batch_shards > 1:
+        if options.reduction == "automatic":
+            raise UserError(
+                "batch_statistics is replica, which reduces gradients under shard_map, and "
+                "collectives.reduction is automatic, which leaves them to XLA: leave one out"
+            )
+        on_cpu = placement.devices[0].platform == "cpu"
+        function = flattened if on_cpu and options.reduce_dtype is None else all_reduce
+    if options.reduce_dtype is None:
+        return function
+    return in_dtype(function or all_reduce, options.reduce_dtype)
+
+
+def describe_request(config: RunConfig) -> str:
+    """Returns the option that requests a reduction under `shard_map`, for an error message."""
+    if config.batch_statistics == "replica":
+        return "batch_statistics=replica"
+    if config.collectives.reduction is not None:
+        return f"collectives.reduction={config.collectives.reduction}"
+    if config.collectives.reduce_dtype is not None:
+        return f"collectives.reduce_dtype={config.collectives.reduce_dtype}"
+    return "a reduction function"
+
+
+def flattens_by_default(config: RunConfig, placement: Placement, layout: Layout) -> bool:
+    """Returns whether gradients are flattened without a request, if that computes the same.
+
+    On CPU that is faster, with several processes three times. GPU and TPU have links of their
+    own, and XLA combines the collectives that it inserts.
+    """
+    strategy = placement.strategy
+    replicates = layout.replicates_params and not (
+        strategy.shards_params or strategy.shards_optimizer
+    )
+    on_cpu = placement.devices[0].platform == "cpu"
+    unspecified = config.collectives.reduction is None and config.jit
+    return unspecified and on_cpu and placement.batch_shards > 1 and replicates
+
+
+def shard_map_blocker(
+    gradients: Gradients,
+    *,
+    replicates_params: bool,
+    params: PyTree,
+    frozen: PyTree,
+    model_state: PyTree,
+    batch: PyTree,
+    values: Callable[[PyTree, PyTree, PyTree, PyTree], PyTree],
+) -> str | None:
+    """Returns why gradients reduced under `shard_map` could differ from XLA's; None if they cannot.
+
+    With `gradients.per_replica` they may differ by the effect of batch statistics and random
+    numbers.
+
+    Args:
+      gradients: The computation.
+      replicates_params: Whether every device holds all parameters.
+      params: Abstract trained parameters.
+      frozen: Abstract parameters that are not trained.
+      model_state: Abstract model state.
+      batch: Abstract global batch.
+      values: Maps (params, frozen, model_state, batch) to the objective's values, computed
+        without batch statistics.
+    """
+    if not replicates_params:
+        return (
+            f"the strategy {gradients.placement.name} splits the parameters; use mirrored, "
+            "zero, central_storage or hybrid, without rules"
+        )
+    carried = jax.tree.leaves(model_state)
+    if carried and not gradients.per_replica:
+        return (
+            f"the model carries state ({len(carried)} arrays: batch statistics, say), which "
+            "would differ between devices"
+        )
+    single = dataclasses.replace(gradients, reduction=None, placement=ON_ONE_DEVICE)
+    key = jax.random.key(0)
+    with record_strategy_queries() as queries:
+        jaxpr = jax.make_jaxpr(single.of_sum)(params, frozen, model_state, batch, key)
+    if queries:
+        return "the objective calls current_strategy(), which is unknown on a single device"
+    if jaxpr.effects:
+        return (
+            f"the objective has side effects ({', '.join(map(str, jaxpr.effects))}), "
+            "which each device would repeat"
+        )
+    if {"sharding_constraint", "shard_map"} & {x.primitive.name for x in equations(jaxpr.jaxpr)}:
+        return "the objective constrains the sharding of arrays itself"
+    _, used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
+    if used[-1] and not gradients.per_replica:  # the key is the last argument
+        return (
+            "the model or the objective draws random numbers (dropout), which would differ "
+            "between devices"
+        )
+    if (shards := gradients.placement.batch_shards) == 1:
+        return None
+    with use_placement(ON_ONE_DEVICE):
+        why = why_parts_differ(
+            lambda given, rows: values(given[0], given[1], given[2], rows),
+            (params, frozen, model_state),
+            batch,
+            shards,
+            own_draws=gradients.per_replica,
+        )
+    if why:
+        return (
+            "the objective's values may depend on other examples of the batch, on its size or on "
+            f"an example's position in it, and each device has only a part of the batch ({why})"
+        )
+    return None
+
+
+def check_agrees(reduction: Reduction, placement: Placement, params: PyTree) -> None:
+    """Checks that a user's reduction returns the same gradients on all devices.
+
+    It runs once, on noise of the parameters' shapes. Without this check the devices' copies of a
+    parameter would drift apart from the first step on, and no error would show it.
+
+    Raises:
+      UserError: If the devices' results differ.
+    """
+    if placement.mesh is None or placement.batch_shards == 1:
+        return
+
+    def local(key: jax.Array) -> PyTree:
+        for axis in BATCH_AXES:
+            key = jax.random.fold_in(key, jax.lax.axis_index(axis))
+        noise = jax.tree.map(lambda x: jax.random.normal(key, x.shape).astype(x.dtype), params)
+        reduced = reduction(noise, BATCH_AXES)
+        return jax.tree.map(
+            lambda x: (jax.lax.pmax(x, BATCH_AXES) == jax.lax.pmin(x, BATCH_AXES)).all(), reduced
+        )
+
+    whole = PartitionSpec()
+    program = jax.shard_map(
+        local, mesh=placement.mesh, in_specs=whole, out_specs=whole, check_vma=False
+    )
+    agrees = call_together(jax.jit(program), jax.random.key(0))
+    by_name = named_leaves(jax.device_get(agrees))
+    if differing := [name for name, same in by_name.items() if not same]:
+        raise UserError(
+            f"the reduction returns different gradients on each device, of {differing[0]} for "
+            "example: it must return the sums over all of its axes, as "
+            "jax.lax.psum(gradients, axes) does"
+        )
