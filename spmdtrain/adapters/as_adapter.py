@@ -1,4 +1,4 @@
-"""The adapter for a model, whatever library it comes from."""
+"""The choice of the adapter for a model."""
 
 from typing import Any
 
@@ -7,7 +7,15 @@ from spmdtrain.errors import UserError
 
 
 def as_adapter(model: Any) -> Adapter:
-    """The adapter of an nnx module, or of a function of `rngs` that makes one."""
+    """Returns the adapter of a model.
+
+    Args:
+      model: An nnx module, a function of `rngs` that returns one, or an adapter (`LinenModel`,
+        `KerasModel`, `FunctionModel`), which is returned as it is.
+
+    Raises:
+      UserError: If `model` is anything else.
+    """
     if isinstance(model, Adapter):
         return model
     hint = ""
@@ -16,16 +24,18 @@ def as_adapter(model: Any) -> Adapter:
     elif _is_from(model, "keras"):
         hint = ": wrap it in KerasModel(model)"
     elif _is_from(model, "flax.nnx") or callable(model):
-        from spmdtrain.adapters.nnx import NnxModel  # flax takes long, and not every model is its
+        from spmdtrain.adapters.nnx import (
+            NnxModel,
+        )  # importing flax is slow, and not every model needs it
 
-        if (found := NnxModel.of(model)) is not None:
-            return found
+        if (adapter := NnxModel.of(model)) is not None:
+            return adapter
     raise UserError(
         f"model is a {type(model).__module__}.{type(model).__name__}{hint}. It must be an nnx "
-        "module, a function of rngs that makes one, a LinenModel, KerasModel or FunctionModel"
+        "module, a function of rngs that returns one, a LinenModel, KerasModel or FunctionModel"
     )
 
 
 def _is_from(model: Any, library: str) -> bool:
-    """Whether the model is of a class of that library's, or of one made from such a class."""
+    """Whether the model is an instance of a class of that library, or of a subclass."""
     return any(f"{cls.__module__}.".startswith(f"{library}.") for cls in type(model).__mro__)

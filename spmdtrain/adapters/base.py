@@ -7,20 +7,25 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 
 PyTree = Any
-Function = Callable[[Any, PyTree], PyTree]  # an objective or predict function of (model, batch)
+Function = Callable[[Any, PyTree], PyTree]
+"""An objective or a predict function: (model, batch) -> outputs."""
 
 
 class Mode(enum.Enum):
-    """What a model is run for: dropout and batch statistics differ."""
+    """The mode of a model, which decides about dropout and batch statistics."""
 
     TRAIN = "train"
     EVAL = "eval"
 
 
 class Variables(NamedTuple):
-    """What a model is made of: trained parameters, and state it carries (batch statistics).
+    """The values of a model.
 
-    Both are plain nested dictionaries of arrays for nnx and linen models.
+    Both fields are plain nested dictionaries of arrays for nnx, linen and Keras models.
+
+    Attributes:
+      params: The parameters, which the optimizer trains.
+      model_state: Other values that the model carries from step to step (batch statistics).
     """
 
     params: PyTree
@@ -32,22 +37,35 @@ class Adapter(Protocol):
     """A model as pure functions."""
 
     given: PyTree
-    """Arrays that `init` starts from, handed to it as an argument so that they are not compiled
-    in as constants; an empty dictionary where it starts from the key alone."""
+    """The arrays that `init` starts from; an empty dictionary if it starts from the key alone.
+    They are passed to `init` as an argument, so that they are not compiled in as constants."""
 
     def init(self, given: PyTree, key: jax.Array) -> Variables:
-        """The initial variables; traced under `jit`."""
+        """Returns the initial variables. Traced under `jit`.
+
+        Args:
+          given: The attribute `given`, on the devices.
+          key: The random key of the initialization.
+        """
         ...
 
     def run(
         self, function: Function, variables: Variables, batch: PyTree, key: jax.Array, mode: Mode
     ) -> tuple[PyTree, PyTree]:
-        """`function(model, batch)` and the model state afterwards; traced under `jit`.
+        """Calls `function(model, batch)`. Traced under `jit`.
 
-        `key` feeds dropout and the like.
+        Args:
+          function: An objective or a predict function.
+          variables: The values of the model.
+          batch: The batch.
+          key: The random key from which dropout and other random streams derive.
+          mode: Whether the model trains.
+
+        Returns:
+          The function's outputs, and the model state after the call.
         """
         ...
 
     def merge(self, variables: Variables) -> Any:
-        """The model with these values, to call outside a run."""
+        """Returns the model with these values, in evaluation mode, for calls outside of a run."""
         ...

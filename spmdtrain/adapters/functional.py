@@ -12,10 +12,12 @@ PyTree = Any
 
 
 class FunctionModel:
-    """Plain pure functions: `init(key)` makes the parameters, any pytree.
+    """A model as plain pure functions.
 
-    The objective gets `partial(apply, params)` as its model, or the parameters themselves where
-    there is no `apply`.
+    Args:
+      init: Returns the initial parameters, any pytree, for a random key.
+      apply: A function of (params, ...). The objective gets `partial(apply, params)` as its model,
+        or the parameters themselves if there is no `apply`.
     """
 
     def __init__(

@@ -13,9 +13,13 @@ PyTree = Any
 class LinenModel:
     """A flax.linen module.
 
-    `inputs` are example inputs for `module.init`. The objective calls `model(x, ...)`; the bound
-    model's `training` says whether dropout is to be active: `model(x, train=model.training)`.
-    `streams` names the random streams that the module draws from.
+    The objective gets a `BoundLinen` and calls it: `model(x, train=model.training)`.
+
+    Args:
+      module: The module.
+      *inputs: Example inputs for `module.init`.
+      streams: Names of the random streams that the module draws from.
+      **kwargs: Keyword arguments for `module.init`.
     """
 
     def __init__(
@@ -44,11 +48,16 @@ class LinenModel:
 
 
 def _stream_keys(key: jax.Array, streams: Sequence[str]) -> dict[str, jax.Array]:
-    return {name: jax.random.fold_in(key, number) for number, name in enumerate(streams)}
+    return {name: jax.random.fold_in(key, index) for index, name in enumerate(streams)}
 
 
 class BoundLinen:
-    """A linen module with its variables: what an objective calls as `model`."""
+    """A linen module with its variables, the `model` that an objective gets.
+
+    Attributes:
+      training: Whether dropout is to be active.
+      model_state: The model state after the latest call.
+    """
 
     def __init__(
         self,
@@ -66,8 +75,16 @@ class BoundLinen:
         self._calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`module.apply`, the carried state updated when training."""
-        key = jax.random.fold_in(self._key, self._calls)  # a second call draws other masks
+        """Calls `module.apply`; in training, updates the model state.
+
+        Args:
+          *args: Inputs of the module.
+          **kwargs: Keyword arguments of the module.
+
+        Returns:
+          The output of the module.
+        """
+        key = jax.random.fold_in(self._key, self._calls)  # so a second call draws different masks
         self._calls += 1
         result, changed = self._module.apply(
             {"params": self._params, **self.model_state},

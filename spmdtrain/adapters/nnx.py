@@ -1,4 +1,4 @@
-"""flax.nnx modules as pure functions over plain dictionaries."""
+"""The adapter of flax.nnx modules."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -17,8 +17,13 @@ PyTree = Any
 class NnxModel:
     """An nnx module, split once into plain dictionaries.
 
-    Inside the step it is merged again while JAX traces, which costs nothing at run time. The
-    model's own random streams are not carried along: each run seeds them from its key.
+    The step merges it again while JAX traces, which costs nothing at run time. The states of the
+    model's random streams are not part of the variables: each call of `run` seeds them from its
+    key.
+
+    Args:
+      make: Returns the module for (given, rngs).
+      given: The arrays of an existing module; an empty dictionary if `make` draws them.
     """
 
     def __init__(self, make: Callable[[PyTree, nnx.Rngs], nnx.Module], given: PyTree) -> None:
@@ -28,10 +33,17 @@ class NnxModel:
 
     @classmethod
     def of(cls, model: Any) -> "NnxModel | None":
-        """Of a module, or of a function of `rngs` that makes one; None for what is neither."""
+        """Returns the adapter of a module, or of a function of `rngs` that returns one.
+
+        Args:
+          model: The module or function.
+
+        Returns:
+          The adapter; None if `model` is neither.
+        """
         if isinstance(model, nnx.Module):
             graph, state = nnx.split(model)
-            # As host arrays: wherever the user's own arrays live, the mesh may be somewhere else.
+            # As host arrays, because the mesh may use other devices than the user's arrays.
             given = jax.tree.map(lambda leaf: leaf if _is_key(leaf) else np.asarray(leaf), state)
             return cls(lambda given, rngs: nnx.merge(graph, given), given)
         if callable(model):
@@ -50,10 +62,10 @@ class NnxModel:
         self, function: Function, variables: Variables, batch: PyTree, key: jax.Array, mode: Mode
     ) -> tuple[PyTree, PyTree]:
         structure = self._structure
-        assert structure is not None, "init() comes first"
+        assert structure is not None, "call init() first"
         model = structure.merge(variables, key, mode)
         result = function(model, batch)
-        nnx.pop(model, nnx.Intermediate)  # what the model sowed for a look is no state
+        nnx.pop(model, nnx.Intermediate)  # values from `sow` are not state
         _, _, _, rest = _split(model)
         after = _to_dict(rest)
         before = variables.model_state
@@ -65,14 +77,13 @@ class NnxModel:
         return result, after
 
     def merge(self, variables: Variables) -> nnx.Module:
-        """The module with these values, in eval mode."""
         structure = self._structure
-        assert structure is not None, "init() comes first"
+        assert structure is not None, "call init() first"
         return structure.merge(variables, jax.random.key(0), Mode.EVAL)
 
 
 class _NnxStructure(NamedTuple):
-    """What is left of a module once its values are taken out."""
+    """The structure of a module without its values."""
 
     graph: Any
     params: "_Layout"
@@ -94,13 +105,13 @@ class _NnxStructure(NamedTuple):
 
 
 def _split(model: nnx.Module) -> tuple[Any, Any, Any, Any]:
-    """Graph, parameters, random streams, and all other variables."""
+    """Returns the graph, the parameters, the random streams and all other variables."""
     graph, *states = nnx.split(model, nnx.Param, nnx.RngState, ...)
     params, streams, rest = states
     return graph, params, streams, rest
 
 
-_VALUE = jax.tree_util.GetAttrKey("value")  # a Variable's own entry in the path of its value
+_VALUE = jax.tree_util.GetAttrKey("value")  # the last entry of the path of a Variable's value
 
 
 def _is_key(leaf: Any) -> bool:
@@ -108,12 +119,12 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """A leaf's path in the plain dictionary, where keys are strings, as checkpoints have them."""
+    """Returns a leaf's path in the plain dictionary, with keys as strings as in checkpoints."""
     names = tuple(jax.tree_util.keystr((key,), simple=True) for key in path if key != _VALUE)
     if _VALUE not in path:
         raise UserError(
-            f"the model's {'.'.join(names)} is a plain array: make it an nnx.Param if it is to be "
-            "trained, or an nnx.Variable"
+            f"the model's {'.'.join(names)} is a plain array: make it an nnx.Param to train "
+            "it, or an nnx.Variable"
         )
     return names
 
@@ -128,7 +139,7 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Layout:
-    """How to make an `nnx.State` again from plain values."""
+    """The structure of an `nnx.State`, to rebuild it from plain values."""
 
     def __init__(self, state: Any) -> None:
         leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
@@ -141,7 +152,7 @@ class _Layout:
         return self._treedef.unflatten([flat[path] for path in self._paths])
 
     def from_key(self, key: jax.Array) -> Any:
-        """Random streams begun anew: keys derived from `key`, counts at 0."""
+        """Returns newly seeded random streams: keys derived from `key`, counts of 0."""
         return self._treedef.unflatten(
             [
                 _keys(jax.random.fold_in(key, index), leaf.shape)
@@ -153,5 +164,5 @@ class _Layout:
 
 
 def _keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """One key, or one for each layer of a model whose layers are stacked."""
+    """Returns one key, or an array of keys, one for each of the stacked layers."""
     return jax.random.split(key, shape) if shape else key
