@@ -220,7 +220,8 @@ def _split(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         for outer in accumulate(name.split("/")[:-1], "{}/{}".format):
             if outer in counts:
                 raise UserError(
-                    f"the Keras model has a variable {outer}, and {name} below it: rename one of them"
+                    f"the Keras model has a variable {outer}, and {name} below it: rename one "
+                    "of them"
                 )
     return (
         {v.path: v for v in model.trainable_weights},

@@ -1,4 +1,4 @@
-"""Datasets: random access to examples, by their length and rows for an array of indices."""
+"""Datasets: random access to examples by index."""
 
 import functools
 import zlib
@@ -17,27 +17,38 @@ PyTree = Any
 
 @runtime_checkable
 class Dataset(Protocol):
-    """Examples by index. Any object with these two methods is one."""
+    """Examples by index: any object with these two methods."""
 
     def __len__(self) -> int:
-        """The number of examples, at least 1."""
+        """Returns the number of examples, at least 1."""
         ...
 
     def rows(self, indices: np.ndarray) -> PyTree:
-        """The examples at `indices` (int64, shape (n,)): a pytree of arrays of leading dim n.
+        """Returns examples.
 
-        The arrays are fresh: they may still be read when the next call comes.
+        Args:
+          indices: int64 (n,), their indices.
+
+        Returns:
+          A pytree of arrays of leading dim n. The next call must not overwrite them.
         """
         ...
 
 
 class ArrayDataset:
-    """A pytree of arrays in memory, all with the examples along the leading dim."""
+    """A pytree of arrays in memory.
+
+    Args:
+      arrays: Arrays of numbers, all with the examples along the leading dim.
+
+    Raises:
+      UserError: If an array does not hold numbers, or the arrays differ in their leading dim.
+    """
 
     def __init__(self, arrays: PyTree) -> None:
         self.arrays = jax.tree.map(np.asarray, arrays)
         for name, leaf in named_leaves(self.arrays).items():
-            if leaf.dtype.kind not in "biufcV":  # V: what JAX adds, such as bfloat16
+            if leaf.dtype.kind not in "biufcV":  # V: dtypes that JAX adds, such as bfloat16
                 raise UserError(f"array {name!r} of a dataset holds {leaf.dtype}, not numbers")
         shapes = {name: leaf.shape for name, leaf in named_leaves(self.arrays).items()}
         if not shapes or any(not shape for shape in shapes.values()):
@@ -54,17 +65,24 @@ class ArrayDataset:
         return self._length
 
     def rows(self, indices: np.ndarray) -> PyTree:
-        # Of numbers NumPy is faster by index, of longer rows by `take`.
-        found = [x[indices] if x.ndim == 1 else x.take(indices, axis=0) for x in self._leaves]
-        return self._structure.unflatten(found)
+        # NumPy indexes arrays of scalars faster; for longer rows `take` is faster.
+        rows = [x[indices] if x.ndim == 1 else x.take(indices, axis=0) for x in self._leaves]
+        return self._structure.unflatten(rows)
 
 
 @dataclass(frozen=True)
 class Subset:
-    """The examples of `dataset` at `indices` (whole numbers, shape (n,)), in that order."""
+    """Some examples of a dataset, in the order of their indices.
+
+    Attributes:
+      dataset: A dataset, or arrays.
+      indices: Integers (n,), the indices of the examples in `dataset`.
+
+    Raises:
+      UserError: If the indices are not integers in one dim, or are out of range.
+    """
 
     dataset: Any
-    """A dataset, or arrays."""
     indices: np.ndarray
 
     def __post_init__(self) -> None:
@@ -73,7 +91,7 @@ class Subset:
         if indices.ndim != 1 or indices.dtype.kind not in "iu":
             raise UserError(
                 f"the indices of a Subset are {indices.dtype}{list(indices.shape)}: they must be "
-                "whole numbers, in one dim"
+                "integers in one dim"
             )
         if indices.size and not (indices.min() >= 0 and indices.max() < length):
             raise UserError(
@@ -90,10 +108,14 @@ class Subset:
 
 @dataclass(frozen=True)
 class MappedDataset:
-    """`dataset` with a function applied to the rows that are read, many examples at once."""
+    """A dataset with a function applied to the rows that are read.
+
+    Attributes:
+      dataset: A dataset, or arrays.
+      function: Maps a pytree of rows, of leading dim n, to another pytree of n rows.
+    """
 
     dataset: Any
-    """A dataset, or arrays."""
     function: Callable[[PyTree], PyTree]
 
     def __post_init__(self) -> None:
@@ -108,7 +130,7 @@ class MappedDataset:
 
 @dataclass(frozen=True)
 class IndexableDataset:
-    """An indexable collection of single examples (a Grain source, say) as a dataset."""
+    """An indexable collection of single examples, such as a Grain source, as a dataset."""
 
     source: Any
 
@@ -121,9 +143,15 @@ class IndexableDataset:
 
 
 def as_dataset(data: Any, what: str = "the dataset") -> Dataset:
-    """A dataset from arrays (one, a tuple, a dictionary), an indexable source, or a dataset.
+    """Returns a dataset.
 
-    `what` is how an error calls it. Raises `UserError` for anything else, and for an empty one.
+    Args:
+      data: A dataset, arrays (one, a tuple or a dictionary of them), or an indexable source of
+        single examples.
+      what: The name of `data` in error messages.
+
+    Raises:
+      UserError: If `data` is anything else, or empty.
     """
     if isinstance(data, Dataset):
         dataset: Dataset = data
@@ -131,8 +159,8 @@ def as_dataset(data: Any, what: str = "the dataset") -> Dataset:
         dataset = ArrayDataset(data)
     elif isinstance(data, (list, str)):
         raise UserError(
-            f"a {type(data).__name__} is no dataset: give an array, or several in a tuple or "
-            "dictionary"
+            f"a {type(data).__name__} is no dataset: give an array, or a tuple or dictionary of "
+            "arrays"
         )
     elif advice := _table_advice(data):
         raise UserError(f"a {type(data).__module__}.{type(data).__name__} is no dataset: {advice}")
@@ -140,8 +168,8 @@ def as_dataset(data: Any, what: str = "the dataset") -> Dataset:
         dataset = IndexableDataset(data)
     else:
         why = (
-            ": a stream cannot give batch k without reading all before it, so a run could be "
-            "neither resumed nor spread over processes"
+            ": a stream cannot return batch k without reading all batches before it, so a run "
+            "could neither be resumed nor use several processes"
             if isinstance(data, Iterable)
             else ""
         )
@@ -155,7 +183,7 @@ def as_dataset(data: Any, what: str = "the dataset") -> Dataset:
 
 
 def _table_advice(data: Any) -> str | None:
-    """How to make a dataset of a table of a known library; None for anything else."""
+    """Returns how to convert a table of a known library; None for anything else."""
     library = type(data).__module__.partition(".")[0]
     name = type(data).__name__
     if library in ("pandas", "polars"):
@@ -166,16 +194,22 @@ def _table_advice(data: Any) -> str | None:
         return "give its columns, {name: table[name].to_numpy() for name in table.column_names}"
     if library == "datasets":
         if name in ("DatasetDict", "IterableDatasetDict"):
-            return f"it holds several: give one of them, data[name] with name in {sorted(data)}"
+            return f"it holds several splits: give one, data[name] with name in {sorted(data)}"
         if getattr(data, "format", {"type": "any"})["type"] is None:
             return 'its rows are Python objects: give data.with_format("numpy")'
     return None
 
 
 def fingerprint(dataset: Dataset) -> dict[str, Any]:
-    """What tells one dataset from another: length, shapes, dtypes, and a sum over a few rows.
+    """Returns what identifies a dataset: its length, shapes, dtypes and a CRC-32 of 16 rows.
 
-    And the classes, by name, where it has any.
+    Class names are included if the dataset has any.
+
+    Args:
+      dataset: The dataset.
+
+    Returns:
+      A dictionary that can be stored as JSON.
     """
     rows = dataset.rows(np.unique(np.linspace(0, len(dataset) - 1, 16).astype(np.int64)))
     leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(rows).items()}
@@ -188,9 +222,9 @@ def fingerprint(dataset: Dataset) -> dict[str, Any]:
 
 
 def classes_of(dataset: Any) -> Sequence[str]:
-    """Returns the class names of a dataset, or of the one below a `Subset` or `MappedDataset`."""
+    """Returns the class names of a dataset, or of the dataset in a `Subset` or `MappedDataset`."""
     while isinstance(dataset, (Subset, MappedDataset)):
         dataset = dataset.dataset
-    found = getattr(dataset, "classes", ())
-    named = isinstance(found, (tuple, list)) and all(isinstance(name, str) for name in found)
-    return found if named else ()
+    classes = getattr(dataset, "classes", ())
+    named = isinstance(classes, (tuple, list)) and all(isinstance(name, str) for name in classes)
+    return classes if named else ()

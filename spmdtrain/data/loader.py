@@ -1,4 +1,4 @@
-"""From data to devices: batches are read, joined and placed ahead of the steps that use them."""
+"""Loading of batches: read, stacked and placed on the devices ahead of the steps."""
 
 import collections
 import itertools
@@ -20,22 +20,25 @@ from spmdtrain.tree import named_leaves
 
 PyTree = Any
 
-_CHUNK = 1024  # examples read at once to be put on the devices
+_CHUNK = 1024  # examples read at once by `on_devices`
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class IndexedBatch:
-    """A batch by number: which examples it has of arrays that are on every device."""
+    """A batch as indices into arrays that are on every device.
+
+    Attributes:
+      indices: int32 (B,), or `Padded` of it; (n, B) for n steps.
+      arrays: All examples, arrays (N, ...).
+    """
 
     indices: PyTree
-    """int32 (B,), or `Padded` of it; (n, B) of n steps."""
     arrays: PyTree
-    """All examples: each array (N, ...)."""
 
 
 def examples_of(batch: PyTree) -> PyTree:
-    """The examples of a batch, gathered where it gives their numbers alone."""
+    """Returns the examples of a batch; those of an `IndexedBatch` are gathered."""
     if not isinstance(batch, IndexedBatch):
         return batch
     indices, mask = rows_and_mask(batch.indices)
@@ -44,7 +47,7 @@ def examples_of(batch: PyTree) -> PyTree:
 
 
 def of_first(batch: PyTree, steps: int) -> PyTree:
-    """Of the batch of so many steps, the first one's."""
+    """Returns the first step's batch from a batch of `steps` steps."""
     if steps == 1:
         return batch
     if isinstance(batch, IndexedBatch):
@@ -53,9 +56,17 @@ def of_first(batch: PyTree, steps: int) -> PyTree:
 
 
 def on_devices(dataset: Dataset, placement: Placement) -> PyTree:
-    """All examples of a dataset as arrays (N, ...), whole on each device.
+    """Places all examples of a dataset on each device.
 
-    Raises `UserError` where they would not fit.
+    Args:
+      dataset: The examples.
+      placement: The devices.
+
+    Returns:
+      Replicated arrays (N, ...).
+
+    Raises:
+      UserError: If they do not fit into a device's memory.
     """
     size = len(dataset)
     first = dataset.rows(np.arange(1))
@@ -78,9 +89,9 @@ def on_devices(dataset: Dataset, placement: Placement) -> PyTree:
         check(rows, stop - start)
         for kept, read in zip(*map(jax.tree.leaves, (whole, rows)), strict=True):
             kept[start:stop] = read
-    everywhere = placement.replicated
+    replicated = placement.replicated
     return jax.tree.map(
-        lambda x: jax.make_array_from_callback(x.shape, everywhere, lambda index: x[index]), whole
+        lambda x: jax.make_array_from_callback(x.shape, replicated, lambda index: x[index]), whole
     )
 
 
@@ -95,9 +106,20 @@ def abstract_batch(
     by_step: bool,
     padded_to: int | None = None,
 ) -> PyTree:
-    """What stands for a batch of `train_batches`: shapes and places. One example is read."""
+    """Returns the shapes, dtypes and shardings of a batch of `train_batches`. Reads one example.
+
+    Args:
+      dataset: The examples.
+      batch_size: Number of examples of the global batch.
+      placement: The devices.
+      augment: Applied to each example.
+      steps: Number of steps of a dispatch.
+      by_index: Whether batches are `IndexedBatch`.
+      by_step: Whether the step may place host arrays itself (see `train_batches`).
+      padded_to: Number of rows, if batches are padded.
+    """
     size = padded_to or batch_size
-    one = TrainBatches(dataset, 1, 0, False, 1, np.arange(1), augment)[0]
+    example = TrainBatches(dataset, 1, 0, False, 1, np.arange(1), augment)[0]
     lead = () if steps == 1 else (steps,)
     place: Sharding | None = placement.batch if steps == 1 else stacked_sharding(placement.batch)
     if by_step and places_in_step(placement.batch):
@@ -107,20 +129,20 @@ def abstract_batch(
         dtype = jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)
         return jax.ShapeDtypeStruct((*shape, *np.shape(x)[1:]), dtype, sharding=place)
 
-    found = jax.tree.map(
-        lambda x: array(x, (*lead, size), place), np.zeros(1, np.int32) if by_index else one
+    batch = jax.tree.map(
+        lambda x: array(x, (*lead, size), place), np.zeros(1, np.int32) if by_index else example
     )
     if size != batch_size:
-        found = Padded(found, array(np.zeros(1, np.float32), (*lead, size), place))  # type: ignore[arg-type]
+        batch = Padded(batch, array(np.zeros(1, np.float32), (*lead, size), place))  # type: ignore[arg-type]
     if not by_index:
-        return found
-    everywhere = placement.replicated
-    return IndexedBatch(found, jax.tree.map(lambda x: array(x, (len(dataset),), everywhere), one))
+        return batch
+    count, replicated = len(dataset), placement.replicated
+    return IndexedBatch(batch, jax.tree.map(lambda x: array(x, (count,), replicated), example))
 
 
 @dataclass(frozen=True)
-class _Numbers:
-    """The numbers of each batch's examples, in the place of these."""
+class _Indices:
+    """The indices of each batch's examples, instead of their rows."""
 
     batches: TrainBatches
 
@@ -128,7 +150,7 @@ class _Numbers:
         return len(self.batches)
 
     def __getitem__(self, step: int) -> np.ndarray:
-        return self.batches.own_examples(step)[0].astype(np.int32)
+        return self.batches.local_examples(step)[0].astype(np.int32)
 
 
 def train_batches(
@@ -147,22 +169,34 @@ def train_batches(
     by_step: bool = False,
     padded_to: int | None = None,
 ) -> Iterator[PyTree]:
-    """The training batches `start` to `stop`, placed on the mesh.
+    """Yields the training batches, placed on the devices.
 
-    `sizes` are the steps of each dispatch: the batches of several come as one, of leading dim n.
-    With `arrays`, all of the dataset's examples on the devices, a batch is `Rows` of them.
-    `by_step` says that the step may be given arrays of the host, which it then places itself.
-    If `padded_to` is above `batch_size`, batches are `Padded` to so many rows.
+    Args:
+      dataset: The examples.
+      batch_size: Number of examples of the global batch.
+      sharding: The sharding of a batch.
+      seed: The run's seed.
+      shuffle: Whether each epoch has a random order.
+      start: Index of the first batch.
+      stop: Index after the last batch.
+      augment: Applied to each example.
+      threads: Number of threads that read ahead; with 0, batches are read when requested.
+      sizes: Number of steps of each dispatch. The batches of n > 1 steps are stacked, with a new
+        leading dim of n.
+      arrays: All examples on the devices (see `on_devices`); batches are then `IndexedBatch`.
+      by_step: Whether the step may get host arrays, which it places itself.
+      padded_to: If above `batch_size`, batches are `Padded` to this number of rows.
     """
     size = padded_to or batch_size
     local = process_rows(sharding, size)
     examples = np.minimum(local, batch_size - 1)
     batches = TrainBatches(dataset, batch_size, seed, shuffle, stop, examples, augment)
-    read = _read(batches if arrays is None else _Numbers(batches), start, threads)
+    rows = _read(batches if arrays is None else _Indices(batches), start, threads)
     if size != batch_size:
-        read = (Padded(rows, (local < batch_size).astype(np.float32)) for rows in read)  # type: ignore[arg-type]
+        mask = (local < batch_size).astype(np.float32)
+        rows = (Padded(x, mask) for x in rows)  # type: ignore[arg-type]
     placing = _Placing(sharding, size, by_step=by_step)
-    ready = map(placing, _joined(read, sizes))
+    ready = map(placing, _grouped(rows, sizes))
     placed = ready if placing.by_step else _ahead(ready)
     return placed if arrays is None else (IndexedBatch(indices, arrays) for indices in placed)
 
@@ -170,34 +204,34 @@ def train_batches(
 def ordered_batches(
     dataset: Dataset, batch_size: int, sharding: Sharding, *, threads: int = 0, padded: bool = True
 ) -> tuple[Iterator[tuple[PyTree, jax.Array]], int]:
-    """All examples once, as placed batches of (rows, mask), and the number of batches.
+    """Returns all examples once, as placed batches of (rows, mask), and the number of batches.
 
     Args:
-        dataset: The examples.
-        batch_size: Examples of a batch; it need not divide over the devices.
-        sharding: That of a batch.
-        threads: Threads that read ahead.
-        padded: Whether each batch is filled up to a size that divides over the devices. Otherwise
-            a batch that does not have that size is given as it is, in full on each device.
+      dataset: The examples.
+      batch_size: Number of examples of a batch; it need not divide over the devices.
+      sharding: The sharding of a batch.
+      threads: Number of threads that read ahead.
+      padded: Whether each batch is padded to a size that divides over the devices. If not, a batch
+        of another size is replicated instead.
     """
     size = padded_size(batch_size, sharding)
     unless = None if padded else size
     batches = OrderedBatches(dataset, batch_size, process_rows(sharding, size), unless)
-    split, everywhere = _Placing(sharding, size), sharding
+    split, replicated = _Placing(sharding, size), sharding
     if isinstance(sharding, NamedSharding):
-        everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+        replicated = NamedSharding(sharding.mesh, PartitionSpec())
 
-    def placed(number: int, batch: PyTree) -> PyTree:
-        if not batches.is_whole(number):
+    def placed(index: int, batch: PyTree) -> PyTree:
+        if not batches.is_whole(index):
             return split([batch])
-        return _Placing(everywhere, len(batch[1]))([batch])
+        return _Placing(replicated, len(batch[1]))([batch])
 
-    read = _read(batches, 0, threads)
-    return _ahead(itertools.starmap(placed, enumerate(read))), len(batches)
+    rows = _read(batches, 0, threads)
+    return _ahead(itertools.starmap(placed, enumerate(rows))), len(batches)
 
 
 class _Carried:
-    """Items that are read under the strategy of the code that made this, in any thread."""
+    """A sequence whose items are read under the constructing thread's strategy in any thread."""
 
     def __init__(self, items: Any) -> None:
         self._items, self._read = items, carried(items.__getitem__)
@@ -205,17 +239,18 @@ class _Carried:
     def __len__(self) -> int:
         return len(self._items)
 
-    def __getitem__(self, number: int) -> PyTree:
-        return self._read(number)
+    def __getitem__(self, index: int) -> PyTree:
+        return self._read(index)
 
 
 def _read(batches: Any, start: int, threads: int) -> Iterator[PyTree]:
-    """The items from `start` on, read ahead by Grain in as many threads.
+    """Returns an iterator over the items from `start` on, which Grain's threads read ahead.
 
-    0 threads read when asked: faster for rows in memory, where a thread costs more than the read.
+    Without threads an item is read when it is requested. This is faster for rows in memory, where
+    a thread costs more than the read.
     """
     if threads == 0:
-        return (batches[number] for number in range(start, len(batches)))
+        return (batches[index] for index in range(start, len(batches)))
     import grain
 
     dataset: Any = grain.MapDataset.source(_Carried(batches))
@@ -223,32 +258,32 @@ def _read(batches: Any, start: int, threads: int) -> Iterator[PyTree]:
     return iter(dataset[start:].to_iter_dataset(options))
 
 
-def _joined(batches: Iterator[PyTree], sizes: Iterable[int]) -> Iterator[Sequence[PyTree]]:
-    """The batches of each dispatch."""
+def _grouped(batches: Iterator[PyTree], sizes: Iterable[int]) -> Iterator[Sequence[PyTree]]:
+    """Yields the batches of each dispatch."""
     for size in sizes:
-        if not (together := list(itertools.islice(batches, size))):
+        if not (group := list(itertools.islice(batches, size))):
             return
-        yield together
+        yield group
 
 
 def _ahead(batches: Iterator[PyTree], count: int = 2) -> Iterator[PyTree]:
-    """The batches, each placed when that many others are still to be used before it."""
-    waiting = collections.deque(itertools.islice(batches, count))
-    while waiting:
-        yield waiting.popleft()
-        waiting.extend(itertools.islice(batches, 1))
+    """Yields the batches; `count` of them are placed before they are requested."""
+    ready = collections.deque(itertools.islice(batches, count))
+    while ready:
+        yield ready.popleft()
+        ready.extend(itertools.islice(batches, 1))
 
 
 class _Placing:
-    """Puts batches of this process's rows on the mesh, as global arrays.
+    """Places this process's rows of batches on the devices, as global arrays.
 
-    Several of one dispatch become one, of one more dim in front. Raises what `BatchCheck` does.
+    The batches of a dispatch of several steps are stacked. Raises the errors of `BatchCheck`.
     """
 
     def __init__(self, sharding: Sharding, batch_size: int, *, by_step: bool = False) -> None:
         self._sharding, self._batch_size = sharding, batch_size
         self._local_rows = len(process_rows(sharding, batch_size))
-        # All arrays at once where nothing is left out: half the time.
+        # If this process has all rows, all arrays are placed in one call: half the time.
         self._at_once = self._local_rows == batch_size and sharding.is_fully_addressable
         self.by_step = by_step and places_in_step(sharding)
         self._check = BatchCheck()
@@ -258,12 +293,12 @@ class _Placing:
             self._check(batch, self._local_rows)
         if len(batches) == 1:
             return self._place(batches[0], self._sharding)
-        joined = jax.tree.map(lambda *parts: np.stack(parts), *batches)
-        return self._place(joined, stacked_sharding(self._sharding), len(batches))
+        stacked = jax.tree.map(lambda *parts: np.stack(parts), *batches)
+        return self._place(stacked, stacked_sharding(self._sharding), len(batches))
 
     def _place(self, batch: PyTree, sharding: Sharding, *steps: int) -> PyTree:
         if self.by_step:
-            return jax.tree.map(np.asarray, batch)  # of one that lies on a device, too
+            return jax.tree.map(np.asarray, batch)  # even if an array is already on a device
         if self._at_once:
             return jax.device_put(batch, sharding)
 
@@ -275,9 +310,9 @@ class _Placing:
 
 
 class BatchCheck:
-    """That batches fit, and are like the first: the step would be compiled again for another.
+    """A check that all batches have the shapes and dtypes of the first, and fit JAX's dtypes.
 
-    Raises `UserError`.
+    The step would be compiled again for other shapes. Raises `UserError`.
     """
 
     def __init__(self) -> None:
@@ -288,44 +323,48 @@ class BatchCheck:
         for local in leaves:
             if local.shape[0] != rows:
                 raise UserError(
-                    f"the dataset gave {local.shape[0]} rows, shape {local.shape}, for {rows} "
+                    f"the dataset returned {local.shape[0]} rows, shape {local.shape}, for {rows} "
                     "indices"
                 )
             check_fits(local)
-        found = [structure, *((local.shape[1:], local.dtype) for local in leaves)]
-        self._first = self._first or found
-        if found != self._first:
+        current = [structure, *((local.shape[1:], local.dtype) for local in leaves)]
+        self._first = self._first or current
+        if current != self._first:
             raise UserError(
-                f"the dataset gave {_described(found)} after {_described(self._first)}: all of "
-                "its examples must be of the same shapes and dtypes"
+                f"the dataset returned {_described(current)} after {_described(self._first)}: all "
+                "examples must have the same shapes and dtypes"
             )
 
 
 def places_in_step(sharding: Sharding) -> bool:
-    """Whether a jitted step had better be given batches of the host as they are.
+    """Returns whether it is faster to pass host batches to a jitted step than to place them before.
 
-    On CPU its call takes them in a tenth of the time that `jax.device_put` needs; elsewhere they
-    are put on their way while the step before runs.
+    On CPU the call of the step takes a tenth of the time of `jax.device_put`. Elsewhere batches
+    are transferred while the previous step runs.
     """
     devices: Collection[Any] = sharding.device_set
-    return sharding.is_fully_addressable and all(one.platform == "cpu" for one in devices)
+    return sharding.is_fully_addressable and all(x.platform == "cpu" for x in devices)
 
 
 def stacked_sharding(sharding: Sharding) -> Sharding:
-    """The sharding of batches of several steps, whose first dim is the steps."""
+    """Returns the sharding of stacked batches: the first dim, the steps, is not split."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
 
 
-def _described(found: Sequence[Any]) -> str:
-    structure, *arrays = found
+def _described(batch: Sequence[Any]) -> str:
+    structure, *arrays = batch
     named = named_leaves(jax.tree.unflatten(structure, [f"{d}{list(s)}" for s, d in arrays]))
     return ", ".join(f"{name} {array}".strip() for name, array in named.items()) or "nothing"
 
 
 def check_fits(local: np.ndarray) -> None:
-    """JAX without x64 keeps the lower 32 bits of an integer: refuse what has more."""
+    """Checks that integers fit: JAX without x64 keeps only their lower 32 bits.
+
+    Raises:
+      UserError: If a value does not fit.
+    """
     kept = jax.dtypes.canonicalize_dtype(local.dtype)
     if local.dtype.kind not in "iu" or kept == local.dtype:
         return
@@ -333,5 +372,5 @@ def check_fits(local: np.ndarray) -> None:
     if local.size and not (narrow.min <= local.min() and local.max() <= narrow.max):
         raise UserError(
             f"the data holds integers from {local.min()} to {local.max()}, which do not fit "
-            f"{narrow.dtype}, all that JAX keeps of {local.dtype} unless jax_enable_x64 is set"
+            f"{narrow.dtype}, to which JAX converts {local.dtype} unless jax_enable_x64 is set"
         )

@@ -1,7 +1,7 @@
-"""Which examples make up batch k, as a function of the step alone.
+"""The examples of batch k, as a function of k.
 
 The stream of training examples is the concatenation of each epoch's order, and batch k is the
-k-th slice of it, whatever the devices, the processes, and how often the run was interrupted.
+k-th slice of it. Neither devices, nor processes, nor interruptions of the run change it.
 """
 
 import functools
@@ -19,29 +19,36 @@ from spmdtrain.data.datasets import Dataset
 
 PyTree = Any
 Augment = Callable[[PyTree, np.random.Generator], PyTree]
-"""(example, generator) -> example; what is drawn depends on seed, example and epoch alone."""
+"""(example, generator) -> example. The generator depends on seed, example and epoch alone."""
 
-_BLOCK = 16384  # positions permuted at once: enough to spread NumPy's cost a call over many batches
-_ROUNDS = 8
+_BLOCK = 16384  # positions permuted at once, so that many batches share NumPy's cost per call
+_ROUNDS = 8  # of the Feistel network
 
 
 def all_rows(batch_size: int) -> np.ndarray:
-    """The rows of a batch that a process loads when it loads all of them."""
+    """Returns the indices of all rows of a batch."""
     return np.arange(batch_size)
 
 
 def process_rows(sharding: Sharding, batch_size: int) -> np.ndarray:
-    """The rows of each global batch that this process's devices hold.
+    """Returns the indices of the rows of each global batch that this process's devices hold.
 
-    Read off the sharding, never the process index: with a model axis across processes, several
-    processes hold the same rows.
+    They follow from the sharding, never from the process index: if a model axis crosses processes,
+    several processes hold the same rows.
+
+    Args:
+      sharding: The sharding of a batch.
+      batch_size: Number of rows of the global batch.
+
+    Returns:
+      Sorted indices, int64.
     """
     slices = sharding.addressable_devices_indices_map((batch_size,)).values()
     return np.unique(np.concatenate([all_rows(batch_size)[s] for s in slices if s is not None]))
 
 
 def padded_size(batch_size: int, sharding: Sharding) -> int:
-    """The smallest number of rows from `batch_size` on that divides over a batch's devices."""
+    """Returns `batch_size` rounded up to a multiple of the parts that a batch is split into."""
     shards = 1
     if isinstance(sharding, NamedSharding) and sharding.spec and sharding.spec[0] is not None:
         axes = sharding.spec[0] if isinstance(sharding.spec[0], tuple) else (sharding.spec[0],)
@@ -51,7 +58,19 @@ def padded_size(batch_size: int, sharding: Sharding) -> int:
 
 @dataclass(eq=False)
 class TrainBatches:
-    """Batch k of the training stream for every k: always full, running on into the next epoch."""
+    """The batches of the training stream. All are full and continue into the next epoch.
+
+    Item k is the pytree of the rows of batch k that this process loads.
+
+    Attributes:
+      dataset: The examples.
+      batch_size: Number of examples of a global batch.
+      seed: The run's seed, for the order and `augment`.
+      shuffle: Whether each epoch has a random order.
+      steps: Number of batches.
+      local: Indices of the rows of each batch to load (see `process_rows`).
+      augment: Applied to each example.
+    """
 
     dataset: Dataset
     batch_size: int
@@ -59,43 +78,42 @@ class TrainBatches:
     shuffle: bool
     steps: int
     local: np.ndarray
-    """Rows of each batch to load (see `process_rows`)."""
     augment: Augment | None = None
 
     def __post_init__(self) -> None:
         self._per_block = max(1, _BLOCK // self.batch_size)  # batches
-        # A few blocks, as threads that read ahead may stand in different ones.
+        # A few blocks, because threads that read ahead may be in different ones.
         self._block = functools.lru_cache(maxsize=4)(self._make_block)
-        self._own_block = functools.lru_cache(maxsize=4)(self._make_own_block)
+        self._local_block = functools.lru_cache(maxsize=4)(self._make_local_block)
 
     def __len__(self) -> int:
         return self.steps
 
     def __getitem__(self, step: int) -> PyTree:
-        indices, epochs = self.own_examples(step)
+        indices, epochs = self.local_examples(step)
         rows = self.dataset.rows(indices)
         if self.augment is None:
             return rows
         return self._augmented(rows, indices, epochs)
 
     def examples(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Index and epoch of each example of global batch `step`."""
+        """Returns the index and the epoch of each example of global batch `step`, int64 (B,)."""
         indices, epochs = self._block(step // self._per_block)
         batch = step % self._per_block
         return indices[batch], epochs[batch]
 
-    def own_examples(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """The same of this process's rows alone."""
-        indices, epochs = self._own_block(step // self._per_block)
+    def local_examples(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the index and the epoch of the examples that this process loads."""
+        indices, epochs = self._local_block(step // self._per_block)
         batch = step % self._per_block
         return indices[batch], epochs[batch]
 
-    def _make_own_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+    def _make_local_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         indices, epochs = self._block(block)
         return indices[:, self.local], epochs[:, self.local]
 
     def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of several batches, one in a row."""
+        """Returns the indices and epochs of several batches, each (batches, batch_size)."""
         size, length = len(self.dataset), self._per_block * self.batch_size
         positions = np.arange(block * length, (block + 1) * length)
         epochs = positions // size
@@ -109,7 +127,7 @@ class TrainBatches:
         assert self.augment is not None
         examples = []
         for row, (index, epoch) in enumerate(zip(indices, epochs, strict=True)):
-            # Philox is counter-based: each (example, epoch) has a stream of its own under the key.
+            # Philox is counter-based: each (example, epoch) has its own stream under the key.
             bits = np.random.Philox(
                 key=derive_seed(self.seed, Purpose.DATA), counter=[0, 0, int(index), int(epoch)]
             )
@@ -120,33 +138,38 @@ class TrainBatches:
 
 @dataclass(frozen=True)
 class OrderedBatches:
-    """The examples once each, in order. A batch is filled up by repeating its last row.
+    """Batches of all examples, each once and in order.
 
-    An item is (rows, mask); mask is f32, 0 for what was only filled in.
+    A batch is padded by repeating its last example. Item k is (rows, mask); mask is f32, 0 for
+    padding rows.
+
+    Attributes:
+      dataset: The examples.
+      batch_size: Number of examples of a batch; the last one may have fewer.
+      local: Indices of the rows of each batch to load; those from `batch_size` on are padding.
+      unless: If given, batches of another number of examples are not padded, and every process
+        loads all of their rows.
     """
 
     dataset: Dataset
     batch_size: int
-    """Examples of a batch; the last one may have fewer."""
     local: np.ndarray
-    """Rows of each batch to load; those from `batch_size` on only fill it up."""
     unless: int | None = None
-    """If given, batches of another number of rows are not filled up, and all rows are loaded."""
 
     def __len__(self) -> int:
         return -(-len(self.dataset) // self.batch_size)
 
-    def is_whole(self, number: int) -> bool:
-        """Whether all rows of a batch are loaded, because it is not filled up."""
-        return self.unless is not None and self._count(number) != self.unless
+    def is_whole(self, index: int) -> bool:
+        """Returns whether all rows of a batch are loaded, because it is not padded."""
+        return self.unless is not None and self._count(index) != self.unless
 
-    def _count(self, number: int) -> int:
-        return min(self.batch_size, len(self.dataset) - number * self.batch_size)
+    def _count(self, index: int) -> int:
+        return min(self.batch_size, len(self.dataset) - index * self.batch_size)
 
-    def __getitem__(self, number: int) -> tuple[PyTree, np.ndarray]:
-        first, count = number * self.batch_size, self._count(number)
-        local = all_rows(count) if self.is_whole(number) else self.local
-        # A real row rather than zeros, so that no model meets a value it never could in the data.
+    def __getitem__(self, index: int) -> tuple[PyTree, np.ndarray]:
+        first, count = index * self.batch_size, self._count(index)
+        local = all_rows(count) if self.is_whole(index) else self.local
+        # A real example instead of zeros, so that the model gets no value that the data lacks.
         rows = self.dataset.rows(first + np.minimum(local, count - 1))
         return rows, (local < count).astype(np.float32)
 
@@ -155,13 +178,23 @@ class OrderedBatches:
 
 
 def permuted(positions: np.ndarray, *, size: int, seed: int, epochs: np.ndarray) -> np.ndarray:
-    """Where `positions` (int64, in [0, size)) go in the order of their `epochs`.
+    """Returns the examples at these positions of the shuffled epochs.
 
-    A keyed bijection of [0, size) for each (seed, epoch), in time and memory of `positions`
-    alone. It is a Feistel network over a grid of about sqrt(size) by sqrt(size) places, which
-    adds where the classic one takes the exclusive or, so that the sides need not be powers of
-    two (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The grid may have a
-    few places more than `size`: what lands there is sent on until it lands inside.
+    For each (seed, epoch) this is a keyed bijection of [0, size), computed in time and memory
+    proportional to `positions`; no permutation is stored. It is a Feistel network over a grid of
+    about sqrt(size) by sqrt(size) cells, which adds instead of taking the exclusive or, so that
+    the sides need not be powers of two (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
+    2002). The grid may have a few cells more than `size`: a result outside is permuted again until
+    it is inside.
+
+    Args:
+      positions: int64, in [0, size).
+      size: Number of examples.
+      seed: The run's seed.
+      epochs: The epoch of each position; broadcasts against `positions`.
+
+    Returns:
+      Indices of examples, int64, of the shape of `positions`.
     """
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
@@ -177,23 +210,24 @@ def permuted(positions: np.ndarray, *, size: int, seed: int, epochs: np.ndarray)
 def _shuffle(positions: np.ndarray, keys: np.ndarray, rows: int, columns: int) -> np.ndarray:
     row = positions // np.uint64(columns)  # NumPy's divmod is slow
     column = positions - row * np.uint64(columns)
-    for number in range(0, _ROUNDS, 2):
-        row = _sum(row, _draw(column, keys, number, rows), rows)
-        column = _sum(column, _draw(row, keys, number + 1, columns), columns)
+    for round_ in range(0, _ROUNDS, 2):
+        row = _sum(row, _draw(column, keys, round_, rows), rows)
+        column = _sum(column, _draw(row, keys, round_ + 1, columns), columns)
     return row * np.uint64(columns) + column
 
 
 def _sum(a: np.ndarray, b: np.ndarray, below: int) -> np.ndarray:
-    """Modulo `below`, which is more than either: what is less than 0 is huge, without a sign."""
+    """Returns (a + b) % below, for a and b less than `below`."""
     a += b
+    # Unsigned: if a < below, the difference wraps around to a huge number.
     return np.minimum(a, a - np.uint64(below))
 
 
-def _draw(half: np.ndarray, keys: np.ndarray, number: int, below: int) -> np.ndarray:
-    """In [0, below)."""
+def _draw(half: np.ndarray, keys: np.ndarray, round_: int, below: int) -> np.ndarray:
+    """Returns pseudorandom numbers in [0, below), a function of half, key and round."""
     mixed = half * np.uint64(_ROUNDS)
     mixed += keys
-    _mix(mixed, number)
+    _mix(mixed, round_)
     # The upper bits, scaled without a division.
     mixed >>= np.uint64(32)
     mixed *= np.uint64(below)
@@ -201,12 +235,12 @@ def _draw(half: np.ndarray, keys: np.ndarray, number: int, below: int) -> np.nda
     return mixed
 
 
-def _mix(x: np.ndarray, number: int) -> None:
-    """SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014): every bit moves every other.
+def _mix(x: np.ndarray, offset: int) -> None:
+    """Replaces x by SplitMix64's finalizer of x + offset, in which every bit affects every other.
 
-    Of `x + number`, in place.
+    Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
     """
-    x += np.uint64(0x9E3779B97F4A7C15 + number)
+    x += np.uint64(0x9E3779B97F4A7C15 + offset)
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> np.uint64(27)

@@ -17,8 +17,8 @@ class Padded:
     """A batch of B examples in P rows.
 
     Attributes:
-        rows: Arrays of leading dim P. Rows from B on repeat the last example.
-        mask: f32 (P,), 1 for the examples and 0 for the padding rows.
+      rows: Arrays of leading dim P. Rows from B on repeat the last example.
+      mask: f32 (P,), 1 for the examples and 0 for the padding rows.
     """
 
     rows: PyTree
@@ -40,25 +40,25 @@ def why_not_in_training(
     """Returns why padding rows could change what a training step computes; None if they cannot.
 
     The proof covers the values and their derivatives with respect to the parameters. Forward mode
-    gives these for each row, so that a gradient of its own (`custom_jvp`) is followed too; one of
-    `custom_vjp` cannot be, and is a reason.
+    computes these for each row, so it also covers custom derivatives (`custom_jvp`). A `custom_vjp`
+    has no forward mode, so it is returned as a reason.
 
     Args:
-        outputs: The objective's values, of (params, frozen, batch).
-        params: What is trained; abstract arrays suffice here and below.
-        frozen: Parameters that are not trained.
-        batch: Rows of a batch.
-        rows: Rows that the objective is given at once.
+      outputs: Maps (params, frozen, batch) to the objective's values.
+      params: Trained parameters; abstract arrays suffice here and below.
+      frozen: Parameters that are not trained.
+      batch: Rows of a batch.
+      rows: Number of rows that the objective gets at once.
     """
 
     def run(given: tuple[PyTree, PyTree, PyTree], batch: PyTree) -> PyTree:
         params, tangents, frozen = given
-        values, found = jax.jvp(lambda p: outputs(p, frozen, batch), (params,), (tangents,))
-        changes = [x for x in jax.tree.leaves(found) if x.dtype != jax.dtypes.float0]
-        return values, changes
+        values, derivatives = jax.jvp(lambda p: outputs(p, frozen, batch), (params,), (tangents,))
+        inexact = [x for x in jax.tree.leaves(derivatives) if x.dtype != jax.dtypes.float0]
+        return values, inexact
 
     part = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((max(rows, 2), *x.shape[1:]), x.dtype), batch
     )
     why = why_padding_matters(run, (params, params, frozen), part)
-    return why and why.replace("custom_lin", "custom_vjp")  # as forward mode names it
+    return why and why.replace("custom_lin", "custom_vjp")  # the primitive's name in forward mode

@@ -711,7 +711,7 @@ def test_an_indexable_collection_of_examples_is_a_dataset() -> None:
 
 @pytest.mark.parametrize("data", [[np.zeros(4), np.zeros(4)], "train.npz"])
 def test_a_list_could_mean_two_things_and_is_refused(data: Any) -> None:
-    with pytest.raises(UserError, match="give an array, or several in a tuple or dictionary"):
+    with pytest.raises(UserError, match="give an array, or a tuple or dictionary of arrays"):
         as_dataset(data)
 
 
