@@ -1,4 +1,7 @@
-"""Decoded pictures on disk, each under a name made of all that made it, so none is ever stale."""
+"""A cache of decoded images on disk.
+
+The name of an entry is a hash of everything that its pixels depend on, so no entry is ever stale.
+"""
 
 import contextlib
 import hashlib
@@ -12,12 +15,20 @@ from spmdtrain.data.image_decoding import recipe
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files.storage import one_line
 
-_SUM = hashlib.sha256().digest_size  # bytes in front of the pixels
+_SUM = hashlib.sha256().digest_size  # bytes of the checksum, which precedes the pixels
 
 
 @dataclass(frozen=True)
 class ImageCache:
-    """Pictures of one size, (height, width), in a local folder that processes may share."""
+    """Decoded images of one size in a local folder that processes may share.
+
+    Attributes:
+      folder: The folder; it is created if it does not exist.
+      size: (height, width) of the images.
+
+    Raises:
+      UserError: If the folder cannot be created.
+    """
 
     folder: Path
     size: tuple[int, int]
@@ -26,20 +37,30 @@ class ImageCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
-            what = "a link to nowhere" if self.folder.is_symlink() else "a file"
-            raise UserError(f"cache_dir: {self.folder} is {what}: give a folder") from error
+            kind = "a broken link" if self.folder.is_symlink() else "a file"
+            raise UserError(f"cache_dir: {self.folder} is {kind}: give a folder") from error
         except OSError as error:
             raise UserError(f"cache_dir: {one_line(error)}: give a folder") from error
 
     def key(self, content: bytes) -> str:
-        """The name of what the bytes of a file are decoded to."""
+        """Returns the name of the entry for an image file with these bytes."""
         height, width = self.size
-        made_by = hashlib.sha256(f"{recipe()} {height}x{width}\n".encode())
-        made_by.update(content)
-        return made_by.hexdigest()
+        digest = hashlib.sha256(f"{recipe()} {height}x{width}\n".encode())
+        digest.update(content)
+        return digest.hexdigest()
 
     def get(self, key: str) -> np.ndarray | None:
-        """The picture: uint8, (height, width, 3), read-only; None where it is absent or damaged."""
+        """Returns a stored image.
+
+        Args:
+          key: The name of the entry (see `key`).
+
+        Returns:
+          uint8 (height, width, 3), read-only; None if the entry is missing or damaged.
+
+        Raises:
+          StorageError: If the entry cannot be read.
+        """
         try:
             stored = self._path(key).read_bytes()
         except FileNotFoundError:
@@ -52,25 +73,33 @@ class ImageCache:
         return np.frombuffer(pixels, np.uint8).reshape(*self.size, 3)
 
     def put(self, key: str, image: np.ndarray) -> None:
-        """Store a picture, whole or not at all. Raises `StorageError`."""
+        """Stores an image atomically.
+
+        Args:
+          key: The name of the entry (see `key`).
+          image: uint8 (height, width, 3).
+
+        Raises:
+          StorageError: If the entry cannot be written.
+        """
         path, pixels = self._path(key), image.tobytes()
-        # A name that no other process or thread writes to, in the folder that it is renamed in.
+        # A name unique to this call, in the folder of the final name, where a rename is atomic.
         temporary = path.with_name(f".{key}.{uuid.uuid4().hex}")
         try:
             path.parent.mkdir(exist_ok=True, parents=True)
             temporary.write_bytes(_sum(key, pixels) + pixels)
             temporary.replace(path)
         except FileNotFoundError:
-            return  # somebody deletes the cache just now: the next who asks makes it again
+            return  # the cache is being deleted: the next read of the image stores it again
         except OSError as error:
-            with contextlib.suppress(OSError):  # nobody reads what stays behind
+            with contextlib.suppress(OSError):  # a file left behind is never read
                 temporary.unlink()
             raise StorageError(self._failed(error)) from error
 
     def _failed(self, error: OSError) -> str:
         return (
-            f"the cache of images in {self.folder}: {one_line(error)}: make room (all of this "
-            "folder may be deleted at any time), or do without (cache='none')"
+            f"the image cache in {self.folder}: {one_line(error)}: free some space (this folder "
+            "may be deleted at any time), or use cache='none'"
         )
 
     def _path(self, key: str) -> Path:
@@ -78,5 +107,5 @@ class ImageCache:
 
 
 def _sum(key: str, pixels: bytes) -> bytes:
-    """Over the name too: a file that came under another's is as wrong as a damaged one."""
+    """Returns the checksum of name and pixels, so that a file with a wrong name is rejected."""
     return hashlib.sha256(key.encode() + pixels).digest()

@@ -1,4 +1,4 @@
-"""Pictures to arrays: whatever they are stored as, RGB bytes of one size."""
+"""Decoding of image files to RGB arrays of one size."""
 
 import functools
 import importlib
@@ -12,24 +12,25 @@ from spmdtrain.errors import UserError
 from spmdtrain.files.storage import one_line
 
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp"})
-"""What the names of pictures end with, in lower or upper case."""
+"""Suffixes of image files, in lower case."""
 
 OTHER_SUFFIXES = frozenset(
     {".avif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jxl", ".tga", ".tif", ".tiff"}
 )
-"""Of pictures that are not read: a person would miss them."""
+"""Suffixes of image files that are not supported; the user is warned of them."""
 
-# Tried by content, not by name: a PNG called .jpg is common. No others, as some of Pillow's many
-# readers start programs. "JPEG" also reads the several pictures in one file that phones write.
+# Detected by content, not by name: a PNG named .jpg is common. No other formats, because some of
+# Pillow's readers start programs. "JPEG" also reads the files with several images that phones
+# write.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 
 _VERSION = 2
-"""Of this code: another number wherever the pixels of any file become others."""
+"""The version of this code: increased whenever the pixels of any file change."""
 
 _WIDEST_PIXEL = 8  # bytes: four channels of 16 bits
-_HEAD = 2**24  # bytes that a picture may have beside its pixels
+_HEAD = 2**24  # bytes that a file may have in addition to its pixels
 
-# Of the tag 0x0112 of EXIF: what stores the picture upright.
+# Values of the EXIF tag 0x0112, and the transposition that turns the image upright.
 _ORIENTATION = 0x0112
 _UPRIGHT = {
     2: "FLIP_LEFT_RIGHT",
@@ -43,26 +44,30 @@ _UPRIGHT = {
 
 
 class UndecodableError(Exception):
-    """Bytes that are no picture, or not a whole one; says why in one line."""
+    """Bytes that are not an image, or not a complete one. The message is one line."""
 
 
 def load_pillow() -> None:
-    """Have what `decode` needs, and keep its warnings quiet. Raises `UserError` without Pillow."""
+    """Imports Pillow for `decode`, and silences its warnings.
+
+    Raises:
+      UserError: If Pillow is not installed.
+    """
     try:
-        # All that is imported is imported here, before any thread decodes.
+        # All plugins are imported here, before any thread decodes.
         for name in ("Bmp", "Gif", "Jpeg", "Mpo", "Png", "WebP"):
             importlib.import_module(f"PIL.{name}ImagePlugin")
         from PIL.Image import DecompressionBombWarning
     except ImportError as error:
         raise UserError(f"images need Pillow: {error} (pip install 'spmdtrain[images]')") from error
-    # Pillow warns of damaged metadata, which no pixel depends on, and of large pictures, which
-    # `decode` refuses itself. Python 3.11 cannot catch warnings in one thread alone.
+    # Pillow warns of damaged metadata, which no pixel depends on, and of large images, which
+    # `decode` rejects itself. Python 3.11 cannot catch warnings in a single thread.
     for category in (UserWarning, DecompressionBombWarning):
         warnings.filterwarnings("ignore", category=category, module=r"PIL\.")
 
 
 def recipe() -> str:
-    """What the pixels of a decoded picture depend on beside its bytes and the size."""
+    """Returns the versions and settings on which the pixels of decoded images depend."""
     from PIL.ImageFile import LOAD_TRUNCATED_IMAGES
 
     return f"{_VERSION} {_libraries()} truncated={LOAD_TRUNCATED_IMAGES}"
@@ -78,11 +83,21 @@ def _libraries() -> str:
 
 
 def decode(content: bytes, size: tuple[int, int]) -> np.ndarray:
-    """The picture in a file's bytes, upright and resized: uint8, (height, width, 3), read-only.
+    """Decodes an image, turns it upright and resizes it.
 
-    Of several frames the first. `size` is (height, width): each side is scaled by itself, by
-    Pillow's bilinear filter, which averages over all that a pixel covers. Raises
-    `UndecodableError`.
+    Each side is scaled independently by Pillow's bilinear filter, which averages over the area
+    that a pixel covers.
+
+    Args:
+      content: The bytes of the file. Of several frames, the first is decoded.
+      size: (height, width) of the result.
+
+    Returns:
+      uint8 (height, width, 3), read-only.
+
+    Raises:
+      UndecodableError: If it is not an image, is damaged or is too large.
+      MemoryError: If there is not enough memory.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -96,19 +111,22 @@ def decode(content: bytes, size: tuple[int, int]) -> np.ndarray:
             rgb = _rgb(_upright(image))
             return np.asarray(rgb.resize((width, height), Image.Resampling.BILINEAR))
     except (UndecodableError, MemoryError):
-        raise  # the latter is no fault of the file
+        raise  # a MemoryError is not the file's fault
     except UnidentifiedImageError:
         begins = f"begins with {content[:8].hex(' ')}" if content else "is empty"
-        raise UndecodableError(f"it {begins}: none of {', '.join(_FORMATS)}") from None
-    except Exception as error:  # of many kinds: Pillow's readers raise what they stumble over
+        raise UndecodableError(f"it {begins}: not one of {', '.join(_FORMATS)}") from None
+    except Exception as error:  # Pillow's readers raise many types of errors for damaged files
         raise UndecodableError(one_line(error)) from error
 
 
 def check_file_size(size: int) -> None:
-    """Raises `UndecodableError` for more bytes than any picture that is read can have.
+    """Checks that a file is not larger than any supported image.
 
     Args:
-      size: Bytes of the file.
+      size: Size of the file in bytes.
+
+    Raises:
+      UndecodableError: If it is larger.
     """
     from PIL import Image
 
@@ -120,7 +138,7 @@ def check_file_size(size: int) -> None:
 
 
 def _check_pixels(width: int, height: int) -> None:
-    """Pillow only warns up to twice its limit; beyond, it raises an error of its own."""
+    """Checks Pillow's pixel limit, of which Pillow itself only warns up to twice its value."""
     from PIL import Image
 
     limit = Image.MAX_IMAGE_PIXELS
@@ -132,36 +150,36 @@ def _check_pixels(width: int, height: int) -> None:
 
 
 def _upright(image: Any) -> Any:
-    """The picture as its EXIF orientation says it is to be seen."""
+    """Returns the image turned upright by its EXIF orientation."""
     from PIL import Image
 
     try:
         turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION))
-    except Exception:  # damaged metadata around whole pixels: shown as stored, as viewers do
+    except Exception:  # damaged metadata, intact pixels: not turned, as in image viewers
         return image
     return image if turn is None else image.transpose(Image.Transpose[turn])
 
 
 def _shorten_key(image: Any) -> None:
-    """Of 16-bit colours the upper bytes are read: of the one that is transparent, too."""
+    """Shortens the transparent color to 8 bits: Pillow reads the upper byte of 16-bit colors."""
     if (key := image.info.get("transparency")) is not None:
         image.info["transparency"] = tuple(value >> 8 for value in key)
 
 
 def _rgb(image: Any) -> Any:
-    """Any mode as RGB; what is transparent lies on white."""
+    """Converts an image of any mode to RGB; transparent pixels are blended with white."""
     from PIL import Image
 
     if image.mode.startswith("I;16"):
-        # The upper byte, as of 16-bit colours; Pillow's own conversion would cut off at 255.
+        # The upper byte, as for 16-bit colors; Pillow's own conversion would clip at 255.
         wide = np.asarray(image)
-        grey = (wide >> 8).astype(np.uint8)
-        if (hidden := image.info.get("transparency")) is not None:
-            grey[wide == hidden] = 255
-        return Image.fromarray(grey).convert("RGB")
+        gray = (wide >> 8).astype(np.uint8)
+        if (transparent := image.info.get("transparency")) is not None:
+            gray[wide == transparent] = 255
+        return Image.fromarray(gray).convert("RGB")
     if image.has_transparency_data:
-        # Never the colours below: what an editor left there is seen by nobody.
-        seen = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen)
-    # Not copied in vain: Pillow copies while it keeps the other threads waiting.
+        # Without blending, the invisible colors that an editor left there would show.
+        rgba = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
+    # Not copied needlessly: Pillow holds the GIL while it copies, which blocks the other threads.
     return image if image.mode == "RGB" else image.convert("RGB")

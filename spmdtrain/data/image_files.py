@@ -1,4 +1,4 @@
-"""The image files of a folder, their classes and splits: functions of their names alone."""
+"""The image files of a folder, their order, classes and splits: functions of their names alone."""
 
 import collections
 import functools
@@ -21,9 +21,18 @@ SPLITS: Mapping[str, float] = {"train": 0.8, "validation": 0.1, "test": 0.1}
 
 
 def check_splits(splits: Mapping[str, float]) -> None:
-    """Raise `UserError` unless the splits are fractions that add up to 1."""
+    """Checks that splits are positive fractions that add up to 1.
+
+    Args:
+      splits: Fractions by name.
+
+    Raises:
+      UserError: If they are not.
+    """
     if not isinstance(splits, Mapping) or not splits:
-        raise UserError(f"splits is {splits!r}: it must be fractions by name, at least one")
+        raise UserError(
+            f"splits is {splits!r}: it must be a dictionary of fractions, with at least one"
+        )
     for name, fraction in splits.items():
         if not isinstance(fraction, numbers.Real) or isinstance(fraction, bool):
             raise UserError(f"splits must be fractions: {name} is {fraction!r}")
@@ -35,10 +44,14 @@ def check_splits(splits: Mapping[str, float]) -> None:
 
 
 def split_of(file: str, splits: Mapping[str, float] = SPLITS) -> str:
-    """The split that a file belongs to, by its path below the folder, with "/".
+    """Returns the split that a file belongs to.
 
-    The first 53 bits of the path's SHA-256 are a number in [0, 1); the fractions of the splits,
-    in their order, divide that interval.
+    The first 53 bits of the path's SHA-256 are a number in [0, 1). The fractions of the splits, in
+    their order, divide that interval.
+
+    Args:
+      file: The path below the folder, with "/".
+      splits: Fractions by name.
     """
     digest = hashlib.sha256(file.encode(errors="surrogateescape")).digest()
     number = (int.from_bytes(digest[:8], "big") >> 11) / 2**53
@@ -50,17 +63,27 @@ def split_of(file: str, splits: Mapping[str, float] = SPLITS) -> str:
 def files_of_split(
     folder: epath.Path, files: Iterable[str], split: str | None, splits: Mapping[str, float]
 ) -> list[str]:
-    """The files of a split, or all. Raises `UserError` where the split is empty."""
+    """Returns the files of a split.
+
+    Args:
+      folder: The folder, for the error message.
+      files: Paths below it.
+      split: The name of the split; None for all files.
+      splits: Fractions by name.
+
+    Raises:
+      UserError: If the split is empty.
+    """
     if split is None:
         return list(files)
     by_split: dict[str, list[str]] = {name: [] for name in splits}
     for file in files:
         by_split[split_of(file, splits)].append(file)
     if not by_split[split]:
-        counts = ", ".join(f"{name} {len(held)}" for name, held in by_split.items())
+        counts = ", ".join(f"{name} {len(part)}" for name, part in by_split.items())
         raise UserError(
-            f"{printable(folder)}: the split {split!r} is empty ({counts}): files fall to splits "
-            "by their names, so few files need larger fractions"
+            f"{printable(folder)}: the split {split!r} is empty ({counts}): a hash of its name "
+            "decides about the split of a file, so few files need larger fractions"
         )
     return by_split[split]
 
@@ -71,93 +94,106 @@ def class_of(file: str) -> str:
 
 
 def find_images(folder: epath.Path) -> dict[str, list[str]]:
-    """The names of images by class, both sorted. Raises `UserError` where they lie otherwise."""
+    """Finds the images in the folders of the classes.
+
+    Args:
+      folder: The folder that holds one folder for each class.
+
+    Returns:
+      The paths of the images below their class's folder, by class; both sorted.
+
+    Raises:
+      UserError: If there is no such folder, no class, an empty class, or an image outside of the
+        folders of the classes.
+    """
     shown = printable(folder)
     if not folder.is_dir():
         raise UserError(f"{shown}: {'not a' if folder.exists() else 'no such'} folder")
-    here = _listed(folder)
-    if stray := [name for name, is_folder in here if not is_folder and _kind(name) in SUFFIXES]:
+    entries = _listed(folder)
+    if stray := [
+        name for name, is_folder in entries if not is_folder and _suffix(name) in SUFFIXES
+    ]:
         raise UserError(
-            f"{shown}: {len(stray)} images lie beside the folders of the classes, the first "
-            f"{stray[0]!r}: each belongs into the folder of its class"
+            f"{shown}: {len(stray)} images are not in the folder of a class, the first is "
+            f"{stray[0]!r}: move each into the folder of its class"
         )
     others = collections.Counter[str]()
-    above = [_real(folder, [])]
-    classes = [name for name, is_folder in here if is_folder]
-    found = {name: sorted(_images(folder / name, above, others)) for name in classes}
-    if not found:
-        raise UserError(f"{shown}: holds no folders: a class of images is a folder")
+    parents = [_real_path(folder, [])]
+    classes = [name for name, is_folder in entries if is_folder]
+    images = {name: sorted(_images(folder / name, parents, others)) for name in classes}
+    if not images:
+        raise UserError(f"{shown}: holds no folders: each class of images needs a folder")
     if others:
         kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(others.items()))
-        _tell_once(f"{shown}: files of kinds that are not read are left out: {kinds}")
-    if empty := [name for name, files in found.items() if not files]:
+        _print_once(f"{shown}: files of unsupported formats are ignored: {kinds}")
+    if empty := [name for name, files in images.items() if not files]:
         kinds = ", ".join(sorted(SUFFIXES))
         raise UserError(
-            f"{printable(folder / empty[0])}: holds no images ({kinds}), so it is no class: take "
-            "the folder away, or fill it"
+            f"{printable(folder / empty[0])}: holds no images ({kinds}), so it is not a class: "
+            "remove the folder, or add images"
         )
-    return found
+    return images
 
 
 def _images(
-    folder: epath.Path, above: Sequence[str], others: collections.Counter[str], prefix: str = ""
+    folder: epath.Path, parents: Sequence[str], others: collections.Counter[str], prefix: str = ""
 ) -> Iterator[str]:
-    """The images in the folder of a class, those in folders of it too.
+    """Yields the images in the folder of a class, at any depth.
 
-    `above` are the folders that it is in, without links; `others` is where pictures of other kinds
-    are counted.
+    `parents` are the real paths of the folders that contain it; `others` counts images of
+    unsupported formats.
     """
-    above = [*above, _real(folder, above)]
+    parents = [*parents, _real_path(folder, parents)]
     for name, is_folder in _listed(folder):
         if is_folder:
-            yield from _images(folder / name, above, others, f"{prefix}{name}/")
-        elif (kind := _kind(name)) in SUFFIXES:
+            yield from _images(folder / name, parents, others, f"{prefix}{name}/")
+        elif (suffix := _suffix(name)) in SUFFIXES:
             yield prefix + name
-        elif kind in OTHER_SUFFIXES:
-            others[kind] += 1
+        elif suffix in OTHER_SUFFIXES:
+            others[suffix] += 1
 
 
-def _real(folder: epath.Path, above: Iterable[str]) -> str:
-    """Where a folder is, links followed. Raises `UserError` where that is above itself."""
+def _real_path(folder: epath.Path, parents: Iterable[str]) -> str:
+    """Returns the path of a folder with links resolved; refuses a link to one of its parents."""
     if is_url(folder):
         return str(folder)
     real = os.path.realpath(folder)
-    if any(os.path.commonpath([real, one]) == real for one in above):
+    if any(os.path.commonpath([real, parent]) == real for parent in parents):
         raise UserError(
-            f"{printable(folder)}: a link to {printable(real)}, which it is in itself: all images "
-            "there would count again and again. Take the link away"
+            f"{printable(folder)}: a link to {printable(real)}, which contains it: its images would "
+            "be found again and again. Remove the link"
         )
     return real
 
 
 def _listed(folder: epath.Path) -> list[tuple[str, bool]]:
-    """What is in a folder: names, and which are folders. By code points, without hidden ones."""
+    """Returns (name, is a folder) of the visible entries of a folder, sorted by code points."""
     try:
         if is_url(folder):
             names = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
-            # To ask for each would be a request a file.
+            # A suffix of an image saves the request that `is_dir` makes for each entry.
             known = SUFFIXES | OTHER_SUFFIXES
-            found = [(n, _kind(n) not in known and (folder / n).is_dir()) for n in names]
+            listed = [(n, _suffix(n) not in known and (folder / n).is_dir()) for n in names]
         else:
             with os.scandir(folder) as entries:
-                found = [(e.name, _is_folder(e)) for e in entries if not e.name.startswith(".")]
+                listed = [(e.name, _is_folder(e)) for e in entries if not e.name.startswith(".")]
     except failures(folder) as error:
         raise UserError(f"{printable(folder)}: cannot be read: {one_line(error)}") from error
-    return sorted(found)
+    return sorted(listed)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Of a link, what it leads to; False where that is nowhere, or in a circle."""
+    """Returns whether an entry, or a link's target, is a folder; False for a broken link."""
     return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
 
 
-def _kind(name: str) -> str:
-    """What a name ends with, in lower case: `.png`."""
+def _suffix(name: str) -> str:
+    """Returns the suffix of a name in lower case, such as `.png`."""
     return os.path.splitext(name)[1].lower()
 
 
 @functools.cache
-def _tell_once(line: str) -> None:
-    """However many splits there are of the same folder."""
+def _print_once(line: str) -> None:
+    """Prints a line on the first process, once for all splits of a folder."""
     if process_group.is_chief():
         print(line, file=sys.stderr, flush=True)

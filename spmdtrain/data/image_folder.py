@@ -1,7 +1,6 @@
-"""Folders of images, a class a folder, as a dataset: decoded and resized in threads as asked for.
+"""A dataset of images in one folder for each class, decoded and resized in threads on demand.
 
-Which files there are, in which order, and to which split each belongs, are functions of their
-names alone.
+The order of the files and their splits are functions of their names alone (see `image_files`).
 """
 
 import collections
@@ -37,10 +36,10 @@ from spmdtrain.terminal import Terminal, byte_size
 Broken = Literal["error", "skip"]
 Cache = Literal["none", "memory", "disk"]
 
-_SKIP = "Mend it, or take it away; broken='skip' leaves such files out"
-_CHANGED = "It was whole when the run began: mend it, and start again"
+_SKIP = "Repair or remove it, or use broken='skip' to leave out such files"
+_CHANGED = "It was intact when the run started: repair it, and start again"
 
-_PATIENCE = 3.0  # seconds that looking for broken files takes without a word
+_PROGRESS_DELAY = 3.0  # seconds of the check for broken files before a progress bar appears
 
 
 class BrokenImageError(UserError):
@@ -52,23 +51,36 @@ class BrokenImageError(UserError):
 
 
 class ImageFolder:
-    """The images below `folder`, where a class is a folder, as a dataset of RGB bytes.
+    """The images below a folder that holds one folder for each class, as a dataset.
 
-    `size` is that of the examples, for both sides or (height, width); the aspect ratio of a
-    picture is not kept. `split` is one of `splits`, fractions of the files by name; None is all
-    of them. `broken`: a file that cannot be decoded is an error where it is read, or all files of
-    the split are decoded once at first, and such ones left out. `cache`: decoded examples are
-    kept in memory, or in files below `cache_dir`. `threads` decode at a time; None is one a core.
+    Args:
+      folder: The folder that holds the folders of the classes.
+      size: Size of the examples in pixels: one number for both sides, or (height, width). The
+        aspect ratio of an image is not kept.
+      split: One of `splits`; None for all files.
+      splits: Fractions of the files by name of the split. They add up to 1.
+      broken: What happens to a file that cannot be decoded. "error": reading it raises an error.
+        "skip": all files of the split are decoded once before training, and broken ones are left
+        out.
+      cache: Whether decoded examples are kept in memory ("memory"), or in files below `cache_dir`
+        ("disk").
+      cache_dir: The folder of the cache on disk.
+      threads: Number of threads that decode. The default is the number of CPU cores.
 
-    Raises `UserError` for a folder that holds no such images, and for a split that is empty.
+    Attributes:
+      classes: The names of the classes' folders, sorted; the same for all splits. A label is an
+        index into it.
+      files: The files of this split as paths below the folder, with "/"; sorted by class and name.
+      skipped: The files left out by `broken="skip"`, with the reason.
+
+    Raises:
+      UserError: If the folder does not hold images of this structure, the split is empty, or an
+        option is invalid.
     """
 
     classes: tuple[str, ...]
-    """The names of the folders, sorted: of all, whatever the split. A label is a place in it."""
     files: tuple[str, ...]
-    """Of this split, below the folder, with "/"; sorted by class, then name."""
     skipped: Mapping[str, str]
-    """The files left out, with the reason, where `broken` is "skip"."""
 
     def __init__(
         self,
@@ -85,91 +97,100 @@ class ImageFolder:
         _check_choice("broken", broken, get_args(Broken))
         _check_choice("cache", cache, get_args(Cache))
         if os.fspath(folder) == "":
-            raise UserError("folder is '': it is the folder that holds those of the classes")
+            raise UserError("folder is '': give the folder that holds the folders of the classes")
         check_splits(splits)
         if split is not None:
             _check_choice("split", split, splits)
         load_pillow()
         self.folder = epath.Path(folder).expanduser()
         self.size = _height_and_width(size)
-        self._threads = _cores() if threads is None else _checked_threads(threads)
+        self._threads = _cpu_count() if threads is None else _checked_threads(threads)
         self._disk = _image_cache(cache, cache_dir, self.size)
         self._memory: dict[str, Future[np.ndarray]] | None = {} if cache == "memory" else None
         self._lock = threading.Lock()
-        self._known_whole = False  # whether the files that are left have been looked at
-        found = find_images(self.folder)
-        self.classes = tuple(found)
-        every = [f"{name}/{file}" for name, files in found.items() for file in files]
-        self.files = tuple(files_of_split(self.folder, every, split, splits))
+        self._checked_files = False  # whether all of `files` have been decoded once
+        images = find_images(self.folder)
+        self.classes = tuple(images)
+        paths = [f"{name}/{file}" for name, files in images.items() for file in files]
+        self.files = tuple(files_of_split(self.folder, paths, split, splits))
         self.skipped = {}
         if broken == "skip":
             self._skip_broken(split)
-        place = {name: label for label, name in enumerate(self.classes)}
-        labels = [place[class_of(file)] for file in self.files]
+        label_of = {name: label for label, name in enumerate(self.classes)}
+        labels = [label_of[class_of(file)] for file in self.files]
         self._labels = np.array(labels, np.int32)
 
     def __len__(self) -> int:
         return len(self.files)
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """`image`, uint8 (n, height, width, 3), and `label`, int32 (n,).
+        """Decodes examples.
 
-        Raises `UserError` for a file that is broken, `StorageError` for one that cannot be read.
+        Args:
+          indices: Their indices, int (n,).
+
+        Returns:
+          `image`, uint8 (n, height, width, 3), and `label`, int32 (n,).
+
+        Raises:
+          BrokenImageError: If a file cannot be decoded.
+          StorageError: If a file cannot be read.
         """
         files = [self.files[index] for index in indices]
         images = _empty(len(files), self.size)
-        asked: list[tuple[str, Future[np.ndarray]]] = []
+        requests: list[tuple[str, Future[np.ndarray]]] = []
         try:
             for file in files:
-                asked.append((file, self._decoded(file)))
-            for row, (file, image) in enumerate(asked):
-                images[row] = self._awaited(file, image)
-        except BaseException:  # Ctrl-C, too: nobody waits for the rest any more
-            self._cancel(asked)
+                requests.append((file, self._decoded(file)))
+            for row, (file, image) in enumerate(requests):
+                images[row] = self._result(file, image)
+        except BaseException:  # including Ctrl-C: the other results are not needed any more
+            self._cancel(requests)
             raise
         return {"image": images, "label": self._labels[indices]}
 
     def _decoded(self, file: str) -> Future[np.ndarray]:
-        """A file's picture, now or soon: of those in memory, each is decoded once."""
+        """Returns the future of a file's image; with `cache="memory"` each file is decoded once."""
         pool = _pool(self._threads)
         if self._memory is None:
             return pool.submit(self._read, file)
         with self._lock:
-            known = self._memory.get(file)
-            if known is None or known.cancelled() or (known.done() and known.exception()):
-                known = self._memory[file] = pool.submit(self._read, file)  # it may be mended now
-            return known
+            image = self._memory.get(file)
+            if image is None or image.cancelled() or (image.done() and image.exception()):
+                # Also after an error, because the file may have been repaired.
+                image = self._memory[file] = pool.submit(self._read, file)
+            return image
 
-    def _awaited(self, file: str, image: Future[np.ndarray]) -> np.ndarray:
-        """The file's picture, once it is there."""
+    def _result(self, file: str, image: Future[np.ndarray]) -> np.ndarray:
+        """Waits for the file's image."""
         while True:
             try:
                 return image.result()
-            except CancelledError:  # by another thread, which had asked for it too, and failed
+            except CancelledError:  # by another thread that had requested it too, and failed
                 image = self._decoded(file)
 
-    def _cancel(self, asked: Iterable[tuple[str, Future[np.ndarray]]]) -> None:
-        """Leave out those pictures that no thread has begun to decode."""
+    def _cancel(self, requests: Iterable[tuple[str, Future[np.ndarray]]]) -> None:
+        """Cancels the images that no thread has started to decode."""
         with self._lock:
-            for _, image in asked:
-                image.cancel()  # in memory it then counts as never asked for
+            for _, image in requests:
+                image.cancel()  # `_decoded` submits a cancelled one again
 
     def _read(self, file: str) -> np.ndarray:
         path = self.folder / file
-        advice = _CHANGED if self._known_whole else _SKIP
+        advice = _CHANGED if self._checked_files else _SKIP
         try:
             if not is_url(path):
-                found = os.stat(path)
-                # Opening a pipe waits until another process opens it for writing.
-                if not stat.S_ISREG(found.st_mode):
+                status = os.stat(path)
+                # Opening a pipe would block until another process opens it for writing.
+                if not stat.S_ISREG(status.st_mode):
                     raise BrokenImageError(path, "it is not a regular file", advice)
-                check_file_size(found.st_size)
+                check_file_size(status.st_size)
             content = path.read_bytes()
         except BrokenImageError:
             raise
         except UndecodableError as error:
             raise BrokenImageError(path, printable(error), advice) from error
-        except failures(path) as error:  # never skipped: a lost disk must not look like less data
+        except failures(path) as error:  # never skipped: a failed disk must not reduce the dataset
             raise StorageError(f"{printable(path)}: cannot be read: {one_line(error)}") from error
         try:
             if self._disk is None:
@@ -182,66 +203,67 @@ class ImageFolder:
         except UndecodableError as error:
             raise BrokenImageError(path, printable(error), advice) from error
         except MemoryError as error:
-            what = f"no memory to decode it to {_pixels(self.size)}"
-            raise UserError(f"{printable(path)}: {what}") from error
+            raise UserError(
+                f"{printable(path)}: not enough memory to decode it to {_pixels(self.size)}"
+            ) from error
 
     def _skip_broken(self, split: str | None) -> None:
-        """Decode every file once, and leave out those that cannot be."""
-        whole, skipped = [], {}
-        for file, image in self._checked():
+        """Decodes every file once, and leaves out the broken ones."""
+        intact, skipped = [], {}
+        for file, image in self._decode_all():
             try:
                 image.result()
             except BrokenImageError as error:
                 skipped[file] = error.reason
             else:
-                whole.append(file)
-        self._known_whole = True
+                intact.append(file)
+        self._checked_files = True
         if not skipped:
             return
         of_split = "" if split is None else f" of split {split!r}"
         first, reason = next(iter(skipped.items()))
-        said = (
+        message = (
             f"{printable(self.folder)}: {len(skipped)} of {len(self.files)} images{of_split} are "
             f"broken; the first is {printable(first)}: {reason}"
         )
-        if not whole:
-            raise UserError(f"{said}. None is left")
-        if lost := sorted({class_of(file) for file in skipped} - {class_of(f) for f in whole}):
-            said += f". No example is left of {printable(', '.join(lost))}"
+        if not intact:
+            raise UserError(f"{message}. None is left")
+        if lost := sorted({class_of(file) for file in skipped} - {class_of(f) for f in intact}):
+            message += f". No example is left of {printable(', '.join(lost))}"
         if process_group.is_chief():
-            print(f"{said}. They are left out", file=sys.stderr, flush=True)
-        self.files, self.skipped = tuple(whole), skipped
+            print(f"{message}. They are left out", file=sys.stderr, flush=True)
+        self.files, self.skipped = tuple(intact), skipped
 
-    def _checked(self) -> Iterator[tuple[str, Future[np.ndarray]]]:
-        """The files with their pictures, read a little ahead; a bar shows where it takes long."""
+    def _decode_all(self) -> Iterator[tuple[str, Future[np.ndarray]]]:
+        """Yields the files with their images, decoded ahead. Shows a bar if it takes long."""
         terminal = Terminal(quiet=not process_group.is_chief())
-        waiting = collections.deque[tuple[str, Future[np.ndarray]]]()
-        began, total, said = time.perf_counter(), len(self.files), False
-        with contextlib.ExitStack() as shown:
-            # Where the check ends early, what is left is not to be decoded first.
-            shown.callback(self._cancel, waiting)
+        pending = collections.deque[tuple[str, Future[np.ndarray]]]()
+        started, total, has_bar = time.perf_counter(), len(self.files), False
+        with contextlib.ExitStack() as stack:
+            # If the check ends early, pending images are not decoded.
+            stack.callback(self._cancel, pending)
             for done, file in enumerate(self.files):
-                waiting.append((file, self._decoded(file)))
-                if len(waiting) > 4 * self._threads:
-                    yield waiting.popleft()
-                if not said and time.perf_counter() - began > _PATIENCE:
-                    shown.enter_context(terminal.progress("checking", done=done, total=total))
-                    said = True
+                pending.append((file, self._decoded(file)))
+                if len(pending) > 4 * self._threads:
+                    yield pending.popleft()
+                if not has_bar and time.perf_counter() - started > _PROGRESS_DELAY:
+                    stack.enter_context(terminal.progress("checking", done=done, total=total))
+                    has_bar = True
                 terminal.advance(done)
-            while waiting:
-                yield waiting.popleft()
+            while pending:
+                yield pending.popleft()
 
 
 # -- options ---------------------------------------------------------------------------------------
 
 
-def _check_choice(what: str, value: str, known: Iterable[str]) -> None:
+def _check_choice(option: str, value: str, known: Iterable[str]) -> None:
     if value not in known:
-        raise UserError(f"there is no {what} {value!r}.{did_you_mean(value, known)}")
+        raise UserError(f"there is no {option} {value!r}.{did_you_mean(value, known)}")
 
 
-def _whole_number(value: Any) -> int:
-    """A whole number, NumPy's too; 0 for anything else."""
+def _as_integer(value: Any) -> int:
+    """Returns an integer, Python's or NumPy's; 0 for anything else."""
     try:
         return 0 if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -249,27 +271,27 @@ def _whole_number(value: Any) -> int:
 
 
 def _checked_threads(threads: Any) -> int:
-    if (found := _whole_number(threads)) < 1:
-        raise UserError(f"threads is {threads!r}: at least 1 must decode (None is one a core)")
-    return found
+    if (count := _as_integer(threads)) < 1:
+        raise UserError(f"threads is {threads!r}: it must be at least 1 (None is one a core)")
+    return count
 
 
 def _height_and_width(size: int | tuple[int, int]) -> tuple[int, int]:
     sides: Any = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
-    found = tuple(map(_whole_number, sides))
-    if len(found) != 2 or min(found) < 1:
-        raise UserError(f"size is {size!r}: it is one number of pixels, or (height, width)")
-    height, width = found
+    pixels = tuple(map(_as_integer, sides))
+    if len(pixels) != 2 or min(pixels) < 1:
+        raise UserError(f"size is {size!r}: it must be one number of pixels, or (height, width)")
+    height, width = pixels
     _empty(1, (height, width))
     return height, width
 
 
 def _empty(count: int, size: tuple[int, int]) -> np.ndarray:
-    """Room for so many examples. Raises `UserError` where there is none."""
+    """Allocates the images of `count` examples."""
     try:
         return np.empty((count, *size, 3), np.uint8)
-    except (MemoryError, ValueError) as error:  # the latter for what no machine could address
-        raise UserError(f"no memory for {count:,} pictures of {_pixels(size)}") from error
+    except (MemoryError, ValueError) as error:  # the latter if no machine could address it
+        raise UserError(f"not enough memory for {count:,} images of {_pixels(size)}") from error
 
 
 def _pixels(size: tuple[int, int]) -> str:
@@ -282,17 +304,17 @@ def _image_cache(
 ) -> ImageCache | None:
     if cache != "disk":
         if cache_dir is not None:
-            raise UserError(f"cache_dir is for cache='disk', and cache is {cache!r}: {cache_dir}")
+            raise UserError(f"cache_dir is for cache='disk', but cache is {cache!r}: {cache_dir}")
         return None
     if cache_dir is None or os.fspath(cache_dir) == "":
         raise UserError("cache='disk' needs cache_dir, the folder for decoded images")
     if is_url(os.fspath(cache_dir)):
-        raise UserError(f"cache_dir is {cache_dir}: a cache of images is a local folder")
+        raise UserError(f"cache_dir is {cache_dir}: it must be a local folder")
     return ImageCache(Path(cache_dir).expanduser(), size)
 
 
-def _cores() -> int:
-    """The cores that this process may run on."""
+def _cpu_count() -> int:
+    """Returns the number of cores that this process may run on."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -300,10 +322,10 @@ def _cores() -> int:
 
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """One for all datasets: those read at the same time share the cores."""
+    """Returns the pool of all datasets: those read at the same time share the cores."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="images")
-    # Python ends only when all that waits in a pool has been done, be it wanted or not. By `atexit`
-    # this would come too late.
+    # At exit Python waits until a pool has done all of its pending work, needed or not. A function
+    # registered with `atexit` would be called too late to prevent that.
     threading._register_atexit(  # type: ignore[attr-defined]
         pool.shutdown, wait=False, cancel_futures=True
     )

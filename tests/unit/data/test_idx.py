@@ -126,7 +126,7 @@ def test_a_file_that_begins_otherwise_is_refused_with_its_beginning(
 def test_a_header_cut_short_is_refused_with_the_arithmetic(tmp_path: Path, length: int) -> None:
     content = idx_bytes(np.zeros((2, 3, 4), np.uint8))[:length]
     message = refusal(write(tmp_path, content))
-    assert message == f"truncated: {length} bytes, and the header alone is 16"
+    assert message == f"truncated: {length} bytes, but the header alone has 16"
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -247,7 +247,7 @@ def test_an_array_that_does_not_fit_into_memory_is_refused(
 
     path = write(tmp_path, idx_bytes(np.zeros((2, 3), np.int32)))
     monkeypatch.setattr(np, "empty", full)
-    assert refusal(path) == "no memory for 24 bytes, shape (2, 3)"
+    assert refusal(path) == "not enough memory for 24 bytes, shape (2, 3)"
 
 
 @pytest.mark.timeout(20)

@@ -300,11 +300,14 @@ def test_files_are_sorted_by_class_and_name_and_others_ignored(tmp_path: Path) -
     [
         ([], "flowers: no such folder"),
         (["."], "flowers: not a folder"),
-        (["LICENSE.txt", ".a/x.png"], "flowers: holds no folders: a class of images is a folder"),
-        (["a/x.png", "b/x.txt"], r"flowers/b: holds no images \(.bmp, .gif, .jpeg.*so it is no cl"),
+        (
+            ["LICENSE.txt", ".a/x.png"],
+            "flowers: holds no folders: each class of images needs a folder",
+        ),
+        (["a/x.png", "b/x.txt"], r"flowers/b: holds no images \(.bmp, .gif, .jpeg.*so it is not a"),
         (
             ["a/x.png", "y.png", "z.jpg"],
-            "flowers: 2 images lie beside the folders of the classes, the first 'y.png'",
+            "flowers: 2 images are not in the folder of a class, the first is 'y.png'",
         ),
     ],
 )
@@ -336,7 +339,7 @@ def test_a_link_to_a_folder_above_itself_is_refused(tmp_path: Path, link: str, t
     (folder / "b").mkdir()
     (folder / "b" / "back").symlink_to("../a")  # the last one's way round
     (folder / link).symlink_to(to)
-    with pytest.raises(UserError, match=rf"(/{link}|back): a link to /.*, which it is in itself"):
+    with pytest.raises(UserError, match=rf"(/{link}|back): a link to /.*, which contains it"):
         ImageFolder(folder, 2)
 
 
@@ -370,7 +373,7 @@ def test_pictures_of_kinds_that_are_not_read_are_counted_in_one_line(
     for split in SPLITS:
         ImageFolder(folder, 2, split=split)
     assert capsys.readouterr().err == (
-        f"{folder}: files of kinds that are not read are left out: .heic 1, .tif 2\n"
+        f"{folder}: files of unsupported formats are ignored: .heic 1, .tif 2\n"
     )
 
 
@@ -410,27 +413,33 @@ def test_a_folder_may_be_in_a_bucket() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"size": 0}, "size is 0: it is one number of pixels, or"),
+        ({"size": 0}, "size is 0: it must be one number of pixels, or"),
         ({"size": (2, 2, 3)}, r"size is \(2, 2, 3\)"),
         ({"size": 2.5}, r"size is 2\.5"),
-        ({"size": True}, "size is True: it is"),
-        ({"size": "64"}, "size is '64': it is"),
-        ({"size": (64, "64")}, r"size is \(64, '64'\): it is"),
-        ({"size": None}, "size is None: it is"),
-        ({"size": 10**7}, "no memory for 1 pictures of 10000000 x 10000000 pixels, 300000 GB each"),
-        ({"size": 10**19}, "no memory for 1 pictures"),
-        ({"threads": 0}, "threads is 0: at least 1"),
-        ({"threads": 2.5}, r"threads is 2\.5: at least 1"),
-        ({"threads": "2"}, "threads is '2': at least 1"),
-        ({"threads": True}, "threads is True: at least 1"),
-        ({"folder": ""}, "folder is '': it is the folder that holds"),
-        ({"splits": {}}, r"splits is \{\}: it must be fractions by name, at least one"),
-        ({"splits": [0.5, 0.5]}, r"splits is \[0\.5, 0\.5\]: it must be fractions by name"),
+        ({"size": True}, "size is True: it must be"),
+        ({"size": "64"}, "size is '64': it must be"),
+        ({"size": (64, "64")}, r"size is \(64, '64'\): it must be"),
+        ({"size": None}, "size is None: it must be"),
+        (
+            {"size": 10**7},
+            "not enough memory for 1 images of 10000000 x 10000000 pixels, 300000 GB each",
+        ),
+        ({"size": 10**19}, "not enough memory for 1 images"),
+        ({"threads": 0}, "threads is 0: it must be at least 1"),
+        ({"threads": 2.5}, r"threads is 2\.5: it must be at least 1"),
+        ({"threads": "2"}, "threads is '2': it must be at least 1"),
+        ({"threads": True}, "threads is True: it must be at least 1"),
+        ({"folder": ""}, "folder is '': give the folder that holds"),
+        (
+            {"splits": {}},
+            r"splits is \{\}: it must be a dictionary of fractions, with at least one",
+        ),
+        ({"splits": [0.5, 0.5]}, r"splits is \[0\.5, 0\.5\]: it must be a dictionary of fractions"),
         ({"splits": {"a": "x", "b": 0.5}}, "splits must be fractions: a is 'x'"),
         ({"splits": {"a": True}}, "splits must be fractions: a is True"),
         ({"cache": "disk", "cache_dir": ""}, "needs cache_dir"),
-        ({"cache_dir": "c"}, "cache_dir is for cache='disk', and cache is 'none': c"),
-        ({"cache_dir": "c", "cache": "memory"}, "cache_dir is for cache='disk', and cache is 'me"),
+        ({"cache_dir": "c"}, "cache_dir is for cache='disk', but cache is 'none': c"),
+        ({"cache_dir": "c", "cache": "memory"}, "cache_dir is for cache='disk', but cache is 'me"),
         ({"broken": "skipp"}, "no broken 'skipp'. Did you mean 'skip'"),
         ({"cache": "disc"}, "no cache 'disc'. Did you mean 'disk'"),
         ({"cache": "disk"}, "needs cache_dir"),
@@ -458,7 +467,9 @@ def test_numbers_may_be_those_of_numpy(tmp_path: Path) -> None:
 
 def test_rows_for_which_there_is_no_memory_are_an_error_of_one_line(tmp_path: Path) -> None:
     dataset = ImageFolder(numbered(tmp_path, 1), (2**24, 2**4))
-    with pytest.raises(UserError, match=r"no memory for 1,000,000 pictures of 16777216 x 16 pix"):
+    with pytest.raises(
+        UserError, match=r"not enough memory for 1,000,000 images of 16777216 x 16 pix"
+    ):
         dataset.rows(np.zeros(10**6, np.int8))
 
 
@@ -470,7 +481,9 @@ def test_a_picture_for_which_there_is_no_memory_is_not_called_broken(
 
     dataset = ImageFolder(numbered(tmp_path, 1), 2)
     monkeypatch.setattr(image_folder, "decode", none)
-    with pytest.raises(UserError, match=r"000\.png: no memory to decode it to 2 x 2 pix") as error:
+    with pytest.raises(
+        UserError, match=r"000\.png: not enough memory to decode it to 2 x 2"
+    ) as error:
         everything(dataset)
     assert not isinstance(error.value, BrokenImageError)
 
@@ -559,8 +572,8 @@ BROKEN = {
     "cut.jpg": (PHOTO[: len(PHOTO) // 2], "image file is truncated"),
     "almost.jpg": (PHOTO[:-2], "image file is truncated"),
     "cut.png": (saved(Image.fromarray(noise(64, 64)), "PNG")[:3000], "truncated"),
-    "empty.jpg": (b"", "it is empty: none of JPEG, PNG, WEBP, GIF, BMP"),
-    "text.jpg": (b"hello", "it begins with 68 65 6c 6c 6f: none of JPEG"),
+    "empty.jpg": (b"", "it is empty: not one of JPEG, PNG, WEBP, GIF, BMP"),
+    "text.jpg": (b"hello", "it begins with 68 65 6c 6c 6f: not one of JPEG"),
     "program.jpg": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "none of JPEG"),
 }
 
@@ -652,7 +665,7 @@ def test_a_long_look_for_broken_files_shows_a_bar(
     monkeypatch.setattr(image_folder, "Terminal", Shown)
     ImageFolder(numbered(tmp_path, 30), 2, broken="skip", threads=1)
     assert bars == []
-    monkeypatch.setattr(image_folder, "_PATIENCE", -1)
+    monkeypatch.setattr(image_folder, "_PROGRESS_DELAY", -1)
     ImageFolder(tmp_path, 2, broken="skip", threads=1)
     assert bars == ["checking 0/30"]
 
@@ -684,7 +697,9 @@ def test_a_name_does_not_end_a_line(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_file_that_breaks_after_the_check_was_whole_before(tmp_path: Path) -> None:
     dataset = ImageFolder(numbered(tmp_path, 3), 2, broken="skip")
     (tmp_path / "a" / "001.png").write_bytes(b"")
-    with pytest.raises(BrokenImageError, match=r"empty.*\. It was whole when the run began: ") as e:
+    with pytest.raises(
+        BrokenImageError, match=r"empty.*\. It was intact when the run started: "
+    ) as e:
         everything(dataset)
     assert "skip" not in str(e.value)
 
@@ -711,8 +726,8 @@ def test_a_broken_file_ends_a_run_with_one_line(
     assert main(command) == 2
     printed = capsys.readouterr()
     assert printed.err == (
-        f"error: {file}: a broken image: it begins with 77 68 61 74: none of JPEG, PNG, WEBP, GIF, "
-        "BMP. Mend it, or take it away; broken='skip' leaves such files out\n"
+        f"error: {file}: a broken image: it begins with 77 68 61 74: not one of JPEG, PNG, WEBP, "
+        "GIF, BMP. Repair or remove it, or use broken='skip' to leave out such files\n"
     )
     assert "step 2/8" in printed.out
     file.unlink()
@@ -1092,7 +1107,7 @@ def test_a_full_disk_is_an_error_that_says_so(
 
     monkeypatch.setattr(Path, "write_bytes", full)
     there = re.escape(f"images in {tmp_path / 'new' / 'c'}: ")
-    advice = r"make room \(all of this folder may be deleted at any time\), or do without"
+    advice = r"free some space \(this folder may be deleted at any time\), or use"
     with pytest.raises(StorageError, match=f"{there}.*No space left.*{advice}"):
         everything(dataset)
     assert stored(tmp_path) == []
@@ -1108,7 +1123,7 @@ def test_a_cache_that_cannot_be_is_refused_at_once(tmp_path: Path, kind: str) ->
     else:
         (tmp_path / "new").mkdir()
         place.touch() if kind == "file" else place.symlink_to("gone")
-        what = "a file" if kind == "file" else "a link to nowhere"
+        what = "a file" if kind == "file" else "a broken link"
         expected = rf"cache_dir: {re.escape(str(place))} is {what}: give a folder"
     with pytest.raises(UserError, match=expected):
         on_disk(tmp_path)
