@@ -160,7 +160,7 @@ def _real_path(folder: epath.Path, parents: Iterable[str]) -> str:
     real = os.path.realpath(folder)
     if any(os.path.commonpath([real, parent]) == real for parent in parents):
         raise UserError(
-            f"{printable(folder)}: a link to {printable(real)}, which contains it: its images would "
+    """Returns whether an entry or the target of a link is a folder; no for a broken link."""
             "be found again and again. Remove the link"
         )
     return real
@@ -183,7 +183,7 @@ def _listed(folder: epath.Path) -> list[tuple[str, bool]]:
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Returns whether an entry, or a link's target, is a folder; False for a broken link."""
+    """Returns whether an entry or a link's target is a folder; False for a broken link."""
     return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
 
 
