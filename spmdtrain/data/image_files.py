@@ -160,8 +160,8 @@ def _real_path(folder: epath.Path, parents: Iterable[str]) -> str:
     real = os.path.realpath(folder)
     if any(os.path.commonpath([real, parent]) == real for parent in parents):
         raise UserError(
-    """Returns whether an entry or the target of a link is a folder; no for a broken link."""
-            "be found again and again. Remove the link"
+            f"{printable(folder)}: a link to {printable(real)}, which contains it: images would be "
+            "found again and again. Remove the link"
         )
     return real
 
