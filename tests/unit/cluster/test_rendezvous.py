@@ -184,7 +184,7 @@ def test_a_second_process_0_is_refused_and_the_first_goes_on() -> None:
     who = parties(2)
     with gathering(who[0]) as (endings, told):
         knock(who[0]).close()
-        assert "or a second process of that name" in refusal(ending(who[0], 10, told), UserError)
+        assert "a second process of that name" in refusal(ending(who[0], 10, told), UserError)
         assert ending(who[1], 10, told) is None
     assert endings == [None]
 
