@@ -57,9 +57,9 @@ def check_enabled() -> None:
 def create_token(chief: Address, is_local: bool) -> None:
     """Sets Ray's token in the chief and its children, before they start Ray.
 
-    The token derives from that of the job (see `job_token`). Without one it is what Ray's own
-    variables say. If the whole job runs on loopback addresses, it may also be a fresh one, which
-    the other tasks of this user read from a file.
+    The token derives from that of the job (see `job_token`). Without one it is that of Ray's own
+    environment variables. If the whole job runs on loopback addresses, it may also be a new one,
+    which the other tasks of this user read from a file.
 
     Args:
       chief: Address of the chief.

@@ -1,7 +1,7 @@
-"""The tasks of a TF_CONFIG as nodes of Ray, which has the processes, the messages, the failures.
+"""Ray nodes for the tasks of a TF_CONFIG.
 
-Ray (https://docs.ray.io) is imported here first, as what it is told in the environment has to be
-there by then, and only where parameter servers are used.
+Ray (https://docs.ray.io) manages processes, messages and failures of a job with parameter servers.
+It is imported here, only if parameter servers are used, after its environment variables are set.
 """
 
 import contextlib
@@ -27,27 +27,27 @@ from spmdtrain.errors import ClusterError, ExitCode, UserError
 from spmdtrain.files.user_folders import private_folder
 from spmdtrain.parameter_server import ray_auth
 
-TASK_PROCESS = "SPMDTRAIN_TASK_PROCESS"  # whose output they write to
-_COMES = b"coming "  # before the name of a task whose node starts: a key, too
-_OURS, _ENDED = b"spmdtrain", b"ended"  # where Ray keeps it for us: a namespace, and a key in it
-_ANSWERS = 2.0  # seconds that the chief's node has to answer
-_ENDING = 20.0  # seconds that the node of a killed chief has to end
-_LEAST_STORE = 80 << 20  # bytes, of Ray
-_FAREWELL, _COMING = 5.0, 20.0  # seconds that tasks have to hear how the training has ended
+TASK_PROCESS = "SPMDTRAIN_TASK_PROCESS"  # process id of the task whose output actors write to
+_STARTING = b"coming "  # prefix of the keys of tasks whose nodes are starting
+_NAMESPACE, _END_KEY = b"spmdtrain", b"ended"  # in Ray's key-value store
+_ANSWER_TIMEOUT = 2.0  # seconds in which the chief's node has to answer
+_PORT_TIMEOUT = 20.0  # seconds to wait for the node of a killed chief to release its port
+_MIN_STORE = 80 << 20  # bytes, the minimum of Ray
+_END_TIMEOUT, _STARTING_END_TIMEOUT = 5.0, 20.0  # seconds in which tasks read how the job ended
 _CHIEF_GONE = "the chief is gone"
 ENDS = {"finished": ExitCode.DONE, "preempted": ExitCode.PREEMPTED}
-"""Exit code of a task, by how the job has ended; of other words it is FAILED."""
+"""Exit code of a task by how the job has ended; FAILED for all other texts."""
 NODE_DIED = "Ray's processes of this task have died"
-# To Ray this means: keep to loopback. It is for laptops whose firewall would ask; here it keeps a
-# job of one host from listening on any other address.
+# Makes Ray listen on loopback addresses only. Its purpose is to avoid prompts of the firewalls of
+# laptops; here it keeps a job on one host from listening on other addresses.
 _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _POLL = 0.2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_GONE = 10.0  # seconds without the chief after which a task gives up
+_CHIEF_TIMEOUT = 10.0  # seconds without the chief after which a task ends
 
 
 def resource(task: Task) -> str:
-    """What Ray calls a task's place: what is put there asks for it."""
+    """Returns the name of a task's custom resource, by which actors are placed on its node."""
     return f"{task.type}_{task.index}"
 
 
@@ -61,13 +61,13 @@ def import_ray(spec: ClusterSpec) -> Any:
     if _is_local(spec):
         os.environ[_LOOPBACK_ONLY] = "0"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # An actor that asks Ray for no GPU has those of its task all the same.
+    # Actors request no GPU from Ray, and still see those of their task.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         import ray
     except ImportError as error:
         raise UserError(
-            "strategy parameter_server needs Ray, which is not installed; "
+            "strategy parameter_server requires Ray, which is not installed: "
             "pip install 'spmdtrain[ps]'"
         ) from error
     ray_auth.check_enabled()
@@ -76,10 +76,23 @@ def import_ray(spec: ClusterSpec) -> Any:
 
 @contextlib.contextmanager
 def head(spec: ClusterSpec, timeout: float) -> Iterator[Any]:
-    """The chief's node, which the others join; within, this process talks to all of them."""
+    """Starts the chief's node, which the other tasks join, and connects this process to it.
+
+    Args:
+      spec: The cluster.
+      timeout: Seconds to wait for the node.
+
+    Yields:
+      The module `ray`.
+
+    Raises:
+      UserError: If Ray is missing or unauthenticated, or the chief's address cannot be used.
+      ClusterError: If Ray does not start.
+    """
     ray, chief = import_ray(spec), spec.chief.address
-    with _head_beside(spec, timeout):
-        # What it would print of a lost process, we say in a line (it has a switch for debuggers).
+    with _head_process(spec, timeout):
+        # Ray would print paragraphs about lost processes, for which this package prints a line. The
+        # switch exists for debuggers.
         ray._private.worker._worker_logs_enabled = False
         with _keeping_handlers(ray):
             ray.init(
@@ -96,66 +109,75 @@ def head(spec: ClusterSpec, timeout: float) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _keeping_handlers(ray: Any) -> Iterator[None]:
-    """Ray has handlers of signals, which would end this process without saving: not these."""
+    """Keeps the signal handlers, because Ray's would end this process without saving."""
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    # Nor, for that second, that of SIGTERM.
-    sets, ray._private.utils.set_sigterm_handler = (
+    # The handler of SIGTERM is not replaced during the block either.
+    original, ray._private.utils.set_sigterm_handler = (
         ray._private.utils.set_sigterm_handler,
         lambda handler: None,
     )
     try:
         yield
     finally:
-        ray._private.utils.set_sigterm_handler = sets
-        if threading.current_thread() is threading.main_thread():  # in no other may it, nor Ray
+        ray._private.utils.set_sigterm_handler = original
+        if threading.current_thread() is threading.main_thread():  # no other thread may
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
 
 def serve(spec: ClusterSpec, timeout: float) -> str:
-    """Be the place of a worker or a parameter server until the chief ends; how it has ended.
+    """Runs the node of a worker or a parameter server until the job ends.
 
-    That is `finished`, `preempted`, `failed`, or in words what this task has seen of it. Raises
-    `UserError` where the chief has not come after `timeout` seconds.
+    Args:
+      spec: The cluster.
+      timeout: Seconds to wait for the chief.
+
+    Returns:
+      How the job has ended: `finished`, `preempted` or `failed` as the chief reports it, or the
+      reason for which this task has left it.
+
+    Raises:
+      UserError: If the chief does not start in time.
     """
     import_ray(spec)
     assert spec.task is not None
     task = spec.task
-    until = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout
     chief = spec.chief.address
     while not _listens(chief.host, chief.port):
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise UserError(
-                f"the chief has not come after {timeout:g} s: nothing listens at {chief}, the "
-                "address that TF_CONFIG has for it"
+                f"the chief has not started after {timeout:g} s: nothing listens at {chief}, its "
+                "address in TF_CONFIG"
             )
         time.sleep(_POLL)
     _leave_signals_to_chief()
     ray_auth.read_token(chief, _is_local(spec))
     client = _client(chief)
     with contextlib.ExitStack() as stack:
-        # The chief does not end before this task has heard how: its node may take seconds to start.
+        # The chief waits until this task has read how the job ended. The node may take seconds to
+        # start, so the task is announced before.
         _announce(client, chief, task)
-        with _ending_with(chief, lambda: _told(client, task)):
+        with _chief_watcher(chief, lambda: _read_end(client, task)):
             node = stack.enter_context(_node(spec, task, head=False))
-        gone = None
+        absent_since = None
         while True:
             time.sleep(_POLL)
-            there = _listens(chief.host, chief.port)
-            if there and (how := _told(client, task)):
+            is_listening = _listens(chief.host, chief.port)
+            if is_listening and (how := _read_end(client, task)):
                 return how
             if node.dead_processes():
                 return NODE_DIED
-            gone = None if there else gone or time.monotonic()
-            if gone is not None and time.monotonic() - gone > _GONE:
+            absent_since = None if is_listening else absent_since or time.monotonic()
+            if absent_since is not None and time.monotonic() - absent_since > _CHIEF_TIMEOUT:
                 return _CHIEF_GONE
 
 
 def _leave_signals_to_chief() -> None:
-    """Ignores the signals that ask a job to stop: the chief saves, and ends all tasks.
+    """Ignores the signals that stop a job, because the chief saves and ends all tasks.
 
-    Slurm sends SIGUSR1 to all processes of a task. Ray's processes inherit that it is ignored;
-    they need SIGTERM, which ends them.
+    Slurm sends SIGUSR1 to all processes of a task, so Ray's processes inherit that it is ignored.
+    They do not ignore SIGTERM, which ends them.
     """
     for number in _SIGNALS:
         signal.signal(number, lambda *_: None)
@@ -163,64 +185,69 @@ def _leave_signals_to_chief() -> None:
 
 
 @contextlib.contextmanager
-def _ending_with(chief: Address, told: Callable[[], str | None]) -> Iterator[None]:
-    """Ends this process if the job ends, or the chief is gone, while Ray's node starts.
+def _chief_watcher(chief: Address, read_end: Callable[[], str | None]) -> Iterator[None]:
+    """Ends this process if the job ends, or the chief is lost, while Ray's node starts.
 
     Ray would wait for the chief for a minute or two and then raise an unrelated error.
 
     Args:
       chief: Address of the chief.
-      told: Returns how the job has ended, if it has.
+      read_end: Returns how the job has ended, if it has.
     """
-    is_there = threading.Event()
+    has_started = threading.Event()
 
     def watch() -> None:
         last = time.monotonic()
-        while not is_there.wait(_POLL):
+        while not has_started.wait(_POLL):
             if _listens(chief.host, chief.port):
                 last = time.monotonic()
-                if (how := told()) is not None:
+                if (how := read_end()) is not None:
                     os._exit(ENDS.get(how, ExitCode.FAILED))
-            elif time.monotonic() - last > _GONE:
+            elif time.monotonic() - last > _CHIEF_TIMEOUT:
                 progress.write_exit_reason(ExitCode.FAILED, f"the job: {_CHIEF_GONE}", own=False)
                 print(f"error: {_CHIEF_GONE}", file=sys.stderr, flush=True)
-                os._exit(ExitCode.FAILED)  # what Ray has started for this process ends with it
+                os._exit(ExitCode.FAILED)  # Ray's processes of this task end with it
 
     thread = threading.Thread(target=watch, name="chief", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        is_there.set()
+        has_started.set()
         thread.join()
 
 
-def tell_end(ray: Any, how: str, coming: Sequence[Task] = ()) -> None:
-    """From the chief: tell all tasks how the training has ended.
+def publish_end(ray: Any, how: str, coming: Sequence[Task] = ()) -> None:
+    """Publishes how the job has ended, and waits until all tasks have read it.
 
-    Those that are there have 5 seconds to hear it, and those that are `coming` 20: Ray may be about
-    to start their nodes, which would find no chief.
+    The chief calls it. It waits 5 seconds for tasks with a node, and 20 if nodes may be starting,
+    which would otherwise find no chief.
+
+    Args:
+      ray: The module `ray`.
+      how: How the job has ended: a key of `ENDS`, or `failed`.
+      coming: Tasks that may not have started yet.
     """
     client = ray._private.worker.global_worker.gcs_client
-    client.internal_kv_put(_ENDED, how.encode(), True, _OURS)
+    client.internal_kv_put(_END_KEY, how.encode(), True, _NAMESPACE)
     tasks = {
         name.encode()
         for node in ray.nodes()
         for name in node["Resources"]
         if node["Alive"] and name.startswith(("worker_", "ps_"))
     }
-    announced = {key.removeprefix(_COMES) for key in client.internal_kv_keys(_COMES, _OURS)} | {
-        resource(task).encode() for task in coming
-    }
-    until = time.monotonic() + (_COMING if announced - tasks else _FAREWELL)
+    announced = {
+        key.removeprefix(_STARTING) for key in client.internal_kv_keys(_STARTING, _NAMESPACE)
+    } | {resource(task).encode() for task in coming}
+    deadline = time.monotonic() + (_STARTING_END_TIMEOUT if announced - tasks else _END_TIMEOUT)
     tasks |= announced
-    while tasks - set(client.internal_kv_keys(b"", _OURS)) and time.monotonic() < until:
+    while tasks - set(client.internal_kv_keys(b"", _NAMESPACE)) and time.monotonic() < deadline:
         time.sleep(_POLL)
 
 
 def _client(chief: Address) -> Any:
     """Returns a connection to the chief's key-value store, which needs no node."""
-    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # which Ray's stubs leave out
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # missing in Ray's stubs
 
     return GcsClient(address=_address(chief))
 
@@ -230,35 +257,37 @@ def _announce(client: Any, chief: Address, task: Task) -> None:
     from ray.exceptions import AuthenticationError, RayError
 
     try:
-        client.internal_kv_put(_COMES + resource(task).encode(), b"", True, _OURS, _ANSWERS)
+        client.internal_kv_put(
+            _STARTING + resource(task).encode(), b"", True, _NAMESPACE, _ANSWER_TIMEOUT
+        )
     except AuthenticationError as error:
         raise ray_auth.refused(chief) from error
     except RayError:  # the chief's node is ending
         pass
 
 
-def _told(client: Any, task: Task) -> str | None:
-    """How the training has ended, if it has; the chief is told that this task has heard it."""
+def _read_end(client: Any, task: Task) -> str | None:
+    """Returns how the job has ended, if it has, and confirms to the chief that it was read."""
     from ray.exceptions import RayError
 
     with contextlib.suppress(RayError):  # the chief's node is ending
-        how = client.internal_kv_get(_ENDED, _OURS, _ANSWERS)
+        how = client.internal_kv_get(_END_KEY, _NAMESPACE, _ANSWER_TIMEOUT)
         if how is not None:
-            client.internal_kv_put(resource(task).encode(), b"", True, _OURS, _ANSWERS)
+            client.internal_kv_put(resource(task).encode(), b"", True, _NAMESPACE, _ANSWER_TIMEOUT)
             return bytes(how).decode()
     return None
 
 
 @contextlib.contextmanager
-def _head_beside(spec: ClusterSpec, timeout: float) -> Iterator[None]:
-    """The chief's node in a process of its own, as Ray forks, and JAX has threads in this one."""
+def _head_process(spec: ClusterSpec, timeout: float) -> Iterator[None]:
+    """Runs the chief's node in a process without JAX, because Ray forks and JAX has threads."""
     chief = spec.chief.address
-    until = time.monotonic() + min(timeout, _ENDING)
-    while (why := _not_free(chief)) is not None:  # that of a chief which was killed: it is ending
-        if why.errno != errno.EADDRINUSE or time.monotonic() > until:
+    deadline = time.monotonic() + min(timeout, _PORT_TIMEOUT)
+    while (error := _bind_error(chief)) is not None:  # the node of a killed chief may be ending
+        if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
             raise UserError(
-                f"the chief cannot listen at {chief}, the address that TF_CONFIG has for it: "
-                f"{os.strerror(why.errno or 0)}"
+                f"the chief cannot listen at {chief}, its address in TF_CONFIG: "
+                f"{os.strerror(error.errno or 0)}"
             )
         time.sleep(_POLL)
     ray_auth.create_token(chief, _is_local(spec))
@@ -266,19 +295,19 @@ def _head_beside(spec: ClusterSpec, timeout: float) -> Iterator[None]:
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert process.stdin is not None
     try:
-        until = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         while not _listens(chief.host, chief.port):
-            if process.poll() is not None or time.monotonic() > until:
-                raise ClusterError(f"Ray's head has not begun to listen at {chief}, see above")
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise ClusterError(f"Ray's head node does not listen at {chief}; see above")
             time.sleep(_POLL)
         yield
     finally:
-        process.stdin.close()  # it ends then, in order
+        process.stdin.close()  # upon which it ends
         process.wait()
 
 
 def main() -> None:
-    """The chief's node, until the chief closes this one's stdin, or is gone."""
+    """Runs the chief's node until the chief closes the standard input of this process, or ends."""
     _leave_signals_to_chief()
     spec = from_environment()
     import_ray(spec)
@@ -289,31 +318,32 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _node(spec: ClusterSpec, task: Task, *, head: bool) -> Iterator[Any]:
-    """Ray's processes for a task; they end with this one, however it ends."""
+    """Starts Ray's processes of a task, which end with this process in any case."""
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
     chief = spec.chief.address
     if _is_loopback(task.address.host) and not _is_local(spec):
         raise UserError(
-            f"{task} is at {task.address.host} by TF_CONFIG, which is {_ip(task.address.host)} "
-            "here: no other host finds it there. Give its address, or mend /etc/hosts"
+            f"TF_CONFIG has {task} at {task.address.host}, which resolves to "
+            f"{_ip(task.address.host)} on this host and cannot be reached from others. Use its "
+            "network address, or correct /etc/hosts"
         )
     os.environ[TASK_PROCESS] = str(os.getpid())
-    own = [one for one in spec.tasks if one.address.host == task.address.host]
+    same_host = [other for other in spec.tasks if other.address.host == task.address.host]
     parameters = RayParams(
         node_ip_address=_ip(task.address.host),
-        num_cpus=0,  # else Ray begins as many processes in advance
+        num_cpus=0,  # otherwise Ray starts as many processes in advance
         num_gpus=0,
         resources={resource(task): 1},
-        object_store_memory=_store(len(own)),
+        object_store_memory=_store(len(same_host)),
         include_dashboard=False,
         no_monitor=True,
     )
     private = private_folder()
     with contextlib.ExitStack() as stack:
         if head or task.address.host != chief.host:
-            # Nodes on the host of the chief use its folder. Ray makes it world-writable.
+            # Nodes on the chief's host use its folder. Ray makes the folder world-writable.
             folder = tempfile.TemporaryDirectory(
                 prefix="ray", dir=private, ignore_cleanup_errors=True
             )
@@ -322,61 +352,61 @@ def _node(spec: ClusterSpec, task: Task, *, head: bool) -> Iterator[Any]:
             parameters.gcs_server_port = chief.port
         else:
             parameters.gcs_address = _address(chief)
-        with _one_at_a_time():
+        with _exclusive_start():
             node = Node(parameters, head=head, shutdown_at_exit=False, spawn_reaper=True)
         stack.callback(node.kill_all_processes, check_alive=False, allow_graceful=True)
         yield node
 
 
 @contextlib.contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    """Nodes of one host that start at the same time would take each other's ports."""
+def _exclusive_start() -> Iterator[None]:
+    """Serializes the starts of nodes on a host, which would otherwise take each other's ports."""
     with (private_folder() / "ray.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _not_free(address: Address) -> OSError | None:
-    """Why this process cannot listen at an address; None where it can."""
+def _bind_error(address: Address) -> OSError | None:
+    """Returns the error of listening at an address; None if this process can."""
     ip = _ip(address.host)
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-    with socket.socket(family) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket(family) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            tried.bind((ip, address.port))
+            server.bind((ip, address.port))
         except OSError as error:
             return error
     return None
 
 
-def _address(of: Address) -> str:
-    return f"{_ip(of.host)}:{of.port}"
+def _address(address: Address) -> str:
+    return f"{_ip(address.host)}:{address.port}"
 
 
 def _ip(host: str) -> str:
-    """Ray knows nodes by their addresses, which TF_CONFIG may give as names."""
+    """Returns the IP address of a host, because Ray identifies nodes by it."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
-        raise UserError(f"{host}, which TF_CONFIG names, does not resolve: {error}") from error
-    return str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
+        raise UserError(f"{host}, a host in TF_CONFIG, cannot be resolved: {error}") from error
+    return str(min(infos, key=lambda info: info[0] != socket.AF_INET)[4][0])
 
 
 def _store(nodes: int) -> int:
-    """Bytes for arrays on their way, of each of so many nodes on a host.
+    """Returns the bytes of the object store of each of a number of nodes on this host.
 
-    Ray keeps them in shared memory, of which a container may have little, and refuses to begin with
-    more than there is.
+    The store is in shared memory, of which a container may have little. Ray refuses to start with a
+    store that exceeds it.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     shared = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else memory
-    return max(_LEAST_STORE, int(min(0.3 * memory, 0.8 * shared) / nodes))
+    return max(_MIN_STORE, int(min(0.3 * memory, 0.8 * shared) / nodes))
 
 
 def _is_local(spec: ClusterSpec) -> bool:
     try:
         return all(_is_loopback(task.address.host) for task in spec.tasks)
-    except UserError:  # a name that does not resolve yet is none of this host
+    except UserError:  # a name that cannot be resolved yet is not this host
         return False
 
 

@@ -137,7 +137,7 @@ def begin(spec: ClusterSpec, timeout: float) -> Iterator[RayJob]:
                 how = "finished"
             raise
         finally:
-            ray_nodes.tell_end(ray, how, job.coming)
+            ray_nodes.publish_end(ray, how, job.coming)
 
 
 @dataclass

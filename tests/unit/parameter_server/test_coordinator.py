@@ -191,7 +191,8 @@ def test_how_a_job_ends_is_told(
         "spmdtrain.parameter_server.ray_nodes.head", lambda *_: contextlib.nullcontext(ray)
     )
     monkeypatch.setattr(
-        "spmdtrain.parameter_server.ray_nodes.tell_end", lambda ray, how, coming: told.append(how)
+        "spmdtrain.parameter_server.ray_nodes.publish_end",
+        lambda ray, how, coming: told.append(how),
     )
     spec = ClusterSpec({}, None, None)
     with contextlib.suppress(SystemExit, ValueError), ray_pool.begin(spec, 1.0):

@@ -112,8 +112,8 @@ import sys, time
 from spmdtrain.parameter_server import ray_nodes
 from spmdtrain.cluster.tf_config import Address
 
-ray_nodes._GONE = 1.0
-with ray_nodes._ending_with(Address("127.0.0.1", int(sys.argv[1])), lambda: None):
+ray_nodes._CHIEF_TIMEOUT = 1.0
+with ray_nodes._chief_watcher(Address("127.0.0.1", int(sys.argv[1])), lambda: None):
     time.sleep(float(sys.argv[2]))  # as Ray does, where the chief has gone meanwhile
 print("begun")
 """
