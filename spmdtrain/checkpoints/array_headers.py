@@ -1,6 +1,6 @@
-"""Headers of the stored arrays of a checkpoint, checked before memory is allocated for the arrays.
+"""Checks of the headers of stored arrays, before memory is allocated for the arrays.
 
-A header of a few bytes may declare any size, and TensorStore allocates what it declares.
+A header of a few bytes can declare any size, which TensorStore then allocates.
 """
 
 import functools
@@ -23,16 +23,16 @@ _LONGEST_KEY = 16  # uint32s; JAX's own keys have 2 or 4
 
 
 def check_headers(tree: PyTree, manifest: Manifest, *, in_memory: bool) -> None:
-    """Compares the headers of the arrays of an item with the checkpoint's manifest.
+    """Compares the headers of an item's arrays with the manifest of the checkpoint.
 
     Args:
       tree: Orbax' metadata of the item's arrays.
-      manifest: The checkpoint's.
-      in_memory: Whether all of them are then read whole by this machine.
+      manifest: The manifest.
+      in_memory: Whether this machine then reads all arrays whole.
 
     Raises:
       CheckpointCorruptedError: If an array is not in the manifest, has another shape or dtype
-        there, or they have to fit into this machine's memory and do not.
+        there, or, with `in_memory`, the arrays exceed the memory of this machine.
     """
     total = 0
     for path, header in jax.tree_util.tree_leaves_with_path(tree):
@@ -46,25 +46,25 @@ def check_headers(tree: PyTree, manifest: Manifest, *, in_memory: bool) -> None:
 
 
 def header_fault(name: str, header: Any, manifest: Manifest, *, in_memory: bool) -> str | None:
-    """Returns what is wrong with the header of one array; None if nothing is."""
+    """Returns what is wrong with the header of one array; None if it is valid."""
     saved = manifest.identity.leaves.get(name)
     if saved is None:
         return f"{name} is not of this checkpoint"
     if getattr(header, "shape", None) is None or getattr(header, "dtype", None) is None:
-        return f"{name} is no array by its header, and was saved as {saved}"
-    shape, found = tuple(header.shape), describe(header)
-    if found != saved and not _are_numbers_of_key(header, saved):
-        return f"{name} is {found} by its header, and was saved as {saved}"
+        return f"{name} is not an array by its header, and was saved as {saved}"
+    shape, declared = tuple(header.shape), describe(header)
+    if declared != saved and not _is_key_data(header, saved):
+        return f"{name} is {declared} by its header, and was saved as {saved}"
     chunk = tuple(getattr(header.storage, "chunk_shape", None) or ())
     if math.prod(chunk) > max(1, math.prod(shape)):
-        return f"{name} is {found} by its header, and a chunk of it is {list(chunk)}"
+        return f"{name} is {declared} by its header, and a chunk of it is {list(chunk)}"
     if in_memory and (size := _size(header)) > _memory():
-        return f"{name} is {found} by its header, {byte_size(size)}, {_more_than_memory()}"
+        return f"{name} is {declared} by its header, {byte_size(size)}, {_more_than_memory()}"
     return None
 
 
 def _size(header: Any) -> int:
-    """Returns the bytes of an array by its header."""
+    """Returns the bytes that a header declares."""
     return math.prod(header.shape) * jnp.dtype(header.dtype).itemsize
 
 
@@ -72,11 +72,11 @@ def _more_than_memory() -> str:
     return f"more than the {byte_size(_memory())} of memory here"
 
 
-def _are_numbers_of_key(header: Any, saved: str) -> bool:
-    """Returns whether an array can be the stored form of a random key described by `saved`."""
-    *dims, numbers = header.shape or (0,)
+def _is_key_data(header: Any, saved: str) -> bool:
+    """Returns whether an array can be the data of a random key that `saved` describes."""
+    *dims, words = header.shape or (0,)
     as_key = f"{saved.partition('[')[0]}[{','.join(map(str, dims))}]"
-    return saved.startswith("key<") and saved == as_key and numbers <= _LONGEST_KEY
+    return saved.startswith("key<") and saved == as_key and words <= _LONGEST_KEY
 
 
 @functools.cache

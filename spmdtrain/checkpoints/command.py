@@ -1,4 +1,4 @@
-"""`python -m spmdtrain.checkpoints`: check, show and export what a run has saved."""
+"""Verify, show and export the checkpoints of a run (python -m spmdtrain.checkpoints)."""
 
 import datetime
 import math
@@ -26,7 +26,7 @@ from spmdtrain.terminal import Terminal, byte_size, number
 
 @dataclass(frozen=True)
 class Verify:
-    """Read every array of every checkpoint and say which checkpoints are good."""
+    """Read every array of every checkpoint and print which checkpoints are good."""
 
     path: tyro.conf.Positional[str]
     """A workdir, or one of its checkpoints/STEP."""
@@ -44,7 +44,7 @@ class Show:
 
 @dataclass(frozen=True)
 class Export:
-    """Write the parameters of a checkpoint into one file for other programs."""
+    """Write the parameters of a checkpoint to one file for other programs."""
 
     path: tyro.conf.Positional[str]
     """A workdir, or one of its checkpoints/STEP."""
@@ -53,11 +53,18 @@ class Export:
     checkpoint: str = "latest"
     """Which checkpoint of the workdir: latest (the newest good one), best or a step."""
     trained: bool = False
-    """The trained parameters themselves where the run kept an average of them."""
+    """Export the trained parameters if the run kept an average of them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Runs the command.
+
+    Args:
+      arguments: The command line without the program; by default that of the process.
+
+    Returns:
+      The exit code.
+    """
     command: Any = tyro.cli(
         Annotated[Verify | Show | Export, tyro.conf.arg(name="")],
         args=arguments,
@@ -68,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def execute(command: Verify | Show | Export, terminal: Terminal) -> int:
-    """Do what the command line says; returns the exit code."""
+    """Executes a parsed command. Returns the exit code."""
     if isinstance(command, Verify):
         return verify(command.path, terminal)
     if isinstance(command, Show):
@@ -88,7 +95,19 @@ def execute(command: Verify | Show | Export, terminal: Terminal) -> int:
 
 
 def verify(path: str, terminal: Terminal) -> int:
-    """Print a table of checkpoints, the newest first; exit code 1 where one is not good."""
+    """Reads all arrays of checkpoints, and prints a table of them, the newest first.
+
+    Args:
+      path: A workdir, or one of its `checkpoints/STEP`.
+      terminal: Receives the table.
+
+    Returns:
+      Exit code 0 if all checkpoints are good, 1 otherwise.
+
+    Raises:
+      UserError: If there is no checkpoint.
+      StorageError: If one cannot be read.
+    """
     source = find(path)
     table = Table("step", "saved", "size", "metric", "verdict", title=escape(str(source.folder)))
     for column in table.columns[:4]:
@@ -98,7 +117,7 @@ def verify(path: str, terminal: Terminal) -> int:
         for done, step in enumerate(reversed(source.steps), start=1):
             cells, fault = _verified(source.path(step), terminal)
             if fault and not source.path(step).exists():
-                continue  # a run that is going on has removed it meanwhile
+                continue  # a run in progress has removed it meanwhile
             faults += fault is not None
             table.add_row(str(step), *cells, escape(fault or "good"))
             terminal.advance(done)
@@ -107,14 +126,14 @@ def verify(path: str, terminal: Terminal) -> int:
             if re.fullmatch(r"\d+\.damaged\d*", name):
                 table.add_row(name, "", "", "", "set aside")
             elif ".orbax-checkpoint-tmp" in name:
-                what = "unfinished: being saved now, or to be removed by the next start"
-                table.add_row(name, "", "", "", what)
+                verdict = "unfinished: being saved now, or to be removed by the next start"
+                table.add_row(name, "", "", "", verdict)
     terminal.console.print(table)
     return ExitCode.FAILED if faults else ExitCode.DONE
 
 
 def _verified(folder: epath.Path, terminal: Terminal) -> tuple[Sequence[str], str | None]:
-    """Age, size and metric of a checkpoint, and what is wrong with it, if anything."""
+    """Returns age, size and metric of a checkpoint, and what is wrong with it, if anything."""
     try:
         manifest = Manifest.read(folder)
     except (UserError, OSError) as error:
@@ -124,20 +143,26 @@ def _verified(folder: epath.Path, terminal: Terminal) -> tuple[Sequence[str], st
     metric = "" if value is None else f"{escape(name)} {number(value)}"
     fault = None
     with terminal.progress(f"step {manifest.step}", done=0, total=len(manifest.sums)):
-        for done, (_, found) in enumerate(examine(folder, manifest), start=1):
-            fault = fault or found
+        for done, (_, array_fault) in enumerate(examine(folder, manifest), start=1):
+            fault = fault or array_fault
             terminal.advance(done)
     size = byte_size(manifest.size) if manifest.files else ""
     return (_age(manifest), size, metric), fault
 
 
 def escape(text: object) -> str:
-    """Returns text of a file so that it is printed as it is, in one line of bounded length."""
+    """Escapes text of a file, so that it is printed literally in one line of bounded length."""
     return markup.escape(foreign(text))
 
 
 def show(path: str, step: int | None, terminal: Terminal) -> None:
-    """Prints a table of a workdir's checkpoints, or what the manifest says of one of them."""
+    """Prints a table of the checkpoints of a workdir, or the manifest of one checkpoint.
+
+    Args:
+      path: A workdir, or one of its `checkpoints/STEP`.
+      step: The checkpoint of the workdir to show; None for the table.
+      terminal: Receives the output.
+    """
     source = find(path)
     if step is None and source.whole_workdir:
         _show_all(source, terminal)
@@ -195,15 +220,15 @@ def _show_one(path: str, which: str | int, terminal: Terminal) -> None:
 
 
 def _elements(text: str) -> int:
-    """How many elements `float32[784,128]` has."""
+    """Returns the number of elements of an array described as `float32[784,128]`."""
     dims = text[text.index("[") + 1 : -1]
     return math.prod(int(dim) for dim in dims.split(",") if dim)
 
 
 def _bytes(text: str) -> str:
-    """How much room `float32[784,128]` takes."""
+    """Returns the size of an array described as `float32[784,128]`; empty for random keys."""
     dtype = text[: text.index("[")]
-    if dtype.startswith("key"):  # as many as its implementation wants
+    if dtype.startswith("key"):  # its size depends on the implementation
         return ""
     return byte_size(_elements(text) * jax.dtypes.itemsize_bits(jnp.dtype(dtype)) // 8)
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a workdir with their metrics, and the choice of one of them."""
+"""Listing of the checkpoints of a workdir with their metrics, and selection of one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,25 +17,25 @@ LATEST, BEST = "latest", "best"
 
 @dataclass(frozen=True)
 class Listing:
-    """Checkpoints with their manifests and metrics, and which of them is the best.
+    """Checkpoints with their manifests and metrics, and the best of them.
 
-    Metrics are those of the run's own evaluation, or of an evaluator beside it. The best is the
-    one that the newest checkpoint's `best_metric` and `best_direction` rank first.
+    The metrics are those of the run's own evaluation, or of a separate evaluator task. The best
+    checkpoint is ranked first by `best_metric` and `best_direction` of the newest one.
     """
 
     manifests: Mapping[int, Manifest]
-    """The manifests that can be read, by step, oldest first."""
+    """The valid manifests by step, oldest first."""
     faults: Mapping[int, str]
-    """What is wrong with each of the others, by step."""
+    """What is wrong with each of the other checkpoints, by step."""
     metrics: Mapping[int, Mapping[str, float]]
     """Evaluation metrics by step; empty for a checkpoint that was not evaluated."""
     best_metric: str
     best: int | None
-    """The best checkpoint's step; None if none of them has the metric."""
+    """Step of the best checkpoint; None if no checkpoint has the metric."""
 
     @classmethod
     def of(cls, folder: epath.Path, steps: Sequence[int]) -> "Listing":
-        """Reads the manifests of the checkpoints of these steps in a folder.
+        """Reads the manifests of checkpoints.
 
         Args:
           folder: The `checkpoints` folder of a workdir.
@@ -58,7 +58,7 @@ class Listing:
         }
         newest = max(manifests, default=None)
         config: Mapping[str, Any] = {} if newest is None else manifests[newest].identity.config
-        # Versions that did not have these fields ranked by the lowest loss.
+        # Versions without these fields ranked by the lowest loss.
         metric = config.get("best_metric", "loss")
         ranking = Retention(metric=metric, direction=config.get("best_direction", "min"))
         ranked = ranking.best_first(
@@ -94,25 +94,25 @@ def choose(folder: epath.Path, steps: Sequence[int], which: str | int) -> int:
       which: "best" or a step.
 
     Raises:
-      UserError: If there is no such checkpoint, none has the metric that says which is best, or
-        a manifest cannot be read: its checkpoint could be the best.
+      UserError: If there is no such checkpoint, no checkpoint has the metric, or a manifest
+        cannot be read, whose checkpoint could be the best.
     """
     if which != BEST:
         step = int(which)
         if step not in steps:
-            there = ", ".join(map(str, sorted(steps)))
-            raise UserError(f"{folder}: there is no checkpoint of step {step}; there are: {there}")
+            existing = ", ".join(map(str, sorted(steps)))
+            raise UserError(f"{folder}: no checkpoint of step {step}; existing steps: {existing}")
         return step
     listing = Listing.of(folder, steps)
     for step, fault in listing.faults.items():
-        if (folder / str(step)).exists():  # and not removed while it was read
+        if (folder / str(step)).exists():  # it was not removed meanwhile
             raise UserError(
-                f"{folder / str(step)}: {fault}, so that it could be the best of them: name a "
-                "step, or latest"
+                f"{folder / str(step)}: {fault}; it could be the best checkpoint: choose a step, "
+                "or latest"
             )
     if listing.best is None:
         raise UserError(
             f"{folder}: none of its {len(steps)} checkpoints has the evaluation metric "
-            f"{listing.best_metric!r}, which says which is best: name a step, or latest"
+            f"{listing.best_metric!r}, which ranks them: choose a step, or latest"
         )
     return listing.best

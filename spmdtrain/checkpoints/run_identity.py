@@ -1,4 +1,4 @@
-"""What a run computes, and whether it may go on from what another has computed."""
+"""The identity of a run, and checks of whether it can resume from a checkpoint."""
 
 import dataclasses
 import shlex
@@ -12,65 +12,71 @@ from spmdtrain.errors import UserError, foreign
 from spmdtrain.step.state import TrainState
 from spmdtrain.tree import named_leaves
 
-# Whatever else changes, these would change what is being computed.
+# Fields that may not change, because they determine what is computed.
 _FIXED = ("seed", "global_batch_size", "shuffle")
 _INSTEAD = {"global_batch_size": " (and no --batch-size-per-device)"}
-_LONGEST = 4000  # characters of a message: it may list two optimizers
+_MAX_MESSAGE = 4000  # characters, because a message can list two optimizers
 _COMMON = frozenset(f.name for f in dataclasses.fields(RunConfig))
 _NO_CHANGE = ("workdir", "resume", "init_from", "checkpoint", "data_dir", "compilation_cache")
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What tells one run from another. Kept in its checkpoints; plain JSON."""
+    """The properties that identify a run. Stored in its checkpoints as JSON."""
 
     config: Mapping[str, Any]
     """The resolved configuration."""
     dataset: Mapping[str, Any]
-    """Length, shapes, dtypes and a check sum of the training data; classes, where it has names of
-    them."""
+    """Length, shapes, dtypes and a checksum of the training data, and the names of its classes."""
     leaves: Mapping[str, str]
-    """Every array of the state by its path, as `float32[784,128]`."""
+    """Shape and dtype of every array of the state by its path, as `float32[784,128]`."""
     optimizer: str
-    """The optimizer's transformations by the names of their states, those without arrays too."""
+    """Names of the states of the optimizer's transformations, including those without arrays."""
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
-    """The injected hyperparameters that the optimizer starts with, by path in its state."""
+    """Initial values of the injected hyperparameters, by their path in the optimizer's state."""
 
     @property
     def classes(self) -> Sequence[str]:
-        """The classes trained on, in the order of their labels; empty where they have no names."""
-        found: Sequence[str] = self.dataset.get("classes", ())
-        return found
+        """Names of the classes in the order of their labels; empty if they have none."""
+        names: Sequence[str] = self.dataset.get("classes", ())
+        return names
 
 
 def describe_leaves(state: TrainState) -> dict[str, str]:
-    """Shape and dtype of every leaf by its path: what tells one model from another."""
+    """Returns the shape and dtype of every leaf by its path, as in `Identity.leaves`."""
     return {name: describe(leaf) for name, leaf in named_leaves(state).items()}
 
 
 def describe(leaf: Any) -> str:
-    """An array as `float32[784,128]`."""
+    """Returns the shape and dtype of an array as `float32[784,128]`."""
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
 def describe_optimizer(opt_state: Any) -> str:
-    """An optimizer's state as the names of its transformations' states."""
+    """Returns the names of the states of an optimizer's transformations."""
     if not isinstance(opt_state, tuple):
         return "_"
     return f"{type(opt_state).__name__}({', '.join(map(describe_optimizer, opt_state))})"
 
 
 def check_same_run(saved: Identity, now: Identity, source: str) -> None:
-    """Raise `UserError` where going on from `source` would change what is being computed.
+    """Checks that a run can resume from a checkpoint.
 
-    Names the field or parameter, both values, and the option that would make it right.
+    Args:
+      saved: Identity of the run that saved it.
+      now: Identity of this run.
+      source: Name of the checkpoint in messages.
+
+    Raises:
+      UserError: If seed, batch size, data, model or optimizer differ. Names the field or parameter,
+        both values, and the option that restores the saved one.
     """
     for name in _FIXED:
-        there, here = saved.config[name], now.config[name]
-        if there != here:
+        before, here = saved.config[name], now.config[name]
+        if before != here:
             _refuse(
-                f"{source} was trained with {name}={there}, this run has {here}: give "
-                f"{_option(name, there)}{_INSTEAD.get(name, '')}, or another workdir"
+                f"{source} was trained with {name}={before}, this run has {here}: give "
+                f"{_option(name, before)}{_INSTEAD.get(name, '')}, or another workdir"
             )
     remedy = _remedy(saved.config, now.config, "data_dir")
     check_same_classes(saved.classes, now.classes, f"{source} was", f"; {remedy}")
@@ -90,21 +96,28 @@ def check_same_run(saved: Identity, now: Identity, source: str) -> None:
 
 
 def _refuse(message: str) -> NoReturn:
-    """Raises `UserError`; text of a manifest is escaped and cut: anyone may have written it."""
-    raise UserError(foreign(message, _LONGEST))
+    """Raises `UserError`. Text of a manifest is escaped and cut: anyone may have written it."""
+    raise UserError(foreign(message, _MAX_MESSAGE))
 
 
 def check_same_classes(
     trained: Sequence[str], here: Sequence[str], who: str, remedy: str = ""
 ) -> None:
-    """Raise `UserError` where labels mean other classes; where either has no names, they may not.
+    """Checks that labels mean the same classes; without names on either side nothing is checked.
 
-    `who` begins the message: "the model was".
+    Args:
+      trained: Names of the classes that the model was trained on.
+      here: Names of the classes of the data.
+      who: Beginning of the message, such as "the model was".
+      remedy: End of the message.
+
+    Raises:
+      UserError: If the classes differ.
     """
     if not trained or not here or list(trained) == list(here):
         return
     pairs = zip_longest(trained, here, fillvalue="nothing")
-    before, now = next((one, other) for one, other in pairs if one != other)
+    before, now = next((a, b) for a, b in pairs if a != b)
     raise UserError(
         f"{who} trained on the classes {_in_short(trained)}; this data has {_in_short(here)} (the "
         f"first that differs: {foreign(before, 200)}, here {foreign(now, 200)}){remedy}"
@@ -113,21 +126,28 @@ def check_same_classes(
 
 def _in_short(names: Sequence[str]) -> str:
     shown = names if len(names) <= 5 else [*names[:3], f"... ({len(names)})"]
-    return foreign(", ".join(shown), _LONGEST)
+    return foreign(", ".join(shown), _MAX_MESSAGE)
 
 
 def check_same_model(
     saved: Identity, config: Mapping[str, Any], leaves: Mapping[str, str], source: str
 ) -> None:
-    """Raise `UserError` where the parameters or the model state are not those of this model.
+    """Checks that a checkpoint has the parameters and the model state of this run's model.
 
-    `config` and `leaves` are this run's, as in its `Identity`.
+    Args:
+      saved: Identity of the run that saved it.
+      config: Configuration of this run, as in its `Identity`.
+      leaves: Leaves of the state of this run, as in its `Identity`.
+      source: Name of the checkpoint in messages.
+
+    Raises:
+      UserError: If a parameter or an array of the model state differs.
     """
-    there, here = (
-        {n: x for n, x in of.items() if n.split("/")[0] in ("params", "model_state")}
-        for of in (saved.leaves, leaves)
+    before, here = (
+        {n: x for n, x in all_leaves.items() if n.split("/")[0] in ("params", "model_state")}
+        for all_leaves in (saved.leaves, leaves)
     )
-    _check_same_leaves(there, here, source, _remedy(saved.config, config))
+    _check_same_leaves(before, here, source, _remedy(saved.config, config))
 
 
 def _check_same_leaves(
@@ -147,32 +167,32 @@ def _check_same_leaves(
 def changes(saved: Identity, now: Identity) -> list[str]:
     """Returns the differences between two configurations, each as `name: before -> after`.
 
-    A field that was added since had its default before.
+    A field that the saved configuration lacks had its default.
     """
     before, after = _fields(as_json(RunConfig())) | _fields(saved.config), _fields(now.config)
     return [
-        foreign(f"{name}: {before.get(name)} -> {value}", _LONGEST)
+        foreign(f"{name}: {before.get(name)} -> {value}", _MAX_MESSAGE)
         for name, value in after.items()
         if name not in _NO_CHANGE and before.get(name) != value
     ]
 
 
 def _remedy(saved: Mapping[str, Any], now: Mapping[str, Any], *suspects: str) -> str:
-    """Which of the experiment's own options would have to be as they were."""
-    there, here = _fields(saved), _fields(now)
+    """Returns the options of the experiment that differ, with their saved values."""
+    before, here = _fields(saved), _fields(now)
     suspects = (*suspects, "ema_decay", "freeze")
-    own = [n for n in there if n.split(".")[0] not in _COMMON or n in suspects]
-    given = " ".join(_option(name, there[name]) for name in own if there[name] != here.get(name))
+    own = [n for n in before if n.split(".")[0] not in _COMMON or n in suspects]
+    given = " ".join(_option(name, before[name]) for name in own if before[name] != here.get(name))
     return f"give {given or 'the same'}, or another workdir"
 
 
 def _fields(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The configuration's values by the names of their options: nested ones with a dot."""
-    found: dict[str, Any] = {}
+    """Returns the values of a configuration by option name; nested names have a dot."""
+    fields: dict[str, Any] = {}
     for name, value in config.items():
         nested = isinstance(value, dict)
-        found |= _fields(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
-    return found
+        fields |= _fields(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return fields
 
 
 def _start_from(source: str) -> str:
@@ -180,7 +200,7 @@ def _start_from(source: str) -> str:
 
 
 def _option(name: str, value: Any) -> str:
-    """How the command line is told a value."""
+    """Returns the command-line option that sets a field to a value."""
     *group, own = name.replace("_", "-").split(".")
     if value is False:
         own = f"no-{own}"

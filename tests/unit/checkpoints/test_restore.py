@@ -760,7 +760,7 @@ def test_the_best_checkpoint_is_loaded_by_that_word(rising: Run, tmp_path: Path)
         np.testing.assert_array_equal(
             exported["layers.0.norm.mean"], saved.model_state["layers"]["0"]["norm"]["mean"]
         )
-    with pytest.raises(UserError, match="no checkpoint of step 1; there are: 2, 3, 4"):
+    with pytest.raises(UserError, match="no checkpoint of step 1; existing steps: 2, 3, 4"):
         load_params(path, which=1)
     with pytest.raises(UserError, match="must be latest, best or a step"):
         load_params(path, which="beste")
@@ -857,7 +857,7 @@ def test_verify_prints_a_row_a_checkpoint_and_what_is_wrong(
     assert command.main(["verify", str(copy)]) == 1
     found = rows(capsys.readouterr().out)
     assert [[row[0], row[4]] for row in found] == [
-        ["6", "manifest.json is missing: the save did not end, or something else made it"],
+        ["6", "manifest.json is missing: the save was interrupted, or another program made the folder"],
         ["4", "params/_METADATA is missing"],
         ["2", "good"],
         [
