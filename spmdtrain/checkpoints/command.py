@@ -1,4 +1,4 @@
-"""Verify, show and export the checkpoints of a run (python -m spmdtrain.checkpoints)."""
+"""Verification, listing and export of the checkpoints of a run."""
 
 import datetime
 import math

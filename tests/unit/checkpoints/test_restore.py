@@ -857,7 +857,10 @@ def test_verify_prints_a_row_a_checkpoint_and_what_is_wrong(
     assert command.main(["verify", str(copy)]) == 1
     found = rows(capsys.readouterr().out)
     assert [[row[0], row[4]] for row in found] == [
-        ["6", "manifest.json is missing: the save was interrupted, or another program made the folder"],
+        [
+            "6",
+            "manifest.json is missing: the save was interrupted, or another program made the folder",
+        ],
         ["4", "params/_METADATA is missing"],
         ["2", "good"],
         [
