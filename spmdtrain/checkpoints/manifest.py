@@ -111,7 +111,7 @@ class Manifest:
             content = parse_object(read_bytes(folder / NAME))
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointCorruptedError(
-                f"{NAME} is missing: the save was interrupted, or another program made the folder"
+                f"{NAME} is missing: the save was interrupted, or it is not a checkpoint"
             ) from None
         except Malformed as error:
             raise CheckpointCorruptedError(f"{NAME} is not as it was written: {error}") from error

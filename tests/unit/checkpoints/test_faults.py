@@ -223,7 +223,7 @@ def test_a_damaged_newest_falls_back_loudly_and_ends_with_the_same_bits(
     assert first[0] == "4" and re.match(WRONG_ARRAY, first[1])
     assert second == (
         "3",
-        "manifest.json is missing: the save was interrupted, or another program made the folder",
+        "manifest.json is missing: the save was interrupted, or it is not a checkpoint",
     )
     assert "resumed from step 2 of" in told and "set aside as 4.damaged" in told
     assert saved_steps(workdir) == [4, 5, 6]

@@ -859,7 +859,7 @@ def test_verify_prints_a_row_a_checkpoint_and_what_is_wrong(
     assert [[row[0], row[4]] for row in found] == [
         [
             "6",
-            "manifest.json is missing: the save was interrupted, or another program made the folder",
+            "manifest.json is missing: the save was interrupted, or it is not a checkpoint",
         ],
         ["4", "params/_METADATA is missing"],
         ["2", "good"],
