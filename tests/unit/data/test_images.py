@@ -1275,8 +1275,8 @@ def test_many_classes_are_told_in_short() -> None:
 
 
 def test_predictions_are_kept_where_they_cannot_be_presented(tmp_path: Path) -> None:
-    parts = "predict=lambda model, batch: model(batch[0]),\n        format_predictions=lambda found: 1 / 0,\n"
-    changed = ("        train=data", f"        {parts}        train=data")
+    parts = "predict=lambda model, batch: model(batch[0]), format_predictions=lambda found: 1 / 0,"
+    changed = ("        train=data", f"        {parts}\n        train=data")
     config = small_experiment(tmp_path, changed)
     command = ["--config", str(config), "--workdir", str(tmp_path / "run"), "--steps", "1"]
     assert main(command) == 0
