@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib
 import importlib.util
 import inspect
 import re
@@ -276,3 +277,52 @@ def test_a_name_that_a_field_answers_has_it_in_its_right_hand_cell() -> None:
 )
 def test_a_name_that_is_not_there_is_noticed(span: str, fault: str) -> None:
     assert faults_of(span) == [fault]
+
+
+# -- what the pages refer to -----------------------------------------------------------------------
+
+PAGES = sorted([*DOCS.glob("*.md"), REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_module_and_link_of_a_page_exists(page: Path) -> None:
+    text = page.read_text()
+    missing = []
+    for name in re.findall(r"\b(?:spmdtrain|tests|experiments|benchmarks)/[\w/.-]*\w\.\w+", text):
+        if "NAME" not in name and not (REPOSITORY / name).exists():
+            missing.append(name)
+    for dotted in re.findall(r"\bspmdtrain(?:\.\w+)+", text):
+        first, *rest = dotted.removeprefix("spmdtrain.").split(".")
+        path = REPOSITORY / "spmdtrain" / first
+        if not (path.is_dir() or path.with_suffix(".py").exists() or first in spmdtrain.__all__):
+            missing.append(dotted)
+        elif rest and path.is_dir():
+            names = f"{(path / '__init__.py').read_text()}"
+            if not (path / f"{rest[0]}.py").exists() and rest[0] not in names:
+                missing.append(dotted)
+    for target in re.findall(r"\]\(([^)#]+)", text):
+        if "://" not in target and not (page.parent / target).exists():
+            missing.append(target)
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_imports_from_the_package_exists(page: Path) -> None:
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("spmdtrain"):
+                module = importlib.import_module(node.module or "")
+                assert [x.name for x in node.names if not hasattr(module, x.name)] == []
+
+
+def test_every_invariant_names_its_tests() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    rows = [line for line in text.partition("## Invariants")[2].splitlines() if "tests/" in line]
+    assert len(named) >= len(rows) >= 20 and all("::" in row for row in rows)
+    missing = [
+        (file, test)
+        for file, test in named
+        if f"def {test}(" not in (REPOSITORY / file).read_text()
+    ]
+    assert missing == []
