@@ -263,7 +263,7 @@ def test_a_missing_process_is_named_in_all_the_others(tmp_path: Path) -> None:
     for one in ended[:2]:
         missing = f"2 of 3 processes have joined; missing: worker 1 at {addresses[2]}"
         assert f"failed: gave up after 6 s: {missing}" in one.output.splitlines(), show(ended)
-        assert f"waiting, {missing}" in one.output and "Traceback" not in one.output
+        assert f"waiting: {missing}" in one.output and "Traceback" not in one.output
 
 
 def test_a_missing_chief_is_named(tmp_path: Path) -> None:
