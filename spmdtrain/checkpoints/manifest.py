@@ -114,9 +114,9 @@ class Manifest:
                 f"{NAME} is missing: the save was interrupted, or it is not a checkpoint"
             ) from None
         except Malformed as error:
-            raise CheckpointCorruptedError(f"{NAME} is not as it was written: {error}") from error
+            raise CheckpointCorruptedError(f"{NAME} is malformed: {error}") from error
         if content.pop("sha256", None) != _digest(content):
-            raise CheckpointCorruptedError(f"{NAME} is not as it was written")
+            raise CheckpointCorruptedError(f"{NAME} does not match its digest")
         try:
             if content.pop("format", None) != _FORMAT:
                 raise OtherFields("format")

@@ -321,10 +321,10 @@ class Checkpoints:
 
     def _record(self, step: int) -> Record | None:
         try:
-            found = Manifest.read(self.folder / str(step))
+            saved = Manifest.read(self.folder / str(step))
         except CheckpointCorruptedError:
             return None
-        return Record(step, datetime.datetime.fromisoformat(found.saved_at), found.metrics)
+        return Record(step, datetime.datetime.fromisoformat(saved.saved_at), saved.metrics)
 
     # -- failures ------------------------------------------------------------------------------
 

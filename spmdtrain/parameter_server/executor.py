@@ -163,15 +163,15 @@ class ServerExecutor:
 
     def report(self) -> None:
         """Prints the staleness of updates, the steps of each worker and the servers' counts."""
-        made = self._scheduler.made
+        batches = self._scheduler.batches
         counts = ray_pool.answers(self._ray, [server.counts.remote() for server in self._servers])
         servers = [
             dataclasses.asdict(count) | {"params_bytes": self._partition.params.bytes_of(n)}
             for n, count in enumerate(counts)
         ]
-        self._run.logger.terminal.console.print(self._stats.table(made))
+        self._run.logger.terminal.console.print(self._stats.table(batches))
         if self._run.logger.files:
-            self._run.logger.files.write_report("servers", self._stats.report(made, servers))
+            self._run.logger.files.write_report("servers", self._stats.report(batches, servers))
 
 
 def make_partitioner(options: ParameterServerOptions, servers: int) -> Partitioner:

@@ -191,7 +191,7 @@ class BatchScheduler:
         self._pool, self.queue, self._backup_task_timeout = pool, queue, backup_task_timeout
         self._log, self._check_interrupt, self._clock = log, check_interrupt, clock
         self._outcomes: dict[int, Outcome] = {}  # applied, and not taken yet
-        self.made: Counter[str] = Counter()
+        self.batches: Counter[str] = Counter()
         """Number of batches by the worker whose result counted."""
         self._started: dict[str, float] = {}  # when each worker received its batch
         self._durations: deque[float] = deque(maxlen=_RECENT)
@@ -257,7 +257,7 @@ class BatchScheduler:
                     self._losses.pop(outcome.number, None)
                     if self.queue.complete(outcome.number):
                         self._outcomes[outcome.number] = outcome
-                        self.made[worker] += 1
+                        self.batches[worker] += 1
                 case Failed(_, error):
                     raise error
                 case WorkerLost(worker, reason):

@@ -69,8 +69,8 @@ class Shared:
         _check_gradients(gradients, params)
         if np.shape(loss):
             raise UserError(f"push() was given a loss of shape {np.shape(loss)}: pass its mean")
-        whole = clipped(self.partition.on_worker, gradients, params, loss)
-        computed = Computed(jax.tree.map(np.asarray, whole), {}, {"loss": float(loss)})
+        transformed = clipped(self.partition.on_worker, gradients, params, loss)
+        computed = Computed(jax.tree.map(np.asarray, transformed), {}, {"loss": float(loss)})
         pushes = [
             dataclasses.replace(push, floor=running.floor)
             for push in self.partition.pushes(running.number, computed, parts)
@@ -89,8 +89,8 @@ class Shared:
         Call after `join`, because the servers' parts are not read at the same time.
         """
         held = [held for held, _ in self._call("held")]
-        whole = self.partition.state(held, 0, None)
-        return whole.params, whole.opt_state
+        state = self.partition.state(held, 0, None)
+        return state.params, state.opt_state
 
     def _call(self, method: str) -> list[Any]:
         import ray

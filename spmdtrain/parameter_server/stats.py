@@ -37,12 +37,12 @@ class StalenessStats:
         self._pushed += pushed
 
     def report(
-        self, made: Mapping[str, int], servers: Sequence[Mapping[str, int]]
+        self, batches: Mapping[str, int], servers: Sequence[Mapping[str, int]]
     ) -> dict[str, Any]:
         """Returns the statistics as JSON.
 
         Args:
-          made: Number of batches of each worker.
+          batches: Number of batches of each worker.
           servers: Counts of each server.
         """
         return {
@@ -50,14 +50,14 @@ class StalenessStats:
             "staleness": {str(n): self.staleness[n] for n in sorted(self.staleness)},
             "pulled_bytes_per_step": self._pulled // self.steps,
             "pushed_bytes_per_step": self._pushed // self.steps,
-            "batches": dict(sorted(made.items())),
+            "batches": dict(sorted(batches.items())),
             "servers": {f"ps {number}": dict(counts) for number, counts in enumerate(servers)},
         }
 
-    def table(self, made: Mapping[str, int]) -> Table:
+    def table(self, batches: Mapping[str, int]) -> Table:
         """Returns a table of the updates by staleness.
 
-        Its caption has the bytes of a step and the number of batches of each worker (`made`).
+        Its caption has the bytes of a step and the number of batches of each worker (`batches`).
         """
         table = Table(
             title="staleness of the updates", title_justify="left", caption_justify="left"
@@ -73,6 +73,6 @@ class StalenessStats:
         for name, count in rows.items():
             table.add_row(name, f"{count:,}", "#" * round(_BAR * count / longest))
         pulled, pushed = (byte_size(sum_ // self.steps) for sum_ in (self._pulled, self._pushed))
-        batches = ", ".join(f"{worker} {made[worker]:,}" for worker in sorted(made))
-        table.caption = f"a step pulls {pulled} and pushes {pushed}; batches: {batches}"
+        by_worker = ", ".join(f"{worker} {batches[worker]:,}" for worker in sorted(batches))
+        table.caption = f"a step pulls {pulled} and pushes {pushed}; batches: {by_worker}"
         return table

@@ -774,7 +774,7 @@ def test_a_damaged_best_checkpoint_is_never_replaced_by_the_second_best(
     workdir = shutil.copytree(rising.workdir, tmp_path / "run")
     manifest = workdir / "checkpoints" / "2" / "manifest.json"
     manifest.write_text(manifest.read_text()[:20])
-    with pytest.raises(UserError, match=r"checkpoints/2: manifest.json is not as it was written"):
+    with pytest.raises(UserError, match=r"checkpoints/2: manifest.json is malformed"):
         load_params(str(workdir), which="best")
     assert read_manifest(str(workdir)).step == 4
     assert read_manifest(str(workdir), which=3).step == 3
@@ -906,7 +906,7 @@ def test_verify_names_the_damaged_checkpoint_of_a_run(
     (workdir / "checkpoints" / "2" / "manifest.json").write_text("{}")
     assert command.main(["verify", str(workdir)]) == 1
     found = [[row[0], row[4]] for row in rows(capsys.readouterr().out)]
-    assert found == [["4", "good"], ["2", "manifest.json is not as it was written"]]
+    assert found == [["4", "good"], ["2", "manifest.json does not match its digest"]]
     assert command.main(["verify", str(workdir / "checkpoints" / "4")]) == 0
     assert [row[0] for row in rows(capsys.readouterr().out)] == ["4"]
     shutil.rmtree(workdir)

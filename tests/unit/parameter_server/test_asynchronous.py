@@ -262,7 +262,7 @@ def test_who_waits_for_a_worker_hears_so_and_may_stop() -> None:
         "worker 2 is back",
     ]
     assert asked == [6, 5, 4, 2, 1]
-    assert run.made == {"worker 2": 1}
+    assert run.batches == {"worker 2": 1}
 
 
 def test_a_batch_that_hangs_and_is_waited_for_goes_before_new_ones() -> None:
@@ -278,7 +278,7 @@ def test_a_batch_that_hangs_and_is_waited_for_goes_before_new_ones() -> None:
     run = BatchScheduler(crew, queue, None, told.append, clock=lambda: crew.now)
     assert run.take(0).number == 0
     # Half a second for each of the other two's: 60 s are bearable while none has come, then 3.
-    assert 10.0 < crew.now < 30.0 and run.made["worker 0"] == 0
+    assert 10.0 < crew.now < 30.0 and run.batches["worker 0"] == 0
     assert told[0].startswith("worker 0: batch 0 has taken more than")
 
 
