@@ -27,9 +27,8 @@ KINDS = (
 )
 
 _LAYOUT = re.compile(r"\{[^{}]*\}")
-_ELEMENT = re.compile(
-    r"\([^()]*\)|\w+\[[^\]]*\]"
-)  # an element of a tuple: an inner tuple or an array
+# An element of a tuple: an inner tuple or an array.
+_ELEMENT = re.compile(r"\([^()]*\)|\w+\[[^\]]*\]")
 # TPU programs contain one collective several times, once in each fusion that executes a part of it.
 # The channel alone does not identify it: a function that is called twice keeps its channel.
 _PIECE = re.compile(r'(channel_id=\d+).*(chain_id="\d+").*"async_collective_fusion_config"')
@@ -154,10 +153,8 @@ def collectives_of(module: Module, mesh: Mesh, origins: Origins | None = None) -
                         ),
                     )
                 )
-            kind, started = (
-                instruction.opcode.removesuffix("-start"),
-                instruction.opcode.endswith("-start"),
-            )
+            started = instruction.opcode.endswith("-start")
+            kind = instruction.opcode.removesuffix("-start")
             if kind not in KINDS:
                 continue
             piece = _PIECE.search(instruction.attributes)
@@ -220,20 +217,17 @@ def _carried(
 
 def _source(instruction: Instruction, within: Computation, origins: Origins | None) -> Instruction:
     """Returns the collective itself if it has an operation name, else the producer of its data."""
-    return (
-        instruction
-        if origins is None or instruction.op_name
-        else origins.producer(instruction, within)
-    )
+    if origins is None or instruction.op_name:
+        return instruction
+    return origins.producer(instruction, within)
 
 
 def _between_slices(
     instruction: Instruction, match: re.Match[str], times: float, mesh: Mesh
 ) -> Collective:
     slices = len(_numbers(match[1]))
-    group = np.arange(slices) * (
-        mesh.size // slices
-    )  # the devices of a slice are consecutive in a mesh
+    # The devices of a slice are consecutive in a mesh.
+    group = np.arange(slices) * (mesh.size // slices)
     return Collective(
         kind=match[2].lower().replace("_", "-"),
         axes=_axes(group[None], mesh),
