@@ -14,12 +14,12 @@ import jax, numpy as np
 import spmdtrain
 from jax.sharding import NamedSharding, PartitionSpec as P
 from spmdtrain.distributed import process_group
-from spmdtrain.xla.collective_options import compiler_options, prepare
+from spmdtrain.xla.collective_options import compiler_options, configure_collectives
 from spmdtrain.config import CollectiveOptions
 
 spmdtrain.initialize()
 options = CollectiveOptions(timeout=float(sys.argv[1]) or None, cpu_implementation="gloo")
-prepare(options, process_group.count())
+configure_collectives(options, process_group.count())
 mesh = jax.make_mesh((jax.device_count(),), ("data",))
 step = jax.jit(
     jax.shard_map(

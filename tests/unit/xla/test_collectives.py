@@ -203,11 +203,11 @@ VIRTUAL = """
 import sys, time
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from spmdtrain.xla.collective_options import compiler_options, prepare
+from spmdtrain.xla.collective_options import compiler_options, configure_collectives
 from spmdtrain.config import CollectiveOptions
 
 options = CollectiveOptions(timeout=float(sys.argv[1]) or None)
-prepare(options, 1)
+configure_collectives(options, 1)
 mesh, late = jax.make_mesh((4,), ("data",)), [False]
 
 def hold(index, x):
@@ -261,12 +261,12 @@ def test_a_collective_of_one_process_ends_it_when_the_timeout_is_over() -> None:
 MPI = """
 import os, sys
 import jax
-from spmdtrain.xla.collective_options import MPI_LIBRARY, prepare
+from spmdtrain.xla.collective_options import MPI_LIBRARY, configure_collectives
 from spmdtrain.config import CollectiveOptions
 
 os.environ[MPI_LIBRARY] = "libmpiwrapper.so"  # too late for JAX to find it
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 1, 0)
-prepare(CollectiveOptions(cpu_implementation="mpi"), 2)
+configure_collectives(CollectiveOptions(cpu_implementation="mpi"), 2)
 print("prepared", flush=True)
 jax.devices()
 """
