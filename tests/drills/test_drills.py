@@ -322,7 +322,7 @@ def test_a_second_of_an_index_that_comes_late_is_refused_and_the_job_goes_on(
 
     ended = differing(line, processes=3, grace=120)
     assert codes(ended) == [0, 0, 1], show(ended)
-    assert "the job has begun with another worker 0" in ended[2].output
+    assert "the job has started with another worker 0" in ended[2].output
     assert ended[2].seconds < ended[0].seconds, "it did not come while the others trained"
     assert sums(workdir) == sums(whole)
 
