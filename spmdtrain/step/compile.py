@@ -1,4 +1,4 @@
-"""The train step's programs, compiled beside what else a run begins with."""
+"""Compilation of the train step in a background thread, while a run starts."""
 
 import time
 from collections.abc import Callable
@@ -23,33 +23,47 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class Program:
-    """What makes one step or several: (state, batch) -> (state, output)."""
+    """A compiled train step for one or several steps.
+
+    Attributes:
+      call: The function (state, batch) -> (state, output).
+      summary: The compile time and the collectives of the program, for the log.
+      lowered: The program before XLA compiled it; None if it is not compiled.
+    """
 
     call: Callable[..., Any]
-    told: str
-    """How long that took, and the collectives that it has."""
+    summary: str
     lowered: jax.stages.Lowered | None
-    """The program before XLA compiled it; None if it is not compiled."""
 
 
 class Programs:
-    """Those of one trainer, by the steps that they make at once."""
+    """The compiled train steps of one trainer, by their number of steps.
+
+    Args:
+      steps: The functions to compile.
+      placement: The strategy and its mesh.
+      config: The run's options.
+    """
 
     def __init__(self, steps: StepFunctions, placement: Placement, config: RunConfig) -> None:
         self._steps, self._placement, self._config = steps, placement, config
-        # One at a time: they share what `StepFunctions.choose_reduction` decides.
+        # One thread, because the programs share the result of `StepFunctions.choose_reduction`.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="compile")
-        self._under_way: dict[int, tuple[PyTree, Future[Program]]] = {}
+        self._programs: dict[int, tuple[PyTree, Future[Program]]] = {}
 
     def begin(self, steps: int, batch: PyTree) -> None:
-        """Start to compile for batches of these shapes and places, and return.
+        """Starts to compile in the background.
 
-        Nothing is begun where the worker would compile something else: much of what JAX can be
-        told (`jax.default_device`, `jax.default_matmul_precision`) is known by thread.
+        Nothing is started if the worker thread would compile another program: many JAX options
+        (`jax.default_device`, `jax.default_matmul_precision`) belong to a thread.
+
+        Args:
+          steps: Number of steps of a call.
+          batch: Arrays or abstract arrays of the shapes and shardings of its batches.
         """
         if self._worker.submit(self._context).result() == self._context():
             shapes = jax.tree.map(_shape, batch)
-            self._under_way[steps] = shapes, self._worker.submit(self._make, steps, shapes)
+            self._programs[steps] = shapes, self._worker.submit(self._make, steps, shapes)
 
     def begin_for(
         self, dataset: Dataset, steps: int, augment: Augment | None, config: RunConfig
@@ -69,50 +83,57 @@ class Programs:
         self.begin(steps, shapes)
 
     def get(self, steps: int, batch: PyTree) -> Program:
-        """Returns the compiled program for such batches; raises the errors of its compilation."""
+        """Returns the compiled program.
+
+        Raises the errors of its compilation, which the next call repeats.
+
+        Args:
+          steps: Number of steps of a call.
+          batch: Arrays or abstract arrays of the shapes and shardings of its batches.
+        """
         shapes = jax.tree.map(_shape, batch)
-        if steps not in self._under_way or self._under_way[steps][0] != shapes:
+        if steps not in self._programs or self._programs[steps][0] != shapes:
             self.wait()
-            made: Future[Program] = Future()
-            made.set_result(self._make(steps, shapes))
-            self._under_way[steps] = shapes, made
-        _, program = self._under_way[steps]
+            compiled: Future[Program] = Future()
+            compiled.set_result(self._make(steps, shapes))
+            self._programs[steps] = shapes, compiled
+        _, program = self._programs[steps]
         try:
             return program.result()
         except Exception:
-            del self._under_way[steps]
+            del self._programs[steps]
             raise
 
     def wait(self) -> None:
-        """Return when nothing is being compiled."""
-        for _, program in self._under_way.values():
+        """Waits until no compilation is in progress."""
+        for _, program in self._programs.values():
             program.exception()
 
     def _context(self) -> object:
-        """What JAX has been told in this thread, as far as programs depend on it."""
+        """Returns this thread's JAX options that programs depend on."""
         with use_placement(self._placement):
             return trace_context()
 
     def _make(self, steps: int, batch: PyTree) -> Program:
-        began = time.perf_counter()
-        with use_placement(self._placement):  # which is known by thread
-            settled = self._steps.choose_reduction(batch, steps)
+        started = time.perf_counter()
+        with use_placement(self._placement):  # the placement belongs to a thread
+            choice = self._steps.choose_reduction(batch, steps)
             by_index = self._config.data_on_device
             call = self._steps.train_program(steps, by_index=by_index)
             if not self._config.jit:
                 return Program(call, "steps are not compiled", None)
-            # For arrays in their places: so the jitted function, whose calls are dispatched faster
-            # than those of what is compiled here, finds it compiled.
+            # With the shardings of the real arguments, so that the jitted function finds the
+            # program in its cache. Its calls are dispatched faster than those of `compiled`.
             lowered = call.lower(self._steps.placed_state, batch)
             compiled = lowered.compile()
-        told = f"step compiled in {time.perf_counter() - began:.1f} s"
-        if process_group.is_chief():  # who alone tells it
+        summary = f"step compiled in {time.perf_counter() - started:.1f} s"
+        if process_group.is_chief():  # the only process that logs it
             text = collectives.describe_program(compiled.as_text() or "", self._placement.mesh)
-            told += f": {text}{settled}"
-        return Program(call, told, lowered)
+            summary += f": {text}{choice}"
+        return Program(call, summary, lowered)
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    """Of an array, and its place if it is on devices already."""
+    """Returns the shape and dtype of an array, with its sharding if it is on devices."""
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=getattr(x, "sharding", None))

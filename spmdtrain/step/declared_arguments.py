@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 PyTree = Any
 
-# Keeps the key of objectives apart from those that models derive from the same key.
+# Separates the objective's key from the keys that models derive from the same key.
 _OF_OBJECTIVES = 0x6F626A65
 
 
@@ -20,9 +20,10 @@ class Declared:
     """A function of (model, batch) that may also declare `key` and `mask`.
 
     Attributes:
-        function: The user's function.
-        key: Whether it has a parameter `key` without a value: a typed JAX key, for its own draws.
-        mask: Whether it has a parameter `mask` without a value: f32 (B,), 0 for padding rows.
+      function: The user's function.
+      key: Whether it has a parameter `key` without a default, or with the default None: a typed JAX
+        key, for its own draws.
+      mask: The same for a parameter `mask`: f32 (B,), 0 for padding rows.
     """
 
     function: Callable[..., PyTree]
@@ -31,38 +32,46 @@ class Declared:
 
     @classmethod
     def of(cls, function: Callable[..., PyTree]) -> "Declared":
-        """Reads the signature; model and batch are the first two parameters."""
+        """Reads the signature of a function, whose first two parameters are model and batch.
+
+        Args:
+          function: An objective or predict function.
+        """
         try:
             parameters = list(inspect.signature(function).parameters.values())[2:]
-        except (TypeError, ValueError):  # a callable that has none
+        except (TypeError, ValueError):  # a callable without a signature
             parameters = []
         open_ = {
-            one.name
-            for one in parameters
-            if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-            and (one.default is one.empty or one.default is None)
+            p.name
+            for p in parameters
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+            and (p.default is p.empty or p.default is None)
         }
         return cls(function, "key" in open_, "mask" in open_)
 
     def given(
         self, key: jax.Array, batch: PyTree, mask: jax.Array | None = None
     ) -> Callable[[Any, PyTree], PyTree]:
-        """The function of (model, batch).
+        """Returns the function of (model, batch), with the declared arguments bound.
 
         Args:
-            key: What the model's own draws derive from; the function's key is another one.
-            batch: The batch, for its size.
-            mask: 0 for padding rows; by default all rows are real.
+          key: The key of the model's own draws, from which the function's key derives.
+          batch: The batch; its number of rows is read.
+          mask: f32 (B,), 0 for padding rows. By default no row is padding.
         """
-        found: dict[str, jax.Array] = {}
+        declared: dict[str, jax.Array] = {}
         if self.key:
-            found["key"] = jax.random.fold_in(key, _OF_OBJECTIVES)
+            declared["key"] = jax.random.fold_in(key, _OF_OBJECTIVES)
         if self.mask:
             rows = jax.tree.leaves(batch)[0].shape[0]
-            found["mask"] = jnp.ones(rows, jnp.float32) if mask is None else mask
-        return partial(self.function, **found) if found else self.function
+            declared["mask"] = jnp.ones(rows, jnp.float32) if mask is None else mask
+        return partial(self.function, **declared) if declared else self.function
 
 
 def eval_key(draw: jax.Array) -> jax.Array:
-    """The key of one batch of an evaluation, from (seed of evaluations, number of the batch)."""
+    """Returns the random key of one batch of an evaluation.
+
+    Args:
+      draw: uint32 (2,), the seed of evaluations and the index of the batch.
+    """
     return jax.random.fold_in(jax.random.key(draw[0]), draw[1])

@@ -1,4 +1,4 @@
-"""Whether what a step has made is finite."""
+"""Checks of a step's loss and state for NaN and infinity."""
 
 from typing import Any, Protocol
 
@@ -10,10 +10,11 @@ from spmdtrain.tree import named_leaves
 
 PyTree = Any
 HEALTH = ("loss", "params", "opt_state", "model_state")
+"""The names of the flags that `health` returns."""
 
 
 class Whole(Protocol):
-    """A state, or a server's part of one."""
+    """The fields of a state, or of a parameter server's part of one."""
 
     @property
     def params(self) -> PyTree: ...
@@ -26,12 +27,19 @@ class Whole(Protocol):
 
 
 def health(loss: jax.Array, before: Whole, after: Whole, places: Whole) -> jax.Array:
-    """Whether each of `HEALTH` is finite after a step, bool (4,).
+    """Returns whether each of `HEALTH` is finite after a step.
 
-    `loss` may be several numbers; `places` are the state's shardings.
+    Values that were infinite before are compared only if they may be infinite on purpose: reading
+    the old parameters would prevent their update in place, a third of a small step's time.
 
-    To look at the old parameters too would keep them from being overwritten in place: a third of a
-    small step's time. So only what may be infinite on purpose is compared.
+    Args:
+      loss: One or several numbers.
+      before: The state before the step.
+      after: The state after the step.
+      places: The shardings of the state.
+
+    Returns:
+      bool (4,).
     """
     return jnp.stack(
         [
@@ -48,51 +56,56 @@ def health(loss: jax.Array, before: Whole, after: Whole, places: Whole) -> jax.A
 def stays_finite(
     before: PyTree, after: PyTree, places: PyTree, *, arrays_too: bool = False
 ) -> jax.Array:
-    """Whether no element became NaN or infinite.
+    """Returns whether no element became NaN or infinite, a bool scalar.
 
-    A scalar that was infinite before is meant so (the best loss yet, say), and is none of it;
-    with `arrays_too`, so is an element of an array (a mask).
+    A scalar that was infinite before may stay so (the best loss so far, for example).
+
+    Args:
+      before: Arrays before a step.
+      after: The same arrays after it.
+      places: Their shardings.
+      arrays_too: Whether elements of arrays that were infinite before may stay so, too (a mask).
     """
-    sound, small = [], []
+    flags, small = [], []
     for x, y, place in zip(*map(jax.tree.leaves, (before, after, places)), strict=True):
         if not jnp.issubdtype(y.dtype, jnp.inexact):
             continue
         if arrays_too or y.ndim == 0:
-            sound.append((jnp.isfinite(y) | (jnp.isinf(x) & ~jnp.isnan(y))).all())
-        elif not _by_products(y, place):
-            sound.append(jnp.isfinite(y).all())
+            flags.append((jnp.isfinite(y) | (jnp.isinf(x) & ~jnp.isnan(y))).all())
+        elif not _uses_products(y, place):
+            flags.append(jnp.isfinite(y).all())
         elif y.size > _SMALL:
-            sound.append(_product(y.reshape(-1, y.shape[-1])))
+            flags.append(_is_finite(y.reshape(-1, y.shape[-1])))
         else:
             small.append(y.ravel())
-    # Of small arrays, one for all: to compile a reduction for each took most of the compile time
-    # of a model of hundreds of arrays, and to run them a fifth of its step.
-    for dtype in dict.fromkeys(y.dtype for y in small):  # in an order that is the same in each run
-        sound.append(_product(jnp.concatenate([y for y in small if y.dtype == dtype])))
-    return jnp.array(sound).all()
+    # One reduction for all small arrays: a reduction for each took most of the compile time of a
+    # model with hundreds of arrays, and a fifth of its step's time.
+    for dtype in dict.fromkeys(y.dtype for y in small):  # in the same order in each run
+        flags.append(_is_finite(jnp.concatenate([y for y in small if y.dtype == dtype])))
+    return jnp.array(flags).all()
 
 
-_SMALL = 2**14  # elements, that are copied next to others' in no time
+_SMALL = 2**14  # elements up to which the copy into one array takes next to no time
 
 
-def _by_products(x: jax.Array, place: Sharding) -> bool:
-    """Whether products tell best if an array is finite.
+def _uses_products(x: jax.Array, place: Sharding) -> bool:
+    """Returns whether a product is the fastest check of an array.
 
-    XLA:CPU compares elements one by one: with it, a step of a small network takes a quarter longer.
-    Products with zeros, which are NaN for what is not finite, take it nothing.
+    XLA:CPU compares elements one by one, which makes a step of a small network a quarter slower. A
+    product with zeros, which is NaN if an element is not finite, costs next to nothing.
     """
     device: Any = next(iter(place.device_set))
     whole, widths = place.is_fully_replicated, (jnp.float32, jnp.float64)
     return device.platform == "cpu" and whole and x.dtype in widths
 
 
-def _product(x: jax.Array) -> jax.Array:
-    """Whether all elements are finite."""
+def _is_finite(x: jax.Array) -> jax.Array:
+    """Returns whether all elements are finite, by a product with zeros."""
     return jnp.isfinite(x @ jnp.zeros(x.shape[-1], x.dtype)).all()
 
 
 def first_non_finite(tree: PyTree) -> str | None:
-    """The path of the first array that holds a NaN or an infinity."""
+    """Returns the path of the first array that holds NaN or infinity; None if there is none."""
     for name, leaf in named_leaves(tree).items():
         if jnp.issubdtype(leaf.dtype, jnp.inexact) and not bool(jnp.isfinite(leaf).all()):
             return name

@@ -1,9 +1,9 @@
 """Hyperparameters in the optimizer's state (`optax.inject_hyperparams`) across a resume.
 
-A constant that is injected lives in the optimizer's state, so a restore brings the old value back.
-Each checkpoint therefore records the values that the optimizer starts with. If those differ on a
+An injected constant is part of the optimizer's state, so a restore brings the old value back.
+Each checkpoint therefore records the initial values of the optimizer. If one of them differs on a
 resume, the new value replaces the restored one. A value that the run itself has changed (in a
-callback, say) is kept as long as the value to start with is the same. Schedules are not recorded:
+callback, for example) is kept as long as the initial value is the same. Schedules are not recorded:
 they are computed from the step count at each update. A checkpoint of an older version has no
 record; then the configured learning rate decides.
 """
@@ -26,13 +26,13 @@ _RATE = "learning_rate"
 
 
 def injected(opt_state: PyTree) -> dict[str, Any]:
-    """Return the injected hyperparameters of an optimizer's state by path."""
+    """Returns the injected hyperparameters of an optimizer's state by path."""
     leaves = jax.tree_util.tree_leaves_with_path(opt_state)
     return {path_name(path): leaf for path, leaf in leaves if _FIELD in path}
 
 
 def _constants(opt_state: PyTree) -> dict[str, Any]:
-    """The injected hyperparameters that no schedule computes, by path."""
+    """Returns the injected hyperparameters that no schedule computes, by path."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(opt_state)]
     indices = [(path, path.index(_SCHEDULES)) for path in paths if _SCHEDULES in path]
     scheduled = {path_name((*path[:at], _FIELD, path[at + 1])) for path, at in indices}
@@ -44,20 +44,20 @@ def _is_rate(name: str) -> bool:
 
 
 def learning_rate(opt_state: PyTree) -> jax.Array | None:
-    """Return the injected learning rate; None if there is none, or more than one."""
-    found = [x for name, x in injected(opt_state).items() if _is_rate(name)]
-    return found[0] if len(found) == 1 and found[0].ndim == 0 else None
+    """Returns the injected learning rate; None if there is none, or more than one."""
+    rates = [x for name, x in injected(opt_state).items() if _is_rate(name)]
+    return rates[0] if len(rates) == 1 and rates[0].ndim == 0 else None
 
 
 def initial_values(init: Callable[..., PyTree], *arguments: PyTree) -> dict[str, Any]:
-    """Return the injected hyperparameters that an optimizer starts with, as numbers.
+    """Returns the initial values of an optimizer's injected hyperparameters, as numbers by path.
 
     Those that a schedule computes are left out.
 
     Args:
-        init: Makes the optimizer's state. It is traced; only what the hyperparameters need is
-            computed.
-        *arguments: What `init` takes; shapes suffice.
+      init: Returns the optimizer's state. It is traced, and only what the hyperparameters depend on
+        is computed.
+      *arguments: The arguments of `init`; shapes suffice.
     """
     program, shapes = jax.make_jaxpr(init, return_shape=True)(*arguments)
     constants = _constants(shapes)
@@ -66,7 +66,7 @@ def initial_values(init: Callable[..., PyTree], *arguments: PyTree) -> dict[str,
     if not any(wanted):
         return {}
     needed, used = partial_eval.dce_jaxpr(program.jaxpr, wanted)
-    if any(used):  # values computed from the parameters are no setting
+    if any(used):  # values computed from the parameters are not options
         return {}
     values = jax.core.eval_jaxpr(needed, program.consts)
     return {name: np.asarray(value).tolist() for name, value in zip(constants, values, strict=True)}
@@ -81,16 +81,16 @@ def updated(
     *,
     rate_changed: bool,
 ) -> TrainState:
-    """Return a restored state with the new values of hyperparameters that have changed.
+    """Returns a restored state with the new values of hyperparameters that have changed.
 
     Args:
-        state: The restored state.
-        shardings: Its shardings.
-        saved: The initial values when it was saved; empty if they were not recorded.
-        now: The initial values of this run.
-        tell: Called with a line for each change, and for each value that may have changed and is
-            not used because there is no record.
-        rate_changed: Whether the configured learning rate is another than when it was saved.
+      state: The restored state.
+      shardings: Its shardings.
+      saved: The initial values when it was saved; empty if they were not recorded.
+      now: The initial values of this run.
+      tell: Called with a line for each change, and for each value that may have changed but is not
+        used because there is no record.
+      rate_changed: Whether the configured learning rate differs from that of the saved run.
     """
     if not now or saved == now:
         return state
@@ -107,8 +107,8 @@ def updated(
         if not changed:
             if differs and not saved:
                 tell(
-                    f"optimizer: {name} stays {restored!s}, and not {value!s}: the checkpoint "
-                    "does not record the value that it began with"
+                    f"optimizer: {name} stays {restored!s} instead of {value!s}, because the "
+                    "checkpoint does not record its initial value"
                 )
             return leaf
         if differs:

@@ -1,4 +1,4 @@
-"""Changes of the model state, and how those of several workers or replicas are combined."""
+"""Changes of the model state, and their combination over workers or replicas."""
 
 from typing import Any
 
@@ -9,25 +9,35 @@ PyTree = Any
 
 
 def difference(after: PyTree, before: PyTree) -> PyTree:
-    """What a batch adds to the model state, so that what several add comes together.
+    """Returns the change of the model state by a batch, so that several changes can be combined.
 
-    A batch statistic becomes `new - old`, which moves the newest one by as much; counters, and the
-    numbers of random keys, add up modulo their range. A flag is taken as it is.
+    The change of a batch statistic is `new - old`. Counters and random key data are subtracted
+    modulo their range. A flag is its new value.
+
+    Args:
+      after: The model state after the batch.
+      before: The model state before it.
     """
 
-    def more(x: jax.Array, y: jax.Array) -> jax.Array:
+    def change(x: jax.Array, y: jax.Array) -> jax.Array:
         if x.dtype == jnp.bool_:
             return x
         return jnp.where(x == y, jnp.zeros_like(x), x - y)  # a mask's infinities stay
 
-    return jax.tree.map(more, after, before)
+    return jax.tree.map(change, after, before)
 
 
 def with_difference(tree: PyTree, more: PyTree, staleness: jax.Array) -> PyTree:
-    """The model state with what a batch adds to it, computed so many updates ago.
+    """Returns the model state with a change applied.
 
-    As each of n workers that pulled the same moves a statistic towards its batch's, together they
-    would move it n times as far, and beyond: a variance below 0. So they share the way.
+    If n workers pulled the same state, each moves a statistic towards its batch's value, and
+    together they would move it n times as far: a variance could become negative. So the change of
+    a floating-point leaf is divided by 1 + staleness.
+
+    Args:
+      tree: The current model state.
+      more: The change, as `difference` returns it.
+      staleness: Number of updates since the change was computed.
     """
 
     def added(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -44,10 +54,10 @@ def averages_and_counts(change: PyTree) -> tuple[PyTree, PyTree]:
     """Splits a change into its floating-point leaves and its counters and flags.
 
     Args:
-        change: A change as `difference` returns it.
+      change: A change, as `difference` returns it.
 
     Returns:
-        Two trees of the same structure, each with None in place of the other's leaves.
+      Two trees of the same structure, each with None in place of the other's leaves.
     """
 
     def part(floating: bool) -> PyTree:

@@ -1,4 +1,4 @@
-"""What an optimizer makes of parameters and gradients: of all, or of the part a server has."""
+"""Optimizer updates of all parameters, or of a parameter server's part."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -18,12 +18,15 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class Update:
-    """The optimizer, what it leaves alone, and the average that is kept of what it makes.
+    """The optimizer with the parameters that it trains and their moving average.
 
     Attributes:
-        optimizer: Of optax. Raises `UserError` for what is none.
-        frozen: Patterns of the paths of parameters that are not trained.
-        ema_decay: Of the moving average of the parameters; None where none is kept.
+      optimizer: An optax optimizer.
+      frozen: Regular expressions; a parameter whose path one of them matches is not trained.
+      ema_decay: The decay of the moving average of the parameters; None for no average.
+
+    Raises:
+      UserError: If `optimizer` is not an optax optimizer.
     """
 
     optimizer: optax.GradientTransformation
@@ -35,24 +38,30 @@ class Update:
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise UserError(
                 f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}: it must "
-                "be of optax, optax.adam(1e-3) say"
+                "be an optax optimizer, for example optax.adam(1e-3)"
             )
 
     def init(self, params: PyTree) -> PyTree:
-        """The optimizer's state before its first step."""
+        """Returns the initial state of the optimizer for these parameters."""
         return self.optimizer.init(self.partition(params)[0])
 
     def first_average(self, params: PyTree) -> PyTree:
-        """The average before the first step; an empty dictionary where none is kept."""
+        """Returns the average before the first step; an empty dictionary without an average."""
         return {} if self.ema_decay is None else first_average(params)
 
     def __call__(
         self, params: PyTree, opt_state: PyTree, gradients: PyTree, loss: jax.Array
     ) -> tuple[PyTree, PyTree]:
-        """The parameters and the optimizer's state after a step.
+        """Returns the parameters and the optimizer's state after a step.
 
-        Gradients are of those that are trained, None in the others' places; `loss` is for
-        optimizers that look at it.
+        Args:
+          params: All parameters.
+          opt_state: The optimizer's state.
+          gradients: Gradients of the trained parameters, None in place of the others.
+          loss: The loss, for optimizers that use it.
+
+        Raises:
+          UserError: If the optimizer needs a line search.
         """
         trained, frozen = self.partition(params)
         optimizer = optax.with_extra_args_support(self.optimizer)
@@ -62,14 +71,14 @@ class Update:
             if "value_fn" not in str(error):
                 raise
             raise UserError(
-                "the optimizer needs value_fn, the loss as a function of the parameters, to search "
-                "along a line, as optax.lbfgs does. A step computes the loss once: use an "
+                "the optimizer needs value_fn, the loss as a function of the parameters, for a "
+                "line search, as optax.lbfgs does. A step computes the loss only once: use an "
                 "optimizer without a line search, for example optax.lbfgs(1.0, linesearch=None)"
             ) from error
         return merge(optax.apply_updates(trained, updates), frozen), opt_state
 
     def partition(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """The parameters that are trained and those that are not, None in the others' places."""
+        """Returns the trained parameters and the others, each with None in the others' places."""
         patterns = [re.compile(pattern) for pattern in self.frozen]
         if not patterns:
             return params, None
@@ -79,25 +88,38 @@ class Update:
                 lambda path, x: x if belongs(path_name(path)) else None, params
             )
 
-        def found(name: str) -> bool:
+        def is_frozen(name: str) -> bool:
             return any(pattern.search(name) for pattern in patterns)
 
-        return part(lambda name: not found(name)), part(found)
+        return part(lambda name: not is_frozen(name)), part(is_frozen)
 
     def check(self, params: PyTree) -> None:
-        """Raise `UserError` where `freeze` matches no parameter, or all."""
+        """Checks the patterns of `freeze`.
+
+        Args:
+          params: All parameters; shapes suffice.
+
+        Raises:
+          UserError: If a pattern matches no parameter, or if nothing is left to train.
+        """
         names = list(named_leaves(params))
         for pattern in self.frozen:
             if not any(re.search(pattern, name) for name in names):
-                raise UserError(f"freeze: {pattern!r} is found in no parameter's path: {names}")
+                raise UserError(f"freeze: {pattern!r} matches no parameter's path: {names}")
         if self.frozen and not jax.tree.leaves(self.partition(params)[0]):
-            raise UserError(f"freeze: nothing is left to train of {names}")
+            raise UserError(f"freeze: no parameter is left to train of {names}")
 
     def average(self, averaged: PyTree, params: PyTree, step: jax.Array) -> PyTree:
-        """The exponential moving average of the parameters after update number `step`, from 0.
+        """Returns the exponential moving average of the parameters after an update.
 
-        It decays faster at first, by (1 + k) / (10 + k) in update k, so that it soon forgets the
-        initial values: as TensorFlow's `ExponentialMovingAverage` does with `num_updates`.
+        The decay of update k, counted from 1, is at most (1 + k) / (10 + k), so that the average
+        soon forgets the initial values, as TensorFlow's `ExponentialMovingAverage` with
+        `num_updates` does.
+
+        Args:
+          averaged: The average before the update.
+          params: The parameters after it.
+          step: Number of updates before it.
         """
         if self.ema_decay is None:
             return averaged
@@ -110,7 +132,7 @@ class Update:
 
 
 def merge(params: PyTree, frozen: PyTree) -> PyTree:
-    """The parameters again, from the two parts that `Update.parted` makes."""
+    """Joins the two parts that `Update.partition` returns."""
     if frozen is None:
         return params
     return jax.tree.map(
@@ -121,7 +143,17 @@ def merge(params: PyTree, frozen: PyTree) -> PyTree:
 def clipped(
     transformation: optax.GradientTransformation, gradients: PyTree, trained: PyTree, loss: Any
 ) -> PyTree:
-    """What the worker's part of an optimizer makes of a whole gradient; it keeps no state."""
+    """Applies the part of an optimizer that runs on workers, and keeps no state, to gradients.
+
+    Args:
+      transformation: The part of the optimizer, gradient clipping for example.
+      gradients: The whole gradients.
+      trained: The trained parameters.
+      loss: The loss.
+
+    Returns:
+      The transformed gradients.
+    """
     full = optax.with_extra_args_support(transformation)
-    found, _ = full.update(gradients, full.init(trained), trained, value=jnp.asarray(loss))
-    return found
+    result, _ = full.update(gradients, full.init(trained), trained, value=jnp.asarray(loss))
+    return result

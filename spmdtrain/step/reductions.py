@@ -1,4 +1,4 @@
-"""Gradients reduced by hand, under `shard_map`: an option beside XLA's own all-reduce."""
+"""Reductions of gradients under `shard_map`, as alternatives to XLA's own all-reduce."""
 
 import collections
 from collections.abc import Callable
@@ -10,21 +10,22 @@ import numpy as np
 
 PyTree = Any
 Reduction = Callable[[PyTree, tuple[str, ...]], PyTree]
-"""(gradients, axes) -> gradients: from each device's share of the gradients (the sum over its
-examples, divided by the global batch size) to the sum over these mesh axes, the same on all
-devices. Called under `shard_map`, so that `jax.lax.psum(x, axes)` is one."""
+"""(gradients, axes) -> gradients, called under `shard_map`. The argument is each device's share of
+the gradients (the sum over its examples, divided by the global batch size); the result is the sum
+over these mesh axes, the same on all devices. `jax.lax.psum` is one."""
 
 
 def all_reduce(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """The sum of each array over all devices."""
+    """Returns the sums of the arrays over the axes, by one all-reduce for each."""
     return jax.lax.psum(gradients, axes)
 
 
 def hierarchical(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """The same sums, with a fraction of the bytes over the axis `replica`.
+    """Returns the same sums, with a fraction of the bytes over the axis `replica`.
 
-    In three parts: scattered within each group, then each device's own part over the groups' slow
-    links, then gathered within the group (tf.distribute's HierarchicalCopyAllReduce).
+    Arrays are reduce-scattered within each group; then each device all-reduces its part over the
+    slow links between the groups; then the parts are gathered within the group. This is
+    tf.distribute's HierarchicalCopyAllReduce.
     """
     inner = tuple(axis for axis in axes if axis != "replica")
     parts = jax.lax.axis_size(inner)
@@ -39,7 +40,7 @@ def hierarchical(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
 
 
 def one_device(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Reduces to the first device along a binary tree, and broadcasts the sums back along it.
+    """Returns the same sums, reduced to the first device along a binary tree and broadcast back.
 
     This is tf.distribute's ReductionToOneDevice: 2 * ceil(log2(devices)) collective permutes of
     each array instead of an all-reduce.
@@ -62,26 +63,26 @@ def one_device(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
     return jax.tree.map(reduce, gradients)
 
 
-_WIDTH = 256
-_ALONE = 2**19  # elements above which an array is worth a call of its own, and not worth a copy
+_WIDTH = 256  # elements of a row of `flattened`
+_MAX_COPIED = 2**19  # elements above which a separate collective is cheaper than a copy
 
 
 def flattened(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """The same sums, of small arrays joined into one for each dtype.
+    """Returns the same sums, with small arrays concatenated into one array for each dtype.
 
-    Gloo makes a call for each array, which takes a millisecond, however small that is. They are
-    joined as rows of two dims: of one, XLA on CPU takes hundreds of times as long.
+    Gloo makes a call for each array, which takes a millisecond even for a small one. The arrays are
+    concatenated as rows with two dims, because XLA on CPU takes hundreds of times as long with one.
     """
     leaves, structure = jax.tree.flatten(gradients)
     groups = collections.defaultdict(list)
     for place, x in enumerate(leaves):
-        if x.size <= _ALONE:
+        if x.size <= _MAX_COPIED:
             groups[x.dtype].append(place)
         else:
             leaves[place] = jax.lax.psum(x, axes)
     for places in groups.values():
         rows = [_as_rows(leaves[place]) for place in places]
-        # The barriers keep XLA from making one loop of the joining and what comes before or after.
+        # The barriers keep XLA from fusing the concatenation with the code before and after it.
         whole = jnp.concatenate(jax.lax.optimization_barrier(rows))
         whole = jax.lax.optimization_barrier(jax.lax.psum(whole, axes))
         ends = np.cumsum([len(part) for part in rows])
@@ -92,7 +93,7 @@ def flattened(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
 
 
 def _as_rows(x: jax.Array) -> jax.Array:
-    """Its elements as rows of `_WIDTH`, the last one filled up with zeros."""
+    """Returns the elements as rows of `_WIDTH`, the last one padded with zeros."""
     return jnp.pad(x.ravel(), (0, -x.size % _WIDTH)).reshape(-1, _WIDTH)
 
 
@@ -105,10 +106,14 @@ NAMED = {
 
 
 def in_dtype(reduction: Reduction, dtype: str) -> Reduction:
-    """`reduction` with every array sent in `dtype`, and taken back to its own.
+    """Returns `reduction` with arrays cast to `dtype` for the transfer, and cast back.
 
-    The numbers of float16 end at 65504, and lose digits below 6e-5: there, all are first scaled by
-    the power of two that brings the largest near the upper end.
+    The range of float16 ends at 65504, and its precision falls below 6e-5. So arrays are scaled for
+    float16 by the power of two that brings the largest value near the upper end.
+
+    Args:
+      reduction: The reduction to wrap.
+      dtype: "bfloat16", "float16" or another dtype.
     """
 
     def reduce(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
@@ -124,7 +129,7 @@ def in_dtype(reduction: Reduction, dtype: str) -> Reduction:
 
 
 def _scale(gradients: PyTree, axes: tuple[str, ...]) -> jax.Array:
-    """A power of two by which no sum over the devices comes to more than 2**15."""
+    """Returns a power of two with which no sum over the devices exceeds 2**15."""
     largest = jnp.stack([jnp.abs(x).max() for x in jax.tree.leaves(gradients)]).max()
     bound = jax.lax.pmax(largest, axes) * jax.lax.axis_size(axes)
     usable = jnp.isfinite(bound) & (bound > 0)

@@ -1,4 +1,4 @@
-"""Rematerialisation: what the backward pass computes again rather than keeps in memory."""
+"""Rematerialization: activations that the backward pass recomputes instead of keeping them."""
 
 import functools
 from collections.abc import Callable
@@ -13,18 +13,25 @@ _POLICIES: dict[str, Any] = {
     "dots": jax.checkpoint_policies.dots_saveable,
     "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
-# Known to JAX: what it has traced under one policy is not taken for what another would give.
+# A context of JAX, so that a trace cached under one policy is not reused under another.
 _policy = jax.make_user_context(default_value="none")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def remat(function: F) -> F:
-    """Mark a part of a model, a block say, whose inputs are kept and whose inside may not be.
+    """Marks a part of a model, a block for example, for rematerialization.
 
-    What is done with it is the run's choice (`--remat full`); with `none` it is called as it is.
-    A function of arrays: what it closes over counts as its input. It must neither draw from a
-    module's random streams nor change its variables: hand it keys, and return what changes.
+    The run's option decides (`--remat full`): the backward pass then keeps the inputs of the part
+    and recomputes its activations. With `none` the function is called unchanged.
+
+    Args:
+      function: A function of arrays. Arrays that it closes over count as inputs. It must neither
+        draw from a module's random streams nor change its variables: pass keys as arguments, and
+        return new values.
+
+    Returns:
+      A function of the same arguments.
     """
 
     @functools.wraps(function)
@@ -37,12 +44,22 @@ def remat(function: F) -> F:
 
 
 def with_policy(objective: Callable[..., Any], policy: str, *args: Any) -> Any:
-    """`objective(*args)`, its marked parts rematerialised by the policy; itself, if it has none."""
+    """Calls an objective with rematerialization.
+
+    Args:
+      objective: The function.
+      policy: The option `remat`. It applies to the parts marked by `remat`, or to the whole
+        objective if it has none.
+      *args: Its arguments.
+
+    Returns:
+      Its result.
+    """
     if policy == "none":
         return objective(*args)
     with _policy(policy):
         traced = jax.make_jaxpr(objective)(*args)
-        if any(one.params.get("policy") is _POLICIES[policy] for one in equations(traced.jaxpr)):
+        if any(x.params.get("policy") is _POLICIES[policy] for x in equations(traced.jaxpr)):
             return objective(*args)
     return _remat(objective, policy)(*args)
 

@@ -1,4 +1,4 @@
-"""What a run trains, and what of it survives an interruption."""
+"""The training state."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,39 +15,48 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that must survive an interruption."""
+    """Everything that must survive an interruption of a run.
 
-    step: jax.Array  # int32: updates made so far
+    Attributes:
+      step: int32, number of updates so far.
+      params: The parameters.
+      opt_state: The optimizer's state.
+      averaged: The moving average of the parameters; an empty dictionary without an average.
+      model_state: Other values that the model carries, such as batch statistics.
+      key: uint32, the data of the random key from which the keys of all steps derive.
+    """
+
+    step: jax.Array
     params: PyTree
     opt_state: PyTree
-    averaged: PyTree  # moving average of params; an empty dictionary where none is kept
-    model_state: PyTree  # batch statistics and the like
-    key: jax.Array  # uint32: the numbers of the random key that all steps' keys come from
+    averaged: PyTree
+    model_state: PyTree
+    key: jax.Array
 
     @property
     def step_key(self) -> jax.Array:
-        """What the next step draws from: fold_in(key, step)."""
+        """The random key of the next step: fold_in(key, step)."""
         return jax.random.fold_in(jax.random.wrap_key_data(self.key), self.step)
 
     @property
     def variables(self) -> Variables:
-        """What the model is evaluated with: the averaged parameters where an average is kept.
+        """The values to evaluate the model with: the averaged parameters if there is an average.
 
-        These are wider than the model's own where those are less than f32 (see `first_average`).
+        An average has at least float32, even if the parameters are narrower (see `first_average`).
         """
         averaged = jax.tree.leaves(self.averaged)
         return Variables(self.averaged if averaged else self.params, self.model_state)
 
 
 def first_average(params: PyTree) -> PyTree:
-    """The moving average of the parameters before the first step: these, in f32 at least.
+    """Returns the moving average before the first step: the parameters in at least float32.
 
-    In bfloat16 an average of decay 0.999 would stand still, as each of its steps is smaller than
-    half the distance to the next number.
+    In bfloat16 an average of decay 0.999 would never change, because each of its steps is smaller
+    than half the distance to the next number.
     """
     return jax.tree.map(lambda x: jnp.array(x, accumulation_dtype(x.dtype)), params)
 
 
 def average_of(params: PyTree) -> PyTree:
-    """The abstract average of abstract parameters."""
+    """Returns the abstract moving average of abstract parameters."""
     return jax.eval_shape(first_average, params)

@@ -182,7 +182,7 @@ class MeshExecutor:
         with logger.terminal.waiting("compiling the train step"), phase(Phase.COMPILE):
             program = self._programs.get(steps, batch)
             await_compiled(program.lowered)
-        logger.log_header(self._placement, state.params, program.told)
+        logger.log_header(self._placement, state.params, program.summary)
         return program.call
 
 

@@ -271,7 +271,7 @@ def test_a_script_is_no_experiment(capsys: pytest.CaptureFixture[str]) -> None:
         (("(model(x) - y) ** 2}", "((model(x) - y) ** 2)[:5]}"), r"'loss' has shape \(5, 1\)"),
         (('"loss":', '"lost":'), r"the objective returned \['lost'\].*\"loss\" among them"),
         (('return {"loss": (model(x) - y) ** 2}', "return model(x) - y"), '"loss" among them'),
-        (("** 2}", "** 2, 'n': (x, x, x)}"), r"'n' is a tuple of 3: \(values, weights\)"),
+        (("** 2}", "** 2, 'n': (x, x, x)}"), r"'n' is a tuple of 3: return \(values, weights\)"),
         (("** 2}", "** 2, 'n': (x, x[:3])}"), r"'n' has weights of shape \(3, 1\)"),
         (("train=data", "train=iter([data])"), "is no dataset: a stream cannot give batch k"),
         (("validation=data", "validation=zip(x)"), "a zip is no dataset: a stream"),

@@ -607,10 +607,10 @@ def test_no_gradient_of_a_frozen_parameter_is_computed() -> None:
 @pytest.mark.parametrize(
     ("freeze", "message"),
     [
-        (("layers/7",), r"'layers/7' is found in no parameter's path: \['layers/0/bias', "),
-        (("kernel", "baias"), "'baias' is found in no parameter's path"),
-        (("layers/(0|1)", "2"), "nothing is left to train of"),
-        (("",), "nothing is left to train of"),
+        (("layers/7",), r"'layers/7' matches no parameter's path: \['layers/0/bias', "),
+        (("kernel", "baias"), "'baias' matches no parameter's path"),
+        (("layers/(0|1)", "2"), "no parameter is left to train of"),
+        (("",), "no parameter is left to train of"),
         (("layers/(",), r"'layers/\(' is not a valid regular expression"),
     ],
 )
@@ -644,7 +644,7 @@ def test_the_command_freezes_by_path(tmp_path: Path) -> None:
         lambda: run(path, "--workdir", workdir, "--freeze", "kernel$", "none", "--steps", 2),
         lambda: run(path, "--workdir", workdir / "other", "--freeze", "^bias", "--steps", 2),
     )
-    assert frozen.returncode == 2 and "freeze: 'none' is found in no parameter" in frozen.stderr
+    assert frozen.returncode == 2 and "freeze: 'none' matches no parameter" in frozen.stderr
     assert wrong.returncode == 0, wrong.stderr
     assert saved_steps(workdir) == [] and saved_steps(workdir / "other") == [2]
     params = load_params(str(workdir / "other"))

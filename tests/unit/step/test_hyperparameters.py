@@ -191,7 +191,7 @@ def test_what_no_record_and_no_field_says_stays_and_is_announced(
     forget_hyperparameters(tmp_path)
     assert fitted(0.01, 3) == pytest.approx(0.1)
     lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("optimizer: ")]
-    assert len(lines) == 1 and f"kernel/{RATE} stays 0.1, and not 0.01" in lines[0]
+    assert len(lines) == 1 and f"kernel/{RATE} stays 0.1 instead of 0.01" in lines[0]
     assert fitted(0.001, 4) == pytest.approx(0.001)  # step 3 has a record
 
 

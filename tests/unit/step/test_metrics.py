@@ -232,7 +232,9 @@ def refusal(returned: Any, batch: int = 4) -> str:
 
 def test_metrics_in_a_dictionary_of_their_own_are_refused_by_name() -> None:
     nested = {"loss": jnp.ones(4), "aux": {"accuracy": jnp.ones(4)}}
-    with pytest.raises(UserError, match="'aux' is a dictionary of accuracy: metrics are flat"):
+    with pytest.raises(
+        UserError, match="'aux' is a dictionary of accuracy: metrics are not nested"
+    ):
         weighted_sums(nested, 4)
 
 
@@ -276,7 +278,7 @@ def test_weights_that_do_not_broadcast_are_refused_with_both_shapes(
 @pytest.mark.parametrize("length", [0, 1, 3])
 def test_a_tuple_that_is_no_pair_is_refused(length: int) -> None:
     message = refusal({"loss": (np.ones(4),) * length})
-    assert f"'loss' is a tuple of {length}: (values, weights)" in message
+    assert f"'loss' is a tuple of {length}: return (values, weights)" in message
 
 
 # --- Over a whole dataset, on eight devices ---

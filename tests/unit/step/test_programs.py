@@ -142,7 +142,7 @@ def test_what_is_wrong_with_a_step_is_told_by_fit_and_leaves_no_thread() -> None
         fitted.fit((X, Y), steps=3)
     wrong = False
     assert fitted.fit((X, Y), steps=3).step == 3
-    assert all(program.done() for _, program in fitted._programs._under_way.values())
+    assert all(program.done() for _, program in fitted._programs._programs.values())
     del fitted
     gc.collect()
     for _ in range(1000):  # a worker ends by itself, once nobody can give it work

@@ -226,9 +226,11 @@ def test_the_weighted_mean_is_that_of_numpy(size: int, tokens: int, seed: int, o
 
 
 def test_a_weighted_mean_says_what_is_wrong() -> None:
-    with pytest.raises(UserError, match=r"what weighted_mean is given has weights of shape \(3,\)"):
+    with pytest.raises(
+        UserError, match=r"the argument of weighted_mean has weights of shape \(3,\)"
+    ):
         weighted_mean(X, W)
-    with pytest.raises(UserError, match="is given a single number"):
+    with pytest.raises(UserError, match="not a single number"):
         weighted_mean(jnp.float32(3))
 
 

@@ -567,7 +567,7 @@ def wrong_step(change: Any) -> Any:
             lambda s, m: (replace(s, step=s.step + 5), m),
             "changed step or key of the state, which the loop counts",
         ),
-        (lambda s, m: (s, {1: m["loss"]}), "metric 1 is named by a int"),
+        (lambda s, m: (s, {1: m["loss"]}), "metric 1 has a int as its name"),
         (lambda s, m: (s, {"loss": {"a": m["loss"]}}), "'loss' is a dict: it must be one real"),
         (lambda s, m: (s, {"loss": m["loss"] * 1j}), r"'loss' is complex64\[\]: .* one real"),
         (
