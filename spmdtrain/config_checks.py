@@ -8,8 +8,14 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from spmdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, MeshSpec, ParameterServerOptions, RunConfig
-from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.config import (
+    DEFAULT_GLOBAL_BATCH_SIZE,
+    MeshSpec,
+    ParameterServerOptions,
+    RunConfig,
+    as_json,
+)
+from spmdtrain.errors import LARGEST_INTEGER, UserError, did_you_mean
 from spmdtrain.strategies import strategy
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -42,6 +48,8 @@ def check(config: RunConfig) -> None:
     """
     check_compute_dtype(config.compute_dtype)
     _check_types(config, RunConfig)
+    for name, value in as_json(config).items():
+        _check_integers(name, value)
     for name in _POSITIVE:
         value = getattr(config, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
@@ -311,6 +319,18 @@ def scale_learning_rate(config: RunConfig) -> float | None:
     return config.learning_rate * (
         ratio if config.learning_rate_scaling == "linear" else ratio**0.5
     )
+
+
+def _check_integers(name: str, value: Any) -> None:
+    """Raises `UserError` for an integer, also a nested one, that a manifest cannot hold."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            _check_integers(name, item)
+    elif isinstance(value, int) and abs(value) >= LARGEST_INTEGER:
+        shown = str(value) if abs(value) < 10**40 else "an integer of more than 40 digits"
+        raise UserError(f"{name} is {shown}: it must be below 2^63")
 
 
 def resolve(config: Config, *, batch_shards: int) -> Config:

@@ -16,6 +16,10 @@ _UNPRINTABLE = re.compile(
 )
 
 
+LARGEST_INTEGER = 2**63
+"""Integers in configurations and files are smaller: JSON is read with that bound."""
+
+
 class ExitCode(enum.IntEnum):
     """Exit codes of the commands. Any other code is an unexpected failure."""
 

@@ -19,6 +19,7 @@ from spmdtrain.checkpoints.listing import LATEST, Listing
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.read_arrays import examine
 from spmdtrain.checkpoints.restore import read_manifest
+from spmdtrain.checkpoints.save import is_unfinished
 from spmdtrain.checkpoints.source import Source, find
 from spmdtrain.errors import ExitCode, UserError, exit_code_of, foreign, printable
 from spmdtrain.terminal import Terminal, byte_size, number
@@ -125,7 +126,7 @@ def verify(path: str, terminal: Terminal) -> int:
         for name in sorted(path.name for path in source.folder.iterdir()):
             if re.fullmatch(r"\d+\.damaged\d*", name):
                 table.add_row(name, "", "", "", "set aside")
-            elif ".orbax-checkpoint-tmp" in name:
+            elif is_unfinished(name):
                 verdict = "unfinished: being saved now, or to be removed by the next start"
                 table.add_row(name, "", "", "", verdict)
     terminal.console.print(table)

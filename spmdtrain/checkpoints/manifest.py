@@ -37,6 +37,7 @@ _UNRECORDED = (NAME, "_CHECKPOINT_METADATA")
 _FORMAT = 1
 _LEAF = re.compile(r"([\w<>]+)\[(?:\d{1,18}(?:,\d{1,18})*)?\]", re.ASCII)  # float32[784,128]
 _SUM = re.compile("[0-9a-f]{8}")
+_DEEPEST = 32  # folders inside one another; Orbax makes 3
 _LARGEST_ARRAY = 2**63  # bytes
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _CONTROL_CHARACTERS = re.compile(r"[\0-\x1f\x7f-\x9f]")
@@ -177,6 +178,8 @@ class Manifest:
         Opening a FIFO would block for ever.
         """
         for root, folders, names in () if is_url(folder) else os.walk(folder):
+            if len(Path(root).relative_to(folder).parts) > _DEEPEST:
+                raise CheckpointCorruptedError("its folders are nested too deeply")
             for path in [Path(root, name) for name in sorted(folders + names)]:
                 try:
                     mode = path.stat().st_mode

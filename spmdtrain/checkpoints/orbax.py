@@ -9,6 +9,7 @@ from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
 from spmdtrain.distributed import process_group
+from spmdtrain.files.storage import is_url
 
 _MIN_SLICE = 2**20  # bytes
 
@@ -43,7 +44,8 @@ def open_manager(
             create=False,
             multiprocessing_options=_by_all(),
             # Removes the unfinished checkpoints of a killed run before the first save.
-            cleanup_tmp_directories=True,
+            # Of a local folder `Checkpoints` removes it: Orbax would remove foreign folders too.
+            cleanup_tmp_directories=is_url(folder),
             lightweight_initialize=True,  # times and metrics are in the manifests
             # A checkpoint is renamed before it is removed, so a partial one is never listed.
             todelete_subdir=removed,

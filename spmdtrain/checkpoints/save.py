@@ -6,6 +6,7 @@ import importlib
 import itertools
 import math
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -83,6 +84,11 @@ def check_shared(folder: Path) -> None:
             marker.unlink()
 
 
+def is_unfinished(name: str) -> bool:
+    """Returns whether a folder's name is that of a checkpoint that is not completely written."""
+    return re.fullmatch(rf"\d+{re.escape(_UNFINISHED)}(-\d+)?", name) is not None
+
+
 class Checkpoints:
     """The checkpoints of a run: `STEP/` holds the state after that many updates.
 
@@ -129,6 +135,9 @@ class Checkpoints:
             if process_group.is_chief():
                 folder.mkdir(parents=True, exist_ok=True)
                 self._remove_links()
+                removed = folder / _REMOVED
+                if not is_url(folder) and removed.exists() and not removed.is_dir():
+                    raise UserError(f"{removed} is not a folder: remove it")
             if process_group.count() > 1 and not is_url(folder):
                 check_shared(Path(folder))
             self._opened = self._folder_identity()
@@ -186,6 +195,8 @@ class Checkpoints:
             if self._folder_identity() != self._opened:
                 raise FileNotFoundError("the folder is gone: removed, or no longer mounted")
             if self._manager is None:
+                if not is_url(self.folder):  # what a killed run has left
+                    self._remove_unfinished()
                 self._manager = self._open_manager()
             self._manager.save(
                 step,
@@ -376,7 +387,7 @@ class Checkpoints:
             return
         with contextlib.suppress(failures(self.folder)):
             for path in self.folder.iterdir():
-                if _UNFINISHED in path.name:
+                if is_unfinished(path.name):
                     with contextlib.suppress(failures(self.folder)):  # the next start tries again
                         if is_url(path):
                             path.rmtree()
@@ -386,7 +397,7 @@ class Checkpoints:
     def _remove_links(self) -> None:
         """Removes links that replace folders which Orbax writes to, moves to or removes."""
         for path in () if is_url(self.folder) else Path(self.folder).iterdir():
-            if path.is_symlink() and (path.name == _REMOVED or _UNFINISHED in path.name):
+            if path.is_symlink() and (path.name == _REMOVED or is_unfinished(path.name)):
                 no_follow.remove(self.folder, path.name)
 
     def _remove(self) -> None:

@@ -122,7 +122,11 @@ def remove(root: Root, name: str) -> None:
     with _parent(root, name) as (parent, last):
         mode = os.stat(last, dir_fd=parent, follow_symlinks=False).st_mode
         if stat.S_ISDIR(mode):
-            shutil.rmtree(last, dir_fd=parent)  # does not follow links inside
+            try:
+                shutil.rmtree(last, dir_fd=parent)  # does not follow links inside
+            except RecursionError:
+                why = "its folders are nested too deeply"
+                raise OSError(errno.ENAMETOOLONG, why, name) from None
         else:
             os.unlink(last, dir_fd=parent)
 

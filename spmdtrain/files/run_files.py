@@ -25,7 +25,6 @@ from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files import no_follow, tensorboard
 from spmdtrain.files.storage import failures, folder_of, is_url, one_line
 from spmdtrain.files.validation import (
-    LARGEST,
     LARGEST_LOG,
     Malformed,
     check,
@@ -35,6 +34,7 @@ from spmdtrain.files.validation import (
 from spmdtrain.files.workdir_lock import WorkdirLock
 from spmdtrain.tree import as_numpy, named_leaves
 
+_LARGEST_STATUS = 2**20  # bytes; it has 100, and a message
 _VERSIONS = ("spmdtrain", "jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 # gcsfs logs an error with its traceback before it raises it.
@@ -324,7 +324,7 @@ def status_of(workdir: str) -> dict[str, Any] | None:
       UserError: If it is not the status of a run.
     """
     path = folder_of(workdir) / "status.json"
-    if (text := _read(path)) is None:
+    if (text := _read(path, _LARGEST_STATUS)) is None:
         return None
     try:
         content = parse_object(text)
@@ -356,7 +356,7 @@ class _StatusFile(TypedDict):
     reason: NotRequired[str]
 
 
-def _read(path: epath.Path, most: int = LARGEST) -> bytes | None:
+def _read(path: epath.Path, most: int) -> bytes | None:
     try:
         return read_bytes(path, most)
     except FileNotFoundError:

@@ -15,15 +15,15 @@ from typing import Any, TypeVar, get_type_hints
 from etils import epath
 from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
-from spmdtrain.errors import UserError, foreign
+from spmdtrain.errors import LARGEST_INTEGER, UserError, foreign
 from spmdtrain.files.storage import is_url
 
 T = TypeVar("T")
 
-LARGEST = 2**28  # bytes; a manifest has about 300 for each array
+LARGEST = 2**25  # bytes; a manifest has about 300 for each array
 LARGEST_LOG = 2**31
 _MAX_DEPTH = 32
-_INT_LIMIT = 2**63
+_MOST_CONTAINERS = 10**6  # a list takes 80 bytes of memory for 3 in the file
 _NOT_REGULAR = (errno.ELOOP, errno.ENXIO)  # a cycle of links, a socket
 _OPEN = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
@@ -84,6 +84,9 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     Raises:
       Malformed: If the text is not such an object.
     """
+    found = sum(text.count(b) if isinstance(text, str) else text.count(b.encode()) for b in "[{")
+    if found > _MOST_CONTAINERS:
+        raise Malformed(f"more than {_MOST_CONTAINERS:,} lists and objects")
     try:
         content = json.loads(text, parse_int=_integer)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, numbers too long
@@ -104,7 +107,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def _integer(text: str) -> int:
-    if abs(value := int(text)) >= _INT_LIMIT:
+    if abs(value := int(text)) >= LARGEST_INTEGER:
         raise ValueError
     return value
 

@@ -349,3 +349,24 @@ def test_the_configuration_as_json_reads_back_as_it_was() -> None:
     assert plain["learning_rate_table"] == {"32": 1e-3}
     assert (plain["steps"], plain["epochs"], plain["shuffle"]) == (10, None, True)
     assert (plain["cache"], plain["width"]) == (str(Path("a/b")), 3)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Own(RunConfig):
+    """An option of an experiment's own."""
+
+    sizes: tuple[int, ...] = ()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RunConfig(seed=2**63),
+        RunConfig(steps=10**400),
+        RunConfig(seed=-(2**63)),
+        Own(sizes=(1, 2**64)),
+    ],
+)
+def test_an_integer_that_no_checkpoint_can_hold_is_refused(config: RunConfig) -> None:
+    with pytest.raises(UserError, match=r"^(seed|steps|sizes) is .*: it must be below 2\^63"):
+        check(config)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypedDict
@@ -24,7 +25,7 @@ from spmdtrain.checkpoints.command import main as checkpoints
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest, sizes
 from spmdtrain.checkpoints.run_identity import Identity, changes, check_same_run
 from spmdtrain.files.run_files import RunFiles, evaluator_metrics, status_of
-from spmdtrain.files.validation import Malformed, check
+from spmdtrain.files.validation import Malformed, check, parse_object
 from spmdtrain.run import main
 from spmdtrain.xla import compile_cache
 from spmdtrain.xla.compile_cache import keep_file
@@ -254,6 +255,53 @@ def test_forged_metadata_of_arrays_is_damage(
     assert (workdir / "checkpoints" / "2.damaged").is_dir()
 
 
+def make_deep(folder: Path, depth: int = 1500) -> None:
+    """Makes folders in one another, more than a path may name."""
+    here = os.open(folder, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir("d", dir_fd=here)
+        inner = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = inner
+    os.close(here)
+
+
+@pytest.mark.parametrize("name", ["2", "7.orbax-checkpoint-tmp"])
+def test_deeply_nested_folders_end_nothing(
+    name: str, workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = workdir / "checkpoints" / name
+    folder.mkdir(exist_ok=True)
+    make_deep(folder)
+    try:
+        assert checkpoints(["verify", str(workdir)]) == (name == "2")
+        fit(workdir, 3)
+        assert (workdir / "checkpoints" / "2.damaged").is_dir() == (name == "2")
+        assert (workdir / "checkpoints" / "3").is_dir()
+    finally:
+        subprocess.run(["rm", "-r", str(workdir)], check=True)  # pytest's own removal is recursive
+
+
+def test_only_what_a_save_left_is_removed(workdir: Path) -> None:
+    ours, foreign = "7.orbax-checkpoint-tmp", "mynotes.orbax-checkpoint-tmp-old"
+    for name in (ours, foreign):
+        (workdir / "checkpoints" / name).mkdir()
+    fit(workdir, 3)
+    names = {path.name for path in (workdir / "checkpoints").iterdir()}
+    assert foreign in names and ours not in names
+
+
+def test_a_file_in_place_of_the_folder_of_removed_checkpoints_is_named(workdir: Path) -> None:
+    (workdir / "checkpoints" / ".removed").touch()
+    with pytest.raises(UserError, match=r"checkpoints/\.removed is not a folder: remove it"):
+        fit(workdir, 3)
+
+
+def test_a_json_file_of_millions_of_values_is_not_parsed() -> None:
+    with pytest.raises(Malformed, match="more than 1,000,000 lists and objects"):
+        parse_object(b'{"a":[' + b"[]," * 1_000_001 + b"1]}")
+
+
 def test_a_file_of_a_name_that_no_file_has_is_missing(workdir: Path) -> None:
     forge(workdir / "checkpoints" / "2", lambda m: m["files"].update({"x" * 5000: 1}))
     fit(workdir, 3)
@@ -268,7 +316,9 @@ def test_names_in_a_manifest_are_not_printed_raw(workdir: Path) -> None:
     assert "\u202e" not in str(caught.value) and len(str(caught.value)) < 1500
 
 
-@pytest.mark.parametrize("file", ["_CHECKPOINT_METADATA", "params/_METADATA", "params/extra"])
+@pytest.mark.parametrize(
+    "file", ["_CHECKPOINT_METADATA", "params/_METADATA", "params/\x1b[31mextra"]
+)
 def test_a_fifo_in_a_checkpoint_is_damage(
     file: str, workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,6 +328,7 @@ def test_a_fifo_in_a_checkpoint_is_damage(
     assert checkpoints(["verify", str(workdir)]) == 1
     assert "is not a regular file" in " ".join(capsys.readouterr().out.split())
     fit(workdir, 3)
+    assert "\x1b" not in capsys.readouterr().out
     assert (workdir / "checkpoints" / "2.damaged").is_dir()
 
 
