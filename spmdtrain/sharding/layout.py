@@ -1,4 +1,4 @@
-"""Where every leaf of the state lives: rules from paths to partition specs, checked."""
+"""The sharding of every leaf of the state: rules from paths to partition specs, checked."""
 
 import enum
 import math
@@ -24,21 +24,28 @@ REPLICATED = PartitionSpec()
 
 
 class GatherPolicy(enum.Enum):
-    """When a parameter that is split over a batch axis is made whole for the step."""
+    """The point at which a parameter that is split over a batch axis is gathered for the step."""
 
     BEFORE_FORWARD = "at the start"
-    """Before the model is called: XLA then places the all-gather where it is used."""
+    """Before the model is called: XLA then moves the all-gather to the first use."""
     PER_LAYER = "in the model"
-    """Left to XLA inside the model, for layers that are stacked and looped over: only one of them
-    is ever whole."""
+    """By XLA inside the model, for stacked layers in a loop: one layer is gathered at a time."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Leaves whose path the regular expression matches anywhere get this spec.
+    """A sharding rule for leaves of the state.
 
-    A strategy that splits the state adds its axis in a dim that the spec leaves free; but the
-    spec `PartitionSpec()` means replicated, and stays so.
+    A strategy that splits the state adds its axis to a dim that the spec leaves free, except that
+    the spec `PartitionSpec()` means replicated.
+
+    Attributes:
+      pattern: A regular expression that may match anywhere in a leaf's path.
+      spec: The spec of the leaves that it matches.
+      gather: When a parameter that is split over a batch axis is gathered.
+
+    Raises:
+      UserError: If the pattern or the spec is not valid.
     """
 
     pattern: str
@@ -50,7 +57,7 @@ class Rule:
             re.compile(self.pattern)
         except re.error as error:
             raise UserError(
-                f"sharding rule {self.pattern!r} is no regular expression: {error}"
+                f"sharding rule {self.pattern!r} is not a regular expression: {error}"
             ) from error
         if not isinstance(self.spec, PartitionSpec) or PartitionSpec.UNCONSTRAINED in self.spec:
             raise UserError(
@@ -62,40 +69,62 @@ class Rule:
 
 
 def parameter_of(name: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | None:
-    """The parameter that a leaf of the state belongs to: one whose path ends the leaf's own.
+    """Returns the parameter that a leaf of the state belongs to: its path ends the leaf's path.
 
-    `opt_state/0/mu/blocks/q` belongs to `params/blocks/q`, and of several optimizers
-    `opt_state/actor/0/mu/q` to `params/actor/q`; what is no part of the parameters, the optimizer's
-    state or the average belongs to none. Of several, that of the leaf's shape, then the longest.
+    `opt_state/0/mu/blocks/q` belongs to `params/blocks/q`. With several optimizers,
+    `opt_state/actor/0/mu/q` belongs to `params/actor/q`. A parameter of the leaf's shape is
+    preferred, then the longest path.
+
+    Args:
+      name: The path of the leaf.
+      shape: Its shape.
+      parameters: The shapes of all parameters by path.
+
+    Returns:
+      The path of the parameter; None for a leaf that belongs to none, or to none of the fields
+      `params`, `opt_state` and `averaged`.
     """
     root, *parts = name.split("/")
     if root not in ("params", *STATE):
         return None
     tails = [parts[start:] for start in range(len(parts) + 1)]
-    if not "".join(parts[:1]).isdecimal():  # a number is a place in a chain of optimizers
+    if not "".join(parts[:1]).isdecimal():  # a number is an index in a chain of optimizers
         tails += [parts[:1] + tail for tail in tails]
     names = ["/".join(["params", *tail]) for tail in sorted(tails, key=len, reverse=True)]
-    found = [name for name in names if name in parameters]
-    of_its_shape = [name for name in found if parameters[name] == shape]
-    return next(iter(of_its_shape + found), None)
+    matches = [name for name in names if name in parameters]
+    same_shape = [name for name in matches if parameters[name] == shape]
+    return next(iter(same_shape + matches), None)
 
 
 def field_of(name: str) -> str:
-    """The field of the state that a leaf's path begins with."""
+    """Returns the field of the state that a leaf's path begins with."""
     return name.partition("/")[0]
 
 
 class NotSplitError(UserError):
-    """A strategy should split a large leaf of the state, and cannot."""
+    """A strategy should split a large leaf of the state but cannot."""
 
 
 class Layout:
     """The shardings of a state, from rules and a strategy.
 
-    `rules` are the experiment's, the first match counts; an optimizer's leaf of its parameter's
-    shape goes where that goes, and the strategy splits what they leave free. `state` holds anything
-    with shapes and dtypes, its fields those of `TrainState`. Raises `UserError` for a rule that
-    matches nothing, a dim that does not divide, and what should be split and is not.
+    A leaf of the optimizer's state that has its parameter's shape gets its parameter's spec. The
+    strategy splits dims that the rules leave free.
+
+    Args:
+      state: A `TrainState` of anything with shapes and dtypes.
+      placement: The strategy and its mesh.
+      rules: The experiment's rules; the first match counts.
+      options: Sizes from which leaves are split, and offloading.
+
+    Attributes:
+      on_device: The sharding of each leaf in device memory, while a step computes.
+      shardings: The sharding of each leaf between steps: the same, or in host memory.
+      replicates_params: Whether every device holds all parameters.
+
+    Raises:
+      UserError: If a rule matches nothing, a dim does not divide, or a large leaf that the strategy
+        should split is not split.
     """
 
     def __init__(
@@ -107,55 +136,63 @@ class Layout:
         self._shapes = {n: tuple(x.shape) for n, x in named.items() if field_of(n) == "params"}
         self._check_axes_used()
         self.on_device: Any = _with_paths(self._on_device, state)
-        """Where each leaf is, in device memory, while a step computes."""
         if placement.mesh is not None and self._unused:
             patterns = [rule.pattern for rule in self._unused.values()]
             raise UserError(f"sharding rules that match no leaf of the state: {patterns}")
         self.shardings: Any = _with_paths(self._at_rest, state, self.on_device)
-        """Where it rests between steps: there, or in its host's memory."""
         used = {a for n, shape in self._shapes.items() for a in self._used(self._spec(n, shape)[0])}
         self.replicates_params = not used
-        """Whether every device has all parameters, whatever axes the mesh has."""
         self._gathers = bool(used & set(BATCH_AXES))
 
     def unsharded_params(self) -> list[str]:
-        """Parameters of which the strategy would split something large, had it a dim that divides.
+        """Returns the large parameters that the strategy would split if a dim did divide.
 
-        What a rule says is replicated is meant to be.
+        Parameters that a rule replicates are left out.
         """
         strategy = self._placement.strategy
         field, axis = ("params", "fsdp") if strategy.shards_params else ("opt_state", "data")
-        asked = strategy.shards_params or strategy.shards_optimizer
-        if not asked or self._placement.size(axis) == 1:
+        splits = strategy.shards_params or strategy.shards_optimizer
+        if not splits or self._placement.size(axis) == 1:
             return []
-        found = []
+        names = []
         for name, shape in self._shapes.items():
             spec, rule = self._spec(name, shape, field=field)
             large = math.prod(shape) >= self._options.min_size
             if large and not self._used(spec) and (rule is None or rule.spec != REPLICATED):
-                found.append(name.removeprefix("params/"))
-        return found
+                names.append(name.removeprefix("params/"))
+        return names
 
     def to_device(self, tree: PyTree, of: Callable[[Any], PyTree]) -> PyTree:
-        """What rests in host memory, brought to the devices; `of` says which part of the state."""
+        """Copies leaves that are in host memory between steps to the devices. Traced under `jit`.
 
-        def brought(x: jax.Array, resting: Sharding, there: Sharding) -> jax.Array:
-            return x if resting == there else jax.device_put(x, there)
+        Args:
+          tree: A part of the state.
+          of: Selects the same part from the state's shardings.
+        """
 
-        return jax.tree.map(brought, tree, of(self.shardings), of(self.on_device))
+        def copy(x: jax.Array, between: Sharding, on_device: Sharding) -> jax.Array:
+            return x if between == on_device else jax.device_put(x, on_device)
+
+        return jax.tree.map(copy, tree, of(self.shardings), of(self.on_device))
 
     def whole(self, params: PyTree) -> PyTree:
-        """Parameters as the model reads them: split at most as the rules say.
+        """Gathers parameters for the model. Traced under `jit`.
 
-        What a strategy has split over axes of the batch is gathered, since each device computes
-        other examples with all of it.
+        Parameters that are split over batch axes are gathered, because each device computes other
+        examples with all of them. Splits over other axes stay.
+
+        Args:
+          params: The parameters.
         """
         return self._constrain(params, self._whole) if self._gathers else params
 
     def gradients(self, gradients: PyTree) -> PyTree:
-        """Gradients split as the optimizer's state of their parameters is.
+        """Constrains gradients to the shardings of the optimizer's state. Traced under `jit`.
 
-        So they are reduced into their parts, and updates are computed there.
+        XLA then reduce-scatters them, and each device updates its own part.
+
+        Args:
+          gradients: The gradients.
         """
         strategy = self._placement.strategy
         if not (strategy.shards_params or strategy.shards_optimizer):
@@ -163,7 +200,11 @@ class Layout:
         return self._constrain(gradients, self._gradient)
 
     def at_rest(self, params: PyTree) -> PyTree:
-        """Updated parameters where they rest: made whole once, whoever reads them."""
+        """Constrains updated parameters to their shardings, gathered once. Traced under `jit`.
+
+        Args:
+          params: The updated parameters.
+        """
         if not self._placement.strategy.shards_optimizer:
             return params
         return jax.lax.with_sharding_constraint(params, self.on_device.params)
@@ -173,13 +214,13 @@ class Layout:
     def _on_device(self, name: str, leaf: Any) -> Sharding:
         spec, rule = self._spec(name, tuple(leaf.shape))
         if self._placement.mesh is not None:
-            meant = rule is not None and rule.spec == REPLICATED
-            if not meant:
+            intended = rule is not None and rule.spec == REPLICATED
+            if not intended:
                 self._check_split(name, leaf, spec)
         return self._placement.sharding(spec)
 
     def _at_rest(self, name: str, leaf: Any, on_device: Sharding) -> Sharding:
-        # Scalars, an optimizer's counts, are not worth the way.
+        # Scalars, such as an optimizer's counts, are not worth a transfer.
         if not leaf.shape or not self._rests_on_host(name):
             return on_device
         return on_device.with_memory_kind("pinned_host")
@@ -203,7 +244,7 @@ class Layout:
     def _spec(
         self, name: str, shape: Shape, field: str | None = None
     ) -> tuple[PartitionSpec, Rule | None]:
-        """The spec of a leaf (of a parameter's own path, also as `field` would have it)."""
+        """Returns the spec of a leaf, or of a parameter's leaf in another field, and its rule."""
         strategy = self._placement.strategy
         field = field or field_of(name)
         if field in ("step", "key") or self._placement.mesh is None:
@@ -222,8 +263,8 @@ class Layout:
         owner = parameter_of(name, shape, self._shapes)
         follows = owner is not None and self._shapes[owner] == shape
         for number, rule in enumerate(self._rules):
-            # An optimizer's leaf goes where its parameter goes, if it has that one's shape (a
-            # factored second moment has not), or where a rule that is about optimizers says.
+            # A leaf of the optimizer's state follows its parameter if it has the same shape (a
+            # factored second moment has not), or a rule whose pattern names the field.
             names = [str(owner)] if follows else []
             if field_of(name) not in ("opt_state", "averaged") or field_of(name) in rule.pattern:
                 names.append(name)
@@ -235,12 +276,12 @@ class Layout:
         return None
 
     def _also_over(self, axis: str, spec: PartitionSpec, shape: Shape) -> PartitionSpec:
-        """`spec` with the largest free dim that divides split over `axis` too."""
+        """Returns `spec` with the largest free dim that divides split over `axis`, too."""
         size = self._placement.size(axis)
         if size == 1 or axis in _axes(spec) or math.prod(shape) < self._options.min_size:
             return spec
         entries = [*spec, *[None] * (len(shape) - len(spec))]
-        # An axis of size 1 splits nothing: its dim is as free as one that no rule names.
+        # An axis of size 1 splits nothing, so its dim is free.
         taken = [math.prod(map(self._placement.size, _names(entry))) > 1 for entry in entries]
         free = [d for d, n in enumerate(shape) if not taken[d] and n % size == 0]
         if not free:
@@ -285,7 +326,7 @@ class Layout:
             if unknown := [axis for axis in names if axis not in mesh.shape]:
                 raise UserError(
                     f"{name}: the rule {rule.pattern!r} splits dim {dim} over {unknown[0]!r}, "
-                    f"which is no axis of the mesh.{did_you_mean(str(unknown[0]), mesh.shape)}"
+                    f"which is not an axis of the mesh.{did_you_mean(str(unknown[0]), mesh.shape)}"
                 )
             parts = math.prod(mesh.shape[axis] for axis in names)
             if size % parts:
@@ -296,7 +337,7 @@ class Layout:
                 )
 
     def _check_split(self, name: str, leaf: Any, spec: PartitionSpec) -> None:
-        """Nothing large is silently replicated where a strategy would have it split."""
+        """Checks that a large leaf is split if the strategy splits such leaves."""
         field = field_of(name)
         axes = [axis for axis in self._splitting(field) if self._placement.size(axis) > 1]
         if not axes or self._used(spec):
@@ -309,16 +350,15 @@ class Layout:
         dims = ", ".join(_division(n, self._placement.size(axes[0])) for n in leaf.shape)
         why = f"no dim divides ({dims}). Make a dim divide, or give"
         if axes == ["tensor"]:
-            why = "over that only rules split. Give"
+            why = "only rules split over that. Give"
         raise NotSplitError(
             f"{name}, shape {tuple(leaf.shape)}, would be whole on each device, {byte_size(held)}: "
             f"strategy {self._placement.name} splits over {sizes}, no rule splits it, and {why} a "
-            "rule for it: PartitionSpec() says that it is meant to be replicated (or raise "
-            "--sharding.replicated-limit)"
+            "rule for it: PartitionSpec() replicates it (or raise --sharding.replicated-limit)"
         )
 
     def _splitting(self, field: str) -> Iterable[str]:
-        """The axes over which the strategy has the large leaves of a field split."""
+        """Yields the axes over which the strategy splits the large leaves of a field."""
         strategy = self._placement.strategy
         if field not in STATE:
             return
@@ -331,22 +371,31 @@ class Layout:
 
     def _constrain(self, params: PyTree, sharding: Callable[[str, Any], Sharding | None]) -> PyTree:
         def constrained(name: str, x: jax.Array) -> jax.Array:
-            asked = sharding("/".join(filter(None, ["params", name])), x)
-            return x if asked is None else jax.lax.with_sharding_constraint(x, asked)
+            wanted = sharding("/".join(filter(None, ["params", name])), x)
+            return x if wanted is None else jax.lax.with_sharding_constraint(x, wanted)
 
         return _with_paths(constrained, params)
 
 
 def _with_paths(function: Callable[..., Any], *trees: PyTree) -> PyTree:
-    """`function` of a leaf's path and of the leaves there."""
+    """Maps `function` of a leaf's path and its leaves over trees."""
     return jax.tree_util.tree_map_with_path(lambda p, *x: function(path_name(p), *x), *trees)
 
 
 def check_placed(tree: PyTree, shardings: PyTree, when: str) -> None:
-    """Raise `UserError` where a leaf is not where its sharding says, memory kind included."""
-    asked = named_leaves(shardings)
+    """Checks that leaves have their shardings, including the memory kind.
+
+    Args:
+      tree: Arrays.
+      shardings: The sharding that each should have.
+      when: The start of the error message, for example "as restored".
+
+    Raises:
+      UserError: If a leaf has another sharding.
+    """
+    wanted = named_leaves(shardings)
     for name, leaf in named_leaves(tree).items():
-        want, has = asked[name], leaf.sharding
+        want, has = wanted[name], leaf.sharding
         if has.is_equivalent_to(want, leaf.ndim) and _memory(has) == _memory(want):
             continue
         raise UserError(
@@ -356,7 +405,12 @@ def check_placed(tree: PyTree, shardings: PyTree, when: str) -> None:
 
 
 def describe(sharding: Sharding) -> str:
-    """How an array is split: `P('fsdp', None)`; `replicated`, with the sizes that make it so."""
+    """Returns a sharding as text, for example "P('fsdp', None)".
+
+    Args:
+      sharding: The sharding. If its spec names only axes of size 1, the text is "replicated" with
+        their sizes.
+    """
     if not isinstance(sharding, NamedSharding):
         return f"on {describe_devices(sorted(sharding.device_set, key=lambda device: device.id))}"
     mesh, axes = sharding.mesh, _axes(sharding.spec)
@@ -381,7 +435,7 @@ def _memory(sharding: Sharding) -> str:
 
 
 def _names(entry: Any) -> tuple[str, ...]:
-    """The axes of one entry of a spec."""
+    """Returns the axes of one entry of a spec."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
@@ -390,5 +444,5 @@ def _axes(spec: PartitionSpec) -> list[str]:
 
 
 def _division(size: int, parts: int) -> str:
-    """`50257 = 6282 * 8 + 1`."""
+    """Returns a division with remainder as text: `50257 = 6282 * 8 + 1`."""
     return f"{size} = {size // parts} * {parts} + {size % parts}"

@@ -1,4 +1,4 @@
-"""Devices and the named axes they are arranged in."""
+"""Meshes: devices arranged along named axes."""
 
 import contextlib
 import math
@@ -22,10 +22,16 @@ BATCH_AXES = ("replica", "data", "fsdp")  # the axes over which a batch's exampl
 
 
 def make_cpu_devices(count: int | None) -> None:
-    """Split the CPU into `count` virtual devices; call it before anything uses a JAX backend.
+    """Splits the CPU into virtual devices. Call it before any use of a JAX backend.
 
-    Without effect on accelerators, and where the environment already says how many
+    It has no effect on accelerators, or if the environment sets the number of devices
     (JAX_NUM_CPU_DEVICES, or XLA_FLAGS).
+
+    Args:
+      count: Number of devices; None for no change.
+
+    Raises:
+      UserError: If the backend has started.
     """
     if count is None or cpu_devices_in_environment() is not None:
         return
@@ -40,43 +46,47 @@ def make_cpu_devices(count: int | None) -> None:
 
 
 def cpu_devices_in_environment() -> str | None:
-    """The setting that already says how many CPU devices there are, as `NAME=value`."""
+    """Returns the environment's number of CPU devices as `NAME=value`; None if it is not set."""
     if "JAX_NUM_CPU_DEVICES" in os.environ:
         return f"JAX_NUM_CPU_DEVICES={os.environ['JAX_NUM_CPU_DEVICES']}"
     flag = "--xla_force_host_platform_device_count"
     return next((f for f in os.environ.get("XLA_FLAGS", "").split() if f.startswith(flag)), None)
 
 
-_elsewhere: ContextVar[Sequence[jax.Device] | None] = ContextVar("elsewhere", default=None)
+_abstract: ContextVar[Sequence[jax.Device] | None] = ContextVar("abstract", default=None)
 
 
 @contextlib.contextmanager
 def abstract_devices(devices: Sequence[jax.Device]) -> Iterator[None]:
-    """Within, meshes are laid over these and not over what is here: to compile for them."""
-    token = _elsewhere.set(devices)
+    """Makes meshes use devices of a topology instead of this machine's, to compile for them.
+
+    Args:
+      devices: Devices that programs can be compiled for but not run on.
+    """
+    token = _abstract.set(devices)
     try:
         yield
     finally:
-        _elsewhere.reset(token)
+        _abstract.reset(token)
 
 
 def is_abstract() -> bool:
-    """Whether that is so, and nothing can be run on the devices."""
-    return _elsewhere.get() is not None
+    """Returns whether `abstract_devices` is active, so nothing can run on the devices."""
+    return _abstract.get() is not None
 
 
 def default_device() -> jax.Device:
-    """The device of what is not laid over a mesh."""
-    if elsewhere := _elsewhere.get():
-        return elsewhere[0]
+    """Returns the device of arrays that are not on a mesh."""
+    if devices := _abstract.get():
+        return devices[0]
     chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
 
 
 def _visible(platform: str | None = None) -> list[jax.Device]:
-    """All devices there are to choose from; of one platform, none where it is not there."""
-    if elsewhere := _elsewhere.get():
-        return [device for device in elsewhere if platform in (None, device.platform)]
+    """Returns all devices, or those of one platform; none if the platform is missing."""
+    if devices := _abstract.get():
+        return [device for device in devices if platform in (None, device.platform)]
     try:
         return jax.devices(platform)
     except RuntimeError:
@@ -86,21 +96,25 @@ def _visible(platform: str | None = None) -> list[jax.Device]:
 
 
 def choose_devices(names: tuple[str | int, ...]) -> list[jax.Device]:
-    """The devices of these names, an index (`0`, `"3"`) or platform and index (`"gpu:0"`).
+    """Returns devices by name.
 
-    TensorFlow's spellings (`"/gpu:0"`, `"GPU:0"`, `"/device:GPU:0"`) name the same. No names
-    mean all devices. Raises `UserError` for a device that is not there.
+    Args:
+      names: Indices (`0`, `"3"`), or platforms and indices (`"gpu:0"`). TensorFlow's spellings
+        (`"/gpu:0"`, `"GPU:0"`, `"/device:GPU:0"`) are equivalent. No names mean all devices.
+
+    Raises:
+      UserError: If a device does not exist, is named twice, or if a process has none of them.
     """
     if not names:
         return _visible()
     chosen = [_device(str(name)) for name in names]
     if len(set(chosen)) != len(chosen):
         raise UserError(f"mesh.devices names a device twice: {' '.join(map(str, names))}")
-    for process, name in enumerate(process_group.names() if _elsewhere.get() is None else ()):
+    for process, name in enumerate(process_group.names() if _abstract.get() is None else ()):
         if process not in {device.process_index for device in chosen}:
             raise UserError(
                 f"mesh.devices names none of the devices of {name}: {' '.join(map(str, names))}; "
-                "every process of a job takes part in its mesh"
+                "the mesh needs devices of every process of the job"
             )
     return chosen
 
@@ -119,16 +133,23 @@ def _device(name: str) -> jax.Device:
 def build_mesh(
     spec: MeshSpec, of: Strategy = STRATEGIES["mirrored"], *, max_shards: int | None = None
 ) -> Mesh:
-    """The mesh that `spec` describes, for a strategy that has one.
+    """Returns the mesh that `spec` describes, for a strategy that has one.
 
-    Every axis is there, those not used with size 1. `max_shards` bounds a fsdp axis that would
-    take the rest. Raises `UserError`, with the arithmetic, where the sizes do not multiply to the
-    devices or the strategy has nothing to split over.
+    The mesh has every axis; unused ones have size 1.
+
+    Args:
+      spec: Sizes of axes and names of devices.
+      of: The strategy, which provides default sizes.
+      max_shards: The largest size of an fsdp axis of size -1.
+
+    Raises:
+      UserError: If the product of the sizes is not the number of devices, or the strategy has no
+        axis to split over.
     """
     assert of.has_mesh
-    devices = _only_one(spec) if of.devices == 1 else choose_devices(spec.devices)
+    devices = _single_device(spec) if of.devices == 1 else choose_devices(spec.devices)
     sizes = mesh_sizes(of, spec.given())
-    if len(devices) == 1:  # one device is of every strategy: there is nothing to split over
+    if len(devices) == 1:  # every strategy accepts one device: there is nothing to split over
         sizes |= {axis: 1 for axis, size in of.sizes if size > 1 and getattr(spec, axis) is None}
     hosts = _hosts(devices) if sizes["replica"] != 1 else []
     if sizes["replica"] == -1:
@@ -138,7 +159,7 @@ def build_mesh(
         most = range(min(max_shards, len(devices)), 0, -1)
         sizes["fsdp"] = next(n for n in most if len(devices) // others % n == 0)
         sizes["data"] = -1 if spec.data is None else sizes["data"]
-    sizes = _whole(sizes, devices)
+    sizes = _resolve_rest(sizes, devices)
     _check_used(of, sizes, devices)
     shape = tuple(sizes.values())
     if sizes["replica"] > 1:
@@ -150,7 +171,7 @@ def build_mesh(
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def _only_one(spec: MeshSpec) -> list[jax.Device]:
+def _single_device(spec: MeshSpec) -> list[jax.Device]:
     if process_group.count() > 1:
         raise UserError(
             f"strategy one_device is for one process, and there are {process_group.count()}: "
@@ -158,13 +179,13 @@ def _only_one(spec: MeshSpec) -> list[jax.Device]:
         )
     if len(spec.devices) > 1:
         raise UserError(
-            f"strategy one_device takes one device, and mesh.devices names {len(spec.devices)}"
+            f"strategy one_device takes one device, but mesh.devices names {len(spec.devices)}"
         )
     return choose_devices(spec.devices)[:1]
 
 
-def _whole(sizes: dict[str, int], devices: Sequence[jax.Device]) -> dict[str, int]:
-    """The sizes with the one that is -1 filled in."""
+def _resolve_rest(sizes: dict[str, int], devices: Sequence[jax.Device]) -> dict[str, int]:
+    """Replaces the size that is -1 by the rest of the devices."""
     rest = [axis for axis, size in sizes.items() if size == -1]
     fixed = math.prod(size for size in sizes.values() if size != -1)
     product = " * ".join(f"{axis}={size}" for axis, size in sizes.items() if size != -1)
@@ -186,8 +207,8 @@ def _whole(sizes: dict[str, int], devices: Sequence[jax.Device]) -> dict[str, in
 
 
 def _check_used(of: Strategy, sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> None:
-    """A strategy that splits over an axis of size 1 would be asked for and not be there."""
-    # The data axis is in no strategy's sizes; with shards_params fsdp does what it would do.
+    """Checks that the axes over which the strategy splits have more than one device."""
+    # No strategy's sizes include the data axis; with shards_params, fsdp takes its role.
     zero = ["data"] if of.shards_optimizer and not of.shards_params else []
     for axis in [*zero, *(axis for axis, size in of.sizes if size != 1)]:
         if sizes[axis] == 1 and len(devices) > 1:
@@ -199,7 +220,8 @@ def _check_used(of: Strategy, sizes: Mapping[str, int], devices: Sequence[jax.De
 
 
 def _grid(shape: tuple[int, ...], devices: Sequence[jax.Device], spec: MeshSpec) -> np.ndarray:
-    # All devices: let JAX lay the mesh along the links between them. A chosen few: as chosen.
+    # JAX arranges all devices along the links between them; devices that were named keep their
+    # order.
     if spec.devices:
         return np.array(devices).reshape(shape)
     slices: dict[int, list[jax.Device]] = {}
@@ -207,7 +229,8 @@ def _grid(shape: tuple[int, ...], devices: Sequence[jax.Device], spec: MeshSpec)
         slices.setdefault(getattr(device, "slice_index", 0), []).append(device)
     if len(slices) == 1:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    # JAX lays out one slice. The slow network between them is for one axis, the first that can.
+    # JAX arranges the devices of a slice. The first axis that divides spans the slow network
+    # between the slices.
     over = next((axis for axis, size in enumerate(shape) if size % len(slices) == 0), None)
     if over is None:
         raise UserError(
@@ -219,11 +242,11 @@ def _grid(shape: tuple[int, ...], devices: Sequence[jax.Device], spec: MeshSpec)
 
 
 def _hosts(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
-    """The devices by what links them: those of a slice, else those of a host."""
+    """Returns the devices grouped by fast links: those of a slice, else those of a host."""
     where: dict[jax.Device, Any] = {d: getattr(d, "slice_index", 0) for d in devices}
     if len(set(where.values())) == 1:
         where = {device: device.process_index for device in devices}
-        if process_group.count() > 1:  # several may share a host
+        if process_group.count() > 1:  # several processes may share a host
             names = process_group.gather(socket.gethostname())
             where = {device: names[device.process_index] for device in devices}
     groups: dict[Any, list[jax.Device]] = {}
@@ -235,7 +258,7 @@ def _hosts(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
 def _groups(
     devices: Sequence[jax.Device], hosts: list[list[jax.Device]], number: int
 ) -> list[list[jax.Device]]:
-    """The devices in `number` groups of one size, each whole hosts or a part of one host."""
+    """Returns `number` groups of equal size, each of whole hosts or within one host."""
     # Hosts of one size next to each other, so that groups end where hosts do.
     ordered = [device for host in sorted(hosts, key=len, reverse=True) for device in host]
     size = len(ordered) // number
@@ -256,7 +279,7 @@ def _groups(
 
 
 def describe_devices(devices: Sequence[jax.Device]) -> str:
-    """`8 devices`; of several processes also how many each has: `5 devices (2 + 3)`."""
+    """Returns a count such as "8 devices"; with several processes also the count of each."""
     text = f"{len(devices)} device{'s' if len(devices) > 1 else ''}"
     owners = [device.process_index for device in devices]
     counts = [str(owners.count(owner)) for owner in sorted(set(owners))]
@@ -264,16 +287,16 @@ def describe_devices(devices: Sequence[jax.Device]) -> str:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of a batch: its leading dim is split over the batch axes."""
+    """Returns the sharding of a batch: its leading dim is split over the batch axes."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def batch_shards(mesh: Mesh) -> int:
-    """Into how many parts a batch is split."""
+    """Returns the number of parts that a batch is split into."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def describe(mesh: Mesh) -> str:
-    """`data=4 tensor=2`: the axes in use."""
+    """Returns the axes in use as text, for example "data=4 tensor=2"."""
     used = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
     return " ".join(used) or "data=1"

@@ -1,4 +1,4 @@
-"""Where a run's arrays live: a strategy on real devices, and what library code may ask of it."""
+"""Placements: a strategy with its mesh, and access to the current one from model code."""
 
 import contextlib
 import dataclasses
@@ -37,15 +37,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Placement:
-    """A strategy and the mesh it is laid over."""
+    """A strategy and its mesh.
+
+    Attributes:
+      strategy: The strategy.
+      mesh: The mesh; None under the default strategy, whose arrays are on the default device.
+    """
 
     strategy: Strategy
     mesh: Mesh | None
-    """None under the default strategy: arrays are on the default device, and no more is said."""
 
     @property
     def name(self) -> str:
-        """The strategy's name, as `--strategy` has it."""
+        """The strategy's name, as in `--strategy`."""
         return self.strategy.name
 
     @property
@@ -55,7 +59,7 @@ class Placement:
 
     @property
     def batch_shards(self) -> int:
-        """Into how many parts a batch is split: tf.distribute's `num_replicas_in_sync`."""
+        """The number of parts of a split batch: tf.distribute's `num_replicas_in_sync`."""
         return 1 if self.mesh is None else batch_shards(self.mesh)
 
     @property
@@ -65,31 +69,39 @@ class Placement:
 
     @property
     def replicated(self) -> Sharding:
-        """The sharding of what every device holds in full."""
+        """The sharding of arrays that every device holds in full."""
         return self.sharding(PartitionSpec())
 
     def sharding(self, spec: PartitionSpec) -> Sharding:
-        """The sharding of an array of that spec, in device memory."""
+        """Returns the sharding of an array with this spec, in device memory."""
         if self.mesh is None:
             return SingleDeviceSharding(default_device())
         return NamedSharding(self.mesh, spec)
 
     def size(self, axis: str) -> int:
-        """Devices along an axis."""
+        """Returns the number of devices along an axis."""
         return 1 if self.mesh is None else self.mesh.shape[axis]
 
     def is_virtual(self) -> bool:
-        """Whether the devices are several parts of one CPU."""
+        """Returns whether the devices are virtual devices of a CPU."""
         return len(self.devices) > 1 and self.devices[0].platform == "cpu"
 
     @property
     def axes(self) -> str:
-        """`data=4 tensor=2`: the axes in use."""
+        """The axes in use, for example "data=4 tensor=2"; "none" without a mesh."""
         return "none" if self.mesh is None else describe(self.mesh)
 
 
 def make_placement(config: RunConfig) -> Placement:
-    """The placement that a configuration asks for, on the devices there are."""
+    """Returns the placement of a configuration on the devices.
+
+    Args:
+      config: Its `strategy`, `mesh` and `sharding.max_shards` are read.
+
+    Raises:
+      UserError: If the mesh does not fit the devices, or the strategy does not support several
+        processes.
+    """
     of = strategy(config.strategy)
     if of.has_mesh:
         spec, shards = config.mesh, config.sharding.max_shards
@@ -102,9 +114,9 @@ def make_placement(config: RunConfig) -> Placement:
     return Placement(of, None)
 
 
-# -- what a run runs under -------------------------------------------------------------------------
+# -- the current placement -------------------------------------------------------------------------
 
-# Known to JAX: what it has traced under one strategy is not taken for another's.
+# A context of JAX, so that a trace cached under one strategy is not reused under another.
 _current = jax.make_user_context(default_value=None)
 
 
@@ -112,92 +124,101 @@ def current_strategy() -> Placement:
     """Returns the strategy and mesh that the calling code runs under: a `Trainer`'s or `Loop`'s.
 
     Raises:
-      UserError: If no run is going on, because the answer depends on a run's configuration.
+      UserError: Outside of a run, because the answer depends on a run's configuration.
     """
-    if (asked := _asked.get()) is not None:
-        asked.append("current_strategy")
-    found: Placement | None = _current.value
-    if found is None:
+    if (queries := _queries.get()) is not None:
+        queries.append("current_strategy")
+    current: Placement | None = _current.value
+    if current is None:
         raise UserError(
             "current_strategy() was called outside a run, where no strategy is known. Use "
             "trainer.placement.batch_shards; before there is a trainer, give "
             "batch_size_per_device or call resolve_config(config)"
         )
-    return found
+    return current
 
 
 def current_device() -> jax.Device:
-    """A device of those that the code that calls this runs on: all of them are of its kind."""
+    """Returns one of the devices that the calling code runs on. All are of the same kind."""
     return _strategy().devices[0]
 
 
 def current_batch_shards() -> int:
-    """Returns how many parts the batch is split into where the calling code runs.
+    """Returns the number of parts that the batch is split into where the calling code runs.
 
-    For code that computes the same for any number. Other code calls `current_strategy`.
+    For code whose results do not depend on the number. Other code calls `current_strategy`.
     """
     return _strategy().batch_shards
 
 
 def _strategy() -> Placement:
-    found: Placement | None = _current.value
-    return found or Placement(DEFAULT, None)
+    current: Placement | None = _current.value
+    return current or Placement(DEFAULT, None)
 
 
-_asked: ContextVar[list[str] | None] = ContextVar("asked", default=None)
+_queries: ContextVar[list[str] | None] = ContextVar("queries", default=None)
 
 
 @contextlib.contextmanager
 def record_strategy_queries() -> Iterator[list[str]]:
     """Records the calls of `current_strategy`; disables `constrain_sharding` meanwhile.
 
-    For whoever wants to know whether a function would be another without the strategy.
+    It shows whether a function depends on the strategy.
     """
-    asked: list[str] = []
-    token = _asked.set(asked)
+    queries: list[str] = []
+    token = _queries.set(queries)
     try:
-        yield asked
+        yield queries
     finally:
-        _asked.reset(token)
+        _queries.reset(token)
 
 
 def use_placement(placement: Placement) -> AbstractContextManager[Any]:
-    """Within, `current_strategy()` is this."""
+    """Returns a context manager in which `current_strategy()` returns `placement`."""
     context: AbstractContextManager[Any] = _current(placement)
     return context
 
 
 def carried(function: Callable[..., T]) -> Callable[..., T]:
     """Returns the function with the calling code's strategy, for calls in other threads."""
-    found: Placement | None = _current.value
+    current: Placement | None = _current.value
 
     @functools.wraps(function)
     def called(*arguments: Any) -> T:
-        with _current(found):
+        with _current(current):
             return function(*arguments)
 
     return called
 
 
 def constrain_sharding(x: jax.Array, *spec: str | None) -> jax.Array:
-    """Say how an array inside a model lies on the mesh, where there is one.
+    """Constrains the sharding of an array inside a model. Without a mesh it has no effect.
 
-    An entry for each dim: "batch" for the axes that split the batch, the name of an axis, or None.
-    A dim that does not divide is left to XLA: it may be a hint, the parameters' rules are claims.
-    Raises `ValueError` for another number of entries than dims, and for axes that are none.
+    A dim that does not divide is left to XLA: unlike the rules of parameters, this is only a hint.
+
+    Args:
+      x: The array.
+      *spec: One entry for each dim: "batch" for the axes that split the batch, the name of an axis,
+        or None.
+
+    Returns:
+      The constrained array.
+
+    Raises:
+      ValueError: If the number of entries is wrong, or an entry is not an axis.
     """
     if len(spec) != x.ndim:
         raise ValueError(f"constrain_sharding: {len(spec)} entries for an array of shape {x.shape}")
     named = [a for e in spec if e for a in (BATCH_AXES if e == "batch" else (e,))]
     if unknown := [axis for axis in named if axis not in AXES]:
         raise ValueError(
-            f"constrain_sharding: {unknown[0]!r} is no axis."
+            f"constrain_sharding: {unknown[0]!r} is not an axis."
             f"{did_you_mean(unknown[0], ['batch', *AXES])}"
         )
     if len(set(named)) < len(named):
         raise ValueError(f"constrain_sharding: {spec} names an axis twice (batch is {BATCH_AXES})")
     placement = _strategy()
-    if placement.mesh is None or placement.mesh.size == 1 or _asked.get() is not None:
+    if placement.mesh is None or placement.mesh.size == 1 or _queries.get() is not None:
         return x
     entries: list[object] = []
     for size, entry in zip(x.shape, spec, strict=True):
@@ -215,37 +236,47 @@ def constrain_sharding(x: jax.Array, *spec: str | None) -> jax.Array:
 
 
 def configure_backend(config: RunConfig) -> None:
-    """Join the job, and set what JAX reads when its devices are first used."""
+    """Joins the job, and sets the options that JAX reads at the first use of its devices.
+
+    Args:
+      config: The run's configuration.
+    """
     keep_programs(config.compilation_cache)
-    if not strategy(config.strategy).by_servers:  # whose tasks are programs of their own
+    if not strategy(config.strategy).by_servers:  # their tasks are independent JAX programs
         initialize.initialize(strategy=config.strategy)
     make_cpu_devices(config.cpu_devices)
     collective_options.configure_collectives(config.collectives, process_group.count())
 
 
 def resolve_config(config: Config) -> Config:
-    """The configuration resolved for the devices it will run on (see `config_checks.resolve`).
+    """Returns the configuration resolved for the devices (see `config_checks.resolve`).
 
     A script calls it before an experiment's `build(config)`, as the run command does.
+
+    Args:
+      config: The configuration.
     """
     configure_backend(config)
     return resolve(config, batch_shards=make_placement(config).batch_shards)
 
 
 def local_config(config: Config, tell: Callable[[str], None]) -> Config:
-    """The configuration of a training, for a process that has other devices than the training.
+    """Returns a run's configuration adapted to a process with other devices than the run.
 
-    Its strategy and mesh are kept where they fit; else, as `tell` is told, all devices are along
-    the batch.
+    Strategy and mesh are kept if they fit; if not, all devices split the batch.
+
+    Args:
+      config: The run's configuration.
+      tell: Called with a line if strategy and mesh are replaced.
     """
-    # One process of its own has no part in the training's collectives.
+    # This process does not participate in the run's collectives.
     config = dataclasses.replace(config, collectives=CollectiveOptions())
     configure_backend(config)
     try:
         make_placement(config)
     except UserError as error:
-        here = describe_devices(choose_devices(()))
-        tell(f"here mirrored over {here}, as its own placement fails: {error}")
+        devices = describe_devices(choose_devices(()))
+        tell(f"mirrored over {devices}, because the run's own placement fails here: {error}")
         sharding = dataclasses.replace(config.sharding, max_shards=None, offload=None)
         config = dataclasses.replace(
             config, mesh=MeshSpec(), strategy="mirrored", sharding=sharding

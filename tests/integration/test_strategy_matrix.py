@@ -252,7 +252,7 @@ def test_a_cell_that_says_no_is_refused_in_words(row: Row, column: str, tmp_path
         ),
         (
             "--strategy one_device --mesh.devices 0 1",
-            "strategy one_device takes one device, and mesh.devices names 2",
+            "strategy one_device takes one device, but mesh.devices names 2",
         ),
         (
             "--strategy fully_sharded --mesh.fsdp 1",
@@ -274,8 +274,7 @@ def test_a_cell_that_says_no_is_refused_in_words(row: Row, column: str, tmp_path
             "params/layers/1/kernel, shape (1001, 1001), would be whole on each device, 4.01 MB: "
             "strategy fully_sharded splits over fsdp=8, no rule splits it, and no dim divides "
             "(1001 = 125 * 8 + 1, 1001 = 125 * 8 + 1). Make a dim divide, or give a rule for it: "
-            "PartitionSpec() says that it is meant to be replicated (or raise "
-            "--sharding.replicated-limit)",
+            "PartitionSpec() replicates it (or raise --sharding.replicated-limit)",
         ),
         (
             "--strategy zero --hidden 1001 1001",

@@ -245,7 +245,7 @@ def test_one_device_is_the_first_or_the_chosen_one() -> None:
 
 def test_one_device_of_several_named_ones_is_refused() -> None:
     message = refusal(MeshSpec(devices=(1, 4)), "one_device")
-    assert message == "strategy one_device takes one device, and mesh.devices names 2"
+    assert message == "strategy one_device takes one device, but mesh.devices names 2"
 
 
 @pytest.mark.parametrize("axis", ["data", "fsdp", "tensor", "replica"])

@@ -432,7 +432,7 @@ def test_where_a_strategy_does_not_fit_all_devices_are_along_the_batch(config: R
     told: list[str] = []
     found = local_config(config, told.append)
     (line,) = told
-    assert line.startswith("here mirrored over 8 devices, as its own placement fails: ")
+    assert line.startswith("mirrored over 8 devices, because the run's own placement fails here: ")
     assert (found.strategy, found.mesh) == ("mirrored", MeshSpec())
     assert found.sharding.min_size == config.sharding.min_size
     check(found)  # what was for the other strategy is gone

@@ -513,7 +513,7 @@ def test_no_rule_is_about_the_step_or_the_key(pattern: str) -> None:
 def test_an_axis_that_the_mesh_does_not_have_is_refused_by_name() -> None:
     message = refusal(small(), Rule("kernel", P("tensr")), Rule(".*", P()))
     assert "params/hidden/0/kernel" in message
-    assert "'tensr', which is no axis of the mesh. Did you mean 'tensor'?" in message
+    assert "'tensr', which is not an axis of the mesh. Did you mean 'tensor'?" in message
 
 
 @pytest.mark.parametrize(
@@ -610,7 +610,9 @@ def test_a_giant_that_would_be_whole_is_refused_with_the_arithmetic_and_what_to_
     assert message.startswith(f"{leaf}/embed, shape (50257, 7), would be whole on each device, ")
     assert f"each device, {HELD}: strategy {strategy} splits over {sizes}, " in message
     if arithmetic is None:
-        assert "over that only rules split. Give a rule for it: PartitionSpec() says" in message
+        assert (
+            "only rules split over that. Give a rule for it: PartitionSpec() replicates" in message
+        )
     else:
         assert f"({arithmetic})" in message
         assert "Make a dim divide, or give a rule for it: PartitionSpec() says" in message
