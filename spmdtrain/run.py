@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failures.check_exit(stop)
         raise
     except KeyboardInterrupt as stop:
-        why = "interrupted before there was anything to save"
+        why = "interrupted: what was saved last stays"
         return failures.fail(ExitCode.INTERRUPTED, why, stop, lambda: print(why, file=sys.stderr))
 
 

@@ -3,18 +3,21 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import PreemptedExit
 
+_SAME_REQUEST = 0.3  # seconds in which further signals do not end the process
+
 
 class StopSignals:
     """Handlers of SIGTERM, SIGUSR1 and SIGINT while entered.
 
-    The first signal is only recorded for `asked`; a second one ends the process at once. Slurm
-    sends SIGUSR1 before the end of a job (`--signal=USR1@120`).
+    The first signal is only recorded for `asked`; one that is sent later than 0.3 s after it ends
+    the process at once. Slurm sends SIGUSR1 before the end of a job (`--signal=USR1@120`).
 
     Only the main thread can handle signals; in another thread nothing is changed. With several
     processes, JAX handles SIGTERM, which then stops all of them, and SIGINT and SIGUSR1 are
@@ -26,6 +29,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self._received_at = 0.0
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -48,8 +52,12 @@ class StopSignals:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number)
-        self._restore()
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._received_at = signal.Signals(number), now
+        elif now - self._received_at > _SAME_REQUEST:
+            self._restore()
+            os.kill(os.getpid(), number)
 
     def asked(self) -> bool:
         """Returns whether to stop. All processes call it at the same points and agree."""

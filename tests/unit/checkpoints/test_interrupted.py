@@ -12,6 +12,7 @@ from helpers import saved_steps, status
 from test_links import fit
 
 from spmdtrain import StorageError, load_params
+from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import PreemptedExit
 from spmdtrain.files.run_files import RunFiles
 
@@ -40,6 +41,22 @@ def test_a_run_whose_lock_was_removed_ends_at_the_next_save(another: bool, tmp_p
             fit(tmp_path, 9, callbacks=at_step(3, take), log_every=1)
     assert saved_steps(tmp_path)[-1] in (2, 3)
     assert status(tmp_path)["status"] == "running"  # that file may be another run's by now
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("numbers", [(signal.SIGUSR1, signal.SIGTERM), (signal.SIGINT,) * 2])
+def test_signals_at_the_same_time_are_one_request(numbers: tuple[signal.Signals, ...]) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with StopSignals() as signals:
+            signal.pthread_sigmask(signal.SIG_BLOCK, set(numbers))
+            for number in numbers:
+                os.kill(os.getpid(), number)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, set(numbers))
+            os.kill(os.getpid(), numbers[-1])
+            assert signals.received is numbers[0]
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_sigusr1_saves_and_exits_75(tmp_path: Path) -> None:
