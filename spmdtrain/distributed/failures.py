@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from spmdtrain.distributed import out_of_memory, process_group, progress
+from spmdtrain.distributed import out_of_memory, process_group, progress, stalls
 from spmdtrain.distributed.context import CONTEXT, ignore_failure
 from spmdtrain.distributed.process_group import KEY, Job
 from spmdtrain.distributed.progress import Phase
@@ -261,8 +261,8 @@ class _StallMonitor:
     def __init__(self, job: Job, hang_timeout: float) -> None:
         self._job, self._timeout = job, hang_timeout
         self._every = min(10.0, hang_timeout / 10)
-        self._next = self._since = time.monotonic()
-        self._last: object = None
+        self._next = time.monotonic()
+        self._timer = stalls.IdleTimer()
 
     def poll(self) -> None:
         """Publishes the progress of this process; in process 0, fails a job without progress."""
@@ -282,14 +282,14 @@ class _StallMonitor:
         reports = [json.loads(text) for _, text in job.client.key_value_dir_get(f"{KEY}/where/")]
         records = [report["record"] for report in reports]
         counts = sorted((record["task"], record["changes"]) for record in records)
-        if counts != self._last or not any(report["at_work"] for report in reports):
-            self._last, self._since = counts, now
-        elif now - self._since >= self._timeout:
+        at_work = any(report["at_work"] for report in reports)
+        # The rest of a script may take any time, so it is a new state at each poll.
+        if self._timer.idle(counts if at_work else object()) >= self._timeout:
             parsed = [
                 progress.Record(**r | {"phase": Phase(r["phase"]), "at": now - r["at"]})
                 for r in records
             ]
-            why = progress.find_stalled_task(parsed).sentence
+            why = stalls.find_stalled_task(parsed).sentence
             why = f"no progress for {self._timeout:g} s: {foreign(why)}"
             hung = {"rank": _NO_RANK, "name": "the job", "code": int(ExitCode.FAILED)}
             _set_failure(job, hung | {"reason": why, "lost": False})

@@ -11,8 +11,9 @@ from types import TracebackType
 
 from spmdtrain.distributed import out_of_memory, progress
 from spmdtrain.distributed.progress import Phase, Record
+from spmdtrain.distributed.stalls import IdleTimer, find_stalled_task
 from spmdtrain.errors import ExitCode
-from spmdtrain.launch import stalls
+from spmdtrain.launch import stacks
 from spmdtrain.launch.child import Child, Output, Reaper, Signals
 from spmdtrain.launch.exit_report import (
     CauseRank,
@@ -152,7 +153,7 @@ class Launcher:
         restarter = WorkerRestarter(self, configs) if self.options.ps else None
         exits: list[TaskExit] = []
         until = math.inf  # time at which the remaining tasks are killed
-        watch, stalled, stopped = stalls.Watch(), None, list[str]()
+        watch, stalled, stopped = IdleTimer(max_step=1.0), None, list[str]()
         while running := [child for child in tasks if child.status is None]:
             self.tick()
             for child in [child for child in running if child.poll()]:
@@ -265,7 +266,7 @@ class Launcher:
             words += f" ({', '.join(stopped)}: stopped by a signal)"
         return Outcome(first.code, words, saved)
 
-    def _is_stalled(self, watch: stalls.Watch, running: Sequence[Child]) -> bool:
+    def _is_stalled(self, watch: IdleTimer, running: Sequence[Child]) -> bool:
         records = [progress.read(self.folder, child.name) for child in running]
         idle = watch.idle(records)
         return any(records) and 0 < self.options.hang_timeout <= idle
@@ -283,7 +284,7 @@ class Launcher:
                 for record in records
                 if record.task == "chief" or record.task in stopped or not record.changes
             ]
-        sentence = progress.find_stalled_task(records, stopped).sentence
+        sentence = find_stalled_task(records, stopped).sentence
         self.log(f"no progress for {self.options.hang_timeout:g} s: {sentence}")
         asked = []
         for child in running:
@@ -292,11 +293,11 @@ class Launcher:
             if record and child.name not in stopped:
                 child.send(signal.SIGUSR2, record.pid)
                 asked.append(child.name)
-        stacks = stalls.gather_stacks(self.folder, asked)
+        dumps = stacks.gather_stacks(self.folder, asked)
         for name in published:
-            for line in stalls.main_stacks(stacks.get(name, "")):
+            for line in stacks.main_stacks(dumps.get(name, "")):
                 self.output.line(name, "stderr", line.encode())
-            if not stacks.get(name):
+            if not dumps.get(name):
                 why = "did not answer" if name in asked else "has not started to publish"
                 why = "is stopped by a signal" if name in stopped else why
                 self.log(f"no stacks of {name}: it {why}")
@@ -304,7 +305,7 @@ class Launcher:
 
     def _is_stopped(self, child: Child) -> bool:
         record = progress.read(self.folder, child.name)
-        return stalls.is_stopped(record.pid if record else child.pid)
+        return stacks.is_stopped(record.pid if record else child.pid)
 
     def _finish(self, outcome: Outcome) -> int:
         """Waits for the evaluator after the training; returns the exit code of the job."""
@@ -426,7 +427,7 @@ class Evaluator:
         """Waits for the evaluator after the end of the training; returns its exit code."""
         launcher, grace = self._launcher, self._launcher.options.grace
         hang_timeout = launcher.options.hang_timeout or math.inf
-        received, watch = launcher.signals.received, stalls.Watch()
+        received, watch = launcher.signals.received, IdleTimer(max_step=1.0)
         asked = False
         while self.code is None:
             record = progress.read(launcher.folder, EVALUATOR)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdtrain.distributed import progress
-from spmdtrain.distributed.progress import WAITING, Phase, Record, find_stalled_task
+from spmdtrain.distributed.progress import WAITING, Phase, Record
+from spmdtrain.distributed.stalls import find_stalled_task
 
 
 def published(

@@ -14,6 +14,7 @@ import pytest
 from helpers import environment
 
 from spmdtrain.distributed.progress import Phase, Reason, Record
+from spmdtrain.distributed.stalls import IdleTimer
 from spmdtrain.errors import UserError
 from spmdtrain.launch.child import _prefixes, lines
 from spmdtrain.launch.command import main
@@ -26,7 +27,7 @@ from spmdtrain.launch.exit_report import (
     rank,
     root_cause,
 )
-from spmdtrain.launch.stalls import Watch, main_stacks
+from spmdtrain.launch.stacks import main_stacks
 from spmdtrain.launch.task_env import environments_of, gpus_of, tf_configs, training_tasks
 
 # What a script finds: its task, which attempt this is, and a mark that others can wait for.
@@ -562,7 +563,7 @@ def test_stacks_of_the_threads_that_matter() -> None:
 def test_what_the_launcher_slept_through_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    watch = Watch()
+    watch = IdleTimer(max_step=1.0)
     assert watch.idle("a") == 0
     now = 0.5
     assert watch.idle("a") == 0.5

@@ -1,4 +1,4 @@
-"""Detection of processes that are alive but make no progress, and their stacks."""
+"""The stacks of stalled processes, and whether a process is stopped by a signal."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -7,28 +7,6 @@ from pathlib import Path
 from spmdtrain.distributed import progress
 
 _STACKS_TIMEOUT = 3.0  # seconds for all tasks to write their stacks
-
-
-class Watch:
-    """The time for which an observed state has not changed."""
-
-    def __init__(self) -> None:
-        self._state: object = None
-        self._last = time.monotonic()
-        self._idle = 0.0
-
-    def idle(self, state: object) -> float:
-        """Returns the seconds since the state has last changed.
-
-        Args:
-          state: The current state, compared by `==`.
-        """
-        now = time.monotonic()
-        # At most 1 s per call: while the launcher is stopped (Ctrl-Z), its children soon block on
-        # their output.
-        self._idle = self._idle + min(now - self._last, 1) if state == self._state else 0.0
-        self._state, self._last = state, now
-        return self._idle
 
 
 def is_stopped(pid: int) -> bool:

@@ -1,0 +1,102 @@
+"""Stalled jobs: how long nothing has changed, and which task blocks the others.
+
+The launcher and the processes of a job without a launcher detect stalls by the same functions. They
+differ in where the records come from: files of the job's folder, or JAX's key-value store.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from spmdtrain.distributed.progress import WAITING, Phase, Record
+
+
+class IdleTimer:
+    """The time for which an observed state has not changed.
+
+    Args:
+      max_step: Seconds that one call counts at most. A launcher that was itself stopped (Ctrl-Z)
+        must not count that time, because its children soon block on their output.
+    """
+
+    def __init__(self, max_step: float = math.inf) -> None:
+        self._max_step = max_step
+        self._state: object = None
+        self._last = time.monotonic()
+        self._idle = 0.0
+
+    def idle(self, state: object) -> float:
+        """Returns the seconds since the state has last changed.
+
+        Args:
+          state: The current state, compared by `==`.
+        """
+        now = time.monotonic()
+        step = min(now - self._last, self._max_step)
+        self._idle = self._idle + step if state == self._state else 0.0
+        self._state, self._last = state, now
+        return self._idle
+
+
+@dataclass(frozen=True)
+class Stall:
+    """The task that most likely blocks a job without progress."""
+
+    task: str | None
+    """None if no single task blocks the others."""
+    phase: Phase | None
+    step: int | None
+    sentence: str
+
+
+def find_stalled_task(records: Sequence[Record], stopped: Collection[str] = ()) -> Stall:
+    """Returns the task that blocks the others of a job without progress.
+
+    Step counters alone would select the wrong task: steps are dispatched ahead, so the task that
+    blocks the others may be ahead of them or behind.
+
+    Args:
+      records: The last record of each task.
+      stopped: Names of the tasks that are stopped by a signal.
+    """
+    ordered = sorted(records, key=lambda record: record.at)  # longest without progress first
+    halted = [record for record in ordered if record.task in stopped]
+    absent = [record for record in ordered if record.changes == 0]
+    local = [record for record in ordered if record.phase not in WAITING]
+    places = {(record.phase, record.step) for record in ordered}
+    others = " and blocks the others" if len(ordered) > 1 else ""
+    if halted:
+        return _stall(halted[0], f"is stopped by a signal in {halted[0].where}{others}")
+    if absent:
+        return _stall(absent[0], f"has not started{others}")
+    if len(ordered) == 1 or (local and len(local) < len(ordered)):
+        first = (local or ordered)[0]
+        return _stall(first, f"is in {first.where}{others}")
+    if len(places) == 1:
+        sentence = f"all wait in {ordered[0].where}: a collective does not end"
+        return Stall(None, ordered[0].phase, ordered[0].step, sentence)
+    if local:  # all of them: none is known to wait for another
+        return _stall(local[0], f"is in {local[0].where}, the longest without progress")
+    odd = _outlier(ordered)
+    if odd is not None:
+        rest = ", ".join(sorted({record.where for record in ordered if record is not odd}))
+        return _stall(odd, f"is in {odd.where} while the others wait in {rest}")
+    where = ", ".join(f"{record.task} in {record.where}" for record in ordered)
+    return Stall(None, None, None, f"each waits for the others ({where})")
+
+
+def _stall(record: Record, predicate: str) -> Stall:
+    return Stall(record.task, record.phase, record.step, f"{record.task} {predicate}")
+
+
+def _outlier(waiting: Sequence[Record]) -> Record | None:
+    """Returns the one task whose phase differs from most of the others, else the one behind."""
+    counts = Counter(record.phase for record in waiting).most_common()
+    if len(counts) > 1 and counts[-1][1] < counts[-2][1]:
+        waiting = [record for record in waiting if record.phase is counts[-1][0]]
+    behind = min(record.step for record in waiting)
+    if len(waiting) > 1 and all(record.step == behind for record in waiting):
+        return None
+    return next(record for record in waiting if record.step == behind)
