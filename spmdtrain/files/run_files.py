@@ -372,6 +372,9 @@ def _complete_lines(text: bytes) -> list[bytes]:
     return text.split(b"\n")[:-1]
 
 
+_SPLITS = tuple(Split)
+
+
 def _metrics_line(line: bytes) -> dict[str, Any] | None:
     """Returns the content of a line of metrics; None if the line is not valid.
 
@@ -382,7 +385,7 @@ def _metrics_line(line: bytes) -> dict[str, Any] | None:
     except Malformed:
         return None
     step, split = content.get("step"), content.get("split")
-    if type(step) is not int or step < 0 or split not in list(Split):
+    if type(step) is not int or step < 0 or split not in _SPLITS:
         return None
     values = [value for name, value in content.items() if name not in ("step", "split")]
     counts = [n for value in values if isinstance(value, dict) for n in value.values()]

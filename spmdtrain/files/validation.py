@@ -88,13 +88,15 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     if found > _MOST_CONTAINERS:
         raise Malformed(f"more than {_MOST_CONTAINERS:,} lists and objects")
     try:
-        content = json.loads(text, parse_int=_integer)
+        content = _DECODER.decode(text if isinstance(text, str) else text.decode())
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, numbers too long
         raise Malformed(f"not JSON: {type(error).__name__}") from error
     if not isinstance(content, dict):
         raise Malformed("not a JSON object")
     layer: list[Any] = [content]
     for _ in range(_MAX_DEPTH):
+        if not layer:
+            break
         layer = [
             inner
             for value in layer
@@ -110,6 +112,9 @@ def _integer(text: str) -> int:
     if abs(value := int(text)) >= LARGEST_INTEGER:
         raise ValueError
     return value
+
+
+_DECODER = json.JSONDecoder(parse_int=_integer)  # `json.loads` makes one for each call
 
 
 def check(value: Any, schema: Any, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Damaged and forged files in a run's folder and in caches: a message each, or set aside."""
+"""Damaged and forged files in a run's folder: a message each, or set aside."""
 
 import contextlib
 import dataclasses
@@ -12,12 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypedDict
 
-import jax
-import jax.numpy as jnp
 import pytest
 from etils import epath
 from helpers import small_experiment
-from jax._src.compilation_cache import reset_cache
 from test_links import fit
 
 from spmdtrain import UserError, load_params
@@ -27,8 +24,6 @@ from spmdtrain.checkpoints.run_identity import Identity, changes, check_same_run
 from spmdtrain.files.run_files import RunFiles, evaluator_metrics, status_of
 from spmdtrain.files.validation import Malformed, check, parse_object
 from spmdtrain.run import main
-from spmdtrain.xla import compile_cache
-from spmdtrain.xla.compile_cache import keep_file
 
 pytestmark = pytest.mark.timeout(60)  # a FIFO must not be waited for
 
@@ -330,88 +325,6 @@ def test_a_fifo_in_a_checkpoint_is_damage(
     fit(workdir, 3)
     assert "\x1b" not in capsys.readouterr().out
     assert (workdir / "checkpoints" / "2.damaged").is_dir()
-
-
-# -- caches --------------------------------------------------------------------------------------
-
-
-def test_a_program_under_the_name_of_another_is_not_run(tmp_path: Path) -> None:
-    folder = compile_cache._Folder(tmp_path)
-    folder.put("a", b"the program a")
-    folder.put("b", b"the program b")
-    (tmp_path / "a").rename(tmp_path / "c")
-    (tmp_path / "b").rename(tmp_path / "a")
-    (tmp_path / "c").rename(tmp_path / "b")
-    with pytest.warns(UserWarning, match="is damaged or renamed"):
-        assert folder.get("a") is None
-    folder.put("a", b"the program a")
-    assert folder.get("a") == b"the program a"
-
-
-@pytest.fixture
-def own_cache() -> Any:
-    """The cache as it was, afterwards."""
-    before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    jax.config.update("jax_compilation_cache_dir", None)
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-    reset_cache()
-
-
-def test_a_cache_that_was_moved_is_of_use(tmp_path: Path, own_cache: None) -> None:
-    def compile_one() -> None:
-        jax.clear_caches()
-        jax.jit(lambda x: 3 * x + 1).lower(jnp.ones(3)).compile()
-
-    compile_cache.keep_programs(str(tmp_path / "here"))
-    compile_one()
-    names = {path.name for path in (tmp_path / "here").iterdir()}
-    shutil.move(tmp_path / "here", tmp_path / "there")
-    compile_cache.keep_programs(str(tmp_path / "there"))
-    compile_one()
-    assert {path.name for path in (tmp_path / "there").iterdir()} == names and names
-
-
-@pytest.mark.parametrize("fault", ["of another user", "writable by others", "closed"])
-def test_a_cache_that_others_can_write_to_is_not_used(
-    fault: str, tmp_path: Path, own_cache: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    compile_cache.keep_programs(None)
-    folder = Path(jax.config.jax_compilation_cache_dir)  # type: ignore[attr-defined]
-    jax.config.update("jax_compilation_cache_dir", None)
-    says = "Permission denied"
-    if fault == "of another user":
-        user = os.geteuid() + 1
-        monkeypatch.setattr(os, "geteuid", lambda: user)
-        says = "belongs to user"
-    elif fault == "writable by others":
-        folder.parent.chmod(0o775)
-        says = f"{folder.parent}: others can write to it"
-    else:
-
-        def refused(*_: object, **__: object) -> None:
-            raise PermissionError(13, "Permission denied")
-
-        monkeypatch.setattr(Path, "mkdir", refused)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
-    with pytest.warns(UserWarning, match=f"not used: .*{says}"):
-        compile_cache.keep_programs(None)
-    assert jax.config.jax_compilation_cache_dir is None  # type: ignore[attr-defined]
-
-
-def test_only_the_user_can_write_into_any_folder_of_the_cache(
-    tmp_path: Path, own_cache: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    before = os.umask(0o002)
-    try:
-        keep_file(tmp_path / "cache" / "spmdtrain" / "plans" / "x.json", b"{}")
-        compile_cache.keep_programs(None)
-    finally:
-        os.umask(before)
-    folders = [path for path in tmp_path.rglob("*") if path.is_dir()]
-    assert {path.stat().st_mode & 0o777 for path in folders} == {0o700} and len(folders) >= 5
 
 
 @pytest.mark.parametrize("value", ["", "run\udcff", "run\0"])
