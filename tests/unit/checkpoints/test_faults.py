@@ -132,7 +132,7 @@ def test_a_flipped_bit_is_harmless_or_noticed(
             outcomes["harmless"] += 1
         except CheckpointCorruptedError as error:
             # Only the sums know: Orbax read the file, and gave wrong numbers.
-            outcomes["wrong numbers" if "check sum" in str(error) else "unreadable"] += 1
+            outcomes["wrong numbers" if "checksum" in str(error) else "unreadable"] += 1
         path.write_bytes(whole)
     assert bits(load(folder)) == expected
     assert outcomes.total() == FLIPS and min(outcomes.values()) >= 10 and len(outcomes) == 3
