@@ -1,4 +1,4 @@
-"""What `--show-sharding` prints: where each parameter lives, and what that costs a device."""
+"""The table of `--show-sharding`: the sharding of each parameter and its bytes on a device."""
 
 import math
 from collections.abc import Iterable
@@ -17,12 +17,18 @@ from spmdtrain.tree import named_leaves
 
 PyTree = Any
 
-_SPEC, _FIRST_SIZE = 3, 4  # the number of a column
+_SPEC, _FIRST_SIZE = 3, 4  # indices of columns
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """The bytes of some leaves: on a device, beside it in its host's memory, and as a whole."""
+    """The memory of some leaves.
+
+    Attributes:
+      device: Bytes in the memory of a device.
+      host: Bytes in host memory that belong to a device.
+      whole: Bytes of the unsplit leaves.
+    """
 
     device: int = 0
     host: int = 0
@@ -30,7 +36,7 @@ class MemoryUse:
 
     @property
     def parts(self) -> int:
-        """Into how many equal ones it is split."""
+        """The number of equal parts that the leaves are split into."""
         held = self.device + self.host
         return round(self.whole / held) if held else 1
 
@@ -46,7 +52,18 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter, with the leaves of the optimizer's state and of the average that follow it."""
+    """One parameter, with the leaves of the optimizer's state and of the average that follow it.
+
+    Attributes:
+      name: Its path.
+      shape: Its shape as text.
+      dtype: Its dtype as text.
+      spec: Its sharding as text.
+      own: Memory of the parameter.
+      optimizer: Memory of its leaves in the optimizer's state.
+      average: Memory of its moving average.
+      elements: Number of elements of the parameter; 0 for `other`.
+    """
 
     name: str
     shape: str
@@ -56,40 +73,49 @@ class Row:
     optimizer: MemoryUse
     average: MemoryUse
     elements: int = 0
-    """Of the parameter; 0 of `other`."""
 
 
 @dataclass(frozen=True)
 class Worst:
-    """The leaf of which a device holds the most beyond an even split over all devices."""
+    """The leaf with the most bytes on a device beyond an even split over all devices.
+
+    Attributes:
+      name: Its path.
+      spec: Its sharding as text.
+      holders: Number of devices that hold a part of it, or all of it.
+      held: Bytes on each of these devices.
+      excess: Bytes on each of these devices beyond an even split.
+      copies: Number of copies: 1 if it is split over its holders, their number if it is replicated.
+    """
 
     name: str
     spec: str
     holders: int
-    """How many devices hold a part of it, or all."""
     held: int
-    """Bytes on each of those."""
     excess: int
-    """Bytes on each of those beyond an even split."""
     copies: float
-    """How often it is there: 1 where it is split over its holders, their number where it is not."""
 
 
 @dataclass(frozen=True)
 class ShardingTable:
-    """The state over the devices. The bytes of a row are those of a device that holds a part."""
+    """The memory of a state on the devices. A row has the bytes of a device that holds a part.
+
+    Attributes:
+      rows: The parameters in the state's order. The last row is `other`: step, key, model state,
+        and leaves of the optimizer's state that follow no parameter.
+      total: The sum of the rows.
+      devices: Number of devices.
+      fullest: Bytes in the memory of the device that holds the most.
+      emptiest: Bytes in the memory of the device that holds the least.
+      worst: The leaf with the worst imbalance; None if every leaf is split evenly.
+    """
 
     rows: list[Row]
-    """The parameters in the state's order, and last `other`: step, key, model state, and what of
-    the optimizer's state follows no parameter."""
     total: Row
     devices: int
     fullest: int
-    """Bytes in the memory of the device that holds the most, and of the one that holds the least.
-    """
     emptiest: int
     worst: Worst | None
-    """None where every leaf is split evenly."""
 
 
 @dataclass
@@ -102,10 +128,14 @@ class _Sums:
 
 
 def tabulate(abstract_state: PyTree, shardings: PyTree) -> ShardingTable:
-    """The table of a state that is not made yet. Nothing is compiled and nothing allocated.
+    """Returns the table of a state. Nothing is compiled or allocated.
 
-    An optimizer's leaf belongs to the parameter whose path ends its own: `opt_state/0/mu/blocks/q`
-    to `blocks/q`, whatever its shape.
+    A leaf of the optimizer's state belongs to the parameter whose path ends the leaf's path, for
+    any shape: `opt_state/0/mu/blocks/q` to `blocks/q`.
+
+    Args:
+      abstract_state: The state as shapes and dtypes.
+      shardings: Their shardings.
     """
     leaves, where = named_leaves(abstract_state), named_leaves(shardings)
     assert list(leaves) == list(where), "the state and its shardings are different trees"
@@ -168,7 +198,7 @@ def tabulate(abstract_state: PyTree, shardings: PyTree) -> ShardingTable:
 
 
 def render(table: ShardingTable) -> Table:
-    """The table as rich draws it."""
+    """Returns the table for rich."""
     header, *rows = _cells(table)
     drawn = Table()
     for number, name in enumerate(header):
@@ -181,7 +211,7 @@ def render(table: ShardingTable) -> Table:
 
 
 def narrow(table: ShardingTable) -> list[str]:
-    """The same where it is too wide: of each row a line with name and spec, and one below."""
+    """Returns the table as two lines a row, for a narrow terminal: name and spec, then sizes."""
     _, *rows = _cells(table)
     shape, dtype, _, *sizes = (
         max(map(len, column)) for column in list(zip(*rows, strict=True))[1:]
@@ -196,7 +226,7 @@ def narrow(table: ShardingTable) -> list[str]:
 
 
 def summary(table: ShardingTable) -> list[str]:
-    """What the table comes to, a line each: the bytes of a device, and the worst imbalance."""
+    """Returns the lines below the table: the bytes of a device, and the worst imbalance."""
     total = table.total.own + table.total.optimizer + table.total.average
     who = f"each of {table.devices} devices" if table.devices > 1 else "the one device"
     holds, even = f"holds {byte_size(table.fullest)}", -(-total.whole // table.devices)
@@ -211,14 +241,19 @@ def summary(table: ShardingTable) -> list[str]:
         line += f"; an even split is {byte_size(even)}"
     if table.devices == 1:
         return [line + ")"]
-    worst = "none, all is split evenly"
+    worst = "none, every array is split evenly"
     if table.worst is not None:
-        worst = _told(table.worst, table.devices, table.fullest + total.host)
+        worst = _describe_worst(table.worst, table.devices, table.fullest + total.host)
     return [line + ")", f"worst imbalance: {worst}"]
 
 
 def show(terminal: Terminal, table: ShardingTable) -> None:
-    """Print the table and what it comes to; in a file, a row is one line, however wide."""
+    """Prints the table and its summary. In a file, a row is one line of any width.
+
+    Args:
+      terminal: Where to print.
+      table: The table.
+    """
     widths = [
         max(cell_len(line) for cell in column for line in cell.split("\n"))
         for column in zip(*_cells(table), strict=True)
@@ -233,7 +268,7 @@ def show(terminal: Terminal, table: ShardingTable) -> None:
 
 
 def _cells(table: ShardingTable) -> list[list[str]]:
-    """The header, a row for each of the table's, and the total."""
+    """Returns the cells of the header, the rows and the total."""
     averaged = table.total.average.whole > 0
     sizes = ["bytes per\ndevice", "optimizer\nper device", "average\nper device"]
     cells = [["parameter", "shape", "dtype", "spec", *sizes]]
@@ -247,7 +282,8 @@ class _Places:
     """Sums up what each device holds."""
 
     def __init__(self) -> None:
-        # By group of devices, not by device: a mesh may have thousands, and its leaves hundreds.
+        # By group of devices, not by device: a mesh may have thousands of devices, and a state
+        # hundreds of leaves.
         self._bytes: dict[Any, int] = {}
         self._devices: dict[Any, Iterable[jax.Device]] = {}
 
@@ -260,21 +296,21 @@ class _Places:
         return MemoryUse(0, held, whole) if on_host else MemoryUse(held, 0, whole)
 
     def per_device(self) -> list[int]:
-        found: dict[jax.Device, int] = {}
+        by_device: dict[jax.Device, int] = {}
         for group, size in self._bytes.items():
             for device in self._devices[group]:
-                found[device] = found.get(device, 0) + size
-        return list(found.values())
+                by_device[device] = by_device.get(device, 0) + size
+        return list(by_device.values())
 
 
 def _worst(leaves: dict[str, Any], where: dict[str, Sharding], devices: int) -> Worst | None:
-    found: Worst | None = None
+    worst: Worst | None = None
     for name, leaf in leaves.items():
         sharding, whole = where[name], _nbytes(leaf, leaf.shape)
         held = _held(leaf, sharding)
         excess = held - -(-whole // devices)
-        if excess > (found.excess if found else 0):
-            found = Worst(
+        if excess > (worst.excess if worst else 0):
+            worst = Worst(
                 name=name.removeprefix("params/") if field_of(name) == "params" else name,
                 spec=_spec(sharding),
                 holders=sharding.num_devices,
@@ -282,10 +318,10 @@ def _worst(leaves: dict[str, Any], where: dict[str, Sharding], devices: int) -> 
                 excess=excess,
                 copies=held * sharding.num_devices / whole,
             )
-    return found
+    return worst
 
 
-def _told(worst: Worst, devices: int, held: int) -> str:
+def _describe_worst(worst: Worst, devices: int, held: int) -> str:
     who = f"each of {devices}" if worst.holders == devices else f"{worst.holders} of {devices}"
     copies = f"{worst.copies:g} cop{'y' if worst.copies == 1 else 'ies'}"
     share = worst.excess / held
@@ -309,7 +345,7 @@ def _sum(parts: Iterable[MemoryUse]) -> MemoryUse:
 
 
 def _part(table: ShardingTable, total: MemoryUse) -> str:
-    """`1/8`, or `56%` where it is no such part."""
+    """Returns the share of a device as text: `1/8`, or `56%` if it is not such a fraction."""
     held = table.fullest + total.host
     if held >= total.whole:
         return "all of it"

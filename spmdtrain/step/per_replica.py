@@ -1,7 +1,7 @@
-"""Functions that each replica computes on its own examples, and what has to become of the results.
+"""Functions that each replica computes on its own examples, and reductions of their results.
 
-Elsewhere in spmdtrain every value is global. Here alone there is one for each replica, as a type of
-its own, so that it cannot be taken for a global one: it has to be reduced first.
+Everywhere else in spmdtrain values are global. The values of replicas have their own type, so that
+they cannot be mistaken for global ones: they must be reduced first.
 """
 
 import contextvars
@@ -21,46 +21,57 @@ from spmdtrain.tree import named_leaves, path_name
 
 PyTree = Any
 
-_within = contextvars.ContextVar("_within", default=False)  # a function of `per_replica`
+_within = contextvars.ContextVar("_within", default=False)  # whether in `per_replica`
 
 
 class NotReducedError(UserError, TypeError):
-    """A value for each replica was used where a global one is needed."""
+    """A per-replica value was used as a global one."""
 
 
 @jax.tree_util.register_pytree_node_class
 class PerReplica:
-    """A value for each replica, made by `per_replica`; to be reduced before it is used.
+    """A value for each replica, returned by `per_replica`. It must be reduced before use.
 
-    Anything else done with it, arithmetic or a call of `jnp`, raises `NotReducedError`, a
-    `TypeError`. It may go into another `per_replica`, where each replica gets its own again, and
-    leave a jitted function as it is, as a pytree: `jax.tree` functions see the arrays of all
-    replicas.
+    Other operations, such as arithmetic or calls of `jnp`, raise `NotReducedError`, a `TypeError`.
+    It can be passed to another `per_replica`, where each replica gets its own value, and can be
+    returned from a jitted function because it is a pytree: `jax.tree` functions see the arrays of
+    all replicas.
     """
 
     def __init__(self, stacked: PyTree, examples: int) -> None:
         self._stacked = stacked  # arrays of leading dim R, in the order of the batch's parts
-        self._examples = examples  # that each replica has seen
+        self._examples = examples  # number of examples of each replica
 
     def sum(self) -> PyTree:
-        """The sum over the replicas: global arrays of the shape that each replica gave."""
+        """Returns the sum over the replicas: global arrays of the shape of a replica's value."""
         return jax.tree.map(lambda x: x.sum(0), self._stacked)
 
     def mean(self, weights: jax.typing.ArrayLike | None = None) -> PyTree:
-        """The mean over all examples, in f32: of arrays (b, ...) a replica, arrays of shape (...).
+        """Returns the mean over all examples, in f32.
 
-        `weights`: (B,), of the global batch's examples; 0 where nothing counts. Raises `UserError`
-        for values that have no dim of the replica's b examples: `stack().mean(0)` is the mean over
-        the replicas, of a gradient, say.
+        `stack().mean(0)` is the mean over the replicas, of a gradient for example.
+
+        Args:
+          weights: (B,), the weights of the global batch's examples. By default 1.
+
+        Returns:
+          Arrays (...) if each replica's value has shape (b, ...); 0 if all weights are 0.
+
+        Raises:
+          UserError: If a value has no leading dim of the replica's b examples.
         """
         return jax.tree.map(lambda x: _mean_over_examples(x, weights), self._by_example())
 
     def gather(self) -> PyTree:
-        """The values of all examples, in the batch's order: of (b, ...) a replica, (B, ...).
+        """Returns the values of all examples in the batch's order.
 
-        Raises `UserError` for values that have no dim of examples: those `stack` brings together.
+        Returns:
+          Arrays (B, ...) if each replica's value has shape (b, ...).
+
+        Raises:
+          UserError: If a value has no leading dim of examples. `stack` works for such values.
         """
-        return _everywhere(self._by_example())
+        return _replicate(self._by_example())
 
     def _by_example(self) -> PyTree:
         for name, x in named_leaves(self._stacked).items():
@@ -68,31 +79,32 @@ class PerReplica:
                 raise UserError(
                     f"each replica's {name or 'value'} has shape {x.shape[1:]}, without a leading "
                     f"dim of its {self._examples} examples: return values by example, or reduce "
-                    "what there is by sum() or stack()"
+                    "them by sum() or stack()"
                 )
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), self._stacked)
 
     def stack(self) -> PyTree:
-        """Each replica's value: global arrays with a new leading dim of R."""
-        return _everywhere(self._stacked)
+        """Returns the values of the R replicas: global arrays with a new leading dim of R."""
+        return _replicate(self._stacked)
 
     def local(self) -> list[PyTree]:
-        """The values of the replicas on this process's devices, as NumPy arrays.
+        """Returns the values of the replicas on this process's devices, as NumPy arrays.
 
-        Raises `UserError` while JAX traces: there, no process has any.
+        Raises:
+          UserError: While JAX traces, because there are no values.
         """
         parts = jax.tree.map(_local_parts, self._stacked)
-        found: Any = jax.tree.flatten(parts, is_leaf=lambda x: isinstance(x, list))
-        leaves, treedef = found
-        return [treedef.unflatten(one) for one in zip(*leaves, strict=True)]
+        flat: Any = jax.tree.flatten(parts, is_leaf=lambda x: isinstance(x, list))
+        leaves, treedef = flat
+        return [treedef.unflatten(replica) for replica in zip(*leaves, strict=True)]
 
     def tree_flatten(self) -> tuple[tuple[PyTree], int]:
-        """For JAX: what crosses the border of a jitted function."""
+        """Returns the children and the static data of this pytree node."""
         return (self._stacked,), self._examples
 
     @classmethod
     def tree_unflatten(cls, examples: int, children: tuple[PyTree]) -> "PerReplica":
-        """For JAX: the way back."""
+        """Returns the pytree node with these children and static data."""
         return cls(*children, examples)
 
     def __repr__(self) -> str:
@@ -100,8 +112,8 @@ class PerReplica:
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise NotReducedError(
-            "a value for each replica is no global value: reduce it first, by sum(), mean(), "
-            "gather() or stack(), or look at local()"
+            "a per-replica value is not a global value: reduce it first by sum(), mean(), "
+            "gather() or stack(), or read local()"
         )
 
     __array__ = __float__ = __int__ = __index__ = __bool__ = __complex__ = _refuse
@@ -117,21 +129,33 @@ class PerReplica:
 
 
 def per_replica(function: Callable[..., PyTree], batch: PyTree, *whole: PyTree) -> PerReplica:
-    """`function(examples, *whole)` on each replica, of its own part of the batch.
+    """Calls `function(examples, *whole)` on each replica with its own part of the batch.
 
-    `batch`: global arrays of leading dim B, and values for each replica, of which each gets its
-    own. `whole`: what every replica gets in full, parameters, say. Gradients that `function` takes
-    are those of its own examples. Within it replicas meet only in collectives over `BATCH_AXES` (a
-    gradient *through* `psum` is that of all replicas' sums), and `current_strategy()` is the
-    default one. Of a replica that is several devices (tensor parallel), each computes the whole of
-    it. Raises `UserError` where B does not divide.
+    Gradients computed in `function` are those of its own examples. In it replicas communicate only
+    through collectives over `BATCH_AXES` (a gradient *through* `psum` is that of all replicas'
+    sums), and `current_strategy()` is the default strategy. If a replica has several devices
+    (tensor parallelism), each computes all of it.
+
+    Args:
+      function: Returns arrays.
+      batch: Global arrays of leading dim B, and `PerReplica` values, of which each replica gets its
+        own.
+      *whole: Arguments that every replica gets in full, parameters for example.
+
+    Returns:
+      The values of the replicas.
+
+    Raises:
+      UserError: If B does not divide over the replicas, or in another `per_replica`.
     """
     if _within.get():
-        raise UserError("per_replica within per_replica: there, everything is one replica's own")
+        raise UserError(
+            "per_replica was called in per_replica, where all values belong to a replica"
+        )
     if replicas_in(whole):
         raise NotReducedError(
-            "per_replica: what every replica gets in full holds a value for each replica: reduce "
-            "it first, or give it with the batch, where each gets its own"
+            "per_replica: an argument that every replica gets in full holds a PerReplica: reduce "
+            "it first, or pass it with the batch, so that each replica gets its own value"
         )
     placement = current_strategy()
     flat: Any = jax.tree.flatten(batch, is_leaf=_is_per_replica)
@@ -145,17 +169,17 @@ def per_replica(function: Callable[..., PyTree], batch: PyTree, *whole: PyTree) 
         token = _within.set(True)
         try:
             with use_placement(Placement(DEFAULT, None)):
-                found = function(treedef.unflatten(map(own, parts)), *whole)
+                value = function(treedef.unflatten(map(own, parts)), *whole)
         finally:
             _within.reset(token)
-        return jax.tree.map(_as_one_of_many, found)
+        return jax.tree.map(_with_replica_dim, value)
 
-    split, everywhere = PartitionSpec(BATCH_AXES), PartitionSpec()
-    # Unchecked: what a replica computes is its own, whatever it is.
+    split, replicated = PartitionSpec(BATCH_AXES), PartitionSpec()
+    # Without the check of varying axes, because replicas may compute anything.
     program = jax.shard_map(
         local,
         mesh=placement.mesh or _mesh_of_one(placement),
-        in_specs=(split, *[everywhere] * len(whole)),
+        in_specs=(split, *[replicated] * len(whole)),
         out_specs=split,
         check_vma=False,
     )
@@ -200,7 +224,7 @@ def reduce(op: Literal["sum", "mean"], value: PyTree, *, axis: Literal[0] | None
 
 
 def replicas_in(tree: PyTree) -> list[PerReplica]:
-    """The values for each replica that a tree holds."""
+    """Returns the `PerReplica` values in a tree."""
     return [x for x in jax.tree.leaves(tree, is_leaf=_is_per_replica) if _is_per_replica(x)]
 
 
@@ -209,13 +233,15 @@ def _is_per_replica(x: Any) -> bool:
 
 
 def _examples(batch: PyTree, replicas: int) -> int:
-    """How many each replica gets. Raises `UserError` for a batch that does not divide."""
+    """Returns the number of examples of each replica; checks that the batch divides."""
     leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_per_replica)
     earlier = [x for _, x in leaves if _is_per_replica(x)]
     arrays = {path_name(path): jnp.shape(x) for path, x in leaves if not _is_per_replica(x)}
     for value in earlier:
         if {x.shape[0] for x in jax.tree.leaves(value._stacked)} - {replicas}:
-            raise UserError(f"per_replica: {value!r} is not of the {replicas} replicas here")
+            raise UserError(
+                f"per_replica: {value!r} does not have the {replicas} replicas of this strategy"
+            )
     for name, shape in arrays.items():
         what = f"per_replica: the batch's {name or 'array'}"
         if not shape:
@@ -232,7 +258,7 @@ def _examples(batch: PyTree, replicas: int) -> int:
     return counts.pop() // replicas if counts else earlier[0]._examples
 
 
-def _as_one_of_many(x: Any) -> jax.Array:
+def _with_replica_dim(x: Any) -> jax.Array:
     if not isinstance(x, (bool, int, float, complex, jax.Array, np.ndarray, np.generic)):
         raise UserError(
             f"per_replica: the function returned a {type(x).__name__}: it must return arrays"
@@ -241,20 +267,20 @@ def _as_one_of_many(x: Any) -> jax.Array:
 
 
 def _mesh_of_one(placement: Placement) -> Mesh:
-    """Without a mesh, too, the axes have names, so that the same function runs."""
+    """Returns a mesh of one device, so that the axes have names without a mesh, too."""
     return Mesh(np.array(placement.devices).reshape([1] * len(AXES)), AXES)
 
 
-def _everywhere(tree: PyTree) -> PyTree:
-    """Arrays that are split over processes made whole in each; others are left to XLA."""
+def _replicate(tree: PyTree) -> PyTree:
+    """Replicates arrays that are split over processes; leaves others to XLA."""
 
     def whole(x: jax.Array) -> jax.Array:
         if isinstance(x, jax.core.Tracer) or x.is_fully_addressable:
             return x
         assert isinstance(x.sharding, NamedSharding)
         places = NamedSharding(x.sharding.mesh, PartitionSpec())
-        found: jax.Array = jax.jit(lambda x: x, out_shardings=places)(x)
-        return found
+        replicated: jax.Array = jax.jit(lambda x: x, out_shardings=places)(x)
+        return replicated
 
     return jax.tree.map(whole, tree)
 
@@ -263,7 +289,7 @@ def _mean_over_examples(x: jax.Array, weights: jax.typing.ArrayLike | None) -> j
     weights = jnp.asarray(jnp.ones(x.shape[0]) if weights is None else weights, jnp.float32)
     if weights.shape != x.shape[:1]:
         raise UserError(
-            f"mean: weights of shape {weights.shape} for {x.shape[0]} examples: one for each"
+            f"mean: weights of shape {weights.shape} for {x.shape[0]} examples: give one for each"
         )
     weights = weights.reshape(-1, *[1] * (x.ndim - 1))
     total = weights.sum()
@@ -273,7 +299,7 @@ def _mean_over_examples(x: jax.Array, weights: jax.typing.ArrayLike | None) -> j
 
 def _local_parts(x: jax.Array) -> list[np.ndarray]:
     if isinstance(x, jax.core.Tracer):
-        raise UserError("local() is for outside of jitted functions, where there are values")
+        raise UserError("local() was called in a jitted function, where there are no values")
     parts = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
-    # A part may hold several replicas: where the compiler has left the values on fewer devices.
+    # A part holds several replicas if the compiler placed the values on fewer devices.
     return [row for start in sorted(parts) for row in np.asarray(parts[start])]

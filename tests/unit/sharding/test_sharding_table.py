@@ -300,7 +300,7 @@ def test_an_even_state_has_none_and_a_trivial_one_is_called_so(mesh: Mesh) -> No
     even = TrainState(of.params, of.params, {}, {}, {}, of.params)
     table = tabulate(even, placed(even, mesh, ("w", P(("data", "fsdp")))))
     assert table.worst is None
-    assert summary(table)[1] == "worst imbalance: none, all is split evenly"
+    assert summary(table)[1] == "worst imbalance: none, every array is split evenly"
 
 
 # --- What is printed ---

@@ -180,7 +180,7 @@ def test_each_replica_gets_its_own_of_what_an_earlier_one_made() -> None:
         np.testing.assert_allclose(per_replica(lambda y: y["sum"], doubled).sum(), Y.sum(), 1e-5)
         with pytest.raises(TypeError, match="gets in full holds a value for each replica"):
             per_replica(lambda y, whole: y, Y, doubled)
-        with pytest.raises(UserError, match="within per_replica"):
+        with pytest.raises(UserError, match="called in per_replica"):
             per_replica(lambda y: per_replica(lambda z: z, y).sum(), Y)
     with (
         use_placement(placed(data=4, tensor=2)),

@@ -738,7 +738,7 @@ def test_a_value_that_was_not_reduced_is_bad_input(
     )
     own_loop.write_text(text)
     assert main(["--config", str(own_loop), "--workdir", str(tmp_path / "run")]) == 2
-    assert "a value for each replica is no global value: reduce it" in capsys.readouterr().err
+    assert "a per-replica value is not a global value: reduce it" in capsys.readouterr().err
 
 
 def test_a_train_that_begins_nothing_is_told(
