@@ -1,4 +1,4 @@
-"""The multi-layer perceptron."""
+"""A multi-layer perceptron."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,11 +12,14 @@ from spmdtrain.sharding.layout import Rule
 
 
 def mlp_rules(layers: int) -> tuple[Rule, ...]:
-    """How an `MLP` with so many layers (one more than hidden widths) splits over "tensor".
+    """Returns the sharding rules of an `MLP` for the axis "tensor".
 
-    In pairs: of the first layer each device has some of the outputs, of the second the same
-    inputs, so that one sum over the devices is all that is exchanged. Only hidden widths are split
-    so; a last layer without a partner stays whole, as the task's 10 classes need not divide.
+    Layers are split in pairs: each device has some outputs of the first layer and the same inputs
+    of the second, so that a pair needs one all-reduce. A last layer without a partner is
+    replicated, because the number of classes may not divide.
+
+    Args:
+      layers: Number of layers, one more than the hidden widths.
     """
     rules = []
     for first in range(0, layers - 1, 2):
@@ -29,14 +32,23 @@ def mlp_rules(layers: int) -> tuple[Rule, ...]:
 
 
 MLP_RULES = mlp_rules(2)
-"""Those of the first two layers, which every MLP with a hidden layer has."""
+"""The rules of the first two layers, which every MLP with a hidden layer has."""
 
 
 class MLP(nnx.Module):
-    """Dense layers with relu between them; all but the first dim of the input are flattened.
+    """Dense layers with ReLU between them, from (B, ...) to (B, `features_out`).
 
-    (B, ...) to (B, `features_out`), f32. Raises `UserError` for widths below 1 and a dropout
-    outside [0, 1).
+    All but the first dim of the input are flattened.
+
+    Args:
+      features_in: Number of values of an example.
+      hidden: Widths of the hidden layers.
+      features_out: Number of outputs.
+      dropout: Fraction of the hidden values dropped in training.
+      rngs: Random streams of the initialization and of dropout.
+
+    Raises:
+      UserError: If a width is below 1, or the dropout is outside [0, 1).
     """
 
     def __init__(
@@ -50,7 +62,7 @@ class MLP(nnx.Module):
     ) -> None:
         sizes = (features_in, *hidden, features_out)
         if min(sizes) < 1:
-            raise UserError(f"hidden makes layers of {sizes} values: each must have 1 or more")
+            raise UserError(f"hidden gives layers of {sizes} values: each must have 1 or more")
         if not 0 <= dropout < 1:
             raise UserError(f"dropout is {dropout}: it must be at least 0 and below 1")
         self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(sizes)])

@@ -9,7 +9,7 @@ from flax import nnx
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import constrain_sharding, current_batch_shards, current_device
 
-# Expansion, channels, blocks, and the stride of the first of them: t, c, n and s of table 2.
+# Expansion, channels, blocks, and stride of the first block: t, c, n and s of table 2.
 STAGES = (
     (1, 16, 1, 1),
     (6, 24, 2, 2),
@@ -23,16 +23,24 @@ _STEM, _HEAD = 32, 1280  # channels before and after the stages
 
 
 class MobileNetV2(nnx.Module):
-    """Pictures (B, H, W, 3), values in [0, 1], to logits (B, `classes`).
+    """MobileNetV2, from images (B, H, W, 3) with values in [0, 1] to logits (B, `classes`).
 
-    As published: with `width_multiplier` 1 and 1,000 classes 3,504,872 parameters. Padding is
-    "SAME", as in the authors' own program and in Keras, whose weights give the same numbers here
-    (PyTorch's pad one pixel on every side, and do not). `momentum` is what the averages of the
-    batch statistics keep at each step: Keras' 0.999 is for long runs, as after k steps
-    0.999 ** k of them is still what they were at first; 0.9 serves short ones, too.
+    It has 3,504,872 parameters with `width_multiplier` 1 and 1,000 classes, as published. Padding
+    is "SAME", as in the authors' own program and in Keras, so Keras' weights give the same outputs
+    (PyTorch pads one pixel on every side, so its weights do not).
 
-    Raises `UserError` for fewer than 1 class, a width that is not positive, and a dropout or
-    momentum outside [0, 1).
+    Args:
+      classes: Number of classes.
+      width_multiplier: Scales the number of channels of each layer.
+      dropout: Fraction of the values dropped before the classifier.
+      momentum: Decay of the averages of the batch statistics. Keras' 0.999 is for long runs: after
+        k steps, 0.999 ** k of the initial values remains. 0.9 works for short runs, too.
+      epsilon: Added to the variance.
+      rngs: Random streams of the initialization and of dropout.
+
+    Raises:
+      UserError: If there is no class, the width is not positive, or dropout or momentum are outside
+        [0, 1).
     """
 
     def __init__(
@@ -46,7 +54,7 @@ class MobileNetV2(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         if classes < 1:
-            raise UserError(f"{classes} classes: there must be 1 or more")
+            raise UserError(f"classes is {classes}: it must be 1 or more")
         if not width_multiplier > 0:
             raise UserError(f"width_multiplier is {width_multiplier}: it must be above 0")
         for name, value in (("dropout", dropout), ("batch norm's momentum", momentum)):
@@ -76,15 +84,21 @@ class MobileNetV2(nnx.Module):
 
 
 def round_channels(channels: float) -> int:
-    """The nearest multiple of 8, but at least 8, and the next one where it is 10 % too few."""
+    """Rounds to a multiple of 8: at least 8, and never more than 10 % less than `channels`."""
     rounded = max(8, int(channels + 4) // 8 * 8)
     return rounded if rounded >= 0.9 * channels else rounded + 8
 
 
 def depthwise(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
-    """Each channel convolved with its own part of the kernel, "SAME" padding.
+    """Returns a depthwise convolution with "SAME" padding.
 
-    (B, H, W, C) and (height, width, 1, C) to (B, ceil(H / stride), ceil(W / stride), C).
+    Args:
+      x: Images (B, H, W, C).
+      kernel: (height, width, 1, C).
+      stride: Stride of both dims.
+
+    Returns:
+      (B, ceil(H / stride), ceil(W / stride), C).
     """
     if current_device().platform == "cpu":
         return depthwise_by_products(x, kernel, stride)
@@ -99,9 +113,9 @@ def depthwise(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
 
 
 def depthwise_by_products(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
-    """The same, as a sum of shifted pictures times one value of the kernel each.
+    """Returns the same as `depthwise`, as a sum of shifted images times values of the kernel.
 
-    On a CPU, gradients of XLA's grouped convolutions take 4 to 8 times as long as these.
+    On CPU, gradients of XLA's grouped convolutions take 4 to 8 times as long.
     """
     height, width = (-(-side // stride) for side in x.shape[1:3])
     sides, strides = kernel.shape[:2], (stride, stride)
@@ -128,15 +142,15 @@ class _Layer(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = self.convolution(x)
-        # In f32, whatever the model computes in; then back, as the next layer takes what it gets.
+        # The norm returns f32 for any compute dtype. It is cast back for the next layer.
         x = self.norm(x).astype(x.dtype)
         return x if self.linear else nnx.relu6(x)
 
 
 class _Block(nnx.Module):
-    """An inverted residual: to many channels, depthwise, and back to few, linearly.
+    """An inverted residual: expansion, depthwise convolution, linear projection.
 
-    Where what comes out has the shape of what came in, their sum.
+    The input is added if it has the shape of the output.
     """
 
     def __init__(
@@ -158,12 +172,12 @@ class _Block(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         hidden = x if self.expand is None else self.expand(x)
-        found = self.project(self.depthwise(hidden))
-        return x + found if self.adds else found
+        projected = self.project(self.depthwise(hidden))
+        return x + projected if self.adds else projected
 
 
 class _Depthwise(nnx.Module):
-    """A 3x3 kernel for each channel."""
+    """A depthwise 3x3 convolution."""
 
     def __init__(self, channels: int, stride: int, rngs: nnx.Rngs) -> None:
         draw = nnx.initializers.lecun_normal()
@@ -175,15 +189,15 @@ class _Depthwise(nnx.Module):
 
 
 def _pointwise(before: int, channels: int, rngs: nnx.Rngs) -> nnx.Linear:
-    """A 1x1 convolution: each pixel's channels times a matrix."""
+    """Returns a 1x1 convolution as a matrix product."""
     return nnx.Linear(before, channels, use_bias=False, rngs=rngs)
 
 
 class _Norm(nnx.BatchNorm):
-    """Batch normalization whose mean and variance travel in one collective.
+    """Batch normalization with one collective for mean and variance.
 
-    Each replica takes the mean and variance of its own rows, and all gather those of all. Sums of
-    squares would be one collective, too, but lose digits where values are far from 0.
+    Each replica computes mean and variance of its own rows, and they are gathered. Sums of squares
+    would need only one collective as well, but lose precision if values are far from 0.
     """
 
     def __call__(
@@ -208,12 +222,13 @@ class _Norm(nnx.BatchNorm):
 def moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns mean and variance of each channel over the global batch.
 
+    The variances of the parts are combined to that of all rows (Chan, Golub and LeVeque 1983).
+
     Args:
       x: Values (B, ..., C), B split over the replicas.
 
     Returns:
-      Two arrays (C,): the variance is that of all rows, whatever parts they were split into (Chan,
-      Golub and LeVeque 1983).
+      Two arrays (C,).
     """
     parts = current_batch_shards()
     if len(x) % parts:

@@ -1,4 +1,4 @@
-"""A decoder-only transformer whose layers are stacked arrays, run through by one scan."""
+"""A decoder-only transformer whose layers are stacked arrays, computed by one scan."""
 
 import math
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from spmdtrain.sharding.layout import GatherPolicy, Rule
 from spmdtrain.sharding.placement import constrain_sharding, current_device
 from spmdtrain.step.remat import remat
 
-# Over "tensor" each device has some of the heads and of the hidden values, so that one sum over
-# the devices ends each half of a block. The first dim of what is in blocks is the layers'.
+# Over "tensor" each device has some of the heads and hidden values, so that each half of a block
+# ends with one all-reduce. The first dim of arrays in blocks is the layer.
 TRANSFORMER_RULES: tuple[Rule, ...] = (
     Rule(
         "blocks/attention/qkv$",
@@ -31,37 +31,48 @@ TRANSFORMER_RULES: tuple[Rule, ...] = (
     Rule("(embedding|head|positions)$", PartitionSpec("tensor", None)),
 )
 
-_Turn = Callable[[jax.Array], jax.Array]
+_Rotation = Callable[[jax.Array], jax.Array]
 
 _EPSILON = 1e-6  # keeps the RMS norm of zeros finite
 _ROTARY_BASE = 10_000.0
-_NO_TOKEN = -1e9  # the logit of a row without a token: e to its power is 0, its gradient too
+_NO_TOKEN = -1e9  # the logit of a row without a token: its exponential and gradient are 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """The shape of a transformer. Raises `UserError` for one that cannot be."""
+    """The shape of a transformer.
+
+    Attributes:
+      vocabulary: Number of tokens.
+      rows: Number of rows of the embedding, at least `vocabulary`: a round number divides over
+        devices.
+      layers: Number of blocks.
+      width: Width of the residual stream.
+      heads: Number of attention heads.
+      hidden: Width inside each block's MLP.
+      context: The largest number of tokens of a sequence.
+      positions: Position embedding: rotations of queries and keys, or a learned vector for each
+        position.
+      dropout: Fraction of the values dropped after the embedding and after each half of a block.
+      tied: Whether the embedding is also the output layer.
+      unroll: Whether to compile every layer separately: faster steps on a CPU, but a compile time
+        proportional to the number of layers.
+
+    Raises:
+      UserError: If a value is invalid.
+    """
 
     vocabulary: int
-    """How many tokens there are."""
     rows: int
-    """Rows of the embedding, `vocabulary` or more: a round number divides over devices."""
     layers: int
     width: int
     heads: int
     hidden: int
-    """Width inside each block's MLP."""
     context: int
-    """The most tokens in a row."""
     positions: Literal["rotary", "learned"] = "rotary"
-    """How a token's place is told: queries and keys turned by it, or a vector added for each."""
     dropout: float = 0.0
-    """Fraction of the values dropped after the embedding and after each half of a block."""
     tied: bool = True
-    """Whether the embedding also makes the logits."""
     unroll: bool = False
-    """Compile every layer by itself: faster steps on a CPU, a compilation as long as the model is
-    deep."""
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "layers", "width", "heads", "hidden", "context"):
@@ -73,7 +84,7 @@ class TransformerConfig:
             raise UserError(f"width {self.width} does not divide over {self.heads} heads")
         if self.positions == "rotary" and self.head_width % 2:
             raise UserError(
-                f"rotary positions turn pairs of values, and width {self.width} over {self.heads} "
+                f"rotary positions rotate pairs of values, and width {self.width} over {self.heads} "
                 f"heads is {self.head_width} a head: an odd number"
             )
         if not 0 <= self.dropout < 1:
@@ -81,16 +92,20 @@ class TransformerConfig:
 
     @property
     def head_width(self) -> int:
-        """Width of each head."""
+        """The width of each head."""
         return self.width // self.heads
 
 
 class Transformer(nnx.Module):
-    """Tokens (B, T), whole numbers, to the logits (B, T, `rows`) of each one's successor, f32.
+    """A decoder from integer tokens (B, T) to logits (B, T, `rows`) of the next tokens, f32.
 
-    Pre-norm blocks without biases. It computes in the dtype of its parameters; norms, softmax and
-    logits are f32. Rows of the embedding beyond the vocabulary have logits of -1e9: the loss is
-    that of the vocabulary alone, from the first step on, and none of them is ever sampled.
+    It has pre-norm blocks without biases, and computes in the dtype of its parameters; norms,
+    softmax and logits are f32. Rows of the embedding beyond the vocabulary have logits of -1e9, so
+    that they neither change the loss nor are ever sampled.
+
+    Args:
+      config: The shape.
+      rngs: Random streams of the initialization and of dropout.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
@@ -104,7 +119,7 @@ class Transformer(nnx.Module):
         def ones(*shape: int) -> nnx.Param[jax.Array]:
             return nnx.Param(jnp.ones(shape))
 
-        # What the blocks add up to is as large as the embedding, however many there are.
+        # With this scale, the sum of the blocks is as large as the embedding for any number.
         into, back = width**-0.5, (2 * layers) ** -0.5
         self.embedding = normal(config.rows, width, std=0.02)
         if config.positions == "learned":
@@ -130,12 +145,12 @@ class Transformer(nnx.Module):
         config, length = self.config, tokens.shape[1]
         if length > config.context:
             raise UserError(
-                f"{length} tokens in a row, and the model's context is {config.context}"
+                f"a sequence has {length} tokens, but the model's context is {config.context}"
             )
-        # Looked up in f32: what comes back is then added up in f32, where tokens come often.
+        # Looked up in f32, so that the gradients of frequent tokens are added up in f32.
         embedding = self.embedding[...]
         x = embedding.astype(jnp.float32)[tokens].astype(embedding.dtype)
-        turn: _Turn = _unturned
+        turn: _Rotation = _identity
         if config.positions == "learned":
             x = x + self.positions[...][:length]
         else:
@@ -169,9 +184,9 @@ class Transformer(nnx.Module):
         return jnp.where(jnp.arange(self.config.rows) < self.config.vocabulary, logits, _NO_TOKEN)
 
 
-def _attention(weights: dict[str, jax.Array], x: jax.Array, turn: _Turn) -> jax.Array:
+def _attention(weights: dict[str, jax.Array], x: jax.Array, turn: _Rotation) -> jax.Array:
     x = _rms_norm(x, weights["norm"])
-    # Queries, keys and values in front: each is then one piece of memory, which a CPU likes best.
+    # Queries, keys and values in the first dim: each is contiguous, which is fastest on a CPU.
     qkv = jnp.einsum("btd,dcnh->cbtnh", x, weights["qkv"])
     query, key, value = constrain_sharding(qkv, None, "batch", None, "tensor", None)
     mixed = jax.nn.dot_product_attention(
@@ -186,11 +201,17 @@ def _attention(weights: dict[str, jax.Array], x: jax.Array, turn: _Turn) -> jax.
 
 
 def is_fused(device: Any, dtype: Any, head_width: int) -> bool:
-    """Whether cuDNN's fused attention runs there: it wants 16 bits, and an NVIDIA GPU since Ampere.
+    """Returns whether cuDNN's fused attention supports this case.
 
-    JAX raises an error for what it does not support, and would choose XLA's where nothing is said.
+    It needs 16 bits and an NVIDIA GPU since Ampere. JAX raises an error for unsupported cases, and
+    uses XLA's attention by default.
+
+    Args:
+      device: The device.
+      dtype: The dtype of queries, keys and values.
+      head_width: The width of each head.
     """
-    # "9.0" on an NVIDIA GPU; another word on AMD's, and none on what is no GPU.
+    # "9.0" on an NVIDIA GPU, another form on AMD's, missing on other devices.
     major = str(getattr(device, "compute_capability", "")).split(".")[0]
     sixteen_bits = dtype in (jnp.bfloat16, jnp.float16)
     fits = head_width % 8 == 0 and head_width <= 128
@@ -200,7 +221,7 @@ def is_fused(device: Any, dtype: Any, head_width: int) -> bool:
 def _mlp(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     hidden = _rms_norm(x, weights["norm"]) @ weights["up"]
     hidden = constrain_sharding(hidden, "batch", None, "tensor")
-    # Learns as well as GELU, and costs next to nothing: a fifth of a small step's time on a CPU.
+    # Learns as well as GELU, which takes a fifth of a small step's time on a CPU.
     return jnp.square(jax.nn.relu(hidden)) @ weights["down"]
 
 
@@ -211,10 +232,15 @@ def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return (normal * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-def rotation(length: int, width: int) -> _Turn:
-    """A function that turns (B, T, heads, width) by each token's place.
+def rotation(length: int, width: int) -> _Rotation:
+    """Returns a function that rotates (B, T, heads, width) by each token's position.
 
-    A query's product with a key then depends on how far apart they are, and not on where.
+    The product of a query and a key then depends on their distance, not on their positions (rotary
+    position embedding, Su et al. 2021, arXiv:2104.09864).
+
+    Args:
+      length: Number of tokens T.
+      width: Width of a head, an even number.
     """
     half = width // 2
     speeds = jnp.exp(-math.log(_ROTARY_BASE) / half * jnp.arange(half))
@@ -222,12 +248,12 @@ def rotation(length: int, width: int) -> _Turn:
     cos, sin = jnp.cos(angles), jnp.sin(angles)
 
     def turn(x: jax.Array) -> jax.Array:
-        one, other = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        turned = jnp.concatenate([one * cos - other * sin, one * sin + other * cos], axis=-1)
+        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        turned = jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
         return turned.astype(x.dtype)
 
     return turn
 
 
-def _unturned(x: jax.Array) -> jax.Array:
+def _identity(x: jax.Array) -> jax.Array:
     return x
