@@ -1,13 +1,13 @@
-"""A generative adversarial network on 8 x 8 digits: two models, two optimizers, a loop of its own.
+"""A generative adversarial network on 8 x 8 digits: two models, two optimizers, a custom loop.
 
-Expected: after 150 epochs, in about a minute on two CPU cores, a distance of about 0.9 to digits
-that were never seen (noise begins near 20; unseen digits are at 0.3 from those that train).
+Expected: after 150 epochs, in about a minute on two CPU cores, a distance of about 0.9 to unseen
+digits (near 20 at the start; the distance between unseen digits and training digits is 0.3).
 
     python -m spmdtrain.run --config experiments/digits_gan.py
 
 The distance is Frechet's, between Gaussians fitted to the pixels of generated and of real digits
-(Heusel et al. 2017, arXiv:1706.08500, without their network). The workdir gets samples.png. The
-digits come with scikit-learn (extra `examples`).
+(Heusel et al. 2017, arXiv:1706.08500, without their network). Samples are written to samples.png in
+the workdir. The digits come with scikit-learn (extra `examples`).
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from spmdtrain import Loop, Mode, RunConfig, TrainState, Variables, as_adapter, 
 from spmdtrain.models import MLP
 
 PIXELS = 64
-SAMPLES = 512  # generated to measure the distance
+SAMPLES = 512  # generated digits for the distance
 
 Batch = dict[str, jax.Array]
 
@@ -43,11 +43,11 @@ class Config(RunConfig):
     hidden: tuple[int, ...] = (128, 128)
     """Widths of the hidden layers of both models."""
     noise: int = 32
-    """Dims of what digits are generated from."""
+    """Dims of the noise that digits are generated from."""
 
 
 def train(config: Config, loop: Loop) -> None:
-    """What the command calls: the loop itself."""
+    """Trains; the run command calls it."""
     generator = as_adapter(partial(MLP, config.noise, config.hidden, PIXELS))
     critic = as_adapter(partial(MLP, PIXELS, config.hidden, 1))
     optimizer = optax.adam(config.learning_rate, b1=0.5)
@@ -55,8 +55,8 @@ def train(config: Config, loop: Loop) -> None:
     def init(key: jax.Array) -> dict[str, Any]:
         models = {"generator": generator, "critic": critic}
         params = {
-            name: model.init(model.given, jax.random.fold_in(key, number)).params
-            for number, (name, model) in enumerate(models.items())
+            name: model.init(model.given, jax.random.fold_in(key, index)).params
+            for index, (name, model) in enumerate(models.items())
         }
         return {"params": params, "opt_state": {n: optimizer.init(p) for n, p in params.items()}}
 
@@ -71,19 +71,20 @@ def train(config: Config, loop: Loop) -> None:
         noise = jax.random.normal(key, (len(real), config.noise))
         params, opt_state = dict(state.params), dict(state.opt_state)
 
-        def critic_loss(of: Any, made: jax.Array) -> jax.Array:
-            right = cross_entropy(score(of, real), 0.9)  # not 1: it is never to be quite sure
-            return weighted_mean(right + cross_entropy(score(of, made), 0.0))
+        def critic_loss(params: Any, generated: jax.Array) -> jax.Array:
+            on_real = cross_entropy(score(params, real), 0.9)  # one-sided label smoothing
+            return weighted_mean(on_real + cross_entropy(score(params, generated), 0.0))
 
-        def generator_loss(of: Any, judge: Any) -> jax.Array:
-            return weighted_mean(cross_entropy(score(judge, generate(of, noise)), 1.0))
+        def generator_loss(params: Any, critic_params: Any) -> jax.Array:
+            generated = generate(params, noise)
+            return weighted_mean(cross_entropy(score(critic_params, generated), 1.0))
 
         losses = {}
-        for name, loss, given in (
+        for name, loss, fixed in (
             ("critic", critic_loss, generate(params["generator"], noise)),
             ("generator", generator_loss, params["critic"]),
         ):
-            losses[name], gradients = jax.value_and_grad(loss)(params[name], given)
+            losses[name], gradients = jax.value_and_grad(loss)(params[name], fixed)
             updates, opt_state[name] = optimizer.update(gradients, opt_state[name])
             params[name] = optax.apply_updates(params[name], updates)
         after = replace(state, params=params, opt_state=opt_state)
@@ -100,15 +101,15 @@ def train(config: Config, loop: Loop) -> None:
         state, output = compiled(state, batch)
         loop.end_step(state, output)
         if loop.should_evaluate():
-            made = np.asarray(sample(state.params["generator"]))
-            loop.log_evaluation({"distance": distance(made, unseen)})
-    made = np.asarray(sample(state.params["generator"]))
+            generated = np.asarray(sample(state.params["generator"]))
+            loop.log_evaluation({"distance": distance(generated, unseen)})
+    generated = np.asarray(sample(state.params["generator"]))
     if config.workdir is not None and jax.process_index() == 0:
-        draw(made[:64], epath.Path(config.workdir) / "samples.png")
+        draw(generated[:64], epath.Path(config.workdir) / "samples.png")
 
 
 def call(model: Any, params: Any, x: jax.Array) -> jax.Array:
-    """A model without batch statistics or dropout, as a pure function."""
+    """Calls a model without batch statistics or dropout."""
     result: jax.Array
     result, _ = model.run(
         lambda model, x: model(x), Variables(params, {}), x, jax.random.key(0), Mode.TRAIN
@@ -120,18 +121,18 @@ def cross_entropy(logits: jax.Array, target: float) -> jax.Array:
     return optax.sigmoid_binary_cross_entropy(logits, jnp.full_like(logits, target))
 
 
-def distance(one: np.ndarray, other: np.ndarray) -> float:
-    """Frechet's distance between Gaussians fitted to rows of pixels, (N, D) and (M, D)."""
-    means = [x.mean(0, dtype=np.float64) for x in (one, other)]
-    spreads = [np.cov(x.astype(np.float64), rowvar=False) for x in (one, other)]
-    # The eigenvalues of a product of two covariances are real and not negative, rounding apart.
-    common = np.sqrt(np.linalg.eigvals(spreads[0] @ spreads[1]).real.clip(min=0)).sum()
-    apart = float(np.square(means[0] - means[1]).sum())
-    return apart + float(np.trace(spreads[0]) + np.trace(spreads[1]) - 2 * common)
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    """Returns the Frechet distance of Gaussians fitted to rows of pixels, (N, D) and (M, D)."""
+    means = [x.mean(0, dtype=np.float64) for x in (a, b)]
+    covariances = [np.cov(x.astype(np.float64), rowvar=False) for x in (a, b)]
+    # The eigenvalues of a product of two covariances are real and not negative, up to rounding.
+    common = np.sqrt(np.linalg.eigvals(covariances[0] @ covariances[1]).real.clip(min=0)).sum()
+    between = float(np.square(means[0] - means[1]).sum())
+    return between + float(np.trace(covariances[0]) + np.trace(covariances[1]) - 2 * common)
 
 
 def draw(pixels: np.ndarray, path: epath.Path) -> None:
-    """64 digits as a picture of 8 x 8 of them."""
+    """Writes 64 digits as an image of 8 x 8 digits."""
     import io
 
     from PIL import Image

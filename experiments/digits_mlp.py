@@ -21,7 +21,7 @@ from flax import nnx
 from spmdtrain import ArrayDataset, Experiment, RunConfig, Subset, UserError
 from spmdtrain.models import MLP, mlp_rules
 
-_SPLIT_SEED = 0  # of its own: another `seed` trains differently on the same split
+_SPLIT_SEED = 0  # separate from `seed`, which changes the training but not the split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Config(RunConfig):
 
 
 def objective(model: nnx.Module, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    logits = model(batch["image"]).astype(jnp.float32)  # whatever the model computes in
+    logits = model(batch["image"]).astype(jnp.float32)  # in f32 for any compute dtype
     return {
         "loss": optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]),
         "accuracy": logits.argmax(-1) == batch["label"],
@@ -45,7 +45,7 @@ def objective(model: nnx.Module, batch: dict[str, jax.Array]) -> dict[str, jax.A
 
 
 def load_digits() -> tuple[Subset, Subset, Subset]:
-    """Train, validation and test."""
+    """Returns the training, validation and test examples."""
     try:
         from sklearn import datasets
     except ImportError:

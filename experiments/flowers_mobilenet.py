@@ -1,18 +1,19 @@
 """MobileNetV2 on photographs of flowers: Adam, batch 32, cross-entropy, from random weights.
 
-Expected: with 200 photographs, of which 165 train, 2 epochs end in about 3 minutes on two busy
-CPU cores, most of them compilation, where guessing would be (loss 1.6 to 1.8). On 8 virtual devices
-compilation takes more than twice as long: give --cpu-devices 1 for a first try. With --epochs 30
-the training loss comes to about 1.4 (accuracy 0.4) and the test's accuracy to 0.3: from random
-weights so few pictures teach little.
+Expected: with 200 photographs, 165 of them for training, 2 epochs take about 3 minutes on two busy
+CPU cores, most of it compilation, and the loss is that of random guesses (1.6 to 1.8). On 8 virtual
+devices compilation takes more than twice as long: use --cpu-devices 1 for a first run. With
+--epochs 30 the training loss reaches about 1.4 (accuracy 0.4) and the test accuracy 0.3: so few
+photographs are not enough to train from random weights.
 
     python -m spmdtrain.run --config experiments/flowers_mobilenet.py --data-dir FOLDER
 
-FOLDER directly holds the folders of the classes (daisy, dandelion, ...), as
-http://download.tensorflow.org/example_images/flower_photos.tgz has them; any folder of folders of
-images will do. By their names 80 % of the files train, 10 % validate and 10 % are the test.
-`--preset published` has the model as published, for accelerators. `--mode predict` names the
-classes of the test's pictures. Needs Pillow: pip install 'spmdtrain[images]'.
+FOLDER holds the folders of the classes (daisy, dandelion, ...), as in
+http://download.tensorflow.org/example_images/flower_photos.tgz; any folder with one folder of
+images for each class works. A hash of its name assigns each file to training (80 %), validation
+(10 %) or test (10 %). `--preset published` is the model as published, for accelerators.
+`--mode predict` prints the classes of the test images. Needs Pillow:
+pip install 'spmdtrain[images]'.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,22 +46,22 @@ class Config(RunConfig):
     learning_rate: float | None = 1e-3
     data_threads: int = 2
     image_size: int = 96
-    """Pixels to a side that pictures are resized to."""
+    """Pixels of each side that images are resized to."""
     width_multiplier: float = 0.35
-    """Channels of each layer, as a fraction of those published."""
+    """Channels of each layer, as a fraction of the published model's."""
     dropout: float = 0.2
     """Fraction of the values dropped before the classifier."""
     batch_norm_momentum: float = 0.9
-    """What the averages that evaluation normalizes with keep at each step of what they were."""
+    """Decay of the averages of the batch statistics, which evaluation normalizes with."""
     shift: float = 0.1
-    """How far training pictures are moved at most, as a fraction of their side."""
+    """Largest random shift of training images, as a fraction of their side."""
     cache: Literal["none", "memory", "disk"] = "memory"
-    """Where decoded pictures are kept, so that each is decoded but once."""
+    """Where decoded images are kept, so that each is decoded only once."""
     cache_dir: str | None = None
     """The folder for cache=disk, ~/.cache/spmdtrain/images by default; it may be deleted at any
     time."""
     broken: Literal["error", "skip"] = "error"
-    """Whether a file that cannot be decoded ends the run, or is left out."""
+    """Whether a file that cannot be decoded ends the run or is left out."""
 
 
 PRESETS = {
@@ -75,11 +76,11 @@ PRESETS = {
 }
 
 
-# -- pictures --------------------------------------------------------------------------------------
+# -- images ----------------------------------------------------------------------------------------
 
 
 def load(config: Config) -> dict[str, ImageFolder]:
-    """The pictures by split."""
+    """Returns the images by split."""
     if config.data_dir is None:
         raise UserError(
             f"flowers_mobilenet needs --data-dir, the folder that holds the classes' folders: {URL}"
@@ -103,20 +104,20 @@ def load(config: Config) -> dict[str, ImageFolder]:
 
 
 def augment(example: Example, generator: np.random.Generator, *, shift: float) -> Example:
-    """The picture mirrored or not, and moved by up to `shift` of its sides.
+    """Randomly mirrors an image and shifts it by up to `shift` of its sides.
 
-    What comes in at the edges is the picture itself, reflected there.
+    The image is reflected at its edges.
     """
     image = example["image"]
-    rows, columns = (moved(size, shift, generator) for size in image.shape[:2])
+    rows, columns = (shifted(size, shift, generator) for size in image.shape[:2])
     if generator.random() < 0.5:
         columns = columns[::-1]
-    # Along one dim after the other: three times as fast as both at once.
+    # One dim after the other: three times as fast as both at once.
     return {**example, "image": image.take(rows, axis=0).take(columns, axis=1)}
 
 
-def moved(size: int, shift: float, generator: np.random.Generator) -> np.ndarray:
-    """Where each of `size` pixels in a row comes from."""
+def shifted(size: int, shift: float, generator: np.random.Generator) -> np.ndarray:
+    """Returns the source index of each of `size` pixels."""
     most = int(shift * size)
     places = np.abs(np.arange(size) + generator.integers(-most, most, endpoint=True))
     return size - 1 - np.abs(size - 1 - places)
@@ -126,30 +127,32 @@ def moved(size: int, shift: float, generator: np.random.Generator) -> np.ndarray
 
 
 def logits(model: MobileNetV2, batch: Batch) -> jax.Array:
-    """(B, classes), f32 whatever the model computes in."""
-    # Scaled on the device: a quarter of what floats would take on the way.
+    """Returns logits (B, classes), in f32 for any compute dtype."""
+    # Scaled on the device, so that a quarter of the bytes of floats is transferred.
     pixels = batch["image"].astype(model.classifier.kernel.dtype) / 255
     return model(pixels).astype(jnp.float32)
 
 
 def objective(model: MobileNetV2, batch: Batch) -> dict[str, jax.Array]:
-    found = logits(model, batch)
+    outputs = logits(model, batch)
     return {
-        "loss": optax.softmax_cross_entropy_with_integer_labels(found, batch["label"]),
-        "accuracy": found.argmax(-1) == batch["label"],
+        "loss": optax.softmax_cross_entropy_with_integer_labels(outputs, batch["label"]),
+        "accuracy": outputs.argmax(-1) == batch["label"],
     }
 
 
-def present(classes: Sequence[str], files: Sequence[str], predictions: np.ndarray) -> Iterator[str]:
-    """Each file with the class that is likeliest, and how likely it is."""
+def format_predictions(
+    classes: Sequence[str], files: Sequence[str], predictions: np.ndarray
+) -> Iterator[str]:
+    """Yields each file with its most probable class and the probability."""
     odds = np.exp(predictions - predictions.max(-1, keepdims=True))
-    likely = odds / odds.sum(-1, keepdims=True)
-    for file, row in zip(files, likely, strict=True):
+    probabilities = odds / odds.sum(-1, keepdims=True)
+    for file, row in zip(files, probabilities, strict=True):
         yield f"{printable(file)}: {printable(classes[row.argmax()])} ({row.max():.0%})"
 
 
 def check_ranges(config: Config) -> None:
-    """Raise `UserError` for a shift that leaves nothing of a picture."""
+    """Checks that a shift leaves a part of the image."""
     if not 0 <= config.shift < 1:
         raise UserError(f"shift is {config.shift}: it must be at least 0 and below 1")
 
@@ -157,8 +160,8 @@ def check_ranges(config: Config) -> None:
 def build(config: Config) -> Experiment:
     check_ranges(config)
     assert config.learning_rate is not None
-    pictures = load(config)
-    classes, test = pictures["train"].classes, pictures["test"]
+    images = load(config)
+    classes, test = images["train"].classes, images["test"]
     return Experiment(
         model=partial(
             MobileNetV2,
@@ -170,9 +173,9 @@ def build(config: Config) -> Experiment:
         objective=objective,
         predict=logits,
         optimizer=optax.adam(config.learning_rate),
-        train=pictures["train"],
-        validation=pictures["validation"],
+        train=images["train"],
+        validation=images["validation"],
         test=test,
         augment=partial(augment, shift=config.shift),
-        format_predictions=partial(present, classes, test.files),
+        format_predictions=partial(format_predictions, classes, test.files),
     )

@@ -1,4 +1,4 @@
-"""The smallest program: a dense layer fitted to a noisy line, from Python.
+"""A minimal example in Python: a dense layer fitted to a noisy line.
 
 Expected: a slope near 3, an offset near 2 and a mean squared error near 0.01, in a few seconds.
 

@@ -1,4 +1,4 @@
-"""The multi-layer perceptron of mnist_mlp, written as Keras code.
+"""The multi-layer perceptron of mnist_mlp, written with Keras.
 
 Expected: on the 10,000 images of the t10k files alone (8,000 of them for training), test accuracy
 0.935 to 0.96 after 5 epochs, in about 15 seconds on two cores; with all four files as mnist_mlp.
@@ -36,19 +36,19 @@ class Config(RunConfig):
 
 
 def mlp(hidden: tuple[int, ...]) -> Any:
-    """(B, 28, 28) of bytes to (B, 10) logits."""
+    """Returns the model, from bytes (B, 28, 28) to logits (B, 10)."""
     layers = [keras.layers.Rescaling(1 / 255), keras.layers.Flatten()]
-    # Named, as the names become those of the parameters: Keras would number them by itself.
+    # Explicit names, because they become the parameters' names; Keras would number the layers.
     layers += [
-        keras.layers.Dense(width, activation="relu", name=f"hidden_{number}")
-        for number, width in enumerate(hidden)
+        keras.layers.Dense(width, activation="relu", name=f"hidden_{index}")
+        for index, width in enumerate(hidden)
     ]
     layers += [keras.layers.Dense(10, name="logits")]
     return keras.Sequential([keras.Input((28, 28)), *layers], name="mlp")
 
 
 def rules(hidden: tuple[int, ...]) -> list[Rule]:
-    """In pairs of hidden layers: of the first a device has some outputs, of the second inputs."""
+    """Returns rules that split layers in pairs: outputs of the first, inputs of the second."""
     split = []
     for first in range(0, len(hidden), 2):
         second = f"hidden_{first + 1}" if first + 1 < len(hidden) else "logits"
@@ -61,7 +61,7 @@ def rules(hidden: tuple[int, ...]) -> list[Rule]:
 
 
 def objective(model: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    logits = model(batch["image"]).astype(jnp.float32)  # whatever the model computes in
+    logits = model(batch["image"]).astype(jnp.float32)  # in f32 for any compute dtype
     return {
         "loss": optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]),
         "accuracy": logits.argmax(-1) == batch["label"],
@@ -71,7 +71,7 @@ def objective(model: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
 def build(config: Config) -> Experiment:
     train, validation, test = load_mnist(config.data_dir)
     assert config.learning_rate is not None
-    keras.utils.set_random_seed(config.seed)  # Keras draws the initial values by itself
+    keras.utils.set_random_seed(config.seed)  # from which Keras draws the initial values
     return Experiment(
         model=KerasModel(mlp(config.hidden)),
         objective=objective,

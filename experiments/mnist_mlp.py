@@ -33,14 +33,14 @@ class Config(RunConfig):
 
 
 def pixels(model: MLP, batch: dict[str, jax.Array]) -> jax.Array:
-    """Bytes to [0, 1], in the dtype that the model computes in."""
-    # Scaled on the device: a quarter of what floats would take on the way.
+    """Scales bytes to [0, 1], in the dtype of the model's parameters."""
+    # Scaled on the device, so that a quarter of the bytes of floats is transferred.
     return batch["image"].astype(model.layers[0].kernel.dtype) / 255
 
 
 def objective(model: MLP, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     logits = model(pixels(model, batch))
-    logits = logits.astype(jnp.float32)  # whatever the model computes in
+    logits = logits.astype(jnp.float32)  # in f32 for any compute dtype
     return {
         "loss": optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]),
         "accuracy": logits.argmax(-1) == batch["label"],
@@ -48,12 +48,12 @@ def objective(model: MLP, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def predict(model: MLP, batch: dict[str, jax.Array]) -> jax.Array:
-    """Logits, (B, 10)."""
+    """Returns the logits (B, 10)."""
     return model(pixels(model, batch))
 
 
 def load_part(folder: epath.Path, part: str) -> ArrayDataset | None:
-    """The images and labels of `train` or `t10k`; None where neither file is there."""
+    """Returns the images and labels of `train` or `t10k`; None if both files are missing."""
     names = f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"
     files = [find_idx(folder, name) for name in names]
     if files == [None, None]:
@@ -68,7 +68,7 @@ def load_part(folder: epath.Path, part: str) -> ArrayDataset | None:
 
 
 def load_mnist(data_dir: str | None) -> tuple[Subset, Subset, Subset]:
-    """Train, validation and test."""
+    """Returns the training, validation and test examples."""
     if data_dir is None:
         raise UserError("mnist_mlp needs --data-dir, the folder that holds MNIST's IDX files")
     folder = epath.Path(data_dir).expanduser()

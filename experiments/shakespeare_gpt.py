@@ -1,15 +1,15 @@
-"""A decoder-only transformer on tinyshakespeare: the next character, from those before it.
+"""A decoder-only transformer on tinyshakespeare: prediction of the next character.
 
 Expected: a validation loss of about 1.61 nats a character, after 7 minutes and a half on two CPU
 cores (with --steps 2000 about 1.58, after 9 minutes and a half).
 
     python -m spmdtrain.run --config experiments/shakespeare_gpt.py --data-dir FOLDER
 
-FOLDER holds input.txt, 1,115,394 characters, which
-https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt offers.
-Its first 90 % train; the last 10 % validate, each of their characters predicted once. The loss is
-in nats a character. `--mode predict` then writes on from `--prompt`. The presets from gpt2-small
-to 1.3b have the shapes of larger models, for larger machines.
+FOLDER holds input.txt, 1,115,394 characters, from
+https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt.
+The first 90 % are for training; the last 10 % for validation, which predicts each character once.
+The loss is in nats a character. `--mode predict` generates text after `--prompt`. The presets from
+gpt2-small to 1.3b have the shapes of larger models, for larger machines.
 """
 
 import math
@@ -28,7 +28,7 @@ from spmdtrain import ArrayDataset, Experiment, RunConfig, UserError
 from spmdtrain.models import TRANSFORMER_RULES, Transformer, TransformerConfig
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-_ROUND = 64  # rows of the embedding are a multiple of it, and so divide over devices
+_ROUND = 64  # rows of the embedding are a multiple of it, so that they divide over devices
 
 Batch = dict[str, jax.Array]
 
@@ -40,45 +40,45 @@ class Config(RunConfig):
     learning_rate: float | None = 3e-3
     eval_every_steps: int | None = 500
     vocabulary: Literal["characters", "bytes"] = "characters"
-    """What a token is: one of the text's own characters, or a byte."""
+    """What a token is: one of the characters of the text, or a byte."""
     vocabulary_rows: int | None = None
-    """Rows of the embedding; where nothing is said, the vocabulary's rounded up to 64."""
+    """Rows of the embedding; by default the vocabulary's size, rounded up to a multiple of 64."""
     layers: int = 4
     """Blocks of attention and MLP."""
     width: int = 160
-    """Values that each token has between the blocks."""
+    """Width of the residual stream."""
     heads: int = 4
-    """Heads of each attention, among which the width is divided."""
+    """Attention heads, which share the width."""
     mlp_width: int | None = None
-    """Width inside each MLP; where nothing is said, four times the width."""
+    """Width inside each MLP; by default four times the width."""
     context: int = 96
-    """Tokens that an example has, and that a prediction sees at most."""
+    """Tokens of an example, and the most tokens that a prediction depends on."""
     positions: Literal["rotary", "learned"] = "rotary"
-    """How a token's place is told: queries and keys turned by it, or a vector learned for each."""
+    """Position embedding: rotated queries and keys, or a learned vector for each position."""
     tied: bool = True
-    """Use the embedding for the logits too."""
+    """Use the embedding as the output layer."""
     dropout: float = 0.0
     """Fraction of the values dropped in training."""
     unroll: bool = True
-    """Compile every layer by itself: faster steps on a CPU, longer compilation."""
+    """Compile every layer separately: faster steps on a CPU, longer compilation."""
     warmup_steps: int = 100
-    """Steps in which the learning rate rises, at most a tenth of the run; then comes a cosine."""
+    """Steps in which the learning rate rises, at most a tenth of the run; a cosine follows."""
     final_learning_rate: float = 0.05
-    """Where the cosine ends, as a fraction of learning_rate."""
+    """The final value of the cosine, as a fraction of learning_rate."""
     weight_decay: float = 0.1
-    """AdamW's decay, of all parameters but the norms' scales."""
+    """AdamW's weight decay, for all parameters but the norms' scales."""
     beta2: float = 0.99
-    """AdamW's decay of the squared gradients' average."""
+    """AdamW's decay of the average of squared gradients."""
     clip_norm: float = 1.0
-    """Gradients whose norm is above it are scaled down to it."""
+    """The norm to which larger gradients are scaled down."""
     prompt: str = "\n"
-    """What predict goes on from."""
+    """The text that predict continues."""
     samples: int = 4
-    """Texts that predict writes."""
+    """Number of texts that predict generates."""
     sample_length: int = 300
-    """Tokens that predict adds."""
+    """Tokens that predict generates for each text."""
     temperature: float = 0.8
-    """Logits are divided by it before predict draws from them; 0 takes the likeliest token."""
+    """Divides the logits before predict samples; 0 takes the most probable token."""
 
 
 _GPT2 = Config(
@@ -86,7 +86,7 @@ _GPT2 = Config(
     global_batch_size=32,
     learning_rate=6e-4,
     eval_every_steps=500,
-    vocabulary_rows=50304,  # GPT-2's 50,257 rounded up, though a text of Shakespeare has but 65
+    vocabulary_rows=50304,  # GPT-2's 50,257 rounded up; the text has only 65 characters
     layers=12,
     width=768,
     heads=12,
@@ -130,28 +130,28 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Text to tokens and back."""
+    """A mapping between text and tokens."""
 
     codes: np.ndarray | None
-    """The characters' code points, ascending; None where tokens are bytes."""
+    """The characters' code points, ascending; None if tokens are bytes."""
 
     def __len__(self) -> int:
         return 256 if self.codes is None else len(self.codes)
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens, int32. Raises `UserError` for characters that the vocabulary lacks."""
+        """Returns the tokens, int32. Raises `UserError` for unknown characters."""
         if self.codes is None:
             return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.int32)
         codes = _code_points(text)
         if unknown := sorted({chr(c) for c in np.setdiff1d(codes, self.codes)}):
             raise UserError(
-                f"prompt: the text that was trained on has no {', '.join(map(repr, unknown))}, so "
-                "the vocabulary lacks it (--vocabulary bytes has everything)"
+                f"prompt: the training text has no {', '.join(map(repr, unknown))}, so the "
+                "vocabulary lacks it (--vocabulary bytes has every character)"
             )
         return np.searchsorted(self.codes, codes).astype(np.int32)
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Text; bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text; bytes that are not UTF-8 become U+FFFD."""
         if self.codes is None:
             return tokens.astype(np.uint8).tobytes().decode("utf-8", "replace")
         return "".join(map(chr, self.codes[tokens]))
@@ -162,7 +162,7 @@ def _code_points(text: str) -> np.ndarray:
 
 
 def load_text(config: Config) -> tuple[Vocabulary, np.ndarray]:
-    """The vocabulary, and all of input.txt as tokens."""
+    """Returns the vocabulary, and input.txt as tokens."""
     if config.data_dir is None:
         raise UserError(f"shakespeare_gpt needs --data-dir, the folder that holds input.txt: {URL}")
     path = epath.Path(config.data_dir).expanduser() / "input.txt"
@@ -174,15 +174,15 @@ def load_text(config: Config) -> tuple[Vocabulary, np.ndarray]:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is no UTF-8 ({error}); --vocabulary bytes takes it") from error
+        raise UserError(f"{path} is not UTF-8 ({error}); --vocabulary bytes accepts it") from error
     vocabulary = Vocabulary(np.unique(_code_points(text)))
     return vocabulary, vocabulary.encode(text)
 
 
 class Windows:
-    """A text as examples of `context` + 1 tokens, `stride` apart: each is to predict the next.
+    """Windows of `context` + 1 tokens of a text, `stride` apart, as examples.
 
-    What goes beyond the text's end in the last one is filled with token 0, and has weight 0.
+    The last one is padded with token 0, which has weight 0.
     """
 
     def __init__(self, text: np.ndarray, context: int, stride: int) -> None:
@@ -192,9 +192,9 @@ class Windows:
         return 1 + max(0, -(-(len(self._text) - 1 - self._context) // self._stride))
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        places = indices[:, None] * self._stride + np.arange(self._context + 1)
-        inside = places < len(self._text)
-        tokens = self._text[np.minimum(places, len(self._text) - 1)]
+        positions = indices[:, None] * self._stride + np.arange(self._context + 1)
+        inside = positions < len(self._text)
+        tokens = self._text[np.minimum(positions, len(self._text) - 1)]
         return {
             "tokens": np.where(inside, tokens, 0).astype(np.int32),
             "weights": inside[:, 1:].astype(np.float32),
@@ -202,7 +202,7 @@ class Windows:
 
 
 def split(text: np.ndarray, context: int) -> tuple[Windows, Windows]:
-    """Training examples from every place, and validation ones side by side."""
+    """Returns training windows from every position, and adjacent validation windows."""
     train, validation = np.split(text, [len(text) * 9 // 10])
     if len(train) <= context or len(validation) < 2:
         raise UserError(
@@ -218,16 +218,16 @@ def split(text: np.ndarray, context: int) -> tuple[Windows, Windows]:
 def objective(model: Any, batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
     inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     logits = model(inputs)
-    # A sum, not a look-up: it stays on the devices among which the vocabulary is split.
-    right = jnp.arange(logits.shape[-1]) == targets[..., None]
-    chosen = jnp.where(right, logits, 0).sum(-1)
+    # A sum instead of a lookup, because it needs no gather if the vocabulary is split.
+    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
+    chosen = jnp.where(is_target, logits, 0).sum(-1)
     loss = jax.nn.logsumexp(logits, axis=-1) - chosen
     weights = batch["weights"]
     return {"loss": (loss, weights), "accuracy": (chosen >= logits.max(-1), weights)}
 
 
 def check_ranges(config: Config) -> None:
-    """Raise `UserError` for what an optimizer or a model would take and make nonsense of."""
+    """Checks options that the optimizer or the model would accept although they make no sense."""
     for name, least, below in (
         ("warmup_steps", 0, math.inf),
         ("final_learning_rate", 0, math.inf),
@@ -244,7 +244,7 @@ def check_ranges(config: Config) -> None:
 
 
 def make_optimizer(config: Config, total_steps: int) -> optax.GradientTransformation:
-    """AdamW with clipping, a warm-up and a cosine."""
+    """Returns AdamW with gradient clipping, and a learning rate with warm-up and cosine decay."""
     assert config.learning_rate is not None
     peak, end = config.learning_rate, config.final_learning_rate
     warmup = min(config.warmup_steps, total_steps // 10)
@@ -263,14 +263,14 @@ def make_optimizer(config: Config, total_steps: int) -> optax.GradientTransforma
 
 
 def _is_decayed(params: Any) -> Any:
-    """All but the norms' scales; by name, as these are matrices too where layers are stacked."""
+    """Selects all but the norms' scales, by name: with stacked layers these are matrices, too."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: jax.tree_util.keystr(path[-1:], simple=True) != "norm", params
     )
 
 
 def shape(config: Config, vocabulary: int) -> TransformerConfig:
-    """The model's shape for a vocabulary of that many tokens."""
+    """Returns the model's shape for a vocabulary of this size."""
     return TransformerConfig(
         vocabulary=vocabulary,
         rows=config.vocabulary_rows or -(-vocabulary // _ROUND) * _ROUND,
@@ -286,14 +286,14 @@ def shape(config: Config, vocabulary: int) -> TransformerConfig:
     )
 
 
-# -- writing on ------------------------------------------------------------------------------------
+# -- generation ------------------------------------------------------------------------------------
 
 
 def prompts(config: Config, vocabulary: Vocabulary) -> ArrayDataset:
-    """The prompt once for each sample, with the number by which they differ."""
+    """Returns the prompt once for each sample, with the index from which its random key derives."""
     tokens = vocabulary.encode(config.prompt)
     if not len(tokens):
-        raise UserError("prompt is empty: there must be something to go on from")
+        raise UserError("prompt is empty: give at least one character")
     rows = max(1, config.samples)
     return ArrayDataset(
         {
@@ -305,9 +305,9 @@ def prompts(config: Config, vocabulary: Vocabulary) -> ArrayDataset:
 
 
 def writer(config: Config) -> Callable[[Any, Batch], Batch]:
-    """A predict function that writes on from each row, token by token.
+    """Returns a predict function that continues each row token by token.
 
-    What a row draws depends on the seed and its own number, so on no devices. The model sees the
+    The random numbers of a row depend on the seed and its index, not on devices. The model gets the
     last `context` tokens.
     """
     if not (config.temperature >= 0 and math.isfinite(config.temperature)):
@@ -324,18 +324,18 @@ def writer(config: Config) -> Callable[[Any, Batch], Batch]:
     def predict(model: Any, batch: Batch) -> Batch:
         length = batch["length"]
         text = jnp.pad(batch["tokens"], ((0, 0), (0, config.sample_length)))
-        seen_at_most = min(config.context, text.shape[1])
+        window = min(config.context, text.shape[1])
         key = jax.random.key(config.seed)
         keys = jax.vmap(partial(jax.random.fold_in, key))(batch["sample"])
 
-        def add(number: jax.Array, text: jax.Array) -> jax.Array:
-            end = length + number
-            start = jnp.maximum(end - seen_at_most, 0)
-            # Beyond its end the text is zeros, which no token before them looks at.
-            places = start[:, None] + jnp.arange(seen_at_most)
-            logits = model(jnp.take_along_axis(text, places, axis=1))
+        def add(index: jax.Array, text: jax.Array) -> jax.Array:
+            end = length + index
+            start = jnp.maximum(end - window, 0)
+            # The zeros after the end have no effect, because attention is causal.
+            positions = start[:, None] + jnp.arange(window)
+            logits = model(jnp.take_along_axis(text, positions, axis=1))
             last = jnp.take_along_axis(logits, (end - 1 - start)[:, None, None], axis=1)[:, 0]
-            drawn = jax.vmap(draw)(jax.vmap(jax.random.fold_in, (0, None))(keys, number), last)
+            drawn = jax.vmap(draw)(jax.vmap(jax.random.fold_in, (0, None))(keys, index), last)
             return jnp.where(jnp.arange(text.shape[1]) == end[:, None], drawn[:, None], text)
 
         written = jax.lax.fori_loop(0, config.sample_length, add, text)
@@ -344,8 +344,8 @@ def writer(config: Config) -> Callable[[Any, Batch], Batch]:
     return predict
 
 
-def present(vocabulary: Vocabulary, predictions: dict[str, np.ndarray]) -> Iterator[str]:
-    """The texts that predict wrote, each below its number."""
+def format_predictions(vocabulary: Vocabulary, predictions: dict[str, np.ndarray]) -> Iterator[str]:
+    """Yields the generated texts, each after its index."""
     for number, tokens in enumerate(predictions["tokens"]):
         yield f"--- {number}"
         yield vocabulary.decode(tokens[: predictions["length"][number]])
@@ -364,5 +364,5 @@ def build(config: Config) -> Experiment:
         rules=TRANSFORMER_RULES,
         predict=writer(config),
         prompts=prompts(config, vocabulary),
-        format_predictions=partial(present, vocabulary),
+        format_predictions=partial(format_predictions, vocabulary),
     )

@@ -84,8 +84,8 @@ class TransformerConfig:
             raise UserError(f"width {self.width} does not divide over {self.heads} heads")
         if self.positions == "rotary" and self.head_width % 2:
             raise UserError(
-                f"rotary positions rotate pairs of values, and width {self.width} over {self.heads} "
-                f"heads is {self.head_width} a head: an odd number"
+                f"rotary positions rotate pairs of values, but width {self.width} over "
+                f"{self.heads} heads is {self.head_width} a head: an odd number"
             )
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout is {self.dropout}: it must be at least 0 and below 1")

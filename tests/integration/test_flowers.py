@@ -352,7 +352,9 @@ def test_the_folder_of_the_cache_is_for_the_cache_on_disk_alone(
 
 def test_a_name_does_not_end_the_line_of_a_prediction() -> None:
     files = ("a\nb/c.png", "d/\x1be.png")
-    lines = list(flowers.present(("a\nb", "d"), files, np.array([[9.0, 0.0], [0.0, 9.0]])))
+    lines = list(
+        flowers.format_predictions(("a\nb", "d"), files, np.array([[9.0, 0.0], [0.0, 9.0]]))
+    )
     assert lines == [r"a\nb/c.png: a\nb (100%)", r"d/\x1be.png: d (100%)"]
 
 

@@ -295,7 +295,7 @@ def test_what_cannot_be_written() -> None:
 
 def test_texts_are_presented_below_their_numbers() -> None:
     vocabulary = gpt.Vocabulary(np.arange(97, 123))
-    shown = gpt.present(
+    shown = gpt.format_predictions(
         vocabulary, {"tokens": np.array([[0, 1, 2], [3, 4, 9]]), "length": np.array([3, 2])}
     )
     assert list(shown) == ["--- 0", "abc", "--- 1", "de"]
