@@ -115,7 +115,7 @@ def test_characters_and_bytes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no 'x', 'é', so"):
         characters.encode("Gréxßx")
     (tmp_path / "input.txt").write_bytes(b"\xff\xfe" * 9)
-    with pytest.raises(UserError, match=r"no UTF-8.*--vocabulary bytes"):
+    with pytest.raises(UserError, match=r"not UTF-8.*--vocabulary bytes"):
         gpt.load_text(config(data_dir=folder))
     gpt.load_text(config(data_dir=folder, vocabulary="bytes"))
 
