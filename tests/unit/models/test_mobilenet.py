@@ -130,7 +130,7 @@ def keras_layers() -> list[tuple[str, tuple[str, str]]]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"classes": 0}, "0 classes"),
+        ({"classes": 0}, "classes is 0"),
         ({"width_multiplier": 0.0}, "width_multiplier is 0.0: it must be above 0"),
         ({"dropout": 1.0}, "dropout is 1.0"),
         ({"momentum": 1.0}, "momentum is 1.0"),
