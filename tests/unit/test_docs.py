@@ -168,11 +168,9 @@ def has(owner: Any, name: str) -> bool:
     if hasattr(owner, name) or not isinstance(owner, type):
         return hasattr(owner, name)
     fields = names_of(owner) if dataclasses.is_dataclass(owner) else set()
-    return (
-        name in fields
-        or f"self.{name} =" in inspect.getsource(owner)
-        or (f"self.{name}:" in inspect.getsource(owner))
-    )
+    bases = [base for base in owner.__mro__ if base.__module__.startswith("spmdtrain.")]
+    source = "".join(inspect.getsource(base) for base in bases)
+    return name in fields or bool(re.search(rf"self\.{name}(:[^=\n]*)? =", source))
 
 
 def resolve(node: ast.expr) -> Any:
