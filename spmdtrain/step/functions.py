@@ -253,7 +253,7 @@ class StepFunctions:
         """Checks a batch and chooses what reduces the gradients of its train step.
 
         Args:
-          batch: A global batch or its shapes; of several steps with a leading dim of `steps`.
+          batch: A global batch or its shapes; if `steps` > 1, with a leading dim of `steps`.
           steps: Number of steps of the batch.
 
         Returns:

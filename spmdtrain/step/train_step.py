@@ -24,7 +24,7 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepOutput:
-    """The small arrays that a train step returns beside the state; they are fetched later.
+    """The small arrays that a train step returns in addition to the state. They are fetched later.
 
     Attributes:
       metrics: f32 scalars by name, weighted means over the global batch.
