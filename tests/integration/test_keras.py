@@ -433,7 +433,7 @@ def test_an_unbuilt_model_needs_an_example() -> None:
 
 
 def test_only_a_keras_model_is_taken() -> None:
-    assert "takes a keras.Model, and this is a Dense" in refusal(lambda: keras.layers.Dense(1))
+    assert "takes a keras.Model, not a Dense" in refusal(lambda: keras.layers.Dense(1))
 
 
 def test_paths_have_to_be_different() -> None:

@@ -675,7 +675,7 @@ def test_a_stream_is_refused_with_the_reason(data: Any, name: str) -> None:
         as_dataset(data)
     message = str(caught.value)
     assert f"a {name} is no dataset" in message
-    assert "cannot give batch k without reading all before it" in message
+    assert "cannot return batch k without reading all batches before it" in message
     assert "__len__ and rows(indices)" in message
 
 

@@ -1133,7 +1133,7 @@ def test_what_does_not_belong_into_a_cache_is_named_and_may_be_deleted(tmp_path:
     numbered(tmp_path / "data", 1)
     everything(on_disk(tmp_path))
     (entry,) = stored(tmp_path)
-    advice = re.escape(f"{tmp_path / 'new' / 'c'}: ") + ".*all of this folder may be deleted"
+    advice = re.escape(f"{tmp_path / 'new' / 'c'}: ") + ".*this folder may be deleted"
     entry.unlink()
     entry.mkdir()
     with pytest.raises(StorageError, match=advice):

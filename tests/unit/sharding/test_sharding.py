@@ -615,7 +615,7 @@ def test_a_giant_that_would_be_whole_is_refused_with_the_arithmetic_and_what_to_
         )
     else:
         assert f"({arithmetic})" in message
-        assert "Make a dim divide, or give a rule for it: PartitionSpec() says" in message
+        assert "Make a dim divide, or give a rule for it: PartitionSpec() replicates" in message
     assert "--sharding.replicated-limit" in message
     # And each of these mends it.
     assert specs(GIANT, ALLOWED, *rules, strategy=strategy)["params/embed"] == P()

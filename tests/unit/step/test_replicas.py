@@ -121,7 +121,7 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
 def test_used_unreduced_it_is_an_error(operation: Callable[[Any], Any]) -> None:
     with use_placement(placed()):
         value = per_replica(lambda x: x.sum(), Y)
-    with pytest.raises(TypeError, match=r"reduce it first, by sum\(\), mean\(\)|got.*PerReplica"):
+    with pytest.raises(TypeError, match=r"reduce it first by sum\(\), mean\(\)|got.*PerReplica"):
         operation(value)
     with pytest.raises(TypeError):
         jax.jit(lambda v: operation(v))(value)
@@ -178,7 +178,7 @@ def test_each_replica_gets_its_own_of_what_an_earlier_one_made() -> None:
         np.testing.assert_allclose(again.gather(), (2 * parts - sums).ravel(), rtol=1e-5)
         np.testing.assert_allclose(beside.gather(), (sums * parts).ravel(), rtol=1e-5)
         np.testing.assert_allclose(per_replica(lambda y: y["sum"], doubled).sum(), Y.sum(), 1e-5)
-        with pytest.raises(TypeError, match="gets in full holds a value for each replica"):
+        with pytest.raises(TypeError, match="gets in full holds a PerReplica"):
             per_replica(lambda y, whole: y, Y, doubled)
         with pytest.raises(UserError, match="called in per_replica"):
             per_replica(lambda y: per_replica(lambda z: z, y).sum(), Y)
@@ -190,7 +190,7 @@ def test_each_replica_gets_its_own_of_what_an_earlier_one_made() -> None:
 
 
 def test_there_are_no_local_values_while_jax_traces() -> None:
-    with use_placement(placed()), pytest.raises(UserError, match="outside of jitted functions"):
+    with use_placement(placed()), pytest.raises(UserError, match="called in a jitted function"):
         jax.jit(lambda: per_replica(lambda y: y, Y).local())()
 
 
