@@ -64,7 +64,7 @@ class EpochSums:
 
 
 class Epochs:
-    """Adds up the training metrics of each epoch, and writes their means at its end.
+    """Sums the training metrics of each epoch, and writes their means at its end.
 
     Args:
         config: The run's configuration.
@@ -78,23 +78,23 @@ class Epochs:
     ) -> None:
         self._config, self._size, self._logger = config, num_examples, logger
         self._fixed_rate = fixed_rate
-        self._counted = 0.0  # seconds of training that are in a tally
+        self._counted = 0.0  # seconds of training that were added to the sums of an epoch
         self._epoch = range(0)  # its steps
         self.sums = EpochSums()
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Goes on from what `so_far` returned; from an empty tally if `saved` is empty."""
+        """Continues from the sums that `to_json` returned; from none if `saved` is empty."""
         if saved:
             sums = saved["sums"]
             values = np.array(list(sums.values()), np.float64).reshape(-1, 2)
             self.sums = EpochSums(saved["steps"], saved["seconds"], list(sums), values)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the tally as JSON, in which floats keep all their bits."""
+        """Returns the sums of the epoch as JSON, in which floats keep all their bits."""
         self._count_seconds()
-        tally = self.sums
-        sums = {name: pair.tolist() for name, pair in zip(tally.names, tally.sums, strict=True)}
-        return {"steps": tally.steps, "seconds": tally.seconds, "sums": sums}
+        epoch = self.sums
+        sums = {name: pair.tolist() for name, pair in zip(epoch.names, epoch.sums, strict=True)}
+        return {"steps": epoch.steps, "seconds": epoch.seconds, "sums": sums}
 
     def count(
         self, step: int, names: Sequence[str], sums: np.ndarray, rate: jax.Array | None
@@ -109,27 +109,27 @@ class Epochs:
             sums: Their weighted sums and weights, (names, 2).
             rate: Its learning rate, if that is among its outputs.
         """
-        tally, config, size = self.sums, self._config, self._size
-        if tally.names != names:  # none yet, or the objective has changed since the save
-            tally = self.sums = EpochSums(0, tally.seconds, names, np.zeros((len(names), 2)))
-        tally.steps += 1
-        tally.sums += sums
+        epoch, config, size = self.sums, self._config, self._size
+        if epoch.names != names:  # none yet, or the objective has changed since the save
+            epoch = self.sums = EpochSums(0, epoch.seconds, names, np.zeros((len(names), 2)))
+        epoch.steps += 1
+        epoch.sums += sums
         if step >= self._epoch.stop:
             self._epoch = config.epoch_of(step, size)
         if step < self._epoch.stop - 1:
             return
         self._count_seconds()
         self.sums = EpochSums()
-        if tally.steps != len(self._epoch):
+        if epoch.steps != len(self._epoch):
             return
         used = self._fixed_rate if rate is None else float(rate)
         measured = {} if used is None else {"learning_rate": used}
-        measured["seconds"] = tally.seconds
-        if tally.seconds > 0:
-            examples = tally.steps * (config.global_batch_size or 0)
-            measured["examples_per_second"] = examples / tally.seconds
-        means = Means(dict(zip(tally.names, tally.sums, strict=True))).result(empty=0.0)
-        # A metric of the objective that has one of these names stays what it is.
+        measured["seconds"] = epoch.seconds
+        if epoch.seconds > 0:
+            examples = epoch.steps * (config.global_batch_size or 0)
+            measured["examples_per_second"] = examples / epoch.seconds
+        means = Means(dict(zip(epoch.names, epoch.sums, strict=True))).result(empty=0.0)
+        # A metric of the objective takes precedence over a measured one of the same name.
         found = {"epoch": config.epochs_at(step, size)} | means | (measured | means)
         self._logger.log_epoch(step, found)
 
@@ -145,13 +145,13 @@ class Epochs:
         return FitResult(step, train, seen, tested, self.history())
 
     def history(self) -> History:
-        """Returns what was written of epochs and evaluations."""
-        told, config = self._logger.written, self._config
+        """Returns the metrics written of epochs and evaluations."""
+        written, config = self._logger.written, self._config
         return History(
-            [{"step": step} | of for step, of in sorted(told[Split.EPOCH].items())],
+            [{"step": step} | metrics for step, metrics in sorted(written[Split.EPOCH].items())],
             [
-                {"step": step, "epoch": config.epochs_at(step, self._size)} | of
-                for step, of in sorted(told[Split.EVAL].items())
+                {"step": step, "epoch": config.epochs_at(step, self._size)} | metrics
+                for step, metrics in sorted(written[Split.EVAL].items())
             ],
         )
 

@@ -163,8 +163,8 @@ class _Evaluator:
         workdir, terminal = self.trainer.config.workdir, self.trainer.terminal
         try:
             terminal.line(f"evaluator: waiting for checkpoints in {workdir}")
-            told = self.files.history(Split.EVAL)
-            self._patiently(lambda: self.checkpoints.settle_told(told))
+            evaluated = self.files.history(Split.EVAL)
+            self._patiently(lambda: self.checkpoints.settle_evaluated(evaluated))
             while (step := self._await_checkpoint()) is not None:
                 self._evaluate(step)
         except PreemptedExit as stop:
@@ -181,7 +181,7 @@ class _Evaluator:
     def _await_checkpoint(self) -> int | None:
         """Waits for the step to evaluate next; None if the training has ended and none is left."""
         text = f"waiting for checkpoints in {self.trainer.config.workdir}"
-        told = self.clock()
+        last_line = self.clock()
         with self.trainer.terminal.waiting(text):
             while True:
                 self.signals.stop_if_received()
@@ -195,8 +195,8 @@ class _Evaluator:
                 step = self.checkpoints.due
                 if step is not None or ended:
                     return step
-                if self.clock() - told >= _SILENCE:
-                    told = self.clock()
+                if self.clock() - last_line >= _SILENCE:
+                    last_line = self.clock()
                     state = self.training.describe()
                     self.trainer.terminal.line(f"evaluator: nothing new; {state}; still {text}")
                 self._pause()
@@ -277,11 +277,11 @@ class _Checkpoints:
         self._source = Source(folder_of(workdir) / "checkpoints", ())
         self._settled: dict[int, _Mark | None] = {}
 
-    def settle_told(self, told: Container[int]) -> None:
+    def settle_evaluated(self, evaluated: Container[int]) -> None:
         """Marks the checkpoints as done that an earlier start has evaluated."""
         self._source = list_checkpoints(self._workdir)
         for step in self._source.steps:
-            if step in told:
+            if step in evaluated:
                 self.settle(step, self.mark(step), evaluated=True)
 
     def look(self) -> int | None:
@@ -369,7 +369,7 @@ class _Training:
         Args:
           saved: The steps of its checkpoints at the last listing.
         """
-        told = progress.job_ended()  # first: a training writes its status before it ends
+        outcome = progress.job_ended()  # first: a training writes its status before it ends
         found = status_of(self._workdir)
         if found != self._read:
             self._read, self._changed_at = found, self._clock()
@@ -380,8 +380,8 @@ class _Training:
         else:
             self.status, self.step, self.reason = None, 0, ""
         self._listen(found, saved)
-        if told is not None:
-            self._take_over(told)
+        if outcome is not None:
+            self._take_over(outcome)
             return True
         if self.status in (None, Status.RUNNING):
             if self._silence < _SILENT:
@@ -411,9 +411,9 @@ class _Training:
         self._silence = self._silence + passed if heard == self._heard else 0.0
         self._heard, self._looked_at = heard, now
 
-    def _take_over(self, told: str) -> None:
+    def _take_over(self, outcome: str) -> None:
         """Takes the launcher's status, because a killed training has written none."""
-        how, _, reason = told.strip().partition(": ")
+        how, _, reason = outcome.strip().partition(": ")
         status = Status(how) if how in list(Status) else Status.FAILED
         if status is not self.status:
             self.reason = ""

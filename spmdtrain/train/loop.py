@@ -318,13 +318,13 @@ class Loop(LoopTools):
         """Returns whether `eval_every_steps` asks for an evaluation after the last step."""
         return self._started().schedule.is_eval_step(self.step)
 
-    def log_evaluation(self, found: Mapping[str, Any], split: str = "eval") -> None:
+    def log_evaluation(self, values: Mapping[str, Any], split: str = "eval") -> None:
         """Logs the metrics of an evaluation after the last step. All processes call it.
 
         Metrics of "eval" that are logged before the next batch also rank this step's checkpoint.
 
         Args:
-          found: Scalars by name.
+          values: Scalars by name.
           split: "eval" or "test".
 
         Raises:
@@ -335,20 +335,20 @@ class Loop(LoopTools):
         if split not in (Split.EVAL, Split.TEST):
             raise UserError(f"there is no split {split!r}.{did_you_mean(split, ['eval', 'test'])}")
         self._late.flush()
-        told = as_floats(found)
-        if not math.isfinite(told.get("loss", 0.0)):
-            raise NonFiniteError(f"step {self.step}: the {split} loss is {told['loss']}")
+        metrics = as_floats(values)
+        if not math.isfinite(metrics.get("loss", 0.0)):
+            raise NonFiniteError(f"step {self.step}: the {split} loss is {metrics['loss']}")
         if (split, self.step) in self._evaluated:
             raise UserError(
                 f"log_evaluation() was called twice for {split} after step {self.step}: give all "
                 "of its metrics at once"
             )
         if split == Split.EVAL:
-            check_best(self.config, told, first=not self._evaluated, tell=self.terminal.line)
-            self._last_eval = self.step, told
+            check_best(self.config, metrics, first=not self._evaluated, tell=self.terminal.line)
+            self._last_eval = self.step, metrics
         self._evaluated.add((split, self.step))
         if not run.logger.read_metrics(Split(split), self.step):
-            run.logger.log_evaluation(Split(split), self.step, told)
+            run.logger.log_evaluation(Split(split), self.step, metrics)
 
     def stop(self) -> None:
         """Makes the last recorded step the last one of the run. All processes call it.

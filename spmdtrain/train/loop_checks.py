@@ -1,4 +1,4 @@
-"""What a user's own functions give to a `Loop`, checked: state and metrics."""
+"""Checks of what a user's functions return to a `Loop`: state and metrics."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +17,7 @@ from spmdtrain.tree import named_leaves
 
 PyTree = Any
 Init = Callable[[jax.Array], Mapping[str, PyTree]]
-"""key -> the state's parts by name: `params`, and what there is of the others (see `PARTS`)."""
+"""key -> the parts of the state by name: `params`, and any of the other `PARTS`."""
 Step = Callable[[TrainState, PyTree, jax.Array], tuple[TrainState, Mapping[str, Any]]]
 """(state, batch, key) -> the state after it, and metrics: scalars by name."""
 
@@ -44,7 +44,11 @@ PARTS = ("params", "opt_state", "averaged", "model_state")
 
 
 def make_initial_state(init: Init) -> Callable[[jax.Array, jax.Array], TrainState]:
-    """From the keys of initialisation and of the steps to the first state. Raises `UserError`."""
+    """Returns the function of the init and step keys that makes the first state.
+
+    Raises:
+      UserError: If `init` is no function, or returns something else than parts of the state.
+    """
     if not callable(init):
         raise UserError(
             f"start() is given a {type(init).__name__}: it takes a function of a key that makes "
@@ -53,7 +57,7 @@ def make_initial_state(init: Init) -> Callable[[jax.Array, jax.Array], TrainStat
 
     def begin(init_key: jax.Array, step_key: jax.Array) -> TrainState:
         parts = init(init_key)
-        names = list(parts) if isinstance(parts, Mapping) else _told(parts)
+        names = list(parts) if isinstance(parts, Mapping) else _described(parts)
         if not isinstance(parts, Mapping) or "params" not in parts:
             raise UserError(f"init returned {names}: it must return a dictionary with 'params'")
         if unknown := [name for name in parts if name not in PARTS]:
@@ -69,20 +73,20 @@ def make_initial_state(init: Init) -> Callable[[jax.Array, jax.Array], TrainStat
 
 
 def state_and_metrics(returned: Any) -> tuple[Any, Any]:
-    """The two things that a step returns. Raises `UserError` for anything else."""
+    """Returns the state and the metrics of a step; raises `UserError` for anything else."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise UserError(
-            f"the step returned {_told(returned)}: it must return two things, the state after it, "
-            "dataclasses.replace(state, params=...), and the metrics"
+            f"the step returned {_described(returned)}: it must return two things, the state after "
+            "it, dataclasses.replace(state, params=...), and the metrics"
         )
     return returned
 
 
 def check_state(after: Any, before: TrainState) -> None:
-    """Raise `UserError` where a step returned anything but a state of the same arrays."""
+    """Raises `UserError` if a step did not return a state of the same arrays."""
     if not isinstance(after, TrainState):
         raise UserError(
-            f"the step returned {_told(after)} first: that must be the state after it, "
+            f"the step returned {_described(after)} first: that must be the state after it, "
             "dataclasses.replace(state, params=...)"
         )
     if apart := replicas_in(after):
@@ -91,13 +95,13 @@ def check_state(after: Any, before: TrainState) -> None:
         )
     was, now = named_leaves(before), named_leaves(after)
     for name in [*was, *(name for name in now if name not in was)]:
-        one, other = (_told(tree.get(name)) for tree in (was, now))
-        if one != other:
-            raise UserError(f"the step made {name} of the state, {one}, into {other}")
+        previous, current = (_described(tree.get(name)) for tree in (was, now))
+        if previous != current:
+            raise UserError(f"the step made {name} of the state, {previous}, into {current}")
 
 
-def _told(x: Any) -> str:
-    """What a user's function gave, in a word or two."""
+def _described(x: Any) -> str:
+    """Returns a short description of a value that a user's function returned."""
     if x is None:
         return "nothing"
     if hasattr(x, "dtype") and hasattr(x, "shape"):
@@ -107,33 +111,35 @@ def _told(x: Any) -> str:
     return f"a {type(x).__name__}"
 
 
-def as_scalars(told: Any) -> dict[str, jax.Array]:
-    """A step's metrics in f32. Raises `UserError`."""
-    return {name: jnp.asarray(x, jnp.float32) for name, x in _checked(told, "the step's").items()}
+def as_scalars(metrics: Any) -> dict[str, jax.Array]:
+    """Returns a step's metrics in f32; raises `UserError` if they are not scalars."""
+    return {
+        name: jnp.asarray(x, jnp.float32) for name, x in _checked(metrics, "the step's").items()
+    }
 
 
 def as_floats(found: Any, whose: str = "the evaluation's") -> dict[str, float]:
-    """Metrics by name as numbers. Raises `UserError`."""
+    """Returns metrics as floats, the loss first; raises `UserError` if they are not scalars."""
     checked = _checked(found, whose)
     return loss_first({name: float(x) for name, x in checked.items()})
 
 
-def _checked(told: Any, whose: str) -> Mapping[str, Any]:
-    if not isinstance(told, Mapping) or not told:
-        what = "empty" if isinstance(told, Mapping) else _told(told)
+def _checked(metrics: Any, whose: str) -> Mapping[str, Any]:
+    if not isinstance(metrics, Mapping) or not metrics:
+        what = "empty" if isinstance(metrics, Mapping) else _described(metrics)
         raise UserError(f"{whose} metrics are {what}: they must be scalars by name")
-    check_names(told, f"{whose} metric")
-    for name, value in told.items():
+    check_names(metrics, f"{whose} metric")
+    for name, value in metrics.items():
         what = f"{whose} metric {name!r} is"
         if replicas_in(value):
             raise NotReducedError(f"{what} {value!r}: reduce it to one number, by sum(), say")
         if not _is_real(value):
-            raise UserError(f"{what} {_told(value)}: it must be one real number")
+            raise UserError(f"{what} {_described(value)}: it must be one real number")
         if jnp.shape(value):
             raise UserError(
-                f"{what} {_told(value)}: reduce it to one number, by weighted_mean, say"
+                f"{what} {_described(value)}: reduce it to one number, by weighted_mean, say"
             )
-    return told
+    return metrics
 
 
 def check_batch(batch: PyTree, shards: int) -> None:

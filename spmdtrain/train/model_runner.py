@@ -90,7 +90,7 @@ class ModelRunner:
         self.functions = self._make_functions(config, placement)
         self._evaluation = Evaluation(self.functions, placement, config, self.terminal)
 
-    # -- what it is ----------------------------------------------------------------------------
+    # -- properties ----------------------------------------------------------------------------
 
     @property
     def mesh(self) -> Mesh | None:
@@ -140,7 +140,7 @@ class ModelRunner:
         Raises:
           UserError: If `jit` is off.
         """
-        with use_placement(self.placement):  # models may ask what they run under
+        with use_placement(self.placement):  # models may call `current_strategy`
             return self.trace_step(batch).lower().compile()
 
     def trace_step(self, batch: PyTree) -> jax.stages.Traced:

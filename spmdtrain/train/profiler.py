@@ -29,7 +29,7 @@ def profiled_steps(config: RunConfig, first: int, tell: Callable[[str], None]) -
 
 
 class ProfiledSteps:
-    """Traces the steps `first` to `last` (both included) into `folder`; nothing without a range."""
+    """Traces a range of steps (both ends included) into a folder; nothing without a range."""
 
     def __init__(self, steps: tuple[int, int] | None, folder: str | None) -> None:
         self._first, self._last = steps or (0, 0)
@@ -52,7 +52,7 @@ class ProfiledSteps:
             self._running = True
 
     def after(self, step: int, output: Any) -> None:
-        """Call after `step` is dispatched; `output` is what tells when it is done."""
+        """Call after `step` is dispatched; waits for its `output` if it is the last one traced."""
         if step == self._last and self._running:
             jax.block_until_ready(output)
             self._stop()
