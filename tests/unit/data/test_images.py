@@ -574,7 +574,7 @@ BROKEN = {
     "cut.png": (saved(Image.fromarray(noise(64, 64)), "PNG")[:3000], "truncated"),
     "empty.jpg": (b"", "it is empty: not one of JPEG, PNG, WEBP, GIF, BMP"),
     "text.jpg": (b"hello", "it begins with 68 65 6c 6c 6f: not one of JPEG"),
-    "program.jpg": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "none of JPEG"),
+    "program.jpg": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not one of JPEG"),
 }
 
 
@@ -1106,7 +1106,7 @@ def test_a_full_disk_is_an_error_that_says_so(
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    there = re.escape(f"images in {tmp_path / 'new' / 'c'}: ")
+    there = re.escape(f"image cache in {tmp_path / 'new' / 'c'}: ")
     advice = r"free some space \(this folder may be deleted at any time\), or use"
     with pytest.raises(StorageError, match=f"{there}.*No space left.*{advice}"):
         everything(dataset)
