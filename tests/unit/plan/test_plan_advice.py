@@ -401,7 +401,7 @@ def test_what_is_made_on_several_devices_alike_counts_on_each(text: Path) -> Non
     made = alike["flops"]["device"]
     assert made == alike["flops"]["chip"] + 3 * last
     (note,) = (note for note in alike["notes"] if "its share" in note)
-    assert note.startswith("each device makes 1.17 times its share of the products")
+    assert note.startswith("each device computes 1.17 times its share of the products")
     assert made / alike["time"]["compute"] == pytest.approx(989.4e12, rel=0.01)
     share = alike["flops"]["chip"] / made
     assert alike["time"]["useful"] == pytest.approx(alike["time"]["compute"] * share)

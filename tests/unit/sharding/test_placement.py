@@ -179,7 +179,7 @@ def test_within_it_is_the_trainers_wherever_user_code_is_called() -> None:
         return model(batch[0])
 
     moments = ("fit_start", "step", "log", "evaluation", "fit_end")
-    callbacks = {moment: lambda event: note(event.moment) for moment in moments}
+    callbacks = {moment: lambda event: note(event.event) for moment in moments}
     using = trainer(model=model, objective=objective, predict=predict, callbacks=callbacks)
     using.fit(DATA, validation=DATA, steps=2)
     using.evaluate(DATA)

@@ -727,7 +727,7 @@ def test_the_status_of_a_run_can_be_read_before_there_is_one(tmp_path: Path) -> 
             status_of(str(tmp_path))
     path.unlink()
     path.mkdir()
-    with pytest.raises(StorageError, match=r"status\.json cannot be read: .*[Ii]s a directory"):
+    with pytest.raises(UserError, match=r"status\.json is not a regular file"):
         status_of(str(tmp_path))
 
 

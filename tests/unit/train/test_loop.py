@@ -584,7 +584,7 @@ def wrong_step(change: Any) -> Any:
         ),
         (
             lambda s, m: (s, {"step": m["loss"]}),
-            "the step's metric 'step' is a word of the metrics",
+            "the step's metric 'step' is a reserved name in the metrics",
         ),
         (lambda s, m: (s, m["loss"]), "metrics are .*: they must be scalars by name"),
         (lambda s, m: (s, {"loss": s.params["b"]}), r"metric 'loss' is .*reduce it to one number"),
@@ -633,7 +633,7 @@ def test_a_loop_says_how_it_is_used() -> None:
         with pytest.raises(NonFiniteError, match="step 0: the test loss is nan"):
             own.log_evaluation({"loss": np.nan}, split="test")
         for found, words in (
-            ({"split": 1.0}, "the evaluation's metric 'split' is a word"),
+            ({"split": 1.0}, "the evaluation's metric 'split' is a reserved name"),
             ({}, "the evaluation's metrics are empty"),
             (None, "the evaluation's metrics are nothing"),
             ({"loss": "a"}, "metric 'loss' is a str: it must be one real"),

@@ -412,7 +412,7 @@ def test_a_metric_may_not_take_a_word_of_the_metrics_file(name: str) -> None:
     def objective(model: Any, batch: Any) -> dict[str, jax.Array]:
         return squared_error(model, batch) | {name: batch[0][:, 0]}
 
-    with pytest.raises(UserError, match=f"the objective's '{name}' is a word"):
+    with pytest.raises(UserError, match=f"the objective's '{name}' is a reserved name"):
         trainer(objective=objective).fit((X, Y), steps=1)
 
 
