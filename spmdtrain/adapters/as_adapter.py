@@ -37,5 +37,5 @@ def as_adapter(model: Any) -> Adapter:
 
 
 def _is_from(model: Any, library: str) -> bool:
-    """Whether the model is an instance of a class of that library, or of a subclass."""
+    """Returns whether the model is an instance of a class of that library, or of a subclass."""
     return any(f"{cls.__module__}.".startswith(f"{library}.") for cls in type(model).__mro__)

@@ -92,7 +92,7 @@ class TaskExit:
 
 
 class CauseRank(enum.IntEnum):
-    """How well an exit explains the others; the lowest value is the best explanation."""
+    """The rank of an exit as an explanation of the others; the lowest value explains best."""
 
     OWN = 0
     """A failure with its own reason."""

@@ -38,7 +38,7 @@ _SILENT = 3600.0  # without any change, after which a training counts as killed
 
 
 class Which(enum.StrEnum):
-    """Which checkpoints to evaluate."""
+    """The checkpoints to evaluate."""
 
     EACH = "each"
     """All of them, the oldest first."""

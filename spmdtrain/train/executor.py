@@ -61,7 +61,7 @@ class Executor(Protocol):
 
 @dataclass(frozen=True)
 class ExecutorInputs:
-    """What an executor is made from."""
+    """The inputs of an executor."""
 
     run: RunSession
     state: TrainState

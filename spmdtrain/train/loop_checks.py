@@ -216,8 +216,8 @@ def check_config(config: RunConfig) -> None:
     for name, only in _TRAINER_ONLY.items():
         if getattr(config, name) != only:
             raise UserError(
-                f"{name} is {getattr(config, name)!r}, which the Trainer's own step heeds: "
-                "in a loop of your own, the step does what you write"
+                f"{name} is {getattr(config, name)!r}, an option of the Trainer's own step: in a "
+                "loop of your own, the step does what you write"
             )
     chosen = config.collectives.reduction not in (None, "automatic")
     if chosen or config.collectives.reduce_dtype:

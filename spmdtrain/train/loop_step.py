@@ -69,7 +69,7 @@ def make_program(
 
 
 class LoopOfStep(Protocol):
-    """What a step needs of its `Loop`."""
+    """The part of a `Loop` that its step uses."""
 
     step: int
     first_step: int

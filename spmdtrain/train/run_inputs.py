@@ -16,7 +16,7 @@ from spmdtrain.step.state import TrainState
 
 
 class Trainable(Protocol):
-    """What a run session needs to know of the state that is trained."""
+    """The state that a run trains: its shapes, shardings and hyperparameters."""
 
     @property
     def abstract_state(self) -> TrainState: ...

@@ -33,7 +33,7 @@ def with_totals(
 
 @dataclass(frozen=True)
 class Due:
-    """What is due after a step; the same in all processes. False if nothing is."""
+    """The actions due after a step, the same in all processes; False if there are none."""
 
     save: bool
     evaluate: bool

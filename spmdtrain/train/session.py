@@ -48,7 +48,9 @@ from spmdtrain.train.schedule import Due, Schedule
 
 @dataclass(frozen=True)
 class BoundaryActions:
-    """What a trainer or loop does at the boundary between two steps; see `RunSession.boundary`.
+    """The actions of a trainer or loop at the boundary between two steps.
+
+    `RunSession.boundary` calls them.
 
     Attributes:
       flush: Waits for pending steps and reads their outputs.
@@ -346,7 +348,7 @@ class RunSession:
 
     def _failed(self, error: BaseException) -> None:
         """Logs the failure; raises `StorageError` if the save in progress fails as well."""
-        # Wait for that save only if all processes still take part in it: all of them see a wrong
+        # Wait for that save only if all processes are still there for it: all of them see a wrong
         # state, but another error may concern one process only.
         all_there = process_group.count() == 1 or isinstance(error, StateError)
         why = error

@@ -1,0 +1,55 @@
+"""The words of the package: plain technical English."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import spmdtrain
+
+PACKAGE = Path(spmdtrain.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+# Words that no documentation of JAX, PyTorch or TensorFlow uses in this sense. Each has a plain
+# equivalent: a process "reports", an option "applies", a call is "pending".
+PRIVATE = re.compile(
+    r"\b(told|nobody|somebody|anybody|whoever|heeds?|heeded|under way|on (?:its|their) way|"
+    r"what there is|is no number|are no numbers|at hand|gets? on|takes? part|the very same|"
+    r"stands? (?:aside|above|beside)|comes? to (?:lie|it)|hangs? on|hush|in one's stead|"
+    r"what it was given|looks? on|made of all that|all the same|makes? up for)\b",
+    re.IGNORECASE,
+)
+
+
+def texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields each docstring, message and comment of a file with its line."""
+    source = path.read_text()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_word_is_of_a_private_language(path: Path) -> None:
+    found = {(line, match[0]) for line, text in texts(path) for match in PRIVATE.finditer(text)}
+    assert not found, f"{path}: {sorted(found)}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_docstring_begins_with_a_noun_phrase_or_a_verb(path: Path) -> None:
+    """A module and a class name a thing; a function says what it does."""
+    questions = ("What ", "Whether ", "How ", "Who ", "Where ", "Which ", "When ")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            summary = ast.get_docstring(node) or ""
+            name = getattr(node, "name", path.name)
+            is_property = isinstance(node, ast.FunctionDef) and any(
+                "property" in ast.unparse(decorator) for decorator in node.decorator_list
+            )
+            assert not summary.startswith(questions) or is_property, f"{path}: {name}: {summary}"
