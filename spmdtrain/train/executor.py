@@ -80,7 +80,7 @@ MakeExecutor: TypeAlias = Callable[[ExecutorInputs], Executor]
 
 
 class Backend(Protocol):
-    """Where a strategy makes its steps. `Strategy.backend` names the class."""
+    """The place where a strategy makes its steps. `Strategy.backend` names the class."""
 
     def join(self, timeout: float) -> None:
         """Takes the role of this process, before devices are used.

@@ -46,7 +46,7 @@ class Due:
 
 
 class Schedule:
-    """Which steps of a run are evaluated after, saved after, and dispatched together.
+    """The cadence of a run: after which steps to evaluate and save, and which to dispatch together.
 
     Args:
       config: Has the cadences.

@@ -507,7 +507,7 @@ def test_values_of_each_replica_within_a_step() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"microbatches": 2}, "microbatches is 2, which the Trainer's own step heeds"),
+        ({"microbatches": 2}, "microbatches is 2, an option of the Trainer's own step"),
         ({"compute_dtype": "bfloat16"}, "compute_dtype is 'bfloat16'"),
         ({"ema_decay": 0.9}, "ema_decay is 0.9"),
         ({"jit": False}, "jit is False"),
