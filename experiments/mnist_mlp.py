@@ -64,6 +64,15 @@ def load_part(folder: epath.Path, part: str) -> ArrayDataset | None:
     images, labels = (read_idx(file) for file in files if file is not None)
     if images.shape[1:] != (28, 28):
         raise UserError(f"{files[0]}: images of shape {images.shape[1:]}, MNIST's are (28, 28)")
+    if (
+        labels.dtype.kind not in "iu"
+        or labels.ndim != 1
+        or not 0 <= labels.min() <= labels.max() < 10
+    ):
+        raise UserError(
+            f"{files[1]}: labels of shape {labels.shape} and {labels.dtype} from {labels.min()} to "
+            f"{labels.max()}: MNIST's are one integer from 0 to 9 for each image"
+        )
     return ArrayDataset({"image": images, "label": labels.astype(np.int32)})
 
 

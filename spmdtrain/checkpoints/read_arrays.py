@@ -209,7 +209,7 @@ def examine(folder: epath.Path, manifest: Manifest) -> Iterator[tuple[str, str |
             seen.add(name)
             fault = header_fault(name, header, manifest, in_memory=True)
             yield name, fault or _array_fault(folder / item, tree, path, manifest)
-    for name in manifest.sums:
+    for name in dict.fromkeys([*manifest.sums, *manifest.identity.leaves]):
         if name not in seen:
             yield name, f"{name} is missing"
 

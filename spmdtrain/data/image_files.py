@@ -18,6 +18,7 @@ from spmdtrain.errors import UserError, printable
 from spmdtrain.files.storage import failures, is_url, one_line
 
 SPLITS: Mapping[str, float] = {"train": 0.8, "validation": 0.1, "test": 0.1}
+_MAX_DEPTH = 64  # levels of folders below a class
 
 
 def check_splits(splits: Mapping[str, float]) -> None:
@@ -118,7 +119,7 @@ def find_images(folder: epath.Path) -> dict[str, list[str]]:
             f"{stray[0]!r}: move each into the folder of its class"
         )
     others = collections.Counter[str]()
-    parents = [_real_path(folder, [])]
+    parents = [str(folder) if is_url(folder) else os.path.realpath(folder)]
     classes = [name for name, is_folder in entries if is_folder]
     images = {name: sorted(_images(folder / name, parents, others)) for name in classes}
     if not images:
@@ -143,6 +144,8 @@ def _images(
     `parents` are the real paths of the folders that contain it; `others` counts images of
     unsupported formats.
     """
+    if len(parents) > _MAX_DEPTH:
+        raise UserError(f"{printable(folder)}: nested more than {_MAX_DEPTH} levels deep")
     parents = [*parents, _real_path(folder, parents)]
     for name, is_folder in _listed(folder):
         if is_folder:
@@ -153,12 +156,14 @@ def _images(
             others[suffix] += 1
 
 
-def _real_path(folder: epath.Path, parents: Iterable[str]) -> str:
+def _real_path(folder: epath.Path, parents: Sequence[str]) -> str:
     """Returns the path of a folder with links resolved; refuses a link to one of its parents."""
     if is_url(folder):
         return str(folder)
+    if not os.path.islink(folder):  # the parents' links are resolved already
+        return os.path.join(parents[-1], folder.name)
     real = os.path.realpath(folder)
-    if any(os.path.commonpath([real, parent]) == real for parent in parents):
+    if any(parent == real or parent.startswith(f"{real}{os.sep}") for parent in parents):
         raise UserError(
             f"{printable(folder)}: a link to {printable(real)}, which contains it: images would be "
             "found again and again. Remove the link"

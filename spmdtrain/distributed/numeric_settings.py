@@ -38,6 +38,7 @@ _OPTIONS = (
     "jax_memory_fitting_effort",
     "jax_optimization_level",
     "jax_memory_fitting_level",
+    *("jax_debug_nans", "jax_debug_infs", "jax_disable_jit"),
 )
 # Options that may differ: a device of one process, and the text of source locations.
 _OF_ONE_HOST = ("jax_default_device", "jax_hlo_source_file_canonicalization_regex")

@@ -112,6 +112,7 @@ class RunFiles:
         self._all_curves = self.folder / self._curves_name
         self._curves: tensorboard.EventFile | None = None
         self._purge_from: int | None = None
+        self._parsed: list[dict[str, Any]] | None = None  # the lines that the file has
         self._status_lock, self._failed = threading.Lock(), False
         self._synced: dict[Path, tuple[int, int]] = {}  # size and mtime of each copied file
         self._clock, self._synced_at = clock, clock()
@@ -128,6 +129,8 @@ class RunFiles:
                 self._local = self._local_folder(stack)
                 self._metrics = self._local / self._lines_name
                 self._complete = self._complete_size()
+            except (FileExistsError, NotADirectoryError) as error:
+                raise UserError(f"workdir {workdir} is not a folder: {one_line(error)}") from error
             except failures(workdir) as error:
                 raise UserError(
                     f"workdir {workdir} cannot be written: {one_line(error)}"
@@ -227,6 +230,7 @@ class RunFiles:
             name + _COUNTS_SUFFIX: dict(sorted(count.items())) for name, count in counts.items()
         }
         line = json.dumps({"step": step, "split": split} | finite | sorted_counts) + "\n"
+        self._parsed = None
         # The file is closed after each line, so that no line is lost.
         with _storage_errors(self._lines), self._appended() as file:
             # Removes an incomplete line, which a full disk may have left.
@@ -270,9 +274,14 @@ class RunFiles:
                     self._synced[path] = state
 
     def lines(self) -> list[dict[str, Any]]:
-        """Returns the lines of the metrics, without an incomplete last line of a killed run."""
-        lines = _complete_lines(self._read_metrics())
-        return [self._parse_line(number, line) for number, line in enumerate(lines, start=1)]
+        """Returns the lines of the metrics, without an incomplete last line of a killed run.
+
+        The lines are kept until the next write, because a start reads them several times.
+        """
+        if self._parsed is None:
+            lines = _complete_lines(self._read_metrics())
+            self._parsed = [self._parse_line(n, line) for n, line in enumerate(lines, start=1)]
+        return self._parsed
 
     def _parse_line(self, number: int, line: bytes) -> dict[str, Any]:
         if (content := _metrics_line(line)) is None:
@@ -290,10 +299,11 @@ class RunFiles:
 
     def rewind(self, step: int) -> None:
         """Removes the metrics and curves of later steps, because the run resumes at `step`."""
-        kept = [json.dumps(line) + "\n" for line in self.lines() if line["step"] <= step]
-        content = "".join(kept).encode()
+        kept = [line for line in self.lines() if line["step"] <= step]
+        content = "".join(json.dumps(line) + "\n" for line in kept).encode()
         with _storage_errors(self._lines):
             no_follow.write(self._local, self._lines_name, lambda file: file.write(content))
+        self._parsed = kept
         self._complete = self._complete_size()
         if self._curves is not None:
             with _storage_errors(self.folder / self._curves_name):

@@ -21,7 +21,8 @@ from spmdtrain import UserError, load_params
 from spmdtrain.checkpoints.command import main as checkpoints
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest, sizes
 from spmdtrain.checkpoints.run_identity import Identity, changes, check_same_run
-from spmdtrain.files.run_files import RunFiles, evaluator_metrics, status_of
+from spmdtrain.files import run_files
+from spmdtrain.files.run_files import RunFiles, Split, evaluator_metrics, status_of
 from spmdtrain.files.validation import Malformed, check, parse_object
 from spmdtrain.run import main
 
@@ -90,6 +91,34 @@ def test_what_is_no_regular_file_or_too_large_is_not_read(tmp_path: Path) -> Non
         RunFiles(str(tmp_path))
 
 
+def test_a_start_parses_the_metrics_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.closing(RunFiles(str(tmp_path))) as files:
+        for step in (1, 2, 3):
+            files.write_metrics(step, Split.TRAIN, {"loss": 0.5})
+    parsed: list[bytes] = []
+    parse = run_files._metrics_line
+
+    def counted(line: bytes) -> dict[str, Any] | None:
+        parsed.append(line)
+        return parse(line)
+
+    monkeypatch.setattr(run_files, "_metrics_line", counted)
+    with contextlib.closing(RunFiles(str(tmp_path))) as files:
+        files.rewind(2)
+        assert sorted(files.history(Split.TRAIN)) == [1, 2]
+        assert files.recorded(Split.TRAIN, 2) == {"loss": 0.5}
+        assert len(parsed) == 3  # of the file as it was found; rewinding left two of them
+        files.write_metrics(3, Split.TRAIN, {"loss": 0.25})
+        assert files.recorded(Split.TRAIN, 3) == {"loss": 0.25}
+
+
+def test_a_workdir_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for workdir in (tmp_path / "file", tmp_path / "file" / "below", "/dev/null"):
+        with pytest.raises(UserError, match=f"workdir {workdir} is not a folder"):
+            RunFiles(str(workdir))
+
+
 # -- manifests -----------------------------------------------------------------------------------
 
 
@@ -114,6 +143,15 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     change(content)
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(content | {"sha256": digest}))
+
+
+def test_a_leaf_without_an_array_is_missing(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leaf = {"params/ghost": "float32[4]"}
+    forge(workdir / "checkpoints" / "2", lambda m: m["identity"]["leaves"].update(leaf))
+    assert checkpoints(["verify", str(workdir)]) == 1
+    assert "params/ghost is missing" in capsys.readouterr().out
 
 
 def nested(depth: int) -> Any:

@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from etils import epath
+from helpers import REPOSITORY
 
 from spmdtrain.data.idx import find_idx, read_idx
 from spmdtrain.errors import UserError
+from spmdtrain.train.experiment import load_experiment
 
 CODES = {
     "uint8": 0x08,
@@ -279,3 +281,21 @@ def test_a_file_is_found_in_a_folder_of_any_kind(tmp_path: Path) -> None:
     assert find_idx(tmp_path, "images") is None
     with pytest.raises(UserError, match="lacks the file's name"):
         find_idx(str(tmp_path / "labels"))
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        np.array([0.7, 1.2], np.float32),
+        np.array([-3, 1], np.int8),
+        np.array([[1], [2]], np.uint8),
+        np.array([1, 200], np.uint8),
+    ],
+    ids=["floats", "negative", "two dims", "too large"],
+)
+def test_labels_that_are_no_digits_are_refused(labels: np.ndarray, tmp_path: Path) -> None:
+    write(tmp_path, idx_bytes(np.zeros((2, 28, 28), np.uint8)), "t10k-images-idx3-ubyte")
+    write(tmp_path, idx_bytes(labels), "t10k-labels-idx1-ubyte")
+    file = load_experiment(str(REPOSITORY / "experiments/mnist_mlp.py"), frozenset())
+    with pytest.raises(UserError, match=r"t10k-labels-idx1-ubyte: labels of shape .*0 to 9"):
+        file.module.load_part(epath.Path(tmp_path), "t10k")

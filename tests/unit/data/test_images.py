@@ -410,6 +410,13 @@ def test_a_folder_may_be_in_a_bucket() -> None:
     assert printed == "('a/0.png', 'a/deep/2.png', 'b/1.png') [5, 7, 6] [0, 0, 1]"
 
 
+def test_folders_that_are_nested_too_deeply_are_refused(tmp_path: Path) -> None:
+    deep = tmp_path.joinpath("a", *["d"] * 400)
+    deep.mkdir(parents=True)
+    with pytest.raises(UserError, match="nested more than 64 levels deep"):
+        ImageFolder(tmp_path, 8)
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
