@@ -723,7 +723,7 @@ def test_a_dataset_that_gives_too_few_rows_is_told_so() -> None:
         def rows(self, indices: np.ndarray) -> np.ndarray:
             return np.zeros((len(indices) - 1, 3))
 
-    with pytest.raises(UserError, match=r"gave 7 rows, shape \(7, 3\), for 8 indices"):
+    with pytest.raises(UserError, match=r"returned 7 rows, shape \(7, 3\), for 8 indices"):
         next(ordered_batches(Short(), 8, sharding())[0])
 
 

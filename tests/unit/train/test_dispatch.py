@@ -282,7 +282,7 @@ def test_batches_of_other_shapes_are_refused_as_the_step_would_be_compiled_anew(
             self.asked += 1
             return (x if self.asked < 6 else np.concatenate([x, x], 1)), y
 
-    with pytest.raises(UserError, match=r"gave 0 float32\[8\], 1 .* after 0 float32\[4\], 1"):
+    with pytest.raises(UserError, match=r"returned 0 float32\[8\], 1 .* after 0 float32\[4\], 1"):
         trainer().fit(Grows((X, Y)), steps=20)
 
 
@@ -303,9 +303,9 @@ class Short:
 @pytest.mark.parametrize(
     "change, told",
     [
-        (lambda x: x[:-5], r"gave 75 rows, shape \(75, 4\), for 80 indices"),
-        (lambda x: x[:, :1], r"gave 0 float32\[1\], 1 .* after 0 float32\[4\], 1"),
-        (lambda x: x.astype(np.int32), r"gave 0 int32\[4\], 1 .* after 0 float32\[4\], 1"),
+        (lambda x: x[:-5], r"returned 75 rows, shape \(75, 4\), for 80 indices"),
+        (lambda x: x[:, :1], r"returned 0 float32\[1\], 1 .* after 0 float32\[4\], 1"),
+        (lambda x: x.astype(np.int32), r"returned 0 int32\[4\], 1 .* after 0 float32\[4\], 1"),
     ],
 )
 def test_data_on_devices_is_all_of_it_and_alike(
