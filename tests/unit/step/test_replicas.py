@@ -184,7 +184,7 @@ def test_each_replica_gets_its_own_of_what_an_earlier_one_made() -> None:
             per_replica(lambda y: per_replica(lambda z: z, y).sum(), Y)
     with (
         use_placement(placed(data=4, tensor=2)),
-        pytest.raises(UserError, match="not of the 4 replicas"),
+        pytest.raises(UserError, match="does not have the 4 replicas"),
     ):
         per_replica(lambda y: y, doubled)
 
