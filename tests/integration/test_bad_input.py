@@ -372,7 +372,7 @@ def test_a_workdir_that_cannot_be_written_is_named(
     file.write_text("mine")
     for workdir in (file, file / "below"):
         message = refused(capsys, experiment, "--workdir", workdir)
-        assert f"workdir {workdir} cannot be written" in message
+        assert f"workdir {workdir} is not a folder" in message
     assert file.read_text() == "mine"
     locked.mkdir(mode=0o500)
     if not os.access(locked, os.W_OK):  # to root every folder is open
