@@ -164,7 +164,7 @@ def test_where_padding_could_change_the_gradients_it_is_refused(
 def test_without_the_option_an_uneven_batch_is_refused_and_the_option_is_named() -> None:
     with pytest.raises(UserError, match=r"over 4 devices .* uneven_batch=pad"):
         trainer(4, uneven_batch="refuse").fit(BATCH, steps=1)
-    with pytest.raises(UserError, match="uneven_batch is 'pad', which the Trainer's own step"):
+    with pytest.raises(UserError, match="uneven_batch is 'pad', an option of the Trainer's own"):
         Loop(uneven_batch="pad", steps=1)
     with pytest.raises(UserError, match="uneven_batch is pad, but under parameter_server"):
         trainer(4, strategy="parameter_server")
