@@ -18,7 +18,7 @@ import os, signal, sys, time
 from pathlib import Path
 from spmdtrain.checkpoints import manifest
 from spmdtrain.distributed import progress
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
 from test_links import fit
 progress.begin()
 def write(*_):
@@ -29,7 +29,9 @@ fit(Path("run"), 500, checkpoint_every_steps=100, callbacks={"step": lambda _: t
 """
     env = os.environ | {progress.LAUNCH: str(tmp_path), progress.TASK: "worker 0"}
     ended = subprocess.run(
-        [sys.executable, "-c", script, str(TESTS / "unit" / "checkpoints")], cwd=tmp_path, env=env
+        [sys.executable, "-c", script, str(TESTS), str(TESTS / "unit" / "checkpoints")],
+        cwd=tmp_path,
+        env=env,
     )
     assert ended.returncode == -signal.SIGKILL
     record = progress.read(tmp_path, "worker 0")
