@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers import TESTS
 from processes import job
 from steps import SHOWS_GRADIENTS, on, one_step
 
@@ -247,7 +248,7 @@ def test_a_change_on_resume_is_printed(tmp_path: Path, capsys: pytest.CaptureFix
 
 EXPERIMENT = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(TESTS)!r}]
 from functools import partial
 import optax
 from spmdtrain import Experiment, RunConfig as Config
