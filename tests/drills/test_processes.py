@@ -45,7 +45,7 @@ import numpy as np
 import optax
 from jax.experimental.multihost_utils import process_allgather
 
-from spmdtrain.distributed import initialize
+from spmdtrain.distributed.initialize import initialize
 from spmdtrain.distributed.process_group import count, rank
 
 initialize(timeout=100)
