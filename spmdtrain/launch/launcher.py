@@ -427,8 +427,7 @@ class Evaluator:
         """Waits for the evaluator after the end of the training; returns its exit code."""
         launcher, grace = self._launcher, self._launcher.options.grace
         hang_timeout = launcher.options.hang_timeout or math.inf
-        received, watch = launcher.signals.received, IdleTimer(max_step=1.0)
-        asked = False
+        received, watch, asked = launcher.signals.received, IdleTimer(max_step=1.0), False
         while self.code is None:
             record = progress.read(launcher.folder, EVALUATOR)
             # A restart counts as progress, because the number of restarts is bounded.
