@@ -19,7 +19,7 @@ from spmdtrain.config import RunConfig
 from spmdtrain.config_checks import resolve
 from spmdtrain.distributed import failures, initialize, process_group, progress
 from spmdtrain.errors import ExitCode, PreemptedExit, UserError, exit_code_of
-from spmdtrain.files.run_files import write_predictions
+from spmdtrain.files.predictions import write_predictions
 from spmdtrain.parameter_server.executor import server_partition
 from spmdtrain.parameter_server.roles import run_task_role
 from spmdtrain.parameter_server.state_partition import print_partition

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, NotRequired, TypedDict
 
-import numpy as np
 from etils import epath
 
 from spmdtrain.errors import StorageError, UserError
@@ -32,7 +31,6 @@ from spmdtrain.files.validation import (
     read_bytes,
 )
 from spmdtrain.files.workdir_lock import WorkdirLock
-from spmdtrain.tree import as_numpy, named_leaves
 
 _LARGEST_STATUS = 2**20  # bytes; it has 100, and a message
 _VERSIONS = ("spmdtrain", "jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -415,35 +413,6 @@ def _by_step(lines: Iterable[Mapping[str, Any]], split: Split) -> dict[int, dict
         for line in lines
         if line["split"] == split
     }
-
-
-# -- predictions ---------------------------------------------------------------------------------
-
-
-def write_predictions(workdir: str | None, predictions: Any) -> epath.Path:
-    """Writes `predictions.npz` with an array for each leaf, by its path.
-
-    Args:
-      workdir: Folder or URL, which is created.
-      predictions: A pytree of arrays; a single array is named `predictions`.
-
-    Returns:
-      The path of the file.
-
-    Raises:
-      UserError: If the file cannot be written.
-    """
-    assert workdir is not None
-    path = folder_of(workdir) / "predictions.npz"
-    arrays = {name or "predictions": x for name, x in named_leaves(predictions).items()}
-    plain: dict[str, Any] = {name: as_numpy(x) for name, x in arrays.items()}
-    try:
-        if not is_url(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        no_follow.write(path.parent, path.name, lambda file: np.savez(file, **plain))
-    except failures(path) as error:
-        raise UserError(f"{path} cannot be written: {one_line(error)}") from error
-    return path
 
 
 @contextlib.contextmanager
