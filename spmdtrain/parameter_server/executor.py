@@ -26,7 +26,7 @@ from spmdtrain.sharding.placement import make_placement
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
-from spmdtrain.train.executor import ExecutorInputs, MakeExecutor, Program
+from spmdtrain.train.executor import ExecutorInputs, MakeExecutor, StepCall
 
 PyTree = Any
 _MAX_LOOK_AHEAD = 10_000  # steps among which the next due one is searched
@@ -90,7 +90,7 @@ class ServerExecutor:
         )
         run.logger.restart_timer(first)
 
-    def load(self, steps: Sequence[int], state: TrainState) -> tuple[Program, int]:
+    def load(self, steps: Sequence[int], state: TrainState) -> tuple[StepCall, int]:
         """Returns the number of the next batch; workers receive batches up to the next due step."""
         (step,) = steps
         queue = self._scheduler.queue

@@ -23,7 +23,7 @@ from spmdtrain.terminal import Terminal
 from spmdtrain.train.session import RunSession
 
 PyTree = Any
-Program: TypeAlias = Callable[[TrainState, PyTree], tuple[TrainState, StepOutput]]
+StepCall: TypeAlias = Callable[[TrainState, PyTree], tuple[TrainState, StepOutput]]
 """(state, batch) -> (the state after one or several steps, their output); both may be pending."""
 
 
@@ -33,7 +33,7 @@ class Executor(Protocol):
     max_in_flight: int
     """Number of dispatches whose outputs may be pending."""
 
-    def load(self, steps: Sequence[int], state: TrainState) -> tuple[Program, PyTree]:
+    def load(self, steps: Sequence[int], state: TrainState) -> tuple[StepCall, PyTree]:
         """Returns the program of the next dispatch and its batch.
 
         Args:
@@ -139,7 +139,7 @@ class MeshExecutor:
         # Many pending steps at once can abort the in-process all-reduce of virtual devices.
         several = config.steps_per_dispatch > 1
         self.max_in_flight = 2 if several else max_in_flight(placement)
-        self._compiled: dict[int, Program] = {}  # by number of steps
+        self._compiled: dict[int, StepCall] = {}  # by number of steps
         self._batches = train_batches(
             run.train,
             config.global_batch_size,
@@ -156,7 +156,7 @@ class MeshExecutor:
             padded_to=config.padded_batch_size(placement.batch_shards),
         )
 
-    def load(self, steps: Sequence[int], state: TrainState) -> tuple[Program, PyTree]:
+    def load(self, steps: Sequence[int], state: TrainState) -> tuple[StepCall, PyTree]:
         """Returns the compiled program of so many steps, and the next batch."""
         with phase(Phase.LOAD, steps[-1]):
             batch = next(self._batches)
@@ -176,7 +176,7 @@ class MeshExecutor:
     def report(self) -> None:
         """Prints nothing: the log has everything."""
 
-    def _compile(self, steps: int, batch: PyTree, state: TrainState) -> Program:
+    def _compile(self, steps: int, batch: PyTree, state: TrainState) -> StepCall:
         """Compiles the program of so many steps for such batches, and logs its description."""
         logger = self._run.logger
         with logger.terminal.waiting("compiling the train step"), phase(Phase.COMPILE):
