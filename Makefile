@@ -33,7 +33,7 @@ integration: $(READY) ## the shipped experiments and commands, and unit tests th
 	$(RUN) pytest $(SHARED) -m 'slow and not drill'
 
 drill: $(READY) ## several processes, killed, stopped and restarted
-	$(RUN) pytest --numprocesses 2 --dist loadgroup -m drill
+	$(RUN) pytest $(SHARED) -m drill
 
 fuzz: $(READY) ## damaged and forged input for ten minutes; FUZZ_SECONDS=3600 for longer
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-600} FUZZ_SEED=$${FUZZ_SEED:-$$(date +%s)} \

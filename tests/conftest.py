@@ -18,17 +18,13 @@ DATA = Path(os.environ.get("SPMDTRAIN_DATA", REPOSITORY.parent / "shared" / "dat
 
 # Marks of all tests in a folder. A test elsewhere that takes long bears the mark itself.
 MARKS = {"integration": pytest.mark.slow, "drills": pytest.mark.drill}
-# Drills that start Ray clusters: one cluster at a time is as much as two cores can run.
-RAY = {"coordinator_job", "parameter_server", "ray_attack", "script_roles", "unknown_user"}
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Marks a test by its folder, and groups tests for `--dist loadgroup` by file."""
+    """Marks a test by its folder."""
     folder = item.path.relative_to(TESTS).parts[0]
     if folder in MARKS:
         item.add_marker(MARKS[folder])
-    name = item.path.stem.removeprefix("test_")
-    item.add_marker(pytest.mark.xdist_group("ray" if name in RAY else name))
 
 
 @pytest.fixture(autouse=True, scope="session")
