@@ -26,9 +26,9 @@ CADENCE = (
     *("--log-every", "1", "--eval-every-steps", "1000"),  # and at the end
     "--checkpoint-at-start",
 )
-# To compile the initialisation takes as long as to compile the step. So here few begin with one of
+# To compile the initialization takes as long as to compile the step. So here few begin with one of
 # their own, the others with the default's.
-INITIALISED = ("default", "fully_sharded")
+INITIALIZED = ("default", "fully_sharded")
 
 
 def cell(rows: Sequence[Row]) -> pytest.MarkDecorator:
@@ -166,7 +166,7 @@ def living(tmp_path_factory: pytest.TempPathFactory, options: Sequence[str]) -> 
 
     def life(row: Row) -> Life:
         if row.name not in known:
-            begin = None if row.name in INITIALISED else life(ROWS[0]).source / "0"
+            begin = None if row.name in INITIALIZED else life(ROWS[0]).source / "0"
             folder = tmp_path_factory.mktemp(row.strategy)
             known[row.name] = Life(row, folder, begin, options)
         return known[row.name]

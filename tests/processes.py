@@ -210,7 +210,7 @@ def show(ended: Sequence[ProcessResult]) -> str:
 
 
 def sums(workdir: Path, step: int = STEPS) -> dict[str, str]:
-    """The check sum of every array of a run's checkpoint."""
+    """The checksum of every array of a run's checkpoint."""
     return sums_of(workdir / "checkpoints" / str(step))
 
 

@@ -48,8 +48,8 @@ def of_task(name: str) -> dict[int, str]:
 def send(number: signal.Signals, task: str, what: str = "") -> None:
     """Send a signal to the processes of a task: all, or those whose command line has these words.
 
-    Ray names its actors' processes so: `ray::WorkerActor`. A process that is not found is looked for
-    again: on a busy machine one worker may start after the other has made hundreds of steps.
+    Ray names its actors' processes so: `ray::WorkerActor`. A process that is not found is searched
+    for again: on a busy machine one worker may start after the other has made hundreds of steps.
     """
     end = time.monotonic() + BOUND
     while not (found := [pid for pid, line in of_task(task).items() if what in line]) and what:

@@ -17,7 +17,7 @@ from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla import collectives
 
-# Cancelled to nearly nothing, an element keeps the rounding of its terms: it is measured against
+# Canceled to nearly nothing, an element keeps the rounding of its terms: it is measured against
 # the largest of its array.
 FLOOR = 5e-6
 SHOWS_GRADIENTS = optax.trace(decay=0.0)  # an "optimizer" whose state is the gradient

@@ -27,7 +27,7 @@ from spmdtrain.terminal import Terminal, byte_size, number
 
 @dataclass(frozen=True)
 class Verify:
-    """Read every array of every checkpoint and print which checkpoints are good."""
+    """Read every array of every checkpoint and print which checkpoints are valid."""
 
     path: tyro.conf.Positional[str]
     """A workdir, or one of its checkpoints/STEP."""
@@ -52,7 +52,7 @@ class Export:
     to: tyro.conf.Positional[str]
     """The file to write: NAME.npz or NAME.safetensors."""
     checkpoint: str = "latest"
-    """Which checkpoint of the workdir: latest (the newest good one), best or a step."""
+    """Which checkpoint of the workdir: latest (the newest valid one), best or a step."""
     trained: bool = False
     """Export the trained parameters if the run kept an average of them."""
 
@@ -103,7 +103,7 @@ def verify(path: str, terminal: Terminal) -> int:
       terminal: Receives the table.
 
     Returns:
-      Exit code 0 if all checkpoints are good, 1 otherwise.
+      Exit code 0 if all checkpoints are valid, 1 otherwise.
 
     Raises:
       UserError: If there is no checkpoint.
@@ -120,7 +120,7 @@ def verify(path: str, terminal: Terminal) -> int:
             if fault and not source.path(step).exists():
                 continue  # a run in progress has removed it meanwhile
             faults += fault is not None
-            table.add_row(str(step), *cells, escape(fault or "good"))
+            table.add_row(str(step), *cells, escape(fault or "valid"))
             terminal.advance(done)
     if source.whole_workdir:
         for name in sorted(path.name for path in source.folder.iterdir()):

@@ -29,7 +29,7 @@ def export_params(
       path: A workdir, or one of its `checkpoints/STEP`.
       to: The file: NAME.npz or NAME.safetensors. A `.npz` has float32 for dtypes that NumPy lacks,
         such as bfloat16; a `.safetensors` keeps every dtype.
-      which: The checkpoint of a workdir: "latest" (the newest good one), "best" or a step.
+      which: The checkpoint of a workdir: "latest" (the newest valid one), "best" or a step.
       averaged: Whether to export averaged parameters; by default, if the run kept an average.
       log: Receives a line for each damaged checkpoint that is skipped; by default warns.
 
@@ -37,7 +37,7 @@ def export_params(
       The arrays by their names in the file: paths in the model with dots, `layers.0.kernel`.
 
     Raises:
-      UserError: If there is no such checkpoint, or none that is good, or `to` has another suffix.
+      UserError: If there is no such checkpoint, or none that is valid, or `to` has another suffix.
       StorageError: If the checkpoint cannot be read, or the file cannot be written.
     """
     target = folder_of(to)

@@ -28,14 +28,14 @@ def load_model(
       model: What a `Trainer` takes: an nnx module or a function of `rngs` that makes one, a
         `LinenModel`, a `KerasModel` or a `FunctionModel`. It is not changed.
       path: A workdir, or one of its `checkpoints/STEP`.
-      which: The checkpoint of a workdir: "latest" (the newest good one), "best" or a step.
+      which: The checkpoint of a workdir: "latest" (the newest valid one), "best" or a step.
       averaged: Whether to load averaged parameters; by default, if the run kept an average.
 
     Returns:
       The model in evaluation mode, an nnx module for an nnx module, as `Trainer.model`.
 
     Raises:
-      UserError: If the checkpoint is of another model, or there is none that is good.
+      UserError: If the checkpoint is of another model, or there is none that is valid.
       StorageError: If it cannot be read.
     """
     adapter = as_adapter(model)

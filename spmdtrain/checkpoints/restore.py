@@ -114,7 +114,7 @@ def read_variables(
       log: Receives a line for each damaged checkpoint that is skipped; by default warns.
 
     Raises:
-      UserError: If there is no such checkpoint, or none that is good.
+      UserError: If there is no such checkpoint, or none that is valid.
       StorageError: If it cannot be read.
     """
 
@@ -140,14 +140,14 @@ def load_variables(
 
     Args:
       path: A workdir, or one of its `checkpoints/STEP`.
-      which: The checkpoint of a workdir: "latest" (the newest good one), "best" or a step.
+      which: The checkpoint of a workdir: "latest" (the newest valid one), "best" or a step.
       averaged: As for `load_params`.
 
     Returns:
       `Variables(params, model_state)`, NumPy arrays; `model_state` is `{}` if the model has none.
 
     Raises:
-      UserError: If there is no such checkpoint, or none that is good.
+      UserError: If there is no such checkpoint, or none that is valid.
       StorageError: If it cannot be read.
     """
     return read_variables(path, which=which, averaged=averaged)[0]
@@ -166,7 +166,7 @@ def load_params(
 
     Args:
       path: A workdir, or one of its `checkpoints/STEP`.
-      which: The checkpoint of a workdir: "latest" (the newest good one), "best" (by the run's
+      which: The checkpoint of a workdir: "latest" (the newest valid one), "best" (by the run's
         `best_metric`) or a step.
       sharding: Sharding of all parameters, or a tree of shardings; by default NumPy arrays are
         returned.
@@ -178,7 +178,7 @@ def load_params(
       arrays, or JAX arrays if `sharding` is given.
 
     Raises:
-      UserError: If there is no such checkpoint, none that is good, or no average.
+      UserError: If there is no such checkpoint, none that is valid, or no average.
       StorageError: If it cannot be read.
     """
     return read_variables(path, which=which, sharding=sharding, averaged=averaged)[0].params

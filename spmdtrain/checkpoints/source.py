@@ -166,6 +166,6 @@ def load_latest_valid(
             f"checkpoint {source.path(newest)} is damaged: {damaged[newest]}"
         )
     raise CheckpointCorruptedError(
-        f"none of the {len(damaged)} checkpoints in {source.folder} is good; of the newest, "
+        f"none of the {len(damaged)} checkpoints in {source.folder} is valid; of the newest, "
         f"{newest}: {damaged[newest]}"
     )

@@ -93,7 +93,7 @@ def _print_findings(findings: Sequence[Finding]) -> None:
     from rich.markup import escape
 
     console = _console()
-    colours = {"ok": "green", "warning": "yellow", "error": "red"}
+    colors = {"ok": "green", "warning": "yellow", "error": "red"}
     for finding in findings:
-        level = f"[{colours[finding.level]}]{finding.level:<8}[/]"
+        level = f"[{colors[finding.level]}]{finding.level:<8}[/]"
         console.print(f"{level}{escape(f'{finding.what}: {finding.text}')}")

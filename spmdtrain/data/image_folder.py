@@ -173,7 +173,7 @@ class ImageFolder:
         """Cancels the images that no thread has started to decode."""
         with self._lock:
             for _, image in requests:
-                image.cancel()  # `_decoded` submits a cancelled one again
+                image.cancel()  # `_decoded` submits a canceled one again
 
     def _read(self, file: str) -> np.ndarray:
         path = self.folder / file

@@ -36,7 +36,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 def reserve() -> None:
     """Reserves address space for reporting that memory is exhausted.
 
-    The reserve counts towards the limit of the address space (`ulimit -v`, `prlimit --as`), but
+    The reserve counts toward the limit of the address space (`ulimit -v`, `prlimit --as`), but
     uses no physical memory.
     """
     if CONTEXT.reserve is None:

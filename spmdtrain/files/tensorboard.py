@@ -62,7 +62,7 @@ class EventFile:
         """
         from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
 
-        # A single record, because most of its time goes into its check sums, computed in Python.
+        # A single record, because most of its time goes into its checksums, computed in Python.
         values = [Summary.Value(tag=name, simple_value=x) for name, x in scalars.items()]
         for name, counts in histograms.items():
             numbers = sorted(counts)

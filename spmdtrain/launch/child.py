@@ -24,7 +24,7 @@ _CONNECTED = re.compile(
     rb"Expected number of connected peer ranks is : \d+"
 )
 _STREAMS = {"stdout": 1, "stderr": 2}
-_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+_COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 # Runs before the command, in the same process: makes Linux kill it when the launcher dies. It is
 # not a preexec_fn, because that would run between fork and exec of a process with threads.
@@ -129,8 +129,8 @@ def _prefixes(names: Sequence[str], file: int) -> dict[str, bytes]:
         width = max(map(len, plain.values()))
         plain = {name: prefix.ljust(width) for name, prefix in plain.items()}
         if "NO_COLOR" not in os.environ:
-            colours = itertools.cycle(_COLOURS)
-            plain = {name: f"\x1b[{next(colours)}m{text}\x1b[0m" for name, text in plain.items()}
+            colors = itertools.cycle(_COLORS)
+            plain = {name: f"\x1b[{next(colors)}m{text}\x1b[0m" for name, text in plain.items()}
     return {name: prefix.encode() for name, prefix in plain.items()}
 
 

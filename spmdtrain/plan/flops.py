@@ -26,7 +26,7 @@ class Flops:
 
     Attributes:
         total: All operations.
-        again: Part of `total` that rematerialisation recomputes.
+        again: Part of `total` that rematerialization recomputes.
         by_line: `total` by source line of the user, as `file.py:12 (name)`.
         unknown_loops: Lines with a `while` of unknown trip count, whose body counts once.
     """

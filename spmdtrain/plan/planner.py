@@ -98,7 +98,7 @@ class Plan:
     flops: int
     """Floating-point operations of a step on all devices."""
     flops_again: int
-    """Part of `flops` that rematerialisation recomputes."""
+    """Part of `flops` that rematerialization recomputes."""
     flops_by_line: dict[str, int]
     """`flops` by source line."""
     products: float

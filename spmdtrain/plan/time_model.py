@@ -13,7 +13,7 @@ from typing import Any
 from spmdtrain.plan.chips import Chip
 from spmdtrain.plan.topologies import Topology
 
-_HOP = 1e-6  # seconds from a chip to its neighbour, "How to Scale Your Model" (jax-ml.github.io)
+_HOP = 1e-6  # seconds from a chip to its neighbor, "How to Scale Your Model" (jax-ml.github.io)
 _RING = {"v3": 32, "v5e": 16, "v6e": 16}  # chips in a dim that is a ring
 
 
@@ -46,7 +46,7 @@ def link_between(kind: str, devices: Sequence[Any], topology: Topology) -> Link:
 
     Args:
         kind: Kind of the collective. Of a permute, the devices are a chain in which each is assumed
-            to send to its neighbour.
+            to send to its neighbor.
         devices: Devices of one group.
         topology: Their topology; it must have a chip.
     """

@@ -219,9 +219,9 @@ def narrow(table: ShardingTable) -> list[str]:
     lines = []
     for row in rows:
         cells = [size.rjust(width) for size, width in zip(row[_FIRST_SIZE:], sizes, strict=True)]
-        labelled = map("".join, zip(("", "optimizer ", "average "), cells, strict=False))
+        labeled = map("".join, zip(("", "optimizer ", "average "), cells, strict=False))
         lines.append(f"{row[0]}  {row[_SPEC]}".rstrip())
-        lines.append("  ".join([f"    {row[1]:{shape}}", f"{row[2]:{dtype}}", *labelled]))
+        lines.append("  ".join([f"    {row[1]:{shape}}", f"{row[2]:{dtype}}", *labeled]))
     return lines
 
 

@@ -30,7 +30,7 @@ def difference(after: PyTree, before: PyTree) -> PyTree:
 def with_difference(tree: PyTree, more: PyTree, staleness: jax.Array) -> PyTree:
     """Returns the model state with a change applied.
 
-    If n workers pulled the same state, each moves a statistic towards its batch's value, and
+    If n workers pulled the same state, each moves a statistic toward its batch's value, and
     together they would move it n times as far: a variance could become negative. So the change of
     a floating-point leaf is divided by 1 + staleness.
 

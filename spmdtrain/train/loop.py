@@ -142,7 +142,7 @@ class Loop(LoopTools):
 
         Args:
           init: key -> the parts of the state by name, "params" among them. It is compiled, so each
-            array is initialised directly into its sharding.
+            array is initialized directly into its sharding.
           train: A dataset or arrays, for `batches`.
           rules: Sharding rules; the first that matches a path counts.
           augment: (example, NumPy generator) -> example.
@@ -171,7 +171,7 @@ class Loop(LoopTools):
         with phase(Phase.RESTORE, 0):
             state = run.resume(placed)
             if state is None:
-                when = "after the initialisation"
+                when = "after the initialization"
                 program = jax.jit(begin, out_shardings=self._layout.shardings)
                 state = call_together(program, *keys)
             else:

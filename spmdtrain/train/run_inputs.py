@@ -1,4 +1,4 @@
-"""The inputs of a run: checks, and the identity by which a later start recognises the run."""
+"""The inputs of a run: checks, and the identity by which a later start recognizes the run."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping

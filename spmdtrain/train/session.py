@@ -258,7 +258,7 @@ class RunSession:
         if actions.stop_requested():  # by a callback, after `due` was computed
             self.schedule.total = step
             evaluate = self.schedule.should_evaluate(step, saved=due.save)
-        # Evaluation comes before the save, which records how good the state is.
+        # Evaluation comes before the save, which records the metrics of the state.
         metrics = actions.evaluate(step, evaluate)
         # During the evaluation, a callback or a signal may have asked to stop.
         if actions.stop_requested():

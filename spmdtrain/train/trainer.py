@@ -59,7 +59,7 @@ class Trainer(ModelRunner):
 
     Args:
       model: An nnx module, a function of `rngs` that returns one (its parameters are then
-        initialised directly into their shardings), a `LinenModel`, a `KerasModel` or a
+        initialized directly into their shardings), a `LinenModel`, a `KerasModel` or a
         `FunctionModel`.
       objective: (model, batch) -> per-example values by name, "loss" among them. It may declare
         more arguments: `rngs`, `key`, `mask`.
@@ -227,7 +227,7 @@ class Trainer(ModelRunner):
         return run.epochs.result(self.step)
 
     def _start(self, run: RunSession, stack: contextlib.ExitStack, *, restart: bool) -> None:
-        """Sets the state to begin with: restored, of an earlier fit, or initialised."""
+        """Sets the state to begin with: restored, of an earlier fit, or initialized."""
         run.schedule.stops_at_epochs = self._callbacks.has(CallbackEvent.EPOCH_END)
         run.schedule.check_dispatches()
         if restart:
@@ -245,7 +245,7 @@ class Trainer(ModelRunner):
                 resumed = run.resume(self.functions)
                 tell = self.terminal.line
                 self._state = resumed or initial_state(self.functions, self.config, tell)
-            self._check_placed("after the initialisation" if resumed is None else "as restored")
+            self._check_placed("after the initialization" if resumed is None else "as restored")
         elif restart:
             self._state = at_step_zero(self._state, self.functions.shardings)
         elif self._identity is not None:

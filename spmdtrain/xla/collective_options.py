@@ -86,7 +86,7 @@ def compiler_options(
     if options.timeout is not None and platform in _GPU:
         raise UserError(
             "collectives.timeout is not supported on GPU: XLA's timeouts cover the setup of NCCL "
-            "groups and the enqueueing of a step, but not a collective that waits on the device; "
+            "groups and the enqueuing of a step, but not a collective that waits on the device; "
             "use the launcher's --hang-timeout"
         )
     if options.timeout is not None and platform == "tpu":

@@ -307,14 +307,14 @@ def test_all_processes_pass_over_the_same_damaged_checkpoint(tmp_path: Path, who
 
 
 @pytest.mark.drill
-def test_where_no_checkpoint_is_good_all_refuse(tmp_path: Path, whole: Path) -> None:
+def test_where_no_checkpoint_is_valid_all_refuse(tmp_path: Path, whole: Path) -> None:
     workdir = tmp_path / "run"
     shutil.copytree(whole, workdir)
     for step in saved_steps(workdir):
         flip_bits(workdir / "checkpoints" / str(step))
     ended = job(drill(tmp_path), "--workdir", workdir, check=False)
     assert codes(ended) == [2, 2], show(ended)
-    assert all("checkpoints in" in x.output and "is good" in x.output for x in ended), show(ended)
+    assert all("checkpoints in" in x.output and "is valid" in x.output for x in ended), show(ended)
     assert saved_steps(workdir) == saved_steps(whole)
 
 

@@ -206,7 +206,7 @@ def test_mobilenet_trains_as_in_keras() -> None:
     image = draw.normal(size=(BATCH, size, size, 3)).astype(np.float32)
     label = draw.integers(0, classes, BATCH).astype(np.int32)
     # The same batch again and again, whose loss falls; so slowly, as a fresh net of 50 layers of
-    # batch normalisation makes much of any rounding: at 1e-3, 8 devices leave 1 at the third step.
+    # batch normalization makes much of any rounding: at 1e-3, 8 devices leave 1 at the third step.
     data = {"image": np.concatenate([image] * STEPS), "label": np.concatenate([label] * STEPS)}
     rate = 2e-6
     make = partial(
@@ -422,7 +422,7 @@ def test_losses_that_the_objective_leaves_out_are_named() -> None:
     fitted = trainer(made(functional), objective=forgetful)
     with pytest.raises(UserError, match=r"'net' has 1 losses of its own .*sum\(model.losses\)"):
         fitted.fit(DATA, steps=1)
-    assert fitted.evaluate(DATA)["loss"] > 0  # where there is nothing to be learnt from them
+    assert fitted.evaluate(DATA)["loss"] > 0  # where there is nothing to be learned from them
     assert len(losses_of(made(sequential), objective=forgetful, steps=2)) == 2
 
 

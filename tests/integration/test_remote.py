@@ -37,7 +37,7 @@ OFTEN = ("--checkpoint-every-steps", 2, "--keep-latest", 2, "--log-every", 1)
 
 
 class Bucket:
-    """Runs the command with its workdir in a bucket, and shows what is in it afterwards."""
+    """Runs the command with its workdir in a bucket, and shows what is in it afterward."""
 
     def __init__(self, storage: FakeGcs, folder: Path) -> None:
         self.storage, self.folder = storage, folder

@@ -25,7 +25,7 @@ from spmdtrain.tree import named_leaves
 from spmdtrain.xla import collectives
 
 DEVICES = (1, 2, 4, 8)
-# Computed but once, and cancelled to nearly nothing, an element keeps the rounding of its terms:
+# Computed but once, and canceled to nearly nothing, an element keeps the rounding of its terms:
 # it is measured against the largest of its array.
 FLOOR = 5e-6
 

@@ -1,4 +1,4 @@
-"""The words of the package: plain technical English."""
+"""The words of the package and of its documentation: plain technical English."""
 
 import ast
 import io
@@ -22,6 +22,28 @@ PRIVATE = re.compile(
     r"what it was given|looks? on|made of all that|all the same|makes? up for)\b",
     re.IGNORECASE,
 )
+
+# American spelling, as in the names of JAX, PyTorch and TensorFlow (`initialize`, `color`).
+BRITISH = re.compile(
+    r"\b(?:de|in|re|un)?(?:categor|central|character|final|general|initial|local|material|maxim|"
+    r"minim|normal|optim|organ|parallel|quant|random|real|recogn|serial|special|standard|summar|"
+    r"synchron|token|util|vector|visual)is(?:e|es|ed|er|ers|ing|ations?)\b|\banalys(?:e|ed|ing)\b|"
+    r"\b\w*(?:behaviour|colour|favour|flavour|honour|neighbour)|\bcentre[ds]?\b|"
+    r"\b(?:artefact|catalogue|defence|fulfil|grey|labelled|labelling|learnt|licence|modelling|"
+    r"offence|programme|towards|travelled)s?\b",
+    re.IGNORECASE,
+)
+ROOT = Path(__file__).parents[2]
+TEXTS = [
+    *(
+        path
+        for folder in ("spmdtrain", "experiments", "benchmarks", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+        if path != Path(__file__)
+    ),
+    *(ROOT / "docs").rglob("*.md"),
+    *ROOT.glob("*.md"),
+]
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
@@ -53,3 +75,13 @@ def test_a_docstring_begins_with_a_noun_phrase_or_a_verb(path: Path) -> None:
                 "property" in ast.unparse(decorator) for decorator in node.decorator_list
             )
             assert not summary.startswith(questions) or is_property, f"{path}: {name}: {summary}"
+
+
+def test_spelling_is_american() -> None:
+    found = {
+        (str(path.relative_to(ROOT)), number, match[0])
+        for path in TEXTS
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        for match in BRITISH.finditer(line)
+    }
+    assert not found, sorted(found)

@@ -1,4 +1,4 @@
-"""Licences of the dependencies, the lock, the set-up by make, and the workflow of CI."""
+"""Licenses of the dependencies, the lock, the set-up by make, and the workflow of CI."""
 
 import os
 import re
@@ -39,7 +39,7 @@ EXCEPTIONS = {
 }
 
 
-def licence_of(distribution: Distribution) -> str:
+def license_of(distribution: Distribution) -> str:
     """Returns what a package's metadata says: expressions first, then classifiers, then text."""
     metadata = distribution.metadata
     if expressions := metadata.get_all("License-Expression"):
@@ -50,16 +50,16 @@ def licence_of(distribution: Distribution) -> str:
     return (metadata.get_all("License") or [""])[0].strip().partition("\n")[0]
 
 
-def is_allowed(licence: str) -> bool:
+def is_allowed(license: str) -> bool:
     """Returns whether all parts of an expression are allowed; of alternatives one is enough."""
     return all(
         any(name.strip("( )").lower() in ALLOWED for name in part.split(" OR "))
-        for part in licence.split(" AND ")
+        for part in license.split(" AND ")
     )
 
 
 @pytest.mark.parametrize(
-    ("licence", "allowed"),
+    ("license", "allowed"),
     [
         ("Apache-2.0 AND MIT", True),
         ("GPL-3.0-only OR MIT", True),
@@ -69,14 +69,14 @@ def is_allowed(licence: str) -> bool:
         ("", False),
     ],
 )
-def test_licences_are_told_apart(licence: str, allowed: bool) -> None:
-    assert is_allowed(licence) == allowed
+def test_licenses_are_told_apart(license: str, allowed: bool) -> None:
+    assert is_allowed(license) == allowed
 
 
-def test_all_dependencies_have_a_licence_that_is_allowed() -> None:
+def test_all_dependencies_have_a_license_that_is_allowed() -> None:
     needed: dict[str, Distribution] = LOCK["needed"]("spmdtrain", LOCK["EXTRAS"])
     assert {"jax", "numpy", "ray", "pytest"} <= needed.keys()
-    found = {name: licence_of(one) for name, one in needed.items()}
+    found = {name: license_of(one) for name, one in needed.items()}
     refused = {name: x for name, x in found.items() if not is_allowed(x)}
     assert refused.items() <= EXCEPTIONS.items()
 

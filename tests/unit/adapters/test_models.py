@@ -35,7 +35,7 @@ def trainer(model: Any, devices: int = 8, **options: Any) -> Trainer:
 
 
 class Normed(nnx.Module):
-    """Batch normalisation and dropout, in a list: all that a model can carry."""
+    """Batch normalization and dropout, in a list: all that a model can carry."""
 
     def __init__(self, rngs: nnx.Rngs, dropout: float = 0.5) -> None:
         self.norm = nnx.BatchNorm(4, momentum=0.9, rngs=rngs)
@@ -71,7 +71,7 @@ def test_dropout_draws_the_same_on_any_number_of_devices_and_anew_each_step() ->
         fitted.fit((X[:BATCH], Y[:BATCH]), steps=3)
         losses[devices] = seen
     np.testing.assert_allclose(losses[8], losses[1], rtol=1e-5)
-    assert len(set(losses[1])) == 3  # nothing was learnt: only the masks differ
+    assert len(set(losses[1])) == 3  # nothing was learned: only the masks differ
 
 
 def test_evaluation_and_prediction_use_running_statistics_and_no_dropout() -> None:

@@ -235,7 +235,7 @@ def test_a_damaged_newest_falls_back_loudly_and_ends_with_the_same_bits(
     assert names == {"3.damaged", "4.damaged", "4", "5", "6"}
 
 
-def test_where_none_is_good_the_run_stops_and_changes_nothing(
+def test_where_none_is_valid_the_run_stops_and_changes_nothing(
     small_runs: Path, tmp_path: Path
 ) -> None:
     workdir = tmp_path / "run"
@@ -245,7 +245,7 @@ def test_where_none_is_good_the_run_stops_and_changes_nothing(
     before = contents(workdir)
     for resume in ("auto", "must"):
         with pytest.raises(
-            UserError, match=r"none of the 3 checkpoints in .* is good; of the newest, 4"
+            UserError, match=r"none of the 3 checkpoints in .* is valid; of the newest, 4"
         ):
             trainer(workdir, steps=6, resume=resume).fit(examples())
     with pytest.raises(
@@ -263,9 +263,9 @@ def test_verify_says_of_each_checkpoint_what_is_wrong(
     assert checkpoints(["verify", str(workdir)]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     assert [(row.split()[1], row.split()[-2]) for row in rows] == [
-        ("4", "good"),
-        ("3", "good"),
-        ("2", "good"),
+        ("4", "valid"),
+        ("3", "valid"),
+        ("2", "valid"),
     ]
     damage(workdir, 4)
     cut = files(workdir / "checkpoints" / "3")[-1]
@@ -276,7 +276,7 @@ def test_verify_says_of_each_checkpoint_what_is_wrong(
     )
     assert re.search(WRONG_ARRAY, four)
     assert re.search(rf"{cut.name} has [\d,]+ bytes, and had", three)
-    assert two.split()[-2] == "good"
+    assert two.split()[-2] == "valid"
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_a_checkpoint_under_another_name_is_not_taken_for_it(
 
 
 @pytest.mark.slow
-def test_reading_while_a_run_goes_on_always_finds_a_good_one(tmp_path: Path) -> None:
+def test_reading_while_a_run_goes_on_always_finds_a_valid_one(tmp_path: Path) -> None:
     """With one checkpoint kept, what a reader has just listed is gone the next moment."""
     options = ("--checkpoint-every-steps", 1, "--keep-latest", 1, "--keep-best", 0)
     process = start(DIGITS, "--steps", 100_000, *options, "--workdir", tmp_path)

@@ -89,7 +89,7 @@ def test_a_run_does_not_write_through_a_linked_folder(
         fit(workdir, 3, profile_steps="3:3")
     assert contents(workdir.parent / "elsewhere") == before
     assert checkpoints(["verify", str(workdir)]) == 0  # reading is another matter
-    assert capsys.readouterr().out.count("good") == 2
+    assert capsys.readouterr().out.count("valid") == 2
 
 
 @pytest.mark.parametrize("name", [".lock", "metrics.jsonl"])

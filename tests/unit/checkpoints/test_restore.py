@@ -705,7 +705,7 @@ def test_show_prints_the_arrays_and_the_facts(
 
 @pytest.fixture(scope="module")
 def rising(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Four checkpoints of a normalised model; by its metric step 2 is the best."""
+    """Four checkpoints of a normalized model; by its metric step 2 is the best."""
     workdir = tmp_path_factory.mktemp("rising")
     scores = iter([0.5, 0.9, 0.7, 0.6])
 
@@ -843,7 +843,7 @@ def test_verify_prints_a_row_a_checkpoint_and_what_is_wrong(
     folder = copy / "checkpoints"
     assert command.main(["verify", str(copy)]) == 0
     found = rows(capsys.readouterr().out)
-    assert [[row[0], row[4]] for row in found] == [["6", "good"], ["4", "good"], ["2", "good"]]
+    assert [[row[0], row[4]] for row in found] == [["6", "valid"], ["4", "valid"], ["2", "valid"]]
     losses = {line["step"]: line["loss"] for line in metrics(plain.workdir, "eval")}
     for step, age, size, metric, _ in found:
         assert age == "0 min ago" or age.endswith("min ago")
@@ -862,7 +862,7 @@ def test_verify_prints_a_row_a_checkpoint_and_what_is_wrong(
             "manifest.json is missing: the save was interrupted, or it is not a checkpoint",
         ],
         ["4", "params/_METADATA is missing"],
-        ["2", "good"],
+        ["2", "valid"],
         [
             "7.orbax-checkpoint-tmp",
             "unfinished: being saved now, or to be removed by the next start",
@@ -906,7 +906,7 @@ def test_verify_names_the_damaged_checkpoint_of_a_run(
     (workdir / "checkpoints" / "2" / "manifest.json").write_text("{}")
     assert command.main(["verify", str(workdir)]) == 1
     found = [[row[0], row[4]] for row in rows(capsys.readouterr().out)]
-    assert found == [["4", "good"], ["2", "manifest.json does not match its digest"]]
+    assert found == [["4", "valid"], ["2", "manifest.json does not match its digest"]]
     assert command.main(["verify", str(workdir / "checkpoints" / "4")]) == 0
     assert [row[0] for row in rows(capsys.readouterr().out)] == ["4"]
     shutil.rmtree(workdir)
@@ -1015,7 +1015,7 @@ def test_a_checkpoint_of_another_run_is_refused_before_anything_is_loaded(
     assert found == before
     # The same run, by the way, does see that the arrays are gone.
     if name == "seed":
-        with pytest.raises(UserError, match=r"none of the 2 checkpoints .* is good"):
+        with pytest.raises(UserError, match=r"none of the 2 checkpoints .* is valid"):
             trainer(refused).fit((X, Y), steps=6)
 
 

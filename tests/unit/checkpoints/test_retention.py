@@ -1,4 +1,4 @@
-"""Which checkpoints stay: by rule, whatever order good and poor ones come in, and on the disk."""
+"""Which checkpoints stay: by rule, whatever order of metrics, and on the disk."""
 
 import contextlib
 import datetime
@@ -189,7 +189,7 @@ def identity_of(state: TrainState) -> Identity:
 
 
 def loss_at(step: int) -> float | None:
-    """A loss for two saves in three; the two lowest early on, ever poorer towards the end."""
+    """A loss for two saves in three; the two lowest early on, ever poorer toward the end."""
     lowest = {4: 0.25, 17: 0.125, 20: math.nan, 29: -math.inf, 49: math.inf}
     return lowest.get(step, None if step % 3 == 0 else 1.0 + abs(step - 26) / 10)
 

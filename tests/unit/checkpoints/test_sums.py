@@ -1,4 +1,4 @@
-"""The check sum of an array: the same wherever it lies, and another for any other array."""
+"""The checksum of an array: the same wherever it lies, and another for any other array."""
 
 import math
 from typing import Any

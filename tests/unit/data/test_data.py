@@ -179,7 +179,7 @@ def test_over_many_orders_an_example_is_equally_often_in_each_place(size: int, b
 
 
 @pytest.mark.parametrize("size", [100, 1437, 5000])
-def test_neighbours_in_the_dataset_are_not_kept_together(size: int) -> None:
+def test_neighbors_in_the_dataset_are_not_kept_together(size: int) -> None:
     steps = np.concatenate([np.diff(order(size, epoch)) for epoch in range(20)]) % size
     # Each distance from 1 to size - 1 is equally likely; without a shuffle all of them are 1.
     assert abs(chi_square(np.bincount(steps, minlength=size)[1:])) < 5

@@ -60,12 +60,12 @@ def folder_of(folder: Path, pictures: Mapping[str, Any]) -> Path:
 
 
 def plain(value: int, height: int = 2, width: int = 2) -> np.ndarray:
-    """One grey value everywhere."""
+    """One gray value everywhere."""
     return np.full((height, width, 3), value, np.uint8)
 
 
 def numbered(folder: Path, count: int, name: str = "a/{:03}.png") -> Path:
-    """A folder of so many pictures, each of one grey value: its number."""
+    """A folder of so many pictures, each of one gray value: its number."""
     return folder_of(folder, {name.format(n): plain(n) for n in range(count)})
 
 
@@ -129,14 +129,14 @@ def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
     return file.getvalue()
 
 
-def png(depth: int, colour: int, rows: bytes, transparency: bytes | None = None) -> bytes:
+def png(depth: int, color: int, rows: bytes, transparency: bytes | None = None) -> bytes:
     """A PNG of 2 x 1 pixels by hand, for what Pillow does not write."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         checksum = zlib.crc32(kind + data)
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", checksum)
 
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 2, 1, depth, colour, 0, 0, 0))
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 2, 1, depth, color, 0, 0, 0))
     hidden = b"" if transparency is None else chunk(b"tRNS", transparency)
     pixels = chunk(b"IDAT", zlib.compress(b"\0" + rows))
     return b"\x89PNG\r\n\x1a\n" + header + hidden + pixels + chunk(b"IEND", b"")
@@ -148,16 +148,16 @@ RED, GREEN, WHITE, BLACK = (255, 0, 0), (0, 255, 0), (255, 255, 255), (0, 0, 0)
 @pytest.mark.parametrize(
     ("name", "content", "left", "right"),
     [
-        ("grey.png", png(8, 0, b"\x64\x07"), (100, 100, 100), (7, 7, 7)),
+        ("gray.png", png(8, 0, b"\x64\x07"), (100, 100, 100), (7, 7, 7)),
         ("bits.png", png(1, 0, b"\x40"), BLACK, WHITE),
-        ("colours.png", png(8, 2, bytes([1, 2, 3, 4, 5, 6])), (1, 2, 3), (4, 5, 6)),
+        ("colors.png", png(8, 2, bytes([1, 2, 3, 4, 5, 6])), (1, 2, 3), (4, 5, 6)),
         ("palette.png", palette(), RED, GREEN),
         ("palette.gif", saved(Image.open(io.BytesIO(palette())), "GIF"), RED, GREEN),
-        # What is transparent lies on white: (1 - 51 / 255) of white and 51 / 255 of the colour.
+        # What is transparent lies on white: (1 - 51 / 255) of white and 51 / 255 of the color.
         ("palette_alpha.png", palette(0, 255), WHITE, GREEN),
         ("palette_some.png", palette(51, 255), (255, 204, 204), GREEN),
         ("alpha.png", png(8, 6, bytes([9, 8, 7, 0, 9, 8, 7, 255])), WHITE, (9, 8, 7)),
-        ("grey_alpha.png", png(8, 4, bytes([0, 51, 50, 255])), (204, 204, 204), (50, 50, 50)),
+        ("gray_alpha.png", png(8, 4, bytes([0, 51, 50, 255])), (204, 204, 204), (50, 50, 50)),
         (
             "key.png",
             png(8, 2, bytes([1, 2, 3, 4, 5, 6]), bytes([0, 4, 0, 5, 0, 6])),
@@ -167,15 +167,15 @@ RED, GREEN, WHITE, BLACK = (255, 0, 0), (0, 255, 0), (255, 255, 255), (0, 0, 0)
         # 16 bits: the upper byte
         ("deep.png", png(16, 0, b"\x12\x34\xff\xff"), (0x12, 0x12, 0x12), WHITE),
         ("deep_key.png", png(16, 0, b"\x12\x34\x12\x33", b"\x12\x34"), WHITE, (0x12, 0x12, 0x12)),
-        ("deep_colours.png", png(16, 2, bytes(range(12))), (0, 2, 4), (6, 8, 10)),
+        ("deep_colors.png", png(16, 2, bytes(range(12))), (0, 2, 4), (6, 8, 10)),
         (
-            "deep_colours_key.png",
+            "deep_colors_key.png",
             png(16, 2, bytes([1, 9, 2, 9, 3, 9, 9, 1, 9, 2, 9, 3]), bytes([9, 1, 9, 2, 9, 3])),
             (1, 2, 3),
             WHITE,
         ),
         (  # the lower bytes of what is transparent are the upper ones of what is not
-            "deep_colours_low.png",
+            "deep_colors_low.png",
             png(16, 2, bytes([1, 9, 2, 9, 3, 9, 0, 1, 0, 2, 0, 3]), bytes([0, 1, 0, 2, 0, 3])),
             (1, 2, 3),
             WHITE,

@@ -852,7 +852,7 @@ time.sleep(100)
 # Words and choices.
 
 
-def test_in_a_terminal_lines_are_aligned_and_coloured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_terminal_lines_are_aligned_and_colored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     reader, writer = os.openpty()
     try:

@@ -813,7 +813,7 @@ def test_a_state_that_is_born_elsewhere_stops_the_run() -> None:
     steps._jit_init = jax.jit(steps._init, out_shardings=places)
     with pytest.raises(UserError) as caught:
         fitted.fit(X, steps=1)
-    assert str(caught.value) == f"after the initialisation, {WRONG}"
+    assert str(caught.value) == f"after the initialization, {WRONG}"
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def test_microbatches_add_up_to_the_big_batch_however_its_parts_weigh(
 
 
 class Normalized(nnx.Module):
-    """Batch normalisation, and nothing else."""
+    """Batch normalization, and nothing else."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.norm = nnx.BatchNorm(4, momentum=0.9, rngs=rngs)
@@ -299,7 +299,7 @@ def test_split_gradients_are_added_up_in_parts() -> None:
 
 
 class Embedding(nnx.Module):
-    """A linear layer and a table, with batch normalisation behind them."""
+    """A linear layer and a table, with batch normalization behind them."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.table = nnx.Embed(10, 6, dtype=jnp.bfloat16, rngs=rngs)  # else f32, as it was made
@@ -430,7 +430,7 @@ def test_a_loss_in_bfloat16_is_refused_with_what_to_do() -> None:
     mlp(objective=objective).fit((X, Y), steps=1)
 
 
-# -- rematerialisation -----------------------------------------------------------------------------
+# -- rematerialization -----------------------------------------------------------------------------
 
 
 class Blocks(nnx.Module):

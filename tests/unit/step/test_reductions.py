@@ -412,7 +412,7 @@ class Drops(nnx.Module):
         return self.dropout(self.linear(x))
 
 
-class Normalises(nnx.Module):
+class Normalizes(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm = nnx.BatchNorm(4, rngs=rngs)
 
@@ -467,7 +467,7 @@ def placed() -> Any:
         (Drops, plain, "the model or the objective draws random numbers"),
         (partial(nnx.Linear, 4, 4), draws, "the model or the objective draws random numbers"),
         (partial(nnx.Linear, 4, 4), draws_nothing, ""),
-        (Normalises, plain, "the model carries state"),
+        (Normalizes, plain, "the model carries state"),
         (partial(nnx.Linear, 4, 4), contrasts, "depend on other examples of the batch"),
         (partial(nnx.Linear, 4, 4), prints, "side effects"),
         (partial(nnx.Linear, 4, 4), asks, r"calls current_strategy"),

@@ -115,12 +115,12 @@ def test_an_objective_may_take_the_mask_of_a_padded_batch() -> None:
 
 
 @jax.custom_vjp
-def centred(x: jax.Array) -> jax.Array:
-    """The identity, whose gradients are centred over the batch."""
+def centered(x: jax.Array) -> jax.Array:
+    """The identity, whose gradients are centered over the batch."""
     return x
 
 
-centred.defvjp(lambda x: (x, None), lambda _, g: (g - g.mean(0),))
+centered.defvjp(lambda x: (x, None), lambda _, g: (g - g.mean(0),))
 
 
 @jax.custom_jvp
@@ -132,7 +132,7 @@ def scaled(x: jax.Array) -> jax.Array:
 scaled.defjvp(lambda x, t: (x[0], t[0] / x[0].shape[0]))
 
 
-class Normalises(nnx.Module):
+class Normalizes(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm = nnx.BatchNorm(6, rngs=rngs)
 
@@ -146,9 +146,9 @@ LINEAR = partial(nnx.Linear, 6, 2)
 @pytest.mark.parametrize(
     ("model", "objective", "why"),
     [
-        (Normalises, squares, r"carries state \(2 arrays"),
+        (Normalizes, squares, r"carries state \(2 arrays"),
         (LINEAR, lambda m, b: {"loss": m(b - b.mean(0)).sum(-1)}, "reduce_sum at"),
-        (LINEAR, lambda m, b: {"loss": centred(m(b)).sum(-1)}, "custom_vjp at"),
+        (LINEAR, lambda m, b: {"loss": centered(m(b)).sum(-1)}, "custom_vjp at"),
         (LINEAR, lambda m, b: {"loss": scaled(m(b)).sum(-1)}, "the batch size"),
     ],
     ids=["batch statistics", "values", "custom_vjp", "custom_jvp"],

@@ -439,7 +439,7 @@ def test_a_stop_before_the_first_step_makes_none() -> None:
     assert fitted.fit((X, Y), steps=5).step == 0
 
 
-def test_a_workdir_in_use_is_refused_and_free_again_afterwards(tmp_path: Path) -> None:
+def test_a_workdir_in_use_is_refused_and_free_again_afterward(tmp_path: Path) -> None:
     def second(event: CallbackContext) -> None:
         with pytest.raises(UserError, match=f"workdir {tmp_path} is in use by another run"):
             trainer(workdir=str(tmp_path)).fit((X, Y), steps=1)

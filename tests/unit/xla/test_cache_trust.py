@@ -29,7 +29,7 @@ def test_a_program_under_the_name_of_another_is_not_run(tmp_path: Path) -> None:
 
 @pytest.fixture
 def own_cache() -> Any:
-    """The cache as it was, afterwards."""
+    """The cache as it was, afterward."""
     before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     jax.config.update("jax_compilation_cache_dir", None)
     yield

@@ -36,7 +36,7 @@ def mean(m: Any, b: Any) -> Any:
     return {"loss": jnp.broadcast_to(b["x"].mean(), b["x"].shape[:1])}
 
 
-def normalised(m: Any, b: Any) -> Any:
+def normalized(m: Any, b: Any) -> Any:
     w = b["x"] % 7
     return {"loss": b["x"] * w * len(w) / w.sum()}
 
@@ -51,7 +51,7 @@ def contrastive(m: Any, b: Any) -> Any:
 
 
 @pytest.mark.parametrize("devices", [1, 3, 8])
-@pytest.mark.parametrize("objective", [mean, normalised, by_size, contrastive])
+@pytest.mark.parametrize("objective", [mean, normalized, by_size, contrastive])
 def test_an_objective_that_mixes_examples_never_sees_padding(objective: Any, devices: int) -> None:
     data = {"x": X, "z": NOISE}
     found = trainer(objective, devices).evaluate(data)["loss"]
@@ -227,7 +227,7 @@ MIXING: dict[str, Any] = {
     "gram": lambda b: b["x"].sum(1) @ b["x"].sum(1).T,
     "roll": lambda b: jnp.roll(b["x"], 1, 0),
     "flip": lambda b: b["x"][::-1],
-    "neighbours": lambda b: b["x"].reshape(-1, 2, 6, 4).sum(1).repeat(2, 0),
+    "neighbors": lambda b: b["x"].reshape(-1, 2, 6, 4).sum(1).repeat(2, 0),
     "sort": lambda b: jnp.sort(b["x"], axis=0),
     "permutation": lambda b: jax.random.permutation(jax.random.key(0), b["x"]),
     "halves": lambda b: jnp.concatenate([b["x"][4:], b["x"][:4]]),
