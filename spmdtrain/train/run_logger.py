@@ -181,9 +181,9 @@ class RunLogger:
                     raise
                 self.terminal.line(str(error))  # the reason of the end matters more
         if status is Status.PREEMPTED:
-            done = f"saved step {step:,}; start again to go on from there"
+            done = f"saved step {step:,}; run the command again to resume"
             if not (self.config.workdir and saved):
-                done = "nothing saved" + (", as no workdir" if not self.config.workdir else "")
+                done = "nothing saved" + (" (no workdir)" if not self.config.workdir else "")
             self.terminal.line(f"{reason}: {done}")
         if status is Status.FINISHED:
             where = f"; files in {self.config.workdir}" if self.files else ""

@@ -208,7 +208,7 @@ def test_a_signal_to_one_saves_at_one_step_in_all(
     assert codes(ended) == [75, 75], show(ended)
     step = saved_steps(workdir)[-1]
     assert 8 <= step < 20, show(ended)
-    assert f"saved step {step}; start again to go on from there" in ended[0].output
+    assert f"saved step {step}; run the command again to resume" in ended[0].output
     assert (status(workdir)["status"], status(workdir)["step"]) == ("preempted", step)
     goes_on(config, workdir, whole, step)
 

@@ -222,7 +222,7 @@ def test_sigterm_to_one_saves_in_all_and_the_launcher_goes_on_to_the_same_bits(
         mark=tmp_path / "mark",
     )
     assert launched.code == 0, launched.output
-    saved = re.search(r"\[chief\] SIGTERM: saved step (\d+); start again", launched.output)
+    saved = re.search(r"\[chief\] SIGTERM: saved step (\d+); run the command", launched.output)
     resumed = re.search(r"\[chief\] resumed from step (\d+) of", launched.output)
     assert saved is not None and resumed is not None, launched.output
     assert saved[1] == resumed[1] and 10 <= int(saved[1]) < 20

@@ -192,7 +192,7 @@ def preempted(workdir: Path, name: str, output: str) -> int:
     step: int = found["step"]
     assert found == {"status": "preempted", "step": step, "reason": name}
     assert saved_steps(workdir)[-1] == step
-    assert f"{name}: saved step {step}; start again" in output and "Traceback" not in output
+    assert f"{name}: saved step {step}; run the" in output and "Traceback" not in output
     return step
 
 

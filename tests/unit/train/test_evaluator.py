@@ -609,7 +609,7 @@ def test_a_signal_ends_it_and_it_goes_on_when_started_again(
 ) -> None:
     stage.save(1, 2)()
     assert stage.play(partial(signal.raise_signal, signal.SIGTERM)) == 75
-    assert "evaluator: SIGTERM; start again to go on\n" in capsys.readouterr().out
+    assert "evaluator: SIGTERM; run the command again to resume\n" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     stage.save(3, 4)()
     stage.finish()

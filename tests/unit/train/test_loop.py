@@ -723,7 +723,7 @@ def test_a_loop_that_is_left_early_is_to_be_run_again(
     whole = own_loop.read_text()
     own_loop.write_text(whole + "        if loop.step == 2: break\n")
     assert main([*arguments, "--steps", "3"]) == 75
-    assert "left after 2 of 3 steps: saved step 2; start again" in capsys.readouterr().out
+    assert "left after 2 of 3 steps: saved step 2; run the command again" in capsys.readouterr().out
     own_loop.write_text(whole)
     assert main([*arguments, "--steps", "3"]) == 0
     assert "resumed from step 2" in capsys.readouterr().out
