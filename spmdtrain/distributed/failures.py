@@ -100,6 +100,9 @@ def reason(error: BaseException) -> str:
 
     It does not report the failure to the other processes, because the caller of `fit` may still
     handle the error.
+
+    Args:
+      error: The error that ended the run in this process.
     """
     out_of_memory.release(error)
     own = _in_one_line(error)

@@ -73,6 +73,9 @@ def call_together(jitted: Any, *args: Any) -> Any:
     Args:
       jitted: The result of `jax.jit`.
       *args: The arguments; their shapes are equal in all processes.
+
+    Returns:
+      The result of the call.
     """
     if process_group.count() > 1:
         with phase(Phase.COMPILE):

@@ -47,6 +47,9 @@ def reserve() -> None:
 def release(error: BaseException) -> bool:
     """Frees the reserve if an error, or one of its causes, means that memory is exhausted.
 
+    Args:
+      error: An exception of any kind.
+
     Returns:
       Whether memory is exhausted.
     """

@@ -217,6 +217,9 @@ def phase(phase: Phase, step: int | None = None) -> AbstractContextManager[None]
     Args:
       phase: The phase of this process while entered.
       step: The step; None keeps the last one.
+
+    Returns:
+      The context manager to enter.
     """
     channel = CONTEXT.channel
     return _NO_SCOPE if channel is None else _PhaseScope(channel, phase, step)
@@ -242,6 +245,9 @@ def sealing(step: int) -> Iterator[None]:
     """Publishes while entered that the checkpoint of `step` lacks only its manifest.
 
     The saving thread calls it.
+
+    Args:
+      step: The step of the state that is saved.
     """
     if CONTEXT.channel is not None:
         CONTEXT.channel.publish_sealing(step)

@@ -17,19 +17,25 @@ _USAGE = "python -m spmdtrain.launch --processes N [options] -- COMMAND"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code.
+    """Runs the command.
 
     Args:
       arguments: The command line; default: that of the process.
+
+    Returns:
+      The exit code.
     """
     return exit_code_of(lambda: execute(sys.argv[1:] if arguments is None else arguments))
 
 
 def execute(arguments: Sequence[str]) -> int:
-    """Runs a job and returns its exit code.
+    """Runs a job.
 
     Args:
       arguments: The options of the launcher, `--`, and the command of the tasks.
+
+    Returns:
+      The exit code of the job.
 
     Raises:
       UserError: If an option is not valid, or if the command is missing or cannot be run.

@@ -163,7 +163,11 @@ def describe(ended: TaskExit) -> str:
 def hint(ended: TaskExit) -> str | None:
     """Returns the usual meaning of a signal, and the peak memory if memory may be the reason.
 
-    Returns None if the launcher caused the exit, or if there is no hint.
+    Args:
+      ended: The exit of the task.
+
+    Returns:
+      The hint; None if there is none, or if the launcher caused the exit.
     """
     if ended.ours:
         return None

@@ -43,6 +43,9 @@ def main_stacks(dump: str) -> Iterator[str]:
 
     These are the lines of the thread that received the signal, and of the main thread, which is the
     last one.
+
+    Args:
+      dump: The text that faulthandler wrote for a task; empty if it has written nothing.
     """
     blocks = [block.strip("\n") for block in dump.split("\n\n") if block.strip()]
     threads = [block for block in blocks if block.startswith(("Thread", "Current thread 0x"))]

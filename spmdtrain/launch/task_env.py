@@ -126,6 +126,9 @@ def _assign_gpus(
 def refuse_cluster(tf_config: str | None) -> None:
     """Checks that TF_CONFIG describes no cluster, because something else then starts the processes.
 
+    Args:
+      tf_config: Value of the environment variable; None if it is not set.
+
     Raises:
       UserError: If it describes a cluster.
     """

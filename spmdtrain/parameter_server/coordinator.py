@@ -239,6 +239,9 @@ class Coordinator:
           partitioner: Determines the number of shards of each parameter; by default
             `MinSize(number of servers)`.
 
+        Returns:
+          The parameters, to be pulled and pushed by scheduled functions.
+
         Raises:
           UserError: If the optimizer cannot be split, or a server does not start in time.
         """

@@ -81,7 +81,11 @@ def create_token(chief: Address, is_local: bool) -> None:
 
 
 def read_token(chief: Address, is_local: bool) -> None:
-    """Sets Ray's token in another task, once the chief listens; arguments as `create_token`.
+    """Sets Ray's token in another task, once the chief listens.
+
+    Args:
+      chief: Address of the chief.
+      is_local: Whether all addresses of the job are loopback addresses.
 
     Raises:
       UserError: If this task shares no secret with the chief.

@@ -52,7 +52,10 @@ def resource(task: Task) -> str:
 
 
 def import_ray(spec: ClusterSpec) -> Any:
-    """Imports Ray, bound to the addresses of the cluster, with token authentication.
+    """Returns the module `ray`, bound to the addresses of the cluster, with token authentication.
+
+    Args:
+      spec: The cluster.
 
     Raises:
       UserError: If Ray is missing, or does not authenticate its clients.

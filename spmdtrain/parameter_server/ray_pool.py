@@ -62,7 +62,7 @@ class RayJob:
         *,
         check_interrupt: Callable[[], None],
     ) -> list[Any]:
-        """Starts the servers with their parts of a state, and returns their actors.
+        """Starts the servers with their parts of a state.
 
         Args:
           partition: The partition of the state.
@@ -70,6 +70,9 @@ class RayJob:
           first: Number of the first batch.
           max_staleness: See `Server`.
           check_interrupt: Called while waiting for the servers; may raise.
+
+        Returns:
+          The Ray actors of the servers, in the order of their tasks.
 
         Raises:
           UserError: If a server does not start in time.
@@ -121,7 +124,12 @@ def begin(spec: ClusterSpec, timeout: float) -> Iterator[RayJob]:
       spec: The cluster.
       timeout: Seconds to wait for the chief's node, and later for the servers.
 
+    Yields:
+      The job.
+
     Raises:
+      PreemptedExit: If the block raises it.
+      SystemExit: If the block raises it; the job is finished if its code is 0 or None.
       UserError: If Ray is missing or unauthenticated, or the chief's address cannot be used.
     """
     with ray_nodes.head(spec, timeout) as ray:

@@ -98,6 +98,9 @@ class BatchQueue:
     def requeue(self, worker: str) -> list[int]:
         """Releases the batches of a worker that is lost or whose result was refused.
 
+        Args:
+          worker: Name of the worker.
+
         Returns:
           The batches that no other worker computes; they are assigned again.
         """
@@ -203,7 +206,13 @@ class BatchScheduler:
         self._on_silence, self._last_result_at, self._was_silent = on_silence, clock(), False
 
     def take(self, number: int) -> Outcome:
-        """Waits until a batch is applied, and returns its result; other batches proceed.
+        """Waits until a batch is applied; other batches proceed.
+
+        Args:
+          number: Number of the batch.
+
+        Returns:
+          Its result.
 
         Raises:
           Exception: The error of the user's function.

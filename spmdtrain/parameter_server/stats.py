@@ -57,7 +57,10 @@ class StalenessStats:
     def table(self, batches: Mapping[str, int]) -> Table:
         """Returns a table of the updates by staleness.
 
-        Its caption has the bytes of a step and the number of batches of each worker (`batches`).
+        Its caption has the bytes of a step and the number of batches of each worker.
+
+        Args:
+          batches: Number of batches of each worker.
         """
         table = Table(
             title="staleness of the updates", title_justify="left", caption_justify="left"

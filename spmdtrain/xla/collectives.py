@@ -349,10 +349,10 @@ def _iota(text: str) -> np.ndarray:
 
 
 def _mesh_groups(axes: str, device_ids: str | None, grouped: str) -> np.ndarray:
-    """Parses a mesh `'a'=8,'b'=2`, device ids (a list, an iota or none), and axes `'b','a':(2)4`.
+    """Returns device ids (groups, size) of a mesh `'a'=8,'b'=2`, grouped by axes `'b','a':(2)4`.
 
-    The axis names are XLA's own. `'a':(2)4` is the part of size 4 of an axis that is split into
-    (2, 4, remainder).
+    The device ids are a list or an iota; without them they count from 0. The axis names are
+    XLA's own. `'a':(2)4` is the part of size 4 of an axis that is split into (2, 4, remainder).
     """
     names, lengths = zip(*re.findall(r"'?([^',=]+)'?=(\d+)", axes), strict=True)
     sizes = [int(length) for length in lengths]

@@ -50,6 +50,7 @@ def reading_program() -> Iterator[None]:
 
     Raises:
         UnreadableProgramError: If the text is in an unknown format.
+        UserError: If the block raises it.
     """
     try:
         yield

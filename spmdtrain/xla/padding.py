@@ -99,7 +99,8 @@ def _results(
 ) -> list[Value] | str:
     """Classifies the results by comparing a trace of the batch with one of `other` rows.
 
-    Returns the reason instead if a result does not hold the rows in order.
+    Returns:
+        The results; the reason instead if one of them does not hold the rows in order.
     """
 
     def trace(rows: int) -> Any:
