@@ -112,6 +112,10 @@ def derive_seed(seed: int, purpose: Purpose) -> int:
     """Returns the 32-bit seed of one purpose.
 
     It is a hash, so that the seeds of neighboring values of `seed` are independent.
+
+    Args:
+      seed: The seed of the run.
+      purpose: The use of the random key.
     """
     digest = hashlib.blake2b(f"{seed}/{purpose}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
@@ -242,6 +246,9 @@ class RunConfig:
     def total_steps(self, num_examples: int) -> int:
         """Returns the updates of the whole run: `steps`, or `ceil(epochs * num_examples / batch)`.
 
+        Args:
+          num_examples: Number of training examples.
+
         Raises:
           UserError: If neither `epochs` nor `steps` is set.
         """
@@ -252,23 +259,42 @@ class RunConfig:
         return -(-self.epochs * num_examples // self._batch())
 
     def epochs_at(self, step: int, num_examples: int) -> int:
-        """Returns the number of epochs completed after `step` updates."""
+        """Returns the number of epochs completed after `step` updates.
+
+        Args:
+          step: Number of updates.
+          num_examples: Number of training examples; with 0 no epoch is ever completed.
+        """
         return step * self._batch() // num_examples if num_examples else 0
 
     def epoch_of(self, step: int, num_examples: int) -> range:
-        """Returns the updates of the epoch that update `step` belongs to."""
+        """Returns the updates of the epoch that update `step` belongs to.
+
+        Args:
+          step: Number of the update, from 1.
+          num_examples: Number of training examples.
+        """
         before = self.epochs_at(step - 1, num_examples)
         first, last = (-(-n * num_examples // self._batch()) for n in (before, before + 1))
         return range(first + 1, last + 1)
 
     def ends_epoch(self, step: int, num_examples: int) -> bool:
-        """Returns whether the batch of update `step` (from 1) contains an epoch's last example."""
+        """Returns whether the batch of update `step` contains an epoch's last example.
+
+        Args:
+          step: Number of the update, from 1.
+          num_examples: Number of training examples; with 0 no epoch ends.
+        """
         return self.epochs_at(step, num_examples) > self.epochs_at(step - 1, num_examples)
 
     def evaluates_at(self, step: int, num_examples: int) -> bool:
         """Returns whether an evaluation is due after `step`.
 
         The caller also evaluates after the last step of the run.
+
+        Args:
+          step: Number of updates so far, at least 1.
+          num_examples: Number of training examples.
         """
         if self.eval_every_steps is not None:
             return step % self.eval_every_steps == 0
@@ -280,6 +306,10 @@ class RunConfig:
         """Returns whether a checkpoint is due after `step` by the number of steps or epochs.
 
         The caller also saves by `checkpoint_every_seconds`, and after the last step.
+
+        Args:
+          step: Number of updates so far, at least 1.
+          num_examples: Number of training examples.
         """
         if self.checkpoint_every_steps is not None:
             return step % self.checkpoint_every_steps == 0
@@ -290,11 +320,20 @@ class RunConfig:
         return step % STEPS_BETWEEN_CHECKPOINTS == 0
 
     def logs_at(self, step: int, total: int) -> bool:
-        """Returns whether `step` is logged: the first, the last, and every `log_every`-th are."""
+        """Returns whether `step` is logged: the first, the last, and every `log_every`-th are.
+
+        Args:
+          step: Number of the step, from 1.
+          total: Number of steps of the run.
+        """
         return step in (1, total) or step % self.log_every == 0
 
     def padded_batch_size(self, batch_shards: int) -> int:
-        """Returns the rows of a batch, padded to divide over batch shards and microbatches."""
+        """Returns the rows of a batch, padded to divide over batch shards and microbatches.
+
+        Args:
+          batch_shards: Number of devices that the batch is split over.
+        """
         parts = batch_shards * self.microbatches
         return -(-self._batch() // parts) * parts
 
@@ -325,7 +364,8 @@ class RunConfig:
 def as_json(config: RunConfig) -> dict[str, Any]:
     """Returns the configuration as JSON values: nested dicts, lists for tuples, string keys.
 
-    A value without a JSON type is replaced by its `str`.
+    Args:
+      config: The configuration. A value without a JSON type is replaced by its `str`.
     """
 
     def plain(value: Any) -> Any:

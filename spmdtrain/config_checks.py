@@ -43,6 +43,9 @@ _POSITIVE = (
 def check(config: RunConfig) -> None:
     """Checks everything that depends neither on the devices nor on the data.
 
+    Args:
+      config: The configuration. Of an experiment's own fields only the size of integers is checked.
+
     Raises:
       UserError: If a field has the wrong type or an invalid value, or if two fields conflict.
     """
@@ -155,6 +158,10 @@ def with_options(config: RunConfig, options: Mapping[str, Any], of: str) -> RunC
 
 def validate_trainer_options(config: RunConfig, options: Mapping[str, Any]) -> RunConfig:
     """Returns the configuration with the options of a `Trainer`, which has a built optimizer.
+
+    Args:
+      config: The configuration to change.
+      options: New values by field name.
 
     Raises:
       UserError: If an option is unknown or not valid, or has an effect only before the model,
@@ -289,6 +296,9 @@ def _check_servers(config: RunConfig) -> None:
 
 def scale_learning_rate(config: RunConfig) -> float | None:
     """Returns the learning rate for the configured `global_batch_size`, by table or by scaling.
+
+    Args:
+      config: A configuration whose `global_batch_size` is set.
 
     Raises:
       UserError: If table and scaling are both set, if the table has no entry for the batch size,

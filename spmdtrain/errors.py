@@ -96,12 +96,15 @@ def print_error(code: int, line: str, error: Exception) -> int:
 def exit_code_of(
     command: Callable[[], int], failed: Callable[[int, str, Exception], int] = print_error
 ) -> int:
-    """Runs a command and returns its exit code; reports an error for users without a traceback.
+    """Runs a command, and reports an error for users without a traceback.
 
     Args:
       command: Returns the exit code.
       failed: Reports an error for users: takes its exit code, its line and the exception, and
         returns the exit code. Any other exception propagates.
+
+    Returns:
+      The exit code.
     """
     try:
         return command()

@@ -58,9 +58,11 @@ class Rate:
         self._rate: float | None = None
 
     def read(self, step: int) -> float | None:
-        """Returns the steps per second up to `step`, and starts a new measurement.
+        """Returns the steps per second since the last reading, and starts a new measurement.
 
-        Without a step since the last reading it returns that reading again (None at first).
+        Args:
+          step: Number of steps so far; if it has not changed since the last reading, the result is
+            that reading (None at first).
         """
         now, steps = time.perf_counter(), step - self._step
         if steps > 0 and now > self._time:

@@ -67,5 +67,9 @@ class Adapter(Protocol):
         ...
 
     def merge(self, variables: Variables) -> Any:
-        """Returns the model with these values, in evaluation mode, for calls outside of a run."""
+        """Returns the model with these values, in evaluation mode, for calls outside of a run.
+
+        Args:
+          variables: The values of the model.
+        """
         ...

@@ -85,10 +85,16 @@ class KerasModel:
         return result, _nested(after, self._state)
 
     def merge(self, variables: Variables) -> Any:
-        """Assigns these values to the model and returns it.
+        """Assigns values to the model.
 
         Variables stay on their devices. If values are split over several processes, all of these
         processes must call it.
+
+        Args:
+          variables: The values of all weights.
+
+        Returns:
+          The same Keras model object.
         """
         for variable, value in self._values(variables):
             variable.assign(jax.device_put(_whole(value), variable.value.sharding))
@@ -180,7 +186,7 @@ class BoundKeras:
 
 
 def import_keras() -> Any:
-    """Imports and returns Keras.
+    """Returns the `keras` module, imported and checked.
 
     Raises:
       UserError: If it is not installed, uses another backend than JAX, or has a

@@ -44,6 +44,9 @@ class PartSum:
 def start_sums(tree: Any) -> dict[str, list[PartSum]]:
     """Starts the computation of the checksums of all leaves, on the devices that hold them.
 
+    Args:
+      tree: A pytree of JAX or NumPy arrays.
+
     Returns:
       The parts of each leaf by its path. The leaves may be donated to another computation at once.
     """
@@ -52,6 +55,9 @@ def start_sums(tree: Any) -> dict[str, list[PartSum]]:
 
 def read_parts(started: Mapping[str, Sequence[PartSum]]) -> dict[str, int]:
     """Waits for the checksums of `start_sums`.
+
+    Args:
+      started: The parts of each leaf by its path.
 
     Returns:
       The checksum of each leaf by its path; for an array over several processes the addend of this
@@ -88,7 +94,7 @@ def _start(leaf: Any) -> list[PartSum]:
 
 
 def _on_devices(leaf: jax.Array) -> list[PartSum]:
-    """Starts the checksums of an array's parts on their devices.
+    """Returns the checksums of an array's parts, each computed where the part is.
 
     Nothing is gathered, because many queued programs with collectives, one for each leaf, can
     deadlock virtual devices.

@@ -29,7 +29,9 @@ ITEMS: Mapping[str, tuple[str, ...]] = {
 def steps_in(folder: epath.Path) -> list[int]:
     """Returns the steps of the complete checkpoints in a folder, ascending.
 
-    Empty if the folder does not exist: in a bucket, empty folders do not exist.
+    Args:
+      folder: The folder; without it there are no steps, because in a bucket an empty folder does
+        not exist.
     """
 
     def is_step(path: epath.Path) -> bool:
@@ -49,9 +51,10 @@ def items_of(state: TrainState) -> dict[str, dict[str, PyTree]]:
 
 
 def raw_keys(tree: PyTree) -> PyTree:
-    """Replaces the random keys in a tree by their data, because Orbax cannot store keys.
+    """Returns a tree with its random keys replaced by their data: Orbax cannot store keys.
 
-    Leaves are arrays or `jax.ShapeDtypeStruct`.
+    Args:
+      tree: A pytree of arrays or `jax.ShapeDtypeStruct`.
     """
 
     def raw(leaf: Any) -> Any:
@@ -68,8 +71,11 @@ def raw_keys(tree: PyTree) -> PyTree:
 def check_can_be_saved(state: PyTree) -> None:
     """Checks that Orbax can store a state.
 
+    Args:
+      state: A pytree of arrays or `jax.ShapeDtypeStruct`.
+
     Raises:
-      UserError: For an empty array, or two arrays that Orbax would write to the same place, such
+      UserError: If an array is empty, or if Orbax would write two arrays to the same place, such
         as a/b and a.b.
     """
     seen: dict[str, str] = {}

@@ -35,7 +35,7 @@ class Listing:
 
     @classmethod
     def of(cls, folder: epath.Path, steps: Sequence[int]) -> "Listing":
-        """Reads the manifests of checkpoints.
+        """Returns the listing of some checkpoints, from their manifests.
 
         Args:
           folder: The `checkpoints` folder of a workdir.
@@ -71,6 +71,9 @@ class Listing:
 
 def parse_choice(which: str | int) -> str | int:
     """Returns "latest", "best" or a step number.
+
+    Args:
+      which: One of these; a step may also be a string of digits.
 
     Raises:
       UserError: If `which` is none of these.

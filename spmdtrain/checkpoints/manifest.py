@@ -92,7 +92,11 @@ class Manifest:
         return sum(self.files.values())
 
     def write(self, folder: epath.Path) -> None:
-        """Writes the manifest with its digest to the folder of a checkpoint."""
+        """Writes the manifest with its digest to the folder of a checkpoint.
+
+        Args:
+          folder: The folder, which has no manifest yet.
+        """
         content = {"format": _FORMAT} | dataclasses.asdict(self)
         signed = content | {"sha256": _digest(content)}
         with no_follow.create(folder.parent, f"{folder.name}/{NAME}") as file:
@@ -105,8 +109,12 @@ class Manifest:
     def read(cls, folder: epath.Path) -> "Manifest":
         """Returns the manifest of a checkpoint.
 
+        Args:
+          folder: The folder of the checkpoint.
+
         Raises:
-          CheckpointCorruptedError: If it is missing or malformed.
+          CheckpointCorruptedError: If it is missing, malformed or of another step.
+          UserError: If another version of spmdtrain has written it.
         """
         try:
             content = parse_object(read_bytes(folder / NAME))
@@ -176,6 +184,14 @@ class Manifest:
         """Checks that a checkpoint contains regular files and folders only.
 
         Opening a FIFO would block for ever.
+
+        Args:
+          folder: The folder of the checkpoint; at a URL nothing is checked.
+
+        Raises:
+          CheckpointCorruptedError: If an entry is missing or of another kind, or if folders are
+            nested too deeply.
+          OSError: If an entry cannot be accessed.
         """
         for root, folders, names in () if is_url(folder) else os.walk(folder):
             if len(Path(root).relative_to(folder).parts) > _DEEPEST:
@@ -196,7 +212,15 @@ class Manifest:
                     )
 
     def check_files(self, folder: epath.Path) -> None:
-        """Raises `CheckpointCorruptedError` if a file is missing or of another size."""
+        """Checks that all recorded files exist with their recorded sizes.
+
+        Args:
+          folder: The folder of the checkpoint.
+
+        Raises:
+          CheckpointCorruptedError: If a file is missing or of another size.
+          OSError: If a file cannot be accessed.
+        """
         for name, size in self.files.items():
             try:
                 actual, _ = size_and_time(folder / name)

@@ -88,7 +88,7 @@ def _restore_key(target: jax.ShapeDtypeStruct, leaf: jax.Array) -> jax.Array:
 
 
 def read_host_arrays(folder: epath.Path, manifest: Manifest, field: str) -> PyTree:
-    """Reads a field of any structure as NumPy arrays, and verifies their checksums.
+    """Returns a field of any structure as NumPy arrays, whose checksums are verified.
 
     Args:
       folder: The folder of the checkpoint.
@@ -150,8 +150,10 @@ def _reported_faults(
 ) -> Iterator[None]:
     """Checks the files and array headers of items that are read in the block.
 
-    If reading fails because the checkpoint is damaged, raises `CheckpointCorruptedError` with the
-    first fault of `examine`.
+    Raises:
+      CheckpointCorruptedError: If the checkpoint is damaged; if reading fails because of that, with
+        the first fault of `examine`.
+      UserError: If the block raises it.
     """
     silence_tensorstore_shutdown()
     try:
@@ -174,6 +176,10 @@ def _reported_faults(
 
 def examine(folder: epath.Path, manifest: Manifest) -> Iterator[tuple[str, str | None]]:
     """Reads a checkpoint array by array, with the memory of one array on the host.
+
+    Args:
+      folder: The folder of the checkpoint.
+      manifest: Its manifest.
 
     Yields:
       The name of each array and what is wrong with it; None if it is valid.

@@ -28,7 +28,7 @@ PyTree = Any
 def load_state(
     folder: epath.Path, manifest: Manifest, abstract: TrainState, shardings: TrainState
 ) -> TrainState:
-    """Loads a state to the current devices, whatever devices had saved it.
+    """Returns the state of a checkpoint, on the current devices, whatever devices saved it.
 
     Args:
       folder: The folder of the checkpoint.
@@ -58,7 +58,7 @@ def load_model(
     shardings: TrainState,
     config: Mapping[str, Any],
 ) -> Variables:
-    """Loads the parameters and the model state of a checkpoint of any run of the same model.
+    """Returns the parameters and the model state of a checkpoint of any run of the same model.
 
     The parameters are the averaged ones if that run kept an average.
 

@@ -167,7 +167,10 @@ def _check_same_leaves(
 def changes(saved: Identity, now: Identity) -> list[str]:
     """Returns the differences between two configurations, each as `name: before -> after`.
 
-    A field that the saved configuration lacks had its default.
+    Args:
+      saved: Identity of the run that saved a checkpoint. A field that its configuration lacks had
+        the default.
+      now: Identity of this run.
     """
     before, after = _fields(as_json(RunConfig())) | _fields(saved.config), _fields(now.config)
     return [

@@ -58,6 +58,9 @@ def check_shared(folder: Path) -> None:
     Otherwise each would write its part of a checkpoint to its own folder, and no checkpoint would
     be complete.
 
+    Args:
+      folder: An existing local folder.
+
     Raises:
       UserError: If a process has another folder at this path than process 0.
     """

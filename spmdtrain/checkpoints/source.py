@@ -53,6 +53,9 @@ class LoadedCheckpoint(Generic[T]):
 def list_checkpoints(workdir: str) -> Source:
     """Returns the checkpoints of a workdir, perhaps none.
 
+    Args:
+      workdir: The folder or `gs://` URL of a run.
+
     Raises:
       StorageError: If the folder cannot be read.
     """
@@ -111,6 +114,9 @@ def broadcast_source(source: Source) -> Source:
     """Returns the checkpoints that process 0 has found, so that all processes load the same one.
 
     All processes of a job call it.
+
+    Args:
+      source: The checkpoints that this process has found.
     """
     return replace(source, steps=process_group.broadcast(list(source.steps)))
 
@@ -129,6 +135,10 @@ def load_latest_valid(
       load: Loads one; its `UserError` other than a corrupted checkpoint ends the search.
       log: Receives a line for each corrupted checkpoint.
       by_all: Whether all processes of the job load together.
+
+    Returns:
+      The result of `load` with the manifest, and the steps of damaged checkpoints that were
+      skipped.
 
     Raises:
       CheckpointCorruptedError: If no checkpoint is valid.

@@ -44,6 +44,9 @@ def check_token(spec: ClusterSpec, environ: Mapping[str, str] = os.environ) -> l
     Args:
       spec: The cluster.
       environ: The environment from which the token is read.
+
+    Returns:
+      One finding; none if this task does not train, or the coordinator has a loopback address.
     """
     from spmdtrain.cluster import job_token
     from spmdtrain.cluster.rendezvous import is_loopback

@@ -24,10 +24,13 @@ class Options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code.
+    """Runs the command.
 
     Args:
       arguments: The command line; default: that of the process.
+
+    Returns:
+      The exit code.
     """
     import tyro
 
@@ -38,7 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def execute(options: Options) -> int:
-    """Prints the cluster and the findings; returns the exit code.
+    """Prints the cluster and the findings.
+
+    Args:
+      options: The command's options.
+
+    Returns:
+      The exit code.
 
     Raises:
       UserError: If a finding is an error, or TF_CONFIG is not valid.

@@ -104,6 +104,9 @@ class Line:
     def send(self, message: Mapping[str, Any]) -> None:
         """Sends a message.
 
+        Args:
+          message: A JSON object.
+
         Raises:
           OSError: If the other end has closed the connection or does not read.
         """

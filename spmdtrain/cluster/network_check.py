@@ -220,6 +220,9 @@ def why_not_free(port: int) -> str | None:
     """Returns why no program can listen at a port of this machine; None if one can.
 
     The port is checked on all addresses at once, because JAX's coordinator listens on all of them.
+
+    Args:
+      port: The TCP port.
     """
     both = socket.has_dualstack_ipv6()
     try:

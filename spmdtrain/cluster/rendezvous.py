@@ -224,6 +224,10 @@ def _try_join(party: Party, deadline: float, timeout: float, report: Callable[[s
       An empty string after all processes have joined; otherwise why the program that answers is
       not a job that is starting. It may be an earlier job that has lost a process and has not
       noticed it yet.
+
+    Raises:
+      UserError: If the description of the cluster or the job token is wrong.
+      ClusterError: If process 0 reports missing processes, disconnects or does not answer.
     """
     name = party.names[party.rank]
     other = f"another program uses the port, or the job has started with another {name}"

@@ -176,7 +176,10 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> ClusterSpec:
 
 
 def from_tf_config(text: str | None) -> ClusterSpec:
-    """Returns the cluster that a value of TF_CONFIG describes; None or "" is a local run.
+    """Returns the cluster that a value of TF_CONFIG describes.
+
+    Args:
+      text: The value; None or "" is a local run.
 
     Raises:
       UserError: If the value is not valid; names the field.

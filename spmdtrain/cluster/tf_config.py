@@ -26,7 +26,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: object, field: str) -> "Address":
-        """Parses `host:port`.
+        """Returns the address that a text `host:port` names.
 
         Args:
           text: The value, of any type.
@@ -64,6 +64,9 @@ def parse(text: str) -> tuple[dict[str, tuple[Address, ...]], str | None, int | 
 
     The format is that of
     https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/TFConfigClusterResolver
+
+    Args:
+      text: The value, a JSON object.
 
     Returns:
       Job to addresses (chief, worker, ps, evaluator), task type and task index.

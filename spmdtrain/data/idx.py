@@ -111,7 +111,11 @@ def _skip(content: _Content, end: int) -> int:
 
 
 def find_idx(folder: str | os.PathLike[str], name: str = "") -> epath.Path | None:
-    """Returns the file `name` or `name.gz` in `folder`; None if there is neither.
+    """Returns the path of an IDX file, plain or gzipped; None if it does not exist.
+
+    Args:
+      folder: The folder, a local path or a URL.
+      name: The name of the plain file; that of the gzipped one ends with `.gz` in addition.
 
     Raises:
       UserError: If `name` is empty.

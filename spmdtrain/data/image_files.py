@@ -143,6 +143,9 @@ def _images(
 
     `parents` are the real paths of the folders that contain it; `others` counts images of
     unsupported formats.
+
+    Raises:
+      UserError: If folders are nested too deeply.
     """
     if len(parents) > _MAX_DEPTH:
         raise UserError(f"{printable(folder)}: nested more than {_MAX_DEPTH} levels deep")

@@ -169,7 +169,7 @@ def train_batches(
     by_step: bool = False,
     padded_to: int | None = None,
 ) -> Iterator[PyTree]:
-    """Yields the training batches, placed on the devices.
+    """Returns an iterator over the training batches, placed on the devices.
 
     Args:
       dataset: The examples.
@@ -341,6 +341,9 @@ def places_in_step(sharding: Sharding) -> bool:
 
     On CPU the call of the step takes a tenth of the time of `jax.device_put`. Elsewhere batches
     are transferred while the previous step runs.
+
+    Args:
+      sharding: The sharding of a batch.
     """
     devices: Collection[Any] = sharding.device_set
     return sharding.is_fully_addressable and all(x.platform == "cpu" for x in devices)
@@ -361,6 +364,9 @@ def _described(batch: Sequence[Any]) -> str:
 
 def check_fits(local: np.ndarray) -> None:
     """Checks that integers fit: JAX without x64 keeps only their lower 32 bits.
+
+    Args:
+      local: An array of a batch.
 
     Raises:
       UserError: If a value does not fit.

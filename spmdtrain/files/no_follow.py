@@ -36,8 +36,13 @@ def is_link(path: Root) -> bool:
 def make_folder(root: Root, name: str) -> None:
     """Creates a folder below `root` unless it exists.
 
+    Args:
+      root: The folder.
+      name: The new folder's path below it.
+
     Raises:
-      OSError: If a link or another file has this name, or the folder cannot be created.
+      NotADirectoryError: If a link or a file has this name.
+      OSError: If the folder cannot be created.
     """
     with _parent(root, name) as (parent, last):
         with contextlib.suppress(FileExistsError):
@@ -69,7 +74,11 @@ def open_file(root: Root, name: str, flags: int) -> int:
 
 
 def create(root: Root, name: str) -> IO[bytes]:
-    """Returns a new file below `root`, which may be a URL, open for writing.
+    """Returns a new file below `root`, open for writing.
+
+    Args:
+      root: The folder, or a URL.
+      name: The file's path below it.
 
     Raises:
       FileExistsError: If the name exists (not checked for a URL).
@@ -116,6 +125,10 @@ def write(root: Root, name: str, save: Callable[[IO[bytes]], Any]) -> None:
 def remove(root: Root, name: str) -> None:
     """Removes a file, a link, or a folder with its content below `root`.
 
+    Args:
+      root: The folder.
+      name: The path below it.
+
     Raises:
       OSError: If it cannot be removed.
     """
@@ -133,6 +146,10 @@ def remove(root: Root, name: str) -> None:
 
 def names_in(root: Root, name: str) -> list[str]:
     """Returns the sorted names in a folder below `root`.
+
+    Args:
+      root: The folder.
+      name: The path below it.
 
     Raises:
       OSError: If it is a link, or cannot be read.

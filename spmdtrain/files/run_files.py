@@ -323,9 +323,13 @@ class RunFiles:
 
 
 def status_of(workdir: str) -> dict[str, Any] | None:
-    """Returns the `status.json` of the run in a workdir: `status`, `step`, and maybe `reason`.
+    """Returns the `status.json` of a run: `status`, `step`, and maybe `reason`.
 
-    Returns None if there is no such file.
+    Args:
+      workdir: The folder or `gs://` URL of the run.
+
+    Returns:
+      The content; None if there is no such file.
 
     Raises:
       StorageError: If the file cannot be read.
@@ -347,6 +351,9 @@ def evaluator_metrics(workdir: str) -> dict[int, dict[str, float]]:
     """Returns step to the metrics that an evaluator task has written so far in a workdir.
 
     A line that is not valid is skipped, because the evaluator may be writing it.
+
+    Args:
+      workdir: The folder or `gs://` URL of the run.
 
     Raises:
       StorageError: If the file cannot be read.

@@ -82,6 +82,9 @@ def size_and_time(path: epath.Path) -> tuple[int, int]:
 
     For local files it does not use epath's `stat`, which fails if the owner of the file has no
     entry in /etc/passwd.
+
+    Args:
+      path: A local file, or an object at a URL.
     """
     if is_url(path):
         status = path.stat()
@@ -96,7 +99,9 @@ def size_and_time(path: epath.Path) -> tuple[int, int]:
 def failures(path: str | epath.Path) -> type[Exception]:
     """Returns the base class of the errors of accessing a path.
 
-    It is `Exception` for URLs, because their libraries raise errors of their own classes.
+    Args:
+      path: A local path: `OSError`; or a URL: `Exception`, because the libraries of URLs raise
+        errors of their own classes.
     """
     return Exception if is_url(path) else OSError
 
@@ -122,7 +127,10 @@ def storage_reason(error: BaseException) -> str | None:
 def why_failed(error: Exception, path: str | epath.Path) -> str | None:
     """Returns a short reason why storage failed at a path; None if the error has another cause.
 
-    At a URL it is never None, because the libraries of URLs raise errors of their own classes.
+    Args:
+      error: The error.
+      path: A local path, or a URL, for which the result is never None, because the libraries of
+        URLs raise errors of their own classes.
     """
     return storage_reason(error) or (in_short(error) if is_url(path) else None)
 
@@ -168,7 +176,8 @@ def _status(error: BaseException) -> tuple[str, str] | None:
 def in_short(error: BaseException) -> str:
     """Returns an error in one line of at most 200 characters.
 
-    For an error of TensorStore these are the name of the file and the problem.
+    Args:
+      error: The error; one of TensorStore is reduced to the name of the file and the problem.
     """
     if not (status := _status(error)):
         kind = "" if isinstance(error, OSError) and str(error) else f"{type(error).__name__}: "

@@ -26,7 +26,10 @@ def cache_folder() -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Creates a folder, and those above it that are missing, for this user alone (0700).
+    """Creates a folder for this user alone (mode 0700).
+
+    Args:
+      path: The folder; those above it that are missing are created too.
 
     Raises:
       OSError: If it cannot be created.
@@ -38,7 +41,10 @@ def make_folder(path: Path) -> None:
 
 
 def check_own(path: Path) -> None:
-    """Checks that only this user can write into a folder below `cache_folder()`, and those above.
+    """Checks that only this user can write into a folder, and into those above it.
+
+    Args:
+      path: A folder in `cache_folder()`.
 
     Raises:
       PermissionError: If one of them up to `cache_folder()` belongs to or is writable by others.

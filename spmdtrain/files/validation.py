@@ -79,7 +79,10 @@ def _check_size(path: epath.Path, size: int, most: int) -> None:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """Parses a JSON object with integers of at most 64 bits and bounded nesting.
+    """Returns a JSON object with integers of at most 64 bits and bounded nesting.
+
+    Args:
+      text: JSON; bytes are UTF-8.
 
     Raises:
       Malformed: If the text is not such an object.
@@ -135,7 +138,7 @@ def check(value: Any, schema: Any, name: str) -> None:
 
 
 def build(schema: type[T], content: Mapping[str, Any], name: str = "") -> T:
-    """Builds a dataclass from a JSON object, and checks each field against its annotation.
+    """Returns a dataclass of a JSON object, after a check of each field by its annotation.
 
     Fields that are dataclasses are built recursively.
 

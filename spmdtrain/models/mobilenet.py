@@ -84,7 +84,11 @@ class MobileNetV2(nnx.Module):
 
 
 def round_channels(channels: float) -> int:
-    """Rounds to a multiple of 8: at least 8, and never more than 10 % less than `channels`."""
+    """Returns the nearest multiple of 8 that is at least 8 and at least 90 % of `channels`.
+
+    Args:
+      channels: Number of channels times a width multiplier.
+    """
     rounded = max(8, int(channels + 4) // 8 * 8)
     return rounded if rounded >= 0.9 * channels else rounded + 8
 
@@ -116,6 +120,11 @@ def depthwise_by_products(x: jax.Array, kernel: jax.Array, stride: int) -> jax.A
     """Returns the same as `depthwise`, as a sum of shifted images times values of the kernel.
 
     On CPU, gradients of XLA's grouped convolutions take 4 to 8 times as long.
+
+    Args:
+      x: See `depthwise`.
+      kernel: See `depthwise`.
+      stride: See `depthwise`.
     """
     height, width = (-(-side // stride) for side in x.shape[1:3])
     sides, strides = kernel.shape[:2], (stride, stride)

@@ -34,6 +34,9 @@ def compiled_step(trainer: Trainer, batch: Any) -> "CompiledStep":
         batch: A batch as the objective receives it: a pytree of arrays with leading dim B, or of
             anything with a shape and a dtype, such as `jax.ShapeDtypeStruct`.
 
+    Returns:
+        The compiled step, with assertions about its collectives.
+
     Raises:
         UserError: If the trainer does not compile its steps (`jit` is off).
     """

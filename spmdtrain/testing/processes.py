@@ -205,6 +205,12 @@ def start_processes(
         grace: See `run_processes`.
         env: See `run_processes`.
         cwd: See `run_processes`.
+
+    Yields:
+        The running job.
+
+    Raises:
+        ValueError: If `devices_per_process` has another number of entries than `processes`.
     """
     deadline = time.monotonic() + timeout
     names = training_tasks(processes)
