@@ -8,9 +8,10 @@ The digits come with scikit-learn (extra `examples`). They are split once, by a 
 1,297 for training, 200 for validation and 300 for the test.
 """
 
+import importlib.util
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -46,15 +47,14 @@ def objective(model: nnx.Module, batch: dict[str, jax.Array]) -> dict[str, jax.A
 
 def load_digits() -> tuple[Subset, Subset, Subset]:
     """Returns the training, validation and test examples."""
-    try:
-        from sklearn import datasets
-    except ImportError:
-        raise UserError(
-            "the digits come with scikit-learn: pip install 'spmdtrain[examples]'"
-        ) from None
-    digits: Any = datasets.load_digits()
-    images = (digits.images / 16).astype(np.float32)
-    dataset = ArrayDataset({"image": images, "label": digits.target.astype(np.int32)})
+    # The file is read directly, because to import scikit-learn takes a second.
+    package = importlib.util.find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise UserError("the digits come with scikit-learn: pip install 'spmdtrain[examples]'")
+    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    table = np.loadtxt(file, np.float32, delimiter=",")  # 64 pixels of 0 to 16, and the label
+    images = (table[:, :-1] / 16).reshape(-1, 8, 8)
+    dataset = ArrayDataset({"image": images, "label": table[:, -1].astype(np.int32)})
     order = np.random.default_rng(_SPLIT_SEED).permutation(len(dataset))
     train, validation, test = np.split(order, [1297, 1497])
     return Subset(dataset, train), Subset(dataset, validation), Subset(dataset, test)

@@ -341,6 +341,8 @@ def _node(spec: ClusterSpec, task: Task, *, head: bool) -> Iterator[Any]:
         resources={resource(task): 1},
         object_store_memory=_store(len(same_host)),
         include_dashboard=False,
+        # Actors write to the output of their task. Ray annotates this boolean as a string.
+        include_log_monitor=False,  # type: ignore[arg-type]
         no_monitor=True,
     )
     private = private_folder()
