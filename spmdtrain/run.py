@@ -4,7 +4,8 @@ import signal
 
 _INTERRUPT = signal.getsignal(signal.SIGINT)
 if __name__ == "__main__" and _INTERRUPT is signal.default_int_handler:
-    # Ctrl-C during the import of JAX ends at once, without a traceback: nothing is to be saved.
+    # During the import of JAX there is nothing to save: Ctrl-C ends the process at once, without a
+    # traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import hashlib
@@ -28,7 +29,7 @@ from spmdtrain.sharding.placement import local_config, resolve_config
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
 from spmdtrain.train import evaluator
-from spmdtrain.train.command_line import BY_HAND, Command, parse
+from spmdtrain.train.command_line import JOB_OPTIONS, Command, parse
 from spmdtrain.train.experiment import Experiment, ExperimentFile
 from spmdtrain.train.loop import Loop
 from spmdtrain.train.trainer import Trainer
@@ -54,12 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def execute(command: Command) -> int:
-    """Builds the experiment and does what `mode` names; returns the exit code."""
+    """Builds the experiment, then trains, evaluates or predicts; returns the exit code."""
     options, file, config = command.options, command.experiment, command.config
     spec = from_environment()
     _check_options(command, spec)
     if options.role == "evaluate" or (options.role is None and spec.role is Role.EVALUATE):
-        return evaluate_beside(command)
+        return run_evaluator(command)
     by_servers = strategy(config.strategy).by_servers
     if not by_servers:
         join(command, spec)
@@ -88,7 +89,7 @@ def execute(command: Command) -> int:
 
 
 def _check_options(command: Command, spec: ClusterSpec) -> None:
-    """Raises `UserError` for options that exclude each other, or TF_CONFIG."""
+    """Raises `UserError` if options contradict each other or TF_CONFIG."""
     options, config = command.options, command.config
     evaluates = options.mode in ("evaluate", "predict")
     if options.split is not None and not evaluates:
@@ -99,12 +100,12 @@ def _check_options(command: Command, spec: ClusterSpec) -> None:
             "that --init-from names"
         )
     if options.role == "train" and spec.role is Role.EVALUATE:
-        raise UserError(f"--role train, and by TF_CONFIG this is {spec.name}: give one")
+        raise UserError(f"--role is train, but the task of TF_CONFIG is {spec.name}: remove one")
     evaluator_role = options.role == "evaluate" or spec.role is Role.EVALUATE
     if evaluator_role or not strategy(config.strategy).by_servers:
         return
     if options.mode == "train":
-        for field, default in (("cluster", "tf_config"), ("hang_timeout", None), *BY_HAND):
+        for field, default in (("cluster", "tf_config"), ("hang_timeout", None), *JOB_OPTIONS):
             if getattr(options, field) != default:
                 option = f"--{field}".replace("_", "-")
                 raise UserError(
@@ -128,7 +129,7 @@ def _train_by_loop(file: ExperimentFile, config: RunConfig, terminal: Terminal) 
 
 
 def _print_sharding(trainer: Trainer, spec: ClusterSpec) -> None:
-    """Prints where the state lives: on the mesh, or on the parameter servers."""
+    """Prints the sharding of the state, or its partition over parameter servers."""
     if not strategy(trainer.config.strategy).by_servers:
         table.show(trainer.terminal, trainer.sharding_table())
         return
@@ -138,7 +139,7 @@ def _print_sharding(trainer: Trainer, spec: ClusterSpec) -> None:
 
 
 def _evaluate_or_predict(command: Command, experiment: Experiment, trainer: Trainer) -> None:
-    """Evaluates or predicts a split with the values of a checkpoint."""
+    """Evaluates a split, or predicts for it, with the parameters of a checkpoint."""
     options, path = command.options, command.experiment.path
     splits = {"test": experiment.test, "validation": experiment.validation}
     if options.split is not None:
@@ -185,17 +186,17 @@ def join(command: Command, spec: ClusterSpec) -> None:
     process_group.check_same({"the file": {experiment.path.name: digest}})
 
 
-def evaluate_beside(command: Command) -> int:
-    """Evaluates the checkpoints of a training that runs elsewhere; returns the exit code."""
+def run_evaluator(command: Command) -> int:
+    """Evaluates the checkpoints of a training that other processes run; returns the exit code."""
     if command.options.mode != "train":
         raise UserError(
             f"--mode {command.options.mode} in an evaluator, which waits for checkpoints and "
             "evaluates them: leave --mode out, or run this in another process"
         )
-    for name, _ in BY_HAND:
+    for name, _ in JOB_OPTIONS:
         if getattr(command.options, name) is not None:
             option = f"--{name}".replace("_", "-")
-            raise UserError(f"{option} in an evaluator, which is none of the job's processes")
+            raise UserError(f"{option} does not apply to an evaluator: it does not join the job")
     initialize.set_single_process()
     config = local_config(command.config, Terminal().line)
     experiment = command.experiment.build(resolve(config, batch_shards=1))

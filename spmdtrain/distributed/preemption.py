@@ -16,7 +16,7 @@ _SAME_REQUEST = 0.3  # seconds in which further signals do not end the process
 class StopSignals:
     """Handlers of SIGTERM, SIGUSR1 and SIGINT while entered.
 
-    The first signal is only recorded for `asked`; one that is sent later than 0.3 s after it ends
+    The first signal is only recorded, for `stop_requested`. A signal more than 0.3 s after it ends
     the process at once. Slurm sends SIGUSR1 before the end of a job (`--signal=USR1@120`).
 
     Only the main thread can handle signals; in another thread nothing is changed. With several
@@ -59,8 +59,8 @@ class StopSignals:
             self._restore()
             os.kill(os.getpid(), number)
 
-    def asked(self) -> bool:
-        """Returns whether to stop. All processes call it at the same points and agree."""
+    def stop_requested(self) -> bool:
+        """Returns whether to stop: the same in all processes, which call it at the same points."""
         if self.received is None and process_group.preempted():
             self.received = signal.SIGTERM
         return self.received is not None
@@ -69,9 +69,9 @@ class StopSignals:
         """Stops the run if a signal was received. All processes call it at the same points.
 
         Raises:
-          PreemptedExit: If `asked()` is true.
+          PreemptedExit: If `stop_requested()` is true.
         """
-        if self.asked():
+        if self.stop_requested():
             assert self.received is not None
             raise PreemptedExit(self.received.name)
 

@@ -303,7 +303,7 @@ class Coordinator:
             raise self._thread_error
         if self._closed:
             raise UserError("the coordinator was used outside of its `with` block")
-        if self._signals.asked():
+        if self._signals.stop_requested():
             self._drain()
             self._signals.stop_if_received()
 

@@ -141,7 +141,7 @@ class ServerExecutor:
         Args:
           is_empty: Whether no worker is available.
         """
-        if not self._run.signals.asked():
+        if not self._run.signals.stop_requested():
             return
         now = time.monotonic()
         self._stop_requested_at = self._stop_requested_at or now

@@ -57,7 +57,8 @@ class Options:
     default is 1800; under the launcher, the launcher's --hang-timeout applies instead."""
 
 
-BY_HAND = (("coordinator", None), ("processes", None), ("process_id", None))
+# Options that describe the job without TF_CONFIG, and their defaults.
+JOB_OPTIONS = (("coordinator", None), ("processes", None), ("process_id", None))
 _OF_PLANS = {"topology", "json", "advice", "measure"}
 RESERVED = frozenset({f.name for f in dataclasses.fields(Options)} | _OF_PLANS | {"help"})
 

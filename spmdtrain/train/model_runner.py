@@ -72,10 +72,10 @@ class ModelRunner:
         """Called before each batch of an evaluation or prediction; may raise."""
         self._adapter = as_adapter(model)
         self._state: TrainState | None = None  # once a fit has begun
-        self._identity: Identity | None = None  # what the state was trained with
+        self._identity: Identity | None = None  # the run that trained the state
         self._fitting = False
-        self._restored: Variables | None = None  # what to evaluate with before any training
-        self._restored_from: Identity | None = None  # what that was trained with
+        self._restored: Variables | None = None  # used to evaluate before any training
+        self._restored_from: Identity | None = None  # the run that trained `_restored`
         self._make_functions = functools.partial(
             _make_functions,
             {

@@ -48,9 +48,7 @@ from spmdtrain.train.schedule import Due, Schedule
 
 @dataclass(frozen=True)
 class BoundaryActions:
-    """The actions of a trainer or loop at the boundary between two steps.
-
-    `RunSession.boundary` calls them.
+    """The actions of a trainer or loop that `RunSession.boundary` calls between two steps.
 
     Attributes:
       flush: Waits for pending steps and reads their outputs.
@@ -59,7 +57,7 @@ class BoundaryActions:
         if there is none, or a signal interrupted it.
       save: Saves the state after a step, with the metrics of its evaluation.
       report: Prints a summary after the last step.
-      stop_requested: Returns whether `stop()` was called: the last step made ends the run.
+      stop_requested: Returns whether `stop()` was called, so that the run ends with this step.
     """
 
     flush: Callable[[], None]
@@ -104,7 +102,7 @@ class RunSession:
           stack: Closes the files.
           config: The resolved configuration.
           splits: Datasets or arrays by name: "train", "validation" and "test".
-          trained: Describes the state.
+          trained: Gives the abstract state (shapes and dtypes) and its shardings.
           terminal: Receives the log.
           clock: Returns seconds, for `checkpoint_every_seconds`.
 
@@ -117,18 +115,19 @@ class RunSession:
         if config.evaluated_by == "evaluator":
             data.pop("validation", None)
         identity = identity_of(config, train, trained)
-        # Before anything is written: processes that differ would compute wrong numbers, or hang.
+        # Checked before anything is written: processes with different inputs would compute wrong
+        # numbers, or hang.
         check_same_inputs(identity, data)
         files = checkpoints = None
         signals = StopSignals()
         if config.workdir is not None or process_group.count() > 1:
-            # Without a workdir there is nothing to save to, and Ctrl-C keeps its usual meaning.
+            # A single process without a workdir cannot save, so Ctrl-C keeps its usual meaning.
             stack.enter_context(signals)
         if config.workdir is not None:
             check_can_be_saved(trained.abstract_state)
             if process_group.is_chief():
                 files = stack.enter_context(contextlib.closing(RunFiles(config.workdir)))
-            process_group.barrier()  # the folder is there, and no other run has it
+            process_group.barrier()  # the folder exists, and this run has locked it
             checkpoints = stack.enter_context(contextlib.closing(_open_checkpoints(config)))
         logger = RunLogger(terminal, files, config)
         rate = known_rate(config, trained.abstract_state.opt_state)
@@ -153,19 +152,19 @@ class RunSession:
             epochs=Epochs(config, size, logger, rate),
         )
 
-    # -- going on from a checkpoint ------------------------------------------------------------
+    # -- resuming ------------------------------------------------------------------------------
 
     def resume(self, trained: Trainable) -> TrainState | None:
         """Returns the state of the newest valid checkpoint; None if there are no checkpoints.
 
-        Corrupted ones are set aside once a valid one is found.
+        Damaged ones are renamed once a valid one is found.
 
         Args:
           trained: Gives shapes and shardings of the state.
 
         Raises:
-          UserError: If no checkpoint is valid (a run never starts from zero over checkpoints), the
-            run is another one, or the option `resume` forbids it.
+          UserError: If no checkpoint is valid (a run never starts from step 0 in a workdir with
+            checkpoints), if they are of a different run, or if the option `resume` forbids it.
         """
         config, where = self.config, f"workdir {self.config.workdir}"
         if (
@@ -185,44 +184,44 @@ class RunSession:
             check_same_run(manifest.identity, self.identity, str(folder))
             return load_state(folder, manifest, trained.abstract_state, trained.shardings)
 
-        tell = self.logger.terminal.line
+        log = self.logger.terminal.line
         try:
-            found = load_latest_valid(source, load, tell, by_all=True)
+            loaded = load_latest_valid(source, load, log, by_all=True)
         except CheckpointCorruptedError as error:
             raise UserError(
-                f"{error}; nothing was changed: begin anew in another workdir"
+                f"{error}; nothing was changed: use another workdir to start from step 0"
             ) from None
         assert self.checkpoints is not None
         for step, name in zip(
-            found.damaged, self.checkpoints.quarantine(found.damaged), strict=True
+            loaded.damaged, self.checkpoints.quarantine(loaded.damaged), strict=True
         ):
-            tell(f"checkpoint {step} is set aside as {name}")
-        saved = found.manifest
+            log(f"checkpoint {step} is set aside as {name}")
+        saved = loaded.manifest
         self.epochs.restore(saved.epoch)
         before, now = saved.identity.config, self.identity.config
         if saved.stopped and all(before[name] == now[name] for name in ("epochs", "steps")):
             # A callback ended the run here, and the totals have not changed since.
             self.schedule.total = saved.step
-        tell(f"resumed from step {saved.step} of {config.workdir}")
+        log(f"resumed from step {saved.step} of {config.workdir}")
         for change in changes(saved.identity, self.identity):
-            tell(f"changed since: {change}")
+            log(f"changed since: {change}")
         return hyperparameters.updated(
-            found.value,
+            loaded.value,
             trained.shardings,
             saved.identity.hyperparameters,
             self.identity.hyperparameters,
-            tell,
+            log,
             rate_changed=before.get("learning_rate") != now["learning_rate"],
         )
 
     def check_no_checkpoints(self) -> None:
-        """Raises `UserError` if the workdir holds checkpoints, whose steps a restart repeats."""
+        """Raises `UserError` if the workdir has checkpoints: a restart would repeat their steps."""
         if self.checkpoints is not None and (self.saved_step or self.checkpoints.holds(0)):
             where = self.config.workdir
             raise UserError(
                 f"restart=True counts steps from 0, and workdir {where} holds checkpoints up to "
                 f"step {self.saved_step}: use a Trainer without a workdir, or a new Trainer "
-                f"with another workdir and init_from={where!r} (its optimizer begins anew)"
+                f"with another workdir and init_from={where!r} (its optimizer state is new)"
             )
 
     def check_newest(self, step: int) -> None:
@@ -230,21 +229,22 @@ class RunSession:
         if self.saved_step > step:
             raise UserError(
                 f"workdir {self.config.workdir} holds step {self.saved_step}, and this trainer has "
-                f"made {step}: another has gone on there; take a new Trainer, which resumes from it"
+                f"made {step}: another trainer has continued the run; use a new Trainer, which "
+                "resumes from that checkpoint"
             )
 
     # -- the boundary between steps ------------------------------------------------------------
 
     def due(self, step: int) -> Due:
         """Returns what is due after a step; all processes call it after the same steps."""
-        return self.schedule.due(step, preempted=self.signals.asked())
+        return self.schedule.due(step, preempted=self.signals.stop_requested())
 
     def boundary(self, step: int, due: Due, actions: BoundaryActions) -> None:
         """Does what is due between two steps. The order of the actions matters.
 
         Args:
           step: The last step made.
-          due: What was due when it was dispatched.
+          due: What was due when the step had been dispatched.
           actions: The actions of the trainer or loop.
 
         Raises:
@@ -263,7 +263,7 @@ class RunSession:
         # During the evaluation, a callback or a signal may have asked to stop.
         if actions.stop_requested():
             self.schedule.total = step
-        preempted = self.signals.asked()
+        preempted = self.signals.stop_requested()
         if preempted or due.save or self.schedule.should_save(step):
             actions.save(step, metrics)
         if preempted:
@@ -284,10 +284,10 @@ class RunSession:
         return batch_size
 
     def missed_evaluation(self, step: int) -> bool:
-        """Returns whether the evaluation after `step`, from which the run goes on, was not made."""
+        """Returns whether the evaluation of the step from which the run resumes is missing."""
         if not step or self.config.workdir is None:
             return False
-        # A save by the clock may have been due there.
+        # A save by the clock may have been due at that step.
         by_clock = self.config.checkpoint_every_seconds is not None
         saved = self.schedule.saves_by_count(step) or by_clock
         written = self.logger.read_metrics(Split.EVAL, step)  # in all processes
@@ -332,28 +332,28 @@ class RunSession:
 
     @contextlib.contextmanager
     def record_outcome(self) -> Iterator[None]:
-        """Records in the log why the run ends, if it does not finish."""
+        """Logs the reason if the run ends before its last step."""
         try:
             yield
         except PreemptedExit as stop:
-            # Under parameter servers a signal may come before anything could be saved.
+            # With parameter servers a signal may arrive before anything could be saved.
             saved = self.saved_step > 0 or bool(self.checkpoints and self.checkpoints.holds(0))
             self.logger.log_end(Status.PREEMPTED, self.saved_step, stop.signal, saved=saved)
             raise
         except BaseException as error:
-            self._failed(error)
+            self._log_failure(error)
             if isinstance(error, SystemExit):
                 failures.check_exit(error)
             raise
 
-    def _failed(self, error: BaseException) -> None:
+    def _log_failure(self, error: BaseException) -> None:
         """Logs the failure; raises `StorageError` if the save in progress fails as well."""
-        # Wait for that save only if all processes are still there for it: all of them see a wrong
-        # state, but another error may concern one process only.
-        all_there = process_group.count() == 1 or isinstance(error, StateError)
+        # The save completes only if all processes wait for it. All of them raise a `StateError`;
+        # any other error may have occurred in this process alone.
+        all_wait = process_group.count() == 1 or isinstance(error, StateError)
         why = error
         try:
-            if not all_there and self.checkpoints is not None:
+            if not all_wait and self.checkpoints is not None:
                 self.checkpoints.abandon()
             elif isinstance(error, Exception):
                 self.wait_for_save()
@@ -364,7 +364,7 @@ class RunSession:
             self.logger.log_end(Status.FAILED, self.saved_step, failures.reason(why))
 
     def log_failure_elsewhere(self, reason: str) -> None:
-        """Logs that another process has failed, before this one is ended because of it."""
+        """Logs that another process has failed, before this process exits because of it."""
         self.logger.log_end(Status.FAILED, self.saved_step, reason)
 
     @property

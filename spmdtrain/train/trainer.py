@@ -63,11 +63,12 @@ class Trainer(ModelRunner):
         `FunctionModel`.
       objective: (model, batch) -> per-example values by name, "loss" among them. It may declare
         more arguments: `rngs`, `key`, `mask`.
-      optimizer: Makes the updates.
-      predict: (model, batch) -> predictions of leading dim B; by default the model's output.
-      augment: (example, NumPy generator) -> a changed example, on the host.
-      rules: Sharding rules; the first that matches a parameter's path counts.
-      reduction: Reduces each device's share of the gradients, under `shard_map`.
+      optimizer: The optax transformation that updates the parameters.
+      predict: (model, batch) -> predictions with leading dim B; by default the model's output.
+      augment: (example, NumPy generator) -> an augmented example; called on the host.
+      rules: Sharding rules; the first one that matches a parameter's path applies.
+      reduction: (gradients of a device's part of the batch, mesh axes) -> their sums over the
+        axes; called under `shard_map`. By default XLA or a built-in function reduces them.
       callbacks: Functions by `CallbackEvent`.
       config: The configuration; without a `workdir` nothing is written.
       terminal: Shows progress; by default the standard output of process 0.
@@ -109,12 +110,13 @@ class Trainer(ModelRunner):
         )
         if augment is not None and self.config.data_on_device:
             raise UserError(
-                "data_on_device is for examples as they are, and augment makes new ones on the host"
+                "data_on_device and augment exclude each other, because augment changes the "
+                "examples on the host"
             )
         self._augment, self._clock, self._init_timeout = augment, clock, init_timeout
         self._callbacks = CallbackRunner(self, callbacks or {})
         self._programs = Programs(self.functions, self.placement, self.config)
-        # The sums of the current epoch, and the metrics written, of earlier fits.
+        # Of earlier fits: the sums of an unfinished epoch, and the metrics that were written.
         self._epoch_sums, self._written = EpochSums(), no_metrics()
         self._all_examples = DeviceExamples(self.placement, self.terminal)
 
@@ -167,22 +169,24 @@ class Trainer(ModelRunner):
         batch_size_per_device: int | None = None,
         restart: bool = False,
     ) -> FitResult:
-        """Trains until the run has `epochs` or `steps` in total, from the state that it finds.
+        """Trains until the run has made `epochs` or `steps` in total.
 
-        That is the state of an earlier fit, or the newest checkpoint of the workdir, or the
-        initial one. In an evaluator task of TF_CONFIG, it evaluates the checkpoints of the workdir
-        instead until the training has ended, and exits.
+        It continues from the state of an earlier fit, else from the newest checkpoint of the
+        workdir, else from the initial state. In an evaluator task of TF_CONFIG, it evaluates the
+        checkpoints of the workdir until the training ends, and exits the process.
 
         Args:
-          train: A dataset, or arrays in a tuple or dictionary; likewise the following.
+          train: A dataset, or arrays in a tuple or dictionary; so are `validation` and `test`.
           validation: Evaluated at the cadence of the configuration.
           test: Evaluated once, at the end.
           epochs: Total number of epochs.
           steps: Total number of steps, instead of `epochs`.
-          global_batch_size: Examples in one step over all devices.
-          batch_size_per_device: Examples in one step on each device, instead.
-          restart: Whether to keep the model and the optimizer's state of an earlier fit, and count
-            steps, epochs and the position in the data from 0: for other data or batch sizes.
+          global_batch_size: Number of examples of a step over all devices.
+          batch_size_per_device: Number of examples of a step on each device, instead of
+            `global_batch_size`.
+          restart: Whether to start a new run with the model and the optimizer's state of an
+            earlier fit: steps, epochs and the position in the data count from 0. Needed for other
+            data or batch sizes.
 
         Returns:
           The last metrics and the history.
@@ -207,7 +211,7 @@ class Trainer(ModelRunner):
             stack.enter_context(failures.watch_failures(run.log_failure_elsewhere))
             stack.callback(setattr, self, "_fitting", False)
             self._fitting = True
-            stack.callback(self._programs.wait)  # no compilation outlives an error
+            stack.callback(self._programs.wait)  # a background compilation ends before `fit` does
             make_executor = stack.enter_context(backend.open(self._init_timeout))
             before = self._state, self._identity
             self._start(run, stack, restart=restart)
@@ -217,17 +221,17 @@ class Trainer(ModelRunner):
                 self._train(run, make_executor)
                 self._finish(run)
             except StateError:
-                self._state = None  # it is unusable: a next fit restores or starts anew
+                self._state = None  # unusable: the next fit restores a checkpoint or initializes
                 raise
             except Exception as error:
-                # Without a step, the next fit may have other data: nothing was trained on these.
+                # If no step was made, forget this run, so that the next fit may have other data.
                 if self._state is first and not isinstance(error, PreemptedExit):
                     self._state, self._identity = before
                 raise
         return run.epochs.result(self.step)
 
     def _start(self, run: RunSession, stack: contextlib.ExitStack, *, restart: bool) -> None:
-        """Sets the state to begin with: restored, of an earlier fit, or initialized."""
+        """Sets the first state: of an earlier fit, restored from a checkpoint, or initialized."""
         run.schedule.stops_at_epochs = self._callbacks.has(CallbackEvent.EPOCH_END)
         run.schedule.check_dispatches()
         if restart:
@@ -238,13 +242,13 @@ class Trainer(ModelRunner):
                 "from its latest checkpoint"
             )
         self._callbacks.stop_requested = False
-        self._restored = None  # from here on there is a trained state
+        self._restored = None  # `evaluate` and `predict` use the trained state from here on
         if self._state is None:
             compile_ahead(run, self._programs, self.functions, self._augment)
             with phase(Phase.RESTORE, 0):
                 resumed = run.resume(self.functions)
-                tell = self.terminal.line
-                self._state = resumed or initial_state(self.functions, self.config, tell)
+                log = self.terminal.line
+                self._state = resumed or initial_state(self.functions, self.config, log)
             self._check_placed("after the initialization" if resumed is None else "as restored")
         elif restart:
             self._state = at_step_zero(self._state, self.functions.shardings)
@@ -281,7 +285,7 @@ class Trainer(ModelRunner):
             self.terminal.progress("train", done=first, total=schedule.total),
             profiled_steps(run.config, first, self.terminal.line) as profile,
         ):
-            for steps in schedule.dispatches(first):  # one step, or several in one dispatch
+            for steps in schedule.dispatches(first):  # the range of steps of one dispatch
                 step = steps[-1]
                 program, batch = executor.load(steps, self._current)
                 profile.before(steps[0])
@@ -292,20 +296,20 @@ class Trainer(ModelRunner):
                     self._check_placed("after the first step")
                     if run.checkpoints is not None:
                         run.checkpoints.get_ready()
-                reader.add(steps, output)  # fetched later: the host never waits for the devices
+                reader.add(steps, output)  # fetched later: the host does not wait for this step
                 self._callbacks(CallbackEvent.STEP, step)
                 if self._callbacks.stop_requested:
                     schedule.total = executor.stop_dispatch(step)
                 due = run.due(step)
-                # Steps of workers that are in progress have to end before anything is done.
+                # With parameter servers, later steps may be pending: first the loop reads them too.
                 if due and executor.stop_dispatch(step) == step:
                     run.boundary(step, due, actions)
 
     def _before_first_step(self, run: RunSession, first: int) -> None:
-        """Calls the first callbacks, saves step 0, and makes a missed evaluation."""
+        """Calls the first callbacks, saves step 0, and runs an evaluation that was interrupted."""
         self._callbacks(CallbackEvent.FIT_START, first)
         if run.should_save_at_start(first):
-            # Before the save, which records the metrics. A signal ends the run here.
+            # Evaluated before the save, which records the metrics. A signal ends the run here.
             evaluates = run.config.eval_at_checkpoints and run.validation is not None
             self._save(run, 0, self._run_validation(run, 0) if evaluates else None)
         if run.missed_evaluation(first):  # a signal interrupted it before this start
@@ -318,7 +322,7 @@ class Trainer(ModelRunner):
     def _boundary_actions(
         self, run: RunSession, executor: Executor, reader: MetricsReader
     ) -> BoundaryActions:
-        """Returns what this trainer does at the boundary between two steps."""
+        """Returns the actions of this trainer at the boundary between two steps."""
 
         def flush() -> None:
             self._state = executor.sync(self._current)
@@ -333,7 +337,7 @@ class Trainer(ModelRunner):
                 return None
             try:
                 return self._run_validation(run, step)
-            except PreemptedExit:  # the boundary saves, and raises it again
+            except PreemptedExit:  # `RunSession.boundary` saves first, and raises it again
                 return None
 
         return BoundaryActions(
@@ -346,19 +350,19 @@ class Trainer(ModelRunner):
         )
 
     def _finish(self, run: RunSession) -> None:
-        """Evaluates the test split once, on the final state; a finished run repeats its result."""
-        run.wait_for_save()  # a failed save must be known before the run is called finished
+        """Evaluates the test split on the final state, unless an earlier start has done so."""
+        run.wait_for_save()  # if it has failed, the run must not be logged as finished
         step, logger = self.step, run.logger
         if run.test is not None and not logger.read_metrics(Split.TEST, step):
             logger.log_evaluation(Split.TEST, step, self._evaluated(run, Split.TEST, run.test))
         for split in (Split.TRAIN, Split.EVAL):
-            if not logger.latest[split]:  # nothing was left to train: as an earlier start wrote
+            if not logger.latest[split]:  # no step was left: use what an earlier start has written
                 logger.read_metrics(split, step)
         logger.log_end(Status.FINISHED, step)
         self._callbacks(CallbackEvent.FIT_END, step, FrozenMetrics(logger.latest[Split.TEST]))
 
     def _executor_inputs(self, run: RunSession) -> ExecutorInputs:
-        """Returns what the executor of a run is made from."""
+        """Returns the inputs of the executor of a run."""
         return ExecutorInputs(
             run=run,
             state=self._current,
@@ -372,7 +376,7 @@ class Trainer(ModelRunner):
 
     @property
     def _current(self) -> TrainState:
-        """The state, in a fit."""
+        """The state; it exists during a fit."""
         assert self._state is not None
         return self._state
 

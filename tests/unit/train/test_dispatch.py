@@ -243,7 +243,7 @@ def test_convolutions_in_a_loop_are_refused_on_cpu() -> None:
 
 
 def test_examples_that_are_made_anew_cannot_rest_on_the_devices() -> None:
-    with pytest.raises(UserError, match="data_on_device is for examples as they are, and augment"):
+    with pytest.raises(UserError, match="data_on_device and augment exclude"):
         trainer(data_on_device=True, augment=lambda example, generator: example)
 
 
