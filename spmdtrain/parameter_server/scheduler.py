@@ -148,7 +148,7 @@ class Outcome:
       number: Number of the batch.
       metrics: Weighted means, "loss" among them.
       sums: Weighted sum and weight of each metric.
-      finite: Whether each of `HEALTH` is finite, on all servers.
+      finite: Whether each of `FLAGS` is finite, on all servers.
       staleness: Number of updates between the pull and the push of the batch: the maximum over
         the servers.
       is_stale: Whether a server has refused the batch as too stale; it is computed again.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdtrain.parameter_server.id_set import IdSet
-from spmdtrain.step.finite import HEALTH, health
+from spmdtrain.step.finite import FLAGS, finite_flags
 from spmdtrain.step.model_state import with_difference
 from spmdtrain.step.optimizer import Update
 
@@ -62,7 +62,7 @@ class PushResult:
         too stale.
       is_stale: Whether it was refused because its staleness exceeds `max_staleness`.
       staleness: Number of updates between the pull and this push.
-      finite: Whether each of `HEALTH` is finite in this server's part, now and after each update
+      finite: Whether each of `FLAGS` is finite in this server's part, now and after each update
         before.
     """
 
@@ -100,7 +100,7 @@ class Server:
         self.applied = IdSet(step)
         """Numbers of the batches in the state."""
         self._version = step
-        self._finite = (True,) * len(HEALTH)
+        self._finite = (True,) * len(FLAGS)
         self.counts = Counts()
         # With max_staleness=0: the last applied batch, and the state that its worker had pulled.
         self._last: int | None = None
@@ -121,7 +121,7 @@ class Server:
             averaged = update.average(state.averaged, params, count)
             model_state = with_difference(state.model_state, model_state_change, staleness)
             after = ServerState(params, opt_state, averaged, model_state)
-            return after, health(loss, state, after, jax.tree.map(lambda _: sharding, state))
+            return after, finite_flags(loss, state, after, jax.tree.map(lambda _: sharding, state))
 
         # The old arrays are not donated, because a pull may still be reading them.
         self._apply = jax.jit(apply)

@@ -9,8 +9,8 @@ from jax.sharding import Sharding
 from spmdtrain.tree import named_leaves
 
 PyTree = Any
-HEALTH = ("loss", "params", "opt_state", "model_state")
-"""The names of the flags that `health` returns."""
+FLAGS = ("loss", "params", "opt_state", "model_state")
+"""The names of the flags that `finite_flags` returns."""
 
 
 class Whole(Protocol):
@@ -26,8 +26,8 @@ class Whole(Protocol):
     def model_state(self) -> PyTree: ...
 
 
-def health(loss: jax.Array, before: Whole, after: Whole, places: Whole) -> jax.Array:
-    """Returns whether each of `HEALTH` is finite after a step.
+def finite_flags(loss: jax.Array, before: Whole, after: Whole, places: Whole) -> jax.Array:
+    """Returns whether each of `FLAGS` is finite after a step.
 
     Values that were infinite before are compared only if they may be infinite on purpose: reading
     the old parameters would prevent their update in place, a third of a small step's time.

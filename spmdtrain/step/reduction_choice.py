@@ -1,6 +1,6 @@
-"""The choice of what reduces the gradients: XLA, or a function under `shard_map`.
+"""The choice of the gradient reduction: by XLA, or by a function under `shard_map`.
 
-A reduction under `shard_map` is used only if it computes the same gradients as XLA's.
+A function under `shard_map` is used only if the gradients are the same as with XLA's reduction.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ def requested_reduction(
 
 
 def describe_request(config: RunConfig) -> str:
-    """Returns the option that requests a reduction under `shard_map`, for an error message."""
+    """Returns the setting that requests a reduction under `shard_map`, for an error message."""
     if config.batch_statistics == "replica":
         return "batch_statistics=replica"
     if config.collectives.reduction is not None:
@@ -77,10 +77,10 @@ def describe_request(config: RunConfig) -> str:
 
 
 def flattens_by_default(config: RunConfig, placement: Placement, layout: Layout) -> bool:
-    """Returns whether gradients are flattened without a request, if that computes the same.
+    """Returns whether the default reduction is one all-reduce of the flattened gradients.
 
-    On CPU that is faster, with several processes three times. GPU and TPU have links of their
-    own, and XLA combines the collectives that it inserts.
+    On CPU it is faster, with several processes three times. On GPU and TPU, which have dedicated
+    links, XLA combines its own collectives. The caller checks that it computes the same gradients.
     """
     strategy = placement.strategy
     replicates = layout.replicates_params and not (
@@ -103,11 +103,11 @@ def shard_map_blocker(
 ) -> str | None:
     """Returns why gradients reduced under `shard_map` could differ from XLA's; None if they cannot.
 
-    With `gradients.per_replica` they may differ by the effect of batch statistics and random
-    numbers.
+    With `gradients.per_replica`, differences by batch statistics and random numbers are intended
+    and not reported.
 
     Args:
-      gradients: The computation.
+      gradients: The computation of the gradients.
       replicates_params: Whether every device holds all parameters.
       params: Abstract trained parameters.
       frozen: Abstract parameters that are not trained.
@@ -121,10 +121,10 @@ def shard_map_blocker(
             f"the strategy {gradients.placement.name} splits the parameters; use mirrored, "
             "zero, central_storage or hybrid, without rules"
         )
-    carried = jax.tree.leaves(model_state)
-    if carried and not gradients.per_replica:
+    state_leaves = jax.tree.leaves(model_state)
+    if state_leaves and not gradients.per_replica:
         return (
-            f"the model carries state ({len(carried)} arrays: batch statistics, say), which "
+            f"the model carries state ({len(state_leaves)} arrays: batch statistics, say), which "
             "would differ between devices"
         )
     single = dataclasses.replace(gradients, reduction=None, placement=ON_ONE_DEVICE)
@@ -140,8 +140,8 @@ def shard_map_blocker(
         )
     if {"sharding_constraint", "shard_map"} & {x.primitive.name for x in equations(jaxpr.jaxpr)}:
         return "the objective constrains the sharding of arrays itself"
-    _, used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
-    if used[-1] and not gradients.per_replica:  # the key is the last argument
+    _, is_used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
+    if is_used[-1] and not gradients.per_replica:  # the key is the last argument
         return (
             "the model or the objective draws random numbers (dropout), which would differ "
             "between devices"
@@ -167,8 +167,8 @@ def shard_map_blocker(
 def check_agrees(reduction: Reduction, placement: Placement, params: PyTree) -> None:
     """Checks that a user's reduction returns the same gradients on all devices.
 
-    It runs once, on noise of the parameters' shapes. Without this check the devices' copies of a
-    parameter would drift apart from the first step on, and no error would show it.
+    It is called once, with random arrays of the parameters' shapes. Without this check the devices'
+    copies of a parameter would differ from the first step on, without an error.
 
     Raises:
       UserError: If the devices' results differ.

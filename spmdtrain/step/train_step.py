@@ -12,7 +12,7 @@ from spmdtrain.data.loader import IndexedBatch, examples_of, stacked_sharding
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step import hyperparameters, metrics
-from spmdtrain.step.finite import health
+from spmdtrain.step.finite import finite_flags
 from spmdtrain.step.gradients import Gradients
 from spmdtrain.step.model_state import difference
 from spmdtrain.step.optimizer import Update, clipped
@@ -24,14 +24,16 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepOutput:
-    """The small arrays that a train step returns in addition to the state. They are fetched later.
+    """The small arrays that a train step returns besides the state, fetched by `MetricsReader`.
 
     Attributes:
       metrics: f32 scalars by name, weighted means over the global batch.
-      finite: bool (4,), whether each of `HEALTH` (the loss and the updated state) is finite.
-      number: int32, the step's number if it is to be checked.
+      finite: bool (4,), whether each of `FLAGS` (the loss and the updated state) is finite.
+      number: int32, the number of the step. Only the step of a `Loop` sets it, to check that its
+        outputs are recorded in order.
       sums: f32 (metrics by sorted name, 2), weighted sums and weights.
-      rate: The learning rate of the update if it is injected into the optimizer's state.
+      rate: The learning rate of the update, if the optimizer's state contains it
+        (`optax.inject_hyperparams`).
     """
 
     metrics: dict[str, jax.Array]
@@ -59,8 +61,8 @@ def make_train_step(
       update: Applies the optimizer.
       layout: The shardings of the state.
       placement: The strategy and its mesh.
-      steps: Number of steps of a call. If above 1, the arrays of batch and output have a leading
-        dim of `steps`.
+      steps: Number of steps of one call. If above 1, they run in a `jax.lax.scan`, and the arrays
+        of batch and output have a leading dim of `steps`.
       by_index: Whether the batch is an `IndexedBatch`.
       jit: Whether to compile. If not, operations run one by one.
       compiler_options: Options for XLA.
@@ -83,13 +85,13 @@ def make_train_step(
         model_state = computed.model_state
         after = TrainState(state.step + 1, params, opt_state, averaged, model_state, state.key)
 
-        # The flags of this loss and this state: no state is saved before its own are read.
-        finite = health(means["loss"], state, after, layout.shardings)
+        # The finite flags of this loss and state. They are read before this state is saved.
+        finite = finite_flags(means["loss"], state, after, layout.shardings)
         sums, rate = metrics.stacked(computed.metrics), hyperparameters.learning_rate(opt_state)
         return after, StepOutput(means, finite, sums=sums, rate=rate)
 
     def train_steps(state: TrainState, batches: PyTree) -> tuple[TrainState, StepOutput]:
-        if isinstance(batches, IndexedBatch):  # the examples themselves are not stacked
+        if isinstance(batches, IndexedBatch):  # only the indices have a leading dim of steps
             return jax.lax.scan(
                 lambda state, indices: train_step(state, IndexedBatch(indices, batches.arrays)),
                 state,
@@ -121,14 +123,14 @@ def make_gradient_step(
     jit: bool = True,
     compiler_options: dict[str, Any] | None = None,
 ) -> Any:
-    """Returns the jitted step of a parameter server's worker, which computes and does not update.
+    """Returns the jitted step of a worker of parameter servers: gradients without an update.
 
     It is a function (variables, batch, key, step) -> (gradients of the trained parameters, change
     of the model state, weighted means, stacked sums).
 
     Args:
       gradients: Computes the gradients of the global batch's weighted mean loss.
-      update: Knows which parameters are trained.
+      update: Selects the trained parameters.
       placement: The worker's strategy and mesh.
       on_worker: The part of the optimizer that is applied to the whole gradient.
       jit: Whether to compile.

@@ -24,11 +24,11 @@ from spmdtrain.train.session import RunSession
 
 PyTree = Any
 StepCall: TypeAlias = Callable[[TrainState, PyTree], tuple[TrainState, StepOutput]]
-"""(state, batch) -> (the state after one or several steps, their output); both may be pending."""
+"""(state, batch) -> (state after the steps of a dispatch, their output), both asynchronous."""
 
 
 class Executor(Protocol):
-    """Makes the steps of a run, one dispatch after the other."""
+    """Runs the steps of a run, one dispatch after the other."""
 
     max_in_flight: int
     """Number of dispatches whose outputs may be pending."""
@@ -37,17 +37,17 @@ class Executor(Protocol):
         """Returns the program of the next dispatch and its batch.
 
         Args:
-          steps: The steps that the dispatch makes.
+          steps: The steps of the dispatch.
           state: The state before them.
         """
         ...
 
     def stop_dispatch(self, step: int) -> int:
-        """Starts no further step; returns the last one that was started, `step` or a later one."""
+        """Stops the dispatch of further steps; returns the last one (`step` or later)."""
         ...
 
     def sync(self, state: TrainState) -> TrainState:
-        """Waits for all started steps and returns the state after them.
+        """Waits for all dispatched steps and returns the state after them.
 
         Args:
           state: The state that the last program returned.
@@ -68,59 +68,60 @@ class ExecutorInputs:
     """The state before the first step."""
     functions: StepFunctions
     make_functions: Callable[[RunConfig, Placement], StepFunctions]
-    """Makes the functions for another configuration and placement, in a worker."""
+    """Makes the functions in a worker, for its configuration and placement."""
     programs: Programs
     placement: Placement
     augment: Augment | None
     all_examples: Callable[[RunConfig, Dataset], PyTree]
-    """Puts all examples of a dataset on the devices (`data_on_device`); None without it."""
+    """Copies all examples of a dataset to the devices; returns None without `data_on_device`."""
 
 
 MakeExecutor: TypeAlias = Callable[[ExecutorInputs], Executor]
 
 
 class Backend(Protocol):
-    """The place where a strategy makes its steps. `Strategy.backend` names the class."""
+    """Creates the executor of a strategy. `Strategy.backend` names the class."""
 
     def join(self, timeout: float) -> None:
-        """Takes the role of this process, before devices are used.
+        """Starts this process in its role, before devices are used.
 
         Args:
           timeout: Seconds to wait for the other processes.
 
         Raises:
-          SystemExit: In a process that serves another one, when the job has ended.
+          SystemExit: At the end of the job, in a process that only serves others: a worker or a
+            parameter server.
         """
         ...
 
     def begin_fit(self, timeout: float, *, has_fitted: bool) -> None:
-        """Checks that a fit can begin; raises `UserError`. Arguments and exit are as in `join`."""
+        """Checks that a fit can begin; raises `UserError`. Else as `join`."""
         ...
 
     def open(self, timeout: float) -> Any:
-        """Returns a context manager of a `MakeExecutor`: the resources of one fit."""
+        """Returns a context manager of a `MakeExecutor`, which holds the resources of one fit."""
         ...
 
 
 def backend_of(strategy: Strategy) -> Backend:
-    """Returns the backend of a strategy; imports it first."""
+    """Imports and returns the backend of a strategy."""
     backend: Backend = pkgutil.resolve_name(strategy.backend)()
     return backend
 
 
 def max_in_flight(placement: Placement) -> int:
-    """Returns the number of steps on a mesh that may be dispatched and not done."""
+    """Returns how many dispatches on a mesh may be pending."""
     return 2 if placement.is_virtual() else 8
 
 
 class MeshBackend:
-    """Makes steps on the devices of this program's own mesh."""
+    """Runs steps on the mesh of this job."""
 
     def join(self, timeout: float) -> None:
-        """Does nothing: `initialize` has joined the processes."""
+        """Does nothing, because `initialize` has joined the processes."""
 
     def begin_fit(self, timeout: float, *, has_fitted: bool) -> None:
-        """Does nothing: every fit can begin."""
+        """Does nothing, because every fit can begin."""
 
     @contextmanager
     def open(self, timeout: float) -> Iterator[MakeExecutor]:
@@ -129,17 +130,17 @@ class MeshBackend:
 
 
 class MeshExecutor:
-    """Makes steps by the compiled programs of this program's own mesh."""
+    """Runs compiled steps on the mesh of this job."""
 
     def __init__(self, inputs: ExecutorInputs) -> None:
         run, placement = inputs.run, inputs.placement
         config, first = run.config, int(inputs.state.step)
         assert run.train is not None and config.global_batch_size is not None
         self._run, self._programs, self._placement = run, inputs.programs, placement
-        # Many pending steps at once can abort the in-process all-reduce of virtual devices.
+        # On virtual devices, many pending steps can abort XLA's in-process all-reduce.
         several = config.steps_per_dispatch > 1
         self.max_in_flight = 2 if several else max_in_flight(placement)
-        self._compiled: dict[int, StepCall] = {}  # by number of steps
+        self._compiled: dict[int, StepCall] = {}  # by the number of steps of a dispatch
         self._batches = train_batches(
             run.train,
             config.global_batch_size,
@@ -157,7 +158,7 @@ class MeshExecutor:
         )
 
     def load(self, steps: Sequence[int], state: TrainState) -> tuple[StepCall, PyTree]:
-        """Returns the compiled program of so many steps, and the next batch."""
+        """Returns the compiled program of these steps, and the next batch."""
         with phase(Phase.LOAD, steps[-1]):
             batch = next(self._batches)
         if len(steps) not in self._compiled:
@@ -166,18 +167,18 @@ class MeshExecutor:
         return self._compiled[len(steps)], batch
 
     def stop_dispatch(self, step: int) -> int:
-        """Returns `step`: no dispatch is started before it is asked for."""
+        """Returns `step`, because only the training loop dispatches steps."""
         return step
 
     def sync(self, state: TrainState) -> TrainState:
-        """Returns the state as it is."""
+        """Returns `state`, which may be pending."""
         return state
 
     def report(self) -> None:
-        """Prints nothing: the log has everything."""
+        """Prints nothing, because the log is complete."""
 
     def _compile(self, steps: int, batch: PyTree, state: TrainState) -> StepCall:
-        """Compiles the program of so many steps for such batches, and logs its description."""
+        """Compiles the program of `steps` steps for batches like `batch`; logs its description."""
         logger = self._run.logger
         with logger.terminal.waiting("compiling the train step"), phase(Phase.COMPILE):
             program = self._programs.get(steps, batch)
@@ -211,13 +212,13 @@ class DeviceExamples:
 def compile_ahead(
     run: RunSession, programs: Programs, functions: StepFunctions, augment: Augment | None
 ) -> None:
-    """Starts to compile the train step in the background, if the run is going to make steps."""
+    """Starts to compile the train step in the background, if steps are left to train."""
     config, schedule = run.config, run.schedule
     assert run.train is not None
     source = config.workdir and broadcast_source(list_checkpoints(config.workdir))
     first = source.steps[-1] if source and source.steps else 0
-    by_others = strategy(config.strategy).by_servers
-    if first >= schedule.total or by_others or functions.has_custom_reduction:
+    on_workers = strategy(config.strategy).by_servers
+    if first >= schedule.total or on_workers or functions.has_custom_reduction:
         return
     steps = len(next(schedule.dispatches(first)))
     programs.begin_for(run.train, steps, augment, config)

@@ -14,7 +14,7 @@ from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.layout import Layout, check_placed
 from spmdtrain.sharding.placement import Placement
-from spmdtrain.step.finite import health
+from spmdtrain.step.finite import finite_flags
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.terminal import Terminal
@@ -43,20 +43,22 @@ def make_program(
     Args:
       function: The step.
       abstract: Shapes and dtypes of the state.
-      layout: The shardings of the state, in which it enters and leaves the program.
+      layout: The shardings of the state, before and after the step.
       placement: The shardings of the batch and of the output.
       compiler_options: Options for XLA.
     """
 
     def program(state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
-        state = layout.to_device(state, lambda fields: fields)
+        state = layout.to_device(state, lambda shardings: shardings)  # from host memory
         after, metrics = state_and_metrics(function(state, batch, state.step_key))
         check_state(after, abstract)
         if after.step is not state.step or after.key is not state.key:
-            raise UserError("the step changed step or key of the state, which the loop counts")
+            raise UserError(
+                "the step function changed state.step or state.key, which only the loop updates"
+            )
         after = dataclasses.replace(after, step=state.step + 1, key=state.key)
         means = as_scalars(metrics)
-        finite = health(jnp.stack(list(means.values())), state, after, layout.shardings)
+        finite = finite_flags(jnp.stack(list(means.values())), state, after, layout.shardings)
         return after, StepOutput(means, finite, after.step)
 
     return jax.jit(

@@ -11,7 +11,7 @@ from spmdtrain.checkpoints.replica_check import FirstStep
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import NonFiniteError, ReplicaError, StateError, UserError
-from spmdtrain.step.finite import HEALTH, first_non_finite
+from spmdtrain.step.finite import FLAGS, first_non_finite
 from spmdtrain.step.metrics import loss_first
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
@@ -25,10 +25,10 @@ def _as_computed(step: int, metrics: dict[str, float]) -> dict[str, float]:
 
 
 class MetricsReader:
-    """Fetches step outputs with a delay, so the host never blocks on the device.
+    """Fetches step outputs with a delay, so that the host runs ahead of the devices.
 
-    An output is fetched after `max_in_flight` later dispatches. With several processes, the first
-    one also compares the copies of the state between them.
+    An output is fetched after `max_in_flight` later dispatches. With several processes, the copies
+    of the state after the first dispatch are compared between them.
 
     Args:
       run: The run whose logger receives the metrics.
@@ -48,7 +48,7 @@ class MetricsReader:
         self._max_in_flight = max_in_flight
         self._in_flight: collections.deque[tuple[Sequence[int], StepOutput]] = collections.deque()
         self._failed: StateError | None = None
-        self._compares = process_group.count() > 1  # the copies of the state, once
+        self._compares = process_group.count() > 1  # the first state is not compared yet
         self._first: FirstStep | None = None
 
     def add(self, steps: Sequence[int], output: StepOutput) -> None:
@@ -86,9 +86,9 @@ class MetricsReader:
         if output.number is not None and (made := int(output.number)) != last:
             raise UserError(
                 f"step {last} is recorded with the output of step {made}: end_step(state, output) "
-                "comes once after each call of the compiled step, which makes one step"
+                "must be called once after each call of the compiled step"
             )
-        with phase(Phase.STEP):  # blocks until all processes have made the step
+        with phase(Phase.STEP):  # blocks until all processes have run the step
             finite = np.asarray(output.finite)
         self._read_all(steps, output, finite)
         if self._first is not None:
@@ -129,7 +129,7 @@ class MetricsReader:
     ) -> None:
         run = self._run
         if not finite.all():
-            wrong = " and ".join(np.array(HEALTH)[~finite])
+            wrong = " and ".join(np.array(FLAGS)[~finite])
             values = {name: float(x) for name, x in metrics.items()}
             facts = [f"{n} {x}" for n, x in values.items() if n == "loss" or not math.isfinite(x)]
             state = self._state()

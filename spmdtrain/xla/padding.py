@@ -2,14 +2,14 @@
 
 A function of a batch is traced at two batch sizes, and each of its values is classified:
 
-- `FIXED`: the same array for any batch.
-- `Rows`: one dim holds the rows in order. The values of the first r rows depend neither on later
+- `FIXED`: the array does not depend on the batch.
+- `Rows`: one dim holds the rows of the batch in order. The values of a row depend neither on later
   rows nor on the number of rows. If they depend on the row's index or on earlier rows, they are
-  `placed`: padding does not change them, but splitting the batch does.
+  `positional`: padding does not change them, but splitting the batch does.
 - `Mixed`: anything else, including every primitive without a rule.
 
-Comparing the two traces detects what a single trace cannot show: a constant that equals the batch
-size (`values / len(values)`), and dims that have this size by coincidence.
+A single trace does not show whether a constant or a dim that equals the batch size depends on it
+(`values / len(values)`) or equals it by coincidence. The comparison of the two traces shows it.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ def why_parts_differ(
     *,
     own_draws: bool = False,
 ) -> str | None:
-    """Returns why a function could have different results for parts of a batch.
+    """Returns why a function of a part of a batch could return other values for its rows.
 
     Args:
         function: See `why_padding_matters`.
@@ -74,12 +74,12 @@ def why_parts_differ(
         rows, their number, or its index.
     """
     size = _size(batch)
-    # A batch of one row cannot be traced as an example: its dim would be broadcast.
+    # Never traced with one row: a dim of size 1 would be broadcast.
     other = size // parts if size // parts > 1 else 2 * size
-    results = _results(function, fixed, batch, other, draws_by_place=not own_draws)
+    results = _results(function, fixed, batch, other, positional_draws=not own_draws)
     if isinstance(results, str):
         return results
-    if any(isinstance(value, Rows) and value.placed for value in results):
+    if any(isinstance(value, Rows) and value.positional for value in results):
         return "the values of an example depend on its position in the batch"
     return None
 
@@ -95,7 +95,7 @@ def _results(
     batch: PyTree,
     other: int,
     *,
-    draws_by_place: bool = True,
+    positional_draws: bool = True,
 ) -> list[Value] | str:
     """Classifies the results by comparing a trace of the batch with one of `other` rows.
 
@@ -117,7 +117,7 @@ def _results(
     leaves = len(jax.tree.leaves(fixed))
     arguments: list[Value] = [FIXED] * leaves
     arguments += [Rows(0)] * (len(first.in_avals) - leaves)
-    results = _Walk(size, draws_by_place).closed(first, second, arguments)
+    results = _Classifier(size, positional_draws).closed(first, second, arguments)
     for value in results:
         if isinstance(value, Mixed):
             return value.why
@@ -126,11 +126,11 @@ def _results(
     return results
 
 
-class _Walk:
+class _Classifier:
     """Classifies the values in two traces of the same function."""
 
-    def __init__(self, size: int, draws_by_place: bool) -> None:
-        self._size, self._draws_by_place = size, draws_by_place
+    def __init__(self, size: int, positional_draws: bool) -> None:
+        self._size, self._positional_draws = size, positional_draws
 
     def closed(self, first: Any, second: Any, arguments: Sequence[Value]) -> list[Value]:
         """Classifies the results of a closed jaxpr, or of an open one without constants."""
@@ -147,11 +147,11 @@ class _Walk:
     def _jaxpr(
         self, first: Any, second: Any, consts: Sequence[Value], arguments: Sequence[Value]
     ) -> list[Value]:
-        steps = [
+        operations = [
             [(e.primitive.name, [len(_shape(v)) for v in e.outvars]) for e in each.eqns]
             for each in (first, second)
         ]
-        if steps[0] != steps[1] or len(first.constvars) != len(second.constvars):
+        if operations[0] != operations[1] or len(first.constvars) != len(second.constvars):
             return [Mixed("it performs different operations for another batch size")] * len(
                 first.outvars
             )
@@ -179,7 +179,7 @@ class _Walk:
         return [self._checked(op, number, value) for number, value in enumerate(values)]
 
     def _checked(self, op: Op, number: int, value: Value) -> Value:
-        """Returns the value if its dims vary with the batch size as it claims, else `Mixed`."""
+        """Returns the class if the dims of the output depend on the batch size accordingly."""
         if isinstance(value, Mixed):
             return value
         sized = op.sized(number)
@@ -190,7 +190,7 @@ class _Walk:
 
     def _simple(self, name: str, op: Op) -> "Value | list[Value]":
         """Applies the rule of a single operation."""
-        if name == "select_n" and isinstance(op.ins[0], Rows) and op.ins[0].never:
+        if name == "select_n" and isinstance(op.ins[0], Rows) and op.ins[0].all_false:
             return op.ins[1]
         for value in op.ins:
             if isinstance(value, Mixed):
@@ -203,10 +203,10 @@ class _Walk:
         rule = RULES.get(name)
         outputs = op.mixed() if rule is None else rule(op)
         if name in DRAWS and op.ins[0] is FIXED and isinstance(outputs, Rows):
-            outputs = outputs._replace(placed=self._draws_by_place)
+            outputs = outputs._replace(positional=self._positional_draws)
         if isinstance(outputs, list):
-            return [op.with_place(value) for value in outputs]
-        return op.with_place(outputs)
+            return [op.with_position(value) for value in outputs]
+        return op.with_position(outputs)
 
     # -- functions, loops and branches -------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class _Walk:
             return [op.mixed()] * len(op.first.outvars)
         branches = zip(op.first.params["branches"], op.second.params["branches"], strict=True)
         outputs = [self._inner(a, b, op.ins[1:]) for a, b in branches]
-        return [_joined(op, values) for values in zip(*outputs, strict=True)]
+        return [_join(op, values) for values in zip(*outputs, strict=True)]
 
     def _while(self, op: Op) -> list[Value]:
         tests, bodies = op.params["cond_nconsts"], op.params["body_nconsts"]
@@ -248,7 +248,7 @@ class _Walk:
             a, b = (each.params["body_jaxpr"] for each in (op.first, op.second))
             return self._inner(a, b, [*for_body, *carry])
 
-        carry = _settled(op, carry, lambda carry: (body(carry), []))[0]
+        carry = _fixed_point(op, carry, lambda carry: (body(carry), []))[0]
         a, b = (each.params["cond_jaxpr"] for each in (op.first, op.second))
         if self._inner(a, b, [*for_test, *carry]) != [FIXED]:
             return [op.mixed()] * len(carry)
@@ -258,7 +258,7 @@ class _Walk:
         count, carried = op.params["num_consts"], op.params["num_carry"]
         consts, carry = list(op.ins[:count]), list(op.ins[count : count + carried])
         over_rows = op.params["length"] != op.second.params["length"]
-        items = [_item(op, value, over_rows) for value in op.ins[count + carried :]]
+        items = [_scan_slice(op, value, over_rows) for value in op.ins[count + carried :]]
         if over_rows and (
             [*consts, *carry] != [FIXED] * (count + carried)
             or (op.params["reverse"] and carried)
@@ -271,19 +271,19 @@ class _Walk:
             outputs = self._inner(a, b, [*consts, *carry, *items])
             return outputs[:carried], outputs[carried:]
 
-        carry, each = _settled(op, carry, body)
+        carry, each = _fixed_point(op, carry, body)
         if not over_rows:
             return carry + [_shifted(value, 1) for value in each]
         # The carry after the last row depends on all rows.
-        placed = carried > 0 or any(map(_by_place, op.ins))
+        positional = carried > 0 or any(map(_is_positional, op.ins))
         rows: list[Value] = [
-            Rows(0, placed=placed) if value is FIXED else op.mixed() for value in each
+            Rows(0, positional=positional) if value is FIXED else op.mixed() for value in each
         ]
         return [op.mixed()] * carried + rows
 
 
-def _item(op: Op, value: Value, over_rows: bool) -> Value:
-    """Returns the class of the slices of an operand that a scan passes to its body."""
+def _scan_slice(op: Op, value: Value, over_rows: bool) -> Value:
+    """Returns the class of the slices of a scanned operand in the body of the scan."""
     if isinstance(value, Mixed):
         return value
     if over_rows:
@@ -294,30 +294,30 @@ def _item(op: Op, value: Value, over_rows: bool) -> Value:
 def _shifted(value: Value, by: int) -> Value:
     if not isinstance(value, Rows):
         return value
-    return Rows(value.dim + by, value.inner, placed=_by_place(value))
+    return Rows(value.dim + by, value.inner, positional=_is_positional(value))
 
 
-def _by_place(value: Value) -> bool:
+def _is_positional(value: Value) -> bool:
     """Returns whether a row's values depend on its position (row indices included)."""
-    return isinstance(value, Rows) and (value.placed or any(value.own_number))
+    return isinstance(value, Rows) and (value.positional or any(value.is_row_index))
 
 
-def _settled(
+def _fixed_point(
     op: Op,
     carry: list[Value],
     body: Callable[[Sequence[Value]], tuple[list[Value], list[Value]]],
 ) -> tuple[list[Value], list[Value]]:
-    """Classifies a loop's carry for every iteration, and the other results of its body."""
+    """Classifies a loop's carry, for all iterations, and the other results of its body."""
     while True:
         after, others = body(carry)
-        joined = [_joined(op, pair) for pair in zip(carry, after, strict=True)]
+        joined = [_join(op, pair) for pair in zip(carry, after, strict=True)]
         if joined == carry:
             return carry, others
         carry = joined
 
 
-def _joined(op: Op, values: Sequence[Value]) -> Value:
-    """Returns the class of an array that may be any of several."""
+def _join(op: Op, values: Sequence[Value]) -> Value:
+    """Returns the class of an array that may have any of these classes."""
     for value in values:
         if isinstance(value, Mixed):
             return value
@@ -325,8 +325,8 @@ def _joined(op: Op, values: Sequence[Value]) -> Value:
     if len(plain) > 1:
         return op.mixed()
     (value,) = plain
-    placed = any(map(_by_place, values))
-    return value._replace(placed=placed) if isinstance(value, Rows) else value
+    positional = any(map(_is_positional, values))
+    return value._replace(positional=positional) if isinstance(value, Rows) else value
 
 
 # -- comparison of the two traces ------------------------------------------------------------------
@@ -372,5 +372,5 @@ def _const(first: Any, second: Any) -> Value:
     if np.ndim(first) == np.ndim(second) and differing(first, second) == [0]:
         shared = min(len(first), len(second))
         if _same_array(first[:shared], second[:shared]):
-            return Rows(0, placed=True)
+            return Rows(0, positional=True)
     return Mixed("one of its constants depends on the batch size")

@@ -18,11 +18,11 @@ class Rows(NamedTuple):
     dim: int
     inner: int = 1
     """Consecutive elements of the dim that belong to one row: T after (B, T) to (B * T)."""
-    own_number: tuple[bool, ...] = ()
+    is_row_index: tuple[bool, ...] = ()
     """Whether each entry of the last dim holds the row's own index (`arange(B)`)."""
-    never: bool = False
+    all_false: bool = False
     """Whether all elements are False."""
-    placed: bool = False
+    positional: bool = False
     """Whether a row's values depend on its position in the batch or on earlier rows."""
 
 
@@ -75,13 +75,13 @@ class Op:
         layouts = {(rows.dim, rows.inner) for rows in self.rows}
         return Rows(*layouts.pop()) if len(layouts) == 1 else None
 
-    def with_place(self, value: Value) -> Value:
-        """Returns a rule's result, marked `placed` if an operand depends on row positions."""
+    def with_position(self, value: Value) -> Value:
+        """Returns a rule's result, marked `positional` if an operand depends on row positions."""
         if not isinstance(value, Rows):
             return value
-        lost = self.first.primitive.name != "gather" and not any(value.own_number)
-        placed = any(rows.placed or (lost and any(rows.own_number)) for rows in self.rows)
-        return value._replace(placed=value.placed or placed)
+        lost = self.first.primitive.name != "gather" and not any(value.is_row_index)
+        positional = any(rows.positional or (lost and any(rows.is_row_index)) for rows in self.rows)
+        return value._replace(positional=value.positional or positional)
 
 
 Rule = Callable[[Op], "Value | list[Value]"]
@@ -101,8 +101,8 @@ def _less(op: Op) -> Value:
     """Recognizes that no row index is below 0, a test that indexing with `arange(B)` contains."""
     bound = getattr(op.first.invars[1], "val", None)
     value = op.ins[0]
-    if isinstance(value, Rows) and all(value.own_number or (False,)) and bound == 0:
-        return Rows(value.dim, value.inner, never=True)
+    if isinstance(value, Rows) and all(value.is_row_index or (False,)) and bound == 0:
+        return Rows(value.dim, value.inner, all_false=True)
     return _elementwise(op)
 
 
@@ -116,7 +116,7 @@ def _iota(op: Op) -> Value:
     value = _created(op)
     if isinstance(value, Rows) and op.params["dimension"] == value.dim:
         alone = len(op.out) == 1
-        return value._replace(own_number=(True,) if alone else (), placed=not alone)
+        return value._replace(is_row_index=(True,) if alone else (), positional=not alone)
     return value
 
 
@@ -126,7 +126,7 @@ def _broadcast_in_dim(op: Op) -> Value:
         return _created(op)
     dims = op.params["broadcast_dimensions"]
     column = op.out == (*op.shape(0), 1)
-    return Rows(dims[value.dim], value.inner, value.own_number if column else ())
+    return Rows(dims[value.dim], value.inner, value.is_row_index if column else ())
 
 
 def _random(op: Op) -> Value:
@@ -202,9 +202,9 @@ def _concatenate(op: Op) -> Value:
     if axis == len(op.out) - 1:
         for number, operand in enumerate(op.ins):
             width = op.shape(number)[-1]
-            known = isinstance(operand, Rows) and len(operand.own_number) == width
-            columns += operand.own_number if known else [False] * width  # type: ignore[union-attr]
-    return value._replace(own_number=tuple(columns))
+            known = isinstance(operand, Rows) and len(operand.is_row_index) == width
+            columns += operand.is_row_index if known else [False] * width  # type: ignore[union-attr]
+    return value._replace(is_row_index=tuple(columns))
 
 
 def _slice(op: Op) -> Value:
@@ -301,14 +301,14 @@ def _conv(op: Op) -> Value:
 
 def _gather(op: Op) -> Value:
     numbers, (operand, indices) = op.params["dimension_numbers"], op.ins
-    by_number = any(any(rows.own_number) for rows in op.rows)
+    by_number = any(any(rows.is_row_index) for rows in op.rows)
     batch_dims = [d for d in range(len(op.out)) if d not in numbers.offset_dims]
     by_index = isinstance(indices, Rows) and indices.dim < len(op.shape(1)) - 1
     if not isinstance(operand, Rows):  # a table
         assert isinstance(indices, Rows)
         if not by_index:
             return op.mixed()
-        return Rows(batch_dims[indices.dim], indices.inner, placed=by_number)
+        return Rows(batch_dims[indices.dim], indices.inner, positional=by_number)
     removed = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     if indices is FIXED:
         if (
@@ -317,7 +317,9 @@ def _gather(op: Op) -> Value:
         ):
             return op.mixed()
         kept = [d for d in range(len(op.shape(0))) if d not in removed]
-        return Rows(numbers.offset_dims[kept.index(operand.dim)], operand.inner, placed=by_number)
+        return Rows(
+            numbers.offset_dims[kept.index(operand.dim)], operand.inner, positional=by_number
+        )
     assert isinstance(indices, Rows)
     if not by_index or operand.inner != indices.inner:
         return op.mixed()
@@ -326,15 +328,15 @@ def _gather(op: Op) -> Value:
         paired = numbers.start_indices_batching_dims[number] == indices.dim
         if not paired:
             return op.mixed()
-        return Rows(batch_dims[indices.dim], indices.inner, placed=by_number)
+        return Rows(batch_dims[indices.dim], indices.inner, positional=by_number)
     # x[arange(B), ...]: each row reads from itself; a wider window would read other rows too.
     alone = operand.inner == 1 and op.params["slice_sizes"][operand.dim] == 1
     if operand.dim in numbers.start_index_map and alone:
         column = tuple(numbers.start_index_map).index(operand.dim)
-        if indices.own_number[column : column + 1] == (True,):
-            others = indices.own_number[:column] + indices.own_number[column + 1 :]
-            placed = any(others) or any(operand.own_number)
-            return Rows(batch_dims[indices.dim], indices.inner, placed=placed)
+        if indices.is_row_index[column : column + 1] == (True,):
+            others = indices.is_row_index[:column] + indices.is_row_index[column + 1 :]
+            positional = any(others) or any(operand.is_row_index)
+            return Rows(batch_dims[indices.dim], indices.inner, positional=positional)
     return op.mixed()
 
 
@@ -348,8 +350,8 @@ def _scatter(op: Op) -> Value:
     if operand.dim in batching and isinstance(indices, Rows):
         dims = [d for d in range(len(op.shape(2))) if d not in numbers.update_window_dims]
         paired = numbers.scatter_indices_batching_dims[batching.index(operand.dim)] == indices.dim
-        good = paired and dims[indices.dim] == updates.dim
-        return Rows(*operand[:2]) if good else op.mixed()
+        matches = paired and dims[indices.dim] == updates.dim
+        return Rows(*operand[:2]) if matches else op.mixed()
     window = [
         d for d in range(len(op.shape(0))) if d not in (*numbers.inserted_window_dims, *batching)
     ]

@@ -565,7 +565,7 @@ def wrong_step(change: Any) -> Any:
         ),
         (
             lambda s, m: (replace(s, step=s.step + 5), m),
-            "changed step or key of the state, which the loop counts",
+            "changed state.step or state.key, which only the loop updates",
         ),
         (lambda s, m: (s, {1: m["loss"]}), "metric 1 has a int as its name"),
         (lambda s, m: (s, {"loss": {"a": m["loss"]}}), "'loss' is a dict: it must be one real"),
