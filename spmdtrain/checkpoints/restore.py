@@ -67,7 +67,7 @@ def load_model(
       manifest: Its manifest.
       abstract: The abstract state of this run.
       shardings: The sharding of each leaf of it.
-      config: The configuration of this run, for the error message.
+      config: The configuration of this run, named in the error message.
 
     Raises:
       UserError: If the checkpoint is of another model.
@@ -77,7 +77,7 @@ def load_model(
     check_same_model(manifest.identity, config, describe_leaves(abstract), str(folder))
     averaged = holds(manifest, "averaged")
     like = average_of(abstract.params) if averaged else abstract.params
-    # A run that keeps no average can still evaluate with that of another run.
+    # A run without an average has no shardings for one: that of the parameters applies.
     places = shardings.averaged if averaged and shardings.averaged else shardings.params
     params = jax.tree.map(_with_sharding, like, places)
     state = jax.tree.map(_with_sharding, abstract.model_state, shardings.model_state)
@@ -92,7 +92,7 @@ def load_model(
 
 
 def warn(text: str) -> None:
-    """Warns of a damaged checkpoint, if there is no terminal to log to."""
+    """Warns of a damaged checkpoint: the default of `log`, outside a run."""
     warnings.warn(text, stacklevel=4)
 
 
@@ -171,7 +171,7 @@ def load_params(
       sharding: Sharding of all parameters, or a tree of shardings; by default NumPy arrays are
         returned.
       averaged: True for averaged parameters, False for the trained ones; by default averaged ones
-        if the run kept an average. Averages of narrower parameters are float32.
+        if the run kept an average. Averages of parameters narrower than float32 are float32.
 
     Returns:
       Nested dictionaries (lists if the model has sequences) of arrays in their saved dtypes: NumPy

@@ -36,7 +36,7 @@ from spmdtrain.files.storage import (
 )
 from spmdtrain.step.state import TrainState
 
-with epy.lazy_imports():  # because importing it takes long, and the first step can precede it
+with epy.lazy_imports():  # the import takes long and is not needed before the first save
     import orbax.checkpoint as ocp
 
 PyTree = Any
@@ -47,8 +47,8 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 _VISIBLE_WITHIN = 45.0  # seconds until a new file is visible on a network file system
 _save_numbers = itertools.count()  # equal in all processes, because they save together
 
-# Orbax logs every action through absl, and raises its errors. absl is imported before, because a
-# logger of the same name that absl has not made would not find the caller's path.
+# Hides Orbax's log lines: it logs every action, and raises its errors. absl must be imported first,
+# because only its own logger class records the caller's path.
 absl.logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pathname)
 
 
@@ -103,8 +103,8 @@ class Checkpoints:
     Args:
       folder: The `checkpoints` folder of the workdir.
       retention: Selects the checkpoints to keep.
-      evaluated: Reads the metrics of a separate evaluator task by step; None if the run evaluates
-        itself.
+      evaluated: Reads the metrics of the evaluator task by step; None if the run evaluates its own
+        checkpoints.
 
     Raises:
       UserError: If the folder is a file or a symbolic link, or is not shared by all processes.
@@ -180,8 +180,8 @@ class Checkpoints:
             metrics = None
         self.wait()
         now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
-        # The checksums are started before the copy, so that they include neither what the next step
-        # writes to donated memory nor any error on the way to the disk.
+        # The checksums are started before the copy, on the arrays of the devices. So they exclude
+        # what the next step writes to donated memory, and errors on the way to the disk.
         items = items_of(state)
         sums = start_sums({field: x for item in items.values() for field, x in item.items()})
         replica_check.check_equal(sums, step)
@@ -198,7 +198,7 @@ class Checkpoints:
             if self._folder_identity() != self._opened:
                 raise FileNotFoundError("the folder is gone: removed, or no longer mounted")
             if self._manager is None:
-                if not is_url(self.folder):  # what a killed run has left
+                if not is_url(self.folder):  # of a run that was killed
                     self._remove_unfinished()
                 self._manager = self._open_manager()
             self._manager.save(
@@ -210,7 +210,7 @@ class Checkpoints:
             )
 
     def get_ready(self) -> None:
-        """Imports Orbax in a thread, so that the first save does not wait for it."""
+        """Imports Orbax in a thread, so that the first save does not wait for the import."""
         self._publisher.submit(importlib.import_module, "spmdtrain.checkpoints.orbax")
 
     def wait(self) -> None:
@@ -236,7 +236,7 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            # Orbax raises again an error that was raised before.
+            # After a failure, Orbax raises the same error again.
             with contextlib.suppress(Exception) if self._failed else contextlib.nullcontext():
                 if self._manager is not None:
                     self._manager.close()
@@ -344,7 +344,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Ends saving on an error; an error of the storage becomes a `StorageError`."""
+        """Cleans up after a failed save; raises an error of the storage as `StorageError`."""
         save = self._saving
         assert save is not None
         try:
@@ -375,7 +375,7 @@ class Checkpoints:
             raise StorageError(f"{failure} in {self.folder}: {reason}") from error
 
     def _folder_identity(self) -> tuple[int, int] | None:
-        """Returns what distinguishes the folder from one that replaces it; None if it is absent."""
+        """Returns device and inode of the folder, to detect a replacement; None if it is absent."""
         if is_url(self.folder):
             return None
         try:
@@ -398,15 +398,15 @@ class Checkpoints:
                             no_follow.remove(self.folder, path.name)
 
     def _remove_links(self) -> None:
-        """Removes links that replace folders which Orbax writes to, moves to or removes."""
+        """Removes symbolic links in place of folders to which Orbax writes, or which it removes."""
         for path in () if is_url(self.folder) else Path(self.folder).iterdir():
             if path.is_symlink() and (path.name == _REMOVED or is_unfinished(path.name)):
                 no_follow.remove(self.folder, path.name)
 
     def _remove(self) -> None:
-        """Removes, in a thread, the checkpoints that Orbax has moved to `_REMOVED`.
+        """Deletes, in a thread, the checkpoints that Orbax has moved to `_REMOVED`.
 
-        They may be of earlier runs too.
+        Some may remain from an earlier start.
         """
         if is_url(self.folder) or not process_group.is_chief():
             return

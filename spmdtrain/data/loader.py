@@ -1,4 +1,9 @@
-"""Loading of batches: read, stacked and placed on the devices ahead of the steps."""
+"""Loading of batches, ahead of the steps.
+
+The path of a training batch: `sampling.TrainBatches` reads its rows from the dataset, `_read` does
+so in threads, `_group` collects the batches of a dispatch, `_Placer` stacks them and places them on
+the devices as global arrays, and `_prefetch` does that before they are requested.
+"""
 
 import collections
 import itertools
@@ -15,7 +20,7 @@ from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.sampling import Augment, OrderedBatches, TrainBatches, padded_size, process_rows
 from spmdtrain.data.uneven_batch import Padded, rows_and_mask
 from spmdtrain.errors import UserError
-from spmdtrain.sharding.placement import Placement, carried
+from spmdtrain.sharding.placement import Placement, bind_strategy
 from spmdtrain.tree import named_leaves
 
 PyTree = Any
@@ -38,7 +43,7 @@ class IndexedBatch:
 
 
 def examples_of(batch: PyTree) -> PyTree:
-    """Returns the examples of a batch; those of an `IndexedBatch` are gathered."""
+    """Returns the examples of a batch, which it gathers if it is an `IndexedBatch`."""
     if not isinstance(batch, IndexedBatch):
         return batch
     indices, mask = rows_and_mask(batch.indices)
@@ -46,12 +51,12 @@ def examples_of(batch: PyTree) -> PyTree:
     return rows if mask is None else Padded(rows, mask)
 
 
-def of_first(batch: PyTree, steps: int) -> PyTree:
+def batch_of_first_step(batch: PyTree, steps: int) -> PyTree:
     """Returns the first step's batch from a batch of `steps` steps."""
     if steps == 1:
         return batch
     if isinstance(batch, IndexedBatch):
-        return IndexedBatch(of_first(batch.indices, steps), batch.arrays)
+        return IndexedBatch(batch_of_first_step(batch.indices, steps), batch.arrays)
     return jax.tree.map(lambda x: x[0], batch)
 
 
@@ -103,7 +108,7 @@ def abstract_batch(
     augment: Augment | None,
     steps: int,
     by_index: bool,
-    by_step: bool,
+    step_may_place: bool,
     padded_to: int | None = None,
 ) -> PyTree:
     """Returns the shapes, dtypes and shardings of a batch of `train_batches`. Reads one example.
@@ -115,14 +120,14 @@ def abstract_batch(
       augment: Applied to each example.
       steps: Number of steps of a dispatch.
       by_index: Whether batches are `IndexedBatch`.
-      by_step: Whether the step may place host arrays itself (see `train_batches`).
+      step_may_place: As for `train_batches`.
       padded_to: Number of rows, if batches are padded.
     """
     size = padded_to or batch_size
     example = TrainBatches(dataset, 1, 0, False, 1, np.arange(1), augment)[0]
     lead = () if steps == 1 else (steps,)
     place: Sharding | None = placement.batch if steps == 1 else stacked_sharding(placement.batch)
-    if by_step and places_in_step(placement.batch):
+    if step_may_place and places_in_step(placement.batch):
         place = None
 
     def array(x: Any, shape: tuple[int, ...], place: Sharding | None) -> jax.ShapeDtypeStruct:
@@ -142,7 +147,7 @@ def abstract_batch(
 
 @dataclass(frozen=True)
 class _Indices:
-    """The indices of each batch's examples, instead of their rows."""
+    """The batches of `IndexedBatch`: the indices of the examples, instead of their rows."""
 
     batches: TrainBatches
 
@@ -166,7 +171,7 @@ def train_batches(
     threads: int = 0,
     sizes: Iterable[int] = itertools.repeat(1),
     arrays: PyTree = None,
-    by_step: bool = False,
+    step_may_place: bool = False,
     padded_to: int | None = None,
 ) -> Iterator[PyTree]:
     """Returns an iterator over the training batches, placed on the devices.
@@ -184,7 +189,8 @@ def train_batches(
       sizes: Number of steps of each dispatch. The batches of n > 1 steps are stacked, with a new
         leading dim of n.
       arrays: All examples on the devices (see `on_devices`); batches are then `IndexedBatch`.
-      by_step: Whether the step may get host arrays, which it places itself.
+      step_may_place: Whether the step is jitted and places host arrays itself. If that is faster
+        (`places_in_step`), batches stay host arrays.
       padded_to: If above `batch_size`, batches are `Padded` to this number of rows.
     """
     size = padded_to or batch_size
@@ -195,9 +201,9 @@ def train_batches(
     if size != batch_size:
         mask = (local < batch_size).astype(np.float32)
         rows = (Padded(x, mask) for x in rows)  # type: ignore[arg-type]
-    placing = _Placing(sharding, size, by_step=by_step)
-    ready = map(placing, _grouped(rows, sizes))
-    placed = ready if placing.by_step else _ahead(ready)
+    placing = _Placer(sharding, size, step_may_place=step_may_place)
+    ready = map(placing, _group(rows, sizes))
+    placed = ready if placing.step_may_place else _prefetch(ready)
     return placed if arrays is None else (IndexedBatch(indices, arrays) for indices in placed)
 
 
@@ -215,26 +221,26 @@ def ordered_batches(
         of another size is replicated instead.
     """
     size = padded_size(batch_size, sharding)
-    unless = None if padded else size
-    batches = OrderedBatches(dataset, batch_size, process_rows(sharding, size), unless)
-    split, replicated = _Placing(sharding, size), sharding
+    split_size = None if padded else size
+    batches = OrderedBatches(dataset, batch_size, process_rows(sharding, size), split_size)
+    place_split, replicated = _Placer(sharding, size), sharding
     if isinstance(sharding, NamedSharding):
         replicated = NamedSharding(sharding.mesh, PartitionSpec())
 
     def placed(index: int, batch: PyTree) -> PyTree:
-        if not batches.is_whole(index):
-            return split([batch])
-        return _Placing(replicated, len(batch[1]))([batch])
+        if not batches.is_unpadded(index):
+            return place_split([batch])
+        return _Placer(replicated, len(batch[1]))([batch])
 
     rows = _read(batches, 0, threads)
-    return _ahead(itertools.starmap(placed, enumerate(rows))), len(batches)
+    return _prefetch(itertools.starmap(placed, enumerate(rows))), len(batches)
 
 
-class _Carried:
-    """A sequence whose items are read under the constructing thread's strategy in any thread."""
+class _InStrategy:
+    """A sequence whose items are read with the same `current_strategy` in every thread."""
 
     def __init__(self, items: Any) -> None:
-        self._items, self._read = items, carried(items.__getitem__)
+        self._items, self._read = items, bind_strategy(items.__getitem__)
 
     def __len__(self) -> int:
         return len(self._items)
@@ -246,27 +252,26 @@ class _Carried:
 def _read(batches: Any, start: int, threads: int) -> Iterator[PyTree]:
     """Returns an iterator over the items from `start` on, which Grain's threads read ahead.
 
-    Without threads an item is read when it is requested. This is faster for rows in memory, where
-    a thread costs more than the read.
+    Without threads an item is read when it is requested, which is faster for rows in memory.
     """
     if threads == 0:
         return (batches[index] for index in range(start, len(batches)))
     import grain
 
-    dataset: Any = grain.MapDataset.source(_Carried(batches))
+    dataset: Any = grain.MapDataset.source(_InStrategy(batches))
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
     return iter(dataset[start:].to_iter_dataset(options))
 
 
-def _grouped(batches: Iterator[PyTree], sizes: Iterable[int]) -> Iterator[Sequence[PyTree]]:
-    """Yields the batches of each dispatch."""
+def _group(batches: Iterator[PyTree], sizes: Iterable[int]) -> Iterator[Sequence[PyTree]]:
+    """Yields the batches of one dispatch after the other."""
     for size in sizes:
         if not (group := list(itertools.islice(batches, size))):
             return
         yield group
 
 
-def _ahead(batches: Iterator[PyTree], count: int = 2) -> Iterator[PyTree]:
+def _prefetch(batches: Iterator[PyTree], count: int = 2) -> Iterator[PyTree]:
     """Yields the batches; `count` of them are placed before they are requested."""
     ready = collections.deque(itertools.islice(batches, count))
     while ready:
@@ -274,18 +279,20 @@ def _ahead(batches: Iterator[PyTree], count: int = 2) -> Iterator[PyTree]:
         ready.extend(itertools.islice(batches, 1))
 
 
-class _Placing:
+class _Placer:
     """Places this process's rows of batches on the devices, as global arrays.
 
     The batches of a dispatch of several steps are stacked. Raises the errors of `BatchCheck`.
     """
 
-    def __init__(self, sharding: Sharding, batch_size: int, *, by_step: bool = False) -> None:
+    def __init__(
+        self, sharding: Sharding, batch_size: int, *, step_may_place: bool = False
+    ) -> None:
         self._sharding, self._batch_size = sharding, batch_size
         self._local_rows = len(process_rows(sharding, batch_size))
-        # If this process has all rows, all arrays are placed in one call: half the time.
+        # If this process has all rows, one call places all arrays, in half the time.
         self._at_once = self._local_rows == batch_size and sharding.is_fully_addressable
-        self.by_step = by_step and places_in_step(sharding)
+        self.step_may_place = step_may_place and places_in_step(sharding)
         self._check = BatchCheck()
 
     def __call__(self, batches: Sequence[PyTree]) -> PyTree:
@@ -297,7 +304,7 @@ class _Placing:
         return self._place(stacked, stacked_sharding(self._sharding), len(batches))
 
     def _place(self, batch: PyTree, sharding: Sharding, *steps: int) -> PyTree:
-        if self.by_step:
+        if self.step_may_place:
             return jax.tree.map(np.asarray, batch)  # even if an array is already on a device
         if self._at_once:
             return jax.device_put(batch, sharding)
@@ -312,7 +319,7 @@ class _Placing:
 class BatchCheck:
     """A check that all batches have the shapes and dtypes of the first, and fit JAX's dtypes.
 
-    The step would be compiled again for other shapes. Raises `UserError`.
+    For other shapes the step would be compiled again. Raises `UserError`.
     """
 
     def __init__(self) -> None:
@@ -331,16 +338,16 @@ class BatchCheck:
         self._first = self._first or current
         if current != self._first:
             raise UserError(
-                f"the dataset returned {_described(current)} after {_described(self._first)}: all "
+                f"the dataset returned {_describe(current)} after {_describe(self._first)}: all "
                 "examples must have the same shapes and dtypes"
             )
 
 
 def places_in_step(sharding: Sharding) -> bool:
-    """Returns whether it is faster to pass host batches to a jitted step than to place them before.
+    """Returns whether a jitted step places host batches faster than `jax.device_put`.
 
-    On CPU the call of the step takes a tenth of the time of `jax.device_put`. Elsewhere batches
-    are transferred while the previous step runs.
+    On CPU it takes a tenth of the time. On other platforms batches are transferred while the
+    previous step runs.
 
     Args:
       sharding: The sharding of a batch.
@@ -350,13 +357,13 @@ def places_in_step(sharding: Sharding) -> bool:
 
 
 def stacked_sharding(sharding: Sharding) -> Sharding:
-    """Returns the sharding of stacked batches: the first dim, the steps, is not split."""
+    """Returns the sharding of stacked batches, whose first dim (steps) is not split."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
 
 
-def _described(batch: Sequence[Any]) -> str:
+def _describe(batch: Sequence[Any]) -> str:
     structure, *arrays = batch
     named = named_leaves(jax.tree.unflatten(structure, [f"{d}{list(s)}" for s, d in arrays]))
     return ", ".join(f"{name} {array}".strip() for name, array in named.items()) or "nothing"

@@ -19,9 +19,9 @@ from spmdtrain.data.datasets import Dataset
 
 PyTree = Any
 Augment = Callable[[PyTree, np.random.Generator], PyTree]
-"""(example, generator) -> example. The generator depends on seed, example and epoch alone."""
+"""(example, generator) -> augmented example. The generator depends on seed, example and epoch."""
 
-_BLOCK = 16384  # positions permuted at once, so that many batches share NumPy's cost per call
+_BLOCK = 16384  # positions permuted at once, to amortize NumPy's cost per call
 _ROUNDS = 8  # of the Feistel network
 
 
@@ -33,8 +33,8 @@ def all_rows(batch_size: int) -> np.ndarray:
 def process_rows(sharding: Sharding, batch_size: int) -> np.ndarray:
     """Returns the indices of the rows of each global batch that this process's devices hold.
 
-    They follow from the sharding, never from the process index: if a model axis crosses processes,
-    several processes hold the same rows.
+    They follow from the sharding, not from the process index, because several processes hold the
+    same rows if a model axis crosses processes.
 
     Args:
       sharding: The sharding of a batch.
@@ -48,7 +48,7 @@ def process_rows(sharding: Sharding, batch_size: int) -> np.ndarray:
 
 
 def padded_size(batch_size: int, sharding: Sharding) -> int:
-    """Returns `batch_size` rounded up to a multiple of the parts that a batch is split into."""
+    """Returns `batch_size` rounded up to a multiple of the number of parts of a batch."""
     shards = 1
     if isinstance(sharding, NamedSharding) and sharding.spec and sharding.spec[0] is not None:
         axes = sharding.spec[0] if isinstance(sharding.spec[0], tuple) else (sharding.spec[0],)
@@ -147,29 +147,29 @@ class OrderedBatches:
       dataset: The examples.
       batch_size: Number of examples of a batch; the last one may have fewer.
       local: Indices of the rows of each batch to load; those from `batch_size` on are padding.
-      unless: If given, batches of another number of examples are not padded, and every process
-        loads all of their rows.
+      split_size: If given, only batches of exactly this number of examples are split over the
+        processes. Every process loads all rows of the others, which are not padded.
     """
 
     dataset: Dataset
     batch_size: int
     local: np.ndarray
-    unless: int | None = None
+    split_size: int | None = None
 
     def __len__(self) -> int:
         return -(-len(self.dataset) // self.batch_size)
 
-    def is_whole(self, index: int) -> bool:
-        """Returns whether all rows of a batch are loaded, because it is not padded."""
-        return self.unless is not None and self._count(index) != self.unless
+    def is_unpadded(self, index: int) -> bool:
+        """Returns whether every process loads all rows of a batch, which is not padded."""
+        return self.split_size is not None and self._count(index) != self.split_size
 
     def _count(self, index: int) -> int:
         return min(self.batch_size, len(self.dataset) - index * self.batch_size)
 
     def __getitem__(self, index: int) -> tuple[PyTree, np.ndarray]:
         first, count = index * self.batch_size, self._count(index)
-        local = all_rows(count) if self.is_whole(index) else self.local
-        # A real example instead of zeros, so that the model gets no value that the data lacks.
+        local = all_rows(count) if self.is_unpadded(index) else self.local
+        # Padding repeats a real example, so that the model never sees values unlike the data.
         rows = self.dataset.rows(first + np.minimum(local, count - 1))
         return rows, (local < count).astype(np.float32)
 
@@ -182,8 +182,8 @@ def permuted(positions: np.ndarray, *, size: int, seed: int, epochs: np.ndarray)
 
     For each (seed, epoch) this is a keyed bijection of [0, size), computed in time and memory
     proportional to `positions`; no permutation is stored. It is a Feistel network over a grid of
-    about sqrt(size) by sqrt(size) cells, which adds instead of taking the exclusive or, so that
-    the sides need not be powers of two (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
+    about sqrt(size) by sqrt(size) cells, with addition instead of exclusive or, so that the sides
+    need not be powers of two (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
     2002). The grid may have a few cells more than `size`: a result outside is permuted again until
     it is inside.
 

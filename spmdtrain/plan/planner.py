@@ -251,7 +251,7 @@ def _batch(experiment: Experiment, config: RunConfig, placement: Placement) -> A
         augment=experiment.augment,
         steps=1,
         by_index=config.data_on_device,
-        by_step=True,
+        step_may_place=True,
         padded_to=config.padded_batch_size(placement.batch_shards),
     )
 

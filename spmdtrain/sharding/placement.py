@@ -179,7 +179,7 @@ def use_placement(placement: Placement) -> AbstractContextManager[Any]:
     return context
 
 
-def carried(function: Callable[..., T]) -> Callable[..., T]:
+def bind_strategy(function: Callable[..., T]) -> Callable[..., T]:
     """Returns the function with the calling code's strategy, for calls in other threads."""
     current: Placement | None = _current.value
 

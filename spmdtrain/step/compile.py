@@ -77,7 +77,7 @@ class Programs:
             augment=augment,
             steps=steps,
             by_index=config.data_on_device,
-            by_step=config.jit,
+            step_may_place=config.jit,
             padded_to=config.padded_batch_size(self._placement.batch_shards),
         )
         self.begin(steps, shapes)

@@ -12,7 +12,7 @@ from jax.sharding import Sharding
 
 from spmdtrain.adapters.base import Adapter, Function, Variables
 from spmdtrain.config import Purpose, RunConfig, derive_seed
-from spmdtrain.data.loader import examples_of, of_first
+from spmdtrain.data.loader import batch_of_first_step, examples_of
 from spmdtrain.data.uneven_batch import rows_and_mask
 from spmdtrain.distributed.first_call import Together, call_together
 from spmdtrain.errors import UserError
@@ -262,7 +262,7 @@ class StepFunctions:
         Raises:
           UserError: If a train step of it would not compute what the options promise.
         """
-        first = jax.eval_shape(lambda batch: examples_of(of_first(batch, steps)), batch)
+        first = jax.eval_shape(lambda batch: examples_of(batch_of_first_step(batch, steps)), batch)
         batch, mask = rows_and_mask(first)
         self._checks.check_training(batch, mask)
         requested = self._requested_reduction is not None

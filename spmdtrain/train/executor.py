@@ -153,7 +153,7 @@ class MeshExecutor:
             threads=config.data_threads,
             sizes=map(len, run.schedule.dispatches(first)),
             arrays=inputs.all_examples(config, run.train),
-            by_step=config.jit,
+            step_may_place=config.jit,
             padded_to=config.padded_batch_size(placement.batch_shards),
         )
 
