@@ -1,4 +1,4 @@
-"""State of this process beyond a single run: its job, its progress record, its exit."""
+"""State of this process that outlives a run: its job, its progress record, its exit."""
 
 import mmap
 import sys
@@ -21,13 +21,17 @@ class ExitState:
     """State of the watching thread and of the exit of this process."""
 
     training: bool = False
-    """Whether it is training. The rest of a script may take any time without progress."""
+    """Whether it is training. Outside of training, no progress is not a stall."""
     failing: bool = False
     """Whether the main thread has failed."""
     on_failure: Callable[[str], None] = ignore_failure
+    """Called with the reason before this process exits because another one has failed."""
     usual_hook: Any = sys.__excepthook__
+    """The hook for uncaught exceptions that `failures` has replaced."""
     usual_thread_hook: Any = threading.__excepthook__
+    """The same, for exceptions in threads."""
     stop: Callable[[], None] = lambda: None
+    """Stops the watching thread."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     finished: threading.Event = field(default_factory=threading.Event)
     """Set when all processes have reached the end of the job."""
@@ -35,7 +39,7 @@ class ExitState:
 
 @dataclass
 class ProcessContext:
-    """State of this process. Each field belongs to the module that its comment names."""
+    """State of this process. Only the module in parentheses sets a field."""
 
     job: "Job | None" = None
     """The job that this process has joined (`process_group`)."""
@@ -48,7 +52,7 @@ class ProcessContext:
     exits: ExitState = field(default_factory=ExitState)
     """State of the exit after a failure in this or another process (`failures`)."""
     reserve: mmap.mmap | None = None
-    """Address space for reporting that memory is exhausted (`out_of_memory`)."""
+    """Reserved address space, freed to report that memory is exhausted (`out_of_memory`)."""
     has_coordinator: bool = False
     """Whether this process has created a `Coordinator`."""
 

@@ -17,12 +17,13 @@ class IdleTimer:
     """The time for which an observed state has not changed.
 
     Args:
-      max_step: Seconds that one call counts at most. A launcher that was itself stopped (Ctrl-Z)
-        must not count that time, because its children soon block on their output.
+      max_interval: Maximum number of seconds that are counted between two calls of `idle`. While
+        a launcher is stopped (Ctrl-Z), its children soon block on their output: that time must
+        not count as a stall.
     """
 
-    def __init__(self, max_step: float = math.inf) -> None:
-        self._max_step = max_step
+    def __init__(self, max_interval: float = math.inf) -> None:
+        self._max_interval = max_interval
         self._state: object = None
         self._last = time.monotonic()
         self._idle = 0.0
@@ -34,8 +35,8 @@ class IdleTimer:
           state: The current state, compared by `==`.
         """
         now = time.monotonic()
-        step = min(now - self._last, self._max_step)
-        self._idle = self._idle + step if state == self._state else 0.0
+        interval = min(now - self._last, self._max_interval)
+        self._idle = self._idle + interval if state == self._state else 0.0
         self._state, self._last = state, now
         return self._idle
 
@@ -54,8 +55,8 @@ class Stall:
 def find_stalled_task(records: Sequence[Record], stopped: Collection[str] = ()) -> Stall:
     """Returns the task that blocks the others of a job without progress.
 
-    Step counters alone would select the wrong task: steps are dispatched ahead, so the task that
-    blocks the others may be ahead of them or behind.
+    It is found by the phases. Step counters alone would select the wrong task: steps are dispatched
+    ahead, so the task that blocks the others may be ahead of them or behind.
 
     Args:
       records: The last record of each task.
@@ -64,25 +65,25 @@ def find_stalled_task(records: Sequence[Record], stopped: Collection[str] = ()) 
     ordered = sorted(records, key=lambda record: record.at)  # longest without progress first
     halted = [record for record in ordered if record.task in stopped]
     absent = [record for record in ordered if record.changes == 0]
-    local = [record for record in ordered if record.phase not in WAITING]
+    working = [record for record in ordered if record.phase not in WAITING]
     places = {(record.phase, record.step) for record in ordered}
     others = " and blocks the others" if len(ordered) > 1 else ""
     if halted:
         return _stall(halted[0], f"is stopped by a signal in {halted[0].where}{others}")
     if absent:
         return _stall(absent[0], f"has not started{others}")
-    if len(ordered) == 1 or (local and len(local) < len(ordered)):
-        first = (local or ordered)[0]
+    if len(ordered) == 1 or (working and len(working) < len(ordered)):
+        first = (working or ordered)[0]
         return _stall(first, f"is in {first.where}{others}")
     if len(places) == 1:
         sentence = f"all wait in {ordered[0].where}: a collective does not end"
         return Stall(None, ordered[0].phase, ordered[0].step, sentence)
-    if local:  # all of them: none is known to wait for another
-        return _stall(local[0], f"is in {local[0].where}, the longest without progress")
-    odd = _outlier(ordered)
-    if odd is not None:
-        rest = ", ".join(sorted({record.where for record in ordered if record is not odd}))
-        return _stall(odd, f"is in {odd.where} while the others wait in {rest}")
+    if working:  # all tasks work, and none waits for another
+        return _stall(working[0], f"is in {working[0].where}, the longest without progress")
+    outlier = _outlier(ordered)
+    if outlier is not None:
+        rest = ", ".join(sorted({record.where for record in ordered if record is not outlier}))
+        return _stall(outlier, f"is in {outlier.where} while the others wait in {rest}")
     where = ", ".join(f"{record.task} in {record.where}" for record in ordered)
     return Stall(None, None, None, f"each waits for the others ({where})")
 

@@ -42,7 +42,7 @@ class Outcome:
     """The result of one attempt to run the training."""
 
     code: int
-    words: str
+    message: str
     saved: int = -1
     """Step of the newest complete checkpoint; -1 if there is none."""
 
@@ -76,7 +76,7 @@ class Launcher:
         self.deadline = math.inf
         """Time at which tasks are killed after a signal has requested their exit."""
         self.over = False
-        """Whether the training has finally ended."""
+        """Whether the training has ended and will not be restarted."""
         self.folder = tempfile.mkdtemp(prefix="spmdtrain-")
         self.reaper = Reaper(self.folder)
         self.oom_kills = out_of_memory.OomKills()
@@ -109,7 +109,7 @@ class Launcher:
             wait = None
             if outcome.may_restart and not self.signals.received:
                 wait = restarts.next(outcome.saved)
-            self.log(f"{outcome.words}{self._restart_note(outcome, restarts, wait)}")
+            self.log(f"{outcome.message}{self._restart_note(outcome, restarts, wait)}")
             if wait is None:
                 break
             self._pause(wait)
@@ -153,7 +153,7 @@ class Launcher:
         restarter = WorkerRestarter(self, configs) if self.options.ps else None
         exits: list[TaskExit] = []
         until = math.inf  # time at which the remaining tasks are killed
-        watch, stalled, stopped = IdleTimer(max_step=1.0), None, list[str]()
+        watch, stalled, stopped = IdleTimer(max_interval=1.0), None, list[str]()
         while running := [child for child in tasks if child.status is None]:
             self.tick()
             for child in [child for child in running if child.poll()]:
@@ -162,7 +162,7 @@ class Launcher:
                     continue
                 exits.append(ended)
                 seconds = self._time_left(ended)
-                # A chief may be reporting why the others fail; without it, all must exit.
+                # A chief may still report why the others fail. Without it, they cannot continue.
                 if restarter is not None:
                     is_chief = ended.task == "chief"
                     seconds = max(seconds, _AFTER_CHIEF if is_chief else _CHIEF_TIMEOUT)
@@ -174,7 +174,7 @@ class Launcher:
             running = [child for child in tasks if child.status is None]
             if self.signals.received and running and self.deadline == math.inf:
                 self._request_stop(running)
-            if self.deadline < math.inf:  # only the grace period counts, because some may be saving
+            if self.deadline < math.inf:  # tasks may be saving: only the grace period limits them
                 until = 0.0 if len(self.signals.received) > 1 else self.deadline
             elif until == math.inf and self._is_stalled(watch, running):
                 stalled, until = self._report_stall(running), 0.0
@@ -214,7 +214,7 @@ class Launcher:
         )
         if ended.signal not in child.sent:
             return dataclasses.replace(ended, memory=self._memory(ended, child.address_limit))
-        if reason is not None:  # it was about to exit for this reason
+        if reason is not None:  # it was already exiting when the launcher sent the signal
             return dataclasses.replace(ended, status=reason.code)
         return dataclasses.replace(ended, ours=True)
 
@@ -235,14 +235,14 @@ class Launcher:
         """Returns the result of an attempt; prints all failures except the root cause."""
         saved = max((ended.record.saved for ended in exits if ended.record), default=-1)
         if self.options.ps and any(x.task == "chief" and x.status == 0 for x in exits):
-            # The chief has finished; tasks that were starting at that time have lost it.
+            # The chief has finished: tasks that were still starting then fail to connect to it.
             exits = [ended for ended in exits if rank(ended) is not CauseRank.CONSEQUENCE]
-        first = root_cause(exits)
+        cause = root_cause(exits)
         failures = [
             ended for ended in exits if rank(ended) not in (CauseRank.NONE, CauseRank.PREEMPTED)
         ]
         for ended in failures:
-            if ended is not first:
+            if ended is not cause:
                 self.log(describe(ended))
         ours = [ended for ended in exits if ended.ours]
         by_us = {ended.task for ended in ours if ended.signal is signal.SIGKILL}
@@ -256,15 +256,15 @@ class Launcher:
             received = self.signals.received[0]
             words = f"killed before saving: {killed}" if killed else "exited without saving"
             return Outcome(128 + received, f"{received.name}: {words}", saved)
-        if first is None:
+        if cause is None:
             return Outcome(ExitCode.DONE, "finished", saved)
-        meaning = hint(first)
-        if meaning is not None:
-            self.log(meaning)
-        words = describe(first)
-        if stopped and rank(first) is CauseRank.CONSEQUENCE:
+        advice = hint(cause)
+        if advice is not None:
+            self.log(advice)
+        words = describe(cause)
+        if stopped and rank(cause) is CauseRank.CONSEQUENCE:
             words += f" ({', '.join(stopped)}: stopped by a signal)"
-        return Outcome(first.code, words, saved)
+        return Outcome(cause.code, words, saved)
 
     def _is_stalled(self, watch: IdleTimer, running: Sequence[Child]) -> bool:
         records = [progress.read(self.folder, child.name) for child in running]
@@ -272,7 +272,7 @@ class Launcher:
         return any(records) and 0 < self.options.hang_timeout <= idle
 
     def _report_stall(self, running: Sequence[Child]) -> str:
-        """Prints which task blocks the others, and where each is; returns the first sentence."""
+        """Prints which task blocks the others, and the stacks of all; returns the former."""
         published = {child.name: progress.read(self.folder, child.name) for child in running}
         stopped = [child.name for child in running if self._is_stopped(child)]
         # changes=0 marks a task that has not published anything yet.
@@ -309,7 +309,7 @@ class Launcher:
 
     def _finish(self, outcome: Outcome) -> int:
         """Waits for the evaluator after the training; returns the exit code of the job."""
-        how = {0: "finished", 75: "preempted"}.get(outcome.code, f"failed: {outcome.words}")
+        how = {0: "finished", 75: "preempted"}.get(outcome.code, f"failed: {outcome.message}")
         progress.write_ended(self.folder, how)
         self.over = True
         if self.evaluator is None:
@@ -412,7 +412,7 @@ class Evaluator:
         """Schedules a restart, or takes the exit code as final."""
         final = ended.ours or ended.status in (ExitCode.DONE, ExitCode.BAD_INPUT)
         if self._launcher.over and ended.status == ExitCode.PREEMPTED:
-            final = True  # because the training was preempted, too, and all checkpoints are done
+            final = True  # the training was preempted too, and all checkpoints are evaluated
         final = final or bool(self._launcher.signals.received)
         wait = None if final else self._restarts.next(ended.record.step if ended.record else -1)
         if wait is None:
@@ -427,7 +427,7 @@ class Evaluator:
         """Waits for the evaluator after the end of the training; returns its exit code."""
         launcher, grace = self._launcher, self._launcher.options.grace
         hang_timeout = launcher.options.hang_timeout or math.inf
-        received, watch, asked = launcher.signals.received, IdleTimer(max_step=1.0), False
+        received, watch, asked = launcher.signals.received, IdleTimer(max_interval=1.0), False
         while self.code is None:
             record = progress.read(launcher.folder, EVALUATOR)
             # A restart counts as progress, because the number of restarts is bounded.

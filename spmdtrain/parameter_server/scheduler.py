@@ -1,4 +1,4 @@
-"""Scheduling of batches on workers that may be lost, until each batch is applied exactly once."""
+"""Scheduling of batches on workers that may be lost: each batch is applied exactly once."""
 
 import heapq
 import statistics
@@ -19,12 +19,14 @@ from spmdtrain.parameter_server.worker_pool import (
 )
 
 _POLL = 0.5  # seconds between two checks for overdue batches
-_RECENT = 64  # batches whose durations determine the usual one
+_RECENT = 64  # batches whose median duration is the usual one
 _OVERDUE_FACTOR = 3  # times the usual duration: a batch is overdue if no timeout is configured
-_URGENT, _URGENT_FACTOR = 10.0, 4  # seconds, and timeouts, until an overdue batch precedes new ones
+# An overdue batch that the run waits for precedes new ones after so many seconds, and timeouts.
+_URGENT, _URGENT_FACTOR = 10.0, 4
 _MAX_LOSSES = 4  # workers lost with the same batch until the batch is considered the cause
 _ALONE = 20.0  # seconds without any worker until the user is informed
-_MIN_TIMEOUT, _FIRST_TIMEOUT = 1.0, 60.0  # seconds; the second before any batch has completed
+_MIN_TIMEOUT = 1.0  # seconds
+_FIRST_TIMEOUT = 60.0  # seconds, until the first batch has completed
 
 
 @dataclass
@@ -38,7 +40,7 @@ class _Assignment:
 
 
 class BatchQueue:
-    """The numbers of the batches in progress, applied and not started.
+    """The state of each batch number: not started, in progress or applied.
 
     A batch is a pure function of its number, so the batch of a lost worker is identical when
     another worker computes it. This class uses no JAX, no clock and no messages: its caller
@@ -53,10 +55,10 @@ class BatchQueue:
     def __init__(self, first: int, max_staleness: int | None = None) -> None:
         self.max_staleness = max_staleness
         self.limit = first
-        """Numbers below this may be assigned."""
+        """Batches with lower numbers may be assigned."""
         self.applied = IdSet(first)
         self._next = first
-        self._requeued: list[int] = []  # assigned before, and lost
+        self._requeued: list[int] = []  # a heap of batches whose workers were lost
         self._in_progress: dict[int, _Assignment] = {}
 
     @property
@@ -85,7 +87,7 @@ class BatchQueue:
         return number
 
     def assign_backup(self, number: int, worker: str, now: float) -> None:
-        """Assigns a batch in progress to one more worker; the first result counts."""
+        """Assigns a batch in progress to one more worker; the first result is used."""
         self._in_progress[number].holders.add(worker)
         self._in_progress[number].since = now
 
@@ -129,7 +131,7 @@ class BatchQueue:
         return self.limit
 
     def _stays_fresh(self) -> bool:
-        """Returns whether one more batch in progress can make none exceed `max_staleness`.
+        """Returns whether every batch stays within `max_staleness` if one more is assigned.
 
         In the worst case all other batches in progress are applied before the oldest one.
         """
@@ -141,7 +143,7 @@ class BatchQueue:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BatchResult:
     """The result of a batch.
 
     Attributes:
@@ -193,19 +195,19 @@ class BatchScheduler:
     ) -> None:
         self._pool, self.queue, self._backup_task_timeout = pool, queue, backup_task_timeout
         self._log, self._check_interrupt, self._clock = log, check_interrupt, clock
-        self._outcomes: dict[int, Outcome] = {}  # applied, and not taken yet
+        self._results: dict[int, BatchResult] = {}  # not returned by `take` yet
         self.batches: Counter[str] = Counter()
-        """Number of batches by the worker whose result counted."""
+        """Number of batches by the worker whose result was used."""
         self._started: dict[str, float] = {}  # when each worker received its batch
         self._durations: deque[float] = deque(maxlen=_RECENT)
         self._reported_slow: set[str] = set()
         self._lost: set[str] = set()
         self._losses: dict[int, list[str]] = {}  # by batch, the workers lost with it
         self._last_worker_at, self._was_alone = clock(), False
-        # The time of the last result, or when no batch was pending.
+        # When the last result arrived, or no batch was pending.
         self._on_silence, self._last_result_at, self._was_silent = on_silence, clock(), False
 
-    def take(self, number: int) -> Outcome:
+    def take(self, number: int) -> BatchResult:
         """Waits until a batch is applied; other batches proceed.
 
         Args:
@@ -217,9 +219,9 @@ class BatchScheduler:
         Raises:
           Exception: The error of the user's function.
         """
-        while number not in self._outcomes:
+        while number not in self._results:
             self._process_events(number)
-        return self._outcomes.pop(number)
+        return self._results.pop(number)
 
     def drain(self) -> None:
         """Waits until no batch is in progress."""
@@ -239,8 +241,9 @@ class BatchScheduler:
         if self._pool.is_empty or self.queue.is_idle:
             self._last_result_at = now
         overdue = self.queue.overdue(now - self._timeout())
-        # New batches precede overdue ones, because otherwise all batches of a slow worker would be
-        # computed twice. A batch that the run waits for precedes them after a longer time.
+        # New batches are assigned before overdue ones, because otherwise all batches of a slow
+        # worker would be computed twice. Exception: after a longer time, the batch that the run
+        # waits for.
         long_overdue = self.queue.overdue(now - max(_URGENT, _URGENT_FACTOR * self._timeout()))
         urgent = [number for number in long_overdue if number == awaited]
         for worker in self._pool.idle():
@@ -255,17 +258,17 @@ class BatchScheduler:
                 self._pool.give(worker, number)
         for event in self._pool.events(_POLL):
             match event:
-                case Done(worker, outcome) if outcome.is_stale:
+                case Done(worker, result) if result.is_stale:
                     self.queue.requeue(worker)
-                case Done(worker, outcome):
+                case Done(worker, result):
                     self._last_result_at = self._clock()
                     heartbeat()
                     self._durations.append(self._clock() - self._started[worker])
                     self._reported_slow.discard(worker)
                     # All servers have applied it now, whichever worker pushed it to each of them.
-                    self._losses.pop(outcome.number, None)
-                    if self.queue.complete(outcome.number):
-                        self._outcomes[outcome.number] = outcome
+                    self._losses.pop(result.number, None)
+                    if self.queue.complete(result.number):
+                        self._results[result.number] = result
                         self.batches[worker] += 1
                 case Failed(_, error):
                     raise error
@@ -299,7 +302,7 @@ class BatchScheduler:
         return self.slow_after() or _FIRST_TIMEOUT
 
     def _report_slow(self, number: int, worker: str) -> None:
-        """Logs that a batch has a backup, once for each slow worker until it completes a batch."""
+        """Logs that a batch is assigned again: once per slow worker, until it completes one."""
         slow = self.queue.holders(number) - self._reported_slow
         if slow:
             self._reported_slow |= slow
@@ -320,6 +323,7 @@ class BatchScheduler:
         self._was_silent = is_silent
 
     def _check_workers(self) -> None:
+        """Logs once if there is no worker for some time; calls `check_interrupt`."""
         is_empty, now = self._pool.is_empty, self._clock()
         if not is_empty:
             self._last_worker_at = now

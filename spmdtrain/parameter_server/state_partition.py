@@ -21,7 +21,7 @@ from spmdtrain.parameter_server.partition import (
     TreePartition,
     partition_tree,
 )
-from spmdtrain.parameter_server.scheduler import Outcome
+from spmdtrain.parameter_server.scheduler import BatchResult
 from spmdtrain.parameter_server.server import Pulled, Push, PushResult, ServerState
 from spmdtrain.step.optimizer import Update
 from spmdtrain.step.state import TrainState
@@ -156,7 +156,7 @@ class ServerPartition:
         ]
 
 
-def outcome(
+def batch_result(
     number: int,
     metrics: Mapping[str, float],
     results: Sequence[PushResult],
@@ -164,7 +164,7 @@ def outcome(
     sums: Mapping[str, Sequence[float]] | None = None,
     pulled: int = 0,
     pushed: int = 0,
-) -> Outcome:
+) -> BatchResult:
     """Returns the result of a batch from the answers of all servers to its pushes.
 
     The staleness that a server reports for a batch which it had applied before is ignored, because
@@ -178,7 +178,7 @@ def outcome(
       pulled: Bytes read from the servers.
       pushed: Bytes sent to the servers.
     """
-    return Outcome(
+    return BatchResult(
         number=number,
         metrics=dict(metrics),
         sums=sums or {},

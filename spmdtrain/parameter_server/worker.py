@@ -15,9 +15,14 @@ from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.loader import BatchCheck
 from spmdtrain.data.sampling import Augment, TrainBatches, all_rows
 from spmdtrain.distributed.progress import Phase, phase
-from spmdtrain.parameter_server.scheduler import Outcome
+from spmdtrain.parameter_server.scheduler import BatchResult
 from spmdtrain.parameter_server.server import PushResult
-from spmdtrain.parameter_server.state_partition import Computed, ServerPartition, bytes_in, outcome
+from spmdtrain.parameter_server.state_partition import (
+    Computed,
+    ServerPartition,
+    batch_result,
+    bytes_in,
+)
 from spmdtrain.sharding.placement import Placement, configure_backend, make_placement, use_placement
 from spmdtrain.step.functions import StepFunctions
 
@@ -107,12 +112,12 @@ class RemoteWorker:
     partition: ServerPartition
     servers: Sequence[Any]
 
-    def __call__(self, number: int) -> Outcome:
+    def __call__(self, number: int) -> BatchResult:
         """Makes the step of a batch and returns its result."""
         with phase(Phase.STEP, number + 1):
             return self._step(number)
 
-    def _step(self, number: int) -> Outcome:
+    def _step(self, number: int) -> BatchResult:
         import ray
 
         parts = ray.get([server.pull.remote(number) for server in self.servers])
@@ -121,7 +126,7 @@ class RemoteWorker:
         results: list[PushResult] = ray.get(
             [server.push.remote(push) for server, push in zip(self.servers, pushes, strict=True)]
         )
-        return outcome(
+        return batch_result(
             number,
             computed.metrics,
             results,

@@ -82,7 +82,7 @@ class Plan:
     batch_shards: int
     """Number of devices over which the batch is split."""
     undivided: list[str]
-    """Parameters that the strategy leaves unsharded because no dim is divisible."""
+    """Parameters that the strategy should shard, and does not because no dim divides."""
     tokens: int
     """Tokens of one example; 0 if it has none."""
     steps: int
@@ -151,8 +151,8 @@ def plan(
             "strategy parameter_server cannot be planned: it has no step on a mesh; plan with "
             "--strategy mirrored for the devices of one worker"
         )
-    # JAX's compilation cache is off: programs for absent devices cannot be deserialized, and cached
-    # programs have lost their source lines.
+    # JAX's compilation cache is off, because programs for absent devices cannot be deserialized and
+    # cached programs have lost their source lines.
     cache_option = config.compilation_cache
     config = dataclasses.replace(config, compilation_cache=OFF, workdir=None, cpu_devices=None)
     if topology.platform == "cpu":  # a CPU timeout only limits how long a run waits
@@ -163,8 +163,8 @@ def plan(
     virtual = not has_compiler(topology)
     with mesh.abstract_devices(devices):
         if virtual:
-            # The reduction that is fastest on virtual devices may not be the one that a GPU's
-            # compiler would choose.
+            # Without the target's compiler, the step is compiled for virtual CPU devices. Their
+            # default, flattened gradients, is not that of a GPU.
             config = dataclasses.replace(config, collectives=_automatic(config))
         config = resolve_config(config)
         experiment = file.build(config)
@@ -179,7 +179,7 @@ def plan(
         table = trainer.sharding_table()
         memory = state_memory(table.total, table.rows[-1], batch, trainer.placement, topology)
         summary = CompiledSummary({}, [], 0, 0, [])
-        if memory.fits is not False:  # otherwise the state alone is too big: do not compile
+        if memory.fits is not False:  # if the state alone does not fit, nothing is compiled
             on_progress("compiling")
             target = [str(topology), repr(sorted(trainer.compiler_options.items()))]
             target += [_device_key(device) for device in trainer.placement.devices]
@@ -225,8 +225,8 @@ def _fewer_parts(experiment: Experiment, config: RunConfig, topology: Topology) 
     """Returns a hint with the largest `max_shards` that divides the state, or ""."""
     if not strategy(config.strategy).shards_params:
         return ""
-    most = config.sharding.max_shards or topology.devices
-    for parts in range(most - 1, 1, -1):
+    max_shards = config.sharding.max_shards or topology.devices
+    for parts in range(max_shards - 1, 1, -1):
         if topology.devices % parts:
             continue
         sharding = dataclasses.replace(config.sharding, max_shards=parts)
@@ -274,8 +274,8 @@ def _device_key(device: jax.Device) -> str:
 def _tokens(batch: Any) -> int:
     """Returns the tokens of one example: the length of its longest integer sequence.
 
-    uint8 arrays are images. If the sequence is the batch's only integer array, it is also the
-    target, so its last token is only predicted and does not count.
+    uint8 arrays are images. If the sequence is the only integer array of the batch, its last token
+    is a target and no input, and does not count.
     """
     integers = [
         x

@@ -24,20 +24,20 @@ REPLICATED = PartitionSpec()
 
 
 class GatherPolicy(enum.Enum):
-    """The point at which a parameter that is split over a batch axis is gathered for the step."""
+    """When a step gathers a parameter that is split over a batch axis."""
 
     BEFORE_FORWARD = "at the start"
-    """Before the model is called: XLA then moves the all-gather to the first use."""
+    """Before the model is called. XLA moves the all-gather to the first use."""
     PER_LAYER = "in the model"
-    """By XLA inside the model, for stacked layers in a loop: one layer is gathered at a time."""
+    """By XLA inside the model: one layer at a time, for stacked layers in a loop."""
 
 
 @dataclass(frozen=True)
 class Rule:
     """A sharding rule for leaves of the state.
 
-    A strategy that splits the state adds its axis to a dim that the spec leaves free, except that
-    the spec `PartitionSpec()` means replicated.
+    If the strategy shards the state too, it splits one more dim over its own axis, among those for
+    which the spec has no axis. Only `PartitionSpec()` excludes this: such leaves are replicated.
 
     Attributes:
       pattern: A regular expression that may match anywhere in a leaf's path.
@@ -69,7 +69,7 @@ class Rule:
 
 
 def parameter_of(name: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | None:
-    """Returns the parameter that a leaf of the state belongs to: its path ends the leaf's path.
+    """Returns the parameter to which a leaf of the state belongs, whose path ends the leaf's path.
 
     `opt_state/0/mu/blocks/q` belongs to `params/blocks/q`. With several optimizers,
     `opt_state/actor/0/mu/q` belongs to `params/actor/q`. A parameter of the leaf's shape is
@@ -81,7 +81,7 @@ def parameter_of(name: str, shape: Shape, parameters: Mapping[str, Shape]) -> st
       parameters: The shapes of all parameters by path.
 
     Returns:
-      The path of the parameter; None for a leaf that belongs to none, or to none of the fields
+      The path of the parameter; None if there is none, or if the leaf is in none of the fields
       `params`, `opt_state` and `averaged`.
     """
     root, *parts = name.split("/")
@@ -112,14 +112,14 @@ class Layout:
     strategy splits dims that the rules leave free.
 
     Args:
-      state: A `TrainState` of anything with shapes and dtypes.
+      state: A `TrainState` whose leaves have shapes and dtypes.
       placement: The strategy and its mesh.
-      rules: The experiment's rules; the first match counts.
-      options: Sizes from which leaves are split, and offloading.
+      rules: The experiment's rules; the first match applies.
+      options: Minimum size of leaves that are split, and offloading to host memory.
 
     Attributes:
       on_device: The sharding of each leaf in device memory, while a step computes.
-      shardings: The sharding of each leaf between steps: the same, or in host memory.
+      shardings: The sharding of each leaf between steps: that of `on_device`, or in host memory.
       replicates_params: Whether every device holds all parameters.
 
     Raises:
@@ -145,9 +145,9 @@ class Layout:
         self._gathers = bool(used & set(BATCH_AXES))
 
     def unsharded_params(self) -> list[str]:
-        """Returns the large parameters that the strategy would split if a dim did divide.
+        """Returns the large parameters that the strategy does not split because no dim divides.
 
-        Parameters that a rule replicates are left out.
+        Parameters that a rule replicates are not included.
         """
         strategy = self._placement.strategy
         field, axis = ("params", "fsdp") if strategy.shards_params else ("opt_state", "data")
@@ -175,16 +175,16 @@ class Layout:
 
         return jax.tree.map(copy, tree, of(self.shardings), of(self.on_device))
 
-    def whole(self, params: PyTree) -> PyTree:
+    def gather(self, params: PyTree) -> PyTree:
         """Gathers parameters for the model. Traced under `jit`.
 
-        Parameters that are split over batch axes are gathered, because each device computes other
-        examples with all of them. Splits over other axes stay.
+        Those that are split over batch axes are gathered, because each device needs all of them for
+        its own examples. Splits over other axes are kept.
 
         Args:
           params: The parameters.
         """
-        return self._constrain(params, self._whole) if self._gathers else params
+        return self._constrain(params, self._gathered) if self._gathers else params
 
     def gradients(self, gradients: PyTree) -> PyTree:
         """Constrains gradients to the shardings of the optimizer's state. Traced under `jit`.
@@ -200,7 +200,9 @@ class Layout:
         return self._constrain(gradients, self._gradient)
 
     def at_rest(self, params: PyTree) -> PyTree:
-        """Constrains updated parameters to their shardings, gathered once. Traced under `jit`.
+        """Constrains updated parameters to their shardings. Traced under `jit`.
+
+        If only the optimizer state is sharded, this gathers them once.
 
         Args:
           params: The updated parameters.
@@ -225,7 +227,7 @@ class Layout:
             return on_device
         return on_device.with_memory_kind("pinned_host")
 
-    def _whole(self, name: str, leaf: Any) -> Sharding | None:
+    def _gathered(self, name: str, leaf: Any) -> Sharding | None:
         spec, rule = self._spec(name, leaf.shape)
         if rule is not None and rule.gather is GatherPolicy.PER_LAYER:
             return None
@@ -263,8 +265,8 @@ class Layout:
         owner = parameter_of(name, shape, self._shapes)
         follows = owner is not None and self._shapes[owner] == shape
         for number, rule in enumerate(self._rules):
-            # A leaf of the optimizer's state follows its parameter if it has the same shape (a
-            # factored second moment has not), or a rule whose pattern names the field.
+            # A leaf of the optimizer's state has the rule of its parameter if both have the same
+            # shape (a factored second moment has another), or a rule whose pattern names the field.
             names = [str(owner)] if follows else []
             if field_of(name) not in ("opt_state", "averaged") or field_of(name) in rule.pattern:
                 names.append(name)
@@ -276,7 +278,7 @@ class Layout:
         return None
 
     def _also_over(self, axis: str, spec: PartitionSpec, shape: Shape) -> PartitionSpec:
-        """Returns `spec` with the largest free dim that divides split over `axis`, too."""
+        """Returns `spec` with `axis` added to the largest dim that is free and divides."""
         size = self._placement.size(axis)
         if size == 1 or axis in _axes(spec) or math.prod(shape) < self._options.min_size:
             return spec
@@ -295,9 +297,9 @@ class Layout:
     # -- errors --------------------------------------------------------------------------------
 
     def _check_axes_used(self) -> None:
-        """Checks that the rules use every axis that splits no batch.
+        """Checks that the rules use every axis over which the batch is not split.
 
-        Devices along any other axis would repeat each other's work.
+        Otherwise the devices along it would repeat each other's work.
         """
         placement = self._placement
         named = {axis for rule in self._rules for axis in _axes(rule.spec)}
@@ -352,7 +354,7 @@ class Layout:
         if axes == ["tensor"]:
             why = "only rules split over that. Give"
         raise NotSplitError(
-            f"{name}, shape {tuple(leaf.shape)}, would be whole on each device, {byte_size(held)}: "
+            f"{name}, shape {tuple(leaf.shape)}, would be replicated, {byte_size(held)}: "
             f"strategy {self._placement.name} splits over {sizes}, no rule splits it, and {why} a "
             "rule for it: PartitionSpec() replicates it (or raise --sharding.replicated-limit)"
         )
@@ -399,7 +401,7 @@ def check_placed(tree: PyTree, shardings: PyTree, when: str) -> None:
         if has.is_equivalent_to(want, leaf.ndim) and _memory(has) == _memory(want):
             continue
         raise UserError(
-            f"{when}, {name} of shape {leaf.shape} is {_place(has)}, and its rules ask for "
+            f"{when}, {name} of shape {leaf.shape} is {_place(has)}, but its rules require "
             f"{_place(want)}"
         )
 

@@ -182,7 +182,7 @@ class Forward:
 
     def _to_compute(self, params: PyTree) -> PyTree:
         """Casts and gathers parameters for the model: cast first, so fewer bytes are gathered."""
-        return self._layout.whole(self._cast(params))
+        return self._layout.gather(self._cast(params))
 
     def _cast(self, tree: PyTree) -> PyTree:
         """Casts float32 arrays to the compute dtype."""

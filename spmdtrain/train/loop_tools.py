@@ -82,7 +82,7 @@ class LoopTools:
         """
         if self._layout is None:
             raise UserError("the loop has not begun: call start(init) first")
-        return self._layout.whole(params)
+        return self._layout.gather(params)
 
     def compile(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Compiles any other function of arrays; each process gets its whole result."""

@@ -271,14 +271,14 @@ def test_a_cell_that_says_no_is_refused_in_words(row: Row, column: str, tmp_path
         ),
         (
             "--strategy fully_sharded --hidden 1001 1001",
-            "params/layers/1/kernel, shape (1001, 1001), would be whole on each device, 4.01 MB: "
+            "params/layers/1/kernel, shape (1001, 1001), would be replicated, 4.01 MB: "
             "strategy fully_sharded splits over fsdp=8, no rule splits it, and no dim divides "
             "(1001 = 125 * 8 + 1, 1001 = 125 * 8 + 1). Make a dim divide, or give a rule for it: "
             "PartitionSpec() replicates it (or raise --sharding.replicated-limit)",
         ),
         (
             "--strategy zero --hidden 1001 1001",
-            "opt_state/0/mu/layers/1/kernel, shape (1001, 1001), would be whole on each device",
+            "opt_state/0/mu/layers/1/kernel, shape (1001, 1001), would be replicated",
         ),
         (
             "--sharding.offload state",

@@ -563,7 +563,7 @@ def test_stacks_of_the_threads_that_matter() -> None:
 def test_what_the_launcher_slept_through_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    watch = IdleTimer(max_step=1.0)
+    watch = IdleTimer(max_interval=1.0)
     assert watch.idle("a") == 0
     now = 0.5
     assert watch.idle("a") == 0.5

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from spmdtrain.errors import ClusterError
 from spmdtrain.parameter_server.scheduler import BatchQueue, BatchScheduler
 from spmdtrain.parameter_server.server import Push, PushResult, Server, ServerState
-from spmdtrain.parameter_server.state_partition import outcome
+from spmdtrain.parameter_server.state_partition import batch_result
 from spmdtrain.parameter_server.worker_pool import Done, Failed, PoolEvent, WorkerJoined, WorkerLost
 from spmdtrain.step.optimizer import Update
 
@@ -92,7 +92,7 @@ class Strange:
         if work.left:
             return []
         del self.work[worker]
-        told = outcome(work.number, {"loss": float(work.number)}, work.said)
+        told = batch_result(work.number, {"loss": float(work.number)}, work.said)
         return [Done(worker, told)]
 
 

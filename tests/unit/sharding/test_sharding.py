@@ -308,7 +308,7 @@ def test_parameters_may_be_a_single_array() -> None:
     assert plain(found.shardings.averaged.spec) == P("fsdp")
     assert not found.replicates_params
     x = jax.device_put(np.zeros((16, 8), np.float32), found.shardings.params)
-    assert jax.jit(found.whole)(x).sharding.is_fully_replicated
+    assert jax.jit(found.gather)(x).sharding.is_fully_replicated
 
 
 # --- What strategies split ---
@@ -607,7 +607,7 @@ def test_a_giant_that_would_be_whole_is_refused_with_the_arithmetic_and_what_to_
     strategy: str, leaf: str, rules: list[Rule], sizes: str, arithmetic: str | None
 ) -> None:
     message = refusal(GIANT, *rules, strategy=strategy)
-    assert message.startswith(f"{leaf}/embed, shape (50257, 7), would be whole on each device, ")
+    assert message.startswith(f"{leaf}/embed, shape (50257, 7), would be replicated, ")
     assert f"each device, {HELD}: strategy {strategy} splits over {sizes}, " in message
     if arithmetic is None:
         assert (
@@ -633,7 +633,7 @@ def test_a_giant_that_tensor_parallelism_has_no_rule_for_is_refused_though_it_wo
 ):
     params = {"embed": shaped(1024, 1024), "w": shaped(16, 16)}
     message = refusal(params, Rule("w", P("tensor")), strategy="tensor_parallel")
-    assert message.startswith("params/embed, shape (1024, 1024), would be whole")
+    assert message.startswith("params/embed, shape (1024, 1024), would be replicated")
     both = [Rule("w", P("tensor")), Rule("embed", P("tensor"))]
     assert specs(params, *both, strategy="tensor_parallel")["opt_state/0/nu/embed"] == P("tensor")
 
@@ -655,7 +655,7 @@ def test_another_axis_of_a_rule_is_enough() -> None:
     assert found["params/embed"] == P(None, "tensor")
     # But not one over an axis of a single device.
     message = refusal(params, Rule("embed", P(None, "tensor")), strategy="fully_sharded")
-    assert "would be whole on each device" in message
+    assert "would be replicated" in message
 
 
 # --- In the step ---
@@ -684,7 +684,7 @@ def test_the_model_reads_parameters_split_at_most_as_the_rules_say() -> None:
     ]
     found = layout(params, *rules, strategy="fully_sharded", mesh=EVERY_AXIS)
     assert not found.replicates_params
-    whole = computed(found.whole, arrays(found, params))
+    whole = computed(found.gather, arrays(found, params))
     assert whole == {"w": P(), "stack": P(None, "fsdp"), "wide": P("tensor")}
 
 
@@ -692,9 +692,9 @@ def test_replicated_parameters_are_read_as_they_are() -> None:
     params = {"w": shaped(16, 8)}
     for strategy in ("mirrored", "zero", "central_storage"):
         found = layout(params, strategy=strategy)
-        assert found.replicates_params and found.whole(params) is params
+        assert found.replicates_params and found.gather(params) is params
     split = layout(params, Rule("w", P("tensor")), mesh=EVERY_AXIS)
-    assert not split.replicates_params and split.whole(params) is params
+    assert not split.replicates_params and split.gather(params) is params
 
 
 def test_gradients_are_reduced_to_where_the_optimizers_state_is() -> None:
@@ -736,14 +736,14 @@ def test_what_is_in_its_place_passes_however_its_spec_is_written() -> None:
 @pytest.mark.parametrize(
     ("has", "asked", "words"),
     [
-        (P(), P("fsdp"), "is replicated, and its rules ask for P('fsdp')"),
-        (P("fsdp"), P(), "is P('fsdp'), and its rules ask for replicated"),
-        (P("fsdp"), P(None, "fsdp"), "is P('fsdp'), and its rules ask for P(None, 'fsdp')"),
-        (P("fsdp"), P("tensor"), "is P('fsdp'), and its rules ask for P('tensor')"),
+        (P(), P("fsdp"), "is replicated, but its rules require P('fsdp')"),
+        (P("fsdp"), P(), "is P('fsdp'), but its rules require replicated"),
+        (P("fsdp"), P(None, "fsdp"), "is P('fsdp'), but its rules require P(None, 'fsdp')"),
+        (P("fsdp"), P("tensor"), "is P('fsdp'), but its rules require P('tensor')"),
         (
             P(("data", "fsdp")),
             P(("fsdp", "data")),
-            "is P(('data', 'fsdp')), and its rules ask for P(('fsdp', 'data'))",
+            "is P(('data', 'fsdp')), but its rules require P(('fsdp', 'data'))",
         ),
     ],
 )
@@ -803,7 +803,7 @@ def replicated(fitted: Trainer, tree: Any) -> Any:
     return jax.tree.map(lambda _: fitted.placement.replicated, tree)
 
 
-WRONG = "params/kernel of shape (32, 8) is replicated, and its rules ask for P('fsdp', None)"
+WRONG = "params/kernel of shape (32, 8) is replicated, but its rules require P('fsdp', None)"
 
 
 def test_a_state_that_is_born_elsewhere_stops_the_run() -> None:
