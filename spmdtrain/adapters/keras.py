@@ -58,8 +58,8 @@ class KerasModel:
         weights = set(map(id, self._weights.values()))
         self._seeds = [v for v in model.variables if id(v) not in weights]
         _check_trainable(model, self._params)
-        # On the host, because the mesh may use other devices; copied, because the user may go on
-        # to change the model's own values.
+        # On the host, because the mesh may use other devices; copied, because the user may
+        # change the model's own values later.
         self.given: PyTree = {name: np.array(v.value) for name, v in self._weights.items()}
         _check_same_values(self.given)
 

@@ -260,14 +260,14 @@ def resolve_config(config: Config) -> Config:
     return resolve(config, batch_shards=make_placement(config).batch_shards)
 
 
-def local_config(config: Config, tell: Callable[[str], None]) -> Config:
+def local_config(config: Config, log: Callable[[str], None]) -> Config:
     """Returns a run's configuration adapted to a process with other devices than the run.
 
     Strategy and mesh are kept if they fit; if not, all devices split the batch.
 
     Args:
       config: The run's configuration.
-      tell: Called with a line if strategy and mesh are replaced.
+      log: Called with a line if strategy and mesh are replaced.
     """
     # This process does not participate in the run's collectives.
     config = dataclasses.replace(config, collectives=CollectiveOptions())
@@ -276,7 +276,7 @@ def local_config(config: Config, tell: Callable[[str], None]) -> Config:
         make_placement(config)
     except UserError as error:
         devices = describe_devices(choose_devices(()))
-        tell(f"mirrored over {devices}, because the run's own placement fails here: {error}")
+        log(f"mirrored over {devices}, because the run's own placement fails here: {error}")
         sharding = dataclasses.replace(config.sharding, max_shards=None, offload=None)
         config = dataclasses.replace(
             config, mesh=MeshSpec(), strategy="mirrored", sharding=sharding

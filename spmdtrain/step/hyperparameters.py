@@ -77,7 +77,7 @@ def updated(
     shardings: TrainState,
     saved: Mapping[str, Any],
     now: Mapping[str, Any],
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
     *,
     rate_changed: bool,
 ) -> TrainState:
@@ -88,7 +88,7 @@ def updated(
       shardings: Its shardings.
       saved: The initial values when it was saved; empty if they were not recorded.
       now: The initial values of this run.
-      tell: Called with a line for each change, and for each value that may have changed but is not
+      log: Called with a line for each change, and for each value that may have changed but is not
         used because there is no record.
       rate_changed: Whether the configured learning rate differs from that of the saved run.
     """
@@ -106,13 +106,13 @@ def updated(
             changed = saved.get(name, now[name]) != now[name]
         if not changed:
             if differs and not saved:
-                tell(
+                log(
                     f"optimizer: {name} stays {restored!s} instead of {value!s}, because the "
                     "checkpoint does not record its initial value"
                 )
             return leaf
         if differs:
-            tell(f"optimizer: {name} {restored!s} -> {value!s}")
+            log(f"optimizer: {name} {restored!s} -> {value!s}")
         return jax.make_array_from_callback(leaf.shape, sharding, lambda index: value[index])
 
     opt_state = jax.tree_util.tree_map_with_path(replace, state.opt_state, shardings.opt_state)

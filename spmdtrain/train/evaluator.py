@@ -33,7 +33,7 @@ T = TypeVar("T")
 _PATIENCE = 60.0  # how long a failing read is repeated
 _SILENCE = 300.0  # between two lines that say that there is nothing new
 _GRACE = 60.0  # in which a training that starts or restarts writes its status
-_ORPHANED = 600.0  # the same under a launcher, which restarts a training and tells when it gives up
+_ORPHANED = 600.0  # the same under a launcher, which restarts a training and reports its end
 _SILENT = 3600.0  # without any change, after which a training counts as killed
 
 
@@ -187,11 +187,11 @@ class _Evaluator:
                 self.signals.stop_if_received()
                 # In this order: a training that has ended has saved all its checkpoints before.
                 ended = self._patiently(lambda: self.training.ended(self.checkpoints.steps))
-                anew = self._patiently(self.checkpoints.look)
-                if anew is not None:
+                resaved = self._patiently(self.checkpoints.look)
+                if resaved is not None:
                     # The training went back and makes its steps again: the evaluations from here
                     # on are of states that no longer exist.
-                    self.files.rewind(anew - 1)
+                    self.files.rewind(resaved - 1)
                 step = self.checkpoints.due
                 if step is not None or ended:
                     return step
@@ -204,7 +204,7 @@ class _Evaluator:
 
     def _evaluate(self, step: int) -> None:
         """Evaluates the checkpoint of a step and writes its metrics, if it can be read."""
-        tell, checkpoints = self.trainer.terminal.line, self.checkpoints
+        log, checkpoints = self.trainer.terminal.line, self.checkpoints
         mark = self._patiently(lambda: checkpoints.mark(step))
         with progress.phase(progress.Phase.EVALUATE, step):
             try:
@@ -212,9 +212,9 @@ class _Evaluator:
                     self._patiently(lambda: self.trainer.restore(checkpoints.path(step)))
             except UserError as error:
                 if not self._patiently(lambda: checkpoints.holds(step)):
-                    tell(f"checkpoint {step} was removed before it was read: skipped")
+                    log(f"checkpoint {step} was removed before it was read: skipped")
                 elif isinstance(error, CheckpointCorruptedError):
-                    tell(f"{error}; skipped")
+                    log(f"{error}; skipped")
                     checkpoints.settle(step, mark)
                 else:
                     raise
@@ -290,7 +290,7 @@ class _Checkpoints:
         The checkpoints from that step on are no longer done.
         """
         self._source = list_checkpoints(self._workdir)
-        anew = None
+        resaved = None
         # A training that went back saves its steps again and sets newer checkpoints aside. So the
         # newest checkpoints are new ones, down to the first that has not changed.
         for step in reversed(self._source.steps):
@@ -298,10 +298,10 @@ class _Checkpoints:
                 mark = self.mark(step)
                 if mark is None or mark == self._settled[step]:
                     break
-                anew = step
-        if anew is not None:
-            self._settled = {step: mark for step, mark in self._settled.items() if step < anew}
-        return anew
+                resaved = step
+        if resaved is not None:
+            self._settled = {step: mark for step, mark in self._settled.items() if step < resaved}
+        return resaved
 
     @property
     def steps(self) -> Sequence[int]:

@@ -20,21 +20,21 @@ from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState
 
 PyTree = Any
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 
 
-def initial_state(steps: StepFunctions, config: RunConfig, tell: Tell) -> TrainState:
+def initial_state(steps: StepFunctions, config: RunConfig, log: Log) -> TrainState:
     """Returns the state before step 1.
 
     Args:
       steps: The functions of the run.
       config: Has the seed, and `init_from`, whose parameters replace the initial ones.
-      tell: Receives a line that names the checkpoint.
+      log: Receives a line that names the checkpoint.
     """
     state = steps.init(config.seed)
     if not config.init_from:
         return state
-    found, _ = load_values(config.init_from, config.checkpoint, steps, config, tell)
+    found, _ = load_values(config.init_from, config.checkpoint, steps, config, log)
     places = steps.shardings
     params, model_state = steps.as_parameters(found)
     params = jax.device_put(params, places.params)
@@ -63,7 +63,7 @@ def at_step_zero(state: TrainState, shardings: TrainState) -> TrainState:
 
 
 def load_values(
-    path: str, which: str | int, steps: StepFunctions, config: RunConfig, tell: Tell
+    path: str, which: str | int, steps: StepFunctions, config: RunConfig, log: Log
 ) -> tuple[Variables, Manifest]:
     """Loads the model's values from a checkpoint of this or another run.
 
@@ -72,7 +72,7 @@ def load_values(
       which: The checkpoint of a workdir: "latest", "best" or a step.
       steps: Give the model's shapes and shardings.
       config: The configuration, compared with that of the checkpoint.
-      tell: Receives lines about corrupted checkpoints, and the chosen one.
+      log: Receives lines about corrupted checkpoints, and the chosen one.
 
     Returns:
       The values, and the manifest of the checkpoint.
@@ -85,7 +85,7 @@ def load_values(
         return load_model(folder, manifest, steps.abstract_state, steps.shardings, as_json(config))
 
     source = process_group.run_on_all(lambda: find(path, which), UserError)
-    found = load_latest_valid(source, load, tell, by_all=True)
+    found = load_latest_valid(source, load, log, by_all=True)
     step = found.manifest.step
-    tell(f"parameters of step {step} from {source.path(step)}")
+    log(f"parameters of step {step} from {source.path(step)}")
     return found.value, found.manifest

@@ -344,7 +344,7 @@ class Loop(LoopTools):
                 "of its metrics at once"
             )
         if split == Split.EVAL:
-            check_best(self.config, metrics, first=not self._evaluated, tell=self.terminal.line)
+            check_best(self.config, metrics, first=not self._evaluated, log=self.terminal.line)
             self._last_eval = self.step, metrics
         self._evaluated.add((split, self.step))
         if not run.logger.read_metrics(Split(split), self.step):

@@ -159,7 +159,7 @@ def check_batch(batch: PyTree, shards: int) -> None:
 
 
 def check_best(
-    config: RunConfig, metrics: Mapping[str, float], *, first: bool, tell: Callable[[str], None]
+    config: RunConfig, metrics: Mapping[str, float], *, first: bool, log: Callable[[str], None]
 ) -> None:
     """Checks that an evaluation has the metric that selects the best checkpoint.
 
@@ -167,7 +167,7 @@ def check_best(
       config: Names the metric.
       metrics: The metrics of the evaluation.
       first: Whether it is the first evaluation since the start.
-      tell: Receives a line if the default metric, "loss", is missing: no checkpoint is then best.
+      log: Receives a line if the default metric, "loss", is missing: no checkpoint is then best.
 
     Raises:
       UserError: If a metric other than the default is missing.
@@ -181,7 +181,7 @@ def check_best(
             + did_you_mean(best, metrics)
         )
     if config.workdir and config.keep_best and first:
-        tell(
+        log(
             "no checkpoint will be kept as the best: best_metric is 'loss', which this "
             f"evaluation does not give ({', '.join(metrics)})"
         )
@@ -198,9 +198,8 @@ def check_not_donated(state: TrainState, step: int) -> None:
         raise UserError(f"the state is a {type(state).__name__}: it is what start() returned")
     if state.step.is_deleted():
         raise UserError(
-            f"the state is gone (step {step} is the last one recorded): the compiled step has "
-            "taken its memory for the next state, which it returned: go on with that, and give "
-            "end_step(state, output) that, before anything else"
+            f"the state was donated to the compiled step (step {step} is the last one recorded): use "
+            "the state that the step returned, and first pass it to end_step(state, output)"
         )
 
 

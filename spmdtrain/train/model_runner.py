@@ -212,8 +212,8 @@ class ModelRunner:
             )
         if path is None:
             raise UserError(f"workdir {workdir} holds no checkpoint, and init_from is not given")
-        tell = self.terminal.line
-        self._restored, manifest = load_values(path, which, self.functions, self.config, tell)
+        log = self.terminal.line
+        self._restored, manifest = load_values(path, which, self.functions, self.config, log)
         self._restored_from = manifest.identity
         return manifest.step
 

@@ -13,18 +13,18 @@ from spmdtrain.files import no_follow
 from spmdtrain.files.storage import one_line
 
 
-def profiled_steps(config: RunConfig, first: int, tell: Callable[[str], None]) -> "ProfiledSteps":
+def profiled_steps(config: RunConfig, first: int, log: Callable[[str], None]) -> "ProfiledSteps":
     """Returns the trace of a run's `profile_steps`.
 
     Args:
       config: Names the steps and the workdir.
-      first: The step that the run goes on from.
-      tell: Receives a line if there is nothing left to trace.
+      first: The step from which the run resumes.
+      log: Receives a line if there is nothing left to trace.
     """
     # Process 0 alone: the others' traces would be written to the same files.
     steps = config.profile_range() if process_group.is_chief() else None
     if steps and first >= steps[1]:
-        tell(f"nothing to profile: step {first} is past {config.profile_steps}")
+        log(f"nothing to profile: step {first} is past {config.profile_steps}")
     return ProfiledSteps(steps, config.workdir)
 
 

@@ -47,7 +47,7 @@ class RunLogger:
         """Starts the log after `step`; removes the lines of later steps.
 
         Args:
-          step: The step that the run goes on from.
+          step: The step from which the run resumes.
           placement: Is written to the configuration file.
         """
         if self.files:

@@ -608,7 +608,7 @@ def test_a_giant_that_would_be_whole_is_refused_with_the_arithmetic_and_what_to_
 ) -> None:
     message = refusal(GIANT, *rules, strategy=strategy)
     assert message.startswith(f"{leaf}/embed, shape (50257, 7), would be replicated, ")
-    assert f"each device, {HELD}: strategy {strategy} splits over {sizes}, " in message
+    assert f"would be replicated, {HELD}: strategy {strategy} splits over {sizes}, " in message
     if arithmetic is None:
         assert (
             "only rules split over that. Give a rule for it: PartitionSpec() replicates" in message

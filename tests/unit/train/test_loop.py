@@ -327,7 +327,7 @@ def test_each_call_of_the_step_is_recorded_once_and_in_time(tmp_path: Path) -> N
             state, output = compiled(state, batch)
             own.end_step(state, output)
             own.end_step(state, output)
-    words = r"the state is gone \(step 1 is the last"
+    words = r"the state was donated to the compiled step \(step 1 is the last"
     with pytest.raises(UserError, match=words), loop(workdir=str(tmp_path)) as own:
         state = own.start(init, train=(X, Y))
         compiled = own.compile_step(step)
