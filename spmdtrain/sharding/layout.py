@@ -24,7 +24,7 @@ REPLICATED = PartitionSpec()
 
 
 class GatherPolicy(enum.Enum):
-    """When a step gathers a parameter that is split over a batch axis."""
+    """The point in a step at which a parameter that is split over a batch axis is gathered."""
 
     BEFORE_FORWARD = "at the start"
     """Before the model is called. XLA moves the all-gather to the first use."""

@@ -198,8 +198,8 @@ def check_not_donated(state: TrainState, step: int) -> None:
         raise UserError(f"the state is a {type(state).__name__}: it is what start() returned")
     if state.step.is_deleted():
         raise UserError(
-            f"the state was donated to the compiled step (step {step} is the last one recorded): use "
-            "the state that the step returned, and first pass it to end_step(state, output)"
+            f"the state was donated to the compiled step (step {step} is the last recorded one): "
+            "use the state that the step returned, and first pass it to end_step(state, output)"
         )
 
 

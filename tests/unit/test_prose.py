@@ -18,8 +18,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 PRIVATE = re.compile(
     r"\b(told|nobody|somebody|anybody|whoever|heeds?|heeded|under way|on (?:its|their) way|"
     r"what there is|is no number|are no numbers|at hand|gets? on|takes? part|the very same|"
-    r"stands? (?:aside|above|beside)|comes? to (?:lie|it)|hangs? on|hush|in one's stead|"
-    r"what it was given|looks? on|go(?:es|ing|ne)? on|anew|made of all that|all the same|makes? up for)\b",
+    r"stands? (?:aside|above|beside)|comes? to (?:lie|it)|hangs? on|hush|in one's stead|anew|"
+    r"go(?:es|ing|ne)? on|what it was given|looks? on|made of all that|all the same|"
+    r"makes? up for)\b",
     re.IGNORECASE,
 )
 
