@@ -35,7 +35,7 @@ integration: $(READY) ## the shipped experiments and commands, and unit tests th
 drill: $(READY) ## several processes, killed, stopped and restarted
 	$(RUN) pytest $(SHARED) -m drill
 
-fuzz: $(READY) ## damaged and forged input for ten minutes; FUZZ_SECONDS=3600 for longer
+fuzz: $(READY) ## corrupted and forged input for ten minutes; FUZZ_SECONDS=3600 for longer
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-600} FUZZ_SEED=$${FUZZ_SEED:-$$(date +%s)} \
 	  $(RUN) pytest tests/drills/test_fuzz.py -m drill -s
 

@@ -31,7 +31,7 @@ def export_params(
         such as bfloat16; a `.safetensors` keeps every dtype.
       which: The checkpoint of a workdir: "latest" (the newest valid one), "best" or a step.
       averaged: Whether to export averaged parameters; by default, if the run kept an average.
-      log: Receives a line for each damaged checkpoint that is skipped; by default warns.
+      log: Receives a line for each corrupted checkpoint that is skipped; by default warns.
 
     Returns:
       The arrays by their names in the file: paths in the model with dots, `layers.0.kernel`.

@@ -61,7 +61,7 @@ class _Epoch(TypedDict):
 
 
 class CheckpointCorruptedError(UserError):
-    """A checkpoint is damaged or incomplete. The message names the file or parameter."""
+    """A checkpoint is corrupted or incomplete. The message names the file or parameter."""
 
     def __init__(self, message: str) -> None:
         super().__init__(foreign(message, 1000))  # because it quotes the checkpoint

@@ -15,7 +15,12 @@ from spmdtrain.checkpoints.items import ITEMS, raw_keys
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError, UserError
-from spmdtrain.files.storage import in_short, is_damage, silence_tensorstore_shutdown, why_failed
+from spmdtrain.files.storage import (
+    in_short,
+    is_corruption,
+    silence_tensorstore_shutdown,
+    why_failed,
+)
 from spmdtrain.tree import named_leaves, path_name
 
 with epy.lazy_imports():  # because importing it takes long, and only restoring needs it
@@ -45,7 +50,7 @@ def read_arrays(
       The arrays by field.
 
     Raises:
-      CheckpointCorruptedError: If the checkpoint is damaged.
+      CheckpointCorruptedError: If the checkpoint is corrupted.
       StorageError: If it cannot be read.
     """
     items = {item: ocp.args.StandardRestore(raw_keys(dict(x))) for item, x in targets.items()}
@@ -68,7 +73,7 @@ def read_arrays(
 
 
 def _checkpointer() -> contextlib.AbstractContextManager[Any]:
-    # Each process reads independently, because one that finds damage would miss Orbax' barriers.
+    # Each process reads independently: one that finds corruption would miss Orbax' barriers.
     alone = ocp.options.MultiprocessingOptions(
         primary_host=process_group.rank(), active_processes={process_group.rank()}
     )
@@ -96,7 +101,7 @@ def read_host_arrays(folder: epath.Path, manifest: Manifest, field: str) -> PyTr
       field: A field that is an item of its own.
 
     Raises:
-      CheckpointCorruptedError: If the checkpoint is damaged.
+      CheckpointCorruptedError: If the checkpoint is corrupted.
       StorageError: If it cannot be read.
     """
     with _reported_faults(folder, manifest, [field], in_memory=True):
@@ -133,13 +138,13 @@ def _checksum_fault(name: str, actual: str | None, saved: str | None) -> str | N
 
 @contextlib.contextmanager
 def storage_errors(folder: epath.Path) -> Iterator[None]:
-    """Raises errors of the storage, but not damaged content, as `StorageError`."""
+    """Raises errors of the storage, but not corrupted content, as `StorageError`."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        if is_damage(error) or (reason := why_failed(error, folder)) is None:
+        if is_corruption(error) or (reason := why_failed(error, folder)) is None:
             raise
         raise StorageError(f"{folder} cannot be read: {reason}") from error
 
@@ -151,8 +156,8 @@ def _reported_faults(
     """Checks the files and array headers of items that are read in the block.
 
     Raises:
-      CheckpointCorruptedError: If the checkpoint is damaged; if reading fails because of that, with
-        the first fault of `examine`.
+      CheckpointCorruptedError: If the checkpoint is corrupted; if reading fails because of that,
+        with the first fault of `examine`.
       UserError: If the block raises it.
     """
     silence_tensorstore_shutdown()
@@ -166,7 +171,7 @@ def _reported_faults(
     except UserError:
         raise
     except Exception as error:
-        if not is_damage(error):
+        if not is_corruption(error):
             raise
         fault = next((fault for _, fault in examine(folder, manifest) if fault), None)
         if fault is None:
@@ -206,7 +211,7 @@ def examine(folder: epath.Path, manifest: Manifest) -> Iterator[tuple[str, str |
             with storage_errors(folder):
                 tree = _saved_tree(folder / item)
         except Exception as error:
-            if not is_damage(error):
+            if not is_corruption(error):
                 raise
             yield item, f"{item} cannot be read: {in_short(error)}"
             continue
@@ -231,7 +236,7 @@ def _array_fault(folder: epath.Path, tree: PyTree, path: Any, manifest: Manifest
                 folder, args=ocp.args.PyTreeRestore(item=single, restore_args=as_numpy)
             )
     except Exception as error:
-        if not is_damage(error):
+        if not is_corruption(error):
             raise
         return f"{name} cannot be read: {in_short(error)}"
     (actual,) = sums([named_leaves(arrays)[name]]).values()

@@ -37,7 +37,7 @@ def load_state(
       shardings: The sharding of each leaf.
 
     Raises:
-      CheckpointCorruptedError: If the checkpoint is damaged.
+      CheckpointCorruptedError: If the checkpoint is corrupted.
       StorageError: If it cannot be read.
     """
     target: TrainState = jax.tree.map(_with_sharding, abstract, shardings)
@@ -71,7 +71,7 @@ def load_model(
 
     Raises:
       UserError: If the checkpoint is of another model.
-      CheckpointCorruptedError: If the checkpoint is damaged.
+      CheckpointCorruptedError: If the checkpoint is corrupted.
       StorageError: If it cannot be read.
     """
     check_same_model(manifest.identity, config, describe_leaves(abstract), str(folder))
@@ -92,7 +92,7 @@ def load_model(
 
 
 def warn(text: str) -> None:
-    """Warns of a damaged checkpoint: the default of `log`, outside a run."""
+    """Warns of a corrupted checkpoint: the default of `log`, outside a run."""
     warnings.warn(text, stacklevel=4)
 
 
@@ -111,7 +111,7 @@ def read_variables(
       which: The checkpoint of a workdir, as for `load_params`.
       sharding: Sharding of the parameters, as for `load_params`.
       averaged: As for `load_params`.
-      log: Receives a line for each damaged checkpoint that is skipped; by default warns.
+      log: Receives a line for each corrupted checkpoint that is skipped; by default warns.
 
     Raises:
       UserError: If there is no such checkpoint, or none that is valid.
@@ -196,7 +196,7 @@ def read_manifest(
       path: A workdir, or one of its `checkpoints/STEP`.
       which: The checkpoint of a workdir: "latest" (the newest one with a manifest), "best" or a
         step.
-      log: Receives a line for each damaged checkpoint that is skipped; by default warns.
+      log: Receives a line for each corrupted checkpoint that is skipped; by default warns.
 
     Raises:
       UserError: If there is no such checkpoint, or none with a manifest.

@@ -261,12 +261,16 @@ class Checkpoints:
         return process_group.broadcast(step in self._records)
 
     def quarantine(self, steps: Sequence[int]) -> list[str]:
-        """Renames damaged checkpoints so that they are ignored. Returns the new names."""
+        """Quarantines corrupted checkpoints: renames them, so that they are ignored.
+
+        Returns:
+          The new names.
+        """
         names = []
-        with self._storage_errors("a damaged checkpoint could not be renamed"):
+        with self._storage_errors("a corrupted checkpoint could not be renamed"):
             for step in steps if process_group.is_chief() else []:
                 taken = {path.name for path in self.folder.iterdir()}
-                candidates = (f"{step}.damaged{n}" for n in ("", *range(2, len(taken) + 3)))
+                candidates = (f"{step}.corrupted{n}" for n in ("", *range(2, len(taken) + 3)))
                 name = next(name for name in candidates if name not in taken)
                 (self.folder / str(step)).rename(self.folder / name)
                 self._records.pop(step, None)

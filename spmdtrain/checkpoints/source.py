@@ -43,11 +43,11 @@ class Source:
 
 @dataclass(frozen=True)
 class LoadedCheckpoint(Generic[T]):
-    """A loaded value, the manifest of its checkpoint, and the steps of newer damaged ones."""
+    """A loaded value, the manifest of its checkpoint, and the steps of newer corrupted ones."""
 
     value: T
     manifest: Manifest
-    damaged: Sequence[int]
+    corrupted: Sequence[int]
 
 
 def list_checkpoints(workdir: str) -> Source:
@@ -137,7 +137,7 @@ def load_latest_valid(
       by_all: Whether all processes of the job load together.
 
     Returns:
-      The result of `load` with the manifest, and the steps of damaged checkpoints that were
+      The result of `load` with the manifest, and the steps of corrupted checkpoints that were
       skipped.
 
     Raises:
@@ -151,7 +151,7 @@ def load_latest_valid(
             return Manifest.read(folder)
 
     source = broadcast_source(source) if by_all else source
-    damaged: dict[int, CheckpointCorruptedError] = {}
+    corrupted: dict[int, CheckpointCorruptedError] = {}
     for step in reversed(source.steps):
         folder = source.path(step)
         try:
@@ -159,23 +159,23 @@ def load_latest_valid(
             manifest = (
                 process_group.run_on_all(reading, CheckpointCorruptedError) if by_all else reading()
             )
-            return LoadedCheckpoint(load(folder, manifest), manifest, list(damaged))
+            return LoadedCheckpoint(load(folder, manifest), manifest, list(corrupted))
         except CheckpointCorruptedError as error:
             gone = not folder.exists()
             if source.whole_workdir and (process_group.broadcast(gone) if by_all else gone):
                 # A run in progress has removed it while it was read: there is a newer one.
                 return load_latest_valid(_list(source.folder), load, log, by_all=by_all)
-            damaged[step] = error
+            corrupted[step] = error
             if step != source.steps[0]:
-                log(f"checkpoint {folder} is damaged: {error}; trying the one before")
-    if not damaged:
+                log(f"checkpoint {folder} is corrupted: {error}; trying the one before")
+    if not corrupted:
         raise UserError(f"{source.folder}: holds no checkpoint any more")
-    newest = max(damaged)
-    if len(damaged) == 1:
+    newest = max(corrupted)
+    if len(corrupted) == 1:
         raise CheckpointCorruptedError(
-            f"checkpoint {source.path(newest)} is damaged: {damaged[newest]}"
+            f"checkpoint {source.path(newest)} is corrupted: {corrupted[newest]}"
         )
     raise CheckpointCorruptedError(
-        f"none of the {len(damaged)} checkpoints in {source.folder} is valid; of the newest, "
-        f"{newest}: {damaged[newest]}"
+        f"none of the {len(corrupted)} checkpoints in {source.folder} is valid; of the newest, "
+        f"{newest}: {corrupted[newest]}"
     )

@@ -91,7 +91,7 @@ class Line:
         """Adds an HMAC to every later line, and requires a valid one of the other end.
 
         Args:
-          token: The job's token; if it is empty, the HMAC only detects damage.
+          token: The job's token; if it is empty, the HMAC only detects corruption.
           worker_nonce: The nonce from the connecting process.
           chief_nonce: The nonce from process 0.
         """

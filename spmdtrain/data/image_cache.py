@@ -56,7 +56,7 @@ class ImageCache:
           key: The name of the entry (see `key`).
 
         Returns:
-          uint8 (height, width, 3), read-only; None if the entry is missing or damaged.
+          uint8 (height, width, 3), read-only; None if the entry is missing or corrupted.
 
         Raises:
           StorageError: If the entry cannot be read.

@@ -60,7 +60,7 @@ def load_pillow() -> None:
         from PIL.Image import DecompressionBombWarning
     except ImportError as error:
         raise UserError(f"images need Pillow: {error} (pip install 'spmdtrain[images]')") from error
-    # Pillow warns of damaged metadata, which no pixel depends on, and of large images, which
+    # Pillow warns of corrupted metadata, which no pixel depends on, and of large images, which
     # `decode` rejects itself. Python 3.11 cannot catch warnings in a single thread.
     for category in (UserWarning, DecompressionBombWarning):
         warnings.filterwarnings("ignore", category=category, module=r"PIL\.")
@@ -96,7 +96,7 @@ def decode(content: bytes, size: tuple[int, int]) -> np.ndarray:
       uint8 (height, width, 3), read-only.
 
     Raises:
-      UndecodableError: If it is not an image, is damaged or is too large.
+      UndecodableError: If it is not an image, is corrupted or is too large.
       MemoryError: If there is not enough memory.
     """
     from PIL import Image, UnidentifiedImageError
@@ -115,7 +115,7 @@ def decode(content: bytes, size: tuple[int, int]) -> np.ndarray:
     except UnidentifiedImageError:
         begins = f"begins with {content[:8].hex(' ')}" if content else "is empty"
         raise UndecodableError(f"it {begins}: not one of {', '.join(_FORMATS)}") from None
-    except Exception as error:  # Pillow's readers raise many types of errors for damaged files
+    except Exception as error:  # Pillow's readers raise many types of errors for corrupted files
         raise UndecodableError(one_line(error)) from error
 
 
@@ -155,7 +155,7 @@ def _upright(image: Any) -> Any:
 
     try:
         turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION))
-    except Exception:  # damaged metadata, intact pixels: not turned, as in image viewers
+    except Exception:  # corrupted metadata, intact pixels: not turned, as in image viewers
         return image
     return image if turn is None else image.transpose(Image.Transpose[turn])
 

@@ -22,8 +22,8 @@ _SECONDARY_ERRORS = (
     "coroutine '",
 )
 _NEVER_AWAITED = r"coroutine '\S+' was never awaited"
-# Status codes that mean damaged or missing content. The others mean that access has failed.
-_DAMAGE = {
+# Status codes that mean corrupted or missing content. The others mean that access has failed.
+_CORRUPTION = {
     *("DATA_LOSS", "NOT_FOUND", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "OUT_OF_RANGE"),
     "UNIMPLEMENTED",  # an unknown codec
 }
@@ -148,13 +148,13 @@ _DECODING_ERRORS = (
 )
 
 
-def is_damage(error: BaseException) -> bool:
-    """Returns whether an error of reading means damaged or missing content, not failed access."""
+def is_corruption(error: BaseException) -> bool:
+    """Returns whether an error of reading means corrupted or missing content, not failed access."""
     for cause in _causes(error):
         if isinstance(cause, OSError):
             return isinstance(cause, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
         if status := _status(cause):
-            return status[0] in _DAMAGE
+            return status[0] in _CORRUPTION
     return isinstance(error, _DECODING_ERRORS)
 
 

@@ -167,7 +167,7 @@ def sealed(key: str, content: bytes) -> bytes:
 
 
 def read_summary(path: Path) -> CompiledSummary | None:
-    """Returns a cached summary; None if the file is missing, damaged or renamed."""
+    """Returns a cached summary; None if the file is missing, corrupted or renamed."""
     with contextlib.suppress(
         OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError
     ):

@@ -291,7 +291,7 @@ class _Checkpoints:
         """
         self._source = list_checkpoints(self._workdir)
         resaved = None
-        # A training that went back saves its steps again and sets newer checkpoints aside. So the
+        # A training that went back saves its steps again and quarantines newer checkpoints. So the
         # newest checkpoints are new ones, down to the first that has not changed.
         for step in reversed(self._source.steps):
             if step in self._settled:

@@ -157,7 +157,7 @@ class RunSession:
     def resume(self, trained: Trainable) -> TrainState | None:
         """Returns the state of the newest valid checkpoint; None if there are no checkpoints.
 
-        Damaged ones are renamed once a valid one is found.
+        Corrupted ones are quarantined once a valid one is found.
 
         Args:
           trained: Gives shapes and shardings of the state.
@@ -193,9 +193,9 @@ class RunSession:
             ) from None
         assert self.checkpoints is not None
         for step, name in zip(
-            loaded.damaged, self.checkpoints.quarantine(loaded.damaged), strict=True
+            loaded.corrupted, self.checkpoints.quarantine(loaded.corrupted), strict=True
         ):
-            log(f"checkpoint {step} is set aside as {name}")
+            log(f"checkpoint {step} is quarantined as {name}")
         saved = loaded.manifest
         self.epochs.restore(saved.epoch)
         before, now = saved.identity.config, self.identity.config

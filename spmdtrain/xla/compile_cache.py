@@ -141,7 +141,7 @@ class _Folder(CacheInterface):
         stored, program = content[: len(_MARK) + _SUM_BYTES], content[len(_MARK) + _SUM_BYTES :]
         if stored != _mark(key, program):
             warnings.warn(
-                f"the cached program {file} is damaged or renamed: compiling again", stacklevel=2
+                f"the cached program {file} is corrupted or renamed: compiling again", stacklevel=2
             )
             return None
         with contextlib.suppress(OSError):  # marks it as recently used, if the folder is writable

@@ -1,4 +1,4 @@
-"""Damaged and forged input of every kind: each ends in an error that is meant for users.
+"""Corrupted and forged input of every kind: each ends in an error that is meant for users.
 
 `make fuzz` gives it ten minutes and a new seed, `make drill` one minute. A finding is printed as
 the smallest input that shows it; add that input to the tests of its module.
@@ -56,7 +56,7 @@ SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))
 LEAST = 20  # examples, however busy the machine is
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 
-# -- what is damaged, and how ----------------------------------------------------------------------
+# -- what is corrupted, and how --------------------------------------------------------------------
 
 SCALARS = (
     st.none()
@@ -214,8 +214,8 @@ def idx() -> Target:
         return read_idx(folder / "idx")
 
     packed = gzip.compress(plain)
-    damaged = changed_bytes(plain)
-    return Target(packed, damaged | damaged.map(gzip.compress) | changed_bytes(packed), read)
+    corrupted = changed_bytes(plain)
+    return Target(packed, corrupted | corrupted.map(gzip.compress) | changed_bytes(packed), read)
 
 
 def hlo_text() -> Target:

@@ -294,14 +294,14 @@ def flip_bits(checkpoint: Path) -> None:
 
 
 @pytest.mark.drill
-def test_all_processes_pass_over_the_same_damaged_checkpoint(tmp_path: Path, whole: Path) -> None:
+def test_all_processes_pass_over_the_same_corrupted_checkpoint(tmp_path: Path, whole: Path) -> None:
     workdir = tmp_path / "run"
     shutil.copytree(whole, workdir)
     flip_bits(workdir / "checkpoints" / str(STEPS))
     chief, worker = job(drill(tmp_path), "--workdir", workdir)
-    assert f"checkpoints/{STEPS} is damaged: " in chief.output
-    assert f"checkpoint {STEPS} is set aside as {STEPS}.damaged" in chief.output
-    assert "resumed from step 20 of" in chief.output and "damaged" not in worker.output
+    assert f"checkpoints/{STEPS} is corrupted: " in chief.output
+    assert f"checkpoint {STEPS} is quarantined as {STEPS}.corrupted" in chief.output
+    assert "resumed from step 20 of" in chief.output and "corrupted" not in worker.output
     assert steps_in(chief.output) == list(range(21, STEPS + 1))
     assert sums(workdir) == sums(whole)
 

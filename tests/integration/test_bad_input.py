@@ -340,7 +340,7 @@ FEW = {IMAGES: idx((9, 28, 28)), LABELS: idx((9,))}
         ),
     ],
 )
-def test_missing_or_damaged_data_is_named(
+def test_missing_or_corrupted_data_is_named(
     files: dict[str, bytes],
     expected: str,
     tmp_path: Path,

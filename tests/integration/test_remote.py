@@ -83,8 +83,8 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
             found[f"{name} printed"] = bucket.run(*options).printed
             found[name] = bucket.copy(name)
         in_it = "deep/run/checkpoints/8/params/d/"
-        damaged = next(name for name in storage.objects if name.startswith(in_it))
-        storage.objects[damaged] = Stored(b"", 10**9)
+        corrupted = next(name for name in storage.objects if name.startswith(in_it))
+        storage.objects[corrupted] = Stored(b"", 10**9)
         found["ten printed"] = bucket.run("--steps", 10, *OFTEN).printed
         found["ten"] = bucket.copy("ten")
         assert storage.unknown == []
@@ -138,10 +138,10 @@ def test_predictions_go_to_the_bucket(copies: dict[str, Any]) -> None:
         assert file["predictions"].shape == (64, 1)
 
 
-def test_a_damaged_checkpoint_in_a_bucket_hides_no_older_one(copies: dict[str, Any]) -> None:
+def test_a_corrupted_checkpoint_in_a_bucket_hides_no_older_one(copies: dict[str, Any]) -> None:
     assert f"resumed from step 6 of {WORKDIR}" in copies["ten printed"]
     assert saved_steps(copies["ten"]) == [8, 10]
-    assert (copies["ten"] / "checkpoints" / "8.damaged" / "params").is_dir()
+    assert (copies["ten"] / "checkpoints" / "8.corrupted" / "params").is_dir()
     assert [line["step"] for line in metrics(copies["ten"], "train")] == list(range(1, 11))
 
 

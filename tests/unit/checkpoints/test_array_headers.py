@@ -74,7 +74,7 @@ def test_an_array_of_a_forged_size_is_refused_before_it_is_read(
     forge(tmp_path / "run", in_manifest=in_manifest, **header)
     with pytest.raises(UserError) as caught:
         load_params(tmp_path / "run")
-    assert f"is damaged: {NAME} " in str(caught.value) and says in str(caught.value)
+    assert f"is corrupted: {NAME} " in str(caught.value) and says in str(caught.value)
     assert main(["verify", str(tmp_path / "run")]) == 1
     assert NAME in capsys.readouterr().out
     with pytest.raises(UserError, match=NAME):  # resumed

@@ -42,7 +42,7 @@ from spmdtrain import CallbackContext, StorageError, Trainer, UserError, load_pa
 from spmdtrain.checkpoints.command import main as checkpoints
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.restore import load_state
-from spmdtrain.files.storage import is_damage, silence_tensorstore_shutdown
+from spmdtrain.files.storage import is_corruption, silence_tensorstore_shutdown
 from spmdtrain.models import MLP
 from spmdtrain.step.state import TrainState
 
@@ -83,7 +83,7 @@ def raw(leaf: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
-# -- damage ----------------------------------------------------------------------------------------
+# -- corruption ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_a_file_that_is_cut_or_missing_is_named(
         ("_METADATA", '"opt_state", "key_type": 2}, {"key"', '"opt_3tate", "key_type": 2}, {"key"'),
     ],
 )
-def test_an_error_of_orbax_about_its_metadata_is_damage(
+def test_an_error_of_orbax_about_its_metadata_is_corruption(
     name: str,
     before: str,
     after: str,
@@ -192,7 +192,7 @@ def test_an_error_of_orbax_about_its_metadata_is_damage(
 WRONG_ARRAY = r"(params|opt_state)/\S+ (is not what was saved: its checksum is|cannot be read)"
 
 
-def damage(workdir: Path, step: int) -> None:
+def corrupt(workdir: Path, step: int) -> None:
     """Flip one bit in the largest file of a checkpoint: it holds an array."""
     path = max(files(workdir / "checkpoints" / str(step)), key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())
@@ -210,29 +210,31 @@ def small_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_damaged_newest_falls_back_loudly_and_ends_with_the_same_bits(
+def test_a_corrupted_newest_falls_back_loudly_and_ends_with_the_same_bits(
     small_runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workdir = tmp_path / "run"
     shutil.copytree(small_runs / "four", workdir)
-    damage(workdir, 4)
+    corrupt(workdir, 4)
     (workdir / "checkpoints" / "3" / "manifest.json").unlink()
     trainer(workdir, steps=6, checkpoint_every_steps=1).fit(examples())
     told = capsys.readouterr().out
-    first, second = re.findall(r"checkpoint \S+/(\d) is damaged: (.*); trying the one before", told)
+    first, second = re.findall(
+        r"checkpoint \S+/(\d) is corrupted: (.*); trying the one before", told
+    )
     assert first[0] == "4" and re.match(WRONG_ARRAY, first[1])
     assert second == (
         "3",
         "manifest.json is missing: the save was interrupted, or it is not a checkpoint",
     )
-    assert "resumed from step 2 of" in told and "set aside as 4.damaged" in told
+    assert "resumed from step 2 of" in told and "quarantined as 4.corrupted" in told
     assert saved_steps(workdir) == [4, 5, 6]
     expected = bits(load_params(str(small_runs / "six")))
     assert bits(load_params(str(workdir))) == expected
     assert [line["step"] for line in metrics(workdir, "train")] == [1, 6]
-    # What was damaged is kept for a look, and counts no more.
+    # What was corrupted is kept for a look, and counts no more.
     names = {path.name for path in (workdir / "checkpoints").iterdir()}
-    assert names == {"3.damaged", "4.damaged", "4", "5", "6"}
+    assert names == {"3.corrupted", "4.corrupted", "4", "5", "6"}
 
 
 def test_where_none_is_valid_the_run_stops_and_changes_nothing(
@@ -241,7 +243,7 @@ def test_where_none_is_valid_the_run_stops_and_changes_nothing(
     workdir = tmp_path / "run"
     shutil.copytree(small_runs / "four", workdir)
     for step in saved_steps(workdir):
-        damage(workdir, step)
+        corrupt(workdir, step)
     before = contents(workdir)
     for resume in ("auto", "must"):
         with pytest.raises(
@@ -267,7 +269,7 @@ def test_verify_says_of_each_checkpoint_what_is_wrong(
         ("3", "valid"),
         ("2", "valid"),
     ]
-    damage(workdir, 4)
+    corrupt(workdir, 4)
     cut = files(workdir / "checkpoints" / "3")[-1]
     cut.write_bytes(cut.read_bytes()[:-1])
     assert checkpoints(["verify", str(workdir)]) == 1
@@ -280,7 +282,7 @@ def test_verify_says_of_each_checkpoint_what_is_wrong(
 
 
 @pytest.mark.parametrize(
-    ("error", "damaged"),
+    ("error", "corrupted"),
     [
         (ValueError("DATA_LOSS: Error decoding manifest: CRC-32C checksum"), True),
         (FileNotFoundError(2, "No such file or directory"), True),
@@ -295,12 +297,14 @@ def test_verify_says_of_each_checkpoint_what_is_wrong(
     ],
     ids=str,
 )
-def test_what_cannot_be_got_at_now_is_not_taken_for_damage(error: Exception, damaged: bool) -> None:
-    assert is_damage(error) is damaged
+def test_what_cannot_be_got_at_now_is_not_taken_for_corruption(
+    error: Exception, corrupted: bool
+) -> None:
+    assert is_corruption(error) is corrupted
     wrapped = Exception("Encountered error while reading array index")
     wrapped.__cause__ = error
     if not isinstance(error, KeyError):
-        assert is_damage(wrapped) is damaged
+        assert is_corruption(wrapped) is corrupted
 
 
 def test_a_checkpoint_out_of_reach_ends_the_run_and_is_not_set_aside(
@@ -330,7 +334,7 @@ def test_a_checkpoint_under_another_name_is_not_taken_for_it(
     shutil.copytree(folder / "2", folder / "9")
     trainer(folder.parent, steps=6).fit(examples())
     told = capsys.readouterr().out
-    assert "9 is damaged: it is the checkpoint of step 2 under another name; trying" in told
+    assert "9 is corrupted: it is the checkpoint of step 2 under another name; trying" in told
     assert "resumed from step 4 of" in told
     assert bits(load_params(str(folder.parent))) == bits(load_params(str(small_runs / "six")))
 
@@ -472,7 +476,7 @@ def killed_again_and_again(experiment: Path, workdir: Path, seed: int, kills: in
         process.wait()
         process.stdout.close()  # type: ignore[union-attr]
         if reached:
-            assert f"resumed from step {reached} of" in seen and "damaged" not in seen, seen
+            assert f"resumed from step {reached} of" in seen and "corrupted" not in seen, seen
         whole = saved_steps(workdir)
         assert max(whole, default=0) >= reached
         for step in whole:  # whatever has a name is whole

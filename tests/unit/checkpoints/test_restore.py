@@ -768,7 +768,7 @@ def test_the_best_checkpoint_is_loaded_by_that_word(rising: Run, tmp_path: Path)
         load_params(f"{path}/checkpoints/3", which="best")
 
 
-def test_a_damaged_best_checkpoint_is_never_replaced_by_the_second_best(
+def test_a_corrupted_best_checkpoint_is_never_replaced_by_the_second_best(
     rising: Run, tmp_path: Path
 ) -> None:
     workdir = shutil.copytree(rising.workdir, tmp_path / "run")
@@ -852,7 +852,7 @@ def test_verify_prints_a_row_a_checkpoint_and_what_is_wrong(
     (folder / "6" / "manifest.json").unlink()
     (folder / "4" / "params" / "_METADATA").unlink()
     (folder / "7.orbax-checkpoint-tmp").mkdir()
-    (folder / "8.damaged").mkdir()
+    (folder / "8.corrupted").mkdir()
     before = contents(copy)
     assert command.main(["verify", str(copy)]) == 1
     found = rows(capsys.readouterr().out)
@@ -867,7 +867,7 @@ def test_verify_prints_a_row_a_checkpoint_and_what_is_wrong(
             "7.orbax-checkpoint-tmp",
             "unfinished: being saved now, or to be removed by the next start",
         ],
-        ["8.damaged", "set aside"],
+        ["8.corrupted", "quarantined"],
     ]
     assert contents(copy) == before  # to look changes nothing
     assert command.main(["verify", str(folder / "2")]) == 0
@@ -895,7 +895,7 @@ def test_the_export_command_says_what_it_wrote_or_why_not(
     assert capsys.readouterr().err.startswith("failed: ")
 
 
-def test_verify_names_the_damaged_checkpoint_of_a_run(
+def test_verify_names_the_corrupted_checkpoint_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workdir = tmp_path / "run"
@@ -1042,7 +1042,7 @@ def test_a_refusal_never_falls_back_to_an_older_checkpoint_that_would_fit(
         )
         assert saved_steps(mine) == [2, 3]
         shutil.rmtree(mine / "checkpoints" / "3")
-    assert "damaged" not in capsys.readouterr().out
+    assert "corrupted" not in capsys.readouterr().out
     assert trainer(mine).fit((X, Y), steps=3).step == 3
 
 

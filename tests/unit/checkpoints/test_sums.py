@@ -78,7 +78,7 @@ def test_host_and_device_agree_on_eight_and_sixteen_bytes(x: np.ndarray) -> None
 
 
 def test_the_sum_of_what_is_saved_today_is_what_it_will_be() -> None:
-    # The sums in checkpoints already written: another sum would call all of them damaged.
+    # The sums in checkpoints already written: another sum would call all of them corrupted.
     assert sums(
         {"a": np.array([1, -2, 0.5], np.float32), "b": [jnp.arange(5), np.bool_(True)]}
     ) == {

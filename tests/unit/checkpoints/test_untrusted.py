@@ -1,4 +1,4 @@
-"""Damaged and forged files in a run's folder: a message each, or set aside."""
+"""Corrupted and forged files in a run's folder: a message each, or quarantined."""
 
 import contextlib
 import dataclasses
@@ -194,7 +194,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_forged_manifest_is_damage(
+def test_a_forged_manifest_is_corruption(
     name: str, workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = workdir / "checkpoints" / "2"
@@ -237,7 +237,7 @@ PLACES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_what_is_no_manifest_is_damage(
+def test_what_is_no_manifest_is_corruption(
     place: str, workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = workdir / "checkpoints" / "2" / "manifest.json"
@@ -247,7 +247,7 @@ def test_what_is_no_manifest_is_damage(
     assert checkpoints(["show", str(workdir)]) == 0
     fit(workdir, 3)
     names = {path.name for path in (workdir / "checkpoints").iterdir()}
-    assert names == {"2", "2.damaged", "3"} or names == {"1", "2.damaged", "3"}
+    assert names == {"2", "2.corrupted", "3"} or names == {"1", "2.corrupted", "3"}
     assert capsys.readouterr().err == ""
 
 
@@ -277,7 +277,7 @@ METADATA: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", METADATA)
-def test_forged_metadata_of_arrays_is_damage(
+def test_forged_metadata_of_arrays_is_corruption(
     name: str, workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = workdir / "checkpoints" / "2"
@@ -285,7 +285,7 @@ def test_forged_metadata_of_arrays_is_damage(
     forge(folder, lambda m: m.update(files=sizes(epath.Path(folder))))
     assert checkpoints(["verify", str(workdir)]) == 1
     fit(workdir, 3)
-    assert (workdir / "checkpoints" / "2.damaged").is_dir()
+    assert (workdir / "checkpoints" / "2.corrupted").is_dir()
 
 
 def make_deep(folder: Path, depth: int = 1500) -> None:
@@ -309,7 +309,7 @@ def test_deeply_nested_folders_end_nothing(
     try:
         assert checkpoints(["verify", str(workdir)]) == (name == "2")
         fit(workdir, 3)
-        assert (workdir / "checkpoints" / "2.damaged").is_dir() == (name == "2")
+        assert (workdir / "checkpoints" / "2.corrupted").is_dir() == (name == "2")
         assert (workdir / "checkpoints" / "3").is_dir()
     finally:
         subprocess.run(["rm", "-r", str(workdir)], check=True)  # pytest's own removal is recursive
@@ -338,7 +338,7 @@ def test_a_json_file_of_millions_of_values_is_not_parsed() -> None:
 def test_a_file_of_a_name_that_no_file_has_is_missing(workdir: Path) -> None:
     forge(workdir / "checkpoints" / "2", lambda m: m["files"].update({"x" * 5000: 1}))
     fit(workdir, 3)
-    assert (workdir / "checkpoints" / "2.damaged").is_dir()
+    assert (workdir / "checkpoints" / "2.corrupted").is_dir()
 
 
 def test_names_in_a_manifest_are_not_printed_raw(workdir: Path) -> None:
@@ -352,7 +352,7 @@ def test_names_in_a_manifest_are_not_printed_raw(workdir: Path) -> None:
 @pytest.mark.parametrize(
     "file", ["_CHECKPOINT_METADATA", "params/_METADATA", "params/\x1b[31mextra"]
 )
-def test_a_fifo_in_a_checkpoint_is_damage(
+def test_a_fifo_in_a_checkpoint_is_corruption(
     file: str, workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = workdir / "checkpoints" / "2" / file
@@ -362,7 +362,7 @@ def test_a_fifo_in_a_checkpoint_is_damage(
     assert "is not a regular file" in " ".join(capsys.readouterr().out.split())
     fit(workdir, 3)
     assert "\x1b" not in capsys.readouterr().out
-    assert (workdir / "checkpoints" / "2.damaged").is_dir()
+    assert (workdir / "checkpoints" / "2.corrupted").is_dir()
 
 
 @pytest.mark.parametrize("value", ["", "run\udcff", "run\0"])

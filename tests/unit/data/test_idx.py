@@ -159,7 +159,7 @@ def test_a_shape_that_no_array_can_have_is_refused(tmp_path: Path, sizes: list[i
     assert "shape" in refusal(write(tmp_path, content))
 
 
-def damaged(how: str) -> bytes:
+def corrupted(how: str) -> bytes:
     content = bytearray(gzip.compress(idx_bytes(np.arange(5000, dtype=np.int32))))
     match how:
         case "cut short":
@@ -185,8 +185,8 @@ def damaged(how: str) -> bytes:
         "followed by something else",
     ],
 )
-def test_a_damaged_gzip_file_is_refused(tmp_path: Path, how: str) -> None:
-    assert refusal(write(tmp_path, damaged(how), "some-idx.gz")).startswith("cannot be read: ")
+def test_a_corrupted_gzip_file_is_refused(tmp_path: Path, how: str) -> None:
+    assert refusal(write(tmp_path, corrupted(how), "some-idx.gz")).startswith("cannot be read: ")
 
 
 # --- Files that grow ---

@@ -239,7 +239,7 @@ def test_the_orientation_of_a_camera_is_undone(tmp_path: Path, orientation: int)
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize("exif", [b"what is this", b"II*\0\x08\0\0\0\x09\0\x12\x01"])
-def test_damaged_metadata_harms_no_pixels_and_is_not_noise(
+def test_corrupted_metadata_harms_no_pixels_and_is_not_noise(
     tmp_path: Path, kind: str, exif: bytes, recwarn: pytest.WarningsRecorder
 ) -> None:
     content = saved(Image.fromarray(plain(77, 8, 8)), kind, exif=b"Exif\0\0" + exif)
@@ -1015,15 +1015,15 @@ def flip(content: bytes) -> bytes:
     return content[:-1] + bytes([content[-1] ^ 1])
 
 
-@pytest.mark.parametrize("damage", [flip, lambda content: content[:-1], lambda content: b""])
-def test_a_damaged_file_of_the_cache_is_made_again(
-    tmp_path: Path, decodes: list[bytes], damage: Callable[[bytes], bytes]
+@pytest.mark.parametrize("corruption", [flip, lambda content: content[:-1], lambda content: b""])
+def test_a_corrupted_file_of_the_cache_is_made_again(
+    tmp_path: Path, decodes: list[bytes], corruption: Callable[[bytes], bytes]
 ) -> None:
     folder_of(tmp_path / "data", {"a/x.png": plain(5)})
     everything(on_disk(tmp_path))
     (file,) = stored(tmp_path)
     whole = file.read_bytes()
-    file.write_bytes(damage(whole))
+    file.write_bytes(corruption(whole))
     assert everything(on_disk(tmp_path))["image"].tolist() == [plain(5).tolist()]
     assert file.read_bytes() == whole and len(decodes) == 2
 

@@ -128,7 +128,7 @@ def test_a_compiler_option_passes_through_and_a_summary_is_kept_for_each(tmp_pat
     changed = json.dumps(summary | {"collectives": summary["collectives"] * 3}).encode()
     first.write_bytes(sealed(first.stem, changed))
     assert reduces() == 3 * together
-    # Without its digest it is damaged, and made anew.
+    # Without its digest it is corrupted, and made anew.
     first.write_bytes(whole.partition(b"\n")[0] + b"\n" + changed)
     assert reduces() == together and first.read_bytes() == whole
     assert len(list(kept.iterdir())) == 2

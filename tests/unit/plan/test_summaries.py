@@ -1,4 +1,4 @@
-"""Summaries of compiled programs that were kept: read again, or made anew if they are damaged."""
+"""Summaries of compiled programs that were kept: read again, or made anew if they are corrupted."""
 
 import dataclasses
 import json

@@ -298,7 +298,7 @@ def flip(folder: Path) -> None:
 
 @pytest.mark.parametrize("part", ["params", ""])
 @pytest.mark.parametrize(("which", "steps"), [("each", [1, 2, 3]), ("newest", [3])])
-def test_a_damaged_checkpoint_is_skipped_once_and_hides_no_other(
+def test_a_corrupted_checkpoint_is_skipped_once_and_hides_no_other(
     part: str,
     which: Which,
     steps: list[int],
@@ -307,16 +307,16 @@ def test_a_damaged_checkpoint_is_skipped_once_and_hides_no_other(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     stage.save(1, 2, 3, 4)()
-    damaged = stage.workdir / "checkpoints" / "4"
+    corrupted = stage.workdir / "checkpoints" / "4"
     if part:
-        flip(damaged / part)
+        flip(corrupted / part)
     else:
-        (damaged / "manifest.json").write_text("{}")
+        (corrupted / "manifest.json").write_text("{}")
     assert stage.play(*[stage.nothing] * 5, stage.finish, which=which) == 0
     assert sorted(read) == [*steps, 4] and told_steps(stage.workdir) == steps
     output = capsys.readouterr().out
     assert output.count("skipped") == 1
-    assert f"checkpoint {damaged} is damaged: " in output
+    assert f"checkpoint {corrupted} is corrupted: " in output
 
 
 def test_a_checkpoint_saved_anew_is_evaluated_again(stage: Stage, other: Path) -> None:

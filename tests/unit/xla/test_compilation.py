@@ -66,7 +66,7 @@ def test_where_programs_are_kept_can_be_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_that_cannot_be_there_and_a_damaged_file_only_cost_time(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_there_and_a_corrupted_file_only_cost_time(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     ended = train(tmp_path, "a", "--compilation-cache", tmp_path / "file")
     assert ended.stderr == ""
@@ -76,7 +76,7 @@ def test_a_folder_that_cannot_be_there_and_a_damaged_file_only_cost_time(tmp_pat
     whole = step.read_bytes()
     step.write_bytes(whole[: len(whole) // 2])
     ended = train(tmp_path, "c", "--compilation-cache", folder)
-    assert f"the cached program {step} is damaged or renamed: compiling again" in ended.stderr
+    assert f"the cached program {step} is corrupted or renamed: compiling again" in ended.stderr
     assert step.stat().st_size > len(whole) * 0.9  # it has been put right
     assert train(tmp_path, "d", "--compilation-cache", folder).stderr == ""
     assert metrics(tmp_path / "a") == metrics(tmp_path / "c") == metrics(tmp_path / "d")

@@ -123,7 +123,7 @@ def test_unreadable_groups_are_no_error(groups: str) -> None:
 
 @hypothesis.given(st.data())
 @hypothesis.settings(deadline=None)
-def test_no_damage_is_an_error(data: st.DataObject) -> None:
+def test_no_corruption_is_an_error(data: st.DataObject) -> None:
     whole = all_reduce(
         data.draw(
             st.sampled_from(
