@@ -502,5 +502,5 @@ def test_an_evaluator_is_none_of_the_processes(
 ) -> None:
     config = ["--config", str(small_experiment(tmp_path)), "--workdir", str(tmp_path / "run")]
     assert main([*config, "--role", "evaluate", option, "1"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {option} in an evaluator")
+    assert capsys.readouterr().err.startswith(f"error: {option} does not apply to an evaluator")
     assert not (tmp_path / "run").exists()
