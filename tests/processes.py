@@ -102,7 +102,7 @@ class Rows:
             raise ValueError("there is no such row")
         if fault == "refusal":
             raise UserError("row 7 holds no number")
-        if fault == "stuck":
+        if fault == "hang":
             time.sleep(1000)
         if fault == "nan":
             return x * np.nan

@@ -20,14 +20,14 @@ from typing import Any, NoReturn
 
 import jax
 
-from spmdtrain.distributed import out_of_memory, process_group, progress, stalls
+from spmdtrain.distributed import hangs, out_of_memory, process_group, progress
 from spmdtrain.distributed.context import CONTEXT, ignore_failure
 from spmdtrain.distributed.process_group import KEY, Job
 from spmdtrain.distributed.progress import Phase
 from spmdtrain.errors import ExitCode, PreemptedExit, foreign
 
 _FAILURE = f"{KEY}/failure"
-_NO_RANK = -1  # rank in a failure that no process reported itself: a stalled job
+_NO_RANK = -1  # rank in a failure that no process reported itself: a job that hangs
 _POLL_INTERVAL = 0.3  # seconds between two checks whether another process has failed
 _REPORT_TIMEOUT = 2  # seconds to wait for the report of a process whose connection is lost
 _MAX_REASON = 10_000  # characters printed of another process's reason
@@ -82,7 +82,7 @@ def end() -> None:
 
 @contextlib.contextmanager
 def watch_failures(on_failure: Callable[[str], None]) -> Iterator[None]:
-    """Watches for stalls while entered, and reports a failure of another process.
+    """Watches for hangs while entered, and reports a failure of another process.
 
     Args:
       on_failure: Called with the reason before this process exits. It runs in the watching thread,
@@ -241,7 +241,7 @@ def _describe_other(failure: Mapping[str, Any]) -> str:
 
 def _watch(job: Job, hang_timeout: float) -> None:
     """Exits soon after another process has failed, whatever the main thread is waiting for."""
-    monitor = _StallMonitor(job, hang_timeout)
+    monitor = _HangMonitor(job, hang_timeout)
     while not CONTEXT.exits.finished.wait(_POLL_INTERVAL):
         if (failure := _first_failure(job)) is not None and failure["rank"] != job.rank:
             # The main thread may be about to notice the failure itself, and to clean up.
@@ -258,14 +258,14 @@ def _watch(job: Job, hang_timeout: float) -> None:
             monitor.poll()
 
 
-class _StallMonitor:
-    """Detects stalled jobs: each process publishes its progress, and process 0 compares it."""
+class _HangMonitor:
+    """Detects a job that hangs: each process publishes its progress, and process 0 compares it."""
 
     def __init__(self, job: Job, hang_timeout: float) -> None:
         self._job, self._timeout = job, hang_timeout
         self._every = min(10.0, hang_timeout / 10)
         self._next = time.monotonic()
-        self._timer = stalls.IdleTimer()
+        self._timer = hangs.IdleTimer()
 
     def poll(self) -> None:
         """Publishes the progress of this process; in process 0, fails a job without progress."""
@@ -292,7 +292,7 @@ class _StallMonitor:
                 progress.Record(**r | {"phase": Phase(r["phase"]), "at": now - r["at"]})
                 for r in records
             ]
-            why = stalls.find_stalled_task(parsed).sentence
+            why = hangs.find_hung_task(parsed).sentence
             why = f"no progress for {self._timeout:g} s: {foreign(why)}"
             hung = {"rank": _NO_RANK, "name": "the job", "code": int(ExitCode.FAILED)}
             _set_failure(job, hung | {"reason": why, "lost": False})

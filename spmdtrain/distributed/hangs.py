@@ -1,6 +1,6 @@
-"""Stalled jobs: how long nothing has changed, and which task blocks the others.
+"""Jobs that hang: how long nothing has changed, and which task blocks the others.
 
-The launcher and the processes of a job without a launcher detect stalls by the same functions. They
+The launcher and the processes of a job without a launcher detect hangs by the same functions. They
 differ in where the records come from: files of the job's folder, or JAX's key-value store.
 """
 
@@ -19,7 +19,7 @@ class IdleTimer:
     Args:
       max_interval: Maximum number of seconds that are counted between two calls of `idle`. While
         a launcher is stopped (Ctrl-Z), its children soon block on their output: that time must
-        not count as a stall.
+        not count as a hang.
     """
 
     def __init__(self, max_interval: float = math.inf) -> None:
@@ -42,7 +42,7 @@ class IdleTimer:
 
 
 @dataclass(frozen=True)
-class Stall:
+class Hang:
     """The task that most likely blocks a job without progress."""
 
     task: str | None
@@ -52,7 +52,7 @@ class Stall:
     sentence: str
 
 
-def find_stalled_task(records: Sequence[Record], stopped: Collection[str] = ()) -> Stall:
+def find_hung_task(records: Sequence[Record], stopped: Collection[str] = ()) -> Hang:
     """Returns the task that blocks the others of a job without progress.
 
     It is found by the phases. Step counters alone would select the wrong task: steps are dispatched
@@ -69,27 +69,27 @@ def find_stalled_task(records: Sequence[Record], stopped: Collection[str] = ()) 
     places = {(record.phase, record.step) for record in ordered}
     others = " and blocks the others" if len(ordered) > 1 else ""
     if halted:
-        return _stall(halted[0], f"is stopped by a signal in {halted[0].where}{others}")
+        return _hang(halted[0], f"is stopped by a signal in {halted[0].where}{others}")
     if absent:
-        return _stall(absent[0], f"has not started{others}")
+        return _hang(absent[0], f"has not started{others}")
     if len(ordered) == 1 or (working and len(working) < len(ordered)):
         first = (working or ordered)[0]
-        return _stall(first, f"is in {first.where}{others}")
+        return _hang(first, f"is in {first.where}{others}")
     if len(places) == 1:
         sentence = f"all wait in {ordered[0].where}: a collective does not end"
-        return Stall(None, ordered[0].phase, ordered[0].step, sentence)
+        return Hang(None, ordered[0].phase, ordered[0].step, sentence)
     if working:  # all tasks work, and none waits for another
-        return _stall(working[0], f"is in {working[0].where}, the longest without progress")
+        return _hang(working[0], f"is in {working[0].where}, the longest without progress")
     outlier = _outlier(ordered)
     if outlier is not None:
         rest = ", ".join(sorted({record.where for record in ordered if record is not outlier}))
-        return _stall(outlier, f"is in {outlier.where} while the others wait in {rest}")
+        return _hang(outlier, f"is in {outlier.where} while the others wait in {rest}")
     where = ", ".join(f"{record.task} in {record.where}" for record in ordered)
-    return Stall(None, None, None, f"each waits for the others ({where})")
+    return Hang(None, None, None, f"each waits for the others ({where})")
 
 
-def _stall(record: Record, predicate: str) -> Stall:
-    return Stall(record.task, record.phase, record.step, f"{record.task} {predicate}")
+def _hang(record: Record, predicate: str) -> Hang:
+    return Hang(record.task, record.phase, record.step, f"{record.task} {predicate}")
 
 
 def _outlier(waiting: Sequence[Record]) -> Record | None:

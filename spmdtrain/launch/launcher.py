@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from spmdtrain.distributed import out_of_memory, progress
+from spmdtrain.distributed.hangs import IdleTimer, find_hung_task
 from spmdtrain.distributed.progress import Phase, Record
-from spmdtrain.distributed.stalls import IdleTimer, find_stalled_task
 from spmdtrain.errors import ExitCode
 from spmdtrain.launch import stacks
 from spmdtrain.launch.child import Child, Output, Reaper, Signals
@@ -153,7 +153,7 @@ class Launcher:
         restarter = WorkerRestarter(self, configs) if self.options.ps else None
         exits: list[TaskExit] = []
         until = math.inf  # time at which the remaining tasks are killed
-        watch, stalled, stopped = IdleTimer(max_interval=1.0), None, list[str]()
+        watch, hung, stopped = IdleTimer(max_interval=1.0), None, list[str]()
         while running := [child for child in tasks if child.status is None]:
             self.tick()
             for child in [child for child in running if child.poll()]:
@@ -176,13 +176,13 @@ class Launcher:
                 self._request_stop(running)
             if self.deadline < math.inf:  # tasks may be saving: only the grace period limits them
                 until = 0.0 if len(self.signals.received) > 1 else self.deadline
-            elif until == math.inf and self._is_stalled(watch, running):
-                stalled, until = self._report_stall(running), 0.0
+            elif until == math.inf and self._is_hung(watch, running):
+                hung, until = self._report_hang(running), 0.0
             if time.monotonic() >= until:
                 stopped += [child.name for child in running if self._is_stopped(child)]
                 for child in running:
                     child.kill()
-        return self._outcome(exits, stalled, stopped)
+        return self._outcome(exits, hung, stopped)
 
     def _time_left(self, ended: TaskExit) -> float:
         """Returns the seconds that the others may continue after a task has exited."""
@@ -230,7 +230,7 @@ class Launcher:
         return out_of_memory.why_aborted(ended.errors, address_limit, ended.peak)
 
     def _outcome(
-        self, exits: Sequence[TaskExit], stalled: str | None, stopped: Sequence[str]
+        self, exits: Sequence[TaskExit], hung: str | None, stopped: Sequence[str]
     ) -> Outcome:
         """Returns the result of an attempt; prints all failures except the root cause."""
         saved = max((ended.record.saved for ended in exits if ended.record), default=-1)
@@ -249,8 +249,8 @@ class Launcher:
         killed = ", ".join(name for name in self.environments if name in by_us)
         if killed:
             self.log(f"killed {killed}")
-        if stalled is not None:
-            return Outcome(ExitCode.FAILED, f"hung: {stalled}", saved)
+        if hung is not None:
+            return Outcome(ExitCode.FAILED, f"hung: {hung}", saved)
         own = [ended for ended in failures if rank(ended) is not CauseRank.CONSEQUENCE]
         if self.signals.received and ours and not own:
             received = self.signals.received[0]
@@ -266,12 +266,12 @@ class Launcher:
             words += f" ({', '.join(stopped)}: stopped by a signal)"
         return Outcome(cause.code, words, saved)
 
-    def _is_stalled(self, watch: IdleTimer, running: Sequence[Child]) -> bool:
+    def _is_hung(self, watch: IdleTimer, running: Sequence[Child]) -> bool:
         records = [progress.read(self.folder, child.name) for child in running]
         idle = watch.idle(records)
         return any(records) and 0 < self.options.hang_timeout <= idle
 
-    def _report_stall(self, running: Sequence[Child]) -> str:
+    def _report_hang(self, running: Sequence[Child]) -> str:
         """Prints which task blocks the others, and the stacks of all; returns the former."""
         published = {child.name: progress.read(self.folder, child.name) for child in running}
         stopped = [child.name for child in running if self._is_stopped(child)]
@@ -284,7 +284,7 @@ class Launcher:
                 for record in records
                 if record.task == "chief" or record.task in stopped or not record.changes
             ]
-        sentence = find_stalled_task(records, stopped).sentence
+        sentence = find_hung_task(records, stopped).sentence
         self.log(f"no progress for {self.options.hang_timeout:g} s: {sentence}")
         asked = []
         for child in running:

@@ -1,4 +1,4 @@
-"""The stacks of stalled processes, and whether a process is stopped by a signal."""
+"""The stacks of processes that hang, and whether a process is stopped by a signal."""
 
 import time
 from collections.abc import Iterator, Sequence

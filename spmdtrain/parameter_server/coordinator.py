@@ -360,7 +360,7 @@ class Coordinator:
     def _process(self, event: PoolEvent) -> None:
         # A worker that has joined may have received a call before this event is processed.
         call = None if isinstance(event, WorkerJoined) else self._running.pop(event.worker, None)
-        heartbeat()  # otherwise the launcher would consider the job stalled
+        heartbeat()  # otherwise the launcher would consider the job hung
         match event:
             case Done(_, result) if call is not None:
                 with phase(Phase.STEP, call.number + 1):

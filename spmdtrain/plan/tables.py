@@ -356,7 +356,7 @@ def _shards(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     """Yields sharded state whose number of shards grows less than the number of devices."""
     growth = after["devices"] / before["devices"]
     old_rows = {row["name"]: row for row in before["state"]}
-    stuck: dict[tuple[str, int, int], list[str]] = defaultdict(list)
+    lagging: dict[tuple[str, int, int], list[str]] = defaultdict(list)
     for row in after["state"]:
         old = old_rows.get(row["name"], row)
         own, optimizer = (
@@ -365,10 +365,10 @@ def _shards(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
         )
         name = f"{row['name']} {row['shape']}"
         if own is not None:
-            stuck["", old["parts"], own].append(name)
+            lagging["", old["parts"], own].append(name)
         elif optimizer is not None:
-            stuck["optimizer state of ", old["optimizer_parts"], optimizer].append(name)
-    for (prefix, old_parts, parts), names in stuck.items():
+            lagging["optimizer state of ", old["optimizer_parts"], optimizer].append(name)
+    for (prefix, old_parts, parts), names in lagging.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         now = f"{parts} shards" if parts > 1 else "replicated"
         still = "still " if parts == old_parts else ""

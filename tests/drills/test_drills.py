@@ -414,8 +414,8 @@ FAULTS = {
         *("SIGSTOP", 1, ("--hang-timeout", 0)),
         (rf"{STOPPED}; restart 1 of 3 in 1 s", 45),
     ),
-    "a stuck data loader in a worker": (
-        *("stuck", 1, ("--hang-timeout", HANG)),
+    "a data loader that hangs in a worker": (
+        *("hang", 1, ("--hang-timeout", HANG)),
         (
             r"hung: worker 0 is in load at step 1[0-3] and blocks the others; "
             r"restart 1 of 3 in 1 s",
@@ -456,7 +456,7 @@ def test_after_a_fault_the_job_comes_back_and_ends_with_the_same_bits(
         assert measured["lost"] == 0
     else:
         assert 0 <= measured["lost"] <= 5
-    if fault == "stuck":  # where it is stuck can be seen
+    if fault == "hang":  # where it hangs can be seen
         stacks = launched.output.partition("no progress for")[2]
         assert f"[{'worker 0' if rank else 'chief'}]" in stacks and "in fail" in stacks
 

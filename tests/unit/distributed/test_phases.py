@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdtrain.distributed import progress
+from spmdtrain.distributed.hangs import find_hung_task
 from spmdtrain.distributed.progress import WAITING, Phase, Record
-from spmdtrain.distributed.stalls import find_stalled_task
 
 
 def published(
@@ -253,13 +253,13 @@ def records(places: Places) -> list[Record]:
 def test_who_holds_the_others(
     places: Places, stopped: list[str], task: str | None, sentence: str
 ) -> None:
-    found = find_stalled_task(records(places), stopped)
+    found = find_hung_task(records(places), stopped)
     assert (found.task, found.sentence) == (task, sentence)
 
 
 def test_one_that_has_not_begun_holds_the_others() -> None:
     here = records({"chief": ("start", 0, 2.0)})
-    found = find_stalled_task([*here, Record("worker 0", 0, Phase.START, -1, changes=0, at=0.0)])
+    found = find_hung_task([*here, Record("worker 0", 0, Phase.START, -1, changes=0, at=0.0)])
     assert (found.task, found.sentence) == (
         "worker 0",
         "worker 0 has not started and blocks the others",
@@ -281,7 +281,7 @@ def test_one_that_waits_is_never_blamed_where_one_does_not(
     all_ = [
         Record(f"worker {i}", step, phase, -1, 5, at) for i, (phase, step, at) in enumerate(places)
     ]
-    found = find_stalled_task(all_)
+    found = find_hung_task(all_)
     blamed = next((record for record in all_ if record.task == found.task), None)
     if any(record.phase not in WAITING for record in all_) and blamed is not None:
         assert blamed.phase not in WAITING
@@ -289,8 +289,6 @@ def test_one_that_waits_is_never_blamed_where_one_does_not(
         assert blamed is not None
     if blamed is not None:
         assert (found.phase, found.step) == (blamed.phase, blamed.step)
-    assert find_stalled_task(all_[::-1]).phase == found.phase or len({r.at for r in all_}) < len(
-        all_
-    )
+    assert find_hung_task(all_[::-1]).phase == found.phase or len({r.at for r in all_}) < len(all_)
     for record in all_:
-        assert find_stalled_task(all_, [record.task]).task == record.task
+        assert find_hung_task(all_, [record.task]).task == record.task

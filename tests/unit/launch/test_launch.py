@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from helpers import environment
 
+from spmdtrain.distributed.hangs import IdleTimer
 from spmdtrain.distributed.progress import Phase, Reason, Record
-from spmdtrain.distributed.stalls import IdleTimer
 from spmdtrain.errors import UserError
 from spmdtrain.launch.child import _prefixes, lines
 from spmdtrain.launch.command import main

@@ -43,7 +43,7 @@ class Work:
 
 @dataclass
 class Strange:
-    """Workers that do one thing each time it is said so: push to a server, stall, or die."""
+    """Workers that do one thing each time it is said so: push to a server, hang, or die."""
 
     servers: list[Server]
     choices: list[int]
