@@ -430,7 +430,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_after_a_fault_the_job_comes_back_and_ends_with_the_same_bits(
+def test_after_a_fault_the_job_restarts_and_ends_with_the_same_bits(
     tmp_path: Path, whole: Path, name: str
 ) -> None:
     fault, rank, own, (message, bound) = FAULTS[name]

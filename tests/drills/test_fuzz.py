@@ -32,7 +32,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from PIL import Image
-from plans import FOUND
+from plan_helpers import FOUND
 
 from spmdtrain import StorageError, UserError, load_params
 from spmdtrain.checkpoints import manifest

@@ -147,7 +147,7 @@ TOPOLOGIES = {
 @pytest.mark.parametrize(
     "name", ["2x4", *(pytest.param(x, marks=pytest.mark.drill) for x in TOPOLOGIES if x != "2x4")]
 )
-def test_from_a_common_state_several_processes_have_the_numbers_of_one(
+def test_from_a_common_state_several_processes_compute_the_values_of_one(
     tmp_path: Path, alone: Path, name: str
 ) -> None:
     devices, tensor, holders = TOPOLOGIES[name]

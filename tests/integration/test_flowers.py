@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from processes import job, sums_of
-from steps import SHOWS_GRADIENTS, on
+from step_helpers import SHOWS_GRADIENTS, on
 from test_same_numbers import trainer_on
 
 from spmdtrain import Experiment, Trainer, UserError

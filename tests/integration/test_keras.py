@@ -18,7 +18,7 @@ import pytest
 from helpers import REPOSITORY, environment, metrics, run
 from jax.sharding import PartitionSpec as P
 from processes import codes, job
-from steps import primitives
+from step_helpers import primitives
 
 from spmdtrain import (
     CollectiveOptions,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import DIGITS, GPT, environment, text_in
-from plans import needs_libtpu, plan, planned
+from plan_helpers import needs_libtpu, plan, planned
 
 # Builds once, for the plan, and not a second time, when advice is tried.
 FALLS = """

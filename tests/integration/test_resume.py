@@ -98,7 +98,7 @@ def up_to_ten(workdir: Path, split: str) -> list[dict[str, Any]]:
 # -- at a step of one's choice ---------------------------------------------------------------------
 
 
-def test_ten_steps_are_five_and_five_more_to_the_bit(
+def test_ten_steps_equal_five_and_five_resumed_steps_bitwise(
     uninterrupted: Path, runs: list[Path], gone_on: list[Path]
 ) -> None:
     workdir, before = gone_on[0], metrics(runs[1])

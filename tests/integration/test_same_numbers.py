@@ -155,7 +155,7 @@ def test_the_first_ten_losses_are_equal_on_1_2_4_and_8_devices(mnist: Path) -> N
         np.testing.assert_allclose(losses[devices], losses[1], rtol=1e-4)
 
 
-def test_the_step_holds_all_reduces_of_each_gradient_once_and_no_all_gather() -> None:
+def test_the_step_all_reduces_each_gradient_once_and_has_no_all_gather() -> None:
     experiment, config = build(DIGITS)
     trainer = trainer_on(8, experiment, config)
     program = compiled(trainer, experiment, config)

@@ -12,23 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import GPT, metrics, text_in
-from lives import (
+from matrix import ROWS, Row, accepted
+from processes import job, show
+from strategy_runs import (
     CADENCE,
     MIDDLE,
     REPLICATED,
     STEPS,
     Expected,
-    Life,
-    Lives,
     Places,
+    StrategyRun,
+    StrategyRuns,
     assert_in_place,
     assert_one_step_is_the_same,
     assert_same_step,
     cell,
-    living,
+    strategy_runs,
 )
-from matrix import ROWS, Row, accepted
-from processes import job, show
 
 pytestmark = pytest.mark.slow
 
@@ -93,16 +93,18 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Sequence[str]:
 
 
 @pytest.fixture(scope="module")
-def lives(options: Sequence[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
-    yield from living(tmp_path_factory, ["--config", str(GPT), *options])
+def runs(
+    options: Sequence[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StrategyRuns]:
+    yield from strategy_runs(tmp_path_factory, ["--config", str(GPT), *options])
 
 
 @pytest.fixture
-def default(lives: Lives) -> Life:
-    return lives(ROWS[0])
+def default(runs: StrategyRuns) -> StrategyRun:
+    return runs(ROWS[0])
 
 
-def test_the_arrays_have_the_shapes_of_the_tiny_preset(default: Life) -> None:
+def test_the_arrays_have_the_shapes_of_the_tiny_preset(default: StrategyRun) -> None:
     assert {row.name for row in PLACED} == set(PLACES)
     found = {
         name.removeprefix("params/"): x.shape
@@ -113,17 +115,17 @@ def test_the_arrays_have_the_shapes_of_the_tiny_preset(default: Life) -> None:
 
 
 @cell(PLACED)
-def test_twenty_steps(row: Row, lives: Lives, default: Life) -> None:
-    life = lives(row)
-    assert len(life.losses) == STEPS and life.losses[-1] < 0.8 * life.losses[0]
-    np.testing.assert_allclose(life.losses, default.losses, rtol=1e-3)
-    np.testing.assert_allclose(validation(life.lines), validation(default.lines), rtol=1e-3)
-    assert_in_place(life, PLACES[row.name])
+def test_twenty_steps(row: Row, runs: StrategyRuns, default: StrategyRun) -> None:
+    run = runs(row)
+    assert len(run.losses) == STEPS and run.losses[-1] < 0.8 * run.losses[0]
+    np.testing.assert_allclose(run.losses, default.losses, rtol=1e-3)
+    np.testing.assert_allclose(validation(run.lines), validation(default.lines), rtol=1e-3)
+    assert_in_place(run, PLACES[row.name])
 
 
 @cell(PLACED)
-def test_one_step_from_a_common_state(row: Row, lives: Lives, default: Life) -> None:
-    assert_one_step_is_the_same(lives(row), default)
+def test_one_step_from_a_common_state(row: Row, runs: StrategyRuns, default: StrategyRun) -> None:
+    assert_one_step_is_the_same(runs(row), default)
 
 
 def validation(lines: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -149,7 +151,7 @@ IN_PROCESSES = [row for row in accepted("processes") if row.name in TOPOLOGIES]
 def test_processes_train(
     row: Row,
     options: Sequence[str],
-    default: Life,
+    default: StrategyRun,
     tmp_path: Path,
 ) -> None:
     """From their own initial state."""
@@ -170,7 +172,7 @@ def test_processes_train(
 def test_processes_from_a_common_state(
     row: Row,
     options: Sequence[str],
-    default: Life,
+    default: StrategyRun,
     tmp_path: Path,
 ) -> None:
     """From a checkpoint of one process and another strategy, and its own is read there again."""

@@ -15,23 +15,23 @@ import matrix
 import numpy as np
 import pytest
 from helpers import DIGITS, metrics, saved_steps, small_experiment
-from lives import (
+from matrix import ROWS, Row, accepted
+from processes import codes, job, show, sums, sums_of
+from strategy_runs import (
     CADENCE,
     MIDDLE,
     REPLICATED,
     STEPS,
     Expected,
-    Life,
-    Lives,
     Places,
+    StrategyRun,
+    StrategyRuns,
     assert_in_place,
     assert_one_step_is_the_same,
     cell,
     expected_places,
-    living,
+    strategy_runs,
 )
-from matrix import ROWS, Row, accepted
-from processes import codes, job, show, sums, sums_of
 
 from spmdtrain.run import main
 from spmdtrain.strategies import STRATEGIES
@@ -78,13 +78,13 @@ def assert_same_bits(found: dict[str, np.ndarray], expected: dict[str, np.ndarra
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
-    yield from living(tmp_path_factory, OPTIONS)
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StrategyRuns]:
+    yield from strategy_runs(tmp_path_factory, OPTIONS)
 
 
 @pytest.fixture
-def default(lives: Lives) -> Life:
-    return lives(ROWS[0])
+def default(runs: StrategyRuns) -> StrategyRun:
+    return runs(ROWS[0])
 
 
 # -- the matrix ------------------------------------------------------------------------------------
@@ -101,53 +101,55 @@ def test_every_strategy_is_in_the_matrix_and_the_page_shows_it() -> None:
 
 
 @cell(accepted("train"))
-def test_train(row: Row, lives: Lives, default: Life) -> None:
-    life = lives(row)
-    assert len(life.losses) == STEPS and life.losses[-1] < 0.9 * life.losses[0]
-    np.testing.assert_allclose(life.losses, default.losses, rtol=1e-3)
-    assert_in_place(life, PLACES[row.name])
+def test_train(row: Row, runs: StrategyRuns, default: StrategyRun) -> None:
+    run = runs(row)
+    assert len(run.losses) == STEPS and run.losses[-1] < 0.9 * run.losses[0]
+    np.testing.assert_allclose(run.losses, default.losses, rtol=1e-3)
+    assert_in_place(run, PLACES[row.name])
 
 
 @cell(accepted("train"))
-def test_train_one_step_from_a_common_state(row: Row, lives: Lives, default: Life) -> None:
-    assert_one_step_is_the_same(lives(row), default)
+def test_train_one_step_from_a_common_state(
+    row: Row, runs: StrategyRuns, default: StrategyRun
+) -> None:
+    assert_one_step_is_the_same(runs(row), default)
 
 
 @cell(accepted("evaluate"))
-def test_evaluate(row: Row, lives: Lives) -> None:
-    life = lives(row)
-    rows = life.experiment.test.rows(np.arange(300))  # 4 batches of 64, and 44
-    x, w = rows["image"].reshape(300, 64).astype(np.float64), life.state
+def test_evaluate(row: Row, runs: StrategyRuns) -> None:
+    run = runs(row)
+    rows = run.experiment.test.rows(np.arange(300))  # 4 batches of 64, and 44
+    x, w = rows["image"].reshape(300, 64).astype(np.float64), run.state
     x = np.maximum(x @ w[f"params/{WIDE}"] + w[f"params/{BIAS}"], 0)
     logits = x @ w[f"params/{NARROW}"] + w["params/layers/1/bias"]
     right = int((logits.argmax(-1) == rows["label"]).sum())
-    assert life.counted["accuracy"] == right / 300
+    assert run.counted["accuracy"] == right / 300
     terms = np.log(np.exp(logits).sum(-1)) - logits[np.arange(300), rows["label"]]
-    np.testing.assert_allclose(life.counted["loss"], terms.mean(), rtol=1e-6)
+    np.testing.assert_allclose(run.counted["loss"], terms.mean(), rtol=1e-6)
 
 
 @cell(accepted("resume"))
-def test_resume(row: Row, lives: Lives) -> None:
-    life = lives(row)
-    assert_same_bits(life.goes_on(life.source / "10", STEPS), life.state)
-    assert metrics(life.workdir) == [line for line in life.lines if line["step"] > MIDDLE]
-    assert len(life.seen) == 1 + STEPS - MIDDLE
-    assert all(found == life.places[0] for found in life.seen)
+def test_resume(row: Row, runs: StrategyRuns) -> None:
+    run = runs(row)
+    assert_same_bits(run.goes_on(run.source / "10", STEPS), run.state)
+    assert metrics(run.workdir) == [line for line in run.lines if line["step"] > MIDDLE]
+    assert len(run.seen) == 1 + STEPS - MIDDLE
+    assert all(found == run.places[0] for found in run.seen)
 
 
 @cell(accepted("restore"))
-def test_restore_from_another(row: Row, lives: Lives) -> None:
+def test_restore_from_another(row: Row, runs: StrategyRuns) -> None:
     """Each is the source of the next, and the last of the first."""
-    life, source = lives(row), lives(ROWS[ROWS.index(row) - 1])
-    assert_same_bits(life.goes_on(source.source / "20", STEPS), source.state)
-    assert life.trainer.state is not None
-    places = expected_places(row, life.trainer.state, PLACES[row.name])
-    assert life.seen == [places]  # no step was made
+    run, source = runs(row), runs(ROWS[ROWS.index(row) - 1])
+    assert_same_bits(run.goes_on(source.source / "20", STEPS), source.state)
+    assert run.trainer.state is not None
+    places = expected_places(row, run.trainer.state, PLACES[row.name])
+    assert run.seen == [places]  # no step was made
 
 
 # -- by the command --------------------------------------------------------------------------------
 
-# Of each kind of placement one: lives() begins most of these with the default's initial state.
+# Of each kind of placement one: runs() begins most of these with the default's initial state.
 BY_COMMAND = (
     *("mirrored", "zero", "fully_sharded", "tensor_parallel", "central_storage"),
     "hybrid+fully_sharded",
@@ -157,7 +159,11 @@ BY_COMMAND = (
 @pytest.mark.slow
 @cell([row for row in accepted("train") if row.name in BY_COMMAND])
 def test_the_command_trains_goes_on_and_evaluates(
-    row: Row, lives: Lives, default: Life, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    row: Row,
+    runs: StrategyRuns,
+    default: StrategyRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Each from its own initial state, in trainers of its own."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -195,7 +201,7 @@ def metrics_of(workdir: Path, split: str) -> dict[str, float]:
 
 @pytest.mark.drill
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in accepted("processes")])
-def test_two_processes_train_and_go_on(row: Row, default: Life, tmp_path: Path) -> None:
+def test_two_processes_train_and_go_on(row: Row, default: StrategyRun, tmp_path: Path) -> None:
     """From a checkpoint of one process and another strategy, and from one of their own."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     options = [*OPTIONS[2:], *row.arguments]

@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 from helpers import metrics
-from linear import trainer
+from linear_model import trainer
 from processes import STEPS, drill, launch, sums
-from steps import on
+from step_helpers import on
 
 from spmdtrain.run import main
 from spmdtrain.tree import named_leaves

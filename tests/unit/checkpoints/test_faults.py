@@ -210,7 +210,7 @@ def small_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_corrupted_newest_falls_back_loudly_and_ends_with_the_same_bits(
+def test_a_corrupted_newest_checkpoint_falls_back_to_the_previous_one_with_the_same_bits(
     small_runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workdir = tmp_path / "run"
@@ -237,7 +237,7 @@ def test_a_corrupted_newest_falls_back_loudly_and_ends_with_the_same_bits(
     assert names == {"3.corrupted", "4.corrupted", "4", "5", "6"}
 
 
-def test_where_none_is_valid_the_run_stops_and_changes_nothing(
+def test_without_a_valid_checkpoint_the_run_stops_and_changes_nothing(
     small_runs: Path, tmp_path: Path
 ) -> None:
     workdir = tmp_path / "run"
@@ -540,7 +540,7 @@ SAVING = ("--hidden", 128, "--steps", 40, "--checkpoint-every-steps", 10, "--kee
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_the_run_and_with_more_room_it_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_run_which_resumes_after_space_is_freed(tmp_path: Path) -> None:
     disk, copy, workdir = tmp_path / "disk", tmp_path / "copy", tmp_path / "disk" / "run"
     disk.mkdir()
     ended = in_own_mounts(

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 from helpers import REPOSITORY
-from meetings import (
+from processes import free_port
+from rendezvous_helpers import (
     NAMES,
     Told,
     all_meet,
@@ -31,7 +32,6 @@ from meetings import (
     refusal,
     until,
 )
-from processes import free_port
 
 from spmdtrain.cluster import rendezvous
 from spmdtrain.cluster.rendezvous import Party, join_rendezvous

@@ -260,7 +260,7 @@ def test_a_batch_larger_than_the_dataset_holds_several_epochs() -> None:
 
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize(("number", "batch_size"), [(23, 8), (23, 16), (5, 16), (64, 16)])
-def test_batch_k_is_the_same_on_any_number_of_devices_and_from_wherever_reading_begins(
+def test_batch_k_is_the_same_on_any_number_of_devices_and_from_any_first_step(
     number: int, batch_size: int, threads: int
 ) -> None:
     steps = 11

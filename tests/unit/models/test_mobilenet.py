@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from hypothesis import example, given
 from hypothesis import strategies as st
-from steps import equations, on, trainer
+from step_helpers import equations, on, trainer
 
 from spmdtrain import MeshSpec, UserError
 from spmdtrain.adapters.as_adapter import as_adapter

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import DIGITS, GAN, GPT, environment, text_in
-from plans import needs_libtpu, plan, planned
+from plan_helpers import needs_libtpu, plan, planned
 
 from spmdtrain import Trainer
 from spmdtrain.config_checks import resolve

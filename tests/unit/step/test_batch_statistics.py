@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from helpers import TESTS
 from processes import job
-from steps import SHOWS_GRADIENTS, on, one_step
+from step_helpers import SHOWS_GRADIENTS, on, one_step
 
 from spmdtrain import CollectiveOptions, LinenModel, MeshSpec, Trainer, UserError
 from spmdtrain.checkpoints.restore import load_variables

@@ -14,7 +14,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers import run, saved_steps, small_experiment, together
-from steps import (
+from step_helpers import (
     ROWS,
     check_equal,
     gradients,

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import linear
+import linear_model
 import numpy as np
 import optax
 import pytest
@@ -76,7 +76,7 @@ def moved(workdir: Path, rate: float, optimizer: Any = nested, **options: Any) -
         params = jax.device_get(event.trainer.state.params)
         (before if event.event == "fit_start" else after).update(params)
 
-    fitted = linear.trainer(
+    fitted = linear_model.trainer(
         optimizer=optimizer(rate),
         workdir=str(workdir),
         global_batch_size=16,
@@ -96,7 +96,7 @@ def test_a_changed_learning_rate_scales_the_first_update_after_a_resume(
     found = {}
     for rate in (0.1, 0.01):
         workdir = tmp_path / str(rate)
-        linear.trainer(
+        linear_model.trainer(
             optimizer=nested(0.1),
             workdir=str(workdir),
             global_batch_size=16,
@@ -121,10 +121,10 @@ def test_what_a_run_changed_itself_is_kept_unless_its_initial_value_changes(
             opt_state = state.opt_state._replace(hyperparams=halved)
             event.trainer.state = dataclasses.replace(state, opt_state=opt_state)
 
-    linear.trainer(
+    linear_model.trainer(
         optimizer=optimizer(0.1, 0.8), workdir=str(tmp_path), callbacks={"step": halve}
     ).fit((X, Y), steps=2)
-    fitted = linear.trainer(optimizer=optimizer(0.1, 0.6), workdir=str(tmp_path))
+    fitted = linear_model.trainer(optimizer=optimizer(0.1, 0.6), workdir=str(tmp_path))
     fitted.fit((X, Y), steps=3)
     assert fitted.state is not None
     rates = {n: float(x) for n, x in fitted.state.opt_state.hyperparams.items()}
@@ -182,7 +182,9 @@ def test_what_no_record_and_no_field_says_stays_and_is_announced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fitted(rate: float, steps: int) -> float:
-        of = linear.trainer(optimizer=nested(rate), workdir=str(tmp_path), terminal=Terminal())
+        of = linear_model.trainer(
+            optimizer=nested(rate), workdir=str(tmp_path), terminal=Terminal()
+        )
         of.fit((X, Y), steps=steps)
         assert of.state is not None
         return float(injected(of.state.opt_state)[f"1/inner_states/kernel/{RATE}"])
@@ -198,7 +200,7 @@ def test_what_no_record_and_no_field_says_stays_and_is_announced(
 def test_a_schedule_is_no_initial_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rate, steps in ((0.1, 2), (0.01, 3)):
         schedule = optax.inject_hyperparams(optax.sgd)(optax.constant_schedule(rate), momentum=0.5)
-        of = linear.trainer(optimizer=schedule, workdir=str(tmp_path), terminal=Terminal())
+        of = linear_model.trainer(optimizer=schedule, workdir=str(tmp_path), terminal=Terminal())
         of.fit((X, Y), steps=steps)
     assert "optimizer: " not in capsys.readouterr().out
     assert read_manifest(tmp_path).identity.hyperparameters == {"hyperparams/momentum": 0.5}

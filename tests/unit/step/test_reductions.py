@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from helpers import metrics, run, small_experiment
 from jax.sharding import NamedSharding, PartitionSpec
-from steps import (
+from step_helpers import (
     check_equal,
     gradients,
     in_loops,

@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers import events, metrics
-from steps import SHOWS_GRADIENTS, on, tokens_batch, tokens_model, tokens_objective
+from step_helpers import SHOWS_GRADIENTS, on, tokens_batch, tokens_model, tokens_objective
 
 from spmdtrain import Loop, Trainer, UserError
 from spmdtrain.config import CollectiveOptions, RunConfig, ShardingOptions

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from helpers import DIGITS, metrics, run, saved_steps
 from hypothesis import given
-from linear import trainer
+from linear_model import trainer
 
 from spmdtrain import (
     CallbackContext,

@@ -10,14 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import linear
+import linear_model
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 from helpers import metrics, saved_steps
 from jax.sharding import PartitionSpec
-from linear import squared_error
+from linear_model import squared_error
 
 from spmdtrain import (
     CallbackContext,
@@ -44,7 +44,7 @@ Y = (X @ np.array([[1.0], [-2.0], [0.5], [3.0]], np.float32)).astype(np.float32)
 
 
 def trainer(**options: Any) -> Trainer:
-    return linear.trainer(**{"optimizer": optax.sgd(0.05)} | options)
+    return linear_model.trainer(**{"optimizer": optax.sgd(0.05)} | options)
 
 
 def test_without_a_workdir_nothing_is_written(
@@ -140,7 +140,9 @@ def test_weights_count_in_the_gradient_as_in_the_mean() -> None:
 
 
 @pytest.mark.parametrize("where", ["loss", "params"])
-def test_a_number_that_is_none_stops_the_run_and_is_never_saved(tmp_path: Path, where: str) -> None:
+def test_a_non_finite_loss_or_state_stops_the_run_and_is_never_saved(
+    tmp_path: Path, where: str
+) -> None:
     x = X.copy()
     if where == "loss":
         x[19] = np.nan  # in batch 2

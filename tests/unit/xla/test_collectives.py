@@ -1,402 +1,492 @@
-"""Options of the collectives: in the compiled step, in what happens, or in an error that says why.
-
-The GPU's and the TPU's part needs their compilers, and no device: SPMDTRAIN_GPU_PYTHON and
-SPMDTRAIN_TPU_PYTHON may name interpreters that have `jax[cuda12]` and `libtpu`.
-"""
-
-import json
-import os
 import re
-import subprocess
-import sys
-import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from helpers import REPOSITORY, environment, together
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from processes import free_port
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from spmdtrain import UserError
-from spmdtrain.config import CollectiveOptions
-from spmdtrain.xla.collective_options import (
-    MPI_LIBRARY,
-    check_reduce_dtype,
-    compiler_options,
-    configure_collectives,
-)
+from spmdtrain.xla.collectives import Collective, collectives, describe_collectives
 
-PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
-NONE = CollectiveOptions()
 
-# -- what is refused, and why ----------------------------------------------------------------------
+def make_mesh(**sizes: int) -> Mesh:
+    axis_types = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types)
+
+
+def read(line: str, mesh: Mesh) -> Collective:
+    (found,) = collectives(f"ENTRY %main {{\n  {line}\n}}\n", mesh)
+    return found
+
+
+def all_reduce(groups: str) -> str:
+    return (
+        "ROOT %psum.7 = f32[128]{0} all-reduce(%wrapped_reduce), channel_id=1, "
+        f"replica_groups={groups}, use_global_device_ids=true, to_apply=%region_0.0.clone, "
+        'metadata={op_name="jit(step)/reduce_sum" stack_frame_id=3}'
+    )
+
+
+# --- Groups ---
 
 
 @pytest.mark.parametrize(
-    ("options", "platforms", "reason"),
+    ("groups", "axes", "group_size"),
     [
+        ("{{0,2,4,6},{1,3,5,7}}", ("data",), 4),
+        ("{{0,1}, {2,3}, {4,5}, {6,7}}", ("tensor",), 2),
+        ("{{0,1,2,3,4,5,6,7}}", ("data", "tensor"), 8),
+        ("{{7,6,5,4,3,2,1,0}}", ("data", "tensor"), 8),
+        ("{{0,2},{4,6},{1,3},{5,7}}", ("data",), 2),  # a part of the axis
+        ("{{0},{1},{2,4,6},{3},{5},{7}}", ("data",), 3),
+        ("{}", ("data", "tensor"), 8),
+        ("[4,2]<=[8]", ("tensor",), 2),
+        ("[2,4]<=[4,2]T(1,0)", ("data",), 4),
+        ("[1,8]<=[8]", ("data", "tensor"), 8),
+        ("[4,2]<=[2,2,2]T(2,0,1)", ("data",), 2),
+        ("mesh['axis_0'=4,'axis_1'=2] {'axis_0'}", ("data",), 4),
+        ("mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_2'}", ("tensor",), 2),
+        ("mesh['axis_0'=4,'axis_1'=2] {'axis_0','axis_1'}", ("data", "tensor"), 8),
+        ("mesh['axis_0'=8] {'axis_0':(4)2}", ("tensor",), 2),
+        ("mesh['axis_0'=8] {'axis_0':(1)4}", ("data",), 4),
+        ("mesh['axis_0'=8] {'axis_0':(1)2,'axis_0':(4)2}", ("data", "tensor"), 4),
+        ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", ("data",), 4),
+        ("mesh['a'=2,'b'=4], device_ids=(0,2,4,6,1,3,5,7) {'a'}", ("tensor",), 2),
+    ],
+)
+def test_spellings_of_groups(groups: str, axes: tuple[str, ...], group_size: int) -> None:
+    found = read(all_reduce(groups), make_mesh(data=4, tensor=2))
+    assert found == Collective("all-reduce", axes, group_size, 512, 1, "jit(step)/reduce_sum")
+
+
+@pytest.mark.parametrize(
+    ("pairs", "axes", "group_size"),
+    [
+        ("{{0,1},{1,0},{2,3},{3,2},{4,5},{5,4},{6,7},{7,6}}", ("tensor",), 2),
+        ("{{0,2},{2,4},{4,6},{6,0},{1,3},{3,5},{5,7},{7,1}}", ("data",), 4),
+        ("{{4,6},{0,2},{2,4}}", ("data",), 4),  # a shift without the way back
+        ("{{0,0},{1,2},{2,1},{3,3}}", ("data", "tensor"), 2),
+    ],
+)
+def test_pairs_of_a_permute(pairs: str, axes: tuple[str, ...], group_size: int) -> None:
+    line = (
+        f"%p = f32[32,32]{{1,0}} collective-permute(%x), channel_id=1, source_target_pairs={pairs}"
+    )
+    found = read(line, make_mesh(data=4, tensor=2))
+    assert found == Collective("collective-permute", axes, group_size, 4096, 1, "")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        all_reduce("{{0},{1},{2},{3},{4},{5},{6},{7}}"),
+        all_reduce("[8,1]<=[8]"),
+        all_reduce("mesh['axis_0'=8,'axis_1'=1] {'axis_1'}"),
+        all_reduce("mesh['axis_0'=8] {}"),
+        "%p = f32[8] collective-permute(%x), source_target_pairs={{0,0},{1,1}}",
+    ],
+)
+def test_groups_of_one_are_left_out(line: str) -> None:
+    assert collectives(line, make_mesh(data=8)) == []
+
+
+def test_all_of_one_device_are_left_out() -> None:
+    one = Mesh(np.array(jax.devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
+    assert collectives(all_reduce("{}"), one) == []
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        "what[8]",
+        "[4,4]<=[8]",
+        "[2,4]<=[8]T(1,0)",
+        "maximal_mesh[device_id=3] {}",
+        "mesh[] {}",
+        "mesh['a'=8] {'b'}",
+        "mesh['a'=8], device_ids=(0,1,2) {'a'}",
+    ],
+)
+def test_unreadable_groups_are_no_error(groups: str) -> None:
+    mesh = make_mesh(data=8)
+    assert read(all_reduce(groups), mesh) == Collective(
+        "all-reduce", (), 0, 512, 1, "jit(step)/reduce_sum"
+    )
+    # Nor is a payload that cannot be made whole.
+    assert read(all_reduce(groups).replace("all-reduce(", "reduce-scatter("), mesh).bytes == 512
+
+
+@hypothesis.given(st.data())
+@hypothesis.settings(deadline=None)
+def test_no_corruption_is_an_error(data: st.DataObject) -> None:
+    whole = all_reduce(
+        data.draw(
+            st.sampled_from(
+                [
+                    "{{0,1,2,3},{4,5,6,7}}",
+                    "[2,4]<=[4,2]T(1,0)",
+                    "mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a','b':(2)2}",
+                    "{{0}}, source_target_pairs={{0,1},{1,0}}",
+                ]
+            )
+        )
+    )
+    start = data.draw(st.integers(0, len(whole)))
+    end = data.draw(st.integers(start, len(whole)))
+    found = collectives(whole[:start] + whole[end:], make_mesh(data=8))
+    assert len(found) <= 1
+
+
+def test_devices_beyond_the_mesh_name_no_axis() -> None:
+    found = read(all_reduce("[2,8]<=[16]"), make_mesh(data=8))
+    assert (found.axes, found.group_size) == ((), 8)
+
+
+@st.composite
+def iota_groups(draw: st.DrawFn) -> tuple[list[int], list[int] | None, int]:
+    """The dims of 8 devices, their permutation, and the size of the groups they are cut into."""
+    dims = draw(st.permutations(draw(st.sampled_from([[8], [2, 4], [2, 2, 2], [1, 2, 4]]))))
+    permutation = draw(st.none() | st.permutations(range(len(dims))))
+    return dims, permutation, draw(st.sampled_from([2, 4, 8]))
+
+
+@hypothesis.given(iota_groups(), st.permutations([4, 2, 1]) | st.just([2, 2, 2]))
+@hypothesis.settings(deadline=None)
+def test_iota_says_what_the_lists_say(
+    iota: tuple[list[int], list[int] | None, int], sizes: list[int]
+) -> None:
+    dims, permutation, group_size = iota
+    mesh = make_mesh(**dict(zip("abc", sizes, strict=True)))
+    ids = np.arange(8).reshape(dims).transpose(permutation).reshape(-1, group_size)
+    found = read(all_reduce(_spell_iota(ids, dims, permutation)), mesh)
+    lists = "{" + ",".join("{" + ",".join(map(str, group)) + "}" for group in ids) + "}"
+    assert found == read(all_reduce(lists), mesh)
+    coordinates = {int(i): np.argwhere(np.arange(8).reshape(sizes) == i)[0] for i in range(8)}
+    assert found.axes == tuple(
+        axis
+        for position, axis in enumerate("abc")
+        if any(len({coordinates[int(i)][position] for i in group}) > 1 for group in ids)
+    )
+
+
+def _spell_iota(ids: np.ndarray, dims: list[int], permutation: list[int] | None) -> str:
+    transposed = "" if permutation is None else f"T({','.join(map(str, permutation))})"
+    return f"[{len(ids)},{len(ids[0])}]<=[{','.join(map(str, dims))}]{transposed}"
+
+
+# --- Shapes ---
+
+GROUPS = "replica_groups=[1,8]<=[8]"
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "payload", "arrays"),
+    [
+        (f"%a = f32[] all-reduce(%x), {GROUPS}", "all-reduce", 4, 1),
+        (f"a = f32[16,8] all-reduce(f32[16,8] x), {GROUPS}", "all-reduce", 512, 1),
         (
-            CollectiveOptions(combine_threshold_bytes=1),
-            ["cpu"],
-            "combine_threshold_bytes is not supported on CPU",
+            "%a = (f32[], f32[8,128]{1,0:T(8,128)}, bf16[16]{0:T(1024)(2,1)S(1)}) "
+            f"all-reduce(%x, %y, %z), {GROUPS}",
+            "all-reduce",
+            4 + 4096 + 32,
+            3,
         ),
         (
-            CollectiveOptions(reduce_dtype="bfloat16"),
-            ["cpu"],
-            "reduce_dtype=bfloat16 has no effect on CPU, where XLA reduces bfloat16 in float32",
+            "%a = (f32[2]{0}, f32[2]{0}, f32[2]{0}, f32[2]{0}, f32[2]{0}, /*index=5*/f32[2]{0}) "
+            f"all-to-all(%a, %b, %c, %d, %e, /*index=5*/%f), {GROUPS}",
+            "all-to-all",
+            48,
+            6,
+        ),
+        (f"%a = bf16[8,4,16]{{2,0,1}} all-to-all(%x), {GROUPS}", "all-to-all", 1024, 1),
+        (f"%a = f32[<=8,16]{{1,0}} all-gather(%x), {GROUPS}", "all-gather", 512, 1),
+        (f"%a = f32[8,4]{{1,0}} reduce-scatter(%x), {GROUPS}", "reduce-scatter", 1024, 1),
+        (f"%a = (f32[8], f32[4]) reduce-scatter(%x, %y), {GROUPS}", "reduce-scatter", 384, 2),
+        (f"%a = f32[6] ragged-all-to-all(%x, %y, %i), {GROUPS}", "ragged-all-to-all", 24, 1),
+        (f"%a = u32[2] collective-broadcast(%x), {GROUPS}", "collective-broadcast", 8, 1),
+        # Started here, done elsewhere.
+        (f"%a = f32[16]{{0}} all-reduce-start(%x), {GROUPS}", "all-reduce", 64, 1),
+        (f"%a = (f32[16]{{0}}, f32[4]) all-reduce-start(%x, %y), {GROUPS}", "all-reduce", 80, 2),
+        (f"%a = ((f32[16]), f32[16]) all-reduce-start(%x), {GROUPS}", "all-reduce", 64, 1),
+        (f"%a = (f32[2]{{0}}, f32[16]{{0}}) all-gather-start(%x), {GROUPS}", "all-gather", 64, 1),
+        (
+            "%a = ((f32[2]{0}, bf16[1]{0}), (f32[16]{0}, bf16[8]{0})) "
+            f"all-gather-start(%x, %y), {GROUPS}",
+            "all-gather",
+            80,
+            2,
         ),
         (
-            CollectiveOptions(cpu_implementation="gloo"),
-            ["gpu", "cuda", "rocm", "tpu"],
-            "cpu_implementation is gloo, but platform",
+            f"%a = ((f32[16], f32[8]), (f32[2], f32[1])) reduce-scatter-start(%x, %y), {GROUPS}",
+            "reduce-scatter",
+            96,
+            2,
         ),
         (
-            CollectiveOptions(timeout=9),
-            ["gpu", "cuda", "rocm", "tpu"],
-            "timeout is not supported on ",
+            "%a = (f32[8,4]{1,0:T(8,128)}, f32[8,4]{1,0:T(8,128)S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) "
+            "collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}",
+            "collective-permute",
+            128,
+            1,
         ),
     ],
 )
-def test_what_a_platform_cannot_do_is_an_error_there_alone(
-    options: CollectiveOptions, platforms: list[str], reason: str
-) -> None:
-    for platform in PLATFORMS:
-        if platform in platforms:
-            with pytest.raises(UserError, match=re.escape(f"collectives.{reason}")):
-                compiler_options(options, platform)
-        else:
-            compiler_options(options, platform)
-
-
-@pytest.mark.parametrize("platform", PLATFORMS)
-def test_nothing_asked_is_nothing_set(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
-    configure_collectives(NONE, 2)
-    assert compiler_options(NONE, platform) == {}
-    assert os.environ["XLA_FLAGS"] == "--xla_a=1"
+def test_payloads(line: str, kind: str, payload: int, arrays: int) -> None:
+    found = read(line, make_mesh(data=8))
+    assert (found.kind, found.bytes, found.arrays) == (kind, payload, arrays)
+    assert found.axes == ("data",)
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("element_type", "payload"),
     [
-        CollectiveOptions(reduce_dtype="float16"),
-        CollectiveOptions(combine_threshold_bytes=8),
-        CollectiveOptions(cpu_implementation="gloo"),
-        CollectiveOptions(timeout=9),
+        *[(name, 64) for name in ("pred", "s8", "u8", "f8e4m3fn", "f8e5m2", "f8e4m3b11fnuz")],
+        *[(name, 128) for name in ("s16", "u16", "f16", "bf16")],
+        *[(name, 256) for name in ("s32", "u32", "f32")],
+        *[(name, 512) for name in ("s64", "u64", "f64", "c64")],
+        ("c128", 1024),
+        ("s4", 32),
     ],
 )
-def test_on_an_unknown_platform_nothing_is_promised(options: CollectiveOptions) -> None:
-    assert compiler_options(NONE, "neural") == {}
-    with pytest.raises(UserError, match="is not supported on platform neural"):
-        compiler_options(options, "neural")
-
-
-def test_an_implementation_is_for_several_processes() -> None:
-    for name in ("gloo", "mpi"):
-        with pytest.raises(UserError, match=f"is {name}, but the job has one process"):
-            configure_collectives(CollectiveOptions(cpu_implementation=name), 1)
-    configure_collectives(
-        CollectiveOptions(cpu_implementation="gloo"), 2
-    )  # what JAX has chosen already
-
-
-def test_mpi_needs_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = CollectiveOptions(cpu_implementation="mpi")
-    monkeypatch.delenv(MPI_LIBRARY, raising=False)
-    with pytest.raises(UserError, match="is mpi, but MPITRAMPOLINE_LIB is not set"):
-        configure_collectives(options, 2)
-    monkeypatch.setenv(MPI_LIBRARY, "libmpiwrapper.so")
-    with pytest.raises(UserError, match="cpu_implementation=mpi is set too late"):
-        configure_collectives(options, 2)
-
-
-def test_a_timeout_comes_before_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = CollectiveOptions(timeout=9)
-    monkeypatch.setenv("XLA_FLAGS", "")
-    with pytest.raises(UserError, match="timeout=9 is set too late"):
-        configure_collectives(options, 1)
-    assert os.environ["XLA_FLAGS"] == ""
-    monkeypatch.setenv("XLA_FLAGS", "/a/file")
-    with pytest.raises(UserError, match=r"XLA_FLAGS, which names a file \(/a/file\)"):
-        configure_collectives(options, 1)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_collective_timeout_seconds=8")
-    with pytest.raises(
-        UserError, match="is 9, but XLA_FLAGS already contains --xla_cpu_collective_t"
-    ):
-        configure_collectives(options, 1)
-    for seconds in (0, -1, float("nan"), float("inf"), 1e10):
-        with pytest.raises(UserError, match="it must be a number of seconds above 0"):
-            configure_collectives(CollectiveOptions(timeout=seconds), 1)
+def test_element_types(element_type: str, payload: int) -> None:
+    line = f"%a = ({element_type}[4,16]{{1,0}}, token[]) all-gather(%x), {GROUPS}"
+    found = read(line, make_mesh(data=8))
+    assert (found.bytes, found.arrays) == (payload, 1)
 
 
 @pytest.mark.parametrize(
-    ("timeout", "between", "until_warning", "after"),
-    [(0.1, 1, 1, 0), (1, 1, 1, 0), (1.01, 2, 1, 1), (9, 9, 5, 4), (600, 600, 20, 580)],
+    "line",
+    [
+        "%d = f32[16]{0} all-reduce-done(%all-reduce-start)",
+        "%d = f32[16]{0} all-gather-done(%all-gather-start)",
+        "%g = f32[8,4]{1,0} get-tuple-element(%all-to-all), index=0",
+        '%f = f32[4] fusion(%x), kind=kLoop, metadata={op_name="a = f32[4] all-reduce(x)"}',
+        "HloModule jit_step, num_partitions=8",
+    ],
 )
-def test_a_timeout_is_rounded_up_and_split(
-    monkeypatch: pytest.MonkeyPatch, timeout: float, between: int, until_warning: int, after: int
-) -> None:
-    name = "spmdtrain.xla.collective_options._check_not_initialized"
-    monkeypatch.setattr(name, lambda option: None)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
-    expected = [
-        "--xla_a=1",
-        f"--xla_cpu_collective_timeout_seconds={between}",
-        f"--xla_cpu_collective_call_warn_stuck_timeout_seconds={until_warning}",
-        f"--xla_cpu_collective_call_terminate_timeout_seconds={after}",
+def test_what_is_no_collective(line: str) -> None:
+    assert collectives(line, make_mesh(data=8)) == []
+
+
+@pytest.mark.parametrize(
+    ("metadata", "op_name"),
+    [
+        ('metadata={op_type="AllReduce" op_name="dp" source_file="a.py"}', "dp"),
+        (r'metadata={op_name="params[\"w\"]/{x}"}', 'params["w"]/{x}'),
+        ('metadata={source_file="a.py"}, frontend_attributes={x="y"}', ""),
+    ],
+)
+def test_op_name(metadata: str, op_name: str) -> None:
+    line = f"%a = f32[2] all-reduce(%x), {GROUPS}, to_apply=%add, {metadata}"
+    assert read(line, make_mesh(data=8)).op_name == op_name
+
+
+def test_pieces_of_a_collective_on_a_tpu_are_counted_once() -> None:
+    piece = (
+        "%all-gather.{} = f32[16]{{0:T(1024)}} all-gather(%x), channel_id=5, " + GROUPS + ", "
+        'frontend_attributes={{chain_id="{}"}}, backend_config={{"flag_configs":[],'
+        '"async_collective_fusion_config":{{"flag_start":"-1","flag_end":"-1"}}}}'
+    )
+    text = "\n".join(piece.format(n, chain) for n, chain in [(1, 0), (2, 0), (3, 0), (4, 1)])
+    assert len(collectives(text, make_mesh(data=8))) == 2
+
+
+def test_a_shared_channel_is_not_a_piece() -> None:
+    # What a function called twice compiles to.
+    text = "\n".join([all_reduce("{}"), all_reduce("{}").replace("psum.7", "psum.8")])
+    assert len(collectives(text, make_mesh(data=8))) == 2
+
+
+# --- In words ---
+
+
+def test_describe_collectives() -> None:
+    mesh = make_mesh(data=4, tensor=2)
+    found = [
+        Collective("all-gather", ("data", "tensor"), 8, 100, 1, ""),
+        Collective("all-reduce", ("data",), 4, 1_000_000, 9, ""),
+        Collective("all-reduce", ("tensor",), 2, 4, 1, ""),
+        Collective("all-reduce", ("data",), 4, 80_000, 1, ""),
+        Collective("all-to-all", (), 0, 12_345, 1, ""),
     ]
-    for _ in range(2):  # again, by a second trainer, is no change
-        configure_collectives(CollectiveOptions(timeout=timeout), 1)
-        assert os.environ["XLA_FLAGS"].split() == expected
+    assert describe_collectives(found, mesh) == (
+        "2 all-reduces, 1.08 MB, over data=4; "
+        "1 all-to-all, 12.3 kB, over unknown axes; "
+        "1 all-gather, 100 B, over data=4 tensor=2; "
+        "1 all-reduce, 4 B, over tensor=2"
+    )
+    assert describe_collectives([], mesh) == "no collectives"
 
 
-def test_mpi_has_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "spmdtrain.xla.collective_options._check_not_initialized"
-    monkeypatch.setattr(name, lambda option: None)
-    monkeypatch.setenv(MPI_LIBRARY, "libmpiwrapper.so")
-    before = jax.config.jax_cpu_collectives_implementation  # type: ignore[attr-defined]
-    try:
-        with pytest.raises(UserError, match="timeout is not supported by MPI"):
-            configure_collectives(CollectiveOptions(cpu_implementation="mpi", timeout=5), 2)
-        assert jax.config.jax_cpu_collectives_implementation == "mpi"  # type: ignore[attr-defined]
-    finally:
-        jax.config.update("jax_cpu_collectives_implementation", before)
-
-
-# -- XLA on CPU does what the refusals say ---------------------------------------------------------
-
-
-def reductions(hlo: str) -> list[str]:
-    """The dtype of the first array of each all-reduce in optimized HLO."""
-    return re.findall(r"= \(?(\w+)\[[^=]*? all-reduce(?:-start)?\(", re.sub(r"/\*.*?\*/", "", hlo))
-
-
-def summed(dtype: Any) -> Any:
-    """Four arrays summed over eight devices in this dtype, lowered."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    split = PartitionSpec("data")
-
-    def reduce(arrays: list[jax.Array]) -> list[jax.Array]:
-        return [jax.lax.psum(x.astype(dtype), "data").astype(jnp.float32) for x in arrays]
-
-    one = jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=NamedSharding(mesh, split))
-    mapped = jax.shard_map(reduce, mesh=mesh, in_specs=split, out_specs=PartitionSpec())
-    return jax.jit(mapped).lower([one] * 4)
-
-
-def test_cpu_reduces_float16_and_not_bfloat16() -> None:
-    found = {dtype: reductions(summed(dtype).compile().as_text()) for dtype in ("f2", "bfloat16")}
-    assert found == {"f2": ["f16"], "bfloat16": ["f32"]}
-    check_reduce_dtype(CollectiveOptions(reduce_dtype="float16"), "cpu")
-
-
-def test_cpu_combines_whatever_the_threshold() -> None:
-    options = compiler_options(CollectiveOptions(combine_threshold_bytes=1), "gpu")
-    assert len(reductions(summed("f4").compile(options).as_text())) == 1
-
-
-# -- the timeout, with a participant that comes too late -------------------------------------------
-
-VIRTUAL = """
-import sys, time
-import jax, numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
-from spmdtrain.xla.collective_options import compiler_options, configure_collectives
-from spmdtrain.config import CollectiveOptions
-
-options = CollectiveOptions(timeout=float(sys.argv[1]) or None)
-configure_collectives(options, 1)
-mesh, late = jax.make_mesh((4,), ("data",)), [False]
-
-def hold(index, x):
-    if late[0] and index == 1:
-        time.sleep(5)
-    return x
-
-def step(x):
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    x = jax.pure_callback(hold, shape, jax.lax.axis_index("data"), x)
-    return jax.lax.psum(x, "data")
-
-step = jax.jit(
-    jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False),
-    compiler_options=compiler_options(options, jax.devices()[0].platform),
+@pytest.mark.parametrize(
+    ("payload", "words"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (9_996, "10.0 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1.00 MB"),
+        (123_456_789, "123 MB"),
+        (2_500_000_000, "2.50 GB"),
+        (4_321_000_000_000, "4321 GB"),
+    ],
 )
-x = jax.device_put(np.ones((4, 2), np.float32), NamedSharding(mesh, P("data")))
-print("first", float(step(x).sum()), flush=True)
-late[0] = True
-began = time.time()
-print("began", began, flush=True)
-print("second", float(step(x).sum()), time.time() - began, flush=True)
-"""
+def test_describe_bytes(payload: int, words: str) -> None:
+    one = Collective("all-reduce", ("data",), 8, payload, 1, "")
+    assert describe_collectives([one], make_mesh(data=8)) == f"1 all-reduce, {words}, over data=8"
 
 
-def virtual(timeout: float) -> tuple[subprocess.CompletedProcess[str], float]:
-    """How it ends, and how long after the step with the late participant began."""
-    ended = subprocess.run(
-        [sys.executable, "-c", VIRTUAL, str(timeout)],
-        env=environment(4),
-        capture_output=True,
-        text=True,
-        timeout=100,
+# --- Compiled ---
+
+P = PartitionSpec
+
+
+def compiled(function: Callable[..., Any], *args: Any, **options: Any) -> str:
+    return str(jax.jit(function, **options).lower(*args).compile().as_text())
+
+
+def sharded(mesh: Mesh, *axes: str | tuple[str, ...] | None) -> NamedSharding:
+    return NamedSharding(mesh, P(*axes))
+
+
+def in_shard_map(
+    function: Callable[[jax.Array], jax.Array], mesh: Mesh, source: P, target: P, array: jax.Array
+) -> Collective:
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=source, out_specs=target, check_vma=False)
+    (found,) = collectives(compiled(mapped, array), mesh)
+    return found
+
+
+@pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 4, "tensor": 2}])
+def test_sum_over_a_sharded_batch(sizes: Mapping[str, int]) -> None:
+    mesh = make_mesh(**sizes)
+    text = compiled(
+        lambda x: x.sum(0),
+        jnp.ones((16, 128)),
+        in_shardings=sharded(mesh, "data"),
+        out_shardings=sharded(mesh),
     )
-    now = time.time()
-    (began,) = re.findall(r"^began (\S+)", ended.stdout, re.M) or [ended.stderr]
-    return ended, now - float(began)
-
-
-def test_a_collective_of_one_process_ends_it_when_the_timeout_is_over() -> None:
-    (patient, _), (limited, seconds) = together(lambda: virtual(0), lambda: virtual(1.5))
-    assert patient.returncode == 0, patient.stderr
-    assert "second 8.0" in patient.stdout
-    assert limited.returncode == -6 and "first 8.0" in limited.stdout, limited.stderr
-    assert "Termination timeout for `all reduce" in limited.stderr
-    assert "second" not in limited.stdout and 1.9 < seconds < 5
-
-
-# -- MPI: as far as one comes without it -----------------------------------------------------------
-
-MPI = """
-import os, sys
-import jax
-from spmdtrain.xla.collective_options import MPI_LIBRARY, configure_collectives
-from spmdtrain.config import CollectiveOptions
-
-os.environ[MPI_LIBRARY] = "libmpiwrapper.so"  # too late for JAX to find it
-jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 1, 0)
-configure_collectives(CollectiveOptions(cpu_implementation="mpi"), 2)
-print("prepared", flush=True)
-jax.devices()
-"""
-
-
-def test_mpi_is_what_jax_then_looks_for() -> None:
-    env = environment(1)
-    env.pop(MPI_LIBRARY, None)
-    ended = subprocess.run(
-        [sys.executable, "-c", MPI, str(free_port())],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=100,
+    (found,) = collectives(text, mesh)
+    assert re.fullmatch(
+        rf"{re.escape(__file__)}:\d+ \({test_sum_over_a_sharded_batch.__name__}.*\)", found.line
     )
-    assert ended.returncode != 0 and ended.stdout == "prepared\n", ended.stderr
-    assert ended.stderr.startswith("MPItrampoline: "), ended.stderr
-
-
-# -- compiled for accelerators that are not here ---------------------------------------------------
-
-# Jax issue 28376 has the description of an H100.
-H100 = """
-gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-device_memory_size: 84929347584 shared_memory_per_block_optin: 232448
-cuda_compute_capability { major: 9 } registers_per_core_limit: 65536
-registers_per_block_limit: 65536 }
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 }
-runtime_version { major: 12 minor: 9 patch: 0 } device_description_str: "NVIDIA H100 80GB HBM3"
-"""
-
-ELSEWHERE = """
-import json, re, sys
-import jax, jax.numpy as jnp, numpy as np
-from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from spmdtrain.xla.collective_options import compiler_options
-from spmdtrain.config import CollectiveOptions
-
-topology = topologies.get_topology_desc(**json.loads(sys.argv[1]))
-count = len(topology.devices)
-mesh = Mesh(np.array(topology.devices), ("data",), axis_types=(AxisType.Auto,))
-whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-WEIGHT = 128 * 128 * 4
-weights = [jax.ShapeDtypeStruct((128, 128), jnp.float32)] * 6
-x = jax.ShapeDtypeStruct((2 * count, 128), jnp.float32)
-
-def loss(weights, x):
-    for w in weights:
-        x = jnp.tanh(x @ w)
-    return (x**2).mean()
-
-def step(weights, x):
-    return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights, x))
-
-def found(lowered, kind="all-reduce", **options):
-    options = compiler_options(CollectiveOptions(**options), topology.devices[0].platform)
-    text = re.sub(r"/\\*.*?\\*/", "", lowered.compile(compiler_options=options).as_text())
-    start = rf"= (\\(*\\w+)\\[[^=]*? {kind}(?:-start)?\\("
-    return [dtype.lstrip("(") for dtype in re.findall(start, text)]
-
-def mapped(function, into):
-    local = jax.shard_map(function, mesh=mesh, in_specs=P("data"), out_specs=into, check_vma=False)
-    wide = [jax.ShapeDtypeStruct((128 * count, 128), jnp.float32)] * 6
-    return jax.jit(local).lower(wide)
-
-automatic = jax.jit(step, in_shardings=(whole, split), out_shardings=whole).lower(weights, x)
-packs = [None, 1, WEIGHT, 2 * WEIGHT, 6 * WEIGHT]
-kinds = {
-    "all-reduce": automatic,
-    "all-gather": mapped(
-        lambda ws: [jax.lax.all_gather(w[:16], "data", tiled=True) for w in ws], P()
-    ),
-    "reduce-scatter": mapped(
-        lambda ws: [jax.lax.psum_scatter(w, "data", tiled=True) for w in ws], P("data")
-    ),
-}
-report = {kind: [len(found(kinds[kind], kind, combine_threshold_bytes=n)) for n in packs]
-          for kind in sys.argv[2:]}
-for dtype in ("bfloat16", "float16"):
-    low = mapped(
-        lambda ws: [jax.lax.psum(w.astype(dtype), "data").astype(w.dtype) for w in ws], P()
+    assert replace(found, line="") == Collective(
+        "all-reduce", ("data",), sizes["data"], 128 * 4, 1, "jit(<lambda>)/reduce_sum"
     )
-    report[dtype] = found(low, reduce_dtype=dtype)
-print("REPORT", json.dumps(report))
-"""
+    assert describe_collectives([found], mesh) == f"1 all-reduce, 512 B, over data={sizes['data']}"
 
 
-def elsewhere(python: str, module: str, topology: dict[str, str], *kinds: str) -> Any:
-    """What the compiler for another platform makes of it; skips where it is not installed."""
-    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
-    if subprocess.run([python, "-c", code], capture_output=True).returncode:
-        pytest.skip(f"{module} is not installed for {python}")
-    env = environment() | {
-        "CUDA_VISIBLE_DEVICES": "-1",
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "JAX_PLATFORMS": "",
-        "XLA_FLAGS": "--xla_gpu_autotune_level=0",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "PYTHONPATH": str(REPOSITORY),
-    }
-    ended = subprocess.run(
-        [python, "-c", ELSEWHERE, json.dumps(topology), *kinds],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=200,
+def test_sum_over_the_other_axis() -> None:
+    mesh = make_mesh(data=4, tensor=2)
+    text = compiled(
+        lambda x: x.sum(1),
+        jnp.ones((16, 128)),
+        in_shardings=sharded(mesh, "data", "tensor"),
+        out_shardings=sharded(mesh, "data"),
     )
-    (line,) = re.findall(r"^REPORT (.*)$", ended.stdout, re.M) or [ended.stderr]
-    return json.loads(line)
+    (found,) = collectives(text, mesh)
+    assert (found.axes, found.group_size, found.bytes) == (("tensor",), 2, 4 * 4)
 
 
-def test_gpu_packs_and_dtypes_in_the_compiled_step() -> None:
-    python = os.environ.get("SPMDTRAIN_GPU_PYTHON", sys.executable)
-    topology = {"platform": "cuda", "topology_name": "h100", "topology": "1x1x8"}
-    kinds = ("all-reduce", "all-gather", "reduce-scatter")
-    found = elsewhere(python, "jax_plugins.xla_cuda12", topology | {"target_config": H100}, *kinds)
-    assert found["all-reduce"] == [1, 6, 6, 3, 1]
-    assert found["all-gather"] == [1, 6, 6, 3, 1]
-    assert found["reduce-scatter"][:2] == [1, 6]  # it counts the results, an eighth
-    assert (found["bfloat16"], found["float16"]) == (["bf16"], ["f16"])
+def test_axes_are_found_where_devices_are_not_in_order() -> None:
+    devices = np.array(jax.devices()).reshape(2, 4).T
+    mesh = Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    text = compiled(
+        lambda x: x.sum(0),
+        jnp.ones((16, 128)),
+        in_shardings=sharded(mesh, "data"),
+        out_shardings=sharded(mesh),
+    )
+    (found,) = collectives(text, mesh)
+    assert (found.axes, found.group_size) == (("data",), 4)
 
 
-def test_tpu_packs_and_dtypes_in_the_compiled_step() -> None:
-    python = os.environ.get("SPMDTRAIN_TPU_PYTHON", sys.executable)
-    topology = {"platform": "tpu", "topology_name": "v5e:4x4"}
-    found = elsewhere(python, "libtpu", topology, "all-reduce")
-    assert found["all-reduce"] == [1, 6, 6, 3, 1]
-    assert found["bfloat16"] == ["bf16"]
-    assert found["float16"] == ["u32"]  # pairs of float16 in a word: half the bytes all the same
+def test_data_parallel_gradients() -> None:
+    mesh = make_mesh(data=8)
+    weights = {"in": jnp.ones((16, 32)), "out": jnp.ones((32, 4))}
+
+    def loss(weights: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.tanh(x @ weights["in"]) @ weights["out"])
+
+    text = compiled(
+        jax.value_and_grad(loss),
+        weights,
+        jnp.ones((64, 16)),
+        in_shardings=(sharded(mesh), sharded(mesh, "data")),
+        out_shardings=sharded(mesh),
+    )
+    found = collectives(text, mesh)
+    assert {one.kind for one in found} == {"all-reduce"}
+    # Each gradient byte crosses once, and with them the loss.
+    gradients = sum(weight.nbytes for weight in weights.values())
+    assert sum(one.bytes for one in found) == gradients + 4
+    assert {one.axes for one in found} == {("data",)}
+
+
+def test_gather_to_replicated() -> None:
+    mesh = make_mesh(data=4, tensor=2)
+    for spec, axes in [(P("data"), ("data",)), (P(None, "tensor"), ("tensor",))]:
+        text = compiled(
+            lambda x: x * 2,
+            jnp.ones((16, 128)),
+            in_shardings=NamedSharding(mesh, spec),
+            out_shardings=sharded(mesh),
+        )
+        (found,) = collectives(text, mesh)
+        assert (found.kind, found.axes, found.bytes) == ("all-gather", axes, 16 * 128 * 4)
+
+
+def test_shard_map() -> None:
+    mesh = make_mesh(data=4, tensor=2)
+    array = jnp.ones((64, 32))
+
+    found = in_shard_map(
+        lambda x: jax.lax.psum_scatter(x, "data", tiled=True), mesh, P(), P("data"), array
+    )
+    assert (found.kind, found.axes, found.bytes) == ("reduce-scatter", ("data",), array.nbytes)
+
+    found = in_shard_map(
+        lambda x: jax.lax.all_to_all(x, "tensor", 1, 0, tiled=True),
+        mesh,
+        P("tensor"),
+        P("tensor"),
+        array,
+    )
+    assert (found.kind, found.axes, found.bytes) == ("all-to-all", ("tensor",), array.nbytes // 2)
+
+    found = in_shard_map(
+        lambda x: jax.lax.ppermute(x, "data", [(i, (i + 1) % 4) for i in range(4)]),
+        mesh,
+        P("data"),
+        P("data"),
+        array,
+    )
+    assert (found.kind, found.axes) == ("collective-permute", ("data",))
+    assert (found.group_size, found.bytes) == (4, array.nbytes // 4)
+
+    found = in_shard_map(
+        lambda x: jax.lax.all_gather(x, ("data", "tensor"), tiled=True),
+        mesh,
+        P(("data", "tensor")),
+        P(),
+        array,
+    )
+    assert (found.kind, found.axes) == ("all-gather", ("data", "tensor"))
+    assert (found.group_size, found.bytes) == (8, array.nbytes)
+
+
+def test_one_device_has_no_collectives() -> None:
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
+    text = compiled(
+        lambda x: x.sum(0),
+        jnp.ones((16, 128)),
+        in_shardings=sharded(mesh, "data"),
+        out_shardings=sharded(mesh),
+    )
+    assert collectives(text, mesh) == []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from helpers import DIGITS, GPT, text_in
-from plans import advised, needs_libtpu, plan, planned
+from plan_helpers import advised, needs_libtpu, plan, planned
 
 from spmdtrain.plan import tables
 from spmdtrain.plan.command import Options

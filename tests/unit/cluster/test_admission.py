@@ -14,7 +14,19 @@ from pathlib import Path
 
 import pytest
 from helpers import TESTS, saved_steps
-from meetings import (
+from processes import (
+    BOUND,
+    STEPS,
+    as_task,
+    codes,
+    drill,
+    free_port,
+    quiet,
+    run_line,
+    show,
+    tf_config,
+)
+from rendezvous_helpers import (
     NONCE,
     Told,
     all_meet,
@@ -29,18 +41,6 @@ from meetings import (
     received,
     refusal,
     until,
-)
-from processes import (
-    BOUND,
-    STEPS,
-    as_task,
-    codes,
-    drill,
-    free_port,
-    quiet,
-    run_line,
-    show,
-    tf_config,
 )
 
 from spmdtrain.cluster import admission, rendezvous
@@ -371,7 +371,7 @@ ATTACKER = """
 import json, socket, sys, time
 from pathlib import Path
 
-from meetings import NONCE, greeted, greeting, hello, knock, parties
+from rendezvous_helpers import NONCE, greeted, greeting, hello, knock, parties
 from spmdtrain.cluster.rendezvous import Party
 
 port, go, names = int(sys.argv[1]), Path(sys.argv[2]), ["chief", "worker 0"]

@@ -79,7 +79,7 @@ def test_the_first_step_finds_two_processes_of_other_copies_and_nothing_is_saved
 
 
 @pytest.mark.drill
-def test_a_save_finds_the_one_of_three_that_differs_and_keeps_the_last_checkpoint(
+def test_a_save_detects_which_of_three_processes_differs_and_keeps_the_last_checkpoint(
     tmp_path: Path,
 ) -> None:
     workdir = tmp_path / "run"

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from plans import FOUND
+from plan_helpers import FOUND
 
 from spmdtrain.plan.summary import read_summary, sealed
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from linear import squared_error, trainer
+from linear_model import squared_error, trainer
 
 from spmdtrain import MappedDataset, Trainer, UserError
 from spmdtrain.step.functions import StepFunctions

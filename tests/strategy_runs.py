@@ -86,22 +86,22 @@ def expected_places(row: Row, state: TrainState, expected: Expected) -> Where:
     return found
 
 
-def assert_in_place(life: "Life", expected: Expected) -> None:
+def assert_in_place(run: "StrategyRun", expected: Expected) -> None:
     """A run of all the steps had these axes, and its state where it belongs after each of them."""
     axes, _, _ = expected
-    used = {} if life.trainer.mesh is None else dict(life.trainer.mesh.shape)
+    used = {} if run.trainer.mesh is None else dict(run.trainer.mesh.shape)
     assert {axis: size for axis, size in used.items() if size > 1} == axes
     # Before the first step and after each one.
-    assert life.trainer.state is not None and len(life.places) == 1 + STEPS
-    places = expected_places(life.row, life.trainer.state, expected)
-    for number, found in enumerate(life.places):
+    assert run.trainer.state is not None and len(run.places) == 1 + STEPS
+    places = expected_places(run.row, run.trainer.state, expected)
+    for number, found in enumerate(run.places):
         assert found == places, f"after {number} steps"
 
 
 # -- one trainer a row, which all its cells use ----------------------------------------------------
 
 
-class Life:
+class StrategyRun:
     """A run of twenty steps, and what its trainer can do from there without compiling again."""
 
     def __init__(self, row: Row, folder: Path, begin: Path | None, options: Sequence[str]) -> None:
@@ -157,36 +157,38 @@ def arrays(state: TrainState | None) -> dict[str, np.ndarray]:
     }
 
 
-Lives = Callable[[Row], Life]
+StrategyRuns = Callable[[Row], StrategyRun]
 
 
-def living(tmp_path_factory: pytest.TempPathFactory, options: Sequence[str]) -> Iterator[Lives]:
-    """What a fixture yields: the life of a row, lived when it is first asked for."""
-    known: dict[str, Life] = {}
+def strategy_runs(
+    tmp_path_factory: pytest.TempPathFactory, options: Sequence[str]
+) -> Iterator[StrategyRuns]:
+    """Yields, for a fixture, a function that returns the run of a row, executed on first use."""
+    known: dict[str, StrategyRun] = {}
 
-    def life(row: Row) -> Life:
+    def run(row: Row) -> StrategyRun:
         if row.name not in known:
-            begin = None if row.name in INITIALIZED else life(ROWS[0]).source / "0"
+            begin = None if row.name in INITIALIZED else run(ROWS[0]).source / "0"
             folder = tmp_path_factory.mktemp(row.strategy)
-            known[row.name] = Life(row, folder, begin, options)
+            known[row.name] = StrategyRun(row, folder, begin, options)
         return known[row.name]
 
-    yield life
+    yield run
     known.clear()
 
 
 # -- from a common state ---------------------------------------------------------------------------
 
 
-def assert_one_step_is_the_same(life: Life, default: Life) -> None:
+def assert_one_step_is_the_same(run: StrategyRun, default: StrategyRun) -> None:
     """From the default's state in the middle, the loss and the parameters' update."""
-    found = life.goes_on(default.source / str(MIDDLE), MIDDLE + 1)
-    (line,) = metrics(life.workdir, "train")
+    found = run.goes_on(default.source / str(MIDDLE), MIDDLE + 1)
+    (line,) = metrics(run.workdir, "train")
     assert line["step"] == MIDDLE + 1
     assert_same_step(line["loss"], found, default)
 
 
-def assert_same_step(loss: float, found: dict[str, np.ndarray], default: Life) -> None:
+def assert_same_step(loss: float, found: dict[str, np.ndarray], default: StrategyRun) -> None:
     """The loss of the step after the middle, and the state it led to, are the default's."""
     before = default.goes_on(default.source / str(MIDDLE), MIDDLE)
     expected = default.goes_on(default.source / str(MIDDLE), MIDDLE + 1)

@@ -603,7 +603,7 @@ ALLOWED = Rule("embed", P())
         ),
     ],
 )
-def test_a_giant_that_would_be_whole_is_refused_with_the_arithmetic_and_what_to_do(
+def test_a_large_replicated_leaf_is_rejected_with_its_size_and_a_fix(
     strategy: str, leaf: str, rules: list[Rule], sizes: str, arithmetic: str | None
 ) -> None:
     message = refusal(GIANT, *rules, strategy=strategy)
@@ -806,7 +806,7 @@ def replicated(fitted: Trainer, tree: Any) -> Any:
 WRONG = "params/kernel of shape (32, 8) is replicated, but its rules require P('fsdp', None)"
 
 
-def test_a_state_that_is_born_elsewhere_stops_the_run() -> None:
+def test_a_state_initialized_with_another_sharding_stops_the_run() -> None:
     fitted = trainer()
     steps = fitted.functions
     places = replicated(fitted, steps.shardings)
@@ -817,7 +817,7 @@ def test_a_state_that_is_born_elsewhere_stops_the_run() -> None:
 
 
 @pytest.mark.slow
-def test_a_state_that_is_restored_elsewhere_stops_the_run(
+def test_a_state_restored_with_another_sharding_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer(workdir=str(tmp_path)).fit(X, steps=1)
@@ -833,7 +833,7 @@ def test_a_state_that_is_restored_elsewhere_stops_the_run(
     assert str(caught.value) == f"as restored, {WRONG}"
 
 
-def test_a_state_that_a_step_leaves_elsewhere_stops_the_run() -> None:
+def test_a_step_that_changes_a_sharding_stops_the_run() -> None:
     fitted = trainer()
     steps = fitted.functions
     places = (steps.shardings, fitted.placement.batch)
