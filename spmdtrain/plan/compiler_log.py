@@ -51,6 +51,9 @@ def kept_log() -> Iterator[CompilerLog]:
     """Captures what this process writes to stderr, including C++ libraries.
 
     If the context exits with an exception, the captured output is written to stderr.
+
+    Yields:
+        The log; it has its lines after the exit.
     """
     log = CompilerLog()
     sys.stderr.flush()

@@ -109,7 +109,7 @@ def _dot(equation: Any) -> int:
 
 
 def _convolution(equation: Any) -> int:
-    """Counts each output element times each kernel element of its group.
+    """Returns the FLOPs of a convolution: 2 for each pair of output and kernel element of a group.
 
     An input dilated by n, as in the gradient of a strided convolution, is filled with zeros: only
     one of n taps meets an element.

@@ -73,7 +73,7 @@ def _matmul(instruction: Instruction, within: Computation, contracted: Sequence[
 
 
 def _convolution(instruction: Instruction, within: Computation) -> float:
-    """Counts each tap of the kernel that meets an element of the input.
+    """Returns the FLOPs of a convolution; only taps that meet an element of the input count.
 
     TPUs write every product as a convolution, with a batch dim as a dilated spatial dim.
     """

@@ -78,6 +78,9 @@ def measure(file: ExperimentFile, config: RunConfig, topology: Topology) -> Meas
         config: Options of the run. Nothing is written, so its workdir is not used.
         topology: Must match the devices of this process.
 
+    Returns:
+        Time of a step and memory of a device.
+
     Raises:
         UserError: If this process does not have the devices of the topology.
     """
@@ -139,7 +142,7 @@ _ITERATIONS = (20, 220)
 
 
 def _virtual_device(topology: Topology) -> Chip:
-    """Measures the rates of one virtual device while all of them compute.
+    """Returns the rates of one virtual device, measured while all of them compute.
 
     Each rate comes from the difference between a loop of many iterations and one of few.
     """

@@ -92,7 +92,7 @@ def state_memory(
 
 
 def with_program(memory: Memory, summary: CompiledSummary, topology: Topology) -> Memory:
-    """Adds the memory of the compiled program, or of one that the compiler rejected as too big.
+    """Returns the memory with that of the compiled program, or of one rejected as too big.
 
     Args:
         memory: From `state_memory`.

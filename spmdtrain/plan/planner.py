@@ -143,6 +143,9 @@ def plan(
         topology: Devices to plan for.
         on_progress: Receives the name of each stage: building, tracing, compiling.
 
+    Returns:
+        The plan; its `times` are None if the step does not fit.
+
     Raises:
         UserError: If the experiment or its options are invalid on this topology.
     """

@@ -128,7 +128,7 @@ def summarize_compiled(
     *,
     keep: bool,
 ) -> CompiledSummary:
-    """Compiles a step and summarizes it, or returns the cached summary of the same step.
+    """Returns the summary of a compiled step; compiles it if no summary of it is cached.
 
     The cache holds summaries instead of programs because XLA can serialize programs for absent
     devices but cannot deserialize them.

@@ -163,7 +163,7 @@ class Layout:
         return names
 
     def to_device(self, tree: PyTree, of: Callable[[Any], PyTree]) -> PyTree:
-        """Copies leaves that are in host memory between steps to the devices. Traced under `jit`.
+        """Returns a tree with leaves in host memory copied to the devices. Traced under `jit`.
 
         Args:
           tree: A part of the state.
@@ -176,7 +176,7 @@ class Layout:
         return jax.tree.map(copy, tree, of(self.shardings), of(self.on_device))
 
     def gather(self, params: PyTree) -> PyTree:
-        """Gathers parameters for the model. Traced under `jit`.
+        """Returns the parameters gathered for the model. Traced under `jit`.
 
         Those that are split over batch axes are gathered, because each device needs all of them for
         its own examples. Splits over other axes are kept.
@@ -187,9 +187,9 @@ class Layout:
         return self._constrain(params, self._gathered) if self._gathers else params
 
     def gradients(self, gradients: PyTree) -> PyTree:
-        """Constrains gradients to the shardings of the optimizer's state. Traced under `jit`.
+        """Returns gradients constrained to the shardings of the optimizer's state.
 
-        XLA then reduce-scatters them, and each device updates its own part.
+        XLA then reduce-scatters them, and each device updates its own part. Traced under `jit`.
 
         Args:
           gradients: The gradients.
@@ -200,7 +200,7 @@ class Layout:
         return self._constrain(gradients, self._gradient)
 
     def at_rest(self, params: PyTree) -> PyTree:
-        """Constrains updated parameters to their shardings. Traced under `jit`.
+        """Returns updated parameters constrained to their shardings. Traced under `jit`.
 
         If only the optimizer state is sharded, this gathers them once.
 
@@ -300,6 +300,9 @@ class Layout:
         """Checks that the rules use every axis over which the batch is not split.
 
         Otherwise the devices along it would repeat each other's work.
+
+        Raises:
+          UserError: If they do not.
         """
         placement = self._placement
         named = {axis for rule in self._rules for axis in _axes(rule.spec)}

@@ -164,6 +164,9 @@ def record_strategy_queries() -> Iterator[list[str]]:
     """Records the calls of `current_strategy`; disables `constrain_sharding` meanwhile.
 
     It shows whether a function depends on the strategy.
+
+    Yields:
+      A list, which receives an entry for each call.
     """
     queries: list[str] = []
     token = _queries.set(queries)

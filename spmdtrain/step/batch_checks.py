@@ -116,6 +116,9 @@ class BatchChecks:
 
         An input of a wider dtype would make every product wider again, and the cast parameters
         would only cost precision.
+
+        Raises:
+          UserError: If no product of the model is computed in it.
         """
         products = [
             {x.aval.dtype for x in equation.invars}

@@ -32,7 +32,7 @@ class Declared:
 
     @classmethod
     def of(cls, function: Callable[..., PyTree]) -> "Declared":
-        """Reads the signature of a function, whose first two parameters are model and batch.
+        """Returns a function of (model, batch) with the arguments that its signature declares.
 
         Args:
           function: An objective or predict function.

@@ -32,6 +32,10 @@ def model_output(model: Any, batch: PyTree) -> PyTree:
     The input is the batch itself, the first element of a tuple, or the one entry of a dictionary
     that is named in `INPUTS`.
 
+    Args:
+      model: The model, a callable.
+      batch: The batch.
+
     Raises:
       UserError: If a dictionary has no such entry, or several.
     """
@@ -83,7 +87,14 @@ class Forward:
     ) -> tuple[dict[str, metrics.Sums], PyTree]:
         """Returns the objective's weighted sums in training, and the model state after the batch.
 
-        The loss's sum is what is differentiated. `batch` may be `Padded`.
+        The loss's sum is what is differentiated.
+
+        Args:
+          params: The trained parameters, None in place of the others.
+          frozen: The other parameters, None in place of the trained ones.
+          model_state: The model state before the batch.
+          batch: A batch, also `Padded`.
+          key: The random key.
         """
         rows, mask = rows_and_mask(batch)
 

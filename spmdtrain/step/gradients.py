@@ -125,7 +125,7 @@ class Gradients:
         return GradientOutput(gradients, sums, after)
 
     def _split(self, rows: jax.Array) -> jax.Array:
-        """Reshapes (B, ...) to (microbatches, B / microbatches, ...).
+        """Returns (B, ...) reshaped to (microbatches, B / microbatches, ...).
 
         Row r goes to part r % microbatches. So each device splits its own rows, nothing moves
         between devices, and the examples of a microbatch do not depend on the devices.

@@ -62,6 +62,7 @@ class Update:
 
         Raises:
           UserError: If the optimizer needs a line search.
+          TypeError: If the optimizer raises it for another reason.
         """
         trained, frozen = self.partition(params)
         optimizer = optax.with_extra_args_support(self.optimizer)

@@ -99,12 +99,10 @@ class PerReplica:
         return [treedef.unflatten(replica) for replica in zip(*leaves, strict=True)]
 
     def tree_flatten(self) -> tuple[tuple[PyTree], int]:
-        """Returns the children and the static data of this pytree node."""
         return (self._stacked,), self._examples
 
     @classmethod
     def tree_unflatten(cls, examples: int, children: tuple[PyTree]) -> "PerReplica":
-        """Returns the pytree node with these children and static data."""
         return cls(*children, examples)
 
     def __repr__(self) -> str:
@@ -147,6 +145,7 @@ def per_replica(function: Callable[..., PyTree], batch: PyTree, *whole: PyTree) 
 
     Raises:
       UserError: If B does not divide over the replicas, or in another `per_replica`.
+      NotReducedError: If an argument of `whole` holds a `PerReplica`.
     """
     if _within.get():
         raise UserError(

@@ -81,6 +81,11 @@ def flattens_by_default(config: RunConfig, placement: Placement, layout: Layout)
 
     On CPU it is faster, with several processes three times. On GPU and TPU, which have dedicated
     links, XLA combines its own collectives. The caller checks that it computes the same gradients.
+
+    Args:
+      config: Its `jit` and `collectives.reduction` are read.
+      placement: The devices and the strategy.
+      layout: The shardings of the state.
     """
     strategy = placement.strategy
     replicates = layout.replicates_params and not (
@@ -169,6 +174,11 @@ def check_agrees(reduction: Reduction, placement: Placement, params: PyTree) -> 
 
     It is called once, with random arrays of the parameters' shapes. Without this check the devices'
     copies of a parameter would differ from the first step on, without an error.
+
+    Args:
+      reduction: The user's function.
+      placement: The mesh; with one part of the batch there is nothing to check.
+      params: The parameters; only shapes and dtypes are read.
 
     Raises:
       UserError: If the devices' results differ.

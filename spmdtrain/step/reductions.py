@@ -26,6 +26,10 @@ def hierarchical(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
     Arrays are reduce-scattered within each group; then each device all-reduces its part over the
     slow links between the groups; then the parts are gathered within the group. This is
     tf.distribute's HierarchicalCopyAllReduce.
+
+    Args:
+      gradients: This device's share of the gradients.
+      axes: Mesh axes to sum over; the groups span all but `replica`.
     """
     inner = tuple(axis for axis in axes if axis != "replica")
     parts = jax.lax.axis_size(inner)
@@ -44,6 +48,10 @@ def one_device(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
 
     This is tf.distribute's ReductionToOneDevice: 2 * ceil(log2(devices)) collective permutes of
     each array instead of an all-reduce.
+
+    Args:
+      gradients: This device's share of the gradients.
+      axes: Mesh axes to sum over.
     """
     size, index = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
     strides = [2**power for power in range((size - 1).bit_length())]
@@ -72,6 +80,10 @@ def flattened(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
 
     Gloo makes a call for each array, which takes a millisecond even for a small one. The arrays are
     concatenated as rows with two dims, because XLA on CPU takes hundreds of times as long with one.
+
+    Args:
+      gradients: This device's share of the gradients.
+      axes: Mesh axes to sum over.
     """
     leaves, structure = jax.tree.flatten(gradients)
     groups = collections.defaultdict(list)

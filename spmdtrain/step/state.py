@@ -53,6 +53,9 @@ def first_average(params: PyTree) -> PyTree:
 
     In bfloat16 an average of decay 0.999 would never change, because each of its steps is smaller
     than half the distance to the next number.
+
+    Args:
+      params: The initial parameters.
     """
     return jax.tree.map(lambda x: jnp.array(x, accumulation_dtype(x.dtype)), params)
 
