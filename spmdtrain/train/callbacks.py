@@ -94,6 +94,9 @@ Callbacks = Mapping[str, Callback | list[Callback]]
 def by_event(callbacks: Callbacks) -> dict[CallbackEvent, list[Callback]]:
     """Returns the functions of every event.
 
+    Args:
+      callbacks: One function or several, by the name of an event.
+
     Raises:
       UserError: If an event does not exist, or a callback is no function.
     """
@@ -141,10 +144,13 @@ class CallbackRunner:
         return bool(self._functions[event])
 
     def check_readable(self, *, by_servers: bool) -> None:
-        """Raises `UserError` in a callback whose step has another state than the newest one.
+        """Checks that no callback is running whose step has another state than the newest one.
 
         Args:
           by_servers: Whether parameter servers hold the state.
+
+        Raises:
+          UserError: If such a callback is running.
         """
         late = {CallbackEvent.LOG} | ({CallbackEvent.STEP} if by_servers else set())
         if self.event in late:

@@ -91,6 +91,9 @@ def parse(
       prog: The program's name, for the help.
       description: The first paragraph of the help if no experiment is given.
 
+    Returns:
+      The command.
+
     Raises:
       UserError: If an option or the experiment is wrong.
       SystemExit: After `--help`, or if the parser finds an error.
@@ -154,7 +157,7 @@ _LISTS = ("compiler_options", "freeze")  # options that may be repeated, one val
 
 
 def _together(arguments: Sequence[str]) -> list[str]:
-    """Joins repeated options, of which tyro would keep only the last.
+    """Returns the arguments with repeated options joined, because tyro would keep only the last.
 
     `--freeze a --freeze b` becomes `--freeze a b`.
     """

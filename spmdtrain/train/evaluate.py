@@ -79,7 +79,11 @@ class Evaluation:
     ) -> PyTree:
         """Returns predictions as NumPy arrays of leading dim N, in the dataset's order.
 
-        Arguments are as for `evaluate`.
+        Args:
+          variables: The model's values.
+          dataset: The N examples.
+          batch_size: The global batch size; it need not divide the dataset or the devices.
+          check_interrupt: Called before each batch; may raise.
         """
         batches = self._batches("predict", dataset, batch_size, check_interrupt)
         outputs = (self._checked_predictions(variables, *batch) for batch in batches)

@@ -285,9 +285,11 @@ class _Checkpoints:
                 self.settle(step, self.mark(step), evaluated=True)
 
     def look(self) -> int | None:
-        """Lists the checkpoints; returns the first step that was saved again, if there is one.
+        """Lists the checkpoints.
 
-        The checkpoints from that step on are no longer done.
+        Returns:
+          The first step that was saved again, from which on checkpoints are evaluated again; None
+          if there is none.
         """
         self._source = list_checkpoints(self._workdir)
         resaved = None

@@ -47,7 +47,7 @@ class Executor(Protocol):
         ...
 
     def sync(self, state: TrainState) -> TrainState:
-        """Waits for all dispatched steps and returns the state after them.
+        """Returns the state after all dispatched steps; waits for them.
 
         Args:
           state: The state that the last program returned.

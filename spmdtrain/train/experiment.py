@@ -111,7 +111,7 @@ class ExperimentFile:
 
 
 def load_experiment(name: str, reserved: frozenset[str]) -> ExperimentFile:
-    """Imports an experiment's file and checks its parts.
+    """Returns an experiment's file, imported and checked.
 
     Args:
       name: Path of the Python file.

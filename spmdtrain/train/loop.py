@@ -220,8 +220,11 @@ class Loop(LoopTools):
     def batches(self) -> Iterator[PyTree]:
         """Yields the training batches up to the end of the run, placed on the mesh.
 
-        What is due is done between two batches: logs, checkpoints, stops. So record each step by
+        Logging, checkpoints and stops happen between two batches, so record each step by
         `end_step` before taking the next batch.
+
+        Raises:
+          UserError: If `start` got no dataset, or a step was not recorded exactly once.
         """
         run = self._started()
         if run.train is None:
@@ -245,7 +248,11 @@ class Loop(LoopTools):
             yield batch
 
     def steps(self) -> Iterator[int]:
-        """Yields the numbers of the steps to make, from 1; like `batches`, without a dataset."""
+        """Yields the numbers of the steps to make, from 1; like `batches`, without a dataset.
+
+        Raises:
+          UserError: If a step was not recorded exactly once.
+        """
         run = self._started()
         self._boundary()  # an earlier iteration may have ended after a step
         run.logger.restart_timer(self.step)
@@ -293,10 +300,13 @@ class Loop(LoopTools):
     def end_step(self, state: TrainState, output: StepOutput) -> None:
         """Records a step: its state, which is saved when that is due, and its output.
 
-        The output is fetched and logged some steps later.
+        Args:
+          state: The state that the compiled step returned.
+          output: The output that it returned; it is fetched and logged some steps later.
 
         Raises:
           NonFiniteError: If a fetched loss or state is NaN or infinite.
+          UserError: If an argument is wrong, or all steps of the run are made.
         """
         run = self._started()
         assert self._late is not None
@@ -329,6 +339,8 @@ class Loop(LoopTools):
 
         Raises:
           NonFiniteError: If the loss is NaN or infinite.
+          UserError: If the split is unknown or was already logged after this step, or `best_metric`
+            is missing.
         """
         run = self._started()
         assert self._late is not None

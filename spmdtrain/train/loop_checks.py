@@ -46,6 +46,9 @@ PARTS = ("params", "opt_state", "averaged", "model_state")
 def make_initial_state(init: Init) -> Callable[[jax.Array, jax.Array], TrainState]:
     """Returns the function of the init and step keys that makes the first state.
 
+    Args:
+      init: The user's function: key -> the parts of the state by name.
+
     Raises:
       UserError: If `init` is no function, or returns something else than parts of the state.
     """
@@ -188,11 +191,14 @@ def check_best(
 
 
 def check_not_donated(state: TrainState, step: int) -> None:
-    """Raises `UserError` for anything but a state whose arrays still exist.
+    """Checks that a state is one whose arrays still exist.
 
     Args:
       state: The state; a step donates its arrays to the next state.
       step: The last step recorded, for the message.
+
+    Raises:
+      UserError: If it is something else, or its arrays were donated.
     """
     if not isinstance(state, TrainState):
         raise UserError(f"the state is a {type(state).__name__}: it is what start() returned")

@@ -35,9 +35,14 @@ class LoopTools:
         return self.placement.mesh
 
     def eval_batches(self, data: Any) -> Iterator[tuple[PyTree, jax.Array]]:
-        """Yields all examples of a dataset once, in order: placed batches of (rows, mask).
+        """Returns an iterator over the batches of a dataset, in order; each example occurs once.
 
-        The mask, (B,), is 0 for rows that pad the last batch: a weight for `weighted_mean`.
+        Args:
+          data: A dataset, or arrays in a tuple or dictionary.
+
+        Returns:
+          Pairs (rows, mask), placed on the mesh. The mask, (B,), is 0 for rows that pad the last
+          batch: a weight for `weighted_mean`.
         """
         assert self.config.global_batch_size is not None
         batches, _ = ordered_batches(
@@ -52,6 +57,9 @@ class LoopTools:
         """Returns the random key of batch `number` of an evaluation, counted from 0.
 
         It is the same in each evaluation.
+
+        Args:
+          number: Number of the batch.
         """
         draw = np.array([derive_seed(self.config.seed, Purpose.EVAL), number], np.uint32)
         key: jax.Array = jax.jit(eval_key, out_shardings=self.placement.replicated)(draw)
@@ -79,13 +87,27 @@ class LoopTools:
 
         Call it in a step. Without it XLA may move activations instead of parameters, which costs
         less for small batches and more for large ones.
+
+        Args:
+          params: The parameters of the state that the step receives.
+
+        Raises:
+          UserError: Before `start`.
         """
         if self._layout is None:
             raise UserError("the loop has not begun: call start(init) first")
         return self._layout.gather(params)
 
     def compile(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """Compiles any other function of arrays; each process gets its whole result."""
+        """Compiles any other function of arrays.
+
+        Args:
+          function: A function of arrays, such as the computation of an evaluation.
+
+        Returns:
+          The function, compiled; each process gets its whole result. It raises `NotReducedError` if
+          the result holds a `PerReplica`.
+        """
 
         def reduced(*args: PyTree) -> PyTree:
             found = function(*args)

@@ -132,7 +132,7 @@ class ModelRunner:
         return self.functions.layout.unsharded_params()
 
     def compile_step(self, batch: PyTree) -> jax.stages.Compiled:
-        """Compiles the train step without running it.
+        """Returns the train step, compiled without running it.
 
         Args:
           batch: A global batch: arrays or their shapes.
@@ -144,10 +144,13 @@ class ModelRunner:
             return self.trace_step(batch).lower().compile()
 
     def trace_step(self, batch: PyTree) -> jax.stages.Traced:
-        """Traces the train step, to read it or to lower it for other devices.
+        """Returns the trace of the train step, to read it or to lower it for other devices.
 
         Args:
           batch: As for `compile_step`; an `IndexedBatch` with `data_on_device`.
+
+        Raises:
+          UserError: If `jit` is off.
         """
         if not self.config.jit:
             raise UserError("jit is off: the steps are not compiled")
@@ -177,7 +180,12 @@ class ModelRunner:
             return self._evaluate(dataset, batch_size, self._interrupt_check())
 
     def predict(self, data: Any, *, global_batch_size: int | None = None) -> PyTree:
-        """Returns predictions for a dataset: NumPy arrays of leading dim N, in its order."""
+        """Returns predictions for a dataset: NumPy arrays of leading dim N, in its order.
+
+        Args:
+          data: A dataset of N examples, or arrays in a tuple or dictionary.
+          global_batch_size: By default `eval_batch_size`, or else the training's batch size.
+        """
         dataset, variables = as_dataset(data), self._variables()
         self._check_classes(dataset)
         batch_size = self._eval_batch(global_batch_size)
@@ -247,6 +255,9 @@ class ModelRunner:
         """Returns the batch size of an evaluation: the argument, the option, or the training's.
 
         It does not depend on the devices, so neither does the result, and need not divide.
+
+        Raises:
+          UserError: If the argument is below 1.
         """
         if batch is not None and batch < 1:
             raise UserError(f"global_batch_size is {batch}: it must be above 0")

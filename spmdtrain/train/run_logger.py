@@ -172,6 +172,9 @@ class RunLogger:
           step: The last step.
           reason: Why it ended early.
           saved: Whether the state after `step` is saved.
+
+        Raises:
+          StorageError: If the files of a finished run cannot be written.
         """
         if self.files:
             try:

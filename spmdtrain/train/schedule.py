@@ -84,6 +84,9 @@ class Schedule:
 
         A group has `steps_per_dispatch` steps if nothing is due between them, and one step
         otherwise, because each other number of steps would need a program of its own.
+
+        Args:
+          first: The last step that is done, which is that of the state.
         """
         size, step, end = self._config.steps_per_dispatch, first, first
         while step < self.total:
@@ -163,6 +166,9 @@ class Schedule:
         """Returns whether to save after `step`, by count or by time.
 
         All processes call it after the same steps, because process 0's clock decides.
+
+        Args:
+          step: The step that was dispatched last.
         """
         if not self._saves:
             return False

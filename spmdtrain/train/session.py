@@ -106,6 +106,9 @@ class RunSession:
           terminal: Receives the log.
           clock: Returns seconds, for `checkpoint_every_seconds`.
 
+        Returns:
+          The session of the run.
+
         Raises:
           UserError: If an input is wrong, or the processes have different ones.
         """

@@ -124,7 +124,13 @@ class Trainer(ModelRunner):
     def from_experiment(
         cls, experiment: Experiment, config: RunConfig, **keywords: Any
     ) -> "Trainer":
-        """Returns the trainer of an experiment, without the parts that `fit` and `predict` use."""
+        """Returns the trainer of an experiment, without the parts that `fit` and `predict` use.
+
+        Args:
+          experiment: The model, the objective, the optimizer and other arguments of `Trainer`.
+          config: The configuration.
+          **keywords: Arguments of `Trainer`, in place of the experiment's.
+        """
         return cls(**{"config": config, **experiment.trainer_arguments(), **keywords})
 
     @property
@@ -192,8 +198,10 @@ class Trainer(ModelRunner):
           The last metrics and the history.
 
         Raises:
-          NonFiniteError: If the loss or the state is NaN or infinite.
+          StateError: `NonFiniteError` if the loss or the state is NaN or infinite, `ReplicaError`
+            if copies of replicated data differ between processes.
           PreemptedExit: After SIGTERM, SIGUSR1 or Ctrl-C; the state is saved if there is a workdir.
+          SystemExit: In an evaluator task, after the training has ended.
           UserError: If an argument is wrong.
         """
         overrides = epochs, steps, global_batch_size, batch_size_per_device
