@@ -297,13 +297,7 @@ class Layout:
     # -- errors --------------------------------------------------------------------------------
 
     def _check_axes_used(self) -> None:
-        """Checks that the rules use every axis over which the batch is not split.
-
-        Otherwise the devices along it would repeat each other's work.
-
-        Raises:
-          UserError: If they do not.
-        """
+        """Checks that the rules use every axis that splits no batch; otherwise work is repeated."""
         placement = self._placement
         named = {axis for rule in self._rules for axis in _axes(rule.spec)}
         for axis in AXES:
