@@ -15,6 +15,7 @@ from spmdtrain.distributed.progress import Phase, Record
 from spmdtrain.errors import ExitCode
 from spmdtrain.launch import stacks
 from spmdtrain.launch.child import Child, Output, Reaper, Signals
+from spmdtrain.launch.evaluator_task import EvaluatorTask
 from spmdtrain.launch.exit_report import (
     CauseRank,
     Restarts,
@@ -25,11 +26,8 @@ from spmdtrain.launch.exit_report import (
     root_cause,
 )
 from spmdtrain.launch.options import Options
-from spmdtrain.launch.task_env import (
-    EVALUATOR,
-    tf_configs,
-    training_tasks,
-)
+from spmdtrain.launch.task_env import EVALUATOR, tf_configs, training_tasks
+from spmdtrain.launch.worker_restarter import WorkerRestarter
 
 _POLL_INTERVAL = 0.1  # seconds; signals and the exit of a child interrupt the sleep
 _AFTER_CHIEF = 10.0  # seconds for workers and servers to exit after their chief
@@ -81,7 +79,7 @@ class Launcher:
         self.reaper = Reaper(self.folder)
         self.oom_kills = out_of_memory.OomKills()
         self.output = Output([*environments, "launch"])
-        self.evaluator = Evaluator(self) if options.evaluator else None
+        self.evaluator = EvaluatorTask(self) if options.evaluator else None
 
     def __enter__(self) -> "Launcher":
         return self
@@ -321,130 +319,3 @@ class Launcher:
             self.log(f"the training has finished, but the evaluator failed: exit code {code}")
             return code
         return outcome.code
-
-
-class WorkerRestarter:
-    """Restarts of single workers under parameter servers, while the others continue.
-
-    Args:
-      launcher: The launcher.
-      configs: Task name to TF_CONFIG, which a restarted task keeps.
-    """
-
-    def __init__(self, launcher: Launcher, configs: Mapping[str, str]) -> None:
-        self._launcher, self._configs = launcher, configs
-        self._restarts: dict[str, Restarts] = {}
-        self._due: dict[str, float] = {}
-        self._workers = {name for name in configs if name.startswith("worker")}
-        self._given_up: set[str] = set()
-
-    def take(self, ended: TaskExit) -> bool:
-        """Schedules a restart if the task is a worker that has failed.
-
-        Args:
-          ended: The exit of the task.
-
-        Returns:
-          Whether the other tasks continue: the worker will be restarted, or other workers remain.
-        """
-        final_codes = (ExitCode.DONE, ExitCode.BAD_INPUT, ExitCode.PREEMPTED)
-        final = ended.ours or ended.status in final_codes or rank(ended) is CauseRank.CONSEQUENCE
-        if final or not ended.task.startswith("worker") or self._launcher.signals.received:
-            return False
-        limit = self._launcher.options.max_restarts
-        restarts = self._restarts.setdefault(ended.task, Restarts(limit))
-        chief = progress.read(self._launcher.folder, "chief")
-        if (wait := restarts.next(chief.saved if chief else -1)) is None:
-            self._given_up.add(ended.task)
-            if self._workers <= self._given_up:
-                return False
-            self._launcher.log(
-                f"{describe(ended)}; the others continue; no restarts left of {limit}"
-            )
-            return True
-        self._due[ended.task] = time.monotonic() + wait
-        self._launcher.log(
-            f"{describe(ended)}; the others continue; restart {restarts.used} of {limit} of "
-            f"{ended.task} in {wait:g} s"
-        )
-        return True
-
-    def start_due(self) -> list[Child]:
-        """Starts the workers whose restart is due, and returns them."""
-        due = [name for name, at in self._due.items() if time.monotonic() >= at]
-        for name in due:
-            del self._due[name]
-        return [self._launcher.start(name, self._configs[name]) for name in due]
-
-
-class Evaluator:
-    """The evaluator task, which exits and restarts independently of the training tasks.
-
-    Args:
-      launcher: The launcher.
-    """
-
-    def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
-        self._restarts = Restarts(launcher.options.max_restarts)
-        self._child: Child | None = None
-        self._due = math.inf  # time of the next restart
-        self._config = ""
-        self.code: int | None = None
-        """The final exit code; None before that."""
-
-    def start(self, tf_config: str) -> None:
-        """Starts the evaluator for the first time."""
-        self._config = tf_config
-        self._child = self._launcher.start(EVALUATOR, tf_config)
-
-    def poll(self) -> None:
-        """Handles the exit of the evaluator, and restarts it when that is due."""
-        if self._child is None:
-            if time.monotonic() >= self._due:
-                self._due = math.inf
-                self._child = self._launcher.start(EVALUATOR, self._config)
-        elif self._child.poll():
-            ended, self._child = self._launcher.exit_of(self._child), None
-            self._handle_exit(ended)
-
-    def _handle_exit(self, ended: TaskExit) -> None:
-        """Schedules a restart, or takes the exit code as final."""
-        final = ended.ours or ended.status in (ExitCode.DONE, ExitCode.BAD_INPUT)
-        if self._launcher.over and ended.status == ExitCode.PREEMPTED:
-            final = True  # the training was preempted too, and all checkpoints are evaluated
-        final = final or bool(self._launcher.signals.received)
-        wait = None if final else self._restarts.next(ended.record.step if ended.record else -1)
-        if wait is None:
-            self.code = ended.code
-            next_ = "" if final else f"; no restarts left of {self._restarts.limit}"
-        else:
-            self._due = time.monotonic() + wait
-            next_ = f"; restart {self._restarts.used} of {self._restarts.limit} in {wait:g} s"
-        self._launcher.log(f"{describe(ended)}{next_}")
-
-    def finish(self) -> int:
-        """Waits for the evaluator after the end of the training; returns its exit code."""
-        launcher, grace = self._launcher, self._launcher.options.grace
-        hang_timeout = launcher.options.hang_timeout or math.inf
-        received, watch, asked = launcher.signals.received, IdleTimer(max_interval=1.0), False
-        while self.code is None:
-            record = progress.read(launcher.folder, EVALUATOR)
-            # A restart counts as progress, because the number of restarts is bounded.
-            idle = watch.idle((record, self._child))
-            if self._child is None and received:
-                return 128 + received[0]  # instead of the restart that is due later
-            if self._child is not None and received and not asked:
-                asked = True
-                launcher.deadline = min(launcher.deadline, time.monotonic() + grace)
-                self._child.send(signal.SIGTERM, record.pid if record else None)
-            if self._child is not None:
-                if len(received) > 1 or time.monotonic() >= launcher.deadline:
-                    self._child.kill()
-                elif idle >= hang_timeout and signal.SIGKILL not in self._child.sent:
-                    launcher.log(
-                        f"the evaluator has made no progress for {hang_timeout:g} s: killed"
-                    )
-                    self._child.kill()
-            launcher.tick()
-        return self.code
