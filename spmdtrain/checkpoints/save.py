@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import importlib
-import itertools
 import math
 import os
 import re
@@ -45,7 +44,6 @@ _NOTHING: Mapping[str, Any] = {}
 _REMOVED = ".removed"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _VISIBLE_WITHIN = 45.0  # seconds until a new file is visible on a network file system
-_save_numbers = itertools.count()  # equal in all processes, because they save together
 
 # Hides Orbax's log lines: it logs every action, and raises its errors. absl must be imported first,
 # because only its own logger class records the caller's path.
@@ -186,7 +184,7 @@ class Checkpoints:
         sums = start_sums({field: x for item in items.values() for field, x in item.items()})
         replica_check.check_equal(sums, step)
         self._saving = save = _Save(
-            next(_save_numbers), step, now, identity, metrics, stopped, sums, epoch
+            process_group.next_number(), step, now, identity, metrics, stopped, sums, epoch
         )
         if process_group.is_chief():
             self._records[step] = Record(step, now, metrics)
@@ -427,7 +425,7 @@ class Checkpoints:
 class _Save:
     """A pending save."""
 
-    number: int
+    number: int  # equal in all processes; several trainers of a script may save the same step
     step: int
     saved_at: datetime.datetime
     identity: Identity

@@ -55,6 +55,8 @@ class ProcessContext:
     """Reserved address space, freed to report that memory is exhausted (`out_of_memory`)."""
     has_coordinator: bool = False
     """Whether this process has created a `Coordinator`."""
+    running_call: Any = None
+    """The call that this worker of a `Coordinator` is running: a `remote_call.Running`, or None."""
 
 
 CONTEXT = ProcessContext()

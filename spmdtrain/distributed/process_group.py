@@ -40,6 +40,8 @@ class Job:
     agreements: int = 0
     """Number of collective calls so far. It is the same in all processes, which make the same
     calls in the same order, and so identifies a call."""
+    numbers: int = 0
+    """Number of calls of `next_number` so far."""
     points: int = 0
     """Number of calls of `preempted` so far."""
     stopping: bool = False
@@ -155,6 +157,15 @@ def gather(value: T) -> list[T]:
 def barrier() -> None:
     """Waits until all processes have called it."""
     gather(None)
+
+
+def next_number() -> int:
+    """Returns the number of this call, equal in all processes, for keys of `publish`."""
+    job = current()
+    if job is None:
+        return 0
+    job.numbers += 1
+    return job.numbers
 
 
 def run_on_all(call: Callable[[], T], expected: type[Exception]) -> T:

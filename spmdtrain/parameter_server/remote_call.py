@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from spmdtrain.config import RunConfig
+from spmdtrain.distributed.context import CONTEXT
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import UserError
 from spmdtrain.parameter_server.server import Pulled
@@ -69,7 +70,7 @@ class LruCache:
 
 @dataclasses.dataclass
 class Running:
-    """The call that this process is running.
+    """The call that this process is running (`CONTEXT.running_call`).
 
     Attributes:
       number: Number of the call.
@@ -82,10 +83,6 @@ class Running:
     floor: int
     pulled: dict[int, list[Pulled]] = dataclasses.field(default_factory=dict)
     pushed: set[int] = dataclasses.field(default_factory=set)
-
-
-current: Running | None = None
-"""The call that this process is running, if any."""
 
 
 class Runner:
@@ -103,19 +100,18 @@ class Runner:
           UserError: If the function returns a generator.
           RuntimeError: If the function calls `sys.exit`.
         """
-        global current
         function, arguments = self._function(call.function), pickle.loads(call.arguments)
         args, kwargs = jax.tree.map(
             self._resolve, arguments, is_leaf=lambda x: isinstance(x, PerWorker)
         )
-        current = Running(call.number, call.floor)
+        CONTEXT.running_call = Running(call.number, call.floor)
         try:
             with phase(Phase.STEP, call.number + 1):
                 result = function(*args, **kwargs)
         except SystemExit as stop:
             raise RuntimeError(f"the function called sys.exit({stop.code!r})") from stop
         finally:
-            current = None
+            CONTEXT.running_call = None
         if inspect.isgenerator(result):
             raise UserError("the function returns a generator, which cannot be sent; use a list")
         return jax.device_get(result)

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmdtrain.distributed.context import CONTEXT
 from spmdtrain.errors import NonFiniteError, UserError
-from spmdtrain.parameter_server import ray_pool, remote_call
+from spmdtrain.parameter_server import ray_pool
+from spmdtrain.parameter_server.remote_call import Running
 from spmdtrain.parameter_server.server import PushResult
 from spmdtrain.parameter_server.state_partition import Computed, ServerPartition
 from spmdtrain.step.optimizer import clipped
@@ -35,7 +37,8 @@ class Shared:
     def pull(self) -> PyTree:
         """Returns the current parameters, NumPy arrays."""
         parts = self._call("pull")
-        if (running := remote_call.current) is not None:
+        running: Running | None = CONTEXT.running_call
+        if running is not None:
             running.pulled[self.number] = parts
         return self.partition.pulled(parts)[0]
 
@@ -58,7 +61,7 @@ class Shared:
         """
         import ray
 
-        running = remote_call.current
+        running: Running | None = CONTEXT.running_call
         if running is None:
             raise UserError("push() was called outside a function that a worker runs: schedule one")
         parts = running.pulled.get(self.number)
