@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmdtrain.cluster.spec import from_environment
-from spmdtrain.config import ParameterServerOptions
+from spmdtrain.cluster.spec import ClusterSpec, from_environment
+from spmdtrain.config import MeshSpec, ParameterServerOptions, RunConfig
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import UserError
 from spmdtrain.parameter_server import ray_pool
@@ -19,13 +19,15 @@ from spmdtrain.parameter_server.partition import FixedShards, MaxSize, MinSize, 
 from spmdtrain.parameter_server.ray_pool import RayJob
 from spmdtrain.parameter_server.roles import run_if_worker_or_server, run_task_role
 from spmdtrain.parameter_server.scheduler import BatchQueue, BatchScheduler
-from spmdtrain.parameter_server.state_partition import ServerPartition
+from spmdtrain.parameter_server.state_partition import ServerPartition, print_partition
 from spmdtrain.parameter_server.stats import StalenessStats
 from spmdtrain.parameter_server.worker import WorkerFactory, for_worker
-from spmdtrain.sharding.placement import make_placement
+from spmdtrain.sharding.placement import Placement, make_placement
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
+from spmdtrain.terminal import Terminal
+from spmdtrain.train.command_line import JOB_OPTIONS, Command
 from spmdtrain.train.executor import ExecutorInputs, MakeExecutor, StepCall
 
 PyTree = Any
@@ -205,9 +207,45 @@ def server_partition(
 class ServerBackend:
     """Makes steps by the workers of TF_CONFIG, with the state on its parameter servers."""
 
+    compiles_steps = False  # the workers compile them
+    state_at_steps = False
+
     def join(self, timeout: float) -> None:
         """Serves the chief and exits, if this process is a worker or a parameter server."""
         run_if_worker_or_server(timeout)
+
+    def join_command(self, command: Command) -> None:
+        """Takes the role of TF_CONFIG if the command trains; otherwise the process is alone."""
+        options = command.options
+        if options.mode != "train":
+            if (tasks := len(from_environment().tasks)) > 1:
+                raise UserError(
+                    f"--mode {options.mode} under parameter_server is for one process, and "
+                    f"TF_CONFIG lists {tasks} tasks: start it without TF_CONFIG"
+                )
+            return
+        for field, default in (("cluster", "tf_config"), ("hang_timeout", None), *JOB_OPTIONS):
+            if getattr(options, field) != default:
+                option = f"--{field}".replace("_", "-")
+                raise UserError(
+                    f"{option} is for synchronous processes: TF_CONFIG describes those of "
+                    "parameter servers, and the launcher watches them"
+                )
+        run_task_role(options.init_timeout)
+
+    def unused_tasks(self, spec: ClusterSpec) -> None:
+        """Returns None: all tasks are used."""
+
+    def make_placement(self, config: RunConfig) -> Placement:
+        """Returns the chief's placement: all of its devices, because the mesh is a worker's."""
+        return make_placement(dataclasses.replace(config, mesh=MeshSpec()))
+
+    def print_sharding(
+        self, functions: StepFunctions, config: RunConfig, terminal: Terminal
+    ) -> None:
+        """Prints the partition of the state over the servers of TF_CONFIG, or over one server."""
+        servers = max(1, len(from_environment().jobs.get("ps", ())))
+        print_partition(terminal, server_partition(functions, config.servers, servers))
 
     def begin_fit(self, timeout: float, *, has_fitted: bool) -> None:
         """Checks that this process is the chief, in its first fit."""

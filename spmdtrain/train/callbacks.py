@@ -126,13 +126,14 @@ class CallbackRunner:
     Args:
       trainer: The trainer that callbacks receive.
       callbacks: Functions by event.
+      state_at_steps: Whether the trainer has the state after each step (see `Backend`).
 
     Raises:
       UserError: If an event does not exist, or a callback is no function.
     """
 
-    def __init__(self, trainer: Any, callbacks: Callbacks) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, callbacks: Callbacks, *, state_at_steps: bool) -> None:
+        self._trainer, self._state_at_steps = trainer, state_at_steps
         self._functions = by_event(callbacks)
         self.event: CallbackEvent | None = None
         """The event whose callbacks are running."""
@@ -143,16 +144,13 @@ class CallbackRunner:
         """Returns whether an event has callbacks."""
         return bool(self._functions[event])
 
-    def check_readable(self, *, by_servers: bool) -> None:
+    def check_readable(self) -> None:
         """Checks that no callback is running whose step has another state than the newest one.
-
-        Args:
-          by_servers: Whether parameter servers hold the state.
 
         Raises:
           UserError: If such a callback is running.
         """
-        late = {CallbackEvent.LOG} | ({CallbackEvent.STEP} if by_servers else set())
+        late = {CallbackEvent.LOG} | (set() if self._state_at_steps else {CallbackEvent.STEP})
         if self.event in late:
             raise UserError(
                 f"the state cannot be read in a {self.event} callback: the outputs of a step are "

@@ -4,23 +4,29 @@ import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from spmdtrain.checkpoints.source import broadcast_source, list_checkpoints
+from spmdtrain.cluster.spec import ClusterSpec
 from spmdtrain.config import RunConfig
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.loader import on_devices, train_batches
 from spmdtrain.data.sampling import Augment
+from spmdtrain.distributed import initialize
 from spmdtrain.distributed.first_call import await_compiled
 from spmdtrain.distributed.progress import Phase, phase
-from spmdtrain.sharding.placement import Placement
+from spmdtrain.sharding import table
+from spmdtrain.sharding.placement import Placement, make_placement
 from spmdtrain.step.compile import Programs
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
-from spmdtrain.strategies import Strategy, strategy
+from spmdtrain.strategies import Strategy
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.session import RunSession
+
+if TYPE_CHECKING:  # the command line imports tyro
+    from spmdtrain.train.command_line import Command
 
 PyTree = Any
 StepCall: TypeAlias = Callable[[TrainState, PyTree], tuple[TrainState, StepOutput]]
@@ -82,6 +88,12 @@ MakeExecutor: TypeAlias = Callable[[ExecutorInputs], Executor]
 class Backend(Protocol):
     """Creates the executor of a strategy. `Strategy.backend` names the class."""
 
+    compiles_steps: bool
+    """Whether this process compiles the train step."""
+    state_at_steps: bool
+    """Whether this process has the state after each step, so that a `step` callback can read it.
+    Otherwise it has the state at boundaries."""
+
     def join(self, timeout: float) -> None:
         """Starts this process in its role, before devices are used.
 
@@ -91,6 +103,42 @@ class Backend(Protocol):
         Raises:
           SystemExit: At the end of the job, in a process that only serves others: a worker or a
             parameter server.
+        """
+        ...
+
+    def join_command(self, command: "Command") -> None:
+        """Starts this process in its role in the run command, by the options of the command.
+
+        Args:
+          command: The parsed command line.
+
+        Raises:
+          UserError: If an option contradicts the strategy or TF_CONFIG.
+          SystemExit: As in `join`.
+        """
+        ...
+
+    def unused_tasks(self, spec: ClusterSpec) -> str | None:
+        """Returns a line about the tasks of TF_CONFIG that the strategy does not use, if any."""
+        ...
+
+    def make_placement(self, config: RunConfig) -> Placement:
+        """Returns the placement of evaluations and of the state in this process.
+
+        Args:
+          config: Configuration of the run.
+        """
+        ...
+
+    def print_sharding(
+        self, functions: StepFunctions, config: RunConfig, terminal: Terminal
+    ) -> None:
+        """Prints on which devices or servers each part of the state is.
+
+        Args:
+          functions: The functions of the step, whose state is abstract.
+          config: The resolved configuration.
+          terminal: The terminal.
         """
         ...
 
@@ -117,8 +165,42 @@ def max_in_flight(placement: Placement) -> int:
 class MeshBackend:
     """Runs steps on the mesh of this job."""
 
+    compiles_steps = True
+    state_at_steps = True
+
     def join(self, timeout: float) -> None:
         """Does nothing, because `initialize` has joined the processes."""
+
+    def join_command(self, command: "Command") -> None:
+        """Joins the processes that TF_CONFIG or the options describe."""
+        options = command.options
+        initialize.initialize(
+            strategy=command.config.strategy,
+            auto_detect=options.cluster == "auto",
+            explicit=initialize.ClusterOptions(
+                coordinator=options.coordinator,
+                processes=options.processes,
+                process_id=options.process_id,
+            ),
+            timeout=options.init_timeout,
+            hang_timeout=options.hang_timeout,
+        )
+
+    def unused_tasks(self, spec: ClusterSpec) -> str | None:
+        """Returns a line if TF_CONFIG lists parameter servers."""
+        if not spec.has_ps:
+            return None
+        return "TF_CONFIG lists ps tasks: not used, the training is synchronous"
+
+    def make_placement(self, config: RunConfig) -> Placement:
+        """Returns the placement of the run."""
+        return make_placement(config)
+
+    def print_sharding(
+        self, functions: StepFunctions, config: RunConfig, terminal: Terminal
+    ) -> None:
+        """Prints the sharding of each array of the state."""
+        table.show(terminal, table.tabulate(functions.abstract_state, functions.shardings))
 
     def begin_fit(self, timeout: float, *, has_fitted: bool) -> None:
         """Does nothing, because every fit can begin."""
@@ -217,8 +299,7 @@ def compile_ahead(
     assert run.train is not None
     source = config.workdir and broadcast_source(list_checkpoints(config.workdir))
     first = source.steps[-1] if source and source.steps else 0
-    on_workers = strategy(config.strategy).by_servers
-    if first >= schedule.total or on_workers or functions.has_custom_reduction:
+    if first >= schedule.total or functions.has_custom_reduction:
         return
     steps = len(next(schedule.dispatches(first)))
     programs.begin_for(run.train, steps, augment, config)

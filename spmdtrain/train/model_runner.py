@@ -1,6 +1,5 @@
 """A model on devices: its functions, its values, evaluation and prediction."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,14 +13,14 @@ from spmdtrain.adapters.base import Function, Variables
 from spmdtrain.checkpoints.listing import LATEST
 from spmdtrain.checkpoints.run_identity import Identity, check_same_classes
 from spmdtrain.checkpoints.source import broadcast_source, list_checkpoints
-from spmdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, MeshSpec, RunConfig
+from spmdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig
 from spmdtrain.data.datasets import Dataset, as_dataset, classes_of
 from spmdtrain.data.loader import IndexedBatch
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.layout import Rule
-from spmdtrain.sharding.placement import Placement, make_placement, use_placement
+from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.sharding.table import ShardingTable, tabulate
 from spmdtrain.step.forward import model_output
 from spmdtrain.step.functions import StepFunctions
@@ -30,6 +29,7 @@ from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.evaluate import Evaluation, check_same_data
+from spmdtrain.train.executor import backend_of
 from spmdtrain.train.init_state import load_values
 from spmdtrain.train.run_logger import Metrics
 
@@ -64,10 +64,8 @@ class ModelRunner:
     ) -> None:
         self.config = config
         self.terminal = terminal or Terminal(quiet=not process_group.is_chief())
-        # The mesh of workers is not the chief's, which evaluates on all devices of its own.
-        chief = dataclasses.replace(config, mesh=MeshSpec())
-        placement = make_placement(chief if strategy(config.strategy).by_servers else config)
-        self.placement = placement
+        self._backend = backend_of(strategy(config.strategy))
+        self.placement = placement = self._backend.make_placement(config)
         self.check_interrupt: Callable[[], None] = _nothing
         """Called before each batch of an evaluation or prediction; may raise."""
         self._adapter = as_adapter(model)

@@ -39,7 +39,6 @@ from spmdtrain.train.executor import (
     Executor,
     ExecutorInputs,
     MakeExecutor,
-    backend_of,
     compile_ahead,
 )
 from spmdtrain.train.experiment import Experiment
@@ -114,7 +113,8 @@ class Trainer(ModelRunner):
                 "examples on the host"
             )
         self._augment, self._clock, self._init_timeout = augment, clock, init_timeout
-        self._callbacks = CallbackRunner(self, callbacks or {})
+        at_steps = self._backend.state_at_steps
+        self._callbacks = CallbackRunner(self, callbacks or {}, state_at_steps=at_steps)
         self._programs = Programs(self.functions, self.placement, self.config)
         # Of earlier fits: the sums of an unfinished epoch, and the metrics that were written.
         self._epoch_sums, self._written = EpochSums(), no_metrics()
@@ -149,7 +149,7 @@ class Trainer(ModelRunner):
         self._state = state
 
     def _check_readable(self) -> None:
-        self._callbacks.check_readable(by_servers=self.placement.strategy.by_servers)
+        self._callbacks.check_readable()
 
     def stop(self) -> None:
         """Ends the run after the step in progress, as if it were the last one.
@@ -208,8 +208,7 @@ class Trainer(ModelRunner):
         if roles.is_evaluator():
             self.config = with_totals(self.config, *overrides)
             raise SystemExit(evaluator.follow(self, self.config, train, validation))
-        backend = backend_of(self.placement.strategy)
-        backend.begin_fit(self._init_timeout, has_fitted=self._identity is not None)
+        self._backend.begin_fit(self._init_timeout, has_fitted=self._identity is not None)
         config = with_totals(self.config, *overrides)
         config = resolve(config, batch_shards=self.placement.batch_shards)
         splits = {"train": train, "validation": validation, "test": test}
@@ -220,7 +219,7 @@ class Trainer(ModelRunner):
             stack.callback(setattr, self, "_fitting", False)
             self._fitting = True
             stack.callback(self._programs.wait)  # a background compilation ends before `fit` does
-            make_executor = stack.enter_context(backend.open(self._init_timeout))
+            make_executor = stack.enter_context(self._backend.open(self._init_timeout))
             before = self._state, self._identity
             self._start(run, stack, restart=restart)
             first = self._state
@@ -252,7 +251,8 @@ class Trainer(ModelRunner):
         self._callbacks.stop_requested = False
         self._restored = None  # `evaluate` and `predict` use the trained state from here on
         if self._state is None:
-            compile_ahead(run, self._programs, self.functions, self._augment)
+            if self._backend.compiles_steps:
+                compile_ahead(run, self._programs, self.functions, self._augment)
             with phase(Phase.RESTORE, 0):
                 resumed = run.resume(self.functions)
                 log = self.terminal.line

@@ -1,6 +1,7 @@
 """The shape of the code: imports point down, and importing starts no backend."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ STANDALONE = {"models"}  # imports from the others, and nothing imports it
 MODULES = sorted(
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
     for path in PACKAGE.rglob("*.py")
-    if path.stem not in ("__init__", "__main__")
+    if path.stem != "__init__"
 )
 
 
@@ -67,6 +68,19 @@ def test_each_folder_says_its_purpose_in_a_line() -> None:
         purpose = ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text()))
         assert purpose and purpose.splitlines()[0].endswith("."), folder
     assert len(list(PACKAGE.glob("*.py"))) <= 10
+
+
+def test_training_asks_the_backend_and_not_for_parameter_servers() -> None:
+    named = re.compile(r"by_servers|spmdtrain\.parameter_server|ServerBackend")
+    files = [PACKAGE / "run.py", *(PACKAGE / "train").glob("*.py")]
+    naming = {path.name for path in files if named.search(path.read_text())}
+    assert naming == {"loop_checks.py"}  # refuses the strategy
+
+
+def test_modules_stay_short() -> None:
+    lines = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert {path.name for path, count in lines.items() if count > 450} == set()
+    assert lines[PACKAGE / "train" / "trainer.py"] < 400
 
 
 def python(code: str) -> str:

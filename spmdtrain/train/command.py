@@ -1,0 +1,131 @@
+"""Execution of the run command: training, evaluation and prediction with an experiment."""
+
+import hashlib
+import json
+
+import jax
+
+from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
+from spmdtrain.config import RunConfig
+from spmdtrain.config_checks import resolve
+from spmdtrain.distributed import initialize, process_group
+from spmdtrain.errors import ExitCode, UserError
+from spmdtrain.files.predictions import write_predictions
+from spmdtrain.sharding.placement import local_config, resolve_config
+from spmdtrain.strategies import strategy
+from spmdtrain.terminal import Terminal
+from spmdtrain.train import evaluator
+from spmdtrain.train.command_line import JOB_OPTIONS, Command
+from spmdtrain.train.executor import backend_of
+from spmdtrain.train.experiment import Experiment, ExperimentFile
+from spmdtrain.train.loop import Loop
+from spmdtrain.train.trainer import Trainer
+
+
+def execute(command: Command) -> int:
+    """Builds the experiment, then trains, evaluates or predicts; returns the exit code."""
+    options, file, config = command.options, command.experiment, command.config
+    spec = from_environment()
+    _check_options(command, spec)
+    if options.role == "evaluate" or (options.role is None and spec.role is Role.EVALUATE):
+        return run_evaluator(command)
+    backend = backend_of(strategy(config.strategy))
+    backend.join_command(command)
+    digest = hashlib.sha256(file.path.read_bytes()).hexdigest()[:12]
+    process_group.check_same({"the file": {file.path.name: digest}})
+    if process_group.count() > 1 and not command.own_workdir:
+        raise UserError("--workdir must be given with several processes: a folder that all can see")
+    # Resolved before `build`, which sees the batch size and the learning rate of the run.
+    config = resolve_config(config)
+    terminal = Terminal(quiet=not process_group.is_chief())
+    if unused := backend.unused_tasks(spec):
+        terminal.line(unused)
+    if file.has_own_loop and options.mode == "train" and not options.show_sharding:
+        return _train_by_loop(file, config, terminal)
+    experiment = file.build(config)
+    trainer = Trainer.from_experiment(
+        experiment, config, terminal=terminal, init_timeout=options.init_timeout
+    )
+    if options.show_sharding:
+        backend.print_sharding(trainer.functions, trainer.config, trainer.terminal)
+    if options.mode == "train":
+        trainer.fit(experiment.train, validation=experiment.validation, test=experiment.test)
+    else:
+        _evaluate_or_predict(command, experiment, trainer)
+    return ExitCode.DONE
+
+
+def _check_options(command: Command, spec: ClusterSpec) -> None:
+    """Raises `UserError` if options contradict each other or TF_CONFIG."""
+    options, config = command.options, command.config
+    evaluates = options.mode in ("evaluate", "predict")
+    if options.split is not None and not evaluates:
+        raise UserError(f"--split is for --mode evaluate and predict, and --mode is {options.mode}")
+    if config.checkpoint != "latest" and not (evaluates or config.init_from):
+        raise UserError(
+            f"--checkpoint {config.checkpoint} is for --mode evaluate and predict, and for the run "
+            "that --init-from names"
+        )
+    if options.role == "train" and spec.role is Role.EVALUATE:
+        raise UserError(f"--role is train, but the task of TF_CONFIG is {spec.name}: remove one")
+
+
+def _train_by_loop(file: ExperimentFile, config: RunConfig, terminal: Terminal) -> int:
+    """Runs the experiment's own training loop; returns the exit code."""
+    with Loop(config, terminal=terminal) as loop:
+        file.module.train(config, loop)
+        if not loop.started:
+            raise UserError(f"{file.path}: train(config, loop) never calls start()")
+    return ExitCode.PREEMPTED if loop.stopped_early else ExitCode.DONE
+
+
+def _evaluate_or_predict(command: Command, experiment: Experiment, trainer: Trainer) -> None:
+    """Evaluates a split, or predicts for it, with the parameters of a checkpoint."""
+    options, path = command.options, command.experiment.path
+    splits = {"test": experiment.test, "validation": experiment.validation}
+    if options.split is not None:
+        splits = {options.split: getattr(experiment, options.split)}
+    elif options.mode == "predict":
+        splits = {"prompts": experiment.prompts, **splits}
+    name = next((name for name, data in splits.items() if data is not None), None)
+    if name is None:
+        raise UserError(f"{path} has no {options.split or 'test and no validation'} split")
+    step = trainer.restore(command.source, which=trainer.config.checkpoint)
+    if options.mode == "evaluate":
+        metrics = trainer.evaluate(splits[name])
+        trainer.terminal.line(json.dumps({"step": step, "split": name, **metrics}))
+        trainer.terminal.results({f"{name} at step {step}": metrics})
+        return
+    predictions = trainer.predict(splits[name])
+    if not process_group.is_chief():
+        return
+    # Written before they are printed, so that an error of `format_predictions` loses nothing.
+    file = write_predictions(trainer.config.workdir, predictions)
+    if experiment.format_predictions is not None:
+        for line in experiment.format_predictions(predictions):
+            trainer.terminal.line(line)
+    rows = jax.tree.leaves(predictions)[0].shape[0]
+    trainer.terminal.line(f"predictions for the {rows:,} examples of {name}: {file}")
+
+
+def run_evaluator(command: Command) -> int:
+    """Evaluates the checkpoints of a training that other processes run; returns the exit code."""
+    if command.options.mode != "train":
+        raise UserError(
+            f"--mode {command.options.mode} in an evaluator, which waits for checkpoints and "
+            "evaluates them: leave --mode out, or run this in another process"
+        )
+    for name, _ in JOB_OPTIONS:
+        if getattr(command.options, name) is not None:
+            option = f"--{name}".replace("_", "-")
+            raise UserError(f"{option} does not apply to an evaluator: it does not join the job")
+    initialize.set_single_process()
+    config = local_config(command.config, Terminal().line)
+    experiment = command.experiment.build(resolve(config, batch_shards=1))
+    return evaluator.follow(
+        Trainer.from_experiment(experiment, config),
+        config,
+        experiment.train,
+        experiment.validation,
+        which=command.options.evaluate_which,
+    )
