@@ -16,12 +16,12 @@ from spmdtrain.config import Purpose, RunConfig, derive_seed
 from spmdtrain.config_checks import resolve, with_options
 from spmdtrain.data.loader import train_batches
 from spmdtrain.data.sampling import Augment
-from spmdtrain.distributed import failures, process_group
+from spmdtrain.distributed import process_group
 from spmdtrain.distributed.first_call import call_together
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
 from spmdtrain.files.run_files import Split, Status
-from spmdtrain.sharding.layout import Layout, Rule, check_placed
+from spmdtrain.sharding.layout import Layout, Rule
 from spmdtrain.sharding.placement import configure_backend, make_placement, use_placement
 from spmdtrain.step.hyperparameters import initial_values
 from spmdtrain.step.state import TrainState
@@ -167,16 +167,10 @@ class Loop(LoopTools):
             self.terminal,
             self._clock,
         )
-        self._stack.enter_context(failures.watch_failures(run.log_failure_elsewhere))
-        with phase(Phase.RESTORE, 0):
-            state = run.resume(placed)
-            if state is None:
-                when = "after the initialization"
-                program = jax.jit(begin, out_shardings=self._layout.shardings)
-                state = call_together(program, *keys)
-            else:
-                when, self._saved = "as restored", int(state.step)
-        check_placed(state, self._layout.shardings, when)
+        program = jax.jit(begin, out_shardings=self._layout.shardings)
+        state, is_restored = run.first_state(placed, lambda: call_together(program, *keys))
+        if is_restored:
+            self._saved = int(state.step)
         self._run, self._state = run, state
         self._late = MetricsReader(run, max_in_flight(self.placement), lambda: self._state)
         self.step = self.first_step = self._done = int(state.step)

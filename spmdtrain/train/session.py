@@ -37,6 +37,7 @@ from spmdtrain.errors import (
 )
 from spmdtrain.files.run_files import RunFiles, Split, Status, evaluator_metrics
 from spmdtrain.files.storage import folder_of
+from spmdtrain.sharding.layout import check_placed
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal
@@ -135,7 +136,7 @@ class RunSession:
         logger = RunLogger(terminal, files, config)
         rate = known_rate(config, trained.abstract_state.opt_state)
         size = 0 if train is None else len(train)
-        return cls(
+        run = cls(
             config=config,
             train=train,
             validation=data.get("validation"),
@@ -154,8 +155,34 @@ class RunSession:
             signals=signals,
             epochs=Epochs(config, size, logger, rate),
         )
+        stack.enter_context(failures.watch_failures(run.log_failure_elsewhere))
+        return run
 
     # -- resuming ------------------------------------------------------------------------------
+
+    def first_state(
+        self, trained: Trainable, initialize: Callable[[], TrainState]
+    ) -> tuple[TrainState, bool]:
+        """Returns the state before the first step, and whether it is restored from a checkpoint.
+
+        Args:
+          trained: Gives shapes and shardings of the state.
+          initialize: Returns the initial state; called if there are no checkpoints.
+
+        Raises:
+          UserError: As `resume`, or if a leaf of the state does not have its sharding.
+        """
+        with progress.phase(progress.Phase.RESTORE, 0):
+            restored = self.resume(trained)
+            state = initialize() if restored is None else restored
+        when = "after the initialization" if restored is None else "as restored"
+        self.check_placed(state, trained, when)
+        return state, restored is not None
+
+    def check_placed(self, state: TrainState, trained: Trainable, when: str) -> None:
+        """Raises `UserError` if a leaf of the state does not have the sharding of its rule."""
+        if self.config.jit:  # without jit, arrays stay where they were computed
+            check_placed(state, trained.shardings, when)
 
     def resume(self, trained: Trainable) -> TrainState | None:
         """Returns the state of the newest valid checkpoint; None if there are no checkpoints.
@@ -227,8 +254,23 @@ class RunSession:
                 f"with another workdir and init_from={where!r} (its optimizer state is new)"
             )
 
-    def check_newest(self, step: int) -> None:
-        """Raises `UserError` if the workdir has a checkpoint of a later step than `step`."""
+    def check_continues(self, earlier: Identity, step: int) -> None:
+        """Checks that this run continues an earlier one, and that no other trainer has done so.
+
+        Args:
+          earlier: The earlier run.
+          step: Number of steps that it has made.
+
+        Raises:
+          UserError: If this is another run, or the workdir has a checkpoint of a later step.
+        """
+        try:
+            check_same_run(earlier, self.identity, f"this trainer at step {step}")
+        except UserError as error:
+            raise UserError(
+                f"{error}. To keep the model and the optimizer's state and count steps from 0, "
+                "call fit(..., restart=True)"
+            ) from None
         if self.saved_step > step:
             raise UserError(
                 f"workdir {self.config.workdir} holds step {self.saved_step}, and this trainer has "

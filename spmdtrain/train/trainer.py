@@ -10,16 +10,14 @@ import optax
 
 from spmdtrain.adapters.base import Function
 from spmdtrain.checkpoints.listing import LATEST
-from spmdtrain.checkpoints.run_identity import check_same_run
 from spmdtrain.config import RunConfig
 from spmdtrain.config_checks import resolve, validate_trainer_options
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.sampling import Augment
-from spmdtrain.distributed import failures
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import PreemptedExit, StateError, UserError
 from spmdtrain.files.run_files import Split, Status
-from spmdtrain.sharding.layout import Rule, check_placed
+from spmdtrain.sharding.layout import Rule
 from spmdtrain.sharding.placement import use_placement
 from spmdtrain.step.compile import Programs
 from spmdtrain.step.reductions import Reduction
@@ -215,7 +213,6 @@ class Trainer(ModelRunner):
         with contextlib.ExitStack() as stack:
             stack.enter_context(use_placement(self.placement))
             run = RunSession.open(stack, config, splits, self.functions, self.terminal, self._clock)
-            stack.enter_context(failures.watch_failures(run.log_failure_elsewhere))
             stack.callback(setattr, self, "_fitting", False)
             self._fitting = True
             stack.callback(self._programs.wait)  # a background compilation ends before `fit` does
@@ -253,22 +250,13 @@ class Trainer(ModelRunner):
         if self._state is None:
             if self._backend.compiles_steps:
                 compile_ahead(run, self._programs, self.functions, self._augment)
-            with phase(Phase.RESTORE, 0):
-                resumed = run.resume(self.functions)
-                log = self.terminal.line
-                self._state = resumed or initial_state(self.functions, self.config, log)
-            self._check_placed("after the initialization" if resumed is None else "as restored")
+            log = self.terminal.line
+            initialize = functools.partial(initial_state, self.functions, self.config, log)
+            self._state, _ = run.first_state(self.functions, initialize)
         elif restart:
             self._state = at_step_zero(self._state, self.functions.shardings)
         elif self._identity is not None:
-            try:
-                check_same_run(self._identity, run.identity, f"this trainer at step {self.step}")
-            except UserError as error:
-                raise UserError(
-                    f"{error}. To keep the model and the optimizer's state and count steps from 0, "
-                    "call fit(..., restart=True)"
-                ) from None
-            run.check_newest(self.step)
+            run.check_continues(self._identity, self.step)
             run.epochs.sums, run.logger.written = self._epoch_sums, self._written
         stack.callback(self._keep_metrics, run)
         self._identity = run.identity
@@ -301,7 +289,7 @@ class Trainer(ModelRunner):
                     self._state, output = program(self._current, batch)
                 profile.after(step, output)
                 if steps[0] == first + 1:
-                    self._check_placed("after the first step")
+                    run.check_placed(self._current, self.functions, "after the first step")
                     if run.checkpoints is not None:
                         run.checkpoints.get_ready()
                 reader.add(steps, output)  # fetched later: the host does not wait for this step
@@ -387,11 +375,6 @@ class Trainer(ModelRunner):
         """The state; it exists during a fit."""
         assert self._state is not None
         return self._state
-
-    def _check_placed(self, when: str) -> None:
-        """Raises an error if a leaf of the state does not have the sharding of its rule."""
-        if self.config.jit:  # without jit, arrays stay where they were computed
-            check_placed(self._state, self.functions.shardings, when)
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> Metrics:
         """Calls the log callbacks; returns the metrics with those that they added."""
