@@ -32,7 +32,10 @@ def duration(seconds: float) -> str:
 
 
 def byte_size(count: int) -> str:
-    """Returns a number of bytes with three significant digits: `1.08 MB`."""
+    """Returns a number of bytes with three significant digits: `1.08 MB`.
+
+    `rich.filesize.decimal` has a fixed number of decimals: 1.1 MB and 999.9 kB.
+    """
     if count < 1000:
         return f"{count} B"
     value = float(count)
@@ -46,7 +49,8 @@ def byte_size(count: int) -> str:
 class Rate:
     """Steps per second since the last reading.
 
-    Call `restart` after evaluations and saves, so that only training is measured.
+    Call `restart` after evaluations and saves, so that only training is measured. The speed of
+    rich's `Progress` includes them, and exists on a terminal only.
     """
 
     def __init__(self) -> None:

@@ -3,7 +3,8 @@
 A checksum is computed on the devices that hold the array, before a checkpoint copies it and after a
 restore has placed it. It therefore covers copying, encoding, storage and decoding. It is the sum
 modulo 2**32 of a hash of each element and its position, so neither sharding nor order matters. A
-change of one element always changes it; a change of several is missed with probability 2**-32.
+change of one element always changes it; a change of several is missed with probability 2**-32. A
+CRC, as of Orbax's storage formats, depends on the order of the bytes, so on the sharding.
 """
 
 import functools

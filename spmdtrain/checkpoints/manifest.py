@@ -69,7 +69,11 @@ class CheckpointCorruptedError(UserError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a checkpoint, which is read without loading an array."""
+    """The description of a checkpoint, which is read without loading an array.
+
+    Orbax' own metadata (`metrics`, `custom_metadata`) has no digest, and reading it takes the
+    import of Orbax.
+    """
 
     step: int
     saved_at: str

@@ -58,7 +58,8 @@ def _is_in_host_memory(leaf: jax.Array) -> bool:
 def check_equal(started: Mapping[str, Sequence[PartSum]], step: int) -> None:
     """Compares the checksums of copies in several processes. All processes call it together.
 
-    Parts of arrays that only one process holds are not compared.
+    Parts of arrays that only one process holds are not compared. Only checksums are exchanged;
+    `multihost_utils.assert_equal` would gather all arrays in every process.
 
     Args:
       started: The result of `start_sums`.

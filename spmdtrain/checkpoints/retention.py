@@ -25,6 +25,12 @@ class Retention:
 
     The selection is a function of the records, so a restart does not change it.
 
+    Orbax receives it as a preservation policy (see `orbax.open_manager`). Its own policies would
+    keep other checkpoints: `BestN` keeps all of at most n checkpoints, even without a metric, and
+    cannot rank NaN. `EveryNSteps` keeps multiples of n only, which the step of a save at the end of
+    an epoch or by the clock need not be; with `exact_interval=False` it counts from the last
+    checkpoint that it keeps, as `EveryNSeconds` does, and always keeps the first.
+
     Attributes:
       latest: Number of newest checkpoints to keep.
       best: Number of best checkpoints to keep. A record without a finite metric is never among

@@ -204,7 +204,7 @@ class Checkpoints:
                 args=ocp.args.Composite(
                     **{item: ocp.args.PyTreeSave(raw_keys(x)) for item, x in items.items()}
                 ),
-                force=True,
+                force=True,  # the schedule has decided, which Orbax' save policies do not know
             )
 
     def get_ready(self) -> None:

@@ -3,7 +3,8 @@
 The token is never sent. Each side sends a fresh nonce; a key for each direction is derived from the
 token and both nonces, and every later line ends with the HMAC-SHA256 of its number and its text.
 Therefore a line is valid only from a process that has the token, only in this connection, only in
-this direction, and only at its position.
+this direction, and only at its position. `multiprocessing.connection` also authenticates by HMAC,
+but only when it connects, and its `recv` unpickles, which can run code of the sender.
 """
 
 import contextlib

@@ -272,7 +272,12 @@ def _group(batches: Iterator[PyTree], sizes: Iterable[int]) -> Iterator[Sequence
 
 
 def _prefetch(batches: Iterator[PyTree], count: int = 2) -> Iterator[PyTree]:
-    """Yields the batches; `count` of them are placed before they are requested."""
+    """Yields the batches; `count` of them are placed before they are requested.
+
+    `flax.jax_utils.prefetch_to_device` places batches along a mesh of its own, as for `jax.pmap`.
+    `grain.experimental.device_put` adds two threads, and calls `jax.device_put`, which with several
+    processes needs all rows in each process.
+    """
     ready = collections.deque(itertools.islice(batches, count))
     while ready:
         yield ready.popleft()

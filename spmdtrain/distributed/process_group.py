@@ -1,8 +1,9 @@
 """The processes of a job: their names and ranks, and host-side communication between them.
 
 Values are exchanged through the key-value store of JAX's coordination service on process 0, never
-through the devices, so that they cannot interfere with collectives. With one process the functions
-return at once. `distributed.initialize` creates the job.
+through the devices (as `jax.experimental.multihost_utils` does), so that they cannot interfere with
+collectives. With one process the functions return at once. `distributed.initialize` creates the
+job.
 """
 
 import hashlib

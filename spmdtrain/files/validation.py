@@ -1,7 +1,8 @@
 """Safe reading of untrusted files: only regular files, of bounded size, checked against a schema.
 
 All files that this package reads from the folder of a run are read here, because another user may
-have written them. The schema of a JSON file is a dataclass or a TypedDict, checked by typeguard.
+have written them. The schema of a JSON file is a dataclass or a TypedDict, checked by typeguard;
+for `jsonschema` each type would have to be described a second time.
 """
 
 import dataclasses

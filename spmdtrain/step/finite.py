@@ -29,6 +29,8 @@ class Whole(Protocol):
 def finite_flags(loss: jax.Array, before: Whole, after: Whole, places: Whole) -> jax.Array:
     """Returns whether each of `FLAGS` is finite after a step.
 
+    `optax.apply_if_finite` checks gradients only, and skips their update; a run has to stop.
+
     Values that were infinite before are compared only if they may be infinite on purpose: reading
     the old parameters would prevent their update in place, a third of a small step's time.
 

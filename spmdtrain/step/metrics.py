@@ -218,6 +218,8 @@ def mean(sums: Sums) -> jax.Array:
 class Means:
     """Weighted means over many batches, accumulated on the host in f64.
 
+    `nnx.metrics.Average` counts values without weights, and accumulates them in f32.
+
     Args:
       sums: Initial (total, weight) by name.
     """

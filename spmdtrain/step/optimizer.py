@@ -79,7 +79,11 @@ class Update:
         return merge(optax.apply_updates(trained, updates), frozen), opt_state
 
     def partition(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns the trained parameters and the others, each with None in the others' places."""
+        """Returns the trained parameters and the others, each with None in the others' places.
+
+        With `optax.selective_transform` instead, the gradients of the others would be computed and
+        reduced too, before it replaces their updates by 0.
+        """
         patterns = [re.compile(pattern) for pattern in self.frozen]
         if not patterns:
             return params, None
@@ -126,6 +130,9 @@ class Update:
             return averaged
         decay = jnp.minimum(self.ema_decay, (2.0 + step) / (11.0 + step))
 
+        # `optax.ema` averages updates, from 0 and with a fixed decay. `optax.incremental_update`
+        # computes s * new + (1 - s) * old, by whose rounding the average of a parameter that does
+        # not change would drift, and returns float32 for a bfloat16 average.
         def average(old: jax.Array, new: jax.Array) -> jax.Array:
             return (old + (1 - decay) * (new - old)).astype(old.dtype)
 
