@@ -23,7 +23,7 @@ BOUND = 150  # seconds for a job that takes ten where the machine has nothing el
 STEPS = 24
 
 # Batches have 24 rows, so that no share of one looks like the 16 rows of a fingerprint.
-DRILL = '''"""A small network on noise; one of its processes can be told to fail."""
+DRILL = '''"""A small network on noise; one of its processes fails on request."""
 
 import os
 import signal
@@ -177,7 +177,7 @@ def differing(line: Command, *, processes: int = 2, grace: float = 40.0) -> list
     )
 
 
-def under_way(
+def start_job(
     config: Path, *options: object, processes: int = 2
 ) -> contextlib.AbstractContextManager[Job]:
     """Start an experiment as a job, to be interfered with."""
@@ -284,8 +284,8 @@ class Launched:
         fault = float(self.mark.read_text())
         noticed = next(at for at, text in self.lines if at >= fault and text.startswith("[launch]"))
         # The logs are some steps behind: the step that was being loaded is the one after the last.
-        (told,) = [text for text in self.said if "; restart " in text][:1]
-        made = [int(step) - 1 for step in re.findall(r"at step (\d+)", told)]
+        (message,) = [text for text in self.said if "; restart " in text][:1]
+        made = [int(step) - 1 for step in re.findall(r"at step (\d+)", message)]
         made += [
             step for at, text in self.lines if at < noticed for step in steps_in(of_chief(text))
         ]
@@ -294,10 +294,10 @@ class Launched:
             for number, (_, text) in enumerate(self.lines)
             if (found := re.match(r"\[chief\] resumed from step (\d+) of", text))
         )
-        goes_on = next(at for at, text in self.lines[resumed[0] :] if steps_in(of_chief(text)))
+        next_step = next(at for at, text in self.lines[resumed[0] :] if steps_in(of_chief(text)))
         return {
             "noticed": round(noticed - fault, 2),
-            "goes_on": round(goes_on - fault, 2),
+            "next_step": round(next_step - fault, 2),
             "lost": max(0, max(made) - resumed[1]),
         }
 

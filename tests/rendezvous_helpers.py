@@ -38,7 +38,7 @@ def parties(
     ]
 
 
-class Told:
+class Messages:
     """What the processes hear while they wait, by rank."""
 
     def __init__(self) -> None:
@@ -48,30 +48,32 @@ class Told:
         return self.lines[rank].append
 
 
-def ending(party: Party, timeout: float, told: Told) -> Ending:
+def ending(party: Party, timeout: float, messages: Messages) -> Ending:
     """How a process's part in the meeting ends: with an error of ours, or all well."""
     try:
-        join_rendezvous(party, timeout, told.to(party.rank))
+        join_rendezvous(party, timeout, messages.to(party.rank))
     except (UserError, ClusterError) as error:
         return error
     return None
 
 
-def all_meet(who: Sequence[Party], timeout: float = 20, told: Told | None = None) -> list[Ending]:
+def all_meet(
+    who: Sequence[Party], timeout: float = 20, messages: Messages | None = None
+) -> list[Ending]:
     """How the meeting ends for each of these, who come at the same time."""
-    heard = told or Told()
+    heard = messages or Messages()
     with ThreadPoolExecutor(len(who)) as pool:
         return list(pool.map(lambda party: ending(party, timeout, heard), who))
 
 
 @contextlib.contextmanager
-def gathering(*who: Party, timeout: float = 20) -> Iterator[tuple[list[Ending], Told]]:
+def gathering(*who: Party, timeout: float = 20) -> Iterator[tuple[list[Ending], Messages]]:
     """While entered, these wait for the rest; their endings are there at the exit."""
     endings: list[Ending] = []
-    told = Told()
+    messages = Messages()
     with ThreadPoolExecutor(len(who)) as pool:
-        found = [pool.submit(ending, party, timeout, told) for party in who]
-        yield endings, told
+        found = [pool.submit(ending, party, timeout, messages) for party in who]
+        yield endings, messages
         endings += [one.result() for one in found]
 
 

@@ -37,9 +37,9 @@ def of_task(name: str) -> dict[int, str]:
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if folder.name.isdecimal():
-                told = (folder / "environ").read_bytes().split(b"\0")
-                if f"SPMDTRAIN_TASK={name}".encode() in told and (
-                    "PYTEST_XDIST_WORKER" not in os.environ or mine in told
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                if f"SPMDTRAIN_TASK={name}".encode() in variables and (
+                    "PYTEST_XDIST_WORKER" not in os.environ or mine in variables
                 ):
                     found[int(folder.name)] = (folder / "cmdline").read_text()
     return found

@@ -40,7 +40,7 @@ def trainer(**options: Any) -> Trainer:
 
 
 def one_step(of: Trainer, batch: Any, *, seed: int = 0) -> tuple[TrainState, StepOutput]:
-    """The state after one step from the initial one, and what the step told."""
+    """The state after one step from the initial one, and the output of the step."""
     steps = of.functions
     steps.choose_reduction(batch)
     with use_placement(of.placement):

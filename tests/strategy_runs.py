@@ -135,7 +135,7 @@ class StrategyRun:
         """Of every step."""
         return [line["loss"] for line in self.lines if line["split"] == "train"]
 
-    def goes_on(self, checkpoint: Path, steps: int) -> dict[str, np.ndarray]:
+    def resume(self, checkpoint: Path, steps: int) -> dict[str, np.ndarray]:
         """The state that it restores from a checkpoint, of whomever, and trains up to `steps`."""
         shutil.rmtree(self.workdir)
         shutil.copytree(checkpoint, self.workdir / "checkpoints" / checkpoint.name)
@@ -182,7 +182,7 @@ def strategy_runs(
 
 def assert_one_step_is_the_same(run: StrategyRun, default: StrategyRun) -> None:
     """From the default's state in the middle, the loss and the parameters' update."""
-    found = run.goes_on(default.source / str(MIDDLE), MIDDLE + 1)
+    found = run.resume(default.source / str(MIDDLE), MIDDLE + 1)
     (line,) = metrics(run.workdir, "train")
     assert line["step"] == MIDDLE + 1
     assert_same_step(line["loss"], found, default)
@@ -190,8 +190,8 @@ def assert_one_step_is_the_same(run: StrategyRun, default: StrategyRun) -> None:
 
 def assert_same_step(loss: float, found: dict[str, np.ndarray], default: StrategyRun) -> None:
     """The loss of the step after the middle, and the state it led to, are the default's."""
-    before = default.goes_on(default.source / str(MIDDLE), MIDDLE)
-    expected = default.goes_on(default.source / str(MIDDLE), MIDDLE + 1)
+    before = default.resume(default.source / str(MIDDLE), MIDDLE)
+    expected = default.resume(default.source / str(MIDDLE), MIDDLE + 1)
     (other,) = metrics(default.workdir, "train")
     assert other["step"] == MIDDLE + 1 and other["loss"] == default.losses[MIDDLE]
     np.testing.assert_allclose(loss, other["loss"], rtol=1e-5)

@@ -29,10 +29,10 @@ from processes import (
     run_line,
     show,
     spread,
+    start_job,
     steps_in,
     sums,
     tf_config,
-    under_way,
 )
 
 from spmdtrain.checkpoints.command import main as checkpoints
@@ -68,8 +68,8 @@ def left_over(workdir: Path) -> list[str]:
     return found
 
 
-def goes_on(config: Path, workdir: Path, whole: Path, step: int) -> None:
-    """Start the job again: it goes on from `step` and ends with the bits of the other."""
+def assert_resumes(config: Path, workdir: Path, whole: Path, step: int) -> None:
+    """Starts the job again: it resumes from `step` and ends with the bits of the other."""
     chief, _ = job(config, "--workdir", workdir)
     assert f"resumed from step {step} of" in chief.output, show([chief])
     assert steps_in(chief.output) == list(range(step + 1, STEPS + 1))
@@ -97,9 +97,9 @@ def test_an_exception_in_one_ends_all_with_it_as_the_reason(
     found = status(workdir)
     reason = ROW if rank == 0 else f"worker 0 failed: {ROW}"
     assert (found["status"], found["reason"]) == ("failed", reason)
-    # Of the save before, nobody had asked yet whether it has become whole.
+    # Whether the save before is complete had not been checked yet.
     assert found["step"] in (5, 10) and saved_steps(workdir)[-1] >= found["step"]
-    goes_on(config, workdir, whole, saved_steps(workdir)[-1])
+    assert_resumes(config, workdir, whole, saved_steps(workdir)[-1])
 
 
 def test_one_of_four_ends_all(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_signal_to_one_also_ends_an_evaluation(tmp_path: Path) -> None:
     config = drill(tmp_path, ("validation=(rows.x[:50], rows.y[:50])", "validation=rows"))
     options = ("--workdir", tmp_path / "run")
     job(config, *options, "--steps", 2)
-    with under_way(config, *options, "--mode", "evaluate", "--pause", 6) as going:
+    with start_job(config, *options, "--mode", "evaluate", "--pause", 6) as going:
         going[0].wait_for("parameters of step 2 from", timeout=BOUND)
         going[1].wait_for("[Gloo] Rank 1 is connected", timeout=BOUND)
         going[1].send(signal.SIGTERM)
@@ -173,7 +173,7 @@ def test_bad_data_that_one_process_meets_is_exit_2_in_all(tmp_path: Path) -> Non
     assert "row 7 holds no number" in status(tmp_path / "run")["reason"]
 
 
-def test_a_loss_that_is_no_number_is_exit_3_in_all(tmp_path: Path) -> None:
+def test_a_nan_loss_is_exit_code_3_in_all_processes(tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     ended = job(drill(tmp_path), "--workdir", workdir, "--fault", "nan", check=False)
     assert codes(ended) == [3, 3], show(ended)
@@ -181,7 +181,7 @@ def test_a_loss_that_is_no_number_is_exit_3_in_all(tmp_path: Path) -> None:
     assert all(said in one.output for one in ended), show(ended)
     found = status(workdir)
     assert found["status"] == "failed" and found["step"] == saved_steps(workdir)[-1]
-    # Both find it; the chief may hear of the other's before it has told its own.
+    # Both find it; the chief may receive the other's report before it has printed its own.
     assert re.match(r"(NonFiniteError|worker 0 failed): step 13: loss", found["reason"])
     assert saved_steps(workdir)[-1] == 10
 
@@ -197,7 +197,7 @@ def test_a_signal_to_one_saves_at_one_step_in_all(
     config, workdir = drill(tmp_path), tmp_path / "run"
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # not ignored, as behind &
     try:
-        with under_way(config, "--workdir", workdir, *SLOWLY) as going:
+        with start_job(config, "--workdir", workdir, *SLOWLY) as going:
             going[0].wait_for("step 8/", timeout=BOUND)
             sent = time.monotonic()
             going[rank].send(number)
@@ -210,7 +210,7 @@ def test_a_signal_to_one_saves_at_one_step_in_all(
     assert 8 <= step < 20, show(ended)
     assert f"saved step {step}; run the command again to resume" in ended[0].output
     assert (status(workdir)["status"], status(workdir)["step"]) == ("preempted", step)
-    goes_on(config, workdir, whole, step)
+    assert_resumes(config, workdir, whole, step)
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["chief", "worker"])
@@ -221,7 +221,7 @@ def test_when_one_is_killed_the_other_ends_by_itself(
     # No save is near: in its barrier a process has no connection to the others that could break,
     # so that JAX's heartbeat ends it, and it cannot say why.
     options = ("--checkpoint-every-steps", 12)
-    with under_way(config, "--workdir", workdir, *SLOWLY, *options) as going:
+    with start_job(config, "--workdir", workdir, *SLOWLY, *options) as going:
         going[0].wait_for("step 14/", timeout=BOUND)
         killed = time.monotonic()
         going[rank].send(signal.SIGKILL)
@@ -232,7 +232,7 @@ def test_when_one_is_killed_the_other_ends_by_itself(
         assert "lost the connection to another process" in ended[0].output, show(ended)
         found = status(workdir)
         assert found["status"] == "failed" and "lost the connection" in found["reason"]
-    goes_on(config, workdir, whole, saved_steps(workdir)[-1])
+    assert_resumes(config, workdir, whole, saved_steps(workdir)[-1])
 
 
 def test_one_of_four_that_is_killed_ends_all(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_two_of_one_index_are_exit_2_in_all(tmp_path: Path) -> None:
         assert re.search(r"error: two processes are worker 0: .*, process \d+ and ", one.output)
 
 
-def test_a_second_of_an_index_that_comes_late_is_refused_and_the_job_goes_on(
+def test_a_late_process_with_a_taken_index_is_refused_and_the_job_continues(
     tmp_path: Path, whole: Path
 ) -> None:
     config, workdir = drill(tmp_path), tmp_path / "run"
@@ -353,11 +353,11 @@ def test_a_workdir_that_is_not_shared_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_signal_is_heard_though_a_callback_evaluates(tmp_path: Path, whole: Path) -> None:
-    """The loop saves and stops: not the evaluation that happens to be under way."""
+    """The loop saves and stops: not the evaluation in progress."""
     look = "lambda event: event.trainer.evaluate((rows.x[:50], rows.y[:50]))"
     given = '{"step": stop} if config.stop_at else {}'
     config = drill(tmp_path, (given, f'{{"step": {look}}}'))
-    with under_way(config, "--workdir", tmp_path / "run", *SLOWLY) as running:
+    with start_job(config, "--workdir", tmp_path / "run", *SLOWLY) as running:
         running[0].wait_for("step 6/", timeout=90)
         running[1].send(signal.SIGTERM)
         ended = running.wait(check=False)
@@ -365,7 +365,7 @@ def test_a_signal_is_heard_though_a_callback_evaluates(tmp_path: Path, whole: Pa
     (step,) = saved_steps(tmp_path / "run")[-1:]
     assert status(tmp_path / "run")["step"] == step > 5
     assert f"SIGTERM: saved step {step}" in ended[0].output
-    goes_on(config, tmp_path / "run", whole, step)
+    assert_resumes(config, tmp_path / "run", whole, step)
 
 
 def test_a_name_that_does_not_resolve_is_exit_2(tmp_path: Path) -> None:
@@ -451,7 +451,7 @@ def test_after_a_fault_the_job_restarts_and_ends_with_the_same_bits(
     assert left_over(workdir) == []
     measured = report(name, launched)
     assert measured["noticed"] < bound, launched.output
-    assert measured["goes_on"] < bound + 45, launched.output
+    assert measured["assert_resumes"] < bound + 45, launched.output
     if fault == "SIGTERM":
         assert measured["lost"] == 0
     else:
@@ -461,7 +461,7 @@ def test_after_a_fault_the_job_restarts_and_ends_with_the_same_bits(
         assert f"[{'worker 0' if rank else 'chief'}]" in stacks and "in fail" in stacks
 
 
-def test_a_loss_that_is_no_number_is_not_tried_again(tmp_path: Path) -> None:
+def test_a_nan_loss_is_not_retried(tmp_path: Path) -> None:
     options = ("--workdir", tmp_path / "run", "--fault", "nan")
     launched = launch(drill(tmp_path), *options)
     assert launched.code == 3, launched.output
@@ -494,7 +494,7 @@ def test_a_job_that_has_failed_for_good_says_so_in_its_status(tmp_path: Path) ->
     assert found["status"] == "failed" and ROW in found["reason"], f"{found}\n{launched.output}"
 
 
-def test_a_signal_to_the_launcher_saves_and_ends_and_another_launch_goes_on(
+def test_a_signal_to_the_launcher_saves_and_ends_and_another_launch_resumes(
     tmp_path: Path, whole: Path
 ) -> None:
     config, workdir = drill(tmp_path), tmp_path / "run"
@@ -513,7 +513,7 @@ def test_a_signal_to_the_launcher_saves_and_ends_and_another_launch_goes_on(
     assert sums(workdir) == sums(whole)
 
 
-def test_killed_again_and_again_a_job_that_gets_on_is_restarted_beyond_its_budget(
+def test_a_job_that_makes_progress_between_kills_is_restarted_beyond_its_budget(
     tmp_path: Path, whole: Path
 ) -> None:
     """Each attempt dies with its eighth batch, and each has saved something by then."""

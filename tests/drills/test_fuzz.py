@@ -300,8 +300,8 @@ def manifest_file() -> Target:
         with contextlib.suppress(CheckpointCorruptedError):
             found.check_files(epath.Path(step))
         here = Identity(**identity)
-        told = changes(found.identity, here)
-        assert not any(HARMFUL.search(line) for line in told)
+        reported = changes(found.identity, here)
+        assert not any(HARMFUL.search(line) for line in reported)
         check_same_run(found.identity, here, "x")
         return found.size, found.identity.classes
 

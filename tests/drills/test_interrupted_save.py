@@ -22,7 +22,7 @@ sys.path[:0] = sys.argv[1:]
 from test_links import fit
 progress.begin()
 def write(*_):
-    time.sleep(0.3)  # training goes on meanwhile
+    time.sleep(0.3)  # training continues meanwhile
     os.kill(os.getpid(), signal.SIGKILL)
 manifest.Manifest.write = write
 fit(Path("run"), 500, checkpoint_every_steps=100, callbacks={"step": lambda _: time.sleep(0.01)})
@@ -36,5 +36,5 @@ fit(Path("run"), 500, checkpoint_every_steps=100, callbacks={"step": lambda _: t
     assert ended.returncode == -signal.SIGKILL
     record = progress.read(tmp_path, "worker 0")
     assert record is not None and record.sealing == 100 < record.step < 200
-    told = describe(TaskExit("worker 0", ended.returncode, record=record))
-    assert told.startswith("worker 0 was killed (SIGKILL) in save of step 100, at step ")
+    message = describe(TaskExit("worker 0", ended.returncode, record=record))
+    assert message.startswith("worker 0 was killed (SIGKILL) in save of step 100, at step ")

@@ -101,8 +101,8 @@ def test_mnist_is_learned_as_well_as_by_mirrored(mnist: Path, tmp_path: Path) ->
     assert any(int(n) > 0 for n in report(tmp_path / "served")["staleness"])
     found = {}
     for name in ("mirrored", "served"):  # of 1,000 images each: together less is up to chance
-        told = [metrics(tmp_path / name, split)[-1]["accuracy"] for split in ("eval", "test")]
-        found[name] = np.mean(told)
+        logged = [metrics(tmp_path / name, split)[-1]["accuracy"] for split in ("eval", "test")]
+        found[name] = np.mean(logged)
     assert abs(found["served"] - found["mirrored"]) <= 0.01, found
     assert found["served"] > 0.92
 
@@ -185,8 +185,8 @@ def test_staleness_is_reported_and_an_evaluator_evaluates_each_checkpoint(tmp_pa
     evaluations = (tmp_path / "metrics.evaluator.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in evaluations] == [100, 200, 300]
     assert not metrics(tmp_path, "eval")
-    told = metrics(tmp_path, "train")
-    counts = [line["staleness_counts"] for line in told]
+    logged = metrics(tmp_path, "train")
+    counts = [line["staleness_counts"] for line in logged]
     assert [sum(of.values()) for of in counts] == [1, 49, 50, 50, 50, 50, 50]
     assert all(int(n) <= 3 for of in counts for n in of)
     found = report(tmp_path)
@@ -261,7 +261,7 @@ def test_a_stopped_worker_delays_neither_evaluations_nor_the_log_nor_the_end(
     )
 
 
-def test_a_worker_whose_task_is_killed_comes_again_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_worker_whose_task_is_killed_rejoins_and_the_others_continue(tmp_path: Path) -> None:
     steps = 2500
     with training(tmp_path, "--steps", steps, "--eval-every-steps", 1000) as (process, lines):
         until(lambda: made(lines) >= 300, lines)
@@ -299,7 +299,7 @@ def test_after_a_lost_server_and_a_lost_chief_the_job_resumes_from_its_checkpoin
     assert status(tmp_path)["status"] == "finished"
 
 
-def test_asked_to_stop_it_saves_and_goes_on(tmp_path: Path) -> None:
+def test_after_a_signal_it_saves_and_resumes(tmp_path: Path) -> None:
     options = ("--steps", 1000, "--eval-every-steps", 1000)
     with training(tmp_path, *options) as (process, lines):
         until(lambda: made(lines) >= 100, lines)
@@ -461,7 +461,7 @@ def build(config):
 
 
 @pytest.mark.parametrize(
-    ("fault", "code", "told"),
+    ("fault", "code", "message"),
     [
         ("nan", 3, r"stopped: step 1?\d: loss and .*not finite .*\(loss nan; params/"),
         ("error", 1, r"ZeroDivisionError: \S+wrong.py:\d+, in objective: raise ZeroDivisionError"),
@@ -469,12 +469,12 @@ def build(config):
     ],
 )
 def test_what_is_wrong_is_said_once_and_ends_all(
-    tmp_path: Path, fault: str, code: int, told: str
+    tmp_path: Path, fault: str, code: int, message: str
 ) -> None:
     path = tmp_path / "wrong.py"
     path.write_text(WRONG)
     line = command(path, "--fault", fault, *ASYNCHRONOUS, "--workdir", tmp_path / "run")
     with launching(line, "--ps", 2, "--max-restarts", 0, processes=2) as (process, lines):
         assert process.wait(BOUND) == code, text_of(lines)
-    assert re.search(r"\[chief\] .*" + told, text_of(lines)), text_of(lines)
+    assert re.search(r"\[chief\] .*" + message, text_of(lines)), text_of(lines)
     assert not any(of_task(name) for name in training_tasks(2, 2))

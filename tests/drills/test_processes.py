@@ -106,10 +106,10 @@ def trained_by_script(
 ) -> list[ProcessResult]:
     script = folder / "script.py"
     script.write_text(SCRIPT.replace("EXPERIMENTS", repr(str(REPOSITORY / "experiments"))))
-    told = json.dumps([tensor, *((str(name), steps) for name, steps in runs)])
+    message = json.dumps([tensor, *((str(name), steps) for name, steps in runs)])
     counts = [devices] if isinstance(devices, int) else list(devices)
     return run_processes(
-        [sys.executable, str(script), told],
+        [sys.executable, str(script), message],
         processes=len(counts),
         devices_per_process=counts,
         timeout=BOUND,
@@ -211,7 +211,7 @@ def lines_of(workdir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.drill
-def test_sigterm_to_one_saves_in_all_and_the_launcher_goes_on_to_the_same_bits(
+def test_sigterm_to_one_saves_in_all_and_the_restarted_job_ends_with_the_same_bits(
     tmp_path: Path, whole: Path
 ) -> None:
     workdir = tmp_path / "run"
@@ -226,10 +226,10 @@ def test_sigterm_to_one_saves_in_all_and_the_launcher_goes_on_to_the_same_bits(
     resumed = re.search(r"\[chief\] resumed from step (\d+) of", launched.output)
     assert saved is not None and resumed is not None, launched.output
     assert saved[1] == resumed[1] and 10 <= int(saved[1]) < 20
-    (told,) = [text for text in launched.said if "restart" in text]
+    (message,) = [text for text in launched.said if "restart" in text]
     assert re.fullmatch(
-        r"(chief|worker 0) was preempted and saved \(code 75\).*; restart 1 of 1 in 1 s", told
-    ), told
+        r"(chief|worker 0) was preempted and saved \(code 75\).*; restart 1 of 1 in 1 s", message
+    ), message
     assert launched.times()["noticed"] < 30 and launched.times()["lost"] == 0
     assert steps_in(launched.output) == list(range(1, STEPS + 1))  # none twice, none left out
     assert sums(workdir) == sums(whole)
@@ -269,7 +269,7 @@ def test_a_checkpoint_of_two_processes_is_restored_by_any_number_with_equal_valu
 
 
 @pytest.mark.drill
-def test_a_run_goes_on_from_another_number_of_processes_as_on_one(
+def test_a_run_resumes_on_another_number_of_processes_as_on_one(
     tmp_path: Path, by_two: Path
 ) -> None:
     workdirs = {n: tmp_path / f"run{n}" for n in (1, 4)}
@@ -372,8 +372,8 @@ def test_evaluation_and_predictions_of_four_processes_are_those_of_one(
     np.testing.assert_allclose(found[1]["loss"], found[0]["loss"], rtol=1e-5)
     assert predicted[0].shape == (50, 1)
     np.testing.assert_allclose(predicted[1], predicted[0], rtol=1e-5, atol=1e-6)
-    (told,) = [x for x in metrics(whole, "eval") if x["step"] == STEPS]
-    np.testing.assert_allclose(found[1]["loss"], told["loss"], rtol=1e-5)
+    (message,) = [x for x in metrics(whole, "eval") if x["step"] == STEPS]
+    np.testing.assert_allclose(found[1]["loss"], message["loss"], rtol=1e-5)
 
 
 # -- what processes must agree on ------------------------------------------------------------------
@@ -432,7 +432,7 @@ def test_a_process_with_another_version_of_the_experiment_is_named(tmp_path: Pat
 
 
 @pytest.mark.drill
-def test_a_process_that_sees_another_workdir_is_told(tmp_path: Path) -> None:
+def test_a_process_with_another_workdir_gets_an_error(tmp_path: Path) -> None:
     config = drill(tmp_path)
     ended = differing(lambda rank: run_line(config, "--workdir", tmp_path / f"run{rank}"))
     assert codes(ended) == [2, 2], show(ended)
@@ -441,7 +441,7 @@ def test_a_process_that_sees_another_workdir_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.drill
-def test_a_mesh_that_does_not_fit_is_told_with_the_counts(tmp_path: Path) -> None:
+def test_a_mesh_that_does_not_fit_is_refused_with_the_counts(tmp_path: Path) -> None:
     options = ("--workdir", tmp_path / "run", "--mesh.data", 3)
     ended = job(drill(tmp_path), *options, devices=[1, 3], check=False)
     assert codes(ended) == [2, 2], show(ended)
@@ -468,7 +468,7 @@ def test_several_processes_need_a_workdir_that_all_can_see(tmp_path: Path) -> No
 
 
 @pytest.mark.drill
-def test_a_parameter_server_is_told_what_to_use_instead(tmp_path: Path) -> None:
+def test_the_error_for_a_parameter_server_names_what_to_use_instead(tmp_path: Path) -> None:
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     text = json.dumps(
         {

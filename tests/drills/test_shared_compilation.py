@@ -32,7 +32,7 @@ def build(config):
 '''
 
 
-def test_processes_that_compile_for_longer_than_a_collective_may_take_go_on(tmp_path: Path) -> None:
+def test_a_compilation_may_take_longer_than_the_timeout_of_a_collective(tmp_path: Path) -> None:
     """The step and the first batch of an evaluation wait until all have compiled them."""
     slow = SLOW_COMPILER.replace("SECONDS", "5")
     options = ("--workdir", tmp_path / "run", "--steps", 4, "--compilation-cache", "off")

@@ -9,7 +9,7 @@ STEPS = 20_000
 
 
 def test_twenty_thousand_steps_on_eight_virtual_devices(tmp_path: Path) -> None:
-    """Without a bound of the steps under way, the in-process all-reduce can end the process."""
+    """Without a bound on pending steps, the in-process all-reduce can end the process."""
     ended = run(
         *(DIGITS, "--steps", STEPS, "--eval-every-steps", STEPS, "--dropout", 0),
         *("--checkpoint-every-steps", STEPS, "--log-every", 1000, "--workdir", tmp_path),

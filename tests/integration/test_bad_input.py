@@ -203,7 +203,7 @@ def test_a_part_of_the_file_that_is_missing_or_wrong_is_named(
     ],
 )
 @pytest.mark.parametrize("relative", [False, True])
-def test_an_exception_in_the_file_is_told_with_its_line(
+def test_an_exception_in_the_file_is_reported_with_its_line(
     relative: bool,
     change: tuple[str, str],
     line_of: str,
@@ -230,7 +230,7 @@ def test_the_traceback_of_an_exception_in_the_file_can_be_had(
 
 
 @pytest.mark.parametrize("before", ["def objective", "    x = np", "    x, y = batch"])
-def test_a_user_error_is_told_alone_wherever_the_experiment_raises_it(
+def test_a_user_error_is_printed_without_traceback_wherever_it_is_raised(
     before: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     indent = " " * (len(before) - len(before.lstrip()))
@@ -245,7 +245,7 @@ def test_a_user_error_is_told_alone_wherever_the_experiment_raises_it(
         assert not workdir.exists()
 
 
-def test_an_unknown_preset_is_told_the_nearest(
+def test_the_error_for_an_unknown_preset_names_the_nearest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     presets = "PRESETS = {'quick': Config(steps=2), 'long': Config(steps=9)}\n\ndef build"
@@ -427,7 +427,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--resume never", None, "resume is 'never', and .* holds checkpoints up to step 4"),
     ],
 )
-def test_a_run_that_may_not_go_on_is_refused_and_its_files_are_left_alone(
+def test_a_run_that_must_not_resume_is_refused_and_its_files_stay_unchanged(
     options: str,
     change: tuple[str, str] | None,
     expected: str,
@@ -445,7 +445,7 @@ def test_a_run_that_may_not_go_on_is_refused_and_its_files_are_left_alone(
     assert contents(workdir) == before
 
 
-def test_a_run_that_must_go_on_is_refused_without_a_checkpoint(
+def test_a_run_that_must_resume_is_refused_without_a_checkpoint(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workdir = tmp_path / "run"

@@ -379,7 +379,7 @@ def test_eager_steps_give_the_same_losses(
 
 
 @pytest.mark.slow
-def test_the_newest_and_the_best_checkpoints_are_kept_also_by_a_run_that_goes_on(
+def test_the_newest_and_the_best_checkpoints_are_kept_also_by_a_resumed_run(
     tmp_path: Path,
 ) -> None:
     options = (

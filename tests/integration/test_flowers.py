@@ -42,7 +42,7 @@ SMALL = ("--image-size", 16, "--global-batch-size", 16)
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with 3 classes of 40 small pictures, told apart by their colors."""
+    """A folder with 3 classes of 40 small pictures, distinguished by their colors."""
     folder = tmp_path_factory.mktemp("pictures")
     draw = np.random.default_rng(0)
     for label, name in enumerate(("daisy", "roses", "tulips")):

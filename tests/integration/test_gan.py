@@ -22,7 +22,7 @@ def trained(workdir: Path, *options: object) -> list[float]:
 
 
 @pytest.mark.slow
-def test_both_models_learn_and_go_on_with_the_same_bits(
+def test_both_models_learn_and_resume_with_the_same_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"

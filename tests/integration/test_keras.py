@@ -278,7 +278,7 @@ def test_masks_are_the_same_on_any_number_of_devices_and_others_each_step() -> N
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     whole = losses_of(made(sequential, 0.5))
     where: dict[str, Any] = {"workdir": str(tmp_path)}
     first = losses_of(made(sequential, 0.5), steps=2, **where)
@@ -516,7 +516,7 @@ def test_keras_has_to_run_on_jax_and_leave_the_devices_to_us(
         keras.distribution.set_distribution(None)
 
 
-def test_a_keras_model_alone_is_told_what_to_do() -> None:
+def test_the_error_for_a_keras_model_instance_says_how_to_fix_it() -> None:
     with pytest.raises(UserError, match=r"wrap it in KerasModel\(model\)"):
         as_adapter(made(sequential))
 

@@ -125,7 +125,7 @@ def test_a_plan_is_kept_where_what_tries_its_advice_falls(tmp_path: Path) -> Non
     assert found["error"] == "planning for gpu:h100:1x8 ended with code 7, see above"
 
 
-def test_an_experiment_that_ends_the_process_is_told(tmp_path: Path) -> None:
+def test_an_experiment_that_ends_the_process_is_reported(tmp_path: Path) -> None:
     ends = tmp_path / "ends.py"
     ends.write_text(FALLS.replace("BUILT.append(config)", "raise SystemExit(0)"))
     ended = plan(ends, "--topology", "cpu:8", "--json")
@@ -164,7 +164,7 @@ def test_more_virtual_devices_than_there_can_be_are_refused() -> None:
     assert "16,384 devices; without the GPU compiler" in ended.stderr
 
 
-def test_what_jax_takes_of_a_gpu_by_itself_is_told(tmp_path: Path) -> None:
+def test_the_memory_that_jax_preallocates_on_a_gpu_is_reported(tmp_path: Path) -> None:
     nearly = tmp_path / "nearly.py"
     nearly.write_text(FALLS.replace("90_000", "60_000"))
     asked = ("--topology", "gpu:h100:1x8", "--strategy", "mirrored")
@@ -174,7 +174,7 @@ def test_what_jax_takes_of_a_gpu_by_itself_is_told(tmp_path: Path) -> None:
     assert not any("three quarters" in x for x in planned(nearly, *asked)["notes"])
 
 
-def test_what_cannot_be_planned_is_told_in_json_too() -> None:
+def test_a_failed_plan_is_reported_in_json_too() -> None:
     ended = plan(DIGITS, "--global-batch-size", 20, "--topology", "cpu:8,cpu:2", "--json")
     assert ended.returncode == 2
     refused, made = json.loads(ended.stdout)["plans"]

@@ -70,7 +70,7 @@ class Bucket:
 
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """A run of four steps and the same gone on to eight, each as a folder; what was printed."""
+    """A run of four steps and its continuation to eight, each as a folder; what was printed."""
     with fake_gcs() as storage:
         bucket = Bucket(storage, tmp_path_factory.mktemp("bucket"))
         found: dict[str, Any] = {"config": bucket.config}
@@ -110,7 +110,7 @@ def test_a_bucket_holds_the_files_of_a_run(copies: dict[str, Any]) -> None:
     assert curve(four, "train/loss") == [1, 2, 3, 4]
 
 
-def test_a_second_process_goes_on_from_the_bucket(copies: dict[str, Any], local: Path) -> None:
+def test_a_second_process_resumes_from_the_bucket(copies: dict[str, Any], local: Path) -> None:
     eight = copies["eight"]
     assert f"resumed from step 4 of {WORKDIR}" in copies["eight printed"]
     assert status(eight) == status(local) == {"status": "finished", "step": 8}

@@ -47,7 +47,7 @@ def uninterrupted(runs: list[Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def gone_on(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def resumed_runs(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A run of five steps that went on to ten: on its eight devices, and on two."""
     same, fewer = (tmp_path_factory.mktemp(name) / "run" for name in ("same", "fewer"))
     for workdir in (same, fewer):
@@ -99,9 +99,9 @@ def up_to_ten(workdir: Path, split: str) -> list[dict[str, Any]]:
 
 
 def test_ten_steps_equal_five_and_five_resumed_steps_bitwise(
-    uninterrupted: Path, runs: list[Path], gone_on: list[Path]
+    uninterrupted: Path, runs: list[Path], resumed_runs: list[Path]
 ) -> None:
-    workdir, before = gone_on[0], metrics(runs[1])
+    workdir, before = resumed_runs[0], metrics(runs[1])
     assert metrics(workdir)[: len(before)] == before
     assert [line["step"] for line in metrics(workdir, "train")] == list(range(1, 11))
     assert up_to_ten(workdir, "train") == up_to_ten(uninterrupted, "train")
@@ -112,10 +112,10 @@ def test_ten_steps_equal_five_and_five_resumed_steps_bitwise(
     assert purged(workdir)[-1] == 6
 
 
-def test_a_run_goes_on_with_another_number_of_devices(
-    uninterrupted: Path, gone_on: list[Path]
+def test_a_run_resumes_on_another_number_of_devices(
+    uninterrupted: Path, resumed_runs: list[Path]
 ) -> None:
-    workdir = gone_on[1]
+    workdir = resumed_runs[1]
     content = json.loads((workdir / "config.json").read_text())
     assert (content["devices"], content["mesh"]) == (2, "data=2")
     for split, count, examples in (("train", 10, 64), ("eval", 1, 200)):
@@ -131,13 +131,13 @@ def test_a_run_goes_on_with_another_number_of_devices(
 
 
 def purged(workdir: Path) -> list[int]:
-    """From which steps on the event files tell TensorBoard to forget what it was told before."""
+    """The steps from which the event files make TensorBoard discard earlier points."""
     from tensorboardX.proto.event_pb2 import SessionLog
 
     return [e.step for e in events(workdir) if e.session_log.status == SessionLog.START]
 
 
-def test_learning_rate_and_length_may_change_and_the_change_is_told(
+def test_learning_rate_and_length_may_change_and_the_change_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     losses, path = [], small_experiment(tmp_path)
@@ -146,9 +146,9 @@ def test_learning_rate_and_length_may_change_and_the_change_is_told(
         assert main([*options, "--steps", "2"]) == 0
         assert "changed since" not in capsys.readouterr().out
         assert main([*options, "--steps", "4", "--learning-rate", str(rate)]) == 0
-        told = [line for line in capsys.readouterr().out.splitlines() if "changed since" in line]
+        changes = [line for line in capsys.readouterr().out.splitlines() if "changed since" in line]
         change = [f"changed since: learning_rate: 0.1 -> {rate}"] if rate != 0.1 else []
-        assert sorted(told) == [*change, "changed since: steps: 2 -> 4"]
+        assert sorted(changes) == [*change, "changed since: steps: 2 -> 4"]
         losses.append([line["loss"] for line in metrics(tmp_path / name, "train")])
     same, other = losses
     assert same[:3] == other[:3]  # a line holds the loss before its update
@@ -163,7 +163,7 @@ def test_no_curve_is_lost_where_runs_follow_each_other_at_once(tmp_path: Path) -
     assert [step for tag, step in points if tag == "train/loss"] == [1, 2, 3, 4]
 
 
-def test_a_run_begun_anew_takes_the_curves_of_its_first_start_back(tmp_path: Path) -> None:
+def test_a_restarted_run_discards_the_curves_of_its_first_start(tmp_path: Path) -> None:
     path, workdir = small_experiment(tmp_path), tmp_path / "run"
     options = ["--config", str(path), "--workdir", str(workdir)]
     assert main([*options, "--learning-rate", "1e30"]) == 3
@@ -243,16 +243,16 @@ STOPPING = """import signal
 from pathlib import Path
 
 
-def stop_if_told():
-    told = Path(__file__).with_name("stop")
-    if told.exists():
-        told.unlink()
+def stop_if_requested():
+    request = Path(__file__).with_name("stop")
+    if request.exists():
+        request.unlink()
         signal.raise_signal(signal.SIGTERM)
 
 
 class Stopping(ArrayDataset):
     def rows(self, indices):
-        stop_if_told()
+        stop_if_requested()
         return super().rows(indices)
 
 
@@ -262,7 +262,7 @@ def build"""
 @pytest.mark.parametrize(
     ("change", "saved_step", "lines"),
     [
-        (("    x, y = batch\n", "    stop_if_told()\n    x, y = batch\n"), 1, 1),
+        (("    x, y = batch\n", "    stop_if_requested()\n    x, y = batch\n"), 1, 1),
         (("validation=data", "validation=Stopping(data)"), 2, 3),
         (("validation=data", "validation=data, test=Stopping(data)"), 4, 8),
     ],

@@ -350,7 +350,7 @@ def test_it_learns_on_eight_devices_and_writes_the_same_on_one(
 
 @pytest.mark.drill
 @pytest.mark.timeout(600)
-def test_the_default_options_are_on_their_way_to_their_result(
+def test_the_default_options_approach_their_documented_result(
     shakespeare: Path, tmp_path: Path
 ) -> None:
     """All of the 1,500 steps take eight minutes, and end at 1.61."""

@@ -185,5 +185,5 @@ def test_processes_from_a_common_state(
     losses = [line["loss"] for line in metrics(tmp_path / "run", "train")]
     assert len(losses) == STEPS - MIDDLE
     np.testing.assert_allclose(losses, default.losses[MIDDLE:], rtol=1e-3)
-    found = default.goes_on(checkpoints / str(MIDDLE + 1), MIDDLE + 1)
+    found = default.resume(checkpoints / str(MIDDLE + 1), MIDDLE + 1)
     assert_same_step(losses[0], found, default)

@@ -131,7 +131,7 @@ def test_evaluate(row: Row, runs: StrategyRuns) -> None:
 @cell(accepted("resume"))
 def test_resume(row: Row, runs: StrategyRuns) -> None:
     run = runs(row)
-    assert_same_bits(run.goes_on(run.source / "10", STEPS), run.state)
+    assert_same_bits(run.resume(run.source / "10", STEPS), run.state)
     assert metrics(run.workdir) == [line for line in run.lines if line["step"] > MIDDLE]
     assert len(run.seen) == 1 + STEPS - MIDDLE
     assert all(found == run.places[0] for found in run.seen)
@@ -141,7 +141,7 @@ def test_resume(row: Row, runs: StrategyRuns) -> None:
 def test_restore_from_another(row: Row, runs: StrategyRuns) -> None:
     """Each is the source of the next, and the last of the first."""
     run, source = runs(row), runs(ROWS[ROWS.index(row) - 1])
-    assert_same_bits(run.goes_on(source.source / "20", STEPS), source.state)
+    assert_same_bits(run.resume(source.source / "20", STEPS), source.state)
     assert run.trainer.state is not None
     places = expected_places(row, run.trainer.state, PLACES[row.name])
     assert run.seen == [places]  # no step was made
@@ -158,7 +158,7 @@ BY_COMMAND = (
 
 @pytest.mark.slow
 @cell([row for row in accepted("train") if row.name in BY_COMMAND])
-def test_the_command_trains_goes_on_and_evaluates(
+def test_the_command_trains_resumes_and_evaluates(
     row: Row,
     runs: StrategyRuns,
     default: StrategyRun,
@@ -179,8 +179,8 @@ def test_the_command_trains_goes_on_and_evaluates(
     assert sums(parts, STEPS) == sums(whole, STEPS)
     assert [line["loss"] for line in metrics(parts, "train")] == losses
     assert main([*options, "--workdir", str(parts), "--mode", "evaluate"]) == 0
-    told = evaluation_in(capsys.readouterr().out)
-    assert told == {"step": STEPS, "split": "test"} | metrics_of(whole, "test")
+    reported = evaluation_in(capsys.readouterr().out)
+    assert reported == {"step": STEPS, "split": "test"} | metrics_of(whole, "test")
 
 
 def evaluation_in(output: str) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def metrics_of(workdir: Path, split: str) -> dict[str, float]:
 
 @pytest.mark.drill
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in accepted("processes")])
-def test_two_processes_train_and_go_on(row: Row, default: StrategyRun, tmp_path: Path) -> None:
+def test_two_processes_train_and_resume(row: Row, default: StrategyRun, tmp_path: Path) -> None:
     """From a checkpoint of one process and another strategy, and from one of their own."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     options = [*OPTIONS[2:], *row.arguments]

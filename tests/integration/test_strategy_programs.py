@@ -31,7 +31,7 @@ BATCH, INTO, HIDDEN, OUT, MIN_SIZE = 64, 64, 512, 16, 1024
 KERNELS = 4 * (INTO * HIDDEN + HIDDEN * OUT)  # bytes; both are large enough to be split
 PARAMETERS = KERNELS + 4 * (HIDDEN + OUT)
 REDUCTIONS = ("all-reduce", "reduce-scatter")
-SMALL = 64  # bytes of what is told of a step: loss, weight, flags
+SMALL = 64  # bytes of the output of a step: loss, weight, flags
 
 BY_NAME = {row.name: row for row in ROWS}
 
@@ -275,7 +275,7 @@ def test_one_device_has_all_of_the_state_and_of_the_batch() -> None:
     of = program("one_device --mesh.devices 3")
     arguments, _ = of.step.compiled.input_shardings
     shardings = jax.tree.leaves([arguments, of.step.compiled.output_shardings])
-    assert len(shardings) > 12  # state, batch, state again and what is told
+    assert len(shardings) > 12  # state, batch, state again and output
     assert {tuple(one.device_set) for one in shardings} == {(jax.devices()[3],)}
     x = jax.device_put(np.zeros((BATCH, 2)), of.trainer.placement.batch)
     assert x.devices() == {jax.devices()[3]}
@@ -287,13 +287,13 @@ def test_under_central_storage_the_step_takes_and_leaves_its_arrays_in_host_memo
 ) -> None:
     of = program(name)
     (state, batch), _ = of.step.compiled.input_shardings
-    after, told = of.step.compiled.output_shardings
+    after, output = of.step.compiled.output_shardings
     for one in (state, after):
         for field in ("params", "opt_state"):
             kinds = {x.memory_kind for x in jax.tree.leaves(getattr(one, field))}
             assert kinds == {"pinned_host"}, field
         assert one.step.memory_kind != "pinned_host" != one.key.memory_kind
-    elsewhere = {x.memory_kind for x in jax.tree.leaves([batch, told])}
+    elsewhere = {x.memory_kind for x in jax.tree.leaves([batch, output])}
     assert "pinned_host" not in elsewhere
 
 

@@ -33,7 +33,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
     return compare, report
 
 
-def test_a_peer_is_told_by_its_ratio_to_the_floor(tmp_path: Path, modules: Any) -> None:
+def test_a_peer_is_reported_by_its_ratio_to_the_floor(tmp_path: Path, modules: Any) -> None:
     compare, report = modules
     program = tmp_path / "peer.py"
     program.write_text(PEER)
@@ -66,7 +66,7 @@ def test_a_peer_is_told_by_its_ratio_to_the_floor(tmp_path: Path, modules: Any) 
         assert compare.is_void(result) == void
 
 
-def test_scaling_is_told_by_ratios_within_a_round(tmp_path: Path, modules: Any) -> None:
+def test_scaling_is_reported_by_ratios_within_a_round(tmp_path: Path, modules: Any) -> None:
     _, report = modules
     import scaling
 

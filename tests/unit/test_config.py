@@ -322,7 +322,7 @@ def test_the_seeds_of_each_purpose_are_what_they_always_were() -> None:
         0: [3574520024, 2703155516, 4242545964, 2035511234],
         1: [345234309, 1251908647, 3990789490, 2127035294],
         2: [3240649371, 1961308417, 2863440205, 3837723628],
-    }, "a change of derive_seed changes what every existing run and checkpoint would go on with"
+    }, "a change of derive_seed changes how every existing run and checkpoint would continue"
 
 
 def test_seeds_and_purposes_share_no_derived_seed() -> None:

@@ -31,7 +31,7 @@ ALLOWED = set(
 )
 ALLOWED = {name.strip("( )") for name in ALLOWED}
 
-# What their metadata says, and why they are used all the same.
+# What their metadata says, and why they are used nevertheless.
 EXCEPTIONS = {
     "crc32c": "GNU Lesser General Public License v2 or later (LGPLv2+)",  # imported, unchanged
     "libtpu": "Google Cloud Platform Terms of Service",  # not open; of the extra `tpu` alone
@@ -69,7 +69,7 @@ def is_allowed(license: str) -> bool:
         ("", False),
     ],
 )
-def test_licenses_are_told_apart(license: str, allowed: bool) -> None:
+def test_allowed_and_other_licenses_are_distinguished(license: str, allowed: bool) -> None:
     assert is_allowed(license) == allowed
 
 
@@ -190,7 +190,7 @@ def test_training_installs_less_than_the_tests_and_either_may_come_first(clone: 
 
 
 @pytest.mark.parametrize("before", [(), ("train",), ("unit",)], ids=["clone", "train", "test"])
-def test_an_interrupted_installation_starts_anew(clone: Path, before: tuple[str, ...]) -> None:
+def test_an_interrupted_installation_starts_over(clone: Path, before: tuple[str, ...]) -> None:
     for target in before:
         made(clone, target)
     outdate(clone)

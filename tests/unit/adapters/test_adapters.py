@@ -57,7 +57,7 @@ def test_batch_statistics_are_those_of_the_global_batch_on_any_number_of_devices
         np.testing.assert_allclose(state["norm/var"], 0.9 + 0.1 * X[:BATCH].var(0), rtol=1e-5)
 
 
-def test_dropout_draws_the_same_on_any_number_of_devices_and_anew_each_step() -> None:
+def test_dropout_draws_the_same_on_any_number_of_devices_and_differs_each_step() -> None:
     losses: dict[int, list[float]] = {}
     for devices in (1, 8):
         seen: list[float] = []
@@ -152,7 +152,7 @@ def test_a_linen_model_trains_with_statistics_and_dropout() -> None:
     np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
 
 
-def test_a_linen_module_alone_is_told_what_to_do() -> None:
+def test_the_error_for_a_linen_module_instance_says_how_to_fix_it() -> None:
     with pytest.raises(UserError, match=r"LinenModel\(module, example_input\)"):
         trainer(LinenNet())
 

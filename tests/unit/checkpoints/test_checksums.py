@@ -182,7 +182,7 @@ def test_exchanging_two_unequal_elements_changes_it(dtype: np.dtype, data: st.Da
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e5m2])
-def test_zeros_of_either_sign_and_nans_of_any_payload_are_told_apart(dtype: Any) -> None:
+def test_zeros_of_either_sign_and_nans_of_any_payload_have_different_checksums(dtype: Any) -> None:
     dtype = jnp.dtype(dtype)
     assert sums(np.zeros(3, dtype)) != sums(-np.zeros(3, dtype))
     ones = (1 << bits_of(dtype) - 1) - 1  # exponent and mantissa all ones: a NaN

@@ -188,7 +188,7 @@ def test_an_error_of_orbax_about_its_metadata_is_corruption(
 
 
 # Orbax compresses what it writes: a flipped bit makes other numbers, which only the sums know, or
-# what cannot be decompressed. Which of them hangs on where in the file an array came to lie.
+# what cannot be decompressed. Which of them depends on the array's position in the file.
 WRONG_ARRAY = r"(params|opt_state)/\S+ (is not what was saved: its checksum is|cannot be read)"
 
 
@@ -218,16 +218,16 @@ def test_a_corrupted_newest_checkpoint_falls_back_to_the_previous_one_with_the_s
     corrupt(workdir, 4)
     (workdir / "checkpoints" / "3" / "manifest.json").unlink()
     trainer(workdir, steps=6, checkpoint_every_steps=1).fit(examples())
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     first, second = re.findall(
-        r"checkpoint \S+/(\d) is corrupted: (.*); trying the one before", told
+        r"checkpoint \S+/(\d) is corrupted: (.*); trying the one before", output
     )
     assert first[0] == "4" and re.match(WRONG_ARRAY, first[1])
     assert second == (
         "3",
         "manifest.json is missing: the save was interrupted, or it is not a checkpoint",
     )
-    assert "resumed from step 2 of" in told and "quarantined as 4.corrupted" in told
+    assert "resumed from step 2 of" in output and "quarantined as 4.corrupted" in output
     assert saved_steps(workdir) == [4, 5, 6]
     expected = bits(load_params(str(small_runs / "six")))
     assert bits(load_params(str(workdir))) == expected
@@ -333,14 +333,14 @@ def test_a_checkpoint_under_another_name_is_not_taken_for_it(
     shutil.copytree(small_runs / "four", folder.parent)
     shutil.copytree(folder / "2", folder / "9")
     trainer(folder.parent, steps=6).fit(examples())
-    told = capsys.readouterr().out
-    assert "9 is corrupted: it is the checkpoint of step 2 under another name; trying" in told
-    assert "resumed from step 4 of" in told
+    output = capsys.readouterr().out
+    assert "9 is corrupted: it is the checkpoint of step 2 under another name; trying" in output
+    assert "resumed from step 4 of" in output
     assert bits(load_params(str(folder.parent))) == bits(load_params(str(small_runs / "six")))
 
 
 @pytest.mark.slow
-def test_reading_while_a_run_goes_on_always_finds_a_valid_one(tmp_path: Path) -> None:
+def test_reading_during_a_run_always_finds_a_valid_checkpoint(tmp_path: Path) -> None:
     """With one checkpoint kept, what a reader has just listed is gone the next moment."""
     options = ("--checkpoint-every-steps", 1, "--keep-latest", 1, "--keep-best", 0)
     process = start(DIGITS, "--steps", 100_000, *options, "--workdir", tmp_path)
@@ -383,7 +383,7 @@ def test_steps_taken_while_a_save_is_written_never_leak_into_it(tmp_path: Path) 
         expected[event.step] = bits(event.trainer.state)
 
     def look(event: CallbackContext) -> None:
-        # A step after a save has been dispatched: is that save still on its way?
+        # A step after a save has been dispatched: is that save still pending?
         if (
             event.step - 1 in expected
             and not (tmp_path / "checkpoints" / f"{event.step - 1}").exists()
@@ -407,7 +407,7 @@ def test_steps_taken_while_a_save_is_written_never_leak_into_it(tmp_path: Path) 
         assert bits(found) == state, step
 
 
-def test_a_save_that_fails_for_another_reason_is_not_told_as_saved(
+def test_a_save_that_fails_for_another_reason_is_not_reported_as_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = ocp.CheckpointManager.save
@@ -488,7 +488,7 @@ def killed_again_and_again(experiment: Path, workdir: Path, seed: int, kills: in
 
 
 @pytest.mark.slow
-def test_killed_twenty_times_a_run_goes_on_from_its_newest_and_ends_with_the_same_bits(
+def test_a_run_killed_twenty_times_resumes_from_its_newest_checkpoint_with_the_same_bits(
     tmp_path: Path,
 ) -> None:
     whole, one, other = (tmp_path / name for name in ("whole", "one", "other"))
@@ -620,7 +620,7 @@ def test_a_lost_folder_ends_the_run(tmp_path: Path) -> None:
     assert len(saved_steps_of(tmp_path / "elsewhere")) >= 3
 
 
-def test_after_a_failure_what_orbax_leaves_unawaited_is_not_told() -> None:
+def test_after_a_failure_unawaited_coroutines_of_orbax_cause_no_warning() -> None:
     """Which of its coroutines that are differs from run to run."""
 
     def save_many() -> Any:
@@ -628,12 +628,12 @@ def test_after_a_failure_what_orbax_leaves_unawaited_is_not_told() -> None:
 
         return write_fragment()
 
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         silence_tensorstore_shutdown.__wrapped__()
-        save_many()  # gone at once, and nobody waited for it
+        save_many()  # released at once, never awaited
         warnings.warn("others are heard", RuntimeWarning, stacklevel=1)
-    assert [str(warning.message) for warning in told] == ["others are heard"]
+    assert [str(warning.message) for warning in caught] == ["others are heard"]
 
 
 @pytest.mark.slow

@@ -545,7 +545,7 @@ def test_export_to_safetensors(plain: Run, tmp_path: Path) -> None:
         assert file.metadata() == {"step": "4", "saved_at": saved_at}
 
 
-def test_export_takes_the_average_unless_told(averaging: Run, tmp_path: Path) -> None:
+def test_export_writes_the_moving_average_by_default(averaging: Run, tmp_path: Path) -> None:
     target = str(tmp_path / "x.npz")
     for choice, expected in zip((None, False), both(averaging.state), strict=True):
         export_params(str(averaging.workdir), target, averaged=choice)
@@ -1046,7 +1046,7 @@ def test_a_refusal_never_falls_back_to_an_older_checkpoint_that_would_fit(
     assert trainer(mine).fit((X, Y), steps=3).step == 3
 
 
-def test_a_trainer_that_goes_on_with_its_own_state_is_held_to_it_too(tmp_path: Path) -> None:
+def test_a_trainer_that_continues_from_its_own_state_is_checked_too(tmp_path: Path) -> None:
     fitted = trainer(tmp_path)
     fitted.fit((X, Y), steps=2)
     with pytest.raises(UserError, match=r"this trainer at step 2 was trained on other data: examp"):
@@ -1064,12 +1064,12 @@ def test_the_command_refuses_with_the_option_that_would_do(
     assert "other data: examples was 64, and is 32 now; give --examples 64, or" in error
     assert main([*options, "--ema-decay", "0.5", "--steps", "6"]) == 2
     assert "give --ema-decay None, or" in capsys.readouterr().err
-    told = ["--examples", "64", "--ema-decay", "None"]
-    assert main([*options, "--steps", "6", *told]) == 0
+    kept = ["--examples", "64", "--ema-decay", "None"]
+    assert main([*options, "--steps", "6", *kept]) == 0
     assert saved_steps(tmp_path / "run")[-1] == 6
 
 
-# Fields that are told by more than one word.
+# Fields whose option has more than one word.
 NESTED = (
     "@dataclass(frozen=True, kw_only=True)\nclass Config",
     "@dataclass(frozen=True, kw_only=True)\nclass Data:\n    examples: int = 64\n"
@@ -1092,9 +1092,9 @@ def test_the_option_of_a_nested_field_is_one_that_the_command_takes(
     assert main([*options, "--data.examples", "32", "--steps", "6"]) == 2
     assert "; give --data.examples 64, or another" in capsys.readouterr().err
     assert main([*options, "--data.examples", "32", "--data.flat", "--steps", "6"]) == 2
-    told = "; give --data.examples 64 --data.no-flat, or another"
-    assert told in capsys.readouterr().err
-    assert main([*options, "--steps", "6", *told[7:-12].split()]) == 0
+    hint = "; give --data.examples 64 --data.no-flat, or another"
+    assert hint in capsys.readouterr().err
+    assert main([*options, "--steps", "6", *hint[7:-12].split()]) == 0
 
 
 def test_parameters_of_another_run_may_start_this_one_but_not_another_model(

@@ -28,7 +28,7 @@ from processes import (
 )
 from rendezvous_helpers import (
     NONCE,
-    Told,
+    Messages,
     all_meet,
     ending,
     gathering,
@@ -83,32 +83,32 @@ def test_processes_with_one_token_that_differ_are_refused() -> None:
 @pytest.mark.parametrize("token", [b"", OTHER], ids=["no token", "another token"])
 def test_a_foreign_hello_takes_no_seat(token: bytes) -> None:
     who = parties(2, token=TOKEN)
-    with gathering(who[0]) as (endings, told):
+    with gathering(who[0]) as (endings, messages):
         with knock(who[0]) as stranger:
             line = greeted(stranger, token)
             with contextlib.suppress(OSError):  # it may have been hung up on
                 line.send(hello(who[1]))
             assert ends_unheard(stranger)
         assert not endings
-        assert ending(who[1], 10, told) is None
+        assert ending(who[1], 10, messages) is None
     assert endings == [None]
     why = "another job token" if token else "no job token"
-    assert told.lines[0][-1] == f"refused 1 connection, the last from 127.0.0.1: it has {why}"
+    assert messages.lines[0][-1] == f"refused 1 connection, the last from 127.0.0.1: it has {why}"
 
 
 @pytest.mark.parametrize("change", ["about", "rank taken", "replayed"])
 def test_a_foreign_hello_does_not_end_the_job(change: str) -> None:
     who = parties(3, token=TOKEN)
-    with gathering(who[0], who[1]) as (endings, told):
-        until(lambda: bool(told.lines[1]))  # it has its seat
+    with gathering(who[0], who[1]) as (endings, messages):
+        until(lambda: bool(messages.lines[1]))  # it has its seat
         with knock(who[0]) as stranger:
             line = greeted(stranger, OTHER)
             about = {"jax": "evil\x1b[2J\nline two"} if change == "about" else {}
             line.send(hello(who[1]) | {"about": about})
             assert ends_unheard(stranger)
-        assert ending(who[2], 10, told) is None
+        assert ending(who[2], 10, messages) is None
     assert endings == [None, None]
-    assert all(line.isprintable() for lines in told.lines.values() for line in lines)
+    assert all(line.isprintable() for lines in messages.lines.values() for line in lines)
 
 
 def test_what_a_process_said_once_is_worth_nothing_in_another_connection() -> None:
@@ -120,12 +120,12 @@ def test_what_a_process_said_once_is_worth_nothing_in_another_connection() -> No
         recorded.authenticate(TOKEN, worker_nonce=NONCE, chief_nonce="a" * 32)
         recorded.send(hello(who[1]))
         text = ours.recv(10_000)
-    with gathering(who[0]) as (endings, told), knock(who[0]) as stranger:
+    with gathering(who[0]) as (endings, messages), knock(who[0]) as stranger:
         stranger.sendall(greeting(token=True))
         assert json.loads(received(stranger))["nonce"] != "a" * 32
         stranger.sendall(text)
         assert ends_unheard(stranger)
-        assert ending(who[1], 10, told) is None
+        assert ending(who[1], 10, messages) is None
     assert endings == [None]
 
 
@@ -148,22 +148,22 @@ def test_the_token_does_not_cross_the_wire(monkeypatch: pytest.MonkeyPatch) -> N
 # -- a wrong token ---------------------------------------------------------------------------------
 
 
-def test_a_process_with_another_token_is_told_and_process_0_says_who_was_refused() -> None:
+def test_a_process_with_another_token_gets_an_error_and_process_0_names_it() -> None:
     who = parties(2, token=TOKEN)
-    with gathering(who[0], timeout=1.5) as (endings, told):
-        error = refusal(ending(replace(who[1], token=OTHER), 10, told), ClusterError)
+    with gathering(who[0], timeout=1.5) as (endings, messages):
+        error = refusal(ending(replace(who[1], token=OTHER), 10, messages), ClusterError)
     assert error.endswith("it does not accept the SPMDTRAIN_JOB_TOKEN of this process")
     assert "1 of 2 processes have joined; missing: worker 0" in refusal(endings[0], ClusterError)
     assert str(endings[0]).endswith("the last from 127.0.0.1: it has another job token")
 
 
 @pytest.mark.parametrize("chief", [True, False])
-def test_a_token_on_one_side_only_is_told(chief: bool) -> None:
+def test_a_token_on_one_side_only_is_reported(chief: bool) -> None:
     who = parties(2)
     having = who[0 if chief else 1]
     who[having.rank] = replace(having, token=TOKEN)
-    with gathering(who[0], timeout=1.5) as (endings, told):
-        error = ending(who[1], 10, told)
+    with gathering(who[0], timeout=1.5) as (endings, messages):
+        error = ending(who[1], 10, messages)
     if chief:
         expected = f"chief at 127.0.0.1:{who[0].port} has a job token, but this process has none"
         assert refusal(error, UserError).startswith(expected)
@@ -177,7 +177,7 @@ def test_a_false_process_0_is_not_believed(word: str) -> None:
     worker = parties(2, token=TOKEN)[1]
     with (
         socket.create_server(("127.0.0.1", worker.port)) as listener,
-        gathering(worker) as (endings, told),
+        gathering(worker) as (endings, messages),
     ):
         connection, _ = listener.accept()
         with connection:
@@ -190,7 +190,7 @@ def test_a_false_process_0_is_not_believed(word: str) -> None:
                 received(connection)
     expected = "it does not have the SPMDTRAIN_JOB_TOKEN of this process"
     assert refusal(endings[0], ClusterError).endswith(expected)
-    assert told.lines[1] == []
+    assert messages.lines[1] == []
 
 
 # -- bounds ----------------------------------------------------------------------------------------
@@ -201,26 +201,26 @@ def test_deeply_nested_json_is_sent_away(token: bytes) -> None:
     """`json` would raise RecursionError, which ended the job."""
     who = parties(2, token=token)
     deep = b'{"a":' + b"[" * 100_000 + b"\n"
-    with gathering(who[0]) as (endings, told):
+    with gathering(who[0]) as (endings, messages):
         for text in (deep, deep[:500] + b"\n"):
             with knock(who[0]) as stranger, contextlib.suppress(OSError):
                 stranger.sendall(text)
                 assert ends_unheard(stranger)
         assert not endings
-        assert ending(who[1], 10, told) is None
+        assert ending(who[1], 10, messages) is None
     assert endings == [None]
 
 
 def test_deeply_nested_json_behind_a_greeting_is_sent_away() -> None:
     """Without a token everybody gets this far; the bytes are authentic by an empty key."""
     who = parties(2)
-    with gathering(who[0]) as (endings, told):
+    with gathering(who[0]) as (endings, messages):
         with knock(who[0]) as stranger:
             line = greeted(stranger)
             text = b'{"a":' + b"[" * 100_000
             stranger.sendall(text + b" " + line._mac("worker", text) + b"\n")
             assert ends_unheard(stranger)
-        assert ending(who[1], 10, told) is None
+        assert ending(who[1], 10, messages) is None
     assert endings == [None]
 
 
@@ -241,9 +241,9 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def refused(told: Told) -> int:
+def refused(messages: Messages) -> int:
     """Returns how many connections process 0 has refused, as it says."""
-    found = [re.search(r"refused (\d+) connection", line) for line in told.lines[0]]
+    found = [re.search(r"refused (\d+) connection", line) for line in messages.lines[0]]
     return max((int(one[1]) for one in found if one), default=0)
 
 
@@ -251,16 +251,16 @@ def test_1100_silent_connections_do_not_exhaust_descriptors() -> None:
     who = parties(3, token=TOKEN)
     with (
         files_allowed(4096),
-        gathering(who[0], who[1]) as (endings, told),
+        gathering(who[0], who[1]) as (endings, messages),
         contextlib.ExitStack() as stack,
     ):
-        until(lambda: bool(told.lines[1]))
+        until(lambda: bool(messages.lines[1]))
         before = open_files()
         for _ in range(1100):
             stack.enter_context(knock(who[0]))
-        until(lambda: refused(told) >= 1100 - admission.MAX_UNAUTHENTICATED)
+        until(lambda: refused(messages) >= 1100 - admission.MAX_UNAUTHENTICATED)
         assert open_files() - before - 1100 <= admission.MAX_UNAUTHENTICATED
-        assert ending(who[2], 20, told) is None
+        assert ending(who[2], 20, messages) is None
     assert endings == [None, None]
 
 
@@ -268,23 +268,23 @@ def test_connections_that_greet_and_say_no_more_make_room(monkeypatch: pytest.Mo
     who = parties(2, token=TOKEN)
     monkeypatch.setattr(admission, "MAX_UNAUTHENTICATED", 4)
     monkeypatch.setattr(admission, "_GRACE_PERIOD", 0.1)
-    with gathering(who[0]) as (endings, told), contextlib.ExitStack() as stack:
+    with gathering(who[0]) as (endings, messages), contextlib.ExitStack() as stack:
         for _ in range(12):
             greeted(stack.enter_context(knock(who[0])), OTHER)
-        assert ending(who[1], 10, told) is None
+        assert ending(who[1], 10, messages) is None
     assert endings == [None]
 
 
 def test_when_files_run_out_a_stranger_gives_way() -> None:
     who = parties(2, token=TOKEN)
-    with gathering(who[0]) as (endings, told), contextlib.ExitStack() as stack:
+    with gathering(who[0]) as (endings, messages), contextlib.ExitStack() as stack:
         for _ in range(30):
             stack.enter_context(knock(who[0]))
         until(lambda: open_files() > 60)
         with files_allowed(next_descriptor(stack) + 1):  # for the worker's end of its connection
-            assert ending(who[1], 20, told) is None
+            assert ending(who[1], 20, messages) is None
     assert endings == [None]
-    assert "there are too many open files" in told.lines[0][-1]
+    assert "there are too many open files" in messages.lines[0][-1]
 
 
 def next_descriptor(stack: contextlib.ExitStack) -> int:
@@ -301,13 +301,13 @@ def test_a_connection_that_does_not_identify_itself_is_closed(
 ) -> None:
     who = parties(2, token=TOKEN)
     monkeypatch.setattr(admission, "_HANDSHAKE_TIMEOUT", 0.2)
-    with gathering(who[0]) as (endings, told):
+    with gathering(who[0]) as (endings, messages):
         with knock(who[0]) as silent, knock(who[0]) as greets:
             greeted(greets, TOKEN)
             for stranger in (silent, greets):
                 assert ends_unheard(stranger)
-        until(lambda: any("refused 2 connections" in line for line in told.lines[0]))
-        assert ending(who[1], 10, told) is None
+        until(lambda: any("refused 2 connections" in line for line in messages.lines[0]))
+        assert ending(who[1], 10, messages) is None
     assert endings == [None]
 
 
@@ -320,11 +320,11 @@ def test_what_a_process_says_of_itself_is_escaped_and_cut() -> None:
     with gathering(who[0]) as (endings, _), knock(who[0]) as stranger:
         line = greeted(stranger)
         line.send(hello(who[1]) | {"name": evil, "where": evil, "about": {evil: evil}})
-        told = message(line)
+        answer = message(line)
     error = refusal(endings[0], UserError)
     assert error.isprintable() and len(error) < 3000
     assert r"worker\x1b[2J\u202e\n" in error
-    assert told == {"wrong": error}
+    assert answer == {"wrong": error}
 
 
 @pytest.mark.parametrize(
@@ -334,11 +334,11 @@ def test_what_a_process_says_of_itself_is_escaped_and_cut() -> None:
 )
 def test_a_hello_of_other_types_is_sent_away(change: dict[str, object]) -> None:
     who = parties(2)
-    with gathering(who[0]) as (endings, told):
+    with gathering(who[0]) as (endings, messages):
         with knock(who[0]) as stranger:
             greeted(stranger).send(hello(who[1]) | change)
             assert ends_unheard(stranger)
-        assert ending(who[1], 10, told) is None
+        assert ending(who[1], 10, messages) is None
     assert endings == [None]
 
 
@@ -346,7 +346,7 @@ def test_a_false_process_0_of_a_job_without_a_token_cannot_write_to_the_terminal
     worker = parties(2)[1]
     with (
         socket.create_server(("127.0.0.1", worker.port)) as listener,
-        gathering(worker) as (endings, told),
+        gathering(worker) as (endings, messages),
     ):
         connection, _ = listener.accept()
         with connection:
@@ -357,7 +357,7 @@ def test_a_false_process_0_of_a_job_without_a_token_cannot_write_to_the_terminal
             line.send({"waiting": "a\x1b[2Jb"})
             line.send({"wrong": "c\nd"})
             received(connection)
-    assert told.lines[1] == [r"a\x1b[2Jb"]
+    assert messages.lines[1] == [r"a\x1b[2Jb"]
     assert refusal(endings[0], UserError) == r"c\nd"
 
 
@@ -402,7 +402,7 @@ time.sleep(20)
 
 @pytest.mark.drill
 def test_a_job_trains_though_strangers_attack_its_rendezvous(tmp_path: Path) -> None:
-    """The chief may open 512 files; the worker comes after the attack, while it goes on."""
+    """The chief may open 512 files; the worker joins during the attack."""
     addresses, go = [f"127.0.0.1:{free_port()}" for _ in range(2)], tmp_path / "go"
     line = run_line(drill(tmp_path), "--workdir", tmp_path / "run")
     before = {0: "ulimit -n 512", 1: f"until test -e {go}; do sleep 0.1; done"}

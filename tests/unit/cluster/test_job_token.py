@@ -151,8 +151,8 @@ EVIL = "a\x1b[2J\u202eb"
 
 
 def test_another_process_s_reason_is_shown_escaped() -> None:
-    told = {"rank": 0, "name": EVIL, "code": 1, "reason": EVIL, "lost": False}
-    found = failures._first_failure(process_group.Job(["chief", "worker 0"], 1, Store(told)))
+    record = {"rank": 0, "name": EVIL, "code": 1, "reason": EVIL, "lost": False}
+    found = failures._first_failure(process_group.Job(["chief", "worker 0"], 1, Store(record)))
     assert found is not None
     assert failures._describe_other(found) == r"a\x1b[2J\u202eb failed: a\x1b[2J\u202eb"
 

@@ -18,7 +18,7 @@ from spmdtrain.cluster.spec import from_tf_config
 
 NO_HOST = "no-such-host.invalid"
 needs_ipv6 = pytest.mark.skipif(not network_check.is_here("::1"), reason="this machine has no IPv6")
-ELSEWHERE = "203.0.113"  # addresses for documentation: nobody has them
+ELSEWHERE = "203.0.113"  # addresses for documentation: no host has them
 
 
 @contextlib.contextmanager
@@ -91,7 +91,7 @@ def test_a_taken_port_of_rank_0_is_an_error_whichever_address_holds_it(host: str
     }
 
 
-def test_a_port_that_is_held_with_reuse_of_ports_is_taken_all_the_same() -> None:
+def test_a_port_that_is_held_with_reuse_of_ports_counts_as_taken() -> None:
     with socket.create_server(("127.0.0.1", 0), reuse_port=True) as server:
         assert network_check.why_not_free(server.getsockname()[1]) == "Address already in use"
 
@@ -148,7 +148,9 @@ def test_a_machine_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPa
     assert "machines" not in fine(found)  # of the two others, one answers
 
 
-def test_tasks_that_do_not_train_ask_nobody(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+def test_tasks_that_do_not_train_contact_no_other_task(
+    monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
     monkeypatch.setattr(network_check, "connect", lambda address: pytest.fail("asked"))
     jobs = {"worker": [f"127.0.0.1:{free}"], "ps": ["127.0.0.2:9"], "evaluator": ["127.0.0.3:9"]}
     for kind in ("worker", "ps", "evaluator"):
@@ -327,9 +329,9 @@ def test_the_command_prints_one_json_object_with_the_findings(free: int) -> None
     done = command(config, "--json")
     assert done.returncode == 2
     assert done.stderr == "error: checks failed: worker 1, worker 0\n"
-    told = printed(done)
-    found = told.pop("findings")
-    assert told == from_tf_config(config).as_json()
+    output = printed(done)
+    found = output.pop("findings")
+    assert output == from_tf_config(config).as_json()
     assert {"level", "what", "text"} == {key for finding in found for key in finding}
     assert next(one["level"] for one in found if NO_HOST in one["text"]) == "error"
 

@@ -19,7 +19,7 @@ from helpers import REPOSITORY
 from processes import free_port
 from rendezvous_helpers import (
     NAMES,
-    Told,
+    Messages,
     all_meet,
     ending,
     gathering,
@@ -51,28 +51,28 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_when_all_have_come_all_go_on_and_the_port_is_free(size: int) -> None:
+def test_when_all_have_joined_all_continue_and_the_port_is_free(size: int) -> None:
     who = parties(size, jax="1")
     assert all_meet(who) == [None] * size
     with socket.socket() as after:  # as JAX binds it: without waiting for anything
         after.bind(("127.0.0.1", who[0].port))
 
 
-def test_the_last_may_come_late_and_who_is_waited_for_is_told_to_all() -> None:
+def test_the_last_may_join_late_and_all_print_who_is_missing() -> None:
     who = parties(4)
-    with gathering(*who[:3]) as (endings, told):
+    with gathering(*who[:3]) as (endings, messages):
         line = f"waiting: 3 of 4 processes have joined; missing: worker 2 at {who[0].addresses[3]}"
-        until(lambda: all(line in told.lines[rank] for rank in range(3)))
-        assert ending(who[3], 10, told) is None
+        until(lambda: all(line in messages.lines[rank] for rank in range(3)))
+        assert ending(who[3], 10, messages) is None
     assert endings == [None] * 3
 
 
 def test_process_0_may_come_last() -> None:
     who = parties(3)
-    with gathering(*who[1:]) as (endings, told):
+    with gathering(*who[1:]) as (endings, messages):
         awaited = f"waiting for chief at 127.0.0.1:{who[0].port}: Connection refused"
-        until(lambda: awaited in told.lines[1] and awaited in told.lines[2])
-        assert ending(who[0], 10, told) is None
+        until(lambda: awaited in messages.lines[1] and awaited in messages.lines[2])
+        assert ending(who[0], 10, messages) is None
     assert endings == [None] * 2
 
 
@@ -92,7 +92,7 @@ def test_who_is_missing_is_named_in_every_process() -> None:
 def test_of_many_missing_the_first_are_named() -> None:
     names = ["chief", *(f"worker {n}" for n in range(20))]
     alone = Party(host="127.0.0.1", port=free_port(), names=names, rank=0)
-    error = refusal(ending(alone, 0.3, Told()), ClusterError)
+    error = refusal(ending(alone, 0.3, Messages()), ClusterError)
     shown = ", ".join(f"worker {n}" for n in range(8))
     joined = "1 of 21 processes have joined"
     assert error == f"gave up after 0.3 s: {joined}; missing: {shown} and 12 more"
@@ -100,7 +100,7 @@ def test_of_many_missing_the_first_are_named() -> None:
 
 def test_a_process_0_that_does_not_come_is_named() -> None:
     who = parties(2)
-    error = refusal(ending(who[1], 0.7, Told()), ClusterError)
+    error = refusal(ending(who[1], 0.7, Messages()), ClusterError)
     assert re.fullmatch(
         rf"worker 0 could not reach chief at 127\.0\.0\.1:{who[0].port} for 0\.7 s: "
         "Connection refused; it has not started, or its port is closed to this machine",
@@ -110,22 +110,22 @@ def test_a_process_0_that_does_not_come_is_named() -> None:
 
 def test_a_process_that_goes_away_before_the_rest_have_come_may_come_back() -> None:
     who = parties(3)
-    with gathering(who[0]) as (endings, told):
+    with gathering(who[0]) as (endings, messages):
         with knock(who[0]) as first:
             greeted(first).send(hello(who[1]))
-            until(lambda: any("2 of 3" in line for line in told.lines[0]))
-        until(lambda: "worker 0 has disconnected" in told.lines[0])
+            until(lambda: any("2 of 3" in line for line in messages.lines[0]))
+        until(lambda: "worker 0 has disconnected" in messages.lines[0])
         assert all_meet(who[1:], 10) == [None, None]
     assert endings == [None]
 
 
 def test_without_an_answer_after_it_has_come_back_it_counts_as_missing() -> None:
     who = parties(3)
-    with gathering(who[0], timeout=2) as (endings, told):
+    with gathering(who[0], timeout=2) as (endings, messages):
         with knock(who[0]) as first:
             greeted(first).send(hello(who[1]))
-            until(lambda: any("2 of 3" in line for line in told.lines[0]))
-        until(lambda: "worker 0 has disconnected" in told.lines[0])
+            until(lambda: any("2 of 3" in line for line in messages.lines[0]))
+        until(lambda: "worker 0 has disconnected" in messages.lines[0])
     assert "1 of 3 processes have joined; missing: worker 0 at" in refusal(endings[0], ClusterError)
 
 
@@ -140,8 +140,8 @@ def test_a_process_0_that_dies_while_it_gathers_is_named() -> None:
     with subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY) as zero:
         try:
             knock(who[0]).close()
-            with gathering(replace(who[1], addresses=())) as (endings, told):
-                until(lambda: bool(told.lines[1]))  # it has been let in
+            with gathering(replace(who[1], addresses=())) as (endings, messages):
+                until(lambda: bool(messages.lines[1]))  # it has been let in
                 os.kill(zero.pid, signal.SIGKILL)
         finally:
             zero.kill()
@@ -152,13 +152,13 @@ def test_a_process_0_that_dies_while_it_gathers_is_named() -> None:
 # -- a wrong description ---------------------------------------------------------------------------
 
 
-def test_a_taken_port_is_told_within_seconds() -> None:
+def test_a_taken_port_is_reported_within_seconds() -> None:
     who = parties(2)
     with socket.socket() as other:
         other.bind(("127.0.0.1", who[0].port))
         other.listen()
         began = time.monotonic()
-        error = refusal(ending(who[0], 60, Told()), UserError)
+        error = refusal(ending(who[0], 60, Messages()), UserError)
         assert time.monotonic() - began < 30
     assert error == (
         f"port {who[0].port} of this machine cannot be used by chief: Address already in use; "
@@ -174,36 +174,36 @@ def test_a_port_that_is_let_go_of_in_time_is_no_fault() -> None:
     other.listen()
     closing = threading.Timer(0.3, other.close)
     closing.start()
-    with gathering(who[0]) as (endings, told):
+    with gathering(who[0]) as (endings, messages):
         closing.join()
-        assert ending(who[1], 10, told) is None
+        assert ending(who[1], 10, messages) is None
     assert endings == [None]
 
 
-def test_a_second_process_0_is_refused_and_the_first_goes_on() -> None:
+def test_a_second_process_0_is_refused_and_the_first_continues() -> None:
     who = parties(2)
-    with gathering(who[0]) as (endings, told):
+    with gathering(who[0]) as (endings, messages):
         knock(who[0]).close()
-        assert "a second process of that name" in refusal(ending(who[0], 10, told), UserError)
-        assert ending(who[1], 10, told) is None
+        assert "a second process of that name" in refusal(ending(who[0], 10, messages), UserError)
+        assert ending(who[1], 10, messages) is None
     assert endings == [None]
 
 
 def test_two_processes_of_one_rank_are_refused_in_every_process() -> None:
     who = parties(3)
-    with gathering(who[0], who[1]) as (endings, told):
-        until(lambda: bool(told.lines[1]))
-        second = ending(who[1], 10, told)
+    with gathering(who[0], who[1]) as (endings, messages):
+        until(lambda: bool(messages.lines[1]))
+        second = ending(who[1], 10, messages)
     own = re.escape(f"{socket.gethostname()}, process {os.getpid()}")
     expected = rf"two processes are worker 0: {own} and {own}; give each task its own index"
     for error in [*endings, second]:
         assert re.fullmatch(expected, refusal(error, UserError))
 
 
-def test_a_name_that_does_not_resolve_is_told_within_seconds() -> None:
+def test_a_name_that_does_not_resolve_is_reported_within_seconds() -> None:
     who = [replace(party, host="no-such-host.invalid") for party in parties(2)]
     began = time.monotonic()
-    error = refusal(ending(who[1], 300, Told()), UserError)
+    error = refusal(ending(who[1], 300, Messages()), UserError)
     assert time.monotonic() - began < 10
     assert error.startswith("no-such-host.invalid, the host of chief, cannot be resolved from")
 
@@ -229,9 +229,9 @@ def test_processes_that_differ_are_refused_by_name_and_value(
     change: dict[str, Any], difference: str
 ) -> None:
     who = parties(3, jax="1", flax="2")
-    with gathering(who[0], who[2]) as (endings, told):
-        until(lambda: bool(told.lines[2]))  # it is there: who comes later finds nobody
-        odd = ending(replace(who[1], **change), 10, told)
+    with gathering(who[0], who[2]) as (endings, messages):
+        until(lambda: bool(messages.lines[2]))  # it listens: a later one finds no listener
+        odd = ending(replace(who[1], **change), 10, messages)
     where = re.escape(f"{socket.gethostname()}, process {os.getpid()}")
     expected = rf"worker 0 \({where}\) and chief differ: {re.escape(difference)}"
     for error in [*endings, odd]:
@@ -274,24 +274,24 @@ def test_processes_that_differ_are_refused_by_name_and_value(
 )
 def test_a_stranger_at_the_port_is_sent_away(words: bytes) -> None:
     who = parties(2)
-    with gathering(who[0]) as (endings, told):
+    with gathering(who[0]) as (endings, messages):
         # It may be hung up on in the midst of what it says.
         with knock(who[0]) as stranger, contextlib.suppress(OSError):
             stranger.sendall(words)
             assert stranger.recv(100) == b""
-        assert ending(who[1], 10, told) is None
+        assert ending(who[1], 10, messages) is None
     assert endings == [None]
 
 
 def test_strangers_who_are_silent_or_gone_do_not_disturb() -> None:
     who = parties(3)
-    with gathering(who[0]) as (endings, told), contextlib.ExitStack() as stack:
+    with gathering(who[0]) as (endings, messages), contextlib.ExitStack() as stack:
         stack.enter_context(knock(who[0]))  # says nothing
         stack.enter_context(knock(who[0])).sendall(greeting()[:20])  # nor this one its name
         knock(who[0]).close()
         with knock(who[0]) as abrupt:  # a reset in the place of an end
             abrupt.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        assert all_meet(who[1:], 10, told) == [None, None]
+        assert all_meet(who[1:], 10, messages) == [None, None]
     assert endings == [None]
 
 
@@ -306,7 +306,7 @@ def test_a_greeting_in_pieces_is_understood() -> None:
 
 @contextlib.contextmanager
 def another_program(port: int, answer: bytes, *, abrupt: bool = False) -> Iterator[None]:
-    """Something else that listens on the port, and answers whoever calls, one after the other."""
+    """Another program that listens on the port and answers connections one after the other."""
     over = threading.Event()
     with socket.create_server(("127.0.0.1", port)) as listener:
         listener.settimeout(0.05)
@@ -348,13 +348,13 @@ def another_program(port: int, answer: bytes, *, abrupt: bool = False) -> Iterat
     ],
     ids=["http", "grpc", "json"],
 )
-def test_another_program_at_process_0s_port_is_told(
+def test_another_program_at_the_port_of_process_0_is_reported(
     monkeypatch: pytest.MonkeyPatch, answer: bytes
 ) -> None:
     who = parties(2)
     monkeypatch.setattr(rendezvous, "_EARLIER_JOB_TIMEOUT", 0.0)
     with another_program(who[0].port, answer):
-        error = refusal(ending(who[1], 10, Told()), ClusterError)
+        error = refusal(ending(who[1], 10, Messages()), ClusterError)
     assert error == (
         f"127.0.0.1:{who[0].port} is not chief of a job that is starting: another program "
         "uses the port, or the job has started with another worker 0"
@@ -362,11 +362,13 @@ def test_another_program_at_process_0s_port_is_told(
 
 
 @pytest.mark.parametrize("abrupt", [False, True])
-def test_one_that_hangs_up_is_told(monkeypatch: pytest.MonkeyPatch, abrupt: bool) -> None:
+def test_one_that_closes_the_connection_is_reported(
+    monkeypatch: pytest.MonkeyPatch, abrupt: bool
+) -> None:
     who = parties(2)
     monkeypatch.setattr(rendezvous, "_EARLIER_JOB_TIMEOUT", 0.0)
     with another_program(who[0].port, b"", abrupt=abrupt):
-        error = refusal(ending(who[1], 10, Told()), ClusterError)
+        error = refusal(ending(who[1], 10, Messages()), ClusterError)
     assert error.startswith(f"127.0.0.1:{who[0].port} is not chief of a job that is starting")
 
 
@@ -383,15 +385,17 @@ def test_on_kubernetes_a_name_may_come_with_its_pod(monkeypatch: pytest.MonkeyPa
 
 def test_a_job_that_is_still_dying_at_the_port_is_waited_for() -> None:
     who = parties(2)
-    with gathering(who[1]) as (endings, told):
+    with gathering(who[1]) as (endings, messages):
         with another_program(who[0].port, b"\x00\x00\x12\x04\x00"):
             time.sleep(0.5)
         assert not endings
-        assert ending(who[0], 10, told) is None  # it has let go of the port, and the next is there
+        assert (
+            ending(who[0], 10, messages) is None
+        )  # it has let go of the port, and the next is there
     assert endings == [None]
 
 
-def test_a_process_that_reaches_but_itself_goes_on_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_connects_to_itself_keeps_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own port, which the system chooses, may be the one that it calls, as long as it is free.
 
     TCP then connects the socket with itself. To call again and again makes that likely in the end.
@@ -411,10 +415,10 @@ def test_a_process_that_reaches_but_itself_goes_on_waiting(monkeypatch: pytest.M
         return found
 
     monkeypatch.setattr(socket, "create_connection", to_itself)
-    with gathering(who[1]) as (endings, told):
+    with gathering(who[1]) as (endings, messages):
         until(lambda: bool(calls))
         time.sleep(0.3)
-        assert ending(who[0], 10, told) is None
+        assert ending(who[0], 10, messages) is None
     assert endings == [None] and len(calls) > 1
 
 
@@ -435,14 +439,14 @@ def test_they_meet_at_an_address_of_any_kind(host: str) -> None:
 
 def test_a_job_of_one_machine_listens_nowhere_else() -> None:
     who = parties(2)
-    with gathering(who[0]) as (endings, told):
+    with gathering(who[0]) as (endings, messages):
         knock(who[0]).close()
         with (
             pytest.raises(OSError, match="refused"),
             socket.create_connection(("127.0.0.2", who[0].port)),
         ):
             pass
-        assert ending(who[1], 10, told) is None
+        assert ending(who[1], 10, messages) is None
     assert endings == [None]
 
 

@@ -428,7 +428,7 @@ def test_what_a_transform_draws_depends_on_seed_example_and_epoch_alone() -> Non
     assert later == {place: drawn for place, drawn in expected.items() if place in later}
 
 
-def test_each_example_draws_anew_in_each_epoch_and_for_each_seed() -> None:
+def test_each_example_draws_differently_in_each_epoch_and_for_each_seed() -> None:
     drawn = [*draws(12, 8, stop=6).values(), *draws(12, 8, stop=6, seed=1).values()]
     assert len(set(drawn)) == len(drawn) == 96
     single = {value for pair in drawn for value in pair}
@@ -451,7 +451,7 @@ def test_what_is_drawn_is_what_it_always_was() -> None:
         (2, 1): 1929790473,
         (2, 2): 807882801,
     }, (
-        "the random stream of an example changed: an old run that is resumed would go on with "
+        "the random stream of an example changed: an old run that is resumed would continue with "
         "other augmentations"
     )
 
@@ -506,7 +506,7 @@ def test_ordered_batches_count_each_example_exactly_once(
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-def test_ordered_batches_are_the_same_whoever_reads_them(threads: int) -> None:
+def test_ordered_batches_are_the_same_in_every_reader(threads: int) -> None:
     dataset = ArrayDataset({"x": np.arange(21)})
     placed_batches, _ = ordered_batches(dataset, 8, sharding(), threads=threads)
     found = [(rows["x"].tolist(), mask.tolist()) for rows, mask in placed_batches]
@@ -715,7 +715,7 @@ def test_a_list_could_mean_two_things_and_is_refused(data: Any) -> None:
         as_dataset(data)
 
 
-def test_a_dataset_that_gives_too_few_rows_is_told_so() -> None:
+def test_a_dataset_that_returns_too_few_rows_is_refused() -> None:
     class Short:
         def __len__(self) -> int:
             return 16

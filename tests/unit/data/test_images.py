@@ -1,4 +1,4 @@
-"""Folders of images: which files, in which split, decoded to which pixels, whoever reads them."""
+"""Folders of images: files, splits, decoded pixels, on any number of processes."""
 
 import contextlib
 import errno
@@ -620,7 +620,7 @@ def test_a_file_larger_than_any_picture_is_not_read(tmp_path: Path) -> None:
     assert dataset.skipped["a/sparse.png"].startswith("its 1,099,511,627,776 bytes are more than")
 
 
-def test_broken_files_are_skipped_counted_and_told_in_one_line(
+def test_broken_files_are_skipped_counted_and_reported_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = {f"{place}/{name}": content for place in "ac" for name, (content, _) in BROKEN.items()}
@@ -1084,7 +1084,7 @@ def test_two_that_fill_a_cache_at_once_do_not_meet(
         reader.join()
     assert not both.broken
     assert len(stored(tmp_path)) == 1
-    monkeypatch.setattr(image_folder, "decode", None)  # what there is, is taken
+    monkeypatch.setattr(image_folder, "decode", None)  # existing files are used
     assert values(on_disk(tmp_path)) == [5]
 
 
@@ -1174,8 +1174,8 @@ def test_a_reason_with_a_name_that_is_no_text_reaches_the_launcher(
     monkeypatch.setenv(progress.LAUNCH, str(tmp_path))
     monkeypatch.setenv(progress.TASK, "chief")
     progress.write_exit_reason(2, "a\udcffé: broken")
-    told = progress.read_reason(tmp_path, "chief")
-    assert told == progress.Reason(2, r"a\udcffé: broken", True)
+    reason = progress.read_reason(tmp_path, "chief")
+    assert reason == progress.Reason(2, r"a\udcffé: broken", True)
     progress.write_ended(tmp_path, "failed: a\udcffé: broken")
     assert progress.job_ended() == r"failed: a\udcffé: broken"
     assert (tmp_path / "ended").read_bytes() == r"failed: a\udcffé: broken".encode()
@@ -1269,7 +1269,7 @@ def test_the_names_of_classes_are_in_the_identity_only_where_there_are_any(tmp_p
     check_same_run(now, before, "a newer one")
 
 
-def test_many_classes_are_told_in_short() -> None:
+def test_many_classes_are_listed_in_short() -> None:
     many = [f"n{number:05}" for number in range(1000)]
     with pytest.raises(UserError) as error:
         check_same_classes(many, [*many[:700], "x\ny", *many[700:]], "the model was", "; give them")

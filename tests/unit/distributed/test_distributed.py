@@ -207,7 +207,7 @@ def test_a_job_comes_too_late_when_jax_has_started_its_devices(
 
 
 @pytest.mark.drill
-def test_a_model_made_before_the_job_is_told_what_to_do(tmp_path: Path) -> None:
+def test_the_error_for_a_model_made_before_the_job_says_how_to_fix_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import jax, optax\nfrom flax import nnx\nfrom spmdtrain import Trainer\n"
@@ -351,7 +351,7 @@ def test_an_error_of_its_own_is_none(text: str) -> None:
     "error",
     [
         ValueError("the connection closed by peer is no loss in a file of yours"),
-        ValueError("row 7: heartbeat is no number"),
+        ValueError("row 7: heartbeat is not a number"),
         UserError("mesh: gloo"),
         NonFiniteError("step 3: loss not finite"),
         OSError("Connection reset by peer"),  # of a storage, say
@@ -462,7 +462,7 @@ def test_what_a_test_leaves_behind_is_killed() -> None:
 
 
 def test_once_agreed_to_stop_stays_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """JAX says yes at one point only: who asks after it must hear of it all the same."""
+    """JAX returns true at one point only; a later query must return true as well."""
 
     class Manager:
         def reached_sync_point(self, point: int) -> bool:

@@ -203,14 +203,14 @@ def records(places: Places) -> list[Record]:
             [],
             None,
             "all wait in step 37: a collective does not end",
-            id="nobody",
+            id="no process",
         ),
         pytest.param(
             {"chief": ("save", 40, 1), "worker 0": ("save", 40, 2)},
             [],
             None,
             "all wait in save at step 40: a collective does not end",
-            id="nobody, in a save",
+            id="no process, in a save",
         ),
         pytest.param(
             {"chief": ("step", 37, 1), "worker 0": ("step", 36, 2), "worker 1": ("step", 37, 2)},

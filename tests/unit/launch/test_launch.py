@@ -86,7 +86,7 @@ def said(ended: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 def processes_in(folder: Path) -> list[int]:
-    """The processes that work in a folder, whoever their parents are."""
+    """The processes that work in a folder, with any parent."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -705,7 +705,7 @@ ENDED_WITH = 'progress.write_exit_reason(1, "the job: the chief is gone", own=Fa
 
 
 @pytest.mark.slow
-def test_a_finished_chief_has_finished_whoever_was_just_coming(tmp_path: Path) -> None:
+def test_a_finished_chief_ends_the_job_although_a_worker_is_just_starting(tmp_path: Path) -> None:
     script = f"""
 if task != "chief":
     wait_for("done")
@@ -976,7 +976,7 @@ def test_hints_are_for_signals_of_others() -> None:
     assert hint(TaskExit("chief", 1)) is None
 
 
-def test_waits_double_up_to_a_minute_and_begin_anew_with_progress() -> None:
+def test_waits_double_up_to_a_minute_and_reset_with_progress() -> None:
     restarts = Restarts(8)
     assert [restarts.next(-1) for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, None]
     assert [restarts.next(10), restarts.next(10), restarts.next(9)] == [1, 2, 4]

@@ -291,7 +291,7 @@ def stand_in(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-# Records its arguments, and ends with the next of the codes that it is told.
+# Records its arguments, and ends with the next of the codes that it is given.
 PYTHON = """#!/bin/bash
 printf '%s\\n' "$(printf '%q ' "$@")" >>"$LOG"
 echo "${SPMDTRAIN_JOB_TOKEN_FILE:-}" >>"$(dirname "$LOG")/files"
@@ -518,16 +518,18 @@ def test_a_tfjob_s_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("kind", ["Chief", "Worker", "Evaluator"])
 @pytest.mark.parametrize(
-    ("code", "told", "pause"),
+    ("code", "reported", "pause"),
     [(0, 0, False), (2, 2, False), (3, 3, False), (75, 200, False), (1, 200, True)],
 )
-def test_a_tfjob_s_exit_codes(tmp_path: Path, kind: str, code: int, told: int, pause: bool) -> None:
+def test_a_tfjob_s_exit_codes(
+    tmp_path: Path, kind: str, code: int, reported: int, pause: bool
+) -> None:
     """The operator takes a code below 128 as final, and comes back after any other."""
     replica = replicas()[kind]
     assert replica["restartPolicy"] == "ExitCode"
-    assert in_container(replica["template"], tmp_path, str(code)).returncode == told
+    assert in_container(replica["template"], tmp_path, str(code)).returncode == reported
     paused = any(line.startswith("sleep") for line in said(tmp_path))
-    assert paused == (pause and kind != "Evaluator")  # nobody waits for the evaluator
+    assert paused == (pause and kind != "Evaluator")  # no task waits for the evaluator
 
 
 @pytest.mark.parametrize("kind", ["Chief", "Evaluator"])
@@ -746,7 +748,7 @@ def test_sbatch_trains_and_is_requeued(tmp_path: Path) -> None:
     assert status(workdir)["status"] == "preempted"
     step = saved_steps(workdir)[-1]
     assert step >= 3
-    # Slurm would now run the very same script again; this one has an end.
+    # Slurm would now run the same script again; this one has an end.
     command, variables = real_sbatch(tmp_path, f"--steps {step + 3} --resume must --log-every 1")
     again = subprocess.run(
         command, env=variables, cwd=REPOSITORY, capture_output=True, text=True, timeout=120

@@ -1,4 +1,4 @@
-"""The transformer: what a token may see, how its place is told, and how it lies on the mesh."""
+"""The transformer: attention masks, positions, and its sharding on the mesh."""
 
 import dataclasses
 import functools
@@ -99,7 +99,7 @@ def test_a_loop_computes_what_the_unrolled_layers_do() -> None:
 
 
 @pytest.mark.slow
-def test_every_parameter_of_every_layer_takes_part() -> None:
+def test_every_parameter_of_every_layer_is_used() -> None:
     found = gradients(small(positions="learned", tied=False), some_tokens(length=17))
     names = {"embedding", "positions", "head", "norm", "blocks/attention/norm", "blocks/mlp/norm"}
     names |= {f"blocks/{part}" for part in ("attention/qkv", "attention/out", "mlp/up", "mlp/down")}
@@ -140,7 +140,7 @@ def test_it_computes_in_the_dtype_of_its_parameters() -> None:
 
 
 @pytest.mark.slow
-def test_dropout_is_for_training_and_draws_anew() -> None:
+def test_dropout_is_for_training_and_differs_in_each_step() -> None:
     model, tokens = small(dropout=0.5), some_tokens()
     np.testing.assert_array_equal(forward(model, tokens), forward(model, tokens))
     np.testing.assert_array_equal(forward(model, tokens), forward(small(), tokens))

@@ -90,7 +90,7 @@ def test_what_breaks_the_crew_is_what_is_raised(crew: Crew) -> None:
         Coordinator().schedule(len, [])
 
 
-def test_who_has_come_keeps_what_it_was_given_before_that_was_told(crew: Crew) -> None:
+def test_a_worker_keeps_the_function_assigned_before_its_arrival_was_reported(crew: Crew) -> None:
     with Coordinator() as coordinator:
         value = coordinator.schedule(len, [])
         crew.given.get(timeout=BOUND)
@@ -182,23 +182,23 @@ def test_functions_of_each_call_are_not_kept_for_ever(crew: Crew) -> None:
         (ValueError("of the script"), "failed"),
     ],
 )
-def test_how_a_job_ends_is_told(
+def test_the_end_of_a_job_is_reported(
     monkeypatch: pytest.MonkeyPatch, raised: BaseException | None, how: str
 ) -> None:
-    told = list[str]()
+    messages = list[str]()
     ray = SimpleNamespace(cloudpickle=SimpleNamespace(register_pickle_by_value=lambda _: None))
     monkeypatch.setattr(
         "spmdtrain.parameter_server.ray_nodes.head", lambda *_: contextlib.nullcontext(ray)
     )
     monkeypatch.setattr(
         "spmdtrain.parameter_server.ray_nodes.publish_end",
-        lambda ray, how, coming: told.append(how),
+        lambda ray, how, coming: messages.append(how),
     )
     spec = ClusterSpec({}, None, None)
     with contextlib.suppress(SystemExit, ValueError), ray_pool.begin(spec, 1.0):
         if raised is not None:
             raise raised
-    assert told == [how]
+    assert messages == [how]
 
 
 def test_a_script_has_one(crew: Crew) -> None:

@@ -23,15 +23,15 @@ exceptions = pytest.importorskip("ray").exceptions
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """As it was: Ray is told some of what it does there."""
+    """Restores the environment: some of Ray's options are environment variables."""
     with mock.patch.dict(os.environ):
         yield
 
 
 def spec_of(chief: str) -> ClusterSpec:
     tasks = {"chief": [chief], "worker": ["127.0.0.1:20001"], "ps": ["127.0.0.1:20002"]}
-    told = {"cluster": tasks, "task": {"type": "chief", "index": 0}}
-    return from_environment({"TF_CONFIG": json.dumps(told)})
+    config = {"cluster": tasks, "task": {"type": "chief", "index": 0}}
+    return from_environment({"TF_CONFIG": json.dumps(config)})
 
 
 def test_an_address_that_another_process_keeps_is_waited_for_and_named() -> None:
@@ -83,7 +83,7 @@ def crew_of(worker: object) -> ray_pool.RayWorkerPool:
     )
 
 
-def test_a_worker_that_dies_while_it_gets_ready_is_told_and_at_last_named(
+def test_a_worker_that_dies_during_its_start_is_reported_and_finally_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("spmdtrain.parameter_server.ray_pool._RETRY", 0.0)

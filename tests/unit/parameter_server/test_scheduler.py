@@ -74,7 +74,7 @@ def test_each_lands_once_and_is_fresh(
 
     for worker, event in events:
         step(worker, event)
-    # Whatever has happened: as long as somebody works, all of it lands.
+    # In any order of events: as long as one worker works, every batch is added.
     while not (queue.is_idle and queue.applied.complete == total):
         assert any(step(worker, event) for worker in WORKERS for event in ("give", "land"))
     assert sorted(landed) == list(range(first, total))

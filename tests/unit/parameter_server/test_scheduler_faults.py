@@ -76,7 +76,7 @@ class Strange:
             self.killed[self.work.pop(worker).number] += 1
             return [WorkerLost(worker, "killed")]
         if choice % 7 == 5:
-            return []  # nobody moves
+            return []  # all workers are idle
         return self._push(worker, self.work[worker])
 
     def gradient(self, worker: str, work: Work) -> float:
@@ -92,8 +92,8 @@ class Strange:
         if work.left:
             return []
         del self.work[worker]
-        told = batch_result(work.number, {"loss": float(work.number)}, work.said)
-        return [Done(worker, told)]
+        result = batch_result(work.number, {"loss": float(work.number)}, work.said)
+        return [Done(worker, result)]
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_each_batch_is_added_once_to_each_server(
         np.testing.assert_array_equal(server.pull().params["w"], -np.full(1, 2.0**total - 1))
     if max_staleness is not None:
         assert max(outcome.staleness for outcome in outcomes) <= max_staleness
-        # None had to be refused: what is given out can be no staler, if nobody is lost.
+        # None had to be refused: what is given out can be no staler, if no worker is lost.
         if 6 not in {choice % 7 for choice in choices} and patience > 10 * len(choices):
             assert all(server.counts.stale == 0 for server in crew.servers)
 
@@ -146,7 +146,7 @@ class Exact(Strange):
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 3), st.lists(st.integers(0, 1000), max_size=60))
-def test_without_staleness_whoever_is_killed_the_numbers_are_the_same(
+def test_without_staleness_the_numbers_are_the_same_whichever_worker_is_killed(
     count: int, choices: list[int]
 ) -> None:
     crew, total = Exact(servers(count, 0), choices), 10
@@ -163,26 +163,26 @@ def test_without_staleness_whoever_is_killed_the_numbers_are_the_same(
 
 
 def test_a_batch_that_is_long_out_is_given_to_one_more() -> None:
-    crew, told = Strange(servers(1, None), [5] * 4), list[str]()
+    crew, messages = Strange(servers(1, None), [5] * 4), list[str]()
     queue = BatchQueue(0)
     queue.limit = 1
-    run = BatchScheduler(crew, queue, 1.0, told.append, clock=lambda: crew.now)
+    run = BatchScheduler(crew, queue, 1.0, messages.append, clock=lambda: crew.now)
     assert run.take(0).number == 0
-    assert told == [
+    assert messages == [
         "worker 0: batch 0 has taken more than 1 s; worker 1 computes it too (reported once)"
     ]
 
 
-def test_a_lost_worker_is_told_with_its_batch() -> None:
-    crew, told = Strange(servers(1, None), [6]), list[str]()
+def test_a_lost_worker_is_reported_with_its_batch() -> None:
+    crew, messages = Strange(servers(1, None), [6]), list[str]()
     queue = BatchQueue(0)
     queue.limit = 1
-    run = BatchScheduler(crew, queue, 1.0, told.append, clock=lambda: crew.now)
+    run = BatchScheduler(crew, queue, 1.0, messages.append, clock=lambda: crew.now)
     assert run.take(0).number == 0
-    assert told == ["worker 0 is lost (killed); batch 0 is reassigned"]
+    assert messages == ["worker 0 is lost (killed); batch 0 is reassigned"]
 
 
-def test_a_batch_that_kills_whoever_computes_it_is_named() -> None:
+def test_a_batch_that_kills_each_worker_is_named() -> None:
     crew = Strange(servers(1, None), [6] * 9, patient=9)
     queue = BatchQueue(0)
     queue.limit = 1
@@ -207,7 +207,7 @@ def test_an_error_of_the_users_is_raised() -> None:
 
 
 @dataclass
-class Told(Strange):
+class Scripted(Strange):
     """Events in the order of a list, instead: each a worker that comes, or is lost."""
 
     script: list[list[PoolEvent]] = field(default_factory=list)
@@ -241,7 +241,7 @@ def test_who_waits_for_a_worker_hears_so_and_may_stop() -> None:
         [WorkerLost("worker 2", "killed")],
         [],
     ]
-    crew, told, asked = Told(servers(1, None), [], script=script), list[str](), list[int]()
+    crew, messages, asked = Scripted(servers(1, None), [], script=script), list[str](), list[int]()
     crew.script.append([WorkerJoined("worker 2")])
     queue = BatchQueue(0)
     queue.limit = 1
@@ -252,10 +252,10 @@ def test_who_waits_for_a_worker_hears_so_and_may_stop() -> None:
 
     times = iter(range(0, 1000, 15))
     run = BatchScheduler(
-        crew, queue, 1000.0, told.append, may_stop, clock=lambda: float(next(times))
+        crew, queue, 1000.0, messages.append, may_stop, clock=lambda: float(next(times))
     )
     assert run.take(0).number == 0
-    assert told == [
+    assert messages == [
         "no worker has been available for 20 s; waiting for one",
         "worker 2 is lost (killed); batch 0 is reassigned",
         "no worker has been available for 20 s; waiting for one",
@@ -272,34 +272,35 @@ def test_a_batch_that_hangs_and_is_waited_for_goes_before_new_ones() -> None:
             moving = [worker for worker in self.work if worker != "worker 0"]
             return self._push(moving[0], self.work[moving[0]]) if moving else []
 
-    crew, told = Hangs(servers(1, None), []), list[str]()
+    crew, messages = Hangs(servers(1, None), []), list[str]()
     queue = BatchQueue(0)
     queue.limit = 10_000
-    run = BatchScheduler(crew, queue, None, told.append, clock=lambda: crew.now)
+    run = BatchScheduler(crew, queue, None, messages.append, clock=lambda: crew.now)
     assert run.take(0).number == 0
     # Half a second for each of the other two's: 60 s are bearable while none has come, then 3.
     assert 10.0 < crew.now < 30.0 and run.batches["worker 0"] == 0
-    assert told[0].startswith("worker 0: batch 0 has taken more than")
+    assert messages[0].startswith("worker 0: batch 0 has taken more than")
 
 
-def test_where_nothing_comes_of_what_is_out_that_is_told_once() -> None:
-    crew, told = Strange(servers(1, None), [0] + [5] * 300), list[float]()
+def test_batches_without_a_result_are_reported_once() -> None:
+    crew, waits = Strange(servers(1, None), [0] + [5] * 300), list[float]()
     queue = BatchQueue(0)
     queue.limit = 2
-    run = BatchScheduler(crew, queue, 1000.0, on_silence=told.append, clock=lambda: crew.now)
+    run = BatchScheduler(crew, queue, 1000.0, on_silence=waits.append, clock=lambda: crew.now)
     run.take(0)
-    assert told == [60.0] and crew.now >= 150.0
+    assert waits == [60.0] and crew.now >= 150.0
     crew.choices = [5] * 1000
     run.take(1)
-    assert len(told) == 2 and told[1] == pytest.approx(3 * 150.5)  # three times what it took
-    crew.now += 1000.0  # nothing is out: nobody is waited for
+    # Three times the duration of the batch.
+    assert len(waits) == 2 and waits[1] == pytest.approx(3 * 150.5)
+    crew.now += 1000.0  # no batch is pending: no wait to report
     queue.limit = 3
     run.take(2)
     queue.limit = 5
     run.take(3)
     crew.now += 1000.0  # what is out comes as soon as it is looked for
     run.take(4)
-    assert len(told) == 2
+    assert len(waits) == 2
 
 
 def test_how_long_is_too_long_is_learned_from_what_came() -> None:

@@ -139,8 +139,8 @@ def test_what_cannot_be_divided_is_refused_by_name(
     with pytest.raises(UserError) as refused:
         split_optimizer(optimizer, cuts(2))
     who = "keeps" if keeps == name else f"{keeps} keeps"
-    told = f"the optimizer's {name} needs the whole gradient, and {who} a state"
-    assert told in str(refused.value)
+    message = f"the optimizer's {name} needs the whole gradient, and {who} a state"
+    assert message in str(refused.value)
     if name != "add_noise":  # its state is no numbers
         split_optimizer(optimizer, cuts(1))  # one server has the whole
 
@@ -180,13 +180,13 @@ def test_what_is_too_stale_is_refused() -> None:
     assert server.push(dataclasses.replace(one, number=5, version=6)).is_new
 
 
-def test_what_is_not_finite_is_told() -> None:
+def test_a_non_finite_push_is_reported() -> None:
     update = Update(optax.sgd(1.0))
     held = ServerState({"w": jnp.zeros(2)}, update.init({"w": jnp.zeros(2)}), {}, {})
     push = Push(0, 0, {"w": np.array([1, np.inf], np.float32)}, {}, 0.0)
     server = Server(update, held, 0)
     assert server.push(push).finite == (True, False, True, True)
-    # Who had pushed it may have died before it could tell: who brings it again is told, too.
+    # The first sender may have died before it reported: the second one gets the error, too.
     again = server.push(push)
     assert not again.is_new and again.finite == (True, False, True, True)
     assert server.counts == Counts(added=1, repeated=1)

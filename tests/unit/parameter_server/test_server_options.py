@@ -16,7 +16,7 @@ BY_SERVERS = {"strategy": "parameter_server"}
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (
             {"servers": ParameterServerOptions(max_staleness=0)},
@@ -60,10 +60,10 @@ BY_SERVERS = {"strategy": "parameter_server"}
         ),
     ],
 )
-def test_options_that_mean_nothing_are_refused(options: dict[str, Any], told: str) -> None:
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
         check(RunConfig(steps=1, **options))
-    assert str(caught.value) == told
+    assert str(caught.value) == message
 
 
 def test_the_options_are_tensorflows_partitioners() -> None:

@@ -50,9 +50,9 @@ def test_every_update_is_in_the_report_and_in_the_table(found: list[int]) -> Non
     tally = StalenessStats()
     for staleness in found:
         tally.add(staleness, 10, 20)
-    told = tally.report({"worker 0": len(found)}, [{"added": len(found)}])
-    assert {int(n): count for n, count in told["staleness"].items()} == Counter(found)
-    assert told["updates"] == len(found) and told["servers"]["ps 0"]["added"] == len(found)
+    report = tally.report({"worker 0": len(found)}, [{"added": len(found)}])
+    assert {int(n): count for n, count in report["staleness"].items()} == Counter(found)
+    assert report["updates"] == len(found) and report["servers"]["ps 0"]["added"] == len(found)
     rows = [line.split("│")[2] for line in shown(tally, {}) if "│" in line]
     assert sum(map(int, rows)) == len(found)
 
@@ -67,8 +67,8 @@ def test_lines_of_training_count_since_the_last_one(tmp_path: Path) -> None:
             logger.log_train_step(step, 4, {"loss": 1.0}, made=step)
         logger.log_train_step(3, 4, {"loss": 1.0}, made=3)
         assert files.recorded(Split.TRAIN, 2) == {"loss": 1.0}  # numbers alone
-    told = [line.get("staleness_counts") for line in metrics(tmp_path, "train")]
-    assert told == [{"0": 1}, {"1": 1, "3": 2}, None]
+    report = [line.get("staleness_counts") for line in metrics(tmp_path, "train")]
+    assert report == [{"0": 1}, {"1": 1, "3": 2}, None]
     histograms = [
         value.histo
         for event in events(tmp_path)

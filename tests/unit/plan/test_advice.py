@@ -67,7 +67,7 @@ def test_within_loops_too(text: Path) -> None:
     assert names and names <= blocks
 
 
-def test_what_fills_a_memory_is_told_by_what_it_is_for(text: Path) -> None:
+def test_memory_is_reported_by_purpose(text: Path) -> None:
     options = ("--preset", "tiny", "--data-dir", text, "--global-batch-size", 64)
     found = planned(GPT, *options, "--strategy", "mirrored")
     memory = found["memory"]
@@ -83,7 +83,7 @@ def test_what_fills_a_memory_is_told_by_what_it_is_for(text: Path) -> None:
     assert more[Use.ACTIVATION] > 3 * uses[Use.ACTIVATION]
 
 
-def test_the_fullest_moment_is_told_from_the_ranges_in_which_values_live(tmp_path: Path) -> None:
+def test_peak_memory_follows_from_the_live_ranges_of_values(tmp_path: Path) -> None:
     start = tmp_path / "module_0001.step.after_optimizations"
     report = "Memory Space: default (color=0)\nTotal bytes: 1000 (1.00KiB)\n"
     Path(f"{start}-memory-usage-report.txt").write_text(report)
@@ -154,7 +154,7 @@ def test_an_embedding_that_is_used_twice_is_reduced_twice_and_how_to_mend_it(tex
     assert not any("reduced" in other.finding for other in untied)
 
 
-def test_what_is_too_big_is_told_with_what_makes_it_fit(text: Path) -> None:
+def test_a_plan_that_does_not_fit_names_options_that_make_it_fit(text: Path) -> None:
     options = ("--width", 8192, "--layers", 8, "--heads", 32, "--data-dir", text)
     where = ("--topology", "gpu:a100:1x8", "--strategy", "mirrored")
     (one,) = advised(GPT, *options, *where)
@@ -228,12 +228,12 @@ def test_what_changes_between_topologies() -> None:
     options = ("--strategy", "fully_sharded", "--sharding.min-size", 1, "--no-advice")
     ended = plan(DIGITS, *options, "--topology", "cpu:2,cpu:8")
     assert ended.returncode == 0, ended.stderr
-    told = [line for line in ended.stdout.splitlines() if line.startswith("cpu:2 to cpu:8: ")]
+    output = [line for line in ended.stdout.splitlines() if line.startswith("cpu:2 to cpu:8: ")]
     ended = plan(DIGITS, *options, "--topology", "cpu:2,cpu:8", "--json")
     found = json.loads(ended.stdout)
     assert [one["topology"] for one in found["plans"]] == ["cpu:2", "cpu:8"]
-    (change,) = told
-    assert found["changes"] == told
+    (change,) = output
+    assert found["changes"] == output
     assert change.endswith(
         ": layers/2/bias (10,): replicated (2 shards before) on 4 times the devices"
     )
@@ -262,7 +262,7 @@ def test_events_of_collectives_and_of_time() -> None:
     ]
 
 
-def test_an_array_that_is_made_whole_is_told_with_its_line(tmp_path: Path) -> None:
+def test_an_array_that_is_gathered_whole_is_reported_with_its_line(tmp_path: Path) -> None:
     config = tmp_path / "resharded.py"
     source = ONE_MATRIX.replace("    def loss(model, batch):\n", RESHARDED)
     config.write_text(source)
@@ -275,8 +275,11 @@ def test_an_array_that_is_made_whole_is_told_with_its_line(tmp_path: Path) -> No
     assert (there["given"], there["wanted"]) == (back["wanted"], back["given"])
     ended = plan(config, *options, "--no-advice")
     assert ended.returncode == 0, ended.stderr
-    told = " ".join(ended.stdout.split())
-    assert f"weights resharded.py:{line} (build" in told and "is replicated on every device" in told
+    output = " ".join(ended.stdout.split())
+    assert (
+        f"weights resharded.py:{line} (build" in output
+        and "is replicated on every device" in output
+    )
     assert "Involuntary" not in ended.stdout + ended.stderr
 
 
@@ -295,7 +298,7 @@ RESHARDED = """    def loss(model, batch):
 def test_the_partitioners_warnings_are_read_in_both_spellings(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    told = "%reshape.0 = f32[8,32,64]{2,1,0} reshape(%x), sharding={devices=[8,1,1]<=[8]}"
+    output = "%reshape.0 = f32[8,32,64]{2,1,0} reshape(%x), sharding={devices=[8,1,1]<=[8]}"
     line = (
         "W1122 18:31:03 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization. The "
         "compiler {} go from sharding {{devices=[8,1,1]<=[2,4]T(1,0)}} to {{devices=[1,4,2]<=[8]}} "
@@ -303,14 +306,14 @@ def test_the_partitioners_warnings_are_read_in_both_spellings(
     )
     log = CompilerLog(
         [
-            line.format("cannot", "efficiently", "", told),
-            line.format("was not able to", "without doing a full rematerialization", ":", told),
+            line.format("cannot", "efficiently", "", output),
+            line.format("was not able to", "without doing a full rematerialization", ":", output),
             "something else",
         ]
     )
     (one,) = log.resharded  # the same twice
     assert (one.given, one.wanted) == ("{devices=[8,1,1]<=[2,4]T(1,0)}", "{devices=[1,4,2]<=[8]}")
-    assert one.operation.startswith(told)
+    assert one.operation.startswith(output)
     with pytest.raises(KeyError), kept_log() as log:
         os.write(2, b"from C\n")
         raise KeyError
@@ -329,7 +332,7 @@ def test_an_option_of_several_values_may_be_given_several_times() -> None:
 
 
 @pytest.mark.slow
-def test_measuring_wants_the_devices_at_hand() -> None:
+def test_measuring_needs_the_devices_of_the_topology() -> None:
     ended = plan(DIGITS, "--topology", "gpu:h100:1x8", "--measure")
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()

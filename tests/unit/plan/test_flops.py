@@ -187,7 +187,7 @@ def test_under_shard_map_each_device_counts() -> None:
     assert count_flops(jax.make_jaxpr(mapped)(jnp.ones((32, 8)))).total == 4 * ONE
 
 
-def test_a_loop_whose_turns_nobody_knows_is_named() -> None:
+def test_a_loop_of_unknown_trip_count_is_named() -> None:
     def search(x: jax.Array) -> Any:
         return lax.while_loop(lambda c: c.sum() < 100, lambda c: W @ c, x)
 

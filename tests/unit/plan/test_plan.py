@@ -63,7 +63,7 @@ def test_on_cpu_it_is_what_the_compiled_step_and_the_live_arrays_say(strategy: s
 
     assert memory["params"] == held(live.params)
     assert memory["optimizer"] == held(live.opt_state)
-    assert found["fits"] is None and found["time"] is None  # nobody knows how fast this CPU is
+    assert found["fits"] is None and found["time"] is None  # the speed of this CPU is unknown
 
 
 def test_a_mirrored_step_sends_each_gradient_once() -> None:
@@ -122,17 +122,17 @@ def test_a_compiler_option_passes_through_and_a_summary_is_kept_for_each(tmp_pat
     assert len(list(kept.iterdir())) == 1
     assert reduces(*apart) > together
     first, _ = sorted(kept.iterdir(), key=lambda path: path.stat().st_mtime)
-    # What is kept is what is told again.
+    # The cached summary gives the same report.
     whole = first.read_bytes()
     summary = json.loads(whole.partition(b"\n")[2])
     changed = json.dumps(summary | {"collectives": summary["collectives"] * 3}).encode()
     first.write_bytes(sealed(first.stem, changed))
     assert reduces() == 3 * together
-    # Without its digest it is corrupted, and made anew.
+    # Without its digest it is corrupted, and computed again.
     first.write_bytes(whole.partition(b"\n")[0] + b"\n" + changed)
     assert reduces() == together and first.read_bytes() == whole
     assert len(list(kept.iterdir())) == 2
-    first.write_text("{")  # cut off: made anew
+    first.write_text("{")  # truncated: computed again
     assert reduces() == together
     ended = plan(DIGITS, *options, "--compiler-options", "xla_no_such=1")
     assert ended.returncode == 2 and "No such compile option: 'xla_no_such'" in ended.stderr
@@ -166,7 +166,7 @@ def test_several_topologies_end_in_a_table(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("topology", "told"),
+    ("topology", "message"),
     [
         ("v5x:4x4", "Did you mean 'v5p'?|Did you mean 'v5e'?"),
         ("v5e:4", "2 dims, such as v5e:4x4"),
@@ -182,15 +182,15 @@ def test_several_topologies_end_in_a_table(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_a_topology_that_is_none(
-    topology: str, told: str, capsys: pytest.CaptureFixture[str]
+    topology: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--config", str(DIGITS), "--topology", topology]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert any(words in line for words in told.split("|"))
+    assert any(words in line for words in message.split("|"))
 
 
 @pytest.mark.slow
-def test_what_is_wrong_with_the_experiment_is_told_as_ever(text: Path) -> None:
+def test_an_error_in_the_experiment_is_reported_as_by_the_run_command(text: Path) -> None:
     ended = plan(DIGITS, "--topology", "cpu:8", "--mesh.data", 3)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
@@ -438,14 +438,14 @@ def test_a_loop_counts_from_its_start_to_its_limit(
     assert module.unknown_loops == []
 
 
-def test_a_loop_whose_turns_cannot_be_told_is_known_to_be_so() -> None:
+def test_a_loop_of_unknown_trip_count_is_reported() -> None:
     text = TPU_LOOP.replace("START", "0").replace("LIMIT", "8").replace("STEP", "1")
     module = Module(text.replace("direction=LT", "direction=NE"))
     assert [one.name for one in module.unknown_loops] == ["loop"]
     assert {one.opcode: n for one, _, n in module.instructions()}["all-reduce"] == 1
 
 
-def test_chips_that_nobody_has_are_refused_in_words() -> None:
+def test_unknown_chips_are_refused_in_words() -> None:
     with pytest.raises(UserError, match="a topology is TPU:SHAPE"):
         topologies.parse("abacus")
 

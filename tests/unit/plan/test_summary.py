@@ -1,4 +1,4 @@
-"""Summaries of compiled programs that were kept: read again, or made anew if they are corrupted."""
+"""Cached summaries of compiled programs: read again, or computed again if corrupted."""
 
 import dataclasses
 import json

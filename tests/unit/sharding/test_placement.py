@@ -1,4 +1,4 @@
-"""Where a run's arrays live, and what library code is told of it."""
+"""The placement of a run, and what library code can query of it."""
 
 import contextlib
 import threading
@@ -43,7 +43,7 @@ def placed(strategy: str = "mirrored", **sizes: Any) -> Placement:
     return make_placement(RunConfig(strategy=strategy, mesh=MeshSpec(**sizes)))
 
 
-def told() -> str:
+def queried() -> str:
     """What library code sees: the strategy, the axes in use, the parts of a batch."""
     try:
         now = current_strategy()
@@ -109,7 +109,7 @@ def test_several_devices_of_one_cpu_are_virtual_and_a_single_one_is_not() -> Non
     assert not placed("default").is_virtual()
 
 
-def test_the_most_shards_are_heeded() -> None:
+def test_the_maximum_number_of_shards_applies() -> None:
     config = RunConfig(strategy="fully_sharded", sharding=ShardingOptions(max_shards=5))
     assert make_placement(config).axes == "data=2 fsdp=4"
 
@@ -164,7 +164,7 @@ def test_within_it_is_the_trainers_wherever_user_code_is_called() -> None:
     seen: dict[str, set[str]] = {}
 
     def note(where: str) -> None:
-        seen.setdefault(where, set()).add(told())
+        seen.setdefault(where, set()).add(queried())
 
     def model(rngs: nnx.Rngs) -> nnx.Linear:
         note("model")
@@ -185,7 +185,7 @@ def test_within_it_is_the_trainers_wherever_user_code_is_called() -> None:
     using.evaluate(DATA)
     using.predict(DATA)
     assert seen == {name: {MIRRORED} for name in ("model", "objective", "predict", *moments)}
-    assert told() == OUTSIDE
+    assert queried() == OUTSIDE
 
 
 def test_a_dataset_sees_it_in_threads_too() -> None:
@@ -197,7 +197,7 @@ def test_a_dataset_sees_it_in_threads_too() -> None:
 
         def rows(self, indices: np.ndarray) -> Any:
             if threading.current_thread() is not threading.main_thread():
-                seen.add(told())
+                seen.add(queried())
             return tuple(x[indices] for x in DATA)
 
     using = trainer(data_threads=2)
@@ -211,7 +211,7 @@ def test_a_model_is_made_under_the_trainers_strategy_whatever_is_called_first(fi
     seen = set()
 
     def model(rngs: nnx.Rngs) -> nnx.Linear:
-        seen.add(told())
+        seen.add(queried())
         return nnx.Linear(1, 1, rngs=rngs)
 
     using = trainer(model=model, predict=lambda model, batch: model(batch[0]), steps=1)
@@ -236,7 +236,7 @@ def test_the_objective_sees_the_strategy(strategy: str, found: str, jit: bool) -
     seen = set()
 
     def objective(model: Any, batch: Any) -> dict[str, jax.Array]:
-        seen.add(told())
+        seen.add(queried())
         return squared_error(model, batch)
 
     trainer(strategy=strategy, objective=objective, jit=jit).fit(DATA, steps=1)
@@ -245,43 +245,43 @@ def test_the_objective_sees_the_strategy(strategy: str, found: str, jit: bool) -
 
 def test_after_an_exception_it_is_the_default_strategy_again() -> None:
     def failing(event: CallbackContext) -> None:
-        assert told() == MIRRORED
+        assert queried() == MIRRORED
         raise RuntimeError("mine")
 
     def objective(model: Any, batch: Any) -> dict[str, jax.Array]:
-        assert told() == MIRRORED
+        assert queried() == MIRRORED
         raise RuntimeError("mine")
 
     with pytest.raises(RuntimeError, match="mine"):
         trainer(callbacks={"step": failing}).fit(DATA, steps=3)
-    assert told() == OUTSIDE
+    assert queried() == OUTSIDE
     for call in ("fit", "evaluate"):
         with pytest.raises(RuntimeError, match="mine"):
             getattr(trainer(objective=objective, steps=1), call)(DATA)
-        assert told() == OUTSIDE
+        assert queried() == OUTSIDE
     with pytest.raises(UserError):
         trainer(model=lambda rngs: None)
-    assert told() == OUTSIDE
+    assert queried() == OUTSIDE
 
 
 def test_a_trainer_within_anothers_callback_has_a_strategy_of_its_own() -> None:
     seen = []
 
     def objective(model: Any, batch: Any) -> dict[str, jax.Array]:
-        seen.append(told())
+        seen.append(queried())
         return squared_error(model, batch)
 
     def within(event: CallbackContext) -> None:
-        seen.append("outer, before: " + told())
+        seen.append("outer, before: " + queried())
         inner = trainer(objective=objective, strategy="one_device", mesh=MeshSpec(devices=(5,)))
         inner.fit(DATA, steps=1)
-        seen.append("outer, after: " + told())
+        seen.append("outer, after: " + queried())
 
     trainer(callbacks={"step": within}).fit(DATA, steps=1)
     first, *inner, last = seen
     assert (first, last) == (f"outer, before: {MIRRORED}", f"outer, after: {MIRRORED}")
     assert set(inner) == {"one_device: data=1, 1"}
-    assert told() == OUTSIDE
+    assert queried() == OUTSIDE
 
 
 def test_under_ends_with_its_block_and_nests() -> None:
@@ -291,7 +291,7 @@ def test_under_ends_with_its_block_and_nests() -> None:
             assert current_strategy() is inner
             raise RuntimeError
         assert current_strategy() is outer
-    assert told() == OUTSIDE
+    assert queried() == OUTSIDE
 
 
 # --- How an array inside a model lies on the mesh ---
@@ -401,11 +401,11 @@ def test_a_configuration_is_resolved_for_the_parts_of_its_batch() -> None:
 
 def test_another_process_keeps_a_strategy_that_fits_its_devices() -> None:
     config = RunConfig(strategy="fully_sharded", mesh=MeshSpec(data=2))
-    told: list[str] = []
-    assert local_config(config, told.append) == config
+    queried: list[str] = []
+    assert local_config(config, queried.append) == config
     config = RunConfig(learning_rate=0.1, learning_rate_scaling="linear")
-    assert local_config(config, told.append).learning_rate_scaling == "none"
-    assert not told
+    assert local_config(config, queried.append).learning_rate_scaling == "none"
+    assert not queried
 
 
 @pytest.mark.parametrize(
@@ -429,9 +429,9 @@ def test_another_process_keeps_a_strategy_that_fits_its_devices() -> None:
 )
 def test_where_a_strategy_does_not_fit_all_devices_are_along_the_batch(config: RunConfig) -> None:
     check(config)
-    told: list[str] = []
-    found = local_config(config, told.append)
-    (line,) = told
+    queried: list[str] = []
+    found = local_config(config, queried.append)
+    (line,) = queried
     assert line.startswith("mirrored over 8 devices, because the run's own placement fails here: ")
     assert (found.strategy, found.mesh) == ("mirrored", MeshSpec())
     assert found.sharding.min_size == config.sharding.min_size

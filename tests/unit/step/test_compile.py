@@ -84,11 +84,11 @@ def compilations(fitted: Trainer, data: Any, caplog: pytest.LogCaptureFixture) -
         fitted.fit(data, steps=6)
     finally:
         jax.config.update("jax_log_compiles", False)
-    told = [record.getMessage() for record in caplog.records]
-    return sum(text.startswith("Finished XLA compilation of jit(train_step)") for text in told)
+    messages = [record.getMessage() for record in caplog.records]
+    return sum(text.startswith("Finished XLA compilation of jit(train_step)") for text in messages)
 
 
-def test_what_jax_knows_by_thread_is_heeded(
+def test_thread_local_settings_of_jax_apply(
     settled: list[threading.Thread], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A device or a precision that is asked for by `with`."""
@@ -129,7 +129,7 @@ def test_a_run_that_has_nothing_left_to_do_compiles_nothing(
     assert len(settled) == 1
 
 
-def test_what_is_wrong_with_a_step_is_told_by_fit_and_leaves_no_thread() -> None:
+def test_an_error_in_a_step_is_raised_by_fit_and_leaves_no_thread() -> None:
     def objective(model: Any, batch: Any) -> dict[str, jax.Array]:
         if wrong:
             raise UserError("the objective is not ready")
@@ -145,7 +145,7 @@ def test_what_is_wrong_with_a_step_is_told_by_fit_and_leaves_no_thread() -> None
     assert all(program.done() for _, program in fitted._programs._programs.values())
     del fitted
     gc.collect()
-    for _ in range(1000):  # a worker ends by itself, once nobody can give it work
+    for _ in range(1000):  # a worker ends by itself once its executor is unreachable
         if threading.active_count() <= before:  # those of earlier tests may end as well
             break
         time.sleep(0.01)

@@ -254,7 +254,7 @@ def test_microbatches_hold_at_most_one_more_copy_of_the_gradients_and_fewer_acti
     whole, parts = (wide(rows, mesh=on(1), microbatches=m).memory for m in (1, 8))
     assert parts.argument_size_in_bytes == whole.argument_size_in_bytes
     activations = whole.temp_size_in_bytes - WIDE
-    assert activations > 4 * 4 * rows * SIDE  # what there is to shrink
+    assert activations > 4 * 4 * rows * SIDE  # what rematerialization can save
     # The batch is copied into its parts, and the rest is what one part needs.
     assert parts.temp_size_in_bytes <= batch + 2 * WIDE + activations / 8
 
@@ -622,7 +622,7 @@ def test_patterns_that_freeze_nothing_or_all_are_refused(
 
 
 @pytest.mark.slow
-def test_a_frozen_run_goes_on_where_it_was_to_the_bit(tmp_path: Path) -> None:
+def test_a_frozen_run_resumes_bitwise(tmp_path: Path) -> None:
     def options(name: str) -> dict[str, Any]:
         optimizer = optax.adamw(0.01)
         return {"optimizer": optimizer, "freeze": FREEZING, "workdir": str(tmp_path / name)}

@@ -20,7 +20,7 @@ from spmdtrain.train.trainer import Trainer
 
 settings = hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
 
-# Few, as every new shape is compiled anew; a dim of 1 and one as long as the batch are traps.
+# Few, because every new shape is compiled; a dim of 1 and one as long as the batch are traps.
 BATCHES = (1, 2, 5)
 TOKENS = (1, 3, 5)
 
@@ -142,7 +142,7 @@ def test_a_value_that_counts_nothing_does_not_spoil_the_sum(spoiled: float) -> N
     assert one_sum((tokens, [[1, 0], [1, 1]]), 2) == (8, 3)
 
 
-def test_a_value_that_counts_and_is_no_number_is_not_hidden() -> None:
+def test_a_nan_value_with_a_weight_is_not_hidden() -> None:
     total, weight = one_sum(np.array([1.0, np.nan, 3.0], np.float32), 3, jnp.array([1.0, 1.0, 0.0]))
     assert math.isnan(total)
     assert weight == 2

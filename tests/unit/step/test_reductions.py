@@ -476,7 +476,7 @@ def placed() -> Any:
         (partial(nnx.Linear, 4, 4), hints, ""),
     ],
 )
-def test_xla_reduces_them_where_packing_would_mean_something_else_and_that_is_told(
+def test_xla_reduces_them_if_flattening_would_change_the_result_and_says_why(
     model: Any, objective: Any, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     x = np.random.default_rng(2).normal(size=(16, 4)).astype(np.float32)
@@ -492,9 +492,9 @@ def test_xla_reduces_them_where_packing_would_mean_something_else_and_that_is_to
             terminal=Terminal(),
         )
         losses.append(of.fit(x, steps=3).train["loss"])
-        (told,) = [x for x in capsys.readouterr().out.splitlines() if "step compiled" in x]
+        (message,) = [x for x in capsys.readouterr().out.splitlines() if "step compiled" in x]
         if chosen is None:
-            assert ("reduced by XLA, because" in told) == bool(why) and why in told, told
+            assert ("reduced by XLA, because" in message) == bool(why) and why in message, message
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6 if why else 1e-5)
 
 
@@ -538,5 +538,5 @@ def test_each_batch_is_judged_by_itself() -> None:
     ).functions
     alone = {"x": np.ones((8, 4), np.float32), "y": np.ones((8, 1), np.float32)}
     for batch, packs in ((alone, True), (alone | {"together": np.ones(8)}, False), (alone, True)):
-        told = steps.choose_reduction(batch)
-        assert (steps._gradients.reduction is flattened, told == "") == (packs, packs), told
+        message = steps.choose_reduction(batch)
+        assert (steps._gradients.reduction is flattened, message == "") == (packs, packs), message

@@ -171,7 +171,7 @@ def test_without_the_option_an_uneven_batch_is_refused_and_the_option_is_named()
     assert RunConfig().uneven_batch == "refuse"
 
 
-def test_a_run_goes_on_on_other_devices_and_counts_its_examples(
+def test_a_run_resumes_on_other_devices_and_counts_its_examples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = {"optimizer": optax.sgd(0.1), "model": LINEAR, "objective": squares, "log_every": 1}

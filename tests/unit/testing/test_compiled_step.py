@@ -96,7 +96,7 @@ def test_wrong_claims_of_a_mirrored_step_fail(step: CompiledStep) -> None:
     refused(step.assert_count, 1, "all-reduce", axes="fsdp")
     message = refused(step.assert_count, 1, "all-gather", larger_than="1 MB")
     assert message.startswith("expected 1 all-gather above 1.00 MB, but found 0:")
-    assert "*" not in message.splitlines()[1]  # what there is, though none of it is meant
+    assert "*" not in message.splitlines()[1]  # existing operations, none of which is meant
 
 
 def test_nothing_is_run_and_shapes_do_as_well_as_arrays(step: CompiledStep) -> None:

@@ -140,7 +140,7 @@ def test_random_numbers_and_the_state_of_a_model_are_those_of_single_steps(tmp_p
     assert not np.allclose(found[0]["model_state/norm/mean"], 0)
 
 
-def test_a_run_cut_in_two_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_with_the_same_numbers(tmp_path: Path) -> None:
     options = {"steps_per_dispatch": 5, "data_on_device": True, "checkpoint_every_steps": 10}
     whole = losses(tmp_path / "whole", **options)
     cut = trainer(workdir=str(tmp_path / "cut"), log_every=1, **options)
@@ -165,7 +165,7 @@ def test_the_command_takes_both(tmp_path: Path) -> None:
     np.testing.assert_allclose([x for _, x in found[1]], [x for _, x in found[0]], rtol=1e-4)
 
 
-# -- what is told ----------------------------------------------------------------------------------
+# -- what is printed -------------------------------------------------------------------------------
 
 
 def test_callbacks_are_called_after_each_dispatch_and_its_logged_steps(tmp_path: Path) -> None:
@@ -212,9 +212,9 @@ def test_speed_is_that_of_whole_dispatches(
     fitted = trainer(steps_per_dispatch=20, log_every=5, terminal=Terminal())
     fitted.fit((X, Y), steps=60)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    told = [line.split("  ")[2:4] for line in lines]
+    shown = [line.split("  ")[2:4] for line in lines]
     assert len(lines) == 1 + 12
-    assert told[2] == told[3] == told[4] and "steps/s" in told[3][1]
+    assert shown[2] == shown[3] == shown[4] and "steps/s" in shown[3][1]
 
 
 # -- what cannot be --------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def test_convolutions_in_a_loop_are_refused_on_cpu() -> None:
     assert trainer(model=Convolves, data_on_device=True).fit((X, Y), steps=2).step == 2
 
 
-def test_examples_that_are_made_anew_cannot_rest_on_the_devices() -> None:
+def test_examples_that_are_generated_cannot_be_cached_on_the_devices() -> None:
     with pytest.raises(UserError, match="data_on_device and augment exclude"):
         trainer(data_on_device=True, augment=lambda example, generator: example)
 
@@ -250,14 +250,14 @@ def test_examples_that_are_made_anew_cannot_rest_on_the_devices() -> None:
 def test_any_dataset_can_rest_on_the_devices_and_is_read_once() -> None:
     asked: list[int] = []
 
-    class Told(ArrayDataset):
+    class Recording(ArrayDataset):
         def rows(self, indices: np.ndarray) -> Any:
             asked.extend(indices.tolist())
             return super().rows(indices)
 
     every = np.arange(0, 80, 2)
     fitted = trainer(data_on_device=True)
-    fitted.fit(dataset := Subset(Told((X, Y)), every), steps=12)
+    fitted.fit(dataset := Subset(Recording((X, Y)), every), steps=12)
     fitted.fit(dataset, steps=40)
     single = trainer()
     single.fit((X[every], Y[every]), steps=40)
@@ -273,7 +273,7 @@ def test_numbers_that_devices_would_cut_off_are_refused_there_too() -> None:
         trainer(data_on_device=True).fit(ids, steps=1)
 
 
-def test_batches_of_other_shapes_are_refused_as_the_step_would_be_compiled_anew() -> None:
+def test_batches_of_other_shapes_are_refused_because_the_step_would_be_recompiled() -> None:
     class Grows(ArrayDataset):
         asked = 0
 
@@ -301,7 +301,7 @@ class Short:
 
 
 @pytest.mark.parametrize(
-    "change, told",
+    "change, shown",
     [
         (lambda x: x[:-5], r"returned 75 rows, shape \(75, 4\), for 80 indices"),
         (lambda x: x[:, :1], r"returned 0 float32\[1\], 1 .* after 0 float32\[4\], 1"),
@@ -309,9 +309,9 @@ class Short:
     ],
 )
 def test_data_on_devices_is_all_of_it_and_alike(
-    change: Callable[[np.ndarray], np.ndarray], told: str
+    change: Callable[[np.ndarray], np.ndarray], shown: str
 ) -> None:
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=shown):
         trainer(data_on_device=True).fit(Short(change), steps=3)
 
 

@@ -86,7 +86,7 @@ def test_a_resumed_run_writes_the_same_epochs_and_its_history_has_those_before(
     assert [line["step"] for line in parts.history.evaluations] == [7, 10, 13, 19]
 
 
-def test_a_second_fit_goes_on_with_its_epoch() -> None:
+def test_a_second_fit_continues_its_epoch() -> None:
     trainer = Trainer(
         model=FunctionModel(lambda key: jnp.ones(3), lambda p, x: x @ p),
         objective=_objective,

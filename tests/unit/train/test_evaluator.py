@@ -74,14 +74,14 @@ def losses(workdir: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in metrics(workdir, "eval")}
 
 
-def told(workdir: Path) -> list[dict[str, Any]]:
+def logged(workdir: Path) -> list[dict[str, Any]]:
     """The lines that the evaluator wrote."""
     path = workdir / "metrics.evaluator.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def told_steps(workdir: Path) -> list[int]:
-    return [line["step"] for line in told(workdir)]
+def logged_steps(workdir: Path) -> list[int]:
+    return [line["step"] for line in logged(workdir)]
 
 
 Act = Callable[[], None]
@@ -90,7 +90,7 @@ Act = Callable[[], None]
 class Stage:
     """The training that an evaluator is beside, played in the evaluator's pauses of a second.
 
-    Each act is played in a pause of its own. When none is left, pauses go on to `until`.
+    Each act is played in a pause of its own. When none is left, pauses continue until `until`.
     """
 
     def __init__(self, whole: Path, workdir: Path, until: float = 100.0) -> None:
@@ -179,15 +179,15 @@ def test_it_finds_what_the_training_found(
     }
     assert added == {".lock.evaluator", "metrics.evaluator.jsonl", "tensorboard.evaluator"}
 
-    assert told_steps(workdir) == [1, 2, 3, 4]
-    for line in told(workdir):
+    assert logged_steps(workdir) == [1, 2, 3, 4]
+    for line in logged(workdir):
         assert list(line) == ["step", "split", "loss"] and line["split"] == "eval"
         assert line["loss"] == pytest.approx(losses(whole)[line["step"]], rel=1e-6)
         again = one_device(workdir)
         again.restore(f"{workdir}/checkpoints/{line['step']}")
         assert again.evaluate(DATA) == {"loss": line["loss"]}
-    assert len({line["loss"] for line in told(workdir)}) == 4
-    expected = {line["step"]: float(np.float32(line["loss"])) for line in told(workdir)}
+    assert len({line["loss"] for line in logged(workdir)}) == 4
+    expected = {line["step"]: float(np.float32(line["loss"])) for line in logged(workdir)}
     assert curve(workdir) == expected
     output = capsys.readouterr().out
     assert f"evaluator: waiting for checkpoints in {workdir}\n" in output
@@ -197,7 +197,7 @@ def test_it_finds_what_the_training_found(
 
 
 def curve(workdir: Path) -> dict[int, float]:
-    """The evaluator's loss as TensorBoard shows it: what is begun anew from a step on is gone."""
+    """The evaluator's loss as TensorBoard shows it: points after a restart replace earlier ones."""
     view = workdir.with_name(f"{workdir.name}.view")
     view.mkdir()
     (view / "tensorboard").symlink_to(workdir / "tensorboard.evaluator")
@@ -220,7 +220,7 @@ def test_it_follows_a_training_that_begins_after_it(
     assert not stage.workdir.exists()
     acts = [stage.nothing, stage.say(Status.RUNNING, 0), stage.save(1), stage.save(2, 3)]
     assert stage.play(*acts, stage.save(4), stage.finish, which=which) == 0
-    assert told_steps(stage.workdir) == steps
+    assert logged_steps(stage.workdir) == steps
     assert evaluator_metrics(str(stage.workdir)) == {
         step: {"loss": pytest.approx(losses(stage.whole)[step], rel=1e-6)} for step in steps
     }
@@ -233,7 +233,7 @@ def test_what_is_left_at_the_end_is_evaluated(which: Which, steps: list[int], st
         stage.finish()
 
     assert stage.play(stage.say(Status.RUNNING, 0), end, which=which) == 0
-    assert told_steps(stage.workdir) == steps
+    assert logged_steps(stage.workdir) == steps
 
 
 @pytest.mark.parametrize(("which", "left"), [(Which.EACH, [1, 2, 4]), (Which.NEWEST, [4])], ids=str)
@@ -246,18 +246,18 @@ def test_started_again_it_does_not_evaluate_twice(
     def kill() -> None:
         raise ConnectionError("killed")
 
-    # It dies when it has told of 3, and 1 and 2 were in vain.
+    # It dies after it has logged 3; 1 and 2 were in vain.
     newest_first = Stage(stage.whole, stage.workdir)
     with pytest.raises(ConnectionError):
         newest_first.play(kill, which=Which.NEWEST)
-    assert told_steps(stage.workdir) == read == [3]
+    assert logged_steps(stage.workdir) == read == [3]
     with metrics_file.open("a") as file:
         file.write('{"step": 1, "spl')  # as a kill leaves it
     stage.save(4)()
     stage.finish()
     assert stage.play(which=which) == 0
     assert read == [3, *left]
-    assert told_steps(stage.workdir) == [3, *left]
+    assert logged_steps(stage.workdir) == [3, *left]
 
 
 # -- what it survives ------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_a_checkpoint_removed_while_it_is_read_is_skipped(
     stage.save(1, 2, 3, 4)()
     stage.finish()
     assert stage.play() == 0
-    assert read == [1, 2, 3, 4] and told_steps(stage.workdir) == [1, 3, 4]
+    assert read == [1, 2, 3, 4] and logged_steps(stage.workdir) == [1, 3, 4]
     assert (
         capsys.readouterr().out.count("checkpoint 2 was removed before it was read: skipped") == 1
     )
@@ -313,13 +313,13 @@ def test_a_corrupted_checkpoint_is_skipped_once_and_hides_no_other(
     else:
         (corrupted / "manifest.json").write_text("{}")
     assert stage.play(*[stage.nothing] * 5, stage.finish, which=which) == 0
-    assert sorted(read) == [*steps, 4] and told_steps(stage.workdir) == steps
+    assert sorted(read) == [*steps, 4] and logged_steps(stage.workdir) == steps
     output = capsys.readouterr().out
     assert output.count("skipped") == 1
     assert f"checkpoint {corrupted} is corrupted: " in output
 
 
-def test_a_checkpoint_saved_anew_is_evaluated_again(stage: Stage, other: Path) -> None:
+def test_a_checkpoint_saved_again_is_evaluated_again(stage: Stage, other: Path) -> None:
     """The training goes back to step 1, and on with another learning rate."""
 
     def back() -> None:
@@ -332,15 +332,15 @@ def test_a_checkpoint_saved_anew_is_evaluated_again(stage: Stage, other: Path) -
     )
     expected = {1: losses(stage.whole)[1], 2: losses(other)[2], 3: losses(other)[3]}
     assert expected[2] != pytest.approx(losses(stage.whole)[2], rel=1e-2)
-    assert {line["step"]: line["loss"] for line in told(stage.workdir)} == pytest.approx(
+    assert {line["step"]: line["loss"] for line in logged(stage.workdir)} == pytest.approx(
         expected, rel=1e-6
     )
-    assert told_steps(stage.workdir) == [1, 2, 3]
+    assert logged_steps(stage.workdir) == [1, 2, 3]
     assert curve(stage.workdir) == pytest.approx(expected, rel=1e-6)
 
 
 def test_going_back_takes_back_what_comes_after(stage: Stage, other: Path) -> None:
-    """Of the steps that the training has yet to pass again there is nothing to be told."""
+    """Nothing is logged of steps that the restarted training has not reached again."""
 
     def back() -> None:
         stage.remove(2, 3)()
@@ -348,7 +348,7 @@ def test_going_back_takes_back_what_comes_after(stage: Stage, other: Path) -> No
 
     stage.save(1, 2, 3)()
     assert stage.play(back, stage.say(Status.FAILED, 2, "boom"), which=Which.NEWEST) == 0
-    assert told_steps(stage.workdir) == [2] == list(curve(stage.workdir))
+    assert logged_steps(stage.workdir) == [2] == list(curve(stage.workdir))
 
 
 def test_a_checkpoint_of_another_model_ends_it(stage: Stage) -> None:
@@ -356,7 +356,7 @@ def test_a_checkpoint_of_another_model_ends_it(stage: Stage) -> None:
     wider = one_device(stage.workdir, model=partial(nnx.Linear, 1, 2))
     with pytest.raises(UserError, match=r"of another model: params/.* is float32\[1\]? there"):
         stage.play(using=wider)
-    assert told(stage.workdir) == []
+    assert logged(stage.workdir) == []
 
 
 @pytest.mark.parametrize("where", ["list_checkpoints", "restore", "status_of"])
@@ -381,11 +381,11 @@ def test_storage_that_does_not_answer_is_asked_for_a_minute(
     stage.finish()
     if seconds == 30:
         assert stage.play() == 0
-        assert stage.now == 30.0 and told_steps(stage.workdir) == [1, 2, 3, 4]
+        assert stage.now == 30.0 and logged_steps(stage.workdir) == [1, 2, 3, 4]
     else:
         with pytest.raises(StorageError, match="no route to host"):
             stage.play()
-        assert stage.now == 60.0 and told_steps(stage.workdir) == []
+        assert stage.now == 60.0 and logged_steps(stage.workdir) == []
     assert capsys.readouterr().out.count("no route to host; trying again for 60 s\n") == 1
 
 
@@ -416,7 +416,7 @@ def test_it_ends_when_the_training_ends_before_its_time(
 
     assert stage.play(stage.say(Status.RUNNING, 0), end) == code
     assert stage.now == (2.0 if status is Status.FINISHED else 62.0)
-    assert told_steps(stage.workdir) == [1, 2]
+    assert logged_steps(stage.workdir) == [1, 2]
     assert f"evaluator: {line}\n" in capsys.readouterr().out
 
 
@@ -427,7 +427,7 @@ def test_a_training_that_a_scheduler_starts_again_is_followed(status: Status, st
     again = [stage.say(Status.RUNNING, 1), *[stage.nothing] * 100, stage.save(2, 3, 4)]
     stage.until = 400.0
     assert stage.play(*begins, *ends, *begins[:1], *ends, *again, stage.finish) == 0
-    assert told_steps(stage.workdir) == [1, 2, 3, 4]
+    assert logged_steps(stage.workdir) == [1, 2, 3, 4]
 
 
 @pytest.fixture
@@ -444,19 +444,19 @@ def test_a_training_that_was_killed_is_taken_as_failed_when_it_is_silent(
     begins = [stage.save(1), stage.say(status, 1) if status else stage.nothing]
     stage.until = 400.0
     assert stage.play(*begins, *[stage.nothing] * 98, stage.save(2)) == 0
-    assert stage.now == pytest.approx(221.0, abs=2) and told_steps(stage.workdir) == [1, 2]
+    assert stage.now == pytest.approx(221.0, abs=2) and logged_steps(stage.workdir) == [1, 2]
     expected = (
         f"has failed at step {1 if status else 0}: nothing has been heard of it for 2 minutes"
     )
     assert f"evaluator: the training {expected}\n" in capsys.readouterr().out
 
 
-def test_nobody_is_waited_for_longer_than_an_hour(
+def test_the_evaluator_waits_for_at_most_an_hour(
     stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage.until = 4000.0
     assert stage.play() == 0
-    assert stage.now == 3600.0 and told(stage.workdir) == []
+    assert stage.now == 3600.0 and logged(stage.workdir) == []
     expected = "has failed at step 0: nothing has been heard of it for 60 minutes"
     assert f"evaluator: the training {expected}\n" in capsys.readouterr().out
 
@@ -484,7 +484,7 @@ def test_what_comes_at_the_end_of_the_silence_is_evaluated_and_breaks_it(stage: 
     stage.until = 400.0
     again = [stage.save(1), *[stage.nothing] * 100, stage.save(4), stage.finish]
     assert stage.play(*[stage.nothing] * 119, *again) == 0
-    assert stage.now == 222.0 and told_steps(stage.workdir) == [1, 4]
+    assert stage.now == 222.0 and logged_steps(stage.workdir) == [1, 4]
 
 
 def test_while_it_is_stopped_itself_it_does_not_listen(stage: Stage) -> None:
@@ -496,7 +496,7 @@ def test_while_it_is_stopped_itself_it_does_not_listen(stage: Stage) -> None:
     stage.until = 20_000.0
     acts = [stage.say(Status.RUNNING, 0), suspended, *[stage.nothing] * 60, stage.save(4)]
     assert stage.play(*acts, stage.finish) == 0
-    assert stage.now == 10_064.0 and told_steps(stage.workdir) == [4]
+    assert stage.now == 10_064.0 and logged_steps(stage.workdir) == [4]
 
 
 def test_metrics_that_cannot_be_got_at_are_asked_for_again(
@@ -507,7 +507,7 @@ def test_metrics_that_cannot_be_got_at_are_asked_for_again(
     path = stage.workdir / "metrics.jsonl"
     path.symlink_to(path)
     assert stage.play(*[stage.nothing] * 4, path.unlink) == 0
-    assert stage.now == 5.0 and told_steps(stage.workdir) == [4]
+    assert stage.now == 5.0 and logged_steps(stage.workdir) == [4]
     assert f"{path} cannot be read: " in capsys.readouterr().out
 
 
@@ -518,10 +518,10 @@ def test_how_an_earlier_training_ended_does_not_end_it(
     stage.save(1, 2)()
     stage.say(status, 2, reason)()
     begins = [*[stage.nothing] * 50, stage.say(Status.RUNNING, 2)]
-    goes_on = [*[stage.nothing] * 200, stage.save(3), stage.save(4), stage.finish]
+    continues = [*[stage.nothing] * 200, stage.save(3), stage.save(4), stage.finish]
     stage.until = 300.0
-    assert stage.play(*begins, *goes_on) == 0
-    assert stage.now == 254.0 and told_steps(stage.workdir) == [1, 2, 3, 4]
+    assert stage.play(*begins, *continues) == 0
+    assert stage.now == 254.0 and logged_steps(stage.workdir) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(("status", "reason", "code", "line"), ENDS, ids=lambda x: str(x)[:9])
@@ -536,7 +536,7 @@ def test_where_no_training_follows_an_earlier_one_it_ends_after_a_minute(
     stage.save(1, 2)()
     stage.say(status, 2, reason)()
     assert stage.play() == code
-    assert stage.now == 60.0 and told_steps(stage.workdir) == [1, 2]
+    assert stage.now == 60.0 and logged_steps(stage.workdir) == [1, 2]
     assert f"evaluator: {line}\n" in capsys.readouterr().out
 
 
@@ -544,7 +544,7 @@ def test_a_training_that_was_over_before_needs_no_minute(stage: Stage) -> None:
     stage.save(4)()
     stage.finish()
     assert stage.play() == 0
-    assert stage.now == 0.0 and told_steps(stage.workdir) == [4]
+    assert stage.now == 0.0 and logged_steps(stage.workdir) == [4]
 
 
 LAUNCHER_SAYS = [
@@ -567,7 +567,7 @@ def test_a_launcher_knows_the_end_of_a_training_that_was_killed(
     monkeypatch.setenv(progress.LAUNCH, str(tmp_path))
     acts = [stage.say(Status.RUNNING, 1), stage.save(1), *[stage.nothing] * 20]
     assert stage.play(*acts, lambda: progress.write_ended(tmp_path, how)) == code
-    assert stage.now == 23.0 and told_steps(stage.workdir) == [1]
+    assert stage.now == 23.0 and logged_steps(stage.workdir) == [1]
     assert f"evaluator: the training {line}\n" in capsys.readouterr().out
 
 
@@ -579,10 +579,10 @@ def test_a_failed_training_that_a_launcher_starts_again_is_followed(
     again = [stage.say(Status.RUNNING, 1), stage.save(2, 3, 4), stage.finish]
     stage.until = 250.0
     assert stage.play(*failed, *again) == 0
-    assert told_steps(stage.workdir) == [1, 2, 3, 4]
+    assert logged_steps(stage.workdir) == [1, 2, 3, 4]
 
 
-def test_where_the_launcher_is_dead_a_failed_training_ends_it_all_the_same(
+def test_without_a_launcher_a_failed_training_ends_it_too(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(progress.LAUNCH, str(tmp_path))
@@ -604,7 +604,7 @@ def test_silence_is_broken_every_five_minutes(
     ]
 
 
-def test_a_signal_ends_it_and_it_goes_on_when_started_again(
+def test_a_signal_ends_it_and_it_continues_when_started_again(
     stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage.save(1, 2)()
@@ -614,7 +614,7 @@ def test_a_signal_ends_it_and_it_goes_on_when_started_again(
     stage.save(3, 4)()
     stage.finish()
     assert stage.play() == 0
-    assert told_steps(stage.workdir) == [1, 2, 3, 4]
+    assert logged_steps(stage.workdir) == [1, 2, 3, 4]
 
 
 def test_a_signal_ends_the_waiting_for_storage(
@@ -643,11 +643,11 @@ def test_a_signal_during_an_evaluation_loses_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(using.terminal, "advance", advance)
         assert stage.play(using=using) == 75
-    assert batches == [*range(1, 9), 1, 2, 3] and told_steps(stage.workdir) == [1]
+    assert batches == [*range(1, 9), 1, 2, 3] and logged_steps(stage.workdir) == [1]
     using.evaluate(DATA)  # by itself it knows nothing of that signal
     stage.say(Status.FINISHED, 4)()
     assert stage.play(using=using) == 0
-    assert told_steps(stage.workdir) == [1, 2]
+    assert logged_steps(stage.workdir) == [1, 2]
 
 
 def test_an_evaluator_whose_lock_was_removed_writes_nothing_more(stage: Stage) -> None:
@@ -657,7 +657,7 @@ def test_an_evaluator_whose_lock_was_removed_writes_nothing_more(stage: Stage) -
 
     with pytest.raises(StorageError, match=r"\.lock\.evaluator, this run's lock, was removed"):
         stage.play(take)
-    assert told_steps(stage.workdir) == []
+    assert logged_steps(stage.workdir) == []
 
 
 # -- what it refuses -------------------------------------------------------------------------------
@@ -671,7 +671,7 @@ def test_a_second_evaluator_is_refused_and_a_training_is_not(stage: Stage) -> No
 
     acts = [second, stage.save(4), stage.finish]
     assert stage.play(*acts) == 0
-    assert told_steps(stage.workdir) == [4]
+    assert logged_steps(stage.workdir) == [4]
 
 
 def test_without_a_workdir_or_a_validation_split_there_is_nothing_to_do(tmp_path: Path) -> None:
@@ -777,9 +777,9 @@ def test_beside_a_training_that_keeps_but_one_checkpoint(tmp_path: Path) -> None
         beside.kill()
     assert training.returncode == 0, training.stderr
     assert beside.returncode == 0 and "Traceback" not in output, output
-    found = told_steps(workdir)
+    found = logged_steps(workdir)
     assert found[-1] == 40 and found == sorted(set(found))
-    for line in told(workdir):
+    for line in logged(workdir):
         assert line["loss"] == pytest.approx(losses(workdir)[line["step"]], rel=1e-6), output
 
 

@@ -72,17 +72,17 @@ def step(state: TrainState, batch: Any, key: jax.Array) -> tuple[TrainState, dic
 
 def trained(*, stop_before: int | None = None, **options: Any) -> tuple[dict[str, Any], list[Any]]:
     """The final parameters, and the numbers of each step."""
-    told = []
+    outputs = []
     with loop(**options) as own:
         state = own.start(init, train=(X, Y))
         compiled = own.compile_step(step)
         for batch in own.batches():
             state, output = compiled(state, batch)
             own.end_step(state, output)
-            told.append({name: float(value) for name, value in output.metrics.items()})
+            outputs.append({name: float(value) for name, value in output.metrics.items()})
             if own.step == stop_before:
                 break
-        return jax.device_get(state.params), told
+        return jax.device_get(state.params), outputs
 
 
 # -- the same numbers ------------------------------------------------------------------------------
@@ -98,12 +98,12 @@ def test_it_makes_the_steps_that_a_trainer_makes() -> None:
         terminal=Terminal(quiet=True),
     )
     result = trainer.fit((X, Y), steps=STEPS, global_batch_size=16)
-    params, told = trained()
-    assert trainer.state is not None and len(told) == STEPS
+    params, outputs = trained()
+    assert trainer.state is not None and len(outputs) == STEPS
     for name, array in jax.device_get(trainer.state.params).items():
         np.testing.assert_allclose(params[name], array, rtol=1e-6, atol=1e-7)
-    np.testing.assert_allclose(told[-1]["loss"], result.train["loss"], rtol=1e-6)
-    assert len({one["drawn"] for one in told}) == STEPS  # a key for each step
+    np.testing.assert_allclose(outputs[-1]["loss"], result.train["loss"], rtol=1e-6)
+    assert len({one["drawn"] for one in outputs}) == STEPS  # a key for each step
 
 
 SMALL = {"sharding": ShardingOptions(min_size=8)}
@@ -121,12 +121,12 @@ SMALL = {"sharding": ShardingOptions(min_size=8)}
     ],
 )
 def test_every_strategy_gives_the_same_numbers(options: dict[str, Any]) -> None:
-    expected, told = trained()
+    expected, outputs = trained()
     params, own = trained(**options)
     np.testing.assert_allclose(
-        [one["loss"] for one in own], [one["loss"] for one in told], rtol=1e-5
+        [one["loss"] for one in own], [one["loss"] for one in outputs], rtol=1e-5
     )
-    assert [one["drawn"] for one in own] == [one["drawn"] for one in told]
+    assert [one["drawn"] for one in own] == [one["drawn"] for one in outputs]
     np.testing.assert_allclose(params["w"], expected["w"], rtol=1e-4, atol=1e-6)
 
 
@@ -201,11 +201,11 @@ def test_parameters_may_be_gathered_for_the_model() -> None:
         params = optax.apply_updates(state.params, updates)
         return replace(state, params=params, opt_state=opt_state), {"loss": loss}
 
-    _, told = trained()
+    _, outputs = trained()
     with loop(strategy="fully_sharded", **SMALL) as own:
         state = own.start(init, train=(X, Y))
         compiled = own.compile_step(gathering)
-        for batch, one in zip(own.batches(), told, strict=True):
+        for batch, one in zip(own.batches(), outputs, strict=True):
             state, output = compiled(state, batch)
             own.end_step(state, output)
             np.testing.assert_allclose(output.metrics["loss"], one["loss"], rtol=1e-5)
@@ -225,12 +225,12 @@ def test_the_state_rests_in_host_memory_and_other_functions_read_it() -> None:
 # -- interrupted -----------------------------------------------------------------------------------
 
 
-def test_it_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path: Path) -> None:
-    whole, told = trained(workdir=str(tmp_path / "whole"), checkpoint_every_steps=4)
+def test_it_resumes_from_its_checkpoint_with_the_same_bits(tmp_path: Path) -> None:
+    whole, outputs = trained(workdir=str(tmp_path / "whole"), checkpoint_every_steps=4)
     options: dict[str, Any] = {"workdir": str(tmp_path / "parts"), "checkpoint_every_steps": 4}
     _, first = trained(**options, steps=5)
     params, second = trained(**options)
-    assert [*first, *second] == told
+    assert [*first, *second] == outputs
     for name, array in whole.items():
         np.testing.assert_array_equal(params[name], array)
     assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
@@ -239,9 +239,9 @@ def test_it_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path: Path) -> No
     np.testing.assert_array_equal(load_params(str(tmp_path / "whole"))["w"], whole["w"])
 
 
-def test_a_loop_that_is_left_early_has_saved_and_goes_on_from_there(tmp_path: Path) -> None:
-    _, told = trained(workdir=str(tmp_path), stop_before=7)
-    assert len(told) == 7 and saved_steps(tmp_path) == [7]
+def test_a_loop_that_is_left_early_has_saved_and_resumes_from_there(tmp_path: Path) -> None:
+    _, outputs = trained(workdir=str(tmp_path), stop_before=7)
+    assert len(outputs) == 7 and saved_steps(tmp_path) == [7]
     left = {"status": "preempted", "step": 7, "reason": "the loop was left after 7 of 12 steps"}
     assert status(tmp_path) | left == status(tmp_path)
     assert len(trained(workdir=str(tmp_path))[1]) == STEPS - 7
@@ -290,9 +290,9 @@ def test_what_is_due_is_done_however_batches_are_taken(tmp_path: Path, how: str)
 
 def test_a_caught_error_leaves_no_sound_state(tmp_path: Path) -> None:
     def spoiled(state: TrainState, batch: Any, key: jax.Array) -> tuple[TrainState, Any]:
-        after, told = step(state, batch, key)
+        after, outputs = step(state, batch, key)
         bad = jnp.where(state.step == 3, jnp.nan, 0.0)
-        return replace(after, params=jax.tree.map(lambda x: x + bad, after.params)), told
+        return replace(after, params=jax.tree.map(lambda x: x + bad, after.params)), outputs
 
     with (
         pytest.raises(NonFiniteError, match="step 4: params"),
@@ -367,7 +367,7 @@ def test_a_loop_that_is_stopped_is_finished(tmp_path: Path) -> None:
             return made
 
     assert stopped() == 7 and saved_steps(tmp_path) == [7]
-    assert stopped() == 0  # a longer one goes on
+    assert stopped() == 0  # a longer one resumes
     assert len(trained(workdir=str(tmp_path), steps=STEPS + 1)[1]) == STEPS + 1 - 7
 
 
@@ -384,12 +384,12 @@ def test_an_exception_in_the_loop_ends_the_run_as_failed(tmp_path: Path) -> None
 @pytest.mark.parametrize("where", ["a metric", "a parameter"])
 def test_numbers_that_are_none_end_the_run(tmp_path: Path, where: str) -> None:
     def spoiled(state: TrainState, batch: Any, key: jax.Array) -> tuple[TrainState, Any]:
-        after, told = step(state, batch, key)
+        after, outputs = step(state, batch, key)
         bad = jnp.where(state.step == 5, jnp.nan, 0.0)
         if where == "a metric":
-            return after, {"critic_loss": told["loss"] + bad, "fine": told["loss"]}
+            return after, {"critic_loss": outputs["loss"] + bad, "fine": outputs["loss"]}
         params = after.params | {"b": after.params["b"] + bad}
-        return replace(after, params=params), {"fine": told["loss"]}
+        return replace(after, params=params), {"fine": outputs["loss"]}
 
     words = {
         "a metric": r"step 6: loss not finite \(critic_loss nan\)",
@@ -490,11 +490,11 @@ def test_values_of_each_replica_within_a_step() -> None:
         params = optax.apply_updates(state.params, updates)
         return replace(state, params=params, opt_state=opt_state), {"loss": loss}
 
-    expected, told = trained()
+    expected, outputs = trained()
     with loop() as own:
         state = own.start(init, train=(X, Y))
         compiled = own.compile_step(by_hand)
-        for batch, one in zip(own.batches(), told, strict=True):
+        for batch, one in zip(own.batches(), outputs, strict=True):
             state, output = compiled(state, batch)
             own.end_step(state, output)
             np.testing.assert_allclose(output.metrics["loss"], one["loss"], rtol=1e-5)
@@ -741,7 +741,7 @@ def test_a_value_that_was_not_reduced_is_bad_input(
     assert "a per-replica value is not a global value: reduce it" in capsys.readouterr().err
 
 
-def test_a_train_that_begins_nothing_is_told(
+def test_a_train_function_that_starts_no_loop_is_refused(
     own_loop: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = own_loop.read_text()

@@ -1,4 +1,4 @@
-"""A second fit that starts anew: on other data, or with another batch size."""
+"""A second fit that starts over: on other data, or with another batch size."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def test_a_fit_restarts_with_its_model_and_optimizer_on_other_data_and_batches()
     np.testing.assert_allclose(trainer.state.params, params, rtol=1e-5)
     assert result.step == trainer.step == 5
     assert [line["step"] for line in result.history.epochs] == [5]
-    assert trainer.fit(SECOND, epochs=2, global_batch_size=8).step == 10  # and goes on as ever
+    assert trainer.fit(SECOND, epochs=2, global_batch_size=8).step == 10  # and continues
 
 
 def test_a_restart_over_checkpoints_is_refused(tmp_path: Path) -> None:

@@ -308,7 +308,7 @@ def test_an_optimizer_that_keeps_the_parameters_starts_from_those_it_is_given(
     assert begun.fit((X, Y), steps=40).train["loss"] < given / 2
 
 
-def test_after_a_number_that_is_none_the_next_fit_goes_on_from_what_was_saved(
+def test_after_a_non_finite_step_the_next_fit_resumes_from_the_last_save(
     tmp_path: Path,
 ) -> None:
     x = X.copy()
@@ -331,7 +331,7 @@ def test_a_second_fit_may_not_change_what_is_computed() -> None:
         fitted.fit((X[:30], Y[:30]), steps=4)
 
 
-def test_an_evaluation_that_is_no_number_stops_the_run() -> None:
+def test_a_non_finite_evaluation_stops_the_run() -> None:
     x = X.copy()
     x[3] = np.inf
     with pytest.raises(NonFiniteError, match="step 5: the eval loss is"):

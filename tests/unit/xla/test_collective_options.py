@@ -399,4 +399,4 @@ def test_tpu_packs_and_dtypes_in_the_compiled_step() -> None:
     found = elsewhere(python, "libtpu", topology, "all-reduce")
     assert found["all-reduce"] == [1, 6, 6, 3, 1]
     assert found["bfloat16"] == ["bf16"]
-    assert found["float16"] == ["u32"]  # pairs of float16 in a word: half the bytes all the same
+    assert found["float16"] == ["u32"]  # pairs of float16 in a word: still half the bytes

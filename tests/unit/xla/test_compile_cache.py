@@ -117,9 +117,7 @@ def test_what_was_of_no_use_for_the_longest_time_makes_room(
     assert left == {names[0], ".new-half_1", "input.txt"}  # the last is none of ours
 
 
-def test_what_cannot_be_written_is_read_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_only_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = compile_cache._Folder(tmp_path)
     folder.put("a", b"1")
 

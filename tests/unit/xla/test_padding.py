@@ -140,7 +140,7 @@ def test_a_loop_has_the_same_key_for_a_batch_of_an_evaluation() -> None:
     assert len({tuple(key.tolist()) for key in found}) == 2
 
 
-def test_a_model_that_draws_in_eval_mode_draws_anew_in_each_batch() -> None:
+def test_a_model_that_draws_in_eval_mode_draws_differently_in_each_batch() -> None:
     class Noisy(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
             self.w, self.rngs = nnx.Param(jnp.ones(())), rngs
