@@ -5,7 +5,7 @@ import runpy
 import sys
 
 from spmdtrain import __version__
-from spmdtrain.errors import ExitCode, did_you_mean
+from spmdtrain.errors import ExitCode, did_you_mean, exit_if_output_is_closed
 
 COMMANDS = {
     "run": "train, evaluate or predict with an experiment",
@@ -51,7 +51,8 @@ def main() -> int:
         del sys.argv[1]
         runpy.run_module(f"spmdtrain.{name}", run_name="__main__", alter_sys=True)
     elif name in ("-h", "--help"):
-        print(HELP)
+        with exit_if_output_is_closed():
+            print(HELP)
     elif name == "--version":
         print(f"spmdtrain {__version__}")
     elif not name:

@@ -1,10 +1,12 @@
 """Exceptions for users, exit codes, and helpers for error messages."""
 
+import contextlib
 import difflib
 import enum
+import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 NOT_SET = "not set"
 """Stands in messages for the value of an option that only another process has."""
@@ -112,6 +114,24 @@ def exit_code_of(
         if (reported := for_users(error)) is None:
             raise
         return failed(*reported, error)
+
+
+@contextlib.contextmanager
+def exit_if_output_is_closed() -> Iterator[None]:
+    """Ends the process without a traceback if nothing reads its standard output, as after `head`.
+
+    Raises:
+      SystemExit: With `FAILED`.
+    """
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # What is still buffered is written when Python exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(ExitCode.FAILED) from None  # as rich does
 
 
 def printable(name: object) -> str:

@@ -21,7 +21,14 @@ from spmdtrain.checkpoints.read_arrays import examine
 from spmdtrain.checkpoints.restore import read_manifest
 from spmdtrain.checkpoints.save import is_unfinished
 from spmdtrain.checkpoints.source import Source, find
-from spmdtrain.errors import ExitCode, UserError, exit_code_of, foreign, printable
+from spmdtrain.errors import (
+    ExitCode,
+    UserError,
+    exit_code_of,
+    exit_if_output_is_closed,
+    foreign,
+    printable,
+)
 from spmdtrain.terminal import Terminal, byte_size, number
 
 
@@ -66,13 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       The exit code.
     """
-    command: Any = tyro.cli(
-        Annotated[Verify | Show | Export, tyro.conf.arg(name="")],
-        args=arguments,
-        prog="python -m spmdtrain.checkpoints",
-        description=__doc__,
-    )
-    return exit_code_of(lambda: execute(command, Terminal()))
+    with exit_if_output_is_closed():
+        command: Any = tyro.cli(
+            Annotated[Verify | Show | Export, tyro.conf.arg(name="")],
+            args=arguments,
+            prog="python -m spmdtrain.checkpoints",
+            description=__doc__,
+        )
+        return exit_code_of(lambda: execute(command, Terminal()))
 
 
 def execute(command: Verify | Show | Export, terminal: Terminal) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from spmdtrain.cluster.checks import Finding, check_network, check_servers, check_token
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
-from spmdtrain.errors import ExitCode, UserError, exit_code_of
+from spmdtrain.errors import ExitCode, UserError, exit_code_of, exit_if_output_is_closed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,10 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     import tyro
 
-    options = tyro.cli(
-        Options, args=arguments, prog="python -m spmdtrain.cluster", description=__doc__
-    )
-    return exit_code_of(lambda: execute(options))
+    with exit_if_output_is_closed():
+        options = tyro.cli(
+            Options, args=arguments, prog="python -m spmdtrain.cluster", description=__doc__
+        )
+        return exit_code_of(lambda: execute(options))
 
 
 def execute(options: Options) -> int:

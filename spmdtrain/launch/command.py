@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from spmdtrain.errors import UserError, exit_code_of
+from spmdtrain.errors import UserError, exit_code_of, exit_if_output_is_closed
 from spmdtrain.launch.child import Signals
 from spmdtrain.launch.launcher import Launcher
 from spmdtrain.launch.options import Options
@@ -41,7 +41,10 @@ def execute(arguments: Sequence[str]) -> int:
       UserError: If an option is not valid, or if the command is missing or cannot be run.
     """
     own, separator, command = _split(arguments)
-    options = tyro.cli(Options, args=own, prog="python -m spmdtrain.launch", description=__doc__)
+    with exit_if_output_is_closed():
+        options = tyro.cli(
+            Options, args=own, prog="python -m spmdtrain.launch", description=__doc__
+        )
     if not command:
         missing = "nothing follows the --" if separator else "there is no --"
         raise UserError(f"no command to start, because {missing}: write {_USAGE}")

@@ -10,7 +10,7 @@ import tyro
 
 from spmdtrain.config import RunConfig
 from spmdtrain.config_checks import check, check_compute_dtype
-from spmdtrain.errors import UserError, field_meant
+from spmdtrain.errors import UserError, exit_if_output_is_closed, field_meant
 from spmdtrain.sharding.mesh import cpu_devices_in_environment
 from spmdtrain.train import evaluator
 from spmdtrain.train.experiment import ExperimentFile, load_experiment
@@ -106,7 +106,7 @@ def parse(
     except argparse.ArgumentError as error:
         raise UserError(str(error)) from error
     if known.config is None:
-        tyro.cli(_command(RunConfig(), description, of), args=arguments, prog=prog)
+        _parse(_command(RunConfig(), description, of), arguments, prog)
         raise AssertionError("tyro exits if --config is missing")
     experiment = load_experiment(known.config, RESERVED)
     default = experiment.preset(known.preset)
@@ -114,7 +114,7 @@ def parse(
     default = _without_replaced(default, given)
     _check_words(arguments, default, of)
     arguments = _together(arguments)
-    command: Any = tyro.cli(_command(default, experiment.doc, of), args=arguments, prog=prog)
+    command = _parse(_command(default, experiment.doc, of), arguments, prog)
     config = command.experiment
     check(config)
     if "cpu_devices" in given and (setting := cpu_devices_in_environment()):
@@ -137,6 +137,11 @@ def _command(default: RunConfig, description: str | None, of: type) -> Any:
         kw_only=True,
         namespace={"__doc__": description},
     )
+
+
+def _parse(command: Any, arguments: Sequence[str], prog: str) -> Any:
+    with exit_if_output_is_closed():
+        return tyro.cli(command, args=arguments, prog=prog)
 
 
 def _check_words(arguments: Sequence[str], default: RunConfig, of: type) -> None:

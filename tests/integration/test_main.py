@@ -1,6 +1,7 @@
 """`spmdtrain NAME` is `python -m spmdtrain.NAME`: exit codes, output, signals, import path."""
 
 import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -91,6 +92,38 @@ def test_a_subcommand_is_its_module(arguments: Sequence[str], code: int, tmp_pat
         lambda: outcome([sys.executable, script(tmp_path), *arguments], tmp_path),
     )
     assert module == installed and module[0] == code, module
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("run", "--help"),
+        ("launch", "--help"),
+        ("plan", "--help"),
+        ("cluster",),
+        ("checkpoints", "--help"),
+    ],
+    ids=" ".join,
+)
+def test_output_that_is_no_longer_read_ends_the_command_quietly(
+    arguments: Sequence[str], tmp_path: Path
+) -> None:
+    read, write = os.pipe()
+    os.close(read)  # as `head` does once it has its lines
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "spmdtrain", *arguments],
+            cwd=tmp_path,
+            env=environment(),
+            stdout=write,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=BOUND,
+        )
+    finally:
+        os.close(write)
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 @contextlib.contextmanager
