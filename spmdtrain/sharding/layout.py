@@ -34,7 +34,7 @@ class GatherPolicy(enum.Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """A sharding rule for leaves of the state.
+    """A sharding rule for leaves of the state, of any model library (unlike Flax's metadata).
 
     If the strategy shards the state too, it splits one more dim over its own axis, among those for
     which the spec has no axis. Only `PartitionSpec()` excludes this: such leaves are replicated.

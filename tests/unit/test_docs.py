@@ -51,6 +51,13 @@ def run_in(folder: Path, monkeypatch: pytest.MonkeyPatch, code: list[str]) -> di
     return found
 
 
+def test_ten_lines_of_python_train_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (shown,) = blocks("../README.md")
+    assert len([line for line in shown.splitlines() if line]) == 10
+    found = run_in(tmp_path, monkeypatch, [shown])
+    np.testing.assert_allclose(found["trainer"].model.kernel[...], [[3]], atol=0.01)
+
+
 @pytest.mark.slow
 def test_the_way_over_from_tf_distribute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = blocks("coming-from-tf-distribute.md")
