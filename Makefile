@@ -33,7 +33,7 @@ integration: $(READY) ## the shipped experiments and commands, and unit tests th
 	$(RUN) pytest $(SHARED) -m 'slow and not drill'
 
 drill: $(READY) ## several processes, killed, stopped and restarted
-	$(RUN) pytest $(SHARED) -m drill
+	$(RUN) pytest --numprocesses 3 --dist worksteal -m drill  # they wait half of their time
 
 fuzz: $(READY) ## corrupted and forged input for ten minutes; FUZZ_SECONDS=3600 for longer
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-600} FUZZ_SEED=$${FUZZ_SEED:-$$(date +%s)} \

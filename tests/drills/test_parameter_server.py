@@ -210,7 +210,7 @@ def check_ledgers(workdir: Path, steps: int) -> Any:
 
 
 def test_each_batch_is_added_once_whichever_process_is_killed(tmp_path: Path) -> None:
-    rounds, draw = 8, np.random.default_rng(0)
+    rounds, draw = 5, np.random.default_rng(0)
     with training(tmp_path, "--steps", 100_000, "--eval-every-steps", 500) as (process, lines):
         until(lambda: made(lines) >= 100, lines)
         for _ in range(rounds):

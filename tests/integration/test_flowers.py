@@ -422,7 +422,7 @@ def build(config):
 
 
 @pytest.mark.drill
-def test_two_and_four_processes_have_the_loss_and_gradients_of_one(
+def test_four_processes_have_the_loss_and_gradients_of_one(
     pictures: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "wrapped.py"
@@ -436,7 +436,7 @@ def test_two_and_four_processes_have_the_loss_and_gradients_of_one(
     rate = 1000  # so large that what is left of the old values' digits does not matter
     start = ("--init-from", common, "--learning-rate", rate, "--steps", 1)
     found = {}
-    for processes in (1, 2, 4):
+    for processes in (1, 4):
         workdir = tmp_path / str(processes)
         job(path, *options, *start, "--workdir", workdir, processes=processes)
         after, _ = read_variables(workdir)
@@ -444,9 +444,8 @@ def test_two_and_four_processes_have_the_loss_and_gradients_of_one(
         (line,) = metrics(workdir, "train")
         statistics = named_leaves(after.model_state)
         found[processes] = Step(line["loss"], named_leaves(gradients), statistics)
-    for processes in (2, 4):
-        assert_same(found[processes], found[1], f"in {processes} processes")
-        for name, value in found[1].statistics.items():
-            np.testing.assert_allclose(
-                found[processes].statistics[name], value, rtol=1e-4, atol=1e-6, err_msg=name
-            )
+    assert_same(found[4], found[1], "in four processes")
+    for name, value in found[1].statistics.items():
+        np.testing.assert_allclose(
+            found[4].statistics[name], value, rtol=1e-4, atol=1e-6, err_msg=name
+        )

@@ -354,6 +354,6 @@ def test_the_default_options_approach_their_documented_result(
     shakespeare: Path, tmp_path: Path
 ) -> None:
     """All of the 1,500 steps take eight minutes, and end at 1.61."""
-    line = command(GPT, "--data-dir", shakespeare, "--workdir", tmp_path, "--steps", 300)
+    line = command(GPT, "--data-dir", shakespeare, "--workdir", tmp_path, "--steps", 100)
     subprocess.run(line, env=environment(1), check=True, timeout=500)
-    assert metrics(tmp_path, "eval")[-1]["loss"] < 2.2
+    assert metrics(tmp_path, "eval")[-1]["loss"] < 2.4
