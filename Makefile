@@ -7,8 +7,10 @@ LOCK ?=
 
 VENV = .venv
 RUN = $(VENV)/bin/python -m
-# Two workers; one that has no tests left takes some of the other's.
+# For two cores. A worker that has no tests left takes some of another's.
 SHARED = --numprocesses 2 --dist worksteal
+# Drills wait for half of their time.
+WAITING = --numprocesses 3 --dist worksteal
 # Stamps, written after a completed installation: of what training needs, and of everything.
 TRAIN = $(VENV)/.ready-train
 READY = $(VENV)/.ready
@@ -33,7 +35,7 @@ integration: $(READY) ## the shipped experiments and commands, and unit tests th
 	$(RUN) pytest $(SHARED) -m 'slow and not drill'
 
 drill: $(READY) ## several processes, killed, stopped and restarted
-	$(RUN) pytest --numprocesses 3 --dist worksteal -m drill  # they wait half of their time
+	$(RUN) pytest $(WAITING) -m drill
 
 fuzz: $(READY) ## corrupted and forged input for ten minutes; FUZZ_SECONDS=3600 for longer
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-600} FUZZ_SEED=$${FUZZ_SEED:-$$(date +%s)} \

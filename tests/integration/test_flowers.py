@@ -422,9 +422,7 @@ def build(config):
 
 
 @pytest.mark.drill
-def test_four_processes_have_the_loss_and_gradients_of_one(
-    pictures: Path, tmp_path: Path
-) -> None:
+def test_four_processes_have_the_loss_and_gradients_of_one(pictures: Path, tmp_path: Path) -> None:
     path = tmp_path / "wrapped.py"
     path.write_text(WRAPPED.format(folder=str(FLOWERS.parent), stages=SHALLOW))
     options = ("--data-dir", pictures, *SMALL)
