@@ -17,7 +17,7 @@ from typing import Any
 
 from helpers import command, environment
 
-from spmdtrain.testing import Command, Job, ProcessResult, run_processes, start_processes
+from spmdtrain.testing import Command, ProcessResult, RunningJob, run_processes, start_processes
 
 BOUND = 150  # seconds for a job that takes ten where the machine has nothing else to do
 STEPS = 24
@@ -179,7 +179,7 @@ def differing(line: Command, *, processes: int = 2, grace: float = 40.0) -> list
 
 def start_job(
     config: Path, *options: object, processes: int = 2
-) -> contextlib.AbstractContextManager[Job]:
+) -> contextlib.AbstractContextManager[RunningJob]:
     """Start an experiment as a job, to be interfered with."""
     return start_processes(
         command(config, *options), processes=processes, timeout=BOUND, grace=60, env=quiet()

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
-from spmdtrain.checkpoints.run_identity import describe
+from spmdtrain.checkpoints.run_identity import describe_leaf
 from spmdtrain.distributed.out_of_memory import group_limit
 from spmdtrain.terminal import byte_size
 from spmdtrain.tree import path_name
@@ -52,7 +52,7 @@ def header_fault(name: str, header: Any, manifest: Manifest, *, in_memory: bool)
         return f"{name} is not of this checkpoint"
     if getattr(header, "shape", None) is None or getattr(header, "dtype", None) is None:
         return f"{name} is not an array by its header, and was saved as {saved}"
-    shape, declared = tuple(header.shape), describe(header)
+    shape, declared = tuple(header.shape), describe_leaf(header)
     if declared != saved and not _is_key_data(header, saved):
         return f"{name} is {declared} by its header, and was saved as {saved}"
     chunk = tuple(getattr(header.storage, "chunk_shape", None) or ())

@@ -88,7 +88,7 @@ def execute(command: Verify | Show | Export, terminal: Terminal) -> int:
     if isinstance(command, Verify):
         return verify(command.path, terminal)
     if isinstance(command, Show):
-        show(command.path, command.step, terminal)
+        show_checkpoints(command.path, command.step, terminal)
     else:
         averaged = False if command.trained else None
         arrays = export_params(
@@ -164,7 +164,7 @@ def escape(text: object) -> str:
     return markup.escape(foreign(text))
 
 
-def show(path: str, step: int | None, terminal: Terminal) -> None:
+def show_checkpoints(path: str, step: int | None, terminal: Terminal) -> None:
     """Prints a table of the checkpoints of a workdir, or the manifest of one checkpoint.
 
     Args:

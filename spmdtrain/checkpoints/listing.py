@@ -8,7 +8,7 @@ from typing import Any
 from etils import epath
 
 from spmdtrain.checkpoints.manifest import Manifest
-from spmdtrain.checkpoints.retention import Record, Retention
+from spmdtrain.checkpoints.retention import CheckpointRecord, Retention
 from spmdtrain.errors import UserError
 from spmdtrain.files.run_files import evaluator_metrics
 
@@ -62,7 +62,7 @@ class Listing:
         metric = config.get("best_metric", "loss")
         ranking = Retention(metric=metric, direction=config.get("best_direction", "min"))
         ranked = ranking.best_first(
-            Record(step, datetime.fromisoformat(manifest.saved_at), metrics[step])
+            CheckpointRecord(step, datetime.fromisoformat(manifest.saved_at), metrics[step])
             for step, manifest in manifests.items()
         )
         best = ranked[0] if ranked else None

@@ -11,7 +11,7 @@ _HOUR = 3600
 
 
 @dataclass(frozen=True)
-class Record:
+class CheckpointRecord:
     """The properties of a checkpoint that determine whether it is kept."""
 
     step: int
@@ -48,14 +48,14 @@ class Retention:
     every_steps: int | None = None
     every_hours: float | None = None
 
-    def keep(self, records: Iterable[Record]) -> set[int]:
+    def keep(self, records: Iterable[CheckpointRecord]) -> set[int]:
         """Returns the steps to keep."""
         by_step = sorted(records, key=lambda record: record.step)
         newest = [record.step for record in by_step[-self.latest :]]
         return {*newest, *self.best_first(by_step)[: self.best], *self._periodic(by_step)}
 
     def keep_evaluated(
-        self, records: Iterable[Record], evaluated: Mapping[int, Mapping[str, float]]
+        self, records: Iterable[CheckpointRecord], evaluated: Mapping[int, Mapping[str, float]]
     ) -> set[int]:
         """Returns the steps to keep if a separate evaluator task computes the metrics.
 
@@ -72,23 +72,23 @@ class Retention:
         seen = max(steps & evaluated.keys(), default=-1)
         return self.keep(records) | {r.step for r in records if r.step > seen}
 
-    def best_first(self, records: Iterable[Record]) -> list[int]:
+    def best_first(self, records: Iterable[CheckpointRecord]) -> list[int]:
         """Returns the steps that have the metric, the best first."""
         ranked = sorted(
             (self._score(record), record.step) for record in records if self._has_metric(record)
         )
         return [step for _, step in reversed(ranked)]
 
-    def _has_metric(self, record: Record) -> bool:
+    def _has_metric(self, record: CheckpointRecord) -> bool:
         value = (record.metrics or {}).get(self.metric, math.nan)
         return math.isfinite(value)
 
-    def _score(self, record: Record) -> float:
+    def _score(self, record: CheckpointRecord) -> float:
         assert record.metrics is not None
         value = record.metrics[self.metric]
         return -value if self.direction == "min" else value
 
-    def _periodic(self, by_step: Sequence[Record]) -> set[int]:
+    def _periodic(self, by_step: Sequence[CheckpointRecord]) -> set[int]:
         """Returns the first checkpoint of each period, which stays the first in later calls."""
         kept: set[int] = set()
         periods: set[tuple[str, int]] = set()

@@ -44,10 +44,10 @@ class Identity:
 
 def describe_leaves(state: TrainState) -> dict[str, str]:
     """Returns the shape and dtype of every leaf by its path, as in `Identity.leaves`."""
-    return {name: describe(leaf) for name, leaf in named_leaves(state).items()}
+    return {name: describe_leaf(leaf) for name, leaf in named_leaves(state).items()}
 
 
-def describe(leaf: Any) -> str:
+def describe_leaf(leaf: Any) -> str:
     """Returns the shape and dtype of an array as `float32[784,128]`."""
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 

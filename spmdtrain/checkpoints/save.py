@@ -21,7 +21,7 @@ from spmdtrain.checkpoints import manifest, replica_check
 from spmdtrain.checkpoints.checksums import PartSum, as_text, read_parts, start_sums
 from spmdtrain.checkpoints.items import ITEMS, items_of, raw_keys, steps_in
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
-from spmdtrain.checkpoints.retention import Record, Retention
+from spmdtrain.checkpoints.retention import CheckpointRecord, Retention
 from spmdtrain.checkpoints.run_identity import Identity
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.errors import StorageError, UserError
@@ -142,7 +142,7 @@ class Checkpoints:
             if process_group.count() > 1 and not is_url(folder):
                 check_shared(Path(folder))
             self._opened = self._folder_identity()
-            self._records: dict[int, Record] = {}
+            self._records: dict[int, CheckpointRecord] = {}
             if process_group.is_chief():
                 self._records = {s: r for s in steps_in(folder) if (r := self._record(s))}
         self.saved_step = process_group.broadcast(max(self._records, default=0))
@@ -187,7 +187,7 @@ class Checkpoints:
             process_group.next_number(), step, now, identity, metrics, stopped, sums, epoch
         )
         if process_group.is_chief():
-            self._records[step] = Record(step, now, metrics)
+            self._records[step] = CheckpointRecord(step, now, metrics)
         else:
             self._published = self._publisher.submit(
                 lambda: process_group.publish(save.key_of(), read_parts(sums))
@@ -335,12 +335,14 @@ class Checkpoints:
         self._records = {step: record for step, record in self._records.items() if step in kept}
         return keeps
 
-    def _record(self, step: int) -> Record | None:
+    def _record(self, step: int) -> CheckpointRecord | None:
         try:
             saved = Manifest.read(self.folder / str(step))
         except CheckpointCorruptedError:
             return None
-        return Record(step, datetime.datetime.fromisoformat(saved.saved_at), saved.metrics)
+        return CheckpointRecord(
+            step, datetime.datetime.fromisoformat(saved.saved_at), saved.metrics
+        )
 
     # -- failures ------------------------------------------------------------------------------
 

@@ -289,7 +289,7 @@ class _HangMonitor:
         # The rest of a script may take any time, so it is a new state at each poll.
         if self._timer.idle(counts if at_work else object()) >= self._timeout:
             parsed = [
-                progress.Record(**r | {"phase": Phase(r["phase"]), "at": now - r["at"]})
+                progress.ProgressRecord(**r | {"phase": Phase(r["phase"]), "at": now - r["at"]})
                 for r in records
             ]
             why = hangs.find_hung_task(parsed).sentence

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from spmdtrain.distributed.progress import WAITING, Phase, Record
+from spmdtrain.distributed.progress import WAITING, Phase, ProgressRecord
 
 
 class IdleTimer:
@@ -52,7 +52,7 @@ class Hang:
     sentence: str
 
 
-def find_hung_task(records: Sequence[Record], stopped: Collection[str] = ()) -> Hang:
+def find_hung_task(records: Sequence[ProgressRecord], stopped: Collection[str] = ()) -> Hang:
     """Returns the task that blocks the others of a job without progress.
 
     It is found by the phases. Step counters alone would select the wrong task: steps are dispatched
@@ -88,11 +88,11 @@ def find_hung_task(records: Sequence[Record], stopped: Collection[str] = ()) -> 
     return Hang(None, None, None, f"each waits for the others ({where})")
 
 
-def _hang(record: Record, predicate: str) -> Hang:
+def _hang(record: ProgressRecord, predicate: str) -> Hang:
     return Hang(record.task, record.phase, record.step, f"{record.task} {predicate}")
 
 
-def _outlier(waiting: Sequence[Record]) -> Record | None:
+def _outlier(waiting: Sequence[ProgressRecord]) -> ProgressRecord | None:
     """Returns the one task whose phase differs from most of the others, else the one behind."""
     counts = Counter(record.phase for record in waiting).most_common()
     if len(counts) > 1 and counts[-1][1] < counts[-2][1]:

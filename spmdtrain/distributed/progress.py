@@ -204,7 +204,7 @@ def launched() -> bool:
     return bool(os.environ.get(LAUNCH) and os.environ.get(TASK))
 
 
-def local_record(task: str) -> "Record | None":
+def local_record(task: str) -> "ProgressRecord | None":
     """Returns the last record of this process with `task` as its name; None if it has none."""
     return None if CONTEXT.channel is None else _record(task, CONTEXT.channel.read())
 
@@ -292,7 +292,7 @@ def _as_text(reason: str) -> str:
 
 
 @dataclass(frozen=True)
-class Record:
+class ProgressRecord:
     """The last published progress of a task."""
 
     task: str
@@ -326,7 +326,7 @@ class Reason:
     own: bool
 
 
-def read(folder: str | os.PathLike[str], task: str) -> Record | None:
+def read(folder: str | os.PathLike[str], task: str) -> ProgressRecord | None:
     """Returns the last record of a task; None before it has published one."""
     try:
         content = path(folder, task, "phase").read_bytes()
@@ -335,7 +335,7 @@ def read(folder: str | os.PathLike[str], task: str) -> Record | None:
     return _record(task, content)
 
 
-def _record(task: str, content: bytes) -> Record | None:
+def _record(task: str, content: bytes) -> ProgressRecord | None:
     if len(content) < _SIZE:
         return None  # the file is being written
     pid, step, phase, changes, at = _RECORD.unpack_from(content)
@@ -344,7 +344,7 @@ def _record(task: str, content: bytes) -> Record | None:
     (newest,) = _SAVED.unpack_from(content, _RECORD.size)
     (sealing,) = _SEALING.unpack_from(content, _RECORD.size + _SAVED.size)
     phase = Phase(phase.rstrip(b"\0").decode())
-    return Record(task, step, phase, newest, changes, at, pid, sealing)
+    return ProgressRecord(task, step, phase, newest, changes, at, pid, sealing)
 
 
 def read_reason(folder: str | os.PathLike[str], task: str) -> Reason | None:

@@ -9,7 +9,7 @@ from spmdtrain.distributed import progress
 from spmdtrain.distributed.hangs import IdleTimer
 from spmdtrain.errors import ExitCode
 from spmdtrain.launch.child import Child
-from spmdtrain.launch.exit_report import Restarts, TaskExit, describe
+from spmdtrain.launch.exit_report import Restarts, TaskExit, describe_exit
 from spmdtrain.launch.task_env import EVALUATOR
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class EvaluatorTask:
         else:
             self._due = time.monotonic() + wait
             next_ = f"; restart {self._restarts.used} of {self._restarts.limit} in {wait:g} s"
-        self._launcher.log(f"{describe(ended)}{next_}")
+        self._launcher.log(f"{describe_exit(ended)}{next_}")
 
     def finish(self) -> int:
         """Waits for the evaluator after the end of the training; returns its exit code."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spmdtrain.distributed import out_of_memory
-from spmdtrain.distributed.progress import Phase, Reason, Record
+from spmdtrain.distributed.progress import Phase, ProgressRecord, Reason
 from spmdtrain.errors import ExitCode
 from spmdtrain.terminal import byte_size
 
@@ -52,7 +52,7 @@ class TaskExit:
     """Exit code, or -N if signal N killed it."""
     ours: bool = False
     """Whether the launcher sent that signal."""
-    record: Record | None = None
+    record: ProgressRecord | None = None
     """Last published progress."""
     reason: Reason | None = None
     """Reason that the task wrote before its exit."""
@@ -134,7 +134,7 @@ def root_cause(exits: Sequence[TaskExit]) -> TaskExit | None:
     return min(failed, key=rank, default=None)
 
 
-def describe(ended: TaskExit) -> str:
+def describe_exit(ended: TaskExit) -> str:
     """Returns a line with the task, how and where it ended, and the reason if it is known."""
     where = _where(ended.record)
     because = f": {ended.message}" if ended.message else ""
@@ -180,7 +180,7 @@ def hint(ended: TaskExit) -> str | None:
     return "; ".join(hints) or None
 
 
-def _where(record: Record | None) -> str:
+def _where(record: ProgressRecord | None) -> str:
     if record is None or record.phase is Phase.END:
         return ""
     if record.phase is Phase.START:

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from spmdtrain.distributed import out_of_memory, progress
 from spmdtrain.distributed.hangs import IdleTimer, find_hung_task
-from spmdtrain.distributed.progress import Phase, Record
+from spmdtrain.distributed.progress import Phase, ProgressRecord
 from spmdtrain.errors import ExitCode
 from spmdtrain.launch import stacks
 from spmdtrain.launch.child import Child, Output, Reaper, Signals
@@ -20,7 +20,7 @@ from spmdtrain.launch.exit_report import (
     CauseRank,
     Restarts,
     TaskExit,
-    describe,
+    describe_exit,
     hint,
     rank,
     root_cause,
@@ -241,7 +241,7 @@ class Launcher:
         ]
         for ended in failures:
             if ended is not cause:
-                self.log(describe(ended))
+                self.log(describe_exit(ended))
         ours = [ended for ended in exits if ended.ours]
         by_us = {ended.task for ended in ours if ended.signal is signal.SIGKILL}
         killed = ", ".join(name for name in self.environments if name in by_us)
@@ -259,7 +259,7 @@ class Launcher:
         advice = hint(cause)
         if advice is not None:
             self.log(advice)
-        words = describe(cause)
+        words = describe_exit(cause)
         if stopped and rank(cause) is CauseRank.CONSEQUENCE:
             words += f" ({', '.join(stopped)}: stopped by a signal)"
         return Outcome(cause.code, words, saved)
@@ -274,7 +274,9 @@ class Launcher:
         published = {child.name: progress.read(self.folder, child.name) for child in running}
         stopped = [child.name for child in running if self._is_stopped(child)]
         # changes=0 marks a task that has not published anything yet.
-        absent = {name: Record(name, 0, Phase.START, -1, changes=0, at=0.0) for name in published}
+        absent = {
+            name: ProgressRecord(name, 0, Phase.START, -1, changes=0, at=0.0) for name in published
+        }
         records = [record or absent[name] for name, record in published.items()]
         if self.options.ps:  # only the chief publishes after the start
             records = [

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from spmdtrain.distributed import progress
 from spmdtrain.errors import ExitCode
 from spmdtrain.launch.child import Child
-from spmdtrain.launch.exit_report import CauseRank, Restarts, TaskExit, describe, rank
+from spmdtrain.launch.exit_report import CauseRank, Restarts, TaskExit, describe_exit, rank
 
 if TYPE_CHECKING:
     from spmdtrain.launch.launcher import Launcher
@@ -49,12 +49,12 @@ class WorkerRestarter:
             if self._workers <= self._given_up:
                 return False
             self._launcher.log(
-                f"{describe(ended)}; the others continue; no restarts left of {limit}"
+                f"{describe_exit(ended)}; the others continue; no restarts left of {limit}"
             )
             return True
         self._due[ended.task] = time.monotonic() + wait
         self._launcher.log(
-            f"{describe(ended)}; the others continue; restart {restarts.used} of {limit} of "
+            f"{describe_exit(ended)}; the others continue; restart {restarts.used} of {limit} of "
             f"{ended.task} in {wait:g} s"
         )
         return True

@@ -87,7 +87,7 @@ def _limit(shape: Shape, shards: int) -> int:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowRange:
     """A range of rows of an array: from `start` to before `stop` along its first dim."""
 
     start: int
@@ -102,9 +102,9 @@ class Leaf:
     itemsize: int
 
 
-def place(
+def assign_rows(
     leaves: Mapping[str, Leaf], servers: int, partitioner: Partitioner
-) -> list[dict[str, Rows]]:
+) -> list[dict[str, RowRange]]:
     """Assigns the rows of arrays to servers.
 
     The shards of an array are assigned to the servers with the fewest bytes, the largest arrays
@@ -117,10 +117,10 @@ def place(
 
     Returns:
       For each server the rows that it holds, by the names of the arrays; an array of which it
-      holds no rows is absent. An array that is not split is `Rows(0, first dim)` of one server, and
-      a scalar `Rows(0, 1)`.
+      holds no rows is absent. An array that is not split is `RowRange(0, first dim)` of one
+      server, and a scalar `RowRange(0, 1)`.
     """
-    placed: list[dict[str, Rows]] = [{} for _ in range(servers)]
+    placed: list[dict[str, RowRange]] = [{} for _ in range(servers)]
     used = [0] * servers  # bytes
 
     def size(name: str) -> int:
@@ -135,7 +135,7 @@ def place(
         for number, server in enumerate(sorted(lightest)):
             # The shards are distributed over the holders as evenly as possible.
             first, after = (_start_of(shards, holders, n) for n in (number, number + 1))
-            own = Rows(_start_of(rows, shards, first), _start_of(rows, shards, after))
+            own = RowRange(_start_of(rows, shards, first), _start_of(rows, shards, after))
             placed[server][name] = own
             used[server] += size(name) * (own.stop - own.start) // max(1, rows)
     return placed
@@ -199,11 +199,11 @@ def partition_tree(whole: PyTree, servers: int, partitioner: Partitioner) -> Tre
     """
     leaves = named_leaves(whole)
     shapes = {name: Leaf(tuple(x.shape), x.dtype.itemsize) for name, x in leaves.items()}
-    placed = place(shapes, servers, partitioner)
+    placed = assign_rows(shapes, servers, partitioner)
     return TreePartition(whole, [_part(whole, rows) for rows in placed])
 
 
-def _part(whole: PyTree, rows: Mapping[str, Rows]) -> PyTree:
+def _part(whole: PyTree, rows: Mapping[str, RowRange]) -> PyTree:
     def part(path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
         own = rows.get(path_name(path))
         if own is None:

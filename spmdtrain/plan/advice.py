@@ -93,7 +93,7 @@ def advise(plan: Plan, config: RunConfig, topology: Topology, replan: Replan) ->
     else:
         findings = [
             *_giants(plan, config),
-            *_undivided(plan, config),
+            *_unsharded_params(plan, config),
             *_reduced_twice(plan, config),
             *_reduced_gathers(plan, topology),
             *_waiting(plan, topology),
@@ -198,9 +198,9 @@ def _giants(plan: Plan, config: RunConfig) -> Iterator[_Finding]:
         )
 
 
-def _undivided(plan: Plan, config: RunConfig) -> Iterator[_Finding]:
+def _unsharded_params(plan: Plan, config: RunConfig) -> Iterator[_Finding]:
     """Finds parameters that the strategy cannot shard because no dim is divisible."""
-    whole = [row for row in plan.rows if row.name in plan.undivided]
+    whole = [row for row in plan.rows if row.name in plan.unsharded_params]
     size = sum(row.own.device + row.optimizer.device for row in whole)
     if not whole or size < _NEGLIGIBLE * plan.memory.peak:
         return

@@ -147,7 +147,7 @@ class _Listener:
         if kind == _PROGRESS:
             self.status(f"planning for {self.topology}: {message}")
         elif kind == _PLANNED:
-            tables.show(self.terminal, message)
+            tables.show_plan(self.terminal, message)
 
 
 def _plan_in_child(

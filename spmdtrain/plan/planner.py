@@ -81,7 +81,7 @@ class Plan:
     global_batch_size: int
     batch_shards: int
     """Number of devices over which the batch is split."""
-    undivided: list[str]
+    unsharded_params: list[str]
     """Parameters that the strategy should shard, and does not because no dim divides."""
     tokens: int
     """Tokens of one example; 0 if it has none."""
@@ -204,7 +204,7 @@ def plan(
             placement=f"{trainer.placement.name}, mesh {trainer.placement.axes}",
             global_batch_size=config.global_batch_size or 0,
             batch_shards=trainer.placement.batch_shards,
-            undivided=trainer.unsharded_params(),
+            unsharded_params=trainer.unsharded_params(),
             tokens=_tokens(batch),
             steps=config.total_steps(len(as_dataset(experiment.train))),
             rows=table.rows[:-1],

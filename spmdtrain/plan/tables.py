@@ -21,7 +21,7 @@ _LARGE_PART = 0.05  # fraction of the excess traffic from which on a parameter i
 _LARGE_CHANGE = 0.05  # fraction of a step
 
 
-def show(terminal: Terminal, plan: dict[str, Any]) -> None:
+def show_plan(terminal: Terminal, plan: dict[str, Any]) -> None:
     """Prints the tables and notes of one plan.
 
     Args:

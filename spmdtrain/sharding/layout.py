@@ -398,12 +398,12 @@ def check_placed(tree: PyTree, shardings: PyTree, when: str) -> None:
         if has.is_equivalent_to(want, leaf.ndim) and _memory(has) == _memory(want):
             continue
         raise UserError(
-            f"{when}, {name} of shape {leaf.shape} is {_place(has)}, but its rules require "
-            f"{_place(want)}"
+            f"{when}, {name} of shape {leaf.shape} is {_with_memory(has)}, but its rules require "
+            f"{_with_memory(want)}"
         )
 
 
-def describe(sharding: Sharding) -> str:
+def describe_sharding(sharding: Sharding) -> str:
     """Returns a sharding as text, for example "P('fsdp', None)".
 
     Args:
@@ -423,9 +423,9 @@ def _entry(entry: Any) -> str:
     return repr(entry[0] if isinstance(entry, tuple) and len(entry) == 1 else entry)
 
 
-def _place(sharding: Sharding) -> str:
+def _with_memory(sharding: Sharding) -> str:
     on_host = _memory(sharding) == "pinned_host"
-    return describe(sharding) + (", in host memory" if on_host else "")
+    return describe_sharding(sharding) + (", in host memory" if on_host else "")
 
 
 def _memory(sharding: Sharding) -> str:

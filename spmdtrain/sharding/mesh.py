@@ -296,7 +296,7 @@ def batch_shards(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
-def describe(mesh: Mesh) -> str:
+def describe_mesh(mesh: Mesh) -> str:
     """Returns the axes in use as text, for example "data=4 tensor=2"."""
     used = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
     return " ".join(used) or "data=1"

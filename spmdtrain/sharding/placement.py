@@ -24,8 +24,8 @@ from spmdtrain.sharding.mesh import (
     build_mesh,
     choose_devices,
     default_device,
-    describe,
     describe_devices,
+    describe_mesh,
     make_cpu_devices,
 )
 from spmdtrain.strategies import AXES, DEFAULT, Strategy, strategy
@@ -89,7 +89,7 @@ class Placement:
     @property
     def axes(self) -> str:
         """The axes in use, for example "data=4 tensor=2"; "none" without a mesh."""
-        return "none" if self.mesh is None else describe(self.mesh)
+        return "none" if self.mesh is None else describe_mesh(self.mesh)
 
 
 def make_placement(config: RunConfig) -> Placement:

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from spmdtrain.sharding.layout import describe, field_of, parameter_of
+from spmdtrain.sharding.layout import describe_sharding, field_of, parameter_of
 from spmdtrain.terminal import Terminal, byte_size
 from spmdtrain.tree import named_leaves
 
@@ -247,7 +247,7 @@ def summary(table: ShardingTable) -> list[str]:
     return [line + ")", f"worst imbalance: {worst}"]
 
 
-def show(terminal: Terminal, table: ShardingTable) -> None:
+def show_sharding(terminal: Terminal, table: ShardingTable) -> None:
     """Prints the table and its summary. In a file, a row is one line of any width.
 
     Args:
@@ -356,4 +356,4 @@ def _part(table: ShardingTable, total: MemoryUse) -> str:
 
 def _spec(sharding: Sharding) -> str:
     on_host = sharding.memory_kind == "pinned_host"
-    return describe(sharding) + (" host" if on_host else "")
+    return describe_sharding(sharding) + (" host" if on_host else "")

@@ -2,11 +2,11 @@
 
 from spmdtrain.testing.processes import (
     Command,
-    Job,
     Process,
     ProcessResult,
+    RunningJob,
     run_processes,
     start_processes,
 )
 
-__all__ = ["Command", "Job", "Process", "ProcessResult", "run_processes", "start_processes"]
+__all__ = ["Command", "Process", "ProcessResult", "RunningJob", "run_processes", "start_processes"]

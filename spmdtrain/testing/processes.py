@@ -121,7 +121,7 @@ class Process:
         return ProcessResult(self.task, code, self.output, self._seconds, self._killed)
 
 
-class Job:
+class RunningJob:
     """The processes of a running job, indexed by rank.
 
     Args:
@@ -187,7 +187,7 @@ def start_processes(
     grace: float = 10.0,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
-) -> Iterator[Job]:
+) -> Iterator[RunningJob]:
     """Starts a job for a test that interacts with it; all processes are killed on exit.
 
     Example::
@@ -232,7 +232,7 @@ def start_processes(
                 log = Path(folder) / f"{rank}.log"
                 directory = None if cwd is None else Path(cwd)
                 started.append(Process(name, line, {**base, **own, **(env or {})}, directory, log))
-            yield Job(started, deadline, grace)
+            yield RunningJob(started, deadline, grace)
         finally:
             for process in started:
                 process.kill()

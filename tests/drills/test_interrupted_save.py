@@ -9,7 +9,7 @@ from pathlib import Path
 from helpers import TESTS
 
 from spmdtrain.distributed import progress
-from spmdtrain.launch.exit_report import TaskExit, describe
+from spmdtrain.launch.exit_report import TaskExit, describe_exit
 
 
 def test_a_kill_between_data_and_manifest_is_one_in_save(tmp_path: Path) -> None:
@@ -36,5 +36,5 @@ fit(Path("run"), 500, checkpoint_every_steps=100, callbacks={"step": lambda _: t
     assert ended.returncode == -signal.SIGKILL
     record = progress.read(tmp_path, "worker 0")
     assert record is not None and record.sealing == 100 < record.step < 200
-    message = describe(TaskExit("worker 0", ended.returncode, record=record))
+    message = describe_exit(TaskExit("worker 0", ended.returncode, record=record))
     assert message.startswith("worker 0 was killed (SIGKILL) in save of step 100, at step ")

@@ -22,7 +22,7 @@ from spmdtrain import Trainer, UserError
 from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.restore import load_state
-from spmdtrain.checkpoints.retention import Record, Retention
+from spmdtrain.checkpoints.retention import CheckpointRecord, Retention
 from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, describe_optimizer
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.config import MeshSpec, RunConfig, as_json
@@ -38,7 +38,7 @@ START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 
 
 @st.composite
-def saves(draw: st.DrawFn) -> list[Record]:
+def saves(draw: st.DrawFn) -> list[CheckpointRecord]:
     """Saves in their order; metrics repeat, are missing, of another name or no numbers."""
     number = st.sampled_from([0.0, 1.0, 2.0, 3.0, 0.5, math.nan, math.inf, -math.inf])
     measured = st.one_of(
@@ -52,7 +52,7 @@ def saves(draw: st.DrawFn) -> list[Record]:
     for found in draw(st.lists(measured, max_size=25)):
         step += draw(st.integers(1, 7))
         hours += draw(st.sampled_from([0.0, 0.1, 0.5, 1.0, 5.0, 30.0]))
-        records.append(Record(step, START + datetime.timedelta(hours=hours), found))
+        records.append(CheckpointRecord(step, START + datetime.timedelta(hours=hours), found))
     return records
 
 
@@ -67,22 +67,22 @@ retentions = st.builds(
 )
 
 
-def value(record: Record, of: Retention) -> float:
+def value(record: CheckpointRecord, of: Retention) -> float:
     return (record.metrics or {}).get(of.metric, math.nan)
 
 
-def best_of(seen: Sequence[Record], of: Retention) -> list[int]:
+def best_of(seen: Sequence[CheckpointRecord], of: Retention) -> list[int]:
     """The best of all that were ever saved: each beats all but fewer than `best` others."""
     measured = [r for r in seen if math.isfinite(value(r, of))]
 
-    def beats(one: Record, other: Record) -> bool:
+    def beats(one: CheckpointRecord, other: CheckpointRecord) -> bool:
         a, b = value(one, of), value(other, of)
         return one.step > other.step if a == b else (a < b) == (of.direction == "min")
 
     return [r.step for r in measured if sum(beats(x, r) for x in measured if x != r) < of.best]
 
 
-def for_good(seen: Sequence[Record], of: Retention) -> list[int]:
+def for_good(seen: Sequence[CheckpointRecord], of: Retention) -> list[int]:
     """The first of every so many steps, counted from 0, and of every so many hours."""
     kept = []
     if of.every_steps:
@@ -98,9 +98,9 @@ def for_good(seen: Sequence[Record], of: Retention) -> list[int]:
 @settings(max_examples=400, deadline=None)
 @given(saves(), retentions)
 def test_after_every_save_the_newest_the_best_ever_and_the_lasting_ones_are_there(
-    records: list[Record], of: Retention
+    records: list[CheckpointRecord], of: Retention
 ) -> None:
-    there: list[Record] = []
+    there: list[CheckpointRecord] = []
     for number, record in enumerate(records, start=1):
         seen = records[:number]
         kept = of.keep([*there, record])
@@ -117,7 +117,7 @@ def test_after_every_save_the_newest_the_best_ever_and_the_lasting_ones_are_ther
 @settings(max_examples=200, deadline=None)
 @given(saves(), retentions)
 def test_what_was_not_measured_is_never_best_and_ages_out(
-    records: list[Record], of: Retention
+    records: list[CheckpointRecord], of: Retention
 ) -> None:
     ranked = of.best_first(records)
     assert {r.step for r in records if math.isfinite(value(r, of))} == set(ranked)
@@ -129,7 +129,7 @@ def test_what_was_not_measured_is_never_best_and_ages_out(
 
 @given(saves(), st.data())
 def test_an_evaluator_beside_the_run_says_which_is_best_and_is_waited_for(
-    records: list[Record], data: st.DataObject
+    records: list[CheckpointRecord], data: st.DataObject
 ) -> None:
     steps = sorted(record.step for record in records)
     seen = data.draw(st.sampled_from(steps)) if steps else 0
@@ -143,7 +143,10 @@ def test_an_evaluator_beside_the_run_says_which_is_best_and_is_waited_for(
 
 
 def test_of_equals_the_newer_is_better_and_the_direction_counts() -> None:
-    records = [Record(n, START, {"loss": x}) for n, x in enumerate([2.0, 1.0, 1.0, 3.0, 3.0, 2.0])]
+    records = [
+        CheckpointRecord(n, START, {"loss": x})
+        for n, x in enumerate([2.0, 1.0, 1.0, 3.0, 3.0, 2.0])
+    ]
     assert Retention().best_first(records) == [2, 1, 5, 0, 4, 3]
     assert Retention(direction="max").best_first(records) == [4, 3, 5, 0, 2, 1]
     assert Retention(latest=1, best=1).keep(records) == {2, 5}
@@ -154,7 +157,7 @@ def test_of_equals_the_newer_is_better_and_the_direction_counts() -> None:
 def test_hours_and_steps_begin_where_the_clock_and_the_count_do() -> None:
     times = [0.0, 0.4, 0.9, 1.0, 1.9, 5.5, 5.6]
     records = [
-        Record(10 * n, START + datetime.timedelta(hours=hours), None)
+        CheckpointRecord(10 * n, START + datetime.timedelta(hours=hours), None)
         for n, hours in enumerate(times)
     ]
     assert Retention(latest=1, every_hours=1).keep(records) == {0, 30, 50, 60}

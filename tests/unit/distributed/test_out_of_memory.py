@@ -20,7 +20,7 @@ from spmdtrain.distributed.out_of_memory import (
     why_aborted,
 )
 from spmdtrain.distributed.progress import Reason
-from spmdtrain.launch.exit_report import TaskExit, describe, hint
+from spmdtrain.launch.exit_report import TaskExit, describe_exit, hint
 
 BOUND = 150
 
@@ -99,7 +99,7 @@ def test_how_a_death_of_exhausted_memory_is_described() -> None:
         "memory could not be allocated (LLVM ERROR: Unable to allocate section memory!)"
     )
     death = TaskExit("worker 0", -6, errors=aborted, memory=found, peak=1_230_000_000)
-    assert describe(death) == f"worker 0 aborted (SIGABRT): {found}"
+    assert describe_exit(death) == f"worker 0 aborted (SIGABRT): {found}"
     assert hint(death) == "the peak host memory of worker 0 was 1.23 GB"
     assert "1.50 GB (RLIMIT_AS)" in (why_aborted("", 1_500_000_000, 1_300_000_000) or "")
     assert why_aborted("", 500_000_000_000, 200_000_000) is None  # far from its limit

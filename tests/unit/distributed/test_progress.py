@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from spmdtrain.distributed import progress
 from spmdtrain.distributed.hangs import find_hung_task
-from spmdtrain.distributed.progress import WAITING, Phase, Record
+from spmdtrain.distributed.progress import WAITING, Phase, ProgressRecord
 
 
 def published(
@@ -153,9 +153,9 @@ def test_a_file_in_the_making_is_no_record(tmp_path: Path) -> None:
 Places = dict[str, tuple[str, int, float]]
 
 
-def records(places: Places) -> list[Record]:
+def records(places: Places) -> list[ProgressRecord]:
     return [
-        Record(task, step, Phase(phase), -1, changes=5, at=at)
+        ProgressRecord(task, step, Phase(phase), -1, changes=5, at=at)
         for task, (phase, step, at) in places.items()
     ]
 
@@ -259,7 +259,9 @@ def test_who_holds_the_others(
 
 def test_one_that_has_not_begun_holds_the_others() -> None:
     here = records({"chief": ("start", 0, 2.0)})
-    found = find_hung_task([*here, Record("worker 0", 0, Phase.START, -1, changes=0, at=0.0)])
+    found = find_hung_task(
+        [*here, ProgressRecord("worker 0", 0, Phase.START, -1, changes=0, at=0.0)]
+    )
     assert (found.task, found.sentence) == (
         "worker 0",
         "worker 0 has not started and blocks the others",
@@ -279,7 +281,8 @@ def test_one_that_waits_is_never_blamed_where_one_does_not(
     places: list[tuple[Phase, int, float]],
 ) -> None:
     all_ = [
-        Record(f"worker {i}", step, phase, -1, 5, at) for i, (phase, step, at) in enumerate(places)
+        ProgressRecord(f"worker {i}", step, phase, -1, 5, at)
+        for i, (phase, step, at) in enumerate(places)
     ]
     found = find_hung_task(all_)
     blamed = next((record for record in all_ if record.task == found.task), None)

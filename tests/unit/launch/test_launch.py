@@ -14,7 +14,7 @@ import pytest
 from helpers import environment
 
 from spmdtrain.distributed.hangs import IdleTimer
-from spmdtrain.distributed.progress import Phase, Reason, Record
+from spmdtrain.distributed.progress import Phase, ProgressRecord, Reason
 from spmdtrain.errors import UserError
 from spmdtrain.launch.child import _prefixes, lines
 from spmdtrain.launch.command import main
@@ -22,7 +22,7 @@ from spmdtrain.launch.exit_report import (
     CauseRank,
     Restarts,
     TaskExit,
-    describe,
+    describe_exit,
     hint,
     rank,
     root_cause,
@@ -869,7 +869,7 @@ def test_in_a_terminal_lines_are_aligned_and_colored(monkeypatch: pytest.MonkeyP
         os.close(writer)
 
 
-AT_37 = Record("worker 2", 37, Phase.STEP, 30, 9, 0.0)
+AT_37 = ProgressRecord("worker 2", 37, Phase.STEP, 30, 9, 0.0)
 GLOO = "RuntimeError: [external/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1"
 
 
@@ -954,7 +954,7 @@ GLOO = "RuntimeError: [external/gloo/transport/tcp/pair.cc:534] Connection close
     ],
 )
 def test_deaths_in_words(ended: TaskExit, words: str, ranked: CauseRank) -> None:
-    assert describe(ended) == words
+    assert describe_exit(ended) == words
     assert rank(ended) is ranked
 
 

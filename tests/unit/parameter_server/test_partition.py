@@ -10,7 +10,7 @@ from spmdtrain.parameter_server.partition import (
     MaxSize,
     MinSize,
     Partitioner,
-    place,
+    assign_rows,
 )
 
 
@@ -54,7 +54,7 @@ def test_each_row_is_on_one_server(
     shapes: list[tuple[int, ...]], servers: int, partitioner: Partitioner
 ) -> None:
     leaves = {str(n): Leaf(shape, 4) for n, shape in enumerate(shapes)}
-    placed = place(leaves, servers, partitioner)
+    placed = assign_rows(leaves, servers, partitioner)
     for name, leaf in leaves.items():
         held = [rows[name] for rows in placed if name in rows]
         # In the order of the servers, without a gap.
@@ -64,12 +64,12 @@ def test_each_row_is_on_one_server(
 
 
 def test_more_shards_than_servers_lie_side_by_side() -> None:
-    first, second = place({"w": Leaf((10, 3), 4)}, 2, FixedShards(5))
+    first, second = assign_rows({"w": Leaf((10, 3), 4)}, 2, FixedShards(5))
     assert (first["w"].start, first["w"].stop, second["w"].start) == (0, 6, 6)  # three and two
 
 
 def test_servers_get_as_much_as_each_other() -> None:
     leaves = {str(size): Leaf((size, 8), 4) for size in (60, 50, 40, 30, 20, 10)}
-    placed = place(leaves, 2, MinSize())
+    placed = assign_rows(leaves, 2, MinSize())
     rows = [sum(r.stop - r.start for r in held.values()) for held in placed]
     assert rows == [110, 100] or rows == [100, 110]

@@ -19,7 +19,7 @@ from spmdtrain import FunctionModel, Loop, Trainer
 from spmdtrain.checkpoints.restore import load_state
 from spmdtrain.config import MeshSpec, RunConfig, ShardingOptions
 from spmdtrain.errors import UserError
-from spmdtrain.sharding.layout import GatherPolicy, Layout, Rule, check_placed, describe
+from spmdtrain.sharding.layout import GatherPolicy, Layout, Rule, check_placed, describe_sharding
 from spmdtrain.sharding.placement import Placement, make_placement
 from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal
@@ -773,7 +773,7 @@ def test_another_device_is_another_place() -> None:
     x = jax.device_put(np.ones(3), one)
     with pytest.raises(UserError, match="now, x of shape"):
         check_placed({"x": x}, {"x": other}, "now")
-    assert describe(one) == "on 1 device"
+    assert describe_sharding(one) == "on 1 device"
 
 
 # --- The trainer looks whether it is so ---

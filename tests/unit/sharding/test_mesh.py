@@ -18,7 +18,7 @@ from spmdtrain.sharding.mesh import (
     batch_shards,
     build_mesh,
     cpu_devices_in_environment,
-    describe,
+    describe_mesh,
     make_cpu_devices,
 )
 from spmdtrain.strategies import AXES, STRATEGIES, strategy
@@ -30,7 +30,7 @@ def ids(spec: MeshSpec) -> list[int]:
 
 def shape(name: str, spec: MeshSpec | None = None, **options: Any) -> str:
     """The axes in use of a strategy's mesh, in words."""
-    return describe(build_mesh(spec or MeshSpec(), strategy(name), **options))
+    return describe_mesh(build_mesh(spec or MeshSpec(), strategy(name), **options))
 
 
 def refusal(spec: MeshSpec, name: str = "mirrored", **options: Any) -> str:
@@ -148,7 +148,7 @@ def test_a_device_named_twice_is_refused(twice: tuple[str | int, ...]) -> None:
     ],
 )
 def test_a_mesh_is_described_by_the_axes_in_use(spec: MeshSpec, text: str) -> None:
-    assert describe(build_mesh(spec)) == text
+    assert describe_mesh(build_mesh(spec)) == text
 
 
 @pytest.mark.parametrize(
@@ -419,9 +419,9 @@ def test_slices_come_before_hosts(cluster: Cluster) -> None:
 def test_the_replicas_of_any_strategy_are_hosts(cluster: Cluster) -> None:
     cluster([0, 1, 0, 1])
     mesh = build_mesh(MeshSpec(replica=2), strategy("fully_sharded"))
-    assert describe(mesh) == "replica=2 fsdp=2" and groups(mesh) == [[0, 2], [1, 3]]
+    assert describe_mesh(mesh) == "replica=2 fsdp=2" and groups(mesh) == [[0, 2], [1, 3]]
     mesh = build_mesh(MeshSpec(replica=-1), strategy("mirrored"))
-    assert describe(mesh) == "replica=2 data=2" and groups(mesh) == [[0, 2], [1, 3]]
+    assert describe_mesh(mesh) == "replica=2 data=2" and groups(mesh) == [[0, 2], [1, 3]]
     # Without replicas, nothing is asked of the hosts, and no process has to answer.
     flat = build_mesh(MeshSpec(), strategy("mirrored"))
     assert [device.id for device in flat.devices.flat] == [0, 1, 2, 3]

@@ -21,7 +21,15 @@ from jax.sharding import (
 )
 from rich.console import Console
 
-from spmdtrain.sharding.table import MemoryUse, Row, ShardingTable, narrow, show, summary, tabulate
+from spmdtrain.sharding.table import (
+    MemoryUse,
+    Row,
+    ShardingTable,
+    narrow,
+    show_sharding,
+    summary,
+    tabulate,
+)
 from spmdtrain.step.state import TrainState, average_of
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves, path_name
@@ -89,7 +97,7 @@ def drawn(table: ShardingTable, width: int | None) -> list[str]:
         soft_wrap=True,
         color_system=None,
     )
-    show(terminal, table)
+    show_sharding(terminal, table)
     return [re.sub("\x1b\\[[0-9;]*m", "", line) for line in file.getvalue().splitlines()]
 
 
