@@ -132,8 +132,8 @@ def load_latest_valid(
 
     Args:
       source: The checkpoints.
-      load: Loads one; its `UserError` other than for a damaged checkpoint ends the search.
-      log: Receives a line for each damaged checkpoint.
+      load: Loads one; its `UserError` other than for a corrupted checkpoint ends the search.
+      log: Receives a line for each corrupted checkpoint.
       by_all: Whether all processes of the job load together.
 
     Returns:

@@ -72,7 +72,7 @@ def load_values(
       which: The checkpoint of a workdir: "latest", "best" or a step.
       steps: Give the model's shapes and shardings.
       config: The configuration, compared with that of the checkpoint.
-      log: Receives lines about damaged checkpoints, and the chosen one.
+      log: Receives lines about corrupted checkpoints, and the chosen one.
 
     Returns:
       The values, and the manifest of the checkpoint.

@@ -34,6 +34,10 @@ BRITISH = re.compile(
     r"offence|programme|towards|travelled)s?\b",
     re.IGNORECASE,
 )
+# One word for one thing (see the glossary): checksum, corrupted, quarantined, hangs.
+SYNONYMS = re.compile(
+    r"\b(?:check[ -]sums?|damaged?|sets? aside|stall(?:s|ed|ing)?|stuck)\b", re.IGNORECASE
+)
 ROOT = Path(__file__).parents[2]
 TEXTS = [
     *(
@@ -84,5 +88,15 @@ def test_spelling_is_american() -> None:
         for path in TEXTS
         for number, line in enumerate(path.read_text().splitlines(), start=1)
         for match in BRITISH.finditer(line)
+    }
+    assert not found, sorted(found)
+
+
+def test_one_thing_has_one_word() -> None:
+    found = {
+        (str(path.relative_to(ROOT)), number, match[0])
+        for path in TEXTS
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        for match in SYNONYMS.finditer(line)
     }
     assert not found, sorted(found)
