@@ -6,6 +6,14 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from spmdtrain.config_checks import (
+    check_above_zero,
+    check_compute_dtype,
+    check_run,
+    check_values,
+    groups_are_checked,
+    not_default,
+)
 from spmdtrain.errors import UserError
 from spmdtrain.strategies import AXES
 
@@ -13,8 +21,20 @@ DEFAULT_GLOBAL_BATCH_SIZE = 32
 STEPS_BETWEEN_CHECKPOINTS = 500  # of a run whose length is in steps, without epochs to save at
 
 
+class OptionGroup:
+    """Options that are one field of `RunConfig`. A group checks its own values."""
+
+    def __post_init__(self) -> None:
+        if groups_are_checked():
+            self.check()
+
+    def check(self) -> None:
+        """Raises `UserError` for a field with the wrong type or an invalid value."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, kw_only=True)
-class MeshSpec:
+class MeshSpec(OptionGroup):
     """Sizes of the mesh axes, and the devices of the mesh."""
 
     replica: int | None = None
@@ -35,9 +55,17 @@ class MeshSpec:
         """Returns axis name to size, in mesh order; None if the strategy chooses the size."""
         return {axis: getattr(self, axis) for axis in AXES}
 
+    def check(self) -> None:
+        check_values(self, MeshSpec, "mesh.")
+        for axis, size in self.given().items():
+            if size is not None and size < 1 and size != -1:
+                raise UserError(
+                    f"mesh.{axis} is {size}: it must be 1 or more, or -1 for the remaining devices"
+                )
+
 
 @dataclass(frozen=True, kw_only=True)
-class ShardingOptions:
+class ShardingOptions(OptionGroup):
     """Limits and choices for sharding the state."""
 
     min_size: int = 2**14
@@ -52,9 +80,13 @@ class ShardingOptions:
     """Part of the state that central_storage keeps in host memory: the whole state, or only the
     optimizer state."""
 
+    def check(self) -> None:
+        check_values(self, ShardingOptions, "sharding.")
+        check_above_zero(self, ("min_size", "max_shards", "replicated_limit"), "sharding.")
+
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterServerOptions:
+class ParameterServerOptions(OptionGroup):
     """Partitioning of the state over parameter servers, and staleness of the workers."""
 
     partitioner: Literal["min_size", "max_size", "fixed_shards"] = "min_size"
@@ -75,9 +107,22 @@ class ParameterServerOptions:
     """Seconds without a result after which a batch is also assigned to an idle worker. None
     means three times the usual duration of a batch, and at least one second."""
 
+    def check(self) -> None:
+        check_values(self, ParameterServerOptions, "servers.")
+        sizes = ("min_shard_bytes", "max_shard_bytes", "max_shards", "backup_task_timeout")
+        check_above_zero(self, sizes, "servers.")
+        if self.max_staleness is not None and self.max_staleness < 0:
+            raise UserError(f"servers.max_staleness is {self.max_staleness}: it must be 0 or more")
+        for name, partitioner in (("min_shard_bytes", "min_size"), ("max_shard_bytes", "max_size")):
+            if name in not_default(self) and self.partitioner != partitioner:
+                raise UserError(
+                    f"servers.{name} is for {partitioner}, but servers.partitioner is "
+                    f"{self.partitioner}"
+                )
+
 
 @dataclass(frozen=True, kw_only=True)
-class CollectiveOptions:
+class CollectiveOptions(OptionGroup):
     """Communication between devices. An option that the backend does not support is an error."""
 
     reduction: (
@@ -97,6 +142,10 @@ class CollectiveOptions:
     timeout: float | None = None
     """Seconds, rounded up to whole ones, that a collective of CPU devices may take before the
     process ends."""
+
+    def check(self) -> None:
+        check_values(self, CollectiveOptions, "collectives.")
+        check_above_zero(self, ("combine_threshold_bytes", "timeout"), "collectives.")
 
 
 class Purpose(enum.StrEnum):
@@ -241,6 +290,27 @@ class RunConfig:
     profile_steps: str | None = None
     """Range of steps to profile, A:B, both included. Writes a profiler trace into the workdir."""
 
+    def __post_init__(self) -> None:
+        # For a subclass that overrides this method see `sharding.resolution.check`.
+        check_compute_dtype(self.compute_dtype)  # first: it explains why float16 is no choice
+        check_values(self, RunConfig)
+        for group in (self.mesh, self.sharding, self.collectives, self.servers):
+            group.check()
+        check_run(self)
+
+    @property
+    def resolved_batch_size(self) -> int:
+        """The global batch size of a resolved configuration (see `resolve_config`).
+
+        Raises:
+          UserError: If the configuration is not resolved.
+        """
+        if self.global_batch_size is None:
+            raise UserError(
+                "global_batch_size is not set: call config = resolve_config(config) first"
+            )
+        return self.global_batch_size
+
     # -- lengths and cadences ----------------------------------------------------------------
 
     def total_steps(self, num_examples: int) -> int:
@@ -256,7 +326,7 @@ class RunConfig:
             return self.steps
         if self.epochs is None:
             raise UserError("the length of the training is not set: give epochs or steps")
-        return -(-self.epochs * num_examples // self._batch())
+        return -(-self.epochs * num_examples // self.resolved_batch_size)
 
     def epochs_at(self, step: int, num_examples: int) -> int:
         """Returns the number of epochs completed after `step` updates.
@@ -265,7 +335,7 @@ class RunConfig:
           step: Number of updates.
           num_examples: Number of training examples; with 0 no epoch is ever completed.
         """
-        return step * self._batch() // num_examples if num_examples else 0
+        return step * self.resolved_batch_size // num_examples if num_examples else 0
 
     def epoch_of(self, step: int, num_examples: int) -> range:
         """Returns the updates of the epoch that update `step` belongs to.
@@ -274,8 +344,8 @@ class RunConfig:
           step: Number of the update, from 1.
           num_examples: Number of training examples.
         """
-        before = self.epochs_at(step - 1, num_examples)
-        first, last = (-(-n * num_examples // self._batch()) for n in (before, before + 1))
+        before, batch = self.epochs_at(step - 1, num_examples), self.resolved_batch_size
+        first, last = (-(-n * num_examples // batch) for n in (before, before + 1))
         return range(first + 1, last + 1)
 
     def ends_epoch(self, step: int, num_examples: int) -> bool:
@@ -335,7 +405,7 @@ class RunConfig:
           batch_shards: Number of devices that the batch is split over.
         """
         parts = batch_shards * self.microbatches
-        return -(-self._batch() // parts) * parts
+        return -(-self.resolved_batch_size // parts) * parts
 
     def profile_range(self) -> tuple[int, int] | None:
         """Returns the first and last step of the profiler trace; None without `profile_steps`.
@@ -355,10 +425,6 @@ class RunConfig:
                 "1 <= A <= B"
             )
         return first, last
-
-    def _batch(self) -> int:
-        assert self.global_batch_size is not None, "the configuration is not resolved"
-        return self.global_batch_size
 
 
 def as_json(config: RunConfig) -> dict[str, Any]:

@@ -1,26 +1,23 @@
-"""Checks of a configuration, and its resolution for the devices of a run."""
+"""Checks of the values and combinations of a configuration's fields."""
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from spmdtrain.config import (
-    DEFAULT_GLOBAL_BATCH_SIZE,
-    MeshSpec,
-    ParameterServerOptions,
-    RunConfig,
-    as_json,
-)
 from spmdtrain.errors import LARGEST_INTEGER, UserError, did_you_mean
 from spmdtrain.strategies import strategy
 
-Config = TypeVar("Config", bound=RunConfig)
+if TYPE_CHECKING:  # `config` imports this module
+    from spmdtrain.config import RunConfig
 
-_POSITIVE = (
+_ABOVE_ZERO = (
     "epochs",
     "steps",
     "global_batch_size",
@@ -40,23 +37,38 @@ _POSITIVE = (
 )
 
 
-def check(config: RunConfig) -> None:
-    """Checks everything that depends neither on the devices nor on the data.
+_groups_are_checked: ContextVar[bool] = ContextVar("groups_are_checked", default=True)
+
+
+def groups_are_checked() -> bool:
+    """Returns whether an option group checks its values when it is constructed."""
+    return _groups_are_checked.get()
+
+
+@contextmanager
+def unchecked_groups() -> Iterator[None]:
+    """Leaves the checks of option groups to the `RunConfig` that they become a part of.
+
+    For tyro, which constructs the groups first, and would print their `UserError` in a box instead
+    of raising it.
+    """
+    before = _groups_are_checked.set(False)
+    try:
+        yield
+    finally:
+        _groups_are_checked.reset(before)
+
+
+def check_run(config: "RunConfig") -> None:
+    """Checks ranges and combinations of fields that depend neither on the devices nor on the data.
 
     Args:
-      config: The configuration. Of an experiment's own fields only the size of integers is checked.
+      config: Its types (`check_values`) and its option groups are checked already.
 
     Raises:
-      UserError: If a field has the wrong type or an invalid value, or if two fields conflict.
+      UserError: If a field has an invalid value, or if two fields conflict.
     """
-    check_compute_dtype(config.compute_dtype)
-    _check_types(config, RunConfig)
-    for name, value in as_json(config).items():
-        _check_integers(name, value)
-    for name in _POSITIVE:
-        value = getattr(config, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise UserError(f"{name} is {value}: it must be above 0")
+    check_above_zero(config, _ABOVE_ZERO)
     for size in config.learning_rate_table:
         if size < 1:
             raise UserError(f"learning_rate_table has a batch size of {size}: it must be above 0")
@@ -89,11 +101,6 @@ def check(config: RunConfig) -> None:
         )
     if config.ema_decay is not None and not 0 <= config.ema_decay < 1:
         raise UserError(f"ema_decay is {config.ema_decay}: it must be 0 or more, and below 1")
-    for axis, given in config.mesh.given().items():
-        if given is not None and given < 1 and given != -1:
-            raise UserError(
-                f"mesh.{axis} is {given}: it must be 1 or more, or -1 for the remaining devices"
-            )
     _check_placement(config)
     for name, rate in [
         ("learning_rate", config.learning_rate),
@@ -136,97 +143,96 @@ def check_compute_dtype(name: object) -> None:
         )
 
 
-def with_options(config: RunConfig, options: Mapping[str, Any], of: str) -> RunConfig:
-    """Returns the configuration with some fields replaced.
+def check_values(values: Any, fields: type, prefix: str = "") -> None:
+    """Checks the types of the fields of a dataclass, and the size of its integers.
+
+    The command line converts its options; Python does not.
 
     Args:
-      config: The configuration to change.
-      options: New values by field name.
-      of: The name of the function or class that received `options`, for the error message.
+      values: An instance of the dataclass, or of a subclass with fields of its own. Their types are
+        not checked.
+      fields: The dataclass.
+      prefix: Stands before the names of the fields in messages, such as `mesh.`.
 
     Raises:
-      UserError: If an option is no field of `config`, or if the result is not valid.
+      UserError: If a field has the wrong type, or an integer is too large for a manifest.
     """
-    fields = [field.name for field in dataclasses.fields(config)]
-    for name in options:
-        if name not in fields:
-            raise UserError(f"{of} has no option {name!r}.{did_you_mean(name, fields)}")
-    config = dataclasses.replace(config, **options)
-    check(config)
-    return config
+    for field_name, hint in _type_hints(fields).items():
+        _check_type(f"{prefix}{field_name}", getattr(values, field_name), hint)
+    for field in dataclasses.fields(values):
+        # A field that the subclass computes itself has no value yet.
+        _check_integers(f"{prefix}{field.name}", getattr(values, field.name, None))
 
 
-def validate_trainer_options(config: RunConfig, options: Mapping[str, Any]) -> RunConfig:
-    """Returns the configuration with the options of a `Trainer`, which has a built optimizer.
+@functools.cache
+def _type_hints(fields: type) -> dict[str, Any]:
+    return get_type_hints(fields)
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value is None and NoneType in kinds:
+        return
+    for kind in kinds:
+        is_class = isinstance(kind, type) and dataclasses.is_dataclass(kind)
+        if is_class and not isinstance(value, kind):
+            raise UserError(f"{name} is {value!r}: it must be a {kind.__name__}")
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            choices = [str(choice) for choice in get_args(kind)]
+            raise UserError(f"{name} is {value!r}.{did_you_mean(str(value), choices)}")
+        if kind is int and not isinstance(value, Integral):
+            raise UserError(f"{name} is {value!r}: it must be a whole number")
+        if kind is float and not isinstance(value, Real):
+            raise UserError(f"{name} is {value!r}: it must be a number")
+        if get_origin(kind) is tuple and not isinstance(value, (tuple, list)):
+            raise UserError(f"{name} is {value!r}: it must be a tuple")
+        if kind == tuple[str, ...] and not all(isinstance(item, str) for item in value):
+            raise UserError(f"{name} is {value!r}: it must be a tuple of strings")
+        if kind is str and not isinstance(value, str):
+            raise UserError(f"{name} is {value!r}: it must be a string")
+
+
+def _check_integers(name: str, value: Any) -> None:
+    """Raises `UserError` for an integer, also a nested one, that a manifest cannot hold."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            _check_integers(f"{name}.{field.name}", getattr(value, field.name))
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            _check_integers(name, item)
+    elif isinstance(value, int) and abs(value) >= LARGEST_INTEGER:
+        shown = str(value) if abs(value) < 10**40 else "an integer of more than 40 digits"
+        raise UserError(f"{name} is {shown}: it must be below 2^63")
+
+
+def check_above_zero(values: object, names: Sequence[str], prefix: str = "") -> None:
+    """Raises `UserError` if a field is neither None nor a finite number above 0.
 
     Args:
-      config: The configuration to change.
-      options: New values by field name.
-
-    Raises:
-      UserError: If an option is unknown or not valid, or has an effect only before the model,
-        the optimizer and the data are built (`learning_rate`, its scaling, `data_dir`).
+      values: Has the fields.
+      names: The names of the fields.
+      prefix: Stands before them in messages, such as `sharding.`.
     """
-    instead = {
-        "learning_rate": "give it to the optimizer, for example optimizer=optax.adam(0.001)",
-        "data_dir": "give the data to fit",
-    }
-    for name, advice in instead.items():
-        if name in options:
-            raise UserError(f"{name} is for the build(config) of an experiment: {advice}")
-    config = with_options(config, options, "Trainer")
-    if config.learning_rate_scaling != "none" or config.learning_rate_table:
-        raise UserError(
-            "learning_rate_scaling and learning_rate_table have no effect in a Trainer, because "
-            "its optimizer is already built: call config = resolve_config(config) first, and build "
-            "the optimizer with config.learning_rate"
-        )
-    return config
+    for name in names:
+        value = getattr(values, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise UserError(f"{prefix}{name} is {value}: it must be above 0")
 
 
-def _check_types(values: Any, fields: type, prefix: str = "") -> None:
-    """Checks the types of all fields. The command line converts its options; Python does not."""
-    for field_name, hint in get_type_hints(fields).items():
-        name, value = f"{prefix}{field_name}", getattr(values, field_name)
-        kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
-        if value is None and NoneType in kinds:
-            continue
-        for kind in kinds:
-            if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-                if not isinstance(value, kind):
-                    raise UserError(f"{name} is {value!r}: it must be a {kind.__name__}")
-                _check_types(value, kind, f"{name}.")
-            if get_origin(kind) is Literal and value not in get_args(kind):
-                choices = [str(choice) for choice in get_args(kind)]
-                raise UserError(f"{name} is {value!r}.{did_you_mean(str(value), choices)}")
-            if kind is int and not isinstance(value, Integral):
-                raise UserError(f"{name} is {value!r}: it must be a whole number")
-            if kind is float and not isinstance(value, Real):
-                raise UserError(f"{name} is {value!r}: it must be a number")
-            if get_origin(kind) is tuple and not isinstance(value, (tuple, list)):
-                raise UserError(f"{name} is {value!r}: it must be a tuple")
-            if kind == tuple[str, ...] and not all(isinstance(item, str) for item in value):
-                raise UserError(f"{name} is {value!r}: it must be a tuple of strings")
-            if kind is str and not isinstance(value, str):
-                raise UserError(f"{name} is {value!r}: it must be a string")
+def not_default(values: Any) -> list[str]:
+    """Returns the names of the fields of a dataclass whose value is not the default."""
+    return [f.name for f in dataclasses.fields(values) if getattr(values, f.name) != f.default]
 
 
-def _check_placement(config: RunConfig) -> None:
+def _check_placement(config: "RunConfig") -> None:
     placed, sharding, collectives = strategy(config.strategy), config.sharding, config.collectives
-    if not placed.has_mesh and config.mesh != MeshSpec():
+    if not placed.has_mesh and not_default(config.mesh):
         raise UserError(
             f"a mesh is given, but strategy {placed.name} has none: leave it out, or choose the "
             "device with strategy one_device and mesh.devices"
         )
-    for name, value in (
-        ("sharding.min_size", sharding.min_size),
-        ("sharding.max_shards", sharding.max_shards),
-        ("sharding.replicated_limit", sharding.replicated_limit),
-        ("collectives.combine_threshold_bytes", collectives.combine_threshold_bytes),
-        ("collectives.timeout", collectives.timeout),
-    ):
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise UserError(f"{name} is {value}: it must be above 0")
     for option in ("reduction", "reduce_dtype"):
         if getattr(collectives, option) not in (None, "automatic") and not placed.has_mesh:
             raise UserError(
@@ -261,27 +267,13 @@ def _check_placement(config: RunConfig) -> None:
             ) from error
 
 
-def _check_servers(config: RunConfig) -> None:
-    servers, default = config.servers, ParameterServerOptions()
+def _check_servers(config: "RunConfig") -> None:
     if not strategy(config.strategy).by_servers:
-        for name in (f.name for f in dataclasses.fields(ParameterServerOptions)):
-            if getattr(servers, name) != getattr(default, name):
-                raise UserError(
-                    f"servers.{name} is for parameter_server, but the strategy is {config.strategy}"
-                )
-        return
-    for name in ("min_shard_bytes", "max_shard_bytes", "max_shards", "backup_task_timeout"):
-        value = getattr(servers, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise UserError(f"servers.{name} is {value}: it must be above 0")
-    if servers.max_staleness is not None and servers.max_staleness < 0:
-        raise UserError(f"servers.max_staleness is {servers.max_staleness}: it must be 0 or more")
-    for name, partitioner in (("min_shard_bytes", "min_size"), ("max_shard_bytes", "max_size")):
-        if getattr(servers, name) != getattr(default, name) and servers.partitioner != partitioner:
+        for name in not_default(config.servers):
             raise UserError(
-                f"servers.{name} is for {partitioner}, but servers.partitioner is "
-                f"{servers.partitioner}"
+                f"servers.{name} is for parameter_server, but the strategy is {config.strategy}"
             )
+        return
     for name, required, why in (
         ("steps_per_dispatch", 1, "a worker computes one step at a time"),
         ("data_on_device", False, "each worker reads the examples of the batches assigned to it"),
@@ -292,97 +284,3 @@ def _check_servers(config: RunConfig) -> None:
             raise UserError(
                 f"{name} is {getattr(config, name)}, but under parameter_server {why}: leave it out"
             )
-
-
-def scale_learning_rate(config: RunConfig) -> float | None:
-    """Returns the learning rate for the configured `global_batch_size`, by table or by scaling.
-
-    Args:
-      config: A configuration whose `global_batch_size` is set.
-
-    Raises:
-      UserError: If table and scaling are both set, if the table has no entry for the batch size,
-        or if scaling lacks `learning_rate` or `learning_rate_base_batch_size`.
-    """
-    batch = config.global_batch_size
-    assert batch is not None
-    if config.learning_rate_table:
-        if config.learning_rate_scaling != "none":
-            raise UserError(
-                "learning_rate_table and learning_rate_scaling are both set: give one of the two"
-            )
-        sizes = [size for size in config.learning_rate_table if size <= batch]
-        if not sizes:
-            raise UserError(
-                f"learning_rate_table begins at batch size {min(config.learning_rate_table)}: "
-                f"it has no learning rate for a global batch of {batch}"
-            )
-        return config.learning_rate_table[max(sizes)]
-    if config.learning_rate_scaling == "none":
-        return config.learning_rate
-    if config.learning_rate is None or config.learning_rate_base_batch_size is None:
-        raise UserError(
-            f"learning_rate_scaling is {config.learning_rate_scaling}: it needs learning_rate and "
-            "learning_rate_base_batch_size, the batch size for which that rate was chosen"
-        )
-    ratio = batch / config.learning_rate_base_batch_size
-    return config.learning_rate * (
-        ratio if config.learning_rate_scaling == "linear" else ratio**0.5
-    )
-
-
-def _check_integers(name: str, value: Any) -> None:
-    """Raises `UserError` for an integer, also a nested one, that a manifest cannot hold."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            _check_integers(name, item)
-    elif isinstance(value, int) and abs(value) >= LARGEST_INTEGER:
-        shown = str(value) if abs(value) < 10**40 else "an integer of more than 40 digits"
-        raise UserError(f"{name} is {shown}: it must be below 2^63")
-
-
-def resolve(config: Config, *, batch_shards: int) -> Config:
-    """Returns the configuration with batch size and learning rate computed for the devices.
-
-    In the result `global_batch_size` is set, `batch_size_per_device` is None, and `learning_rate`
-    is scaled.
-
-    Args:
-      config: The configuration to resolve.
-      batch_shards: Number of devices that the batch is split over.
-
-    Raises:
-      UserError: If the configuration is not valid, or if the global batch does not divide over
-        devices and microbatches and `uneven_batch` is `refuse`.
-    """
-    check(config)
-    if config.batch_size_per_device is not None:
-        batch = config.batch_size_per_device * batch_shards
-    else:
-        batch = config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
-    config = dataclasses.replace(config, global_batch_size=batch, batch_size_per_device=None)
-    pads = config.uneven_batch == "pad"
-    if not pads and batch % batch_shards:
-        raise UserError(
-            f"global_batch_size is {batch}: it does not divide over {batch_shards} devices "
-            f"({batch} = {batch // batch_shards} * {batch_shards} + {batch % batch_shards}); "
-            f"{max(1, batch // batch_shards) * batch_shards} would; uneven_batch=pad pads "
-            "the batch (not supported by Loop)"
-        )
-    parts = batch_shards * config.microbatches
-    if not pads and batch % parts:
-        raise UserError(
-            f"global_batch_size is {batch}: it does not divide over {batch_shards} devices and "
-            f"{config.microbatches} microbatches ({batch} = {batch // parts} * {parts} + "
-            f"{batch % parts}); {max(1, batch // parts) * parts} would; "
-            "uneven_batch=pad pads the batch (not supported by Loop)"
-        )
-    return dataclasses.replace(
-        config,
-        learning_rate=scale_learning_rate(config),
-        learning_rate_scaling="none",
-        learning_rate_base_batch_size=None,
-        learning_rate_table={},
-    )

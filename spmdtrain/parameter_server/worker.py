@@ -10,7 +10,6 @@ import numpy as np
 
 from spmdtrain.adapters.base import Variables
 from spmdtrain.config import ParameterServerOptions, RunConfig
-from spmdtrain.config_checks import resolve
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.loader import BatchCheck
 from spmdtrain.data.sampling import Augment, TrainBatches, all_rows
@@ -24,6 +23,7 @@ from spmdtrain.parameter_server.state_partition import (
     bytes_in,
 )
 from spmdtrain.sharding.placement import Placement, configure_backend, make_placement, use_placement
+from spmdtrain.sharding.resolution import resolve
 from spmdtrain.step.functions import StepFunctions
 
 PyTree = Any
@@ -164,13 +164,12 @@ class WorkerFactory:
         placement = make_placement(self.config)
         # The chief has only checked that the batch divides over its own devices.
         config = resolve(self.config, batch_shards=placement.batch_shards)
-        assert config.global_batch_size is not None
         worker = Worker(
             self.steps(config, placement),
             placement,
             self.partition,
             self.dataset,
-            batch_size=config.global_batch_size,
+            batch_size=config.resolved_batch_size,
             seed=config.seed,
             shuffle=config.shuffle,
             threads=config.data_threads,

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from spmdtrain.config import CollectiveOptions, MeshSpec, RunConfig
-from spmdtrain.config_checks import Config, resolve
+from spmdtrain.config import CollectiveOptions, MeshSpec, ParameterServerOptions, RunConfig
 from spmdtrain.distributed import initialize, process_group
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.sharding.mesh import (
@@ -28,6 +27,7 @@ from spmdtrain.sharding.mesh import (
     describe_mesh,
     make_cpu_devices,
 )
+from spmdtrain.sharding.resolution import Config, resolve
 from spmdtrain.strategies import AXES, DEFAULT, Strategy, strategy
 from spmdtrain.xla import collective_options
 from spmdtrain.xla.compile_cache import keep_programs
@@ -252,7 +252,7 @@ def configure_backend(config: RunConfig) -> None:
 
 
 def resolve_config(config: Config) -> Config:
-    """Returns the configuration resolved for the devices (see `config_checks.resolve`).
+    """Returns the configuration resolved for the devices (see `resolution.resolve`).
 
     A script calls it before an experiment's `build(config)`, as the run command does.
 
@@ -282,6 +282,10 @@ def local_config(config: Config, log: Callable[[str], None]) -> Config:
         log(f"mirrored over {devices}, because the run's own placement fails here: {error}")
         sharding = dataclasses.replace(config.sharding, max_shards=None, offload=None)
         config = dataclasses.replace(
-            config, mesh=MeshSpec(), strategy="mirrored", sharding=sharding
+            config,
+            mesh=MeshSpec(),
+            strategy="mirrored",
+            sharding=sharding,
+            servers=ParameterServerOptions(),
         )
     return dataclasses.replace(config, learning_rate_scaling="none", learning_rate_table={})

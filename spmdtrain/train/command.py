@@ -7,11 +7,11 @@ import jax
 
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
 from spmdtrain.config import RunConfig
-from spmdtrain.config_checks import resolve
 from spmdtrain.distributed import initialize, process_group
 from spmdtrain.errors import ExitCode, UserError
 from spmdtrain.files.predictions import write_predictions
 from spmdtrain.sharding.placement import local_config, resolve_config
+from spmdtrain.sharding.resolution import resolve
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
 from spmdtrain.train import evaluator

@@ -17,13 +17,13 @@ from spmdtrain.checkpoints.manifest import CheckpointCorruptedError
 from spmdtrain.checkpoints.restore import read_manifest
 from spmdtrain.checkpoints.source import Source, list_checkpoints
 from spmdtrain.config import RunConfig
-from spmdtrain.config_checks import resolve
 from spmdtrain.data.datasets import Dataset, as_dataset
 from spmdtrain.distributed import progress
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import ExitCode, PreemptedExit, StorageError, UserError
 from spmdtrain.files.run_files import RunFiles, Split, Status, Writer, status_of
 from spmdtrain.files.storage import failures, folder_of, one_line, size_and_time
+from spmdtrain.sharding.resolution import resolve
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.run_logger import Metrics, RunLogger
 

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 
 from spmdtrain.config import Purpose, RunConfig, derive_seed
-from spmdtrain.config_checks import resolve, with_options
 from spmdtrain.data.loader import train_batches
 from spmdtrain.data.sampling import Augment
 from spmdtrain.distributed import process_group
@@ -23,6 +22,7 @@ from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
 from spmdtrain.files.run_files import Split, Status
 from spmdtrain.sharding.layout import Layout, Rule
 from spmdtrain.sharding.placement import configure_backend, make_placement, use_placement
+from spmdtrain.sharding.resolution import resolve
 from spmdtrain.step.hyperparameters import initial_values
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
@@ -40,6 +40,7 @@ from spmdtrain.train.loop_checks import (
 from spmdtrain.train.loop_step import LoopStep, make_program
 from spmdtrain.train.loop_tools import LoopTools
 from spmdtrain.train.metrics_reader import MetricsReader
+from spmdtrain.train.overrides import with_options
 from spmdtrain.train.roles import refuse_evaluator
 from spmdtrain.train.run_logger import RunLogger
 from spmdtrain.train.session import BoundaryActions, RunSession

@@ -1,6 +1,5 @@
 """The schedule of a run: which steps are dispatched together, and what is due after a step."""
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,25 +9,6 @@ from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
 
 _CLOCK_INTERVAL = 1.0  # seconds between two reads of process 0's clock by several processes
-
-
-def with_totals(
-    config: RunConfig,
-    epochs: int | None,
-    steps: int | None,
-    global_batch_size: int | None,
-    batch_size_per_device: int | None,
-) -> RunConfig:
-    """Returns a configuration with the keywords of `Trainer.fit` in place of its own."""
-    if epochs is not None or steps is not None:
-        config = dataclasses.replace(config, epochs=epochs, steps=steps)
-    if global_batch_size is not None or batch_size_per_device is not None:
-        config = dataclasses.replace(
-            config,
-            global_batch_size=global_batch_size,
-            batch_size_per_device=batch_size_per_device,
-        )
-    return config
 
 
 @dataclass(frozen=True)

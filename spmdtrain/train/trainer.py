@@ -11,7 +11,6 @@ import optax
 from spmdtrain.adapters.base import Function
 from spmdtrain.checkpoints.listing import LATEST
 from spmdtrain.config import RunConfig
-from spmdtrain.config_checks import resolve, validate_trainer_options
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.sampling import Augment
 from spmdtrain.distributed.progress import Phase, phase
@@ -19,6 +18,7 @@ from spmdtrain.errors import PreemptedExit, StateError, UserError
 from spmdtrain.files.run_files import Split, Status
 from spmdtrain.sharding.layout import Rule
 from spmdtrain.sharding.placement import use_placement
+from spmdtrain.sharding.resolution import resolve
 from spmdtrain.step.compile import Programs
 from spmdtrain.step.reductions import Reduction
 from spmdtrain.step.state import TrainState
@@ -43,9 +43,9 @@ from spmdtrain.train.experiment import Experiment
 from spmdtrain.train.init_state import at_step_zero, initial_state
 from spmdtrain.train.metrics_reader import MetricsReader
 from spmdtrain.train.model_runner import ModelRunner
+from spmdtrain.train.overrides import validate_trainer_options, with_totals
 from spmdtrain.train.profiler import profiled_steps
 from spmdtrain.train.run_logger import Metrics, no_metrics
-from spmdtrain.train.schedule import with_totals
 from spmdtrain.train.session import BoundaryActions, RunSession
 
 PyTree = Any

@@ -21,12 +21,12 @@ from test_same_numbers import trainer_on
 from spmdtrain import Experiment, Trainer, UserError
 from spmdtrain.checkpoints.restore import read_variables
 from spmdtrain.config import RunConfig
-from spmdtrain.config_checks import resolve
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.loader import train_batches
 from spmdtrain.models import mobilenet
 from spmdtrain.run import main
 from spmdtrain.sharding.mesh import batch_sharding, build_mesh
+from spmdtrain.sharding.resolution import resolve
 from spmdtrain.strategies import strategy
 from spmdtrain.train.command_line import parse
 from spmdtrain.train.experiment import load_experiment

@@ -17,9 +17,9 @@ from helpers import DIGITS, LINEAR, MNIST
 
 from spmdtrain import Experiment, MeshSpec, Trainer, TrainState
 from spmdtrain.config import RunConfig
-from spmdtrain.config_checks import resolve
 from spmdtrain.data.datasets import as_dataset
 from spmdtrain.data.loader import train_batches
+from spmdtrain.sharding.resolution import resolve
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla import collectives

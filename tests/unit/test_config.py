@@ -1,7 +1,7 @@
 import dataclasses
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,19 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from spmdtrain.config import MeshSpec, Purpose, RunConfig, as_json, derive_seed
-from spmdtrain.config_checks import check, resolve, scale_learning_rate
+from spmdtrain import Loop
+from spmdtrain.config import (
+    CollectiveOptions,
+    MeshSpec,
+    ParameterServerOptions,
+    Purpose,
+    RunConfig,
+    ShardingOptions,
+    as_json,
+    derive_seed,
+)
 from spmdtrain.errors import UserError
+from spmdtrain.sharding.resolution import resolve, scale_learning_rate
 
 settings = hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
 
@@ -40,6 +50,11 @@ def test_total_steps_are_the_examples_of_all_epochs_over_the_batch_rounded_up(
 def test_steps_are_a_total_whatever_the_data() -> None:
     config = RunConfig(steps=17, global_batch_size=8)
     assert (config.total_steps(1), config.total_steps(10**6)) == (17, 17)
+
+
+def test_the_batch_size_of_a_configuration_that_is_not_resolved_is_refused() -> None:
+    with pytest.raises(UserError, match="call config = resolve_config"):
+        RunConfig(epochs=1).total_steps(100)
 
 
 def test_a_run_without_a_length_is_refused() -> None:
@@ -109,7 +124,7 @@ def test_the_steps_to_profile_are_a_range() -> None:
 @pytest.mark.parametrize("value", ["5", "5:", ":5", "10:5", "0:5", "-1:5", "a:b", "1:2:3", ""])
 def test_a_range_to_profile_that_is_none_is_refused_as_it_was_written(value: str) -> None:
     with pytest.raises(UserError, match=f"profile_steps is {value!r}: write A:B"):
-        check(RunConfig(profile_steps=value))
+        RunConfig(profile_steps=value)
 
 
 # --- Values that no run could have ---
@@ -117,13 +132,13 @@ def test_a_range_to_profile_that_is_none_is_refused_as_it_was_written(value: str
 
 def refusal(**fields: Any) -> str:
     with pytest.raises(UserError) as caught:
-        check(RunConfig(**fields))
+        RunConfig(**fields)
     return str(caught.value)
 
 
 def test_the_defaults_pass() -> None:
-    check(RunConfig())
-    check(RunConfig(keep_best=0, data_threads=0, learning_rate=0.0, epochs=1))
+    RunConfig()
+    RunConfig(keep_best=0, data_threads=0, learning_rate=0.0, epochs=1)
 
 
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf])
@@ -169,8 +184,8 @@ def test_the_batch_sizes_of_a_learning_rate_table_are_above_zero(size: int) -> N
 @pytest.mark.parametrize("axis", ["replica", "data", "fsdp", "tensor"])
 @pytest.mark.parametrize("size", [0, -2])
 def test_a_mesh_axis_has_a_size_above_zero_or_is_the_rest(axis: str, size: int) -> None:
-    mesh = MeshSpec(**{axis: size})  # type: ignore[arg-type]
-    assert f"mesh.{axis} is {size}: it must be 1 or more, or -1" in refusal(mesh=mesh)
+    with pytest.raises(UserError, match=f"mesh.{axis} is {size}: it must be 1 or more, or -1"):
+        MeshSpec(**{axis: size})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -194,6 +209,77 @@ def test_a_word_that_is_none_of_the_choices_is_refused_from_python_too(name: str
 @pytest.mark.parametrize("name", ["steps", "epochs", "global_batch_size", "log_every"])
 def test_a_count_that_is_no_whole_number_is_refused_from_python_too(name: str) -> None:
     assert f"{name} is 2.5" in refusal(**{name: 2.5})
+
+
+# --- An invalid configuration does not exist ---
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "expected"),
+    [
+        (MeshSpec, {"data": 0}, "mesh.data is 0: it must be 1 or more"),
+        (MeshSpec, {"fsdp": "2"}, "mesh.fsdp is '2': it must be a whole number"),
+        (MeshSpec, {"tensor": 2**63}, "mesh.tensor is 9223372036854775808: it must be below 2^63"),
+        (ShardingOptions, {"min_size": 0}, "sharding.min_size is 0: it must be above 0"),
+        (ShardingOptions, {"offload": "all"}, "sharding.offload is 'all'."),
+        (CollectiveOptions, {"timeout": math.nan}, "collectives.timeout is nan: it must be above"),
+        (CollectiveOptions, {"reduction": "ring"}, "collectives.reduction is 'ring'."),
+        (ParameterServerOptions, {"max_shards": 0}, "servers.max_shards is 0: it must be"),
+        (
+            ParameterServerOptions,
+            {"max_staleness": -1},
+            "servers.max_staleness is -1: it must",
+        ),
+        (
+            ParameterServerOptions,
+            {"partitioner": "max_size", "min_shard_bytes": 1},
+            "servers.min_shard_bytes is for min_size, but servers.partitioner is max_size",
+        ),
+        (RunConfig, {"log_every": 0}, "log_every is 0: it must be above 0"),
+        (RunConfig, {"mesh": {"data": 2}}, "mesh is {'data': 2}: it must be a MeshSpec"),
+        (RunConfig, {"strategy": "psychic"}, "there is no strategy 'psychic'."),
+        (RunConfig, {"epochs": 1, "steps": 1}, "epochs is 1 and steps is 1: give one of the two"),
+    ],
+)
+def test_an_invalid_value_is_refused_when_the_object_is_constructed(
+    options: Any, fields: dict[str, Any], expected: str
+) -> None:
+    for construct in (options, lambda **changes: dataclasses.replace(options(), **changes)):
+        with pytest.raises(UserError) as caught:
+            construct(**fields)
+        assert str(caught.value).startswith(expected)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Derived(RunConfig):
+    hidden: int = 3
+    parameters: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "parameters", self.hidden**2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Silent(RunConfig):
+    hidden: int = 3
+
+    def __post_init__(self) -> None:
+        assert self.hidden > 0
+
+
+def test_a_config_with_fields_that_it_computes_itself_is_checked_before_them() -> None:
+    assert Derived(hidden=4, steps=2).parameters == 16
+    with pytest.raises(UserError, match="steps is 0"):
+        Derived(steps=0)
+
+
+def test_a_config_that_overrides_the_checks_is_checked_where_it_is_used() -> None:
+    config = Silent(steps=0)
+    with pytest.raises(UserError, match="steps is 0"):
+        resolve(config, batch_shards=1)
+    with pytest.raises(UserError, match="steps is 0"):
+        Loop(config)
 
 
 # --- The global batch ---
@@ -222,11 +308,6 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_arithmetic(
     assert f"global_batch_size is {batch}: it does not divide over {shards} devices" in message
     assert arithmetic in message
     assert nearest in message
-
-
-def test_resolving_refuses_what_checking_does() -> None:
-    with pytest.raises(UserError, match="global_batch_size is 0"):
-        resolve(RunConfig(global_batch_size=0), batch_shards=8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,14 +440,9 @@ class Own(RunConfig):
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        RunConfig(seed=2**63),
-        RunConfig(steps=10**400),
-        RunConfig(seed=-(2**63)),
-        Own(sizes=(1, 2**64)),
-    ],
+    "fields",
+    [{"seed": 2**63}, {"steps": 10**400}, {"seed": -(2**63)}, {"sizes": (1, 2**64)}],
 )
-def test_an_integer_that_no_checkpoint_can_hold_is_refused(config: RunConfig) -> None:
+def test_an_integer_that_no_checkpoint_can_hold_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"^(seed|steps|sizes) is .*: it must be below 2\^63"):
-        check(config)
+        Own(**fields)

@@ -6,41 +6,39 @@ import pytest
 from helpers import DIGITS, run
 
 from spmdtrain import Loop, ParameterServerOptions, RunConfig, UserError
-from spmdtrain.config_checks import check
 from spmdtrain.launch.task_env import tf_configs
 from spmdtrain.parameter_server.executor import make_partitioner
 from spmdtrain.parameter_server.partition import FixedShards, MaxSize, MinSize
 from spmdtrain.parameter_server.roles import run_task_role
 
-BY_SERVERS = {"strategy": "parameter_server"}
+BY_SERVERS: dict[str, Any] = {"strategy": "parameter_server"}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (
-            {"servers": ParameterServerOptions(max_staleness=0)},
+            {"servers": {"max_staleness": 0}},
             "servers.max_staleness is for parameter_server, but the strategy is mirrored",
         ),
         (
-            BY_SERVERS | {"servers": ParameterServerOptions(max_staleness=-1)},
+            BY_SERVERS | {"servers": {"max_staleness": -1}},
             "servers.max_staleness is -1: it must be 0 or more",
         ),
         (
-            BY_SERVERS | {"servers": ParameterServerOptions(max_shards=0)},
+            BY_SERVERS | {"servers": {"max_shards": 0}},
             "servers.max_shards is 0: it must be above 0",
         ),
         (
-            BY_SERVERS | {"servers": ParameterServerOptions(backup_task_timeout=float("nan"))},
+            BY_SERVERS | {"servers": {"backup_task_timeout": float("nan")}},
             "servers.backup_task_timeout is nan: it must be above 0",
         ),
         (
-            BY_SERVERS
-            | {"servers": ParameterServerOptions(partitioner="fixed_shards", min_shard_bytes=1)},
+            BY_SERVERS | {"servers": {"partitioner": "fixed_shards", "min_shard_bytes": 1}},
             "servers.min_shard_bytes is for min_size, but servers.partitioner is fixed_shards",
         ),
         (
-            BY_SERVERS | {"servers": ParameterServerOptions(max_shard_bytes=1)},
+            BY_SERVERS | {"servers": {"max_shard_bytes": 1}},
             "servers.max_shard_bytes is for max_size, but servers.partitioner is min_size",
         ),
         (
@@ -62,7 +60,8 @@ BY_SERVERS = {"strategy": "parameter_server"}
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
-        check(RunConfig(steps=1, **options))
+        servers = ParameterServerOptions(**options.get("servers", {}))
+        RunConfig(**{"steps": 1, **options, "servers": servers})
     assert str(caught.value) == message
 
 

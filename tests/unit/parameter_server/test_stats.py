@@ -11,9 +11,9 @@ from hypothesis import given
 from rich.console import Console
 
 from spmdtrain.config import RunConfig
-from spmdtrain.config_checks import resolve
 from spmdtrain.files.run_files import RunFiles, Split
 from spmdtrain.parameter_server.stats import StalenessStats
+from spmdtrain.sharding.resolution import resolve
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.run_logger import RunLogger
 

@@ -17,9 +17,9 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from spmdtrain import Trainer
-from spmdtrain.config_checks import resolve
 from spmdtrain.models import MobileNetV2, mobilenet
 from spmdtrain.plan.flops import Flops, count_flops
+from spmdtrain.sharding.resolution import resolve
 from spmdtrain.train.experiment import load_experiment
 
 

@@ -19,11 +19,11 @@ from helpers import DIGITS, GAN, GPT, environment, text_in
 from plan_helpers import needs_libtpu, plan, planned
 
 from spmdtrain import Trainer
-from spmdtrain.config_checks import resolve
 from spmdtrain.errors import UserError
 from spmdtrain.plan import aot, time_model, topologies
 from spmdtrain.plan.command import main
 from spmdtrain.plan.summary import sealed
+from spmdtrain.sharding.resolution import resolve
 from spmdtrain.train.experiment import load_experiment
 from spmdtrain.xla.collectives import collectives_of
 from spmdtrain.xla.hlo_parser import Module

@@ -18,8 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from spmdtrain import CallbackContext, FunctionModel, MeshSpec, RunConfig, Trainer, UserError
 from spmdtrain import constrain_sharding as exported_constrain
 from spmdtrain import current_strategy as exported_current_strategy
-from spmdtrain.config import ShardingOptions
-from spmdtrain.config_checks import check, resolve
+from spmdtrain.config import ParameterServerOptions, ShardingOptions
 from spmdtrain.distributed import process_group
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import (
@@ -31,6 +30,7 @@ from spmdtrain.sharding.placement import (
     resolve_config,
     use_placement,
 )
+from spmdtrain.sharding.resolution import resolve
 from spmdtrain.strategies import DEFAULT
 from spmdtrain.terminal import Terminal
 
@@ -425,15 +425,18 @@ def test_another_process_keeps_a_strategy_that_fits_its_devices() -> None:
             mesh=MeshSpec(data=16),
             sharding=ShardingOptions(offload="optimizer"),
         ),
+        RunConfig(
+            strategy="parameter_server",
+            mesh=MeshSpec(data=3),
+            servers=ParameterServerOptions(max_staleness=0),
+        ),
     ],
 )
 def test_where_a_strategy_does_not_fit_all_devices_are_along_the_batch(config: RunConfig) -> None:
-    check(config)
     queried: list[str] = []
     found = local_config(config, queried.append)
     (line,) = queried
     assert line.startswith("mirrored over 8 devices, because the run's own placement fails here: ")
     assert (found.strategy, found.mesh) == ("mirrored", MeshSpec())
     assert found.sharding.min_size == config.sharding.min_size
-    check(found)  # what was for the other strategy is gone
     assert resolve(found, batch_shards=make_placement(found).batch_shards).global_batch_size == 32

@@ -39,8 +39,8 @@ from spmdtrain import (
     remat,
 )
 from spmdtrain.config import CollectiveOptions, ShardingOptions
-from spmdtrain.config_checks import resolve
 from spmdtrain.models import MLP
+from spmdtrain.sharding.resolution import resolve
 from spmdtrain.testing.compiled_step import CompiledStep, compiled_step
 from spmdtrain.tree import named_leaves
 

@@ -1,0 +1,76 @@
+"""Options of `Trainer`, `Trainer.fit` and `Loop` that replace fields of a configuration."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from spmdtrain.config import RunConfig
+from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.sharding.resolution import check
+
+
+def with_options(config: RunConfig, options: Mapping[str, Any], of: str) -> RunConfig:
+    """Returns the configuration with some fields replaced.
+
+    Args:
+      config: The configuration to change.
+      options: New values by field name.
+      of: The name of the function or class that received `options`, for the error message.
+
+    Raises:
+      UserError: If an option is no field of `config`, or if the result is not valid.
+    """
+    fields = [field.name for field in dataclasses.fields(config)]
+    for name in options:
+        if name not in fields:
+            raise UserError(f"{of} has no option {name!r}.{did_you_mean(name, fields)}")
+    config = dataclasses.replace(config, **options)
+    check(config)
+    return config
+
+
+def validate_trainer_options(config: RunConfig, options: Mapping[str, Any]) -> RunConfig:
+    """Returns the configuration with the options of a `Trainer`, which has a built optimizer.
+
+    Args:
+      config: The configuration to change.
+      options: New values by field name.
+
+    Raises:
+      UserError: If an option is unknown or not valid, or has an effect only before the model,
+        the optimizer and the data are built (`learning_rate`, its scaling, `data_dir`).
+    """
+    instead = {
+        "learning_rate": "give it to the optimizer, for example optimizer=optax.adam(0.001)",
+        "data_dir": "give the data to fit",
+    }
+    for name, advice in instead.items():
+        if name in options:
+            raise UserError(f"{name} is for the build(config) of an experiment: {advice}")
+    config = with_options(config, options, "Trainer")
+    if config.learning_rate_scaling != "none" or config.learning_rate_table:
+        raise UserError(
+            "learning_rate_scaling and learning_rate_table have no effect in a Trainer, because "
+            "its optimizer is already built: call config = resolve_config(config) first, and build "
+            "the optimizer with config.learning_rate"
+        )
+    return config
+
+
+def with_totals(
+    config: RunConfig,
+    epochs: int | None,
+    steps: int | None,
+    global_batch_size: int | None,
+    batch_size_per_device: int | None,
+) -> RunConfig:
+    """Returns a configuration with the keywords of `Trainer.fit` in place of its own."""
+    if epochs is not None or steps is not None:
+        config = dataclasses.replace(config, epochs=epochs, steps=steps)
+    if global_batch_size is not None or batch_size_per_device is not None:
+        config = dataclasses.replace(
+            config,
+            global_batch_size=global_batch_size,
+            batch_size_per_device=batch_size_per_device,
+        )
+    return config
