@@ -65,12 +65,11 @@ class ServerExecutor:
                 options.max_staleness,
                 check_interrupt=run.signals.stop_if_received,
             )
-        assert run.train is not None
         make_worker = WorkerFactory(
             inputs.make_functions,
             for_worker(run.config),
             self._partition,
-            run.train,
+            run.train_dataset,
             inputs.augment,
             self._key,
             self._servers,

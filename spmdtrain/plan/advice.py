@@ -299,5 +299,6 @@ def _compiler(options: Sequence[str]) -> list[str]:
 
 
 def _is_faster(now: Plan, other: Plan) -> bool:
-    assert now.times is not None
-    return other.times is not None and other.times.estimate < 0.99 * now.times.estimate
+    if now.times is None or other.times is None:
+        return False
+    return other.times.estimate < 0.99 * now.times.estimate

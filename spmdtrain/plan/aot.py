@@ -67,7 +67,7 @@ def devices_of(topology: Topology) -> list[jax.Device]:
         UserError: If the compiler is not installed or rejects the topology.
     """
     chip = topology.chip
-    if topology.platform == "cpu" or not has_compiler(topology):
+    if chip is None or topology.platform == "cpu" or not has_compiler(topology):
         if topology.devices > MOST_CPU_DEVICES:
             raise UserError(
                 f"--topology {topology}: {topology.devices:,} devices; without the GPU compiler, "
@@ -75,7 +75,6 @@ def devices_of(topology: Topology) -> list[jax.Device]:
                 "pip install 'spmdtrain[cuda12]'"
             )
         return jax.devices("cpu")
-    assert chip is not None
     options: dict[str, Any] = {}
     shape = "x".join(map(str, topology.shape))
     if topology.platform == "gpu":

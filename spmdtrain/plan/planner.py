@@ -202,7 +202,7 @@ def plan(
             used=used_chips(trainer, topology),
             devices=topology.devices,
             placement=f"{trainer.placement.name}, mesh {trainer.placement.axes}",
-            global_batch_size=config.global_batch_size or 0,
+            global_batch_size=config.resolved_batch_size,
             batch_shards=trainer.placement.batch_shards,
             unsharded_params=trainer.unsharded_params(),
             tokens=_tokens(batch),
@@ -246,10 +246,9 @@ def _fewer_parts(experiment: Experiment, config: RunConfig, topology: Topology) 
 
 
 def _batch(experiment: Experiment, config: RunConfig, placement: Placement) -> Any:
-    assert config.global_batch_size is not None
     return abstract_batch(
         as_dataset(experiment.train),
-        config.global_batch_size,
+        config.resolved_batch_size,
         placement,
         augment=experiment.augment,
         steps=1,
@@ -343,7 +342,7 @@ def _planned(collective: Collective, placement: Placement, topology: Topology) -
         name = "memory"
     elif collective.group:
         group = [placement.devices[number] for number in collective.group]
-        link = time_model.link_between(collective.kind, group, topology)
+        link = time_model.link_between(collective.kind, group, topology, topology.chip)
         name = link.name
         seconds = collective.times * time_model.seconds(
             collective.kind, collective.bytes, collective.group_size, link
@@ -376,7 +375,7 @@ def _times(
     used, peak = len(trainer.placement.devices), chip.flops / chip.devices
     timed = [each for each in collectives if not math.isnan(each.seconds)]
     sent = sum(
-        each.times * time_model.least_bytes(each.kind, each.bytes, each.group_size, topology)
+        each.times * time_model.least_bytes(each.kind, each.bytes, each.group_size, topology, chip)
         for each in collectives
         if each.link != time_model.WITHIN
     )

@@ -38,7 +38,7 @@ class Link:
     latency: float = 0.0
 
 
-def link_between(kind: str, devices: Sequence[Any], topology: Topology) -> Link:
+def link_between(kind: str, devices: Sequence[Any], topology: Topology, chip: Chip) -> Link:
     """Returns the link of a group: links of a torus, NVLink, or the network.
 
     On a torus, a collective uses a ring in each dim along which the devices differ, in both
@@ -48,10 +48,9 @@ def link_between(kind: str, devices: Sequence[Any], topology: Topology) -> Link:
         kind: Kind of the collective. Of a permute, the devices are a chain in which each is assumed
             to send to its neighbor.
         devices: Devices of one group.
-        topology: Their topology; it must have a chip.
+        topology: Their topology.
+        chip: The chip of the topology.
     """
-    assert topology.chip is not None
-    chip = topology.chip
     if topology.platform == "cpu":
         return Link(chip.link, 0, "memory", chip.latency)
     if topology.platform == "gpu":
@@ -67,7 +66,7 @@ def link_between(kind: str, devices: Sequence[Any], topology: Topology) -> Link:
         places = {device.coords[dim] for device in devices}
         if len(places) == 1:
             continue
-        closed = len(places) == size and _closes(size, topology)
+        closed = len(places) == size and _closes(size, topology, chip)
         bandwidth += chip.link * (2 if closed else 1)
         hops += len(places) // 2 if closed else max(places) - min(places)
         # Half of an all-to-all's bytes cross the middle of the dim, where a ring has two links.
@@ -81,17 +80,16 @@ def link_between(kind: str, devices: Sequence[Any], topology: Topology) -> Link:
     return Link(bandwidth, hops, "links")
 
 
-def _closes(size: int, topology: Topology) -> bool:
+def _closes(size: int, topology: Topology, chip: Chip) -> bool:
     """Returns whether a dim of a slice is a ring.
 
     v4 and v5p are cubes of 4 x 4 x 4 with optical links between them, so that slices of whole cubes
     are tori. On other chips only the dims of a whole pod are rings
     (https://cloud.google.com/tpu/docs).
     """
-    assert topology.chip is not None
-    if topology.chip.torus == 3:
+    if chip.torus == 3:
         return all(dim % 4 == 0 for dim in topology.shape)
-    return size == _RING[topology.chip.name]
+    return size == _RING[chip.name]
 
 
 def _between(groups: Counter[int], chip: Chip, name: str) -> Link:
@@ -120,7 +118,7 @@ def wire_bytes(kind: str, whole: float, group: int) -> float:
     return share
 
 
-def least_bytes(kind: str, whole: float, group: int, topology: Topology) -> float:
+def least_bytes(kind: str, whole: float, group: int, topology: Topology, chip: Chip) -> float:
     """Returns the bytes that a chip must send in a collective, whatever the algorithm.
 
     A chip whose two devices are in the group sends once for both. Switches between GPUs may sum
@@ -130,10 +128,10 @@ def least_bytes(kind: str, whole: float, group: int, topology: Topology) -> floa
         kind: Kind of the collective.
         whole: Bytes of the whole payload.
         group: Number of devices.
-        topology: Their topology; it must have a chip.
+        topology: Their topology.
+        chip: The chip of the topology.
     """
-    assert topology.chip is not None
-    sent = wire_bytes(kind, whole, max(1, group // topology.chip.devices))
+    sent = wire_bytes(kind, whole, max(1, group // chip.devices))
     return sent / 2 if topology.platform == "gpu" and kind == "all-reduce" else sent
 
 

@@ -69,10 +69,9 @@ class Programs:
         self, dataset: Dataset, steps: int, augment: Augment | None, config: RunConfig
     ) -> None:
         """Starts to compile for the batches of a dataset; arguments as for `abstract_batch`."""
-        assert config.global_batch_size is not None
         shapes = abstract_batch(
             dataset,
-            config.global_batch_size,
+            config.resolved_batch_size,
             self._placement,
             augment=augment,
             steps=steps,

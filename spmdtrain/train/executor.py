@@ -217,15 +217,14 @@ class MeshExecutor:
     def __init__(self, inputs: ExecutorInputs) -> None:
         run, placement = inputs.run, inputs.placement
         config, first = run.config, int(inputs.state.step)
-        assert run.train is not None and config.global_batch_size is not None
         self._run, self._programs, self._placement = run, inputs.programs, placement
         # On virtual devices, many pending steps can abort XLA's in-process all-reduce.
         several = config.steps_per_dispatch > 1
         self.max_in_flight = 2 if several else max_in_flight(placement)
         self._compiled: dict[int, StepCall] = {}  # by the number of steps of a dispatch
         self._batches = train_batches(
-            run.train,
-            config.global_batch_size,
+            run.train_dataset,
+            config.resolved_batch_size,
             placement.batch,
             seed=config.seed,
             shuffle=config.shuffle,
@@ -234,7 +233,7 @@ class MeshExecutor:
             augment=inputs.augment,
             threads=config.data_threads,
             sizes=map(len, run.schedule.dispatches(first)),
-            arrays=inputs.all_examples(config, run.train),
+            arrays=inputs.all_examples(config, run.train_dataset),
             step_may_place=config.jit,
             padded_to=config.padded_batch_size(placement.batch_shards),
         )
@@ -296,10 +295,9 @@ def compile_ahead(
 ) -> None:
     """Starts to compile the train step in the background, if steps are left to train."""
     config, schedule = run.config, run.schedule
-    assert run.train is not None
     source = config.workdir and broadcast_source(list_checkpoints(config.workdir))
     first = source.steps[-1] if source and source.steps else 0
     if first >= schedule.total or functions.has_custom_reduction:
         return
     steps = len(next(schedule.dispatches(first)))
-    programs.begin_for(run.train, steps, augment, config)
+    programs.begin_for(run.train_dataset, steps, augment, config)

@@ -44,10 +44,9 @@ class LoopTools:
           Pairs (rows, mask), placed on the mesh. The mask, (B,), is 0 for rows that pad the last
           batch: a weight for `weighted_mean`.
         """
-        assert self.config.global_batch_size is not None
         batches, _ = ordered_batches(
             as_dataset(data),
-            self.config.eval_batch_size or self.config.global_batch_size,
+            self.config.eval_batch_size or self.config.resolved_batch_size,
             self.placement.batch,
             threads=self.config.data_threads,
         )

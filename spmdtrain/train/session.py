@@ -127,12 +127,14 @@ class RunSession:
         if config.workdir is not None or process_group.count() > 1:
             # A single process without a workdir cannot save, so Ctrl-C keeps its usual meaning.
             stack.enter_context(signals)
-        if config.workdir is not None:
+        if (workdir := config.workdir) is not None:
             check_can_be_saved(trained.abstract_state)
             if process_group.is_chief():
-                files = stack.enter_context(contextlib.closing(RunFiles(config.workdir)))
+                files = stack.enter_context(contextlib.closing(RunFiles(workdir)))
             process_group.barrier()  # the folder exists, and this run has locked it
-            checkpoints = stack.enter_context(contextlib.closing(_open_checkpoints(config)))
+            checkpoints = stack.enter_context(
+                contextlib.closing(_open_checkpoints(config, workdir))
+            )
         logger = RunLogger(terminal, files, config)
         rate = known_rate(config, trained.abstract_state.opt_state)
         size = 0 if train is None else len(train)
@@ -199,6 +201,7 @@ class RunSession:
         config, where = self.config, f"workdir {self.config.workdir}"
         if (
             config.workdir is None
+            or self.checkpoints is None
             or not (source := broadcast_source(list_checkpoints(config.workdir))).steps
         ):
             if config.resume == "must":
@@ -221,7 +224,6 @@ class RunSession:
             raise UserError(
                 f"{error}; nothing was changed: use another workdir to start from step 0"
             ) from None
-        assert self.checkpoints is not None
         for step, name in zip(
             loaded.corrupted, self.checkpoints.quarantine(loaded.corrupted), strict=True
         ):
@@ -322,11 +324,20 @@ class RunSession:
             self.logger.restart_timer(step)
 
     @property
+    def train_dataset(self) -> Dataset:
+        """The training dataset.
+
+        Raises:
+          UserError: If the `Loop` has none.
+        """
+        if self.train is None:
+            raise UserError("batches() is of the dataset that start(train=...) is given")
+        return self.train
+
+    @property
     def eval_batch_size(self) -> int:
         """The batch size of evaluations: the training's by default."""
-        batch_size = self.config.eval_batch_size or self.config.global_batch_size
-        assert batch_size is not None  # the configuration is resolved
-        return batch_size
+        return self.config.eval_batch_size or self.config.resolved_batch_size
 
     def missed_evaluation(self, step: int) -> bool:
         """Returns whether the evaluation of the step from which the run resumes is missing."""
@@ -424,9 +435,8 @@ class RunSession:
         return self.config.checkpoint_at_start and not self.checkpoints.holds(0)
 
 
-def _open_checkpoints(config: RunConfig) -> Checkpoints:
+def _open_checkpoints(config: RunConfig, workdir: str) -> Checkpoints:
     """Opens the checkpoints of a run's workdir."""
-    assert config.workdir is not None
     retention = Retention(
         latest=config.keep_latest,
         best=config.keep_best,
@@ -435,7 +445,7 @@ def _open_checkpoints(config: RunConfig) -> Checkpoints:
         every_steps=config.keep_every_steps,
         every_hours=config.keep_every_hours,
     )
-    metrics = functools.partial(evaluator_metrics, config.workdir)
+    metrics = functools.partial(evaluator_metrics, workdir)
     by_evaluator = config.evaluated_by == "evaluator"
-    folder = folder_of(config.workdir) / "checkpoints"
+    folder = folder_of(workdir) / "checkpoints"
     return Checkpoints(folder, retention, metrics if by_evaluator else None)

@@ -306,7 +306,7 @@ class Trainer(ModelRunner):
         self._callbacks(CallbackEvent.FIT_START, first)
         if run.should_save_at_start(first):
             # Evaluated before the save, which records the metrics. A signal ends the run here.
-            evaluates = run.config.eval_at_checkpoints and run.validation is not None
+            evaluates = run.config.eval_at_checkpoints
             self._save(run, 0, self._run_validation(run, 0) if evaluates else None)
         if run.missed_evaluation(first):  # a signal interrupted it before this start
             self._run_validation(run, first)
@@ -382,8 +382,10 @@ class Trainer(ModelRunner):
         self._callbacks(CallbackEvent.LOG, step, reported)
         return reported.with_added()
 
-    def _run_validation(self, run: RunSession, step: int) -> Metrics:
-        assert run.validation is not None
+    def _run_validation(self, run: RunSession, step: int) -> Metrics | None:
+        """Evaluates and logs the validation split; None without one."""
+        if run.validation is None:
+            return None
         reported = AddableMetrics(self._evaluated(run, Split.EVAL, run.validation))
         self._callbacks(CallbackEvent.EVALUATION, step, reported)
         metrics = reported.with_added()

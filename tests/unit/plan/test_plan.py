@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -335,6 +336,13 @@ def torus(*shape: int) -> list[Any]:
     ]
 
 
+def link_between(
+    kind: str, devices: Sequence[Any], topology: topologies.Topology
+) -> time_model.Link:
+    assert topology.chip is not None
+    return time_model.link_between(kind, devices, topology, topology.chip)
+
+
 @pytest.mark.parametrize(
     ("name", "chosen", "bandwidth", "hops"),
     [
@@ -348,7 +356,7 @@ def torus(*shape: int) -> list[Any]:
 )
 def test_links_of_a_torus(name: str, chosen: slice, bandwidth: float, hops: int) -> None:
     topology = topologies.parse(name)
-    link = time_model.link_between("all-reduce", torus(*topology.shape)[chosen], topology)
+    link = link_between("all-reduce", torus(*topology.shape)[chosen], topology)
     assert (link.bandwidth / 1e9, link.hops) == (bandwidth, hops)
 
 
@@ -364,17 +372,15 @@ def test_links_of_a_torus(name: str, chosen: slice, bandwidth: float, hops: int)
 def test_all_to_all_crosses_the_middle(name: str, chosen: slice, bandwidth: float) -> None:
     """The time of n arrays of B / n bytes over a ring of links w is n B / 8 w (bisection)."""
     topology = topologies.parse(name)
-    link = time_model.link_between("all-to-all", torus(*topology.shape)[chosen], topology)
+    link = link_between("all-to-all", torus(*topology.shape)[chosen], topology)
     assert link.bandwidth / 1e9 == bandwidth
 
 
 def test_gpus_of_a_host_and_of_two() -> None:
     topology = topologies.parse("gpu:h100:2x8")
     devices = [SimpleNamespace(id=n) for n in range(16)]
-    assert time_model.link_between("all-reduce", devices[:8], topology).name == "NVLink"
-    assert (
-        time_model.link_between("all-reduce", devices, topology).name == "the network between hosts"
-    )
+    assert link_between("all-reduce", devices[:8], topology).name == "NVLink"
+    assert link_between("all-reduce", devices, topology).name == "the network between hosts"
 
 
 def test_seconds_of_collectives() -> None:
