@@ -38,7 +38,7 @@ from spmdtrain.train.loop_checks import (
     make_initial_state,
 )
 from spmdtrain.train.loop_step import LoopStep, make_program
-from spmdtrain.train.loop_tools import LoopTools
+from spmdtrain.train.loop_tools import LoopTools, StartedLoop
 from spmdtrain.train.metrics_reader import MetricsReader
 from spmdtrain.train.overrides import with_options
 from spmdtrain.train.roles import refuse_evaluator
@@ -99,11 +99,7 @@ class Loop(LoopTools):
         self._clock = clock
         self._stack = contextlib.ExitStack()
         self._entered = False
-        self._run: RunSession | None = None
-        self._layout: Layout | None = None
-        self._augment: Augment | None = None
-        self._state: TrainState | None = None
-        self._late: MetricsReader | None = None
+        self._parts: StartedLoop | None = None
         # The step that this start resumed from; the last step whose boundary is done.
         self.first_step = self._done = 0
         self._saved: int | None = None  # the last step with a checkpoint
@@ -117,12 +113,12 @@ class Loop(LoopTools):
     @property
     def started(self) -> bool:
         """Whether `start` has been called."""
-        return self._run is not None
+        return self._parts is not None
 
     @property
     def total(self) -> int:
         """Steps of the whole run."""
-        return self._started().schedule.total
+        return self._started().run.schedule.total
 
     # -- beginning and end ---------------------------------------------------------------------
 
@@ -151,15 +147,14 @@ class Loop(LoopTools):
         Raises:
           UserError: If an argument is wrong, or this is not the first call.
         """
-        if not self._entered or self._run is not None:
+        if not self._entered or self._parts is not None:
             raise UserError("start() is called once, within `with Loop(...) as loop:`")
         keys = [jax.random.key(derive_seed(self.config.seed, p)) for p in _PURPOSES]
         begin = make_initial_state(init)
         abstract = jax.eval_shape(begin, *keys)
-        self._layout = Layout(abstract, self.placement, rules, self.config.sharding)
-        self._augment = augment
+        layout = Layout(abstract, self.placement, rules, self.config.sharding)
         initial = initial_values(lambda *keys: begin(*keys).opt_state, *keys)
-        placed = _Placed(abstract, self._layout.shardings, initial)
+        placed = _Placed(abstract, layout.shardings, initial)
         run = RunSession.open(
             self._stack,
             self.config,
@@ -168,24 +163,24 @@ class Loop(LoopTools):
             self.terminal,
             self._clock,
         )
-        program = jax.jit(begin, out_shardings=self._layout.shardings)
+        program = jax.jit(begin, out_shardings=layout.shardings)
         state, is_restored = run.first_state(placed, lambda: call_together(program, *keys))
         if is_restored:
             self._saved = int(state.step)
-        self._run, self._state = run, state
-        self._late = MetricsReader(run, max_in_flight(self.placement), lambda: self._state)
+        reader = MetricsReader(run, max_in_flight(self.placement), lambda: parts.state)
+        self._parts = parts = StartedLoop(run, layout, augment, state, reader)
         self.step = self.first_step = self._done = int(state.step)
         run.logger.begin(self.step, self.placement)
         self._stack.enter_context(run.record_outcome())
         if run.should_save_at_start(self.step):
-            self._save(run)
+            self._save()
         return state
 
     def __exit__(self, *error: Any) -> bool | None:
         self._bar.close()
         try:
-            if error[0] is None and self._run is not None:
-                self._finish(self._run)
+            if error[0] is None and self._parts is not None:
+                self._finish(self._parts)
         except BaseException as own:
             if not self._stack.__exit__(type(own), own, own.__traceback__):
                 raise
@@ -194,14 +189,14 @@ class Loop(LoopTools):
             self._over = True
         return self._stack.__exit__(*error)
 
-    def _finish(self, run: RunSession) -> None:
-        assert self._late is not None and self._state is not None
+    def _finish(self, parts: StartedLoop) -> None:
+        run = parts.run
         self._boundary()
-        self._late.flush()
+        parts.reader.flush()
         # If a step was made and not recorded, it has consumed even the first state.
-        nothing = self.step == self.first_step and self._state.step.is_deleted()
+        nothing = self.step == self.first_step and parts.state.step.is_deleted()
         if self.step != self._saved and not nothing:
-            self._save(run)
+            self._save()
         run.wait_for_save()
         self.stopped_early = self.step < run.schedule.total
         if self.stopped_early:
@@ -221,20 +216,16 @@ class Loop(LoopTools):
         Raises:
           UserError: If `start` got no dataset, or a step was not recorded exactly once.
         """
-        run = self._started()
-        if run.train is None:
-            raise UserError("batches() is of the dataset that start(train=...) is given")
-        config = self.config
-        assert config.global_batch_size is not None
+        parts, config = self._started(), self.config
         batches = train_batches(
-            run.train,
-            config.global_batch_size,
+            parts.run.train_dataset,
+            config.resolved_batch_size,
             self.placement.batch,
             seed=config.seed,
             shuffle=config.shuffle,
             start=self.step,
-            stop=run.schedule.total,
-            augment=self._augment,
+            stop=parts.run.schedule.total,
+            augment=parts.augment,
             threads=config.data_threads,
         )
         for _ in self.steps():
@@ -248,7 +239,7 @@ class Loop(LoopTools):
         Raises:
           UserError: If a step was not recorded exactly once.
         """
-        run = self._started()
+        run = self._started().run
         self._boundary()  # an earlier iteration may have ended after a step
         run.logger.restart_timer(self.step)
         # The bar belongs to the loop, because this generator may outlive it.
@@ -282,13 +273,12 @@ class Loop(LoopTools):
         Returns:
           (state, batch) -> (state, output). The state is donated: use the returned one.
         """
-        self._started()
-        assert self._layout is not None and self._state is not None
-        abstract = jax.tree.map(jax.typeof, self._state)
+        parts = self._started()
+        abstract = jax.tree.map(jax.typeof, parts.state)
         program = make_program(
-            function, abstract, self._layout, self.placement, self._compiler_options
+            function, abstract, parts.layout, self.placement, self._compiler_options
         )
-        return LoopStep(self, program, self._layout.shardings)
+        return LoopStep(self, program, parts.layout.shardings)
 
     # -- steps and evaluations -----------------------------------------------------------------
 
@@ -303,12 +293,10 @@ class Loop(LoopTools):
           NonFiniteError: If a fetched loss or state is NaN or infinite.
           UserError: If an argument is wrong, or all steps of the run are made.
         """
-        run = self._started()
-        assert self._late is not None
-        if self.step >= run.schedule.total:
-            raise UserError(
-                f"all {run.schedule.total} steps of the run are made: take them from batches()"
-            )
+        parts = self._started()
+        total = parts.run.schedule.total
+        if self.step >= total:
+            raise UserError(f"all {total} steps of the run are made: take them from batches()")
         if not isinstance(output, StepOutput):
             raise UserError(
                 f"end_step(state, output) is given a {type(output).__name__}: the output is the "
@@ -316,12 +304,12 @@ class Loop(LoopTools):
             )
         check_not_donated(state, self.step)
         self.step += 1
-        self._state = state
-        self._late.add([self.step], output)
+        parts.state = state
+        parts.reader.add([self.step], output)
 
     def should_evaluate(self) -> bool:
         """Returns whether `eval_every_steps` asks for an evaluation after the last step."""
-        return self._started().schedule.is_eval_step(self.step)
+        return self._started().run.schedule.is_eval_step(self.step)
 
     def log_evaluation(self, values: Mapping[str, Any], split: str = "eval") -> None:
         """Logs the metrics of an evaluation after the last step. All processes call it.
@@ -337,11 +325,10 @@ class Loop(LoopTools):
           UserError: If the split is unknown or was already logged after this step, or `best_metric`
             is missing.
         """
-        run = self._started()
-        assert self._late is not None
+        parts = self._started()
         if split not in (Split.EVAL, Split.TEST):
             raise UserError(f"there is no split {split!r}.{did_you_mean(split, ['eval', 'test'])}")
-        self._late.flush()
+        parts.reader.flush()
         metrics = as_floats(values)
         if not math.isfinite(metrics.get("loss", 0.0)):
             raise NonFiniteError(f"step {self.step}: the {split} loss is {metrics['loss']}")
@@ -354,20 +341,21 @@ class Loop(LoopTools):
             check_best(self.config, metrics, first=not self._evaluated, log=self.terminal.line)
             self._last_eval = self.step, metrics
         self._evaluated.add((split, self.step))
-        if not run.logger.read_metrics(Split(split), self.step):
-            run.logger.log_evaluation(Split(split), self.step, metrics)
+        logger = parts.run.logger
+        if not logger.read_metrics(Split(split), self.step):
+            logger.log_evaluation(Split(split), self.step, metrics)
 
     def stop(self) -> None:
         """Makes the last recorded step the last one of the run. All processes call it.
 
         A later start then finds the run finished, unless it asks for more steps.
         """
-        self._started().schedule.total = self.step
+        self._started().run.schedule.total = self.step
         self._stop = True
 
     def _boundary(self) -> None:
         """Does what is due after the last step, once."""
-        run = self._started()
+        run = self._started().run
         if self._done == self.step:
             return
         self._done = self.step
@@ -378,22 +366,20 @@ class Loop(LoopTools):
     @property
     def _actions(self) -> BoundaryActions:
         """What a loop does at the boundary between two steps."""
-        run = self._started()
-        assert self._late is not None
         return BoundaryActions(
-            flush=self._late.flush,
+            flush=self._started().reader.flush,
             end_epoch=lambda step: None,
             evaluate=lambda step, is_due: self._metrics(),  # the user has made it already
-            save=lambda step, metrics: self._save(run),
+            save=lambda step, metrics: self._save(),
             report=lambda: None,
             stop_requested=lambda: self._stop,
         )
 
-    def _save(self, run: RunSession) -> None:
-        assert self._late is not None and self._state is not None
-        check_not_donated(self._state, self.step)
-        self._late.flush()
-        run.save(self._state, self.step, self._metrics(), stopped=self._stop)
+    def _save(self) -> None:
+        parts = self._started()
+        check_not_donated(parts.state, self.step)
+        parts.reader.flush()
+        parts.run.save(parts.state, self.step, self._metrics(), stopped=self._stop)
         self._saved = self.step
 
     def _metrics(self) -> dict[str, float] | None:
@@ -404,14 +390,14 @@ class Loop(LoopTools):
     @property
     def logger(self) -> RunLogger:
         """The logger of the run."""
-        return self._started().logger
+        return self._started().run.logger
 
-    def _started(self) -> RunSession:
+    def _started(self) -> StartedLoop:
         if self._over:
             raise UserError("the loop is over: it ends with its `with`")
-        if self._run is None:
+        if self._parts is None:
             raise UserError("the loop has not begun: call start(init) first")
-        return self._run
+        return self._parts
 
 
 _PURPOSES = (Purpose.INIT, Purpose.STEP)

@@ -1,6 +1,7 @@
 """Data and programs of a `Loop` that do not depend on its steps."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,16 +11,38 @@ from jax.sharding import Mesh
 from spmdtrain.config import Purpose, RunConfig, derive_seed
 from spmdtrain.data.datasets import as_dataset
 from spmdtrain.data.loader import check_fits, ordered_batches
-from spmdtrain.data.sampling import process_rows
+from spmdtrain.data.sampling import Augment, process_rows
 from spmdtrain.distributed.first_call import Together
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step.declared_arguments import eval_key
 from spmdtrain.step.per_replica import NotReducedError, replicas_in
+from spmdtrain.step.state import TrainState
 from spmdtrain.train.loop_checks import check_batch
+from spmdtrain.train.metrics_reader import MetricsReader
+from spmdtrain.train.session import RunSession
 
 PyTree = Any
+
+
+@dataclass
+class StartedLoop:
+    """The parts of a loop that exist once `start` has returned.
+
+    Attributes:
+      run: The session of the run.
+      layout: The shardings of the state.
+      augment: (example, NumPy generator) -> example; None for none.
+      state: The state after the last recorded step.
+      reader: Reads the outputs of the recorded steps.
+    """
+
+    run: RunSession
+    layout: Layout
+    augment: Augment | None
+    state: TrainState
+    reader: MetricsReader
 
 
 class LoopTools:
@@ -27,7 +50,7 @@ class LoopTools:
 
     config: RunConfig
     placement: Placement
-    _layout: Layout | None
+    _parts: StartedLoop | None
 
     @property
     def mesh(self) -> Mesh | None:
@@ -93,9 +116,9 @@ class LoopTools:
         Raises:
           UserError: Before `start`.
         """
-        if self._layout is None:
+        if self._parts is None:
             raise UserError("the loop has not begun: call start(init) first")
-        return self._layout.gather(params)
+        return self._parts.layout.gather(params)
 
     def compile(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Compiles any other function of arrays.
