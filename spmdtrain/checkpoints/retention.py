@@ -75,18 +75,11 @@ class Retention:
     def best_first(self, records: Iterable[CheckpointRecord]) -> list[int]:
         """Returns the steps that have the metric, the best first."""
         ranked = sorted(
-            (self._score(record), record.step) for record in records if self._has_metric(record)
+            (value if self.direction == "max" else -value, record.step)
+            for record in records
+            if math.isfinite(value := (record.metrics or {}).get(self.metric, math.nan))
         )
         return [step for _, step in reversed(ranked)]
-
-    def _has_metric(self, record: CheckpointRecord) -> bool:
-        value = (record.metrics or {}).get(self.metric, math.nan)
-        return math.isfinite(value)
-
-    def _score(self, record: CheckpointRecord) -> float:
-        assert record.metrics is not None
-        value = record.metrics[self.metric]
-        return -value if self.direction == "min" else value
 
     def _periodic(self, by_step: Sequence[CheckpointRecord]) -> set[int]:
         """Returns the first checkpoint of each period, which stays the first in later calls."""

@@ -94,7 +94,7 @@ class TrainBatches:
         rows = self.dataset.rows(indices)
         if self.augment is None:
             return rows
-        return self._augmented(rows, indices, epochs)
+        return self._augmented(self.augment, rows, indices, epochs)
 
     def examples(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the index and the epoch of each example of global batch `step`, int64 (B,)."""
@@ -123,8 +123,9 @@ class TrainBatches:
         shape = (self._per_block, self.batch_size)
         return positions.reshape(shape), epochs.reshape(shape)
 
-    def _augmented(self, rows: PyTree, indices: np.ndarray, epochs: np.ndarray) -> PyTree:
-        assert self.augment is not None
+    def _augmented(
+        self, augment: Augment, rows: PyTree, indices: np.ndarray, epochs: np.ndarray
+    ) -> PyTree:
         examples = []
         for row, (index, epoch) in enumerate(zip(indices, epochs, strict=True)):
             # Philox is counter-based: each (example, epoch) has its own stream under the key.
@@ -133,7 +134,7 @@ class TrainBatches:
                 key=derive_seed(self.seed, Purpose.DATA), counter=[0, 0, int(index), int(epoch)]
             )
             example = jax.tree.map(lambda array, row=row: array[row], rows)
-            examples.append(self.augment(example, np.random.Generator(bits)))
+            examples.append(augment(example, np.random.Generator(bits)))
         return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
 
 

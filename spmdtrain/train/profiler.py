@@ -41,8 +41,7 @@ class ProfiledSteps:
 
     def before(self, step: int) -> None:
         """Call before `step` is dispatched."""
-        if self._first <= step <= self._last and not self._running:
-            assert self._folder is not None
+        if self._folder and self._first <= step <= self._last and not self._running:
             try:
                 for name in ("plugins", "plugins/profile"):  # where the profiler writes
                     no_follow.make_folder(Path(self._folder).expanduser(), name)
