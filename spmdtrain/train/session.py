@@ -132,9 +132,7 @@ class RunSession:
             if process_group.is_chief():
                 files = stack.enter_context(contextlib.closing(RunFiles(workdir)))
             process_group.barrier()  # the folder exists, and this run has locked it
-            checkpoints = stack.enter_context(
-                contextlib.closing(_open_checkpoints(config, workdir))
-            )
+            checkpoints = stack.enter_context(contextlib.closing(_checkpoints_of(config, workdir)))
         logger = RunLogger(terminal, files, config)
         rate = known_rate(config, trained.abstract_state.opt_state)
         size = 0 if train is None else len(train)
@@ -435,8 +433,8 @@ class RunSession:
         return self.config.checkpoint_at_start and not self.checkpoints.holds(0)
 
 
-def _open_checkpoints(config: RunConfig, workdir: str) -> Checkpoints:
-    """Opens the checkpoints of a run's workdir."""
+def _checkpoints_of(config: RunConfig, workdir: str) -> Checkpoints:
+    """Returns the checkpoints of a run's workdir, opened."""
     retention = Retention(
         latest=config.keep_latest,
         best=config.keep_best,

@@ -202,12 +202,11 @@ class Trainer(ModelRunner):
           SystemExit: In an evaluator task, after the training has ended.
           UserError: If an argument is wrong.
         """
-        overrides = epochs, steps, global_batch_size, batch_size_per_device
+        config = with_totals(self.config, epochs, steps, global_batch_size, batch_size_per_device)
         if roles.is_evaluator():
-            self.config = with_totals(self.config, *overrides)
+            self.config = config
             raise SystemExit(evaluator.follow(self, self.config, train, validation))
         self._backend.begin_fit(self._init_timeout, has_fitted=self._identity is not None)
-        config = with_totals(self.config, *overrides)
         config = resolve(config, batch_shards=self.placement.batch_shards)
         splits = {"train": train, "validation": validation, "test": test}
         with contextlib.ExitStack() as stack:
@@ -271,11 +270,9 @@ class Trainer(ModelRunner):
         if first >= schedule.total:
             return
         executor = make_executor(self._executor_inputs(run))
-
-        def synced() -> TrainState:
-            return executor.sync(self._current)
-
-        reader = MetricsReader(run, executor.max_in_flight, synced, self._log)
+        reader = MetricsReader(
+            run, executor.max_in_flight, lambda: executor.sync(self._current), self._log
+        )
         actions = self._boundary_actions(run, executor, reader)
         with (
             self.terminal.progress("train", done=first, total=schedule.total),
@@ -383,7 +380,6 @@ class Trainer(ModelRunner):
         return reported.with_added()
 
     def _run_validation(self, run: RunSession, step: int) -> Metrics | None:
-        """Evaluates and logs the validation split; None without one."""
         if run.validation is None:
             return None
         reported = AddableMetrics(self._evaluated(run, Split.EVAL, run.validation))

@@ -336,11 +336,11 @@ def test_each_call_of_the_step_is_recorded_once_and_in_time(tmp_path: Path) -> N
             if own.step == 1:
                 break
             own.end_step(state, output)
-    with pytest.raises(UserError, match=r"gone \(step 0 is the last"), loop() as own:
+    with pytest.raises(UserError, match=r"step \(step 0 is the last"), loop() as own:
         begun = own.start(init, train=(X, Y))
         _, output = own.compile_step(step)(begun, next(own.batches()))
         own.end_step(begun, output)
-    with pytest.raises(UserError, match=r"gone \(step 1 is the last"), loop() as own:
+    with pytest.raises(UserError, match=r"step \(step 1 is the last"), loop() as own:
         begun = own.start(init, train=(X, Y))
         compiled = own.compile_step(step)
         for batch in own.batches():
