@@ -291,7 +291,8 @@ class RunConfig:
     """Range of steps to profile, A:B, both included. Writes a profiler trace into the workdir."""
 
     def __post_init__(self) -> None:
-        # For a subclass that overrides this method see `sharding.resolution.check`.
+        # An experiment that overrides this method should call it first; if it does not, the
+        # functions that begin a run do (`sharding.resolution.check`).
         check_compute_dtype(self.compute_dtype)  # first: it explains why float16 is no choice
         check_values(self, RunConfig)
         for group in (self.mesh, self.sharding, self.collectives, self.servers):
