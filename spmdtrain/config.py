@@ -292,7 +292,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         # An experiment that overrides this method should call it first; if it does not, the
-        # functions that begin a run do (`sharding.resolution.check`).
+        # functions that begin a run do (`sharding.resolution.check_inherited`).
         check_compute_dtype(self.compute_dtype)  # first: it explains why float16 is no choice
         check_values(self, RunConfig)
         for group in (self.mesh, self.sharding, self.collectives, self.servers):

@@ -9,8 +9,8 @@ from spmdtrain.errors import UserError
 Config = TypeVar("Config", bound=RunConfig)
 
 
-def check(config: RunConfig) -> None:
-    """Checks a configuration whose class may override the checks of `RunConfig`.
+def check_inherited(config: RunConfig) -> None:
+    """Runs the checks of `RunConfig`, which the class of a configuration may override.
 
     An experiment's `Config` may define `__post_init__` without `super().__post_init__()`. The
     functions that begin a run therefore call this one.
@@ -38,7 +38,7 @@ def resolve(config: Config, *, batch_shards: int) -> Config:
       UserError: If the configuration is not valid, or if the global batch does not divide over
         devices and microbatches and `uneven_batch` is `refuse`.
     """
-    check(config)
+    check_inherited(config)
     if config.batch_size_per_device is not None:
         batch = config.batch_size_per_device * batch_shards
     else:

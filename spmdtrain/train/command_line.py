@@ -12,7 +12,7 @@ from spmdtrain.config import RunConfig
 from spmdtrain.config_checks import check_compute_dtype, unchecked_groups
 from spmdtrain.errors import UserError, exit_if_output_is_closed, field_meant
 from spmdtrain.sharding.mesh import cpu_devices_in_environment
-from spmdtrain.sharding.resolution import check
+from spmdtrain.sharding.resolution import check_inherited
 from spmdtrain.train import evaluator
 from spmdtrain.train.experiment import ExperimentFile, load_experiment
 
@@ -118,7 +118,7 @@ def parse(
     with unchecked_groups():  # their errors would be printed by tyro, in a box
         command = _parse(_command(default, experiment.doc, of), arguments, prog)
     config = command.experiment
-    check(config)  # its class may override the checks
+    check_inherited(config)  # its class may override the checks
     if "cpu_devices" in given and (setting := cpu_devices_in_environment()):
         raise UserError(f"--cpu-devices and {setting} in the environment exclude each other")
     own_workdir = config.workdir is not None

@@ -6,7 +6,7 @@ from typing import Any
 
 from spmdtrain.config import RunConfig
 from spmdtrain.errors import UserError, did_you_mean
-from spmdtrain.sharding.resolution import check
+from spmdtrain.sharding.resolution import check_inherited
 
 
 def with_options(config: RunConfig, options: Mapping[str, Any], of: str) -> RunConfig:
@@ -25,7 +25,7 @@ def with_options(config: RunConfig, options: Mapping[str, Any], of: str) -> RunC
         if name not in fields:
             raise UserError(f"{of} has no option {name!r}.{did_you_mean(name, fields)}")
     config = dataclasses.replace(config, **options)
-    check(config)
+    check_inherited(config)
     return config
 
 
