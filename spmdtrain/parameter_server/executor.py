@@ -12,6 +12,7 @@ import numpy as np
 
 from spmdtrain.cluster.spec import ClusterSpec, from_environment
 from spmdtrain.config import MeshSpec, ParameterServerOptions, RunConfig
+from spmdtrain.data.sampling import Augment
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import UserError
 from spmdtrain.parameter_server import ray_pool
@@ -23,12 +24,14 @@ from spmdtrain.parameter_server.state_partition import ServerPartition, print_pa
 from spmdtrain.parameter_server.stats import StalenessStats
 from spmdtrain.parameter_server.worker import WorkerFactory, for_worker
 from spmdtrain.sharding.placement import Placement, make_placement
+from spmdtrain.step.compile import Programs
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.command_line import JOB_OPTIONS, Command
 from spmdtrain.train.executor import ExecutorInputs, MakeExecutor, StepCall
+from spmdtrain.train.session import RunSession
 
 PyTree = Any
 _MAX_LOOK_AHEAD = 10_000  # steps among which the next due one is searched
@@ -206,7 +209,6 @@ def server_partition(
 class ServerBackend:
     """Makes steps by the workers of TF_CONFIG, with the state on its parameter servers."""
 
-    compiles_steps = False  # the workers compile them
     state_at_steps = False
 
     def join(self, timeout: float) -> None:
@@ -254,6 +256,15 @@ class ServerBackend:
                 "have ended with the first"
             )
         run_task_role(timeout)
+
+    def compile_ahead(
+        self,
+        run: RunSession,
+        programs: Programs,
+        functions: StepFunctions,
+        augment: Augment | None,
+    ) -> None:
+        """Does nothing, because the workers compile the steps."""
 
     @contextmanager
     def open(self, timeout: float) -> Iterator[MakeExecutor]:

@@ -88,8 +88,6 @@ MakeExecutor: TypeAlias = Callable[[ExecutorInputs], Executor]
 class Backend(Protocol):
     """Creates the executor of a strategy. `Strategy.backend` names the class."""
 
-    compiles_steps: bool
-    """Whether this process compiles the train step."""
     state_at_steps: bool
     """Whether this process has the state after each step, so that a `step` callback can read it.
     Otherwise it has the state at boundaries."""
@@ -146,6 +144,23 @@ class Backend(Protocol):
         """Checks that a fit can begin; raises `UserError`. Else as `join`."""
         ...
 
+    def compile_ahead(
+        self,
+        run: RunSession,
+        programs: Programs,
+        functions: StepFunctions,
+        augment: Augment | None,
+    ) -> None:
+        """Starts to compile the train step in the background, if this process runs it.
+
+        Args:
+          run: The session of the run, whose checkpoints are not restored yet.
+          programs: Compile the steps.
+          functions: The functions of the step.
+          augment: The augmentation of the training examples.
+        """
+        ...
+
     def open(self, timeout: float) -> Any:
         """Returns a context manager of a `MakeExecutor`, which holds the resources of one fit."""
         ...
@@ -165,7 +180,6 @@ def max_in_flight(placement: Placement) -> int:
 class MeshBackend:
     """Runs steps on the mesh of this job."""
 
-    compiles_steps = True
     state_at_steps = True
 
     def join(self, timeout: float) -> None:
@@ -204,6 +218,22 @@ class MeshBackend:
 
     def begin_fit(self, timeout: float, *, has_fitted: bool) -> None:
         """Does nothing, because every fit can begin."""
+
+    def compile_ahead(
+        self,
+        run: RunSession,
+        programs: Programs,
+        functions: StepFunctions,
+        augment: Augment | None,
+    ) -> None:
+        """Starts to compile the train step in the background, if steps are left to train."""
+        config, schedule = run.config, run.schedule
+        source = config.workdir and broadcast_source(list_checkpoints(config.workdir))
+        first = source.steps[-1] if source and source.steps else 0
+        if first >= schedule.total or functions.has_custom_reduction:
+            return
+        steps = len(next(schedule.dispatches(first)))
+        programs.begin_for(run.train_dataset, steps, augment, config)
 
     @contextmanager
     def open(self, timeout: float) -> Iterator[MakeExecutor]:
@@ -288,16 +318,3 @@ class DeviceExamples:
             with self._terminal.waiting("putting the examples on the devices"), phase(Phase.LOAD):
                 self._last = dataset, on_devices(dataset, self._placement)
         return self._last[1]
-
-
-def compile_ahead(
-    run: RunSession, programs: Programs, functions: StepFunctions, augment: Augment | None
-) -> None:
-    """Starts to compile the train step in the background, if steps are left to train."""
-    config, schedule = run.config, run.schedule
-    source = config.workdir and broadcast_source(list_checkpoints(config.workdir))
-    first = source.steps[-1] if source and source.steps else 0
-    if first >= schedule.total or functions.has_custom_reduction:
-        return
-    steps = len(next(schedule.dispatches(first)))
-    programs.begin_for(run.train_dataset, steps, augment, config)

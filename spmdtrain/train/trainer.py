@@ -32,13 +32,7 @@ from spmdtrain.train.callbacks import (
     FrozenMetrics,
 )
 from spmdtrain.train.epochs import EpochSums, FitResult
-from spmdtrain.train.executor import (
-    DeviceExamples,
-    Executor,
-    ExecutorInputs,
-    MakeExecutor,
-    compile_ahead,
-)
+from spmdtrain.train.executor import DeviceExamples, Executor, ExecutorInputs, MakeExecutor
 from spmdtrain.train.experiment import Experiment
 from spmdtrain.train.init_state import at_step_zero, initial_state
 from spmdtrain.train.metrics_reader import MetricsReader
@@ -247,8 +241,7 @@ class Trainer(ModelRunner):
         self._callbacks.stop_requested = False
         self._restored = None  # `evaluate` and `predict` use the trained state from here on
         if self._state is None:
-            if self._backend.compiles_steps:
-                compile_ahead(run, self._programs, self.functions, self._augment)
+            self._backend.compile_ahead(run, self._programs, self.functions, self._augment)
             log = self.terminal.line
             initialize = functools.partial(initial_state, self.functions, self.config, log)
             self._state, _ = run.first_state(self.functions, initialize)
