@@ -32,10 +32,8 @@ def duration(seconds: float) -> str:
 
 
 def byte_size(count: int) -> str:
-    """Returns a number of bytes with three significant digits: `1.08 MB`.
-
-    `rich.filesize.decimal` has a fixed number of decimals: 1.1 MB and 999.9 kB.
-    """
+    """Returns a number of bytes with three significant digits: `1.08 MB`."""
+    # `rich.filesize.decimal` has a fixed number of decimals: 1.1 MB and 999.9 kB.
     if count < 1000:
         return f"{count} B"
     value = float(count)

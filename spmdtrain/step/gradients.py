@@ -86,12 +86,10 @@ class Gradients:
     def of_sum(
         self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
     ) -> GradientOutput:
-        """Returns the gradients of the weighted sum, accumulated over the microbatches.
-
-        `optax.MultiSteps` would count each microbatch as a step, keep the accumulated gradients in
-        the state, and weight microbatches equally. `optax.microbatching.microbatch` passes neither
-        the model state from one microbatch to the next nor an index for the random key.
-        """
+        """Returns the gradients of the weighted sum, accumulated over the microbatches."""
+        # `optax.MultiSteps` would count each microbatch as a step, keep the accumulated gradients
+        # in the state, and weight microbatches equally. `optax.microbatching.microbatch` passes
+        # neither the model state from one microbatch to the next nor an index for the random key.
         if self.microbatches == 1:
             return self._of_microbatch(params, frozen, model_state, batch, key)
 

@@ -79,11 +79,9 @@ class Update:
         return merge(optax.apply_updates(trained, updates), frozen), opt_state
 
     def partition(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns the trained parameters and the others, each with None in the others' places.
-
-        With `optax.selective_transform` instead, the gradients of the others would be computed and
-        reduced too, before it replaces their updates by 0.
-        """
+        """Returns the trained parameters and the others, each with None in the others' places."""
+        # With `optax.selective_transform` instead, the gradients of the others would be computed
+        # and reduced too, before it replaces their updates by 0.
         patterns = [re.compile(pattern) for pattern in self.frozen]
         if not patterns:
             return params, None
