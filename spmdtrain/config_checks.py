@@ -208,12 +208,15 @@ def _check_integers(name: str, value: Any) -> None:
 
 
 def check_above_zero(values: object, names: Sequence[str], prefix: str = "") -> None:
-    """Raises `UserError` if a field is neither None nor a finite number above 0.
+    """Checks that each of some fields is None or a finite number above 0.
 
     Args:
       values: Has the fields.
       names: The names of the fields.
       prefix: Stands before them in messages, such as `sharding.`.
+
+    Raises:
+      UserError: If one is not; names it.
     """
     for name in names:
         value = getattr(values, name)

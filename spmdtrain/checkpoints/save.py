@@ -173,7 +173,7 @@ class Checkpoints:
         Raises:
           StorageError: If this save, or the previous one, has failed.
           ReplicaError: If processes hold different copies of the state; nothing is written then.
-        """
+        """  # noqa: DOC501 (FileNotFoundError becomes a StorageError)
         if metrics is not None and not math.isfinite(metrics.get(self._retention.metric, math.nan)):
             metrics = None
         self.wait()
@@ -260,6 +260,9 @@ class Checkpoints:
 
     def quarantine(self, steps: Sequence[int]) -> list[str]:
         """Quarantines corrupted checkpoints: renames them, so that they are ignored.
+
+        Args:
+          steps: The steps of the checkpoints.
 
         Returns:
           The new names.

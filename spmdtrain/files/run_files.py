@@ -5,7 +5,6 @@ Other tools may rely on their names and formats.
 
 import contextlib
 import enum
-import importlib
 import importlib.metadata
 import json
 import logging

@@ -4,7 +4,7 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -100,3 +100,192 @@ def test_one_thing_has_one_word() -> None:
         for match in SYNONYMS.finditer(line)
     }
     assert not found, sorted(found)
+
+
+# -- sections of docstrings ----------------------------------------------------------------------
+#
+# A docstring of one line may do where name and signature say the rest (Google's style guide), but
+# not in the public API. Ruff's DOC rules hold Returns, Yields and Raises of longer docstrings.
+
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
+SECTION = re.compile(r"(Args|Returns|Yields|Raises|Attributes|Example|Examples|Note):+")
+NO_RESULT = ("None", "Iterator[None]", "Generator[None]", "NoReturn", "Never")
+
+
+def file_of(module: str) -> Path:
+    return PACKAGE.joinpath(*module.split(".")).with_suffix(".py")
+
+
+def definitions(
+    node: ast.AST, of: str = ""
+) -> Iterator[tuple[str, ast.FunctionDef | ast.ClassDef]]:
+    """Yields classes, functions and methods by qualified name, but nothing inside a function."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef):
+            yield f"{of}{child.name}", child
+        elif isinstance(child, ast.ClassDef):
+            yield f"{of}{child.name}", child
+            yield from definitions(child, f"{of}{child.name}.")
+        else:
+            yield from definitions(child, of)
+
+
+def public_api() -> set[tuple[Path, str]]:
+    """The files and names of exported functions and classes, and of the classes' bases."""
+    left = [(file_of(home), name) for name, home in spmdtrain._HOMES.items()]
+    for path in FILES:
+        if path.parent.name in ("testing", "models"):
+            left += [(path, name) for name, _ in definitions(TREES[path]) if name[0] != "_"]
+    api = set()
+    while left:
+        path, name = left.pop()
+        node = dict(definitions(TREES[path])).get(name)
+        if node is None or (path, name) in api:  # a constant has no docstring
+            continue
+        api.add((path, name))
+        bases = {ast.unparse(b).split("[")[0] for b in getattr(node, "bases", ())}
+        left += [(path, base) for base in bases]
+        for imported in ast.walk(TREES[path]):
+            if isinstance(imported, ast.ImportFrom) and imported.module is not None:
+                package, _, module = imported.module.partition(".")
+                if package == "spmdtrain" and module:
+                    left += [(file_of(module), x.name) for x in imported.names if x.name in bases]
+    return api
+
+
+API = public_api()
+# Methods that the public API and JAX's pytrees leave to others, which need no docstring there.
+ABSTRACT = {"tree_flatten", "tree_unflatten"} | {
+    method.name
+    for path, name in API
+    for of, node in definitions(TREES[path])
+    if of == name
+    for method in node.body
+    if isinstance(method, ast.FunctionDef)
+    and ast.get_docstring(method)
+    and ast.unparse(method.body[-1]) in ("...", "raise NotImplementedError")
+}
+
+
+def sections_of(docstring: str) -> dict[str, list[str]]:
+    """The entries of each section of a docstring: what is before the colon."""
+    sections: dict[str, list[str]] = {}
+    section, indent = "", 0
+    for line in docstring.splitlines():
+        depth = len(line) - len(line.lstrip())
+        if match := SECTION.fullmatch(line):
+            section, indent = match[1], 0
+            sections[section] = []
+        elif section and line.strip():
+            indent = indent or depth
+            if not depth:
+                section = ""
+            elif depth == indent:
+                sections[section].append(line.strip().partition(":")[0])
+    return sections
+
+
+def parameters_of(function: ast.FunctionDef) -> list[str]:
+    given = function.args
+    names = [x.arg for x in (*given.posonlyargs, *given.args) if x.arg not in ("self", "cls")]
+    names += [f"*{given.vararg.arg}"] if given.vararg else []
+    names += [x.arg for x in given.kwonlyargs]
+    return names + ([f"**{given.kwarg.arg}"] if given.kwarg else [])
+
+
+def raised_by(statements: Iterable[ast.AST]) -> Iterator[str]:
+    """Yields the exceptions that statements raise by name, outside of `try` and inner functions."""
+    for node in statements:
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            name = ast.unparse(node.exc).partition("(")[0].rpartition(".")[2]
+            if name[0].isupper() and name != "NotImplementedError":
+                yield name
+        elif isinstance(node, ast.Try) and node.handlers:  # which may catch it
+            yield from raised_by([*node.handlers, *node.orelse, *node.finalbody])
+        elif not isinstance(node, ast.FunctionDef | ast.Lambda):
+            yield from raised_by(ast.iter_child_nodes(node))
+
+
+def faults_of(function: ast.FunctionDef, *, of_api: bool) -> Iterator[str]:
+    """Yields what the docstring of a function lacks, or names wrongly."""
+    docstring = ast.get_docstring(function)
+    is_property = any(
+        "property" in ast.unparse(x) or ".setter" in ast.unparse(x) for x in function.decorator_list
+    )
+    if is_property:
+        return
+    if docstring is None:
+        if of_api and not function.name.startswith("_") and function.name not in ABSTRACT:
+            yield "no docstring, here or where it is abstract"
+        return
+    sections, parameters = sections_of(docstring), parameters_of(function)
+    described = sections.get("Args", [])
+    for name in described:
+        if name not in parameters:
+            yield f"Args describes {name}, which is no parameter"
+    needed = of_api or "\n" in docstring
+    if "Args" in sections or (needed and not function.name.startswith("_")):
+        for name in parameters:
+            if name not in described:
+                yield f"Args lacks {name}"
+    if not of_api or function.name.startswith("_"):
+        return
+    result = "None" if function.returns is None else ast.unparse(function.returns)
+    has_result = result not in NO_RESULT and not docstring.startswith(("Return", "Yield"))
+    if has_result and not {"Returns", "Yields"} & sections.keys():
+        yield f"neither Returns nor Yields describes {result}"
+    for name in sorted({*raised_by(function.body)} - {*sections.get("Raises", ())}):
+        yield f"Raises lacks {name}"
+
+
+def test_the_check_sees_what_a_docstring_lacks() -> None:
+    code = """
+def f(a: int, *b: int, c: int = 0, **d: int) -> int:
+    '''Adds numbers.
+
+    Args:
+      a: A number,
+        or: another.
+      b: Numbers.
+      **d: More numbers.
+
+    Raises:
+      TypeError: Never.
+    '''
+    try:
+        raise KeyError(a)
+    except KeyError:
+        raise errors.OtherError from None
+    raise ValueError
+"""
+    (function,) = ast.parse(code).body
+    assert isinstance(function, ast.FunctionDef)
+    arguments = ["Args describes b, which is no parameter", "Args lacks *b", "Args lacks c"]
+    rest = ["neither Returns nor Yields describes int", "Raises lacks OtherError"]
+    assert [*faults_of(function, of_api=False)] == arguments
+    assert [*faults_of(function, of_api=True)] == [*arguments, *rest, "Raises lacks ValueError"]
+    assert {
+        (file_of("train.trainer"), "Trainer"),
+        (file_of("train.model_runner"), "ModelRunner"),
+    } < API
+    assert {"init", "run", "merge", "rows", "check"} <= ABSTRACT
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_docstrings_describe_parameters_and_the_public_api_everything(path: Path) -> None:
+    found = []
+    classes = {
+        name: node for name, node in definitions(TREES[path]) if isinstance(node, ast.ClassDef)
+    }
+    for name, node in definitions(TREES[path]):
+        owner, _, own_name = name.rpartition(".")
+        of_api = (path, owner or name) in API
+        where = f"{path.relative_to(PACKAGE.parent)}:{node.lineno} {name}"
+        if isinstance(node, ast.FunctionDef) and (of_api or not owner.startswith("_")):
+            found += [f"{where}: {fault}" for fault in faults_of(node, of_api=of_api)]
+        if own_name == "__init__" and isinstance(node, ast.FunctionDef):
+            of_class = ast.get_docstring(classes[owner]) or ""
+            described = sections_of(of_class).get("Args", parameters_of(node))
+            if sorted(described) != sorted(parameters_of(node)):
+                found.append(f"{where}: the class describes {described}")
+    assert not found, "\n".join(found)
