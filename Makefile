@@ -7,11 +7,11 @@ LOCK ?=
 
 VENV = .venv
 RUN = $(VENV)/bin/python -m
-# For two cores. A worker that has no tests left takes some of another's.
+# For two cores. An idle worker takes over tests of another.
 SHARED = --numprocesses 2 --dist worksteal
 # Drills wait for half of their time.
 WAITING = --numprocesses 3 --dist worksteal
-# Stamps, written after a completed installation: of what training needs, and of everything.
+# Stamps, written after a completed installation: for training alone, and for everything.
 TRAIN = $(VENV)/.ready-train
 READY = $(VENV)/.ready
 
@@ -31,7 +31,7 @@ test: lint unit ## lint, types, unit tests, and a quick test of each invariant
 unit: $(READY) ## the tests of `make test`, without lint and types
 	$(RUN) pytest tests/unit $(SHARED) -m 'not slow and not drill'
 
-integration: $(READY) ## the shipped experiments and commands, and unit tests that take long
+integration: $(READY) ## the shipped experiments and commands, and slow unit tests
 	$(RUN) pytest $(SHARED) -m 'slow and not drill'
 
 drill: $(READY) ## several processes, killed, stopped and restarted
@@ -44,7 +44,7 @@ fuzz: $(READY) ## corrupted and forged input for ten minutes; FUZZ_SECONDS=3600 
 audit: ## known vulnerabilities of the versions in requirements.lock; needs a network
 	PYTHON=$(PYTHON) .ci/audit
 
-bench: $(READY) ## compare with what else one could take; BENCH_FLAGS=--quick for 3 minutes
+bench: $(READY) ## compare with other frameworks; BENCH_FLAGS=--quick for 3 minutes
 	$(VENV)/bin/python benchmarks/bench.py $(BENCH_FLAGS)
 
 bench-setup: ## the environments of the benchmark's other frameworks, in .bench
@@ -58,7 +58,7 @@ lint: $(READY) ## check style, format and types
 	$(RUN) ruff format --check .
 	$(RUN) mypy
 
-format: $(READY) ## mend style and format where that can be done safely
+format: $(READY) ## apply automatic fixes of style and format
 	$(RUN) ruff check --fix .
 	$(RUN) ruff format .
 
@@ -66,11 +66,11 @@ clean: ## remove .venv, caches and build outputs; runs/ stays
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Installs the package with EXTRAS. Until that is complete there is no stamp, and without a stamp
-# .venv is created anew: an interrupted installation is not built upon.
+# Installs the package with EXTRAS. The stamp is written last, and without a stamp .venv is created
+# from scratch, so an interrupted installation is never reused.
 define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	  echo 'error: "$(PYTHON)" is not Python 3.11 or newer; name one that is: make PYTHON=python3.12 ...' >&2; \
+	  echo 'error: "$(PYTHON)" is not Python 3.11 or newer; give one: make PYTHON=python3.12 ...' >&2; \
 	  exit 1; }
 	@echo 'installing into $(VENV) ...'
 	@test -e $(TRAIN) -o -e $(READY) || $(PYTHON) -m venv --clear $(VENV)

@@ -1,4 +1,4 @@
-"""Prints requirements.lock: what is installed here of all that spmdtrain and its tests need.
+"""Prints requirements.lock: the installed versions of all dependencies of spmdtrain and its tests.
 
 .venv/bin/python .ci/lock.py > requirements.lock
 """
@@ -10,11 +10,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 EXTRAS = ("dev", "examples", "ps", "tpu")
-"""Those that `make` installs."""
+"""The extras that `make` installs."""
 
 
 def needed(name: str, extras: Iterable[str] = ()) -> dict[str, importlib.metadata.Distribution]:
-    """Returns the installed distributions that one needs, directly or not, itself included."""
+    """Returns a distribution and its direct and indirect dependencies, by canonical name."""
     found: dict[str, importlib.metadata.Distribution] = {}
     seen = set()
     left = [(name, frozenset(extras))]

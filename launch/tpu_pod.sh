@@ -1,31 +1,31 @@
 #!/bin/bash
-# A training on a Cloud TPU pod slice: one process on each of its machines.
+# Training on a Cloud TPU pod slice: one process on each of its machines.
 #
 # Needs: gcloud, logged in, with the TPU API enabled; a bucket in the region of the slice that the
 # slice's service account may write. Run it from the top of this repository.
 #
-# Change, here or by the environment:
-#   TPU, ZONE                      the name of the slice, and where it is
-#   ACCELERATOR, RUNTIME           its kind (v5litepod-16, v6e-16, ...) and the software for it
+# Change, here or in the environment:
+#   TPU, ZONE                      the name of the slice, and its zone
+#   ACCELERATOR, RUNTIME           its type (v5litepod-16, v6e-16, ...) and its software version
 #   WORKDIR                        gs://BUCKET/..., the same on all machines
 #   RUN                            the experiment and its options
-#   RUNTIME_PYTHON                 a Python of 3.11 or newer; the software of Ubuntu 22.04 has 3.10,
-#                                  so that `install` fetches this one
-#   SPOT=1                         cheaper, and may be taken away
-#   MAX_RESTARTS                   how often a failed training is started again
+#   RUNTIME_PYTHON                 Python 3.11 or newer; Ubuntu 22.04 comes with 3.10, so `install`
+#                                  installs this one
+#   SPOT=1                         spot capacity: cheaper, may be preempted
+#   MAX_RESTARTS                   how often a failed training is restarted
 #
 # Submit: launch/tpu_pod.sh create && launch/tpu_pod.sh install && launch/tpu_pod.sh train
 # Watch:  launch/tpu_pod.sh logs
-# Stop:   launch/tpu_pod.sh stop      (saves first; `train` goes on from there)
-# End:    launch/tpu_pod.sh delete    (a slice costs as long as it is there)
+# Stop:   launch/tpu_pod.sh stop      (saves first; `train` resumes)
+# End:    launch/tpu_pod.sh delete    (a slice is billed until it is deleted)
 #
-# `create` asks for a queued resource, with SPOT=1 in the environment on spot capacity. It waits
-# until there is room: gcloud compute tpus queued-resources describe TPU. A preempted slice is
-# gone, with all its machines; the checkpoints are in the bucket. Machines that are told in time
-# save and exit 75; in any case: `delete`, and all three commands again.
+# `create` requests a queued resource, with SPOT=1 on spot capacity. It stays queued until capacity
+# is available: gcloud compute tpus queued-resources describe TPU. A preempted slice and its
+# machines are lost; the checkpoints are in the bucket. Machines that receive SIGTERM first save
+# and exit with 75. In either case: `delete`, then `create`, `install` and `train` again.
 #
-# What happens by exit code, on each machine: 0, 2, 3 and 75 end it; anything else starts it again,
-# MAX_RESTARTS times. All machines end together, and so come back together.
+# What happens by exit code, on each machine: 0, 2, 3 and 75 end it; after any other it is restarted,
+# at most MAX_RESTARTS times. All machines end together, so they also restart together.
 set -euo pipefail
 
 TPU=${TPU:-digits}
@@ -54,7 +54,7 @@ case ${1:-} in
       --accelerator-type="$ACCELERATOR" --runtime-version="$RUNTIME" ${SPOT:+--spot}
     ;;
   install)
-    # With the token by which the processes recognize each other, in a file of mode 0600.
+    # Includes the token by which the processes recognize each other, in a file of mode 0600.
     folder=$(mktemp -d)
     trap 'rm -rf "$folder"' EXIT
     (umask 077; od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$folder/job_token")
@@ -74,10 +74,10 @@ case ${1:-} in
     ;;
   train)
     if [[ $WORKDIR == gs://BUCKET/* ]]; then
-      echo "set WORKDIR: a folder in a bucket of yours, gs://..." >&2
+      echo "set WORKDIR: a folder in one of your buckets, gs://..." >&2
       exit 2
     fi
-    # Detached: it outlives the connection. `train.log` is on each machine.
+    # Detached: it continues after the connection closes. `train.log` is on each machine.
     everywhere "cd spmdtrain && SPMDTRAIN_JOB_TOKEN_FILE=job_token nohup setsid bash -c '
       for restart in \$(seq 0 $MAX_RESTARTS); do
         .venv/bin/python -u $(printf '%q ' "${RUN[@]}")
@@ -92,7 +92,7 @@ case ${1:-} in
       --command="tail -n 50 -f spmdtrain/train.log"
     ;;
   stop)
-    # To the processes that train, not to the shell around them: all save, and end with 75.
+    # Sent to the training processes, not to the shell that restarts them: all save and exit with 75.
     everywhere "pkill -TERM -f '^[^ ]*python -u -m spmdtrain.run'"
     ;;
   delete)

@@ -1,9 +1,7 @@
 """The words of the package and of its documentation: plain technical English."""
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -39,33 +37,45 @@ SYNONYMS = re.compile(
     r"\b(?:check[ -]sums?|damaged?|sets? aside|stall(?:s|ed|ing)?|stuck)\b", re.IGNORECASE
 )
 ROOT = Path(__file__).parents[2]
-TEXTS = [
-    *(
-        path
-        for folder in ("spmdtrain", "experiments", "benchmarks", "tests")
-        for path in (ROOT / folder).rglob("*.py")
-        if path != Path(__file__)
-    ),
-    *(ROOT / "docs").rglob("*.md"),
-    *ROOT.glob("*.md"),
-]
+# Everything that people write and read: code, documentation, templates, scripts and configuration.
+TEXTS = sorted(
+    path
+    for pattern in (
+        *("spmdtrain/**/*.py", "experiments/**/*.py", "benchmarks/**/*.py", "tests/**/*.py"),
+        *("docs/**/*.md", "*.md", ".github/**/*.md", ".github/**/*.yml", "launch/*", ".ci/*"),
+        *("Makefile", "pyproject.toml", ".pre-commit-config.yaml", ".gitignore"),
+    )
+    for path in ROOT.glob(pattern)
+    if path.is_file() and path != Path(__file__)
+)
 
 
-def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields each docstring, message and comment of a file with its line."""
-    source = path.read_text()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.lineno, node.value
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
+def matches(pattern: re.Pattern[str]) -> list[tuple[str, int, str]]:
+    """Returns file, line and text of each match, also in names such as `a_run_goes_on`."""
+    return [
+        (str(path.relative_to(ROOT)), number, match[0])
+        for path in TEXTS
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        for match in pattern.finditer(line.replace("_", " "))
+    ]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_word_is_of_a_private_language(path: Path) -> None:
-    found = {(line, match[0]) for line, text in texts(path) for match in PRIVATE.finditer(text)}
-    assert not found, f"{path}: {sorted(found)}"
+def test_the_texts_are_those_of_the_repository() -> None:
+    names = {str(path.relative_to(ROOT)) for path in TEXTS}
+    assert {"spmdtrain/run.py", "Makefile", "launch/tfjob.yaml", ".ci/run", "README.md"} <= names
+    assert {"docs/security.md", "tests/helpers.py", ".github/workflows/test.yml"} <= names
+
+
+def test_no_word_is_of_a_private_language() -> None:
+    assert not matches(PRIVATE)
+
+
+def test_spelling_is_american() -> None:
+    assert not matches(BRITISH)
+
+
+def test_one_thing_has_one_word() -> None:
+    assert not matches(SYNONYMS)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -80,26 +90,6 @@ def test_a_docstring_begins_with_a_noun_phrase_or_a_verb(path: Path) -> None:
                 "property" in ast.unparse(decorator) for decorator in node.decorator_list
             )
             assert not summary.startswith(questions) or is_property, f"{path}: {name}: {summary}"
-
-
-def test_spelling_is_american() -> None:
-    found = {
-        (str(path.relative_to(ROOT)), number, match[0])
-        for path in TEXTS
-        for number, line in enumerate(path.read_text().splitlines(), start=1)
-        for match in BRITISH.finditer(line)
-    }
-    assert not found, sorted(found)
-
-
-def test_one_thing_has_one_word() -> None:
-    found = {
-        (str(path.relative_to(ROOT)), number, match[0])
-        for path in TEXTS
-        for number, line in enumerate(path.read_text().splitlines(), start=1)
-        for match in SYNONYMS.finditer(line)
-    }
-    assert not found, sorted(found)
 
 
 # -- sections of docstrings ----------------------------------------------------------------------

@@ -556,7 +556,7 @@ def test_a_tfjob_s_pod_passes_sigterm_on(tmp_path: Path, kind: str, shell: str) 
     process.terminate()
     _, errors = process.communicate(timeout=20)
     assert (process.returncode, said(tmp_path)[-1]) == (200, "saved")
-    assert errors == "exit code 75: told to the operator as 200, to be started again\n"
+    assert errors == "exit code 75: reported to the operator as 200, so that it restarts the pod\n"
 
 
 def until(condition: Any, seconds: float = 20) -> None:
@@ -664,7 +664,7 @@ def test_sbatch_where_slurm_may_not_requeue(tmp_path: Path) -> None:
     stand_in(tmp_path / "bin", "scontrol", NO_REQUEUE)
     done = sbatch(tmp_path, "75")
     assert done.returncode == 75
-    assert done.stderr.splitlines()[-1] == "Slurm did not requeue it: submit it again to go on"
+    assert done.stderr.splitlines()[-1] == "Slurm did not requeue it: submit it again to resume"
 
 
 def test_sbatch_gives_all_tasks_one_token(tmp_path: Path) -> None:
