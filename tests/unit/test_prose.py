@@ -18,7 +18,7 @@ PRIVATE = re.compile(
     r"what there is|is no number|are no numbers|at hand|gets? on|takes? part|the very same|"
     r"stands? (?:aside|above|beside)|comes? to (?:lie|it)|hangs? on|hush|in one's stead|anew|"
     r"go(?:es|ing|ne)? on|what it was given|looks? on|made of all that|all the same|"
-    r"makes? up for)\b",
+    r"makes? up for)\b".replace(" ", r"\s+"),
     re.IGNORECASE,
 )
 
@@ -52,12 +52,13 @@ TEXTS = sorted(
 
 def matches(pattern: re.Pattern[str]) -> list[tuple[str, int, str]]:
     """Returns file, line and text of each match, also in names such as `a_run_goes_on`."""
-    return [
-        (str(path.relative_to(ROOT)), number, match[0])
-        for path in TEXTS
-        for number, line in enumerate(path.read_text().splitlines(), start=1)
-        for match in pattern.finditer(line.replace("_", " "))
-    ]
+    found = []
+    for path in TEXTS:
+        text = re.sub("[_#]", " ", path.read_text())
+        for match in pattern.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            found.append((str(path.relative_to(ROOT)), line, match[0]))
+    return found
 
 
 def test_the_texts_are_those_of_the_repository() -> None:
