@@ -66,7 +66,7 @@ def read_arrays(
     restored = process_group.run_on_all(read, CheckpointCorruptedError)
     arrays = {field: x for item in restored.values() for field, x in item.items()}
     actual = as_text(process_group.summed(read_parts(start_sums(arrays))))
-    _check_sums(actual, manifest, arrays)
+    _verify_checksums(actual, manifest, arrays)
     wanted = {field: x for item in targets.values() for field, x in item.items()}
     fields: dict[str, PyTree] = jax.tree.map(_restore_key, wanted, arrays)
     return fields
@@ -110,7 +110,7 @@ def read_host_arrays(folder: epath.Path, manifest: Manifest, field: str) -> PyTr
         arrays: dict[str, PyTree] = ocp.PyTreeCheckpointHandler().restore(
             folder / field, args=ocp.args.PyTreeRestore(item=tree, restore_args=as_numpy)
         )
-    _check_sums(sums(arrays), manifest, arrays)
+    _verify_checksums(sums(arrays), manifest, arrays)
     return arrays[field]
 
 
@@ -119,7 +119,9 @@ def _saved_tree(folder: epath.Path) -> PyTree:
     return ocp.PyTreeCheckpointHandler().metadata(folder).tree
 
 
-def _check_sums(actual: Mapping[str, str], manifest: Manifest, fields: Collection[str]) -> None:
+def _verify_checksums(
+    actual: Mapping[str, str], manifest: Manifest, fields: Collection[str]
+) -> None:
     """Raises `CheckpointCorruptedError` for the first array whose checksum differs."""
     expected = {n: x for n, x in manifest.sums.items() if n.split("/")[0] in fields}
     for name in [*expected, *actual]:

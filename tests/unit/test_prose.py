@@ -34,7 +34,9 @@ BRITISH = re.compile(
 )
 # One word for one thing (see the glossary): checksum, corrupted, quarantined, hangs.
 SYNONYMS = re.compile(
-    r"\b(?:check[ -]sums?|damaged?|sets? aside|stall(?:s|ed|ing)?|stuck)\b", re.IGNORECASE
+    r"\b(?:check[ -]sums?|damaged?|sets? aside|stall(?:s|ed|ing)?|"
+    r"stuck(?! timeout))\b",  # an option of XLA
+    re.IGNORECASE,
 )
 ROOT = Path(__file__).parents[2]
 # Everything that people write and read: code, documentation, templates, scripts and configuration.

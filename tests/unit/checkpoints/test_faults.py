@@ -307,7 +307,7 @@ def test_what_cannot_be_got_at_now_is_not_taken_for_corruption(
         assert is_corruption(wrapped) is corrupted
 
 
-def test_a_checkpoint_out_of_reach_ends_the_run_and_is_not_set_aside(
+def test_a_checkpoint_out_of_reach_ends_the_run_and_is_not_quarantined(
     small_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workdir = tmp_path / "run"
