@@ -760,7 +760,7 @@ def test_what_is_elsewhere_is_refused_by_name_with_both_places(
 def test_another_memory_is_another_place() -> None:
     tree, asked = tree_of(w=P("fsdp"))
     host = asked["w"].with_memory_kind("pinned_host")
-    with pytest.raises(UserError, match=r"ask for P\('fsdp'\), in host memory$"):
+    with pytest.raises(UserError, match=r"require P\('fsdp'\), in host memory$"):
         check_placed(tree, {"w": host}, "now")
     moved = {"w": jax.device_put(tree["w"], host)}
     check_placed(moved, {"w": host}, "now")
