@@ -764,7 +764,7 @@ def test_another_memory_is_another_place() -> None:
         check_placed(tree, {"w": host}, "now")
     moved = {"w": jax.device_put(tree["w"], host)}
     check_placed(moved, {"w": host}, "now")
-    with pytest.raises(UserError, match=r"is P\('fsdp'\), in host memory, and .* P\('fsdp'\)$"):
+    with pytest.raises(UserError, match=r"is P\('fsdp'\), in host memory, but .* P\('fsdp'\)$"):
         check_placed(moved, asked, "now")
 
 
