@@ -39,7 +39,7 @@ def check_headers(tree: PyTree, manifest: Manifest, *, in_memory: bool) -> None:
         if fault := header_fault(path_name(path), header, manifest, in_memory=in_memory):
             raise CheckpointCorruptedError(fault)
         total += _size(header)
-    if in_memory and total > _memory():
+    if in_memory and total > available_memory():
         raise CheckpointCorruptedError(
             f"its arrays have {byte_size(total)} by their headers, {_more_than_memory()}"
         )
@@ -58,7 +58,7 @@ def header_fault(name: str, header: Any, manifest: Manifest, *, in_memory: bool)
     chunk = tuple(getattr(header.storage, "chunk_shape", None) or ())
     if math.prod(chunk) > max(1, math.prod(shape)):
         return f"{name} is {declared} by its header, and a chunk of it is {list(chunk)}"
-    if in_memory and (size := _size(header)) > _memory():
+    if in_memory and (size := _size(header)) > available_memory():
         return f"{name} is {declared} by its header, {byte_size(size)}, {_more_than_memory()}"
     return None
 
@@ -69,7 +69,7 @@ def _size(header: Any) -> int:
 
 
 def _more_than_memory() -> str:
-    return f"more than the {byte_size(_memory())} of memory here"
+    return f"more than the {byte_size(available_memory())} of memory here"
 
 
 def _is_key_data(header: Any, saved: str) -> bool:
@@ -80,7 +80,7 @@ def _is_key_data(header: Any, saved: str) -> bool:
 
 
 @functools.cache
-def _memory() -> int:
+def available_memory() -> int:
     """Returns the bytes of memory of this machine, or of the container."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(machine, group_limit() or machine)

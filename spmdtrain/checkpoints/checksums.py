@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from spmdtrain.tree import named_leaves
 
-_CHUNK = 2**20  # elements that the host sums at a time
+CHUNK = 2**20  # elements that the host sums at a time
 _SMALL = 2**16  # bytes up to which fetching an array is faster than compiling for its shape
 
 
@@ -86,15 +86,15 @@ def is_small(leaf: Any) -> bool:
 
 def _start(leaf: Any) -> list[PartSum]:
     if not isinstance(leaf, jax.Array):
-        return [PartSum(_sum(np.asarray(leaf)))]
+        return [PartSum(host_sum(np.asarray(leaf)))]
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     if is_small(leaf):
-        return [_of_shard(leaf, _sum(np.asarray(leaf)), _local_shards(leaf)[0])]
-    return _on_devices(leaf)
+        return [_of_shard(leaf, host_sum(np.asarray(leaf)), _local_shards(leaf)[0])]
+    return sums_on_devices(leaf)
 
 
-def _on_devices(leaf: jax.Array) -> list[PartSum]:
+def sums_on_devices(leaf: jax.Array) -> list[PartSum]:
     """Returns the checksums of an array's parts, each computed where the part is.
 
     Nothing is gathered, because many queued programs with collectives, one for each leaf, can
@@ -107,7 +107,7 @@ def _on_devices(leaf: jax.Array) -> list[PartSum]:
         values = [_jit_sum(shard.data) for shard in shards]
     elif in_host_memory or not isinstance(leaf.sharding, NamedSharding):
         values = [
-            _sum(np.asarray(shard.data), _starts(shard.index), leaf.shape) for shard in shards
+            host_sum(np.asarray(shard.data), _starts(shard.index), leaf.shape) for shard in shards
         ]
     else:
         part_sums = _jit_part_sums(leaf.sharding.mesh, leaf.sharding.spec, leaf.shape)(leaf)
@@ -149,7 +149,7 @@ def _starts(index: Any) -> tuple[int, ...]:
 # -- on the host -----------------------------------------------------------------------------------
 
 
-def _sum(x: np.ndarray, starts: Sequence[int] = (), shape: Sequence[int] = ()) -> int:
+def host_sum(x: np.ndarray, starts: Sequence[int] = (), shape: Sequence[int] = ()) -> int:
     """Returns the checksum of an array, or of the part at `starts` of an array of `shape`.
 
     A large array is processed in chunks of rows, to need little memory.
@@ -157,7 +157,7 @@ def _sum(x: np.ndarray, starts: Sequence[int] = (), shape: Sequence[int] = ()) -
     x = np.ascontiguousarray(_whole_bytes(x))
     if not starts or x.shape == tuple(shape):
         x, starts, shape = x.reshape(-1), (0,), (x.size,)
-    rows = max(1, _CHUNK * len(x) // max(1, x.size))
+    rows = max(1, CHUNK * len(x) // max(1, x.size))
     total = 0
     for row in range(0, len(x), rows):
         part = x[row : row + rows]
@@ -181,7 +181,7 @@ def _sum(x: np.ndarray, starts: Sequence[int] = (), shape: Sequence[int] = ()) -
 
 
 def _sum_of(x: jax.Array, starts: Sequence[Any], shape: Sequence[int]) -> jax.Array:
-    """Returns the checksum of a part of an array, like `_sum`; traced."""
+    """Returns the checksum of a part of an array, like `host_sum`; traced."""
     words = _words_on_device(_whole_bytes(x))
     position = jnp.zeros(x.shape, jnp.uint32)  # in the whole array, in row-major order
     for dim, (start, size) in enumerate(zip(starts, shape, strict=True)):

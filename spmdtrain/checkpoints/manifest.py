@@ -102,7 +102,7 @@ class Manifest:
           folder: The folder, which has no manifest yet.
         """
         content = {"format": _FORMAT} | dataclasses.asdict(self)
-        signed = content | {"sha256": _digest(content)}
+        signed = content | {"sha256": digest(content)}
         with no_follow.create(folder.parent, f"{folder.name}/{NAME}") as file:
             file.write((json.dumps(signed, indent=1) + "\n").encode())
             if not is_url(folder):  # before the folder is renamed; TensorStore syncs its own files
@@ -128,7 +128,7 @@ class Manifest:
             ) from None
         except Malformed as error:
             raise CheckpointCorruptedError(f"{NAME} is malformed: {error}") from error
-        if content.pop("sha256", None) != _digest(content):
+        if content.pop("sha256", None) != digest(content):
             raise CheckpointCorruptedError(f"{NAME} does not match its digest")
         try:
             if content.pop("format", None) != _FORMAT:
@@ -269,5 +269,6 @@ def _encodes(name: str) -> bool:
         return False
 
 
-def _digest(content: Mapping[str, Any]) -> str:
+def digest(content: Mapping[str, Any]) -> str:
+    """Returns the SHA-256 digest of a manifest without its own entry `sha256`, in hex."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -78,7 +78,7 @@ def check_equal(started: Mapping[str, Sequence[PartSum]], step: int) -> None:
                 group = json.dumps(part.holders)
                 shared.setdefault(group, {})[_part_name(name, part)] = part.read()
     digests = {_digest(group): _digest(sums) for group, sums in shared.items()}
-    odd = process_group.broadcast(_find_odd(process_group.collect(digests)))
+    odd = process_group.broadcast(find_odd(process_group.collect(digests)))
     if odd is None:
         return
     group, usual, different, certain = odd
@@ -116,7 +116,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _find_odd(digests: Sequence[Mapping[str, str]]) -> tuple[str, int, list[int], bool] | None:
+def find_odd(digests: Sequence[Mapping[str, str]]) -> tuple[str, int, list[int], bool] | None:
     """Finds the first group of processes whose digests differ.
 
     Args:

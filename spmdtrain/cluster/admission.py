@@ -16,8 +16,8 @@ from spmdtrain.cluster.json_lines import Line, is_nonce, new_nonce
 from spmdtrain.errors import UserError
 
 MAX_UNAUTHENTICATED = 128  # connections at a time that have not authenticated
-_HANDSHAKE_TIMEOUT = 10.0  # seconds within which a connection must authenticate
-_GRACE_PERIOD = 1.0  # seconds after its greeting in which a connection is not dropped for another
+HANDSHAKE_TIMEOUT = 10.0  # seconds within which a connection must authenticate
+GRACE_PERIOD = 1.0  # seconds after its greeting in which a connection is not dropped for another
 _SEND_TIMEOUT = 5.0  # seconds that a message to one process may block
 
 Admitted = tuple[Line, dict[str, Any]]
@@ -89,11 +89,11 @@ class Admission:
                 gone.append(line)
         now = time.monotonic()
         expired = [
-            x for x, pending in self._pending.items() if now - pending.since > _HANDSHAKE_TIMEOUT
+            x for x, pending in self._pending.items() if now - pending.since > HANDSHAKE_TIMEOUT
         ]
         for line in expired:
             self.refuse(
-                line, f"it has not identified itself in {_HANDSHAKE_TIMEOUT:g} s", at_once=True
+                line, f"it has not identified itself in {HANDSHAKE_TIMEOUT:g} s", at_once=True
             )
         if arrived and self._has_room(now):
             self._accept(now)
@@ -133,7 +133,7 @@ class Admission:
                 self.refuse(line, "it sent nothing while others waited", at_once=True)
                 return True
         oldest, pending = next(iter(self._pending.items()))
-        if now - pending.since > _GRACE_PERIOD:
+        if now - pending.since > GRACE_PERIOD:
             self.refuse(oldest, "it did not identify itself while others waited", at_once=True)
             return True
         time.sleep(0.01)  # the others wait in the listener's queue

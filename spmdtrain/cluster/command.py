@@ -69,7 +69,8 @@ def execute(options: Options) -> int:
     return ExitCode.DONE
 
 
-def _console() -> "Console":
+def make_console() -> "Console":
+    """Returns a console that prints text unchanged and does not wrap it."""
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True, emoji=False)
@@ -82,7 +83,7 @@ def _print_spec(spec: ClusterSpec) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    console = _console()
+    console = make_console()
     facts = [f"role {spec.role}"]
     if spec.role is not Role.LOCAL:
         facts.append(spec.name)
@@ -102,7 +103,7 @@ def _print_spec(spec: ClusterSpec) -> None:
 def _print_findings(findings: Sequence[Finding]) -> None:
     from rich.markup import escape
 
-    console = _console()
+    console = make_console()
     colors = {"ok": "green", "warning": "yellow", "error": "red"}
     for finding in findings:
         level = f"[{colors[finding.level]}]{finding.level:<8}[/]"

@@ -113,7 +113,7 @@ class Line:
         """
         text = json.dumps(message).encode()
         if self._keys:
-            text += b" " + self._mac(self._side, text)
+            text += b" " + self.mac(self._side, text)
         self.socket.sendall(text + b"\n")
 
     def read(self) -> bool:
@@ -161,11 +161,12 @@ class Line:
             return parse(text)
         other: Side = "worker" if self._side == "chief" else "chief"
         text, mac = text[: -_MAC - 1], text[-_MAC:]
-        if not hmac.compare_digest(mac, self._mac(other, text)):
+        if not hmac.compare_digest(mac, self.mac(other, text)):
             return None
         return parse(text)
 
-    def _mac(self, side: Side, text: bytes) -> bytes:
+    def mac(self, side: Side, text: bytes) -> bytes:
+        """Returns the authentication code of the next line of a side, and counts the line."""
         number = self._counts[side]
         self._counts[side] += 1
         signed = number.to_bytes(8, "big") + text

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, TypeVar
 
-_RESOLVE_SECONDS = 2.5
-_CONNECT_SECONDS = 2.0
+RESOLVE_SECONDS = 2.5
+CONNECT_SECONDS = 2.0
 
 Result = tuple[Literal["ok", "warning", "error"], str, str]
 Addresses = Mapping[str, tuple[str, int]]  # task to host and port
@@ -35,7 +35,7 @@ def examine(addresses: Addresses, *, own: str | None, training: Sequence[str]) -
         yield "ok", "network", "a local run needs none"
         return
     hosts, hostname = {host for host, _ in addresses.values()}, socket.gethostname()
-    resolved = together(resolve, hosts | {hostname}, _RESOLVE_SECONDS)
+    resolved = together(resolve, hosts | {hostname}, RESOLVE_SECONDS)
     ips = {host: resolved[host] for host in hosts & resolved.keys()}
     yield from _names(addresses, ips)
     yield from _loopback(addresses, ips)
@@ -62,7 +62,7 @@ def examine(addresses: Addresses, *, own: str | None, training: Sequence[str]) -
 def _names(addresses: Addresses, ips: IPs) -> Iterator[Result]:
     unknown = 0
     for task, (host, _) in addresses.items():
-        resolved = ips.get(host, f"no answer in {_RESOLVE_SECONDS} s")
+        resolved = ips.get(host, f"no answer in {RESOLVE_SECONDS} s")
         if isinstance(resolved, str):
             unknown += 1
             yield (
@@ -148,11 +148,11 @@ def _others(
     training: Sequence[str],
 ) -> Iterator[Result]:
     tasks = [task for task in training if task != own and _known(ips, addresses[task][0])]
-    answers = together(connect, {addresses[task] for task in tasks}, _CONNECT_SECONDS)
+    answers = together(connect, {addresses[task] for task in tasks}, CONNECT_SECONDS)
     reached = 0
     for task in tasks:
         host, port = addresses[task]
-        answer = answers.get((host, port), f"no answer in {_CONNECT_SECONDS} s")
+        answer = answers.get((host, port), f"no answer in {CONNECT_SECONDS} s")
         if answer not in (LISTENS, REFUSES):
             yield (
                 "error",
@@ -241,7 +241,7 @@ def why_not_free(port: int) -> str | None:
 def connect(address: tuple[str, int]) -> str:
     """Returns `LISTENS`, `REFUSES`, or why the host cannot be reached."""
     try:
-        socket.create_connection(address, timeout=_CONNECT_SECONDS).close()
+        socket.create_connection(address, timeout=CONNECT_SECONDS).close()
     except ConnectionRefusedError:
         return REFUSES
     except OSError as error:

@@ -20,11 +20,11 @@ from spmdtrain.cluster.job_token import TOKEN
 from spmdtrain.cluster.json_lines import Line, is_nonce, new_nonce
 from spmdtrain.errors import NOT_SET, ClusterError, UserError, foreign
 
-_REPORT_INTERVAL = 5.0  # seconds between two lines about missing processes
-_RESOLVE_TIMEOUT = 8.0  # seconds to wait for a host name that does not resolve yet
-_EARLIER_JOB_TIMEOUT = 30.0  # seconds for an earlier job to release the coordinator's port
-_LATE_TIMEOUT = 2.0  # seconds after a failure in which processes that join late still receive it
-_BIND_TIMEOUT = 5.0  # seconds for an earlier process to release the port
+REPORT_INTERVAL = 5.0  # seconds between two lines about missing processes
+RESOLVE_TIMEOUT = 8.0  # seconds to wait for a host name that does not resolve yet
+EARLIER_JOB_TIMEOUT = 30.0  # seconds for an earlier job to release the coordinator's port
+LATE_TIMEOUT = 2.0  # seconds after a failure in which processes that join late still receive it
+BIND_TIMEOUT = 5.0  # seconds for an earlier process to release the port
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def join_rendezvous(party: Party, timeout: float, report: Callable[[str], None])
 
 def _serve(party: Party, deadline: float, timeout: float, report: Callable[[str], None]) -> None:
     joined: dict[int, Line] = {}
-    next_report = time.monotonic() + _REPORT_INTERVAL
+    next_report = time.monotonic() + REPORT_INTERVAL
     with (
         closing(_listen(party)) as listener,
         closing(Admission(listener, party.token)) as admission,
@@ -90,14 +90,14 @@ def _serve(party: Party, deadline: float, timeout: float, report: Callable[[str]
                 if now > next_report:
                     report(f"waiting: {_waiting(party, joined, admission)}")
                     _send_all(joined.values(), {"waiting": f"waiting: {_waiting(party, joined)}"})
-                    next_report = now + _REPORT_INTERVAL
+                    next_report = now + REPORT_INTERVAL
                 admitted, gone = admission.poll(0.2)
                 for rank in [rank for rank, line in joined.items() if line in gone]:
                     report(f"{party.names[rank]} has disconnected")
                     del joined[rank]  # a restarted process may take its place
                 for line, hello in admitted:
-                    if _is_hello(hello):
-                        _add_member(party, line, hello, joined)
+                    if is_hello(hello):
+                        add_member(party, line, hello, joined)
                     else:
                         admission.refuse(line, "it has another version of spmdtrain")
             if admission.refusals:
@@ -106,7 +106,7 @@ def _serve(party: Party, deadline: float, timeout: float, report: Callable[[str]
         except (UserError, ClusterError) as error:
             verdict = {"wrong" if isinstance(error, UserError) else "failed": str(error)}
             _send_all(admission.members, verdict)
-            late = time.monotonic() + _LATE_TIMEOUT
+            late = time.monotonic() + LATE_TIMEOUT
             while (left := late - time.monotonic()) > 0:
                 admitted, _ = admission.poll(left)
                 _send_all([line for line, _ in admitted], verdict)
@@ -116,7 +116,7 @@ def _serve(party: Party, deadline: float, timeout: float, report: Callable[[str]
 def _listen(party: Party) -> socket.socket:
     """Returns a socket that listens at the coordinator's port, exclusively."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    until = time.monotonic() + _BIND_TIMEOUT
+    until = time.monotonic() + BIND_TIMEOUT
     while True:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -153,9 +153,7 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def _add_member(
-    party: Party, line: Line, hello: Mapping[str, Any], joined: dict[int, Line]
-) -> None:
+def add_member(party: Party, line: Line, hello: Mapping[str, Any], joined: dict[int, Line]) -> None:
     """Adds a process; raises `UserError` if it differs, or if its rank is taken."""
     rank, name = hello["rank"], foreign(hello["name"], 100)
     line.where = foreign(hello["where"], 200)
@@ -175,7 +173,8 @@ def _add_member(
     joined[rank] = line
 
 
-def _is_hello(message: Mapping[str, Any]) -> bool:
+def is_hello(message: Mapping[str, Any]) -> bool:
+    """Returns whether a message is a valid first message of a process."""
     kinds = {"rank": int, "name": str, "size": int, "names": str, "about": dict, "where": str}
     valid = all(type(message.get(name)) is kind for name, kind in kinds.items())
     valid = valid and all(type(value) is str for value in message["about"].values())
@@ -205,7 +204,7 @@ def _send_all(lines: Iterable[Line], message: Mapping[str, Any]) -> None:
 
 
 def _join(party: Party, deadline: float, timeout: float, report: Callable[[str], None]) -> None:
-    give_up_at = min(deadline, time.monotonic() + _EARLIER_JOB_TIMEOUT)
+    give_up_at = min(deadline, time.monotonic() + EARLIER_JOB_TIMEOUT)
     while fault := _try_join(party, deadline, timeout, report):
         if time.monotonic() > give_up_at:
             raise ClusterError(
@@ -295,7 +294,7 @@ def _send_hello(party: Party, line: Line, nonce: str, message: Mapping[str, Any]
 
 def _connect(party: Party, deadline: float, timeout: float, report: Callable[[str], None]) -> Line:
     began = time.monotonic()
-    next_report = began + _REPORT_INTERVAL
+    next_report = began + REPORT_INTERVAL
     while True:
         try:
             connection = socket.create_connection((party.host, party.port), timeout=5)
@@ -312,7 +311,7 @@ def _connect(party: Party, deadline: float, timeout: float, report: Callable[[st
             # In Kubernetes the name of a pod resolves only after the pod has started.
             named_later = "KUBERNETES_SERVICE_HOST" in os.environ
             unknown = isinstance(error, socket.gaierror) and not named_later
-            if unknown and now > began + min(_RESOLVE_TIMEOUT, timeout):
+            if unknown and now > began + min(RESOLVE_TIMEOUT, timeout):
                 raise UserError(
                     f"{party.host}, the host of {party.names[0]}, cannot be resolved from "
                     f"{socket.gethostname()}: {why}"
@@ -325,5 +324,5 @@ def _connect(party: Party, deadline: float, timeout: float, report: Callable[[st
                 ) from error
             if now > next_report:
                 report(f"waiting for {party.names[0]} at {party.coordinator}: {why}")
-                next_report = now + _REPORT_INTERVAL
+                next_report = now + REPORT_INTERVAL
             time.sleep(0.2)

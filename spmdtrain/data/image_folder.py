@@ -39,7 +39,7 @@ Cache = Literal["none", "memory", "disk"]
 _SKIP = "Repair or remove it, or use broken='skip' to leave out such files"
 _CHANGED = "It was intact when the run started: repair it, and start again"
 
-_PROGRESS_DELAY = 3.0  # seconds of the check for broken files before a progress bar appears
+PROGRESS_DELAY = 3.0  # seconds of the check for broken files before a progress bar appears
 
 
 class BrokenImageError(UserError):
@@ -246,7 +246,7 @@ class ImageFolder:
                 pending.append((file, self._decoded(file)))
                 if len(pending) > 4 * self._threads:
                     yield pending.popleft()
-                if not has_bar and time.perf_counter() - started > _PROGRESS_DELAY:
+                if not has_bar and time.perf_counter() - started > PROGRESS_DELAY:
                     stack.enter_context(terminal.progress("checking", done=done, total=total))
                     has_bar = True
                 terminal.advance(done)

@@ -106,11 +106,11 @@ def reason(error: BaseException) -> str:
     """
     out_of_memory.release(error)
     own = _in_one_line(error)
-    job, lost = process_group.current(), _is_lost(error)
+    job, lost = process_group.current(), is_lost(error)
     if job is None:
         return own
     other = _failure_of_another(job, wait=lost)
-    return _describe_other(other) if other else _reason_text(own, lost=lost)
+    return describe_failure(other) if other else _reason_text(own, lost=lost)
 
 
 def fail(code: int, why: str, error: BaseException, show: Callable[[], None]) -> int:
@@ -133,7 +133,7 @@ def fail(code: int, why: str, error: BaseException, show: Callable[[], None]) ->
     if out_of_memory.release(error):  # because the code below may still fail or wait for memory
         progress.write_exit_reason(code, why)
         out_of_memory.end_within(code)
-    CONTEXT.exits.failing, lost = True, _is_lost(error)
+    CONTEXT.exits.failing, lost = True, is_lost(error)
     first = _publish_failure(job, code, why, lost=lost)
     mine = first["rank"] == job.rank
     if lost and mine:
@@ -186,7 +186,7 @@ def _exit_on_exhaustion(thread: threading.ExceptHookArgs) -> None:
     fail(ExitCode.FAILED, line, error, lambda: traceback.print_exception(error))
 
 
-def _is_lost(error: BaseException) -> bool:
+def is_lost(error: BaseException) -> bool:
     """Returns whether an error only means that the connection to another process is lost."""
     cause: BaseException | None = error
     while cause is not None:
@@ -205,13 +205,13 @@ def _publish_failure(job: Job, code: int, line: str, *, lost: bool) -> dict[str,
     line = _reason_text(line, lost=lost)
     own = {"rank": job.rank, "name": job.name, "code": int(code), "reason": line, "lost": lost}
     _set_failure(job, own)
-    return _first_failure(job) or own
+    return first_failure(job) or own
 
 
 def _failure_of_another(job: Job, *, wait: bool) -> dict[str, Any] | None:
     """Returns another process's published failure; `wait` waits up to `_REPORT_TIMEOUT` for it."""
     until = time.monotonic() + (_REPORT_TIMEOUT if wait else 0)
-    while (failure := _first_failure(job)) is None and time.monotonic() < until:
+    while (failure := first_failure(job)) is None and time.monotonic() < until:
         time.sleep(0.1)
     return failure if failure and failure["rank"] != job.rank else None
 
@@ -226,7 +226,8 @@ def _set_failure(job: Job, failure: Mapping[str, Any]) -> None:
         job.client.key_value_set(_FAILURE, json.dumps(failure))
 
 
-def _first_failure(job: Job) -> dict[str, Any] | None:
+def first_failure(job: Job) -> dict[str, Any] | None:
+    """Returns the failure that a process published first, with its texts escaped."""
     try:
         failure: dict[str, Any] = json.loads(job.client.key_value_try_get(_FAILURE))
     except jax.errors.JaxRuntimeError:
@@ -234,7 +235,8 @@ def _first_failure(job: Job) -> dict[str, Any] | None:
     return failure | {key: foreign(failure[key], _MAX_REASON) for key in ("name", "reason")}
 
 
-def _describe_other(failure: Mapping[str, Any]) -> str:
+def describe_failure(failure: Mapping[str, Any]) -> str:
+    """Returns a published failure as text: the process and the reason."""
     verb = "" if failure["lost"] else "hangs: " if failure["rank"] == _NO_RANK else "failed: "
     return f"{failure['name']} {verb}{failure['reason']}"
 
@@ -243,13 +245,13 @@ def _watch(job: Job, hang_timeout: float) -> None:
     """Exits soon after another process has failed, whatever the main thread is waiting for."""
     monitor = _HangMonitor(job, hang_timeout)
     while not CONTEXT.exits.finished.wait(_POLL_INTERVAL):
-        if (failure := _first_failure(job)) is not None and failure["rank"] != job.rank:
+        if (failure := first_failure(job)) is not None and failure["rank"] != job.rank:
             # The main thread may be about to notice the failure itself, and to clean up.
             time.sleep(1.0)
             if CONTEXT.exits.failing:
                 time.sleep(_CLEANUP_TIMEOUT)
             try:
-                CONTEXT.exits.on_failure(_describe_other(failure))
+                CONTEXT.exits.on_failure(describe_failure(failure))
             except Exception:
                 traceback.print_exc()  # not raised: this process must exit in any case
             _exit(job, failure)
@@ -304,7 +306,7 @@ def _exit(job: Job, failure: Mapping[str, Any]) -> NoReturn:
         time.sleep(60)  # another thread is exiting
     mine, why = failure["rank"] == job.rank, str(failure["reason"])
     if not mine:
-        why = _describe_other(failure)
+        why = describe_failure(failure)
         to_stderr(f"{job.name} exits because {why}")
     if failure["rank"] == _NO_RANK:
         faulthandler.dump_traceback()

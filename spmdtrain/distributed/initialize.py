@@ -98,7 +98,7 @@ def initialize(
     by_servers = None if strategy is None else strategy_of(strategy).by_servers
     if (job := process_group.current()) is not None:  # the script initialized JAX itself
         _start_watching(job, hang_timeout)
-        process_group.check_same(_properties())
+        process_group.check_same(process_properties())
         return
     spec = spec or from_environment()
     if spec.role is Role.EVALUATE or by_servers:
@@ -121,7 +121,7 @@ def initialize(
             f"strategy {strategy} does not use: start only the chief, the workers and the "
             "evaluator, or choose strategy parameter_server"
         )
-    party = _find_party(spec, auto_detect, explicit or ClusterOptions())
+    party = find_party(spec, auto_detect, explicit or ClusterOptions())
     if party is None or len(party.names) == 1:
         CONTEXT.initialized = True
         return
@@ -194,7 +194,7 @@ def _skip_absent_tpus() -> None:
         )
 
 
-def _find_party(spec: ClusterSpec, detect: bool, explicit: ClusterOptions) -> _Party | None:
+def find_party(spec: ClusterSpec, detect: bool, explicit: ClusterOptions) -> _Party | None:
     """Returns the processes to join, from any of the descriptions; None for a single process."""
     options = [explicit.coordinator, explicit.processes, explicit.process_id]
     described = spec.role is not Role.LOCAL
@@ -212,7 +212,7 @@ def _find_party(spec: ClusterSpec, detect: bool, explicit: ClusterOptions) -> _P
             port=spec.coordinator.port,
             names=[str(task) for task in spec.processes],
             rank=spec.rank,
-            about=_properties(),
+            about=process_properties(),
             addresses=[str(task.address) for task in spec.processes],
         )
     return _detected_party() if detect else None
@@ -234,7 +234,9 @@ def _explicit_party(explicit: ClusterOptions) -> _Party:
         raise UserError(f"--process-id is {rank}: with --processes {size} it is 0 to {size - 1}")
     parsed = Address.parse(address, "--coordinator")
     names = [f"process {number}" for number in range(size)]
-    return _Party(host=parsed.host, port=parsed.port, names=names, rank=rank, about=_properties())
+    return _Party(
+        host=parsed.host, port=parsed.port, names=names, rank=rank, about=process_properties()
+    )
 
 
 def _detected_party() -> _Party:
@@ -257,12 +259,12 @@ def _detected_party() -> _Party:
         port=int(port),
         names=names,
         rank=rank,
-        about=_properties(),
+        about=process_properties(),
         local_device_ids=devices,
     )
 
 
-def _properties() -> dict[str, str]:
+def process_properties() -> dict[str, str]:
     """Returns the versions, settings and source digests that must be equal in all processes.
 
     The source files are those of this package and, if Python runs a script, the script. The command

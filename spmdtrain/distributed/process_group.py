@@ -212,7 +212,7 @@ def check_same(what: Mapping[str, Any]) -> None:
     """
     if count() == 1:
         return
-    mine = _flat(what)
+    mine = flatten(what)
     text = json.dumps(mine, sort_keys=True, default=str)
     digests = gather(hashlib.sha256(text.encode()).hexdigest())
     odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
@@ -231,11 +231,12 @@ def check_same(what: Mapping[str, Any]) -> None:
             )
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested values by their dotted path, as JSON represents them."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{name}.")
+            flat |= flatten(value, f"{prefix}{name}.")
         else:
             flat[f"{prefix}{name}"] = json.loads(json.dumps(value, default=str))
     return flat

@@ -281,7 +281,7 @@ class RunFiles:
         return self._parsed
 
     def _parse_line(self, number: int, line: bytes) -> dict[str, Any]:
-        if (content := _metrics_line(line)) is None:
+        if (content := parse_metrics_line(line)) is None:
             path, start = self.folder / self._lines_name, line[:60].decode(errors="replace")
             raise UserError(f"{path}:{number}: not a line of metrics: {start!r}")
         return content
@@ -358,7 +358,7 @@ def evaluator_metrics(workdir: str) -> dict[int, dict[str, float]]:
       StorageError: If the file cannot be read.
     """
     text = _read(folder_of(workdir) / Writer.EVALUATOR.file("metrics", ".jsonl"), LARGEST_LOG)
-    lines = [_metrics_line(line) for line in _complete_lines(text or b"")]
+    lines = [parse_metrics_line(line) for line in _complete_lines(text or b"")]
     return _by_step([content for content in lines if content is not None], Split.EVAL)
 
 
@@ -389,7 +389,7 @@ def _complete_lines(text: bytes) -> list[bytes]:
 _SPLITS = tuple(Split)
 
 
-def _metrics_line(line: bytes) -> dict[str, Any] | None:
+def parse_metrics_line(line: bytes) -> dict[str, Any] | None:
     """Returns the content of a line of metrics; None if the line is not valid.
 
     It is not checked by a schema, because that takes 60 us per line, and a file can have millions.

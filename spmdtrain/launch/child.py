@@ -101,7 +101,7 @@ class Output:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._prefixes = {stream: _prefixes(names, file) for stream, file in _STREAMS.items()}
+        self._prefixes = {stream: prefixes(names, file) for stream, file in _STREAMS.items()}
         # One lock for each, so that a blocked reader of one stream does not block the other.
         self._locks = {stream: threading.Lock() for stream in _STREAMS}
 
@@ -122,7 +122,7 @@ class Output:
                 text = text[os.write(file, text) :]
 
 
-def _prefixes(names: Sequence[str], file: int) -> dict[str, bytes]:
+def prefixes(names: Sequence[str], file: int) -> dict[str, bytes]:
     """Returns the prefix of each task's lines; in a terminal padded to one width, and colored."""
     plain = {name: f"[{name}] " for name in names}
     if os.isatty(file):

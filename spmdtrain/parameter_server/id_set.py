@@ -14,32 +14,33 @@ class IdSet:
     def __init__(self, first: int = 0) -> None:
         self.complete = first
         """All numbers below this are members."""
-        self._beyond: set[int] = set()
+        self.beyond: set[int] = set()
+        """The other members."""
 
     def enter(self, number: int) -> bool:
         """Adds a number. Returns False if it was a member already."""
         if number in self:
             return False
-        self._beyond.add(number)
+        self.beyond.add(number)
         self._raise_bound()
         return True
 
     def _raise_bound(self) -> None:
-        while self.complete in self._beyond:
-            self._beyond.remove(self.complete)
+        while self.complete in self.beyond:
+            self.beyond.remove(self.complete)
             self.complete += 1
 
     def close(self, floor: int) -> None:
         """Adds all numbers below `floor`."""
         if floor > self.complete:
             self.complete = floor
-            self._beyond = {number for number in self._beyond if number >= floor}
+            self.beyond = {number for number in self.beyond if number >= floor}
             self._raise_bound()
 
     def __contains__(self, number: int) -> bool:
-        return number < self.complete or number in self._beyond
+        return number < self.complete or number in self.beyond
 
     @property
     def count(self) -> int:
         """Number of members that are not negative."""
-        return self.complete + len(self._beyond)
+        return self.complete + len(self.beyond)

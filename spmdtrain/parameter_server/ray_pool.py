@@ -20,7 +20,7 @@ from spmdtrain.step.state import TrainState
 from spmdtrain.xla.hlo_parser import is_library
 
 _POLL = 0.5  # seconds between two calls of check_interrupt while waiting for servers
-_RETRY = 1.0  # seconds until a lost worker is called again
+RETRY_SECONDS = 1.0  # seconds until a lost worker is called again
 _MAX_LOSSES = 4  # of a worker during its initialization
 _SHARE = 0.001  # of a task's resource that a server takes, because it may have several
 
@@ -112,7 +112,7 @@ class RayJob:
             ).remote()
             for task in self._workers
         }
-        workers = {name: _RayWorker(actor) for name, actor in actors.items()}
+        workers = {name: RayWorker(actor) for name, actor in actors.items()}
         return RayWorkerPool(self.ray, workers, self.ray.put(make))
 
 
@@ -149,7 +149,7 @@ def begin(spec: ClusterSpec, timeout: float) -> Iterator[RayJob]:
 
 
 @dataclass
-class _RayWorker:
+class RayWorker:
     """A worker's actor and its state."""
 
     actor: Any
@@ -176,7 +176,7 @@ class RayWorkerPool:
     """
 
     ray: Any
-    workers: Mapping[str, _RayWorker]
+    workers: Mapping[str, RayWorker]
     make: Any
 
     @property
@@ -200,7 +200,7 @@ class RayWorkerPool:
                     worker.call = worker.actor.ready.remote()
         calls = {worker.call: name for name, worker in self.workers.items() if worker.call}
         if not calls:
-            time.sleep(min(timeout, _RETRY))
+            time.sleep(min(timeout, RETRY_SECONDS))
             return []
         done, _ = self.ray.wait(list(calls), num_returns=1, timeout=timeout)
         more, _ = self.ray.wait(list(calls), num_returns=len(calls), timeout=0)
@@ -226,7 +226,7 @@ class RayWorkerPool:
             if getattr(error, "actor_init_failed", False):
                 return Failed(name, error)
             worker.is_running = worker.is_ready = False
-            worker.retry_at = time.monotonic() + _RETRY
+            worker.retry_at = time.monotonic() + RETRY_SECONDS
             if was_ready:
                 return WorkerLost(name, _reason(error))
             return self._lost_early(name, _reason(error)) if was_running else None

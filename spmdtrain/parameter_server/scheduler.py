@@ -240,11 +240,11 @@ class BatchScheduler:
         self._check_workers()
         if self._pool.is_empty or self.queue.is_idle:
             self._last_result_at = now
-        overdue = self.queue.overdue(now - self._timeout())
+        overdue = self.queue.overdue(now - self.batch_timeout())
         # New batches are assigned before overdue ones, because otherwise all batches of a slow
         # worker would be computed twice. Exception: after a longer time, the batch that the run
         # waits for.
-        long_overdue = self.queue.overdue(now - max(_URGENT, _URGENT_FACTOR * self._timeout()))
+        long_overdue = self.queue.overdue(now - max(_URGENT, _URGENT_FACTOR * self.batch_timeout()))
         urgent = [number for number in long_overdue if number == awaited]
         for worker in self._pool.idle():
             number = None if urgent else self.queue.give(worker, now)
@@ -295,7 +295,7 @@ class BatchScheduler:
                     "worker has"
                 )
 
-    def _timeout(self) -> float:
+    def batch_timeout(self) -> float:
         """Returns the seconds after which a batch in progress is overdue."""
         if self._backup_task_timeout is not None:
             return self._backup_task_timeout
@@ -308,7 +308,7 @@ class BatchScheduler:
             self._reported_slow |= slow
             self._log(
                 f"{' and '.join(sorted(slow))}: batch {number} has taken more than "
-                f"{self._timeout():.3g} s; {worker} computes it too (reported once)"
+                f"{self.batch_timeout():.3g} s; {worker} computes it too (reported once)"
             )
 
     def _check_silence(self) -> None:

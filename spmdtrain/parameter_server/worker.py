@@ -75,7 +75,7 @@ class Worker:
 
     def compute(self, number: int, params: PyTree, model_state: PyTree) -> Computed:
         """Returns the gradients and metrics of a batch, NumPy arrays."""
-        batch = self._read(number)
+        batch = self.read_batch(number)
         with use_placement(self._placement):
             if not self._has_chosen_reduction:
                 self._steps.choose_reduction(batch)
@@ -88,7 +88,8 @@ class Worker:
         pairs = dict(zip(sorted(metrics), sums.tolist(), strict=True))
         return Computed(gradients, state_change, metrics, pairs)
 
-    def _read(self, number: int) -> PyTree:
+    def read_batch(self, number: int) -> PyTree:
+        """Reads and checks a batch."""
         run = map if self._threads is None else self._threads.map
         parts = list(run(lambda batches: batches[number], self._parts))
         for part, batches in zip(parts, self._parts, strict=True):

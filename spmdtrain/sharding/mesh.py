@@ -164,7 +164,10 @@ def build_mesh(
     shape = tuple(sizes.values())
     if sizes["replica"] > 1:
         grid = np.stack(
-            [_grid(shape[1:], group, spec) for group in _groups(devices, hosts, sizes["replica"])]
+            [
+                _grid(shape[1:], group, spec)
+                for group in host_groups(devices, hosts, sizes["replica"])
+            ]
         )
     else:
         grid = _grid(shape, devices, spec)
@@ -255,7 +258,7 @@ def _hosts(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
     return list(groups.values())
 
 
-def _groups(
+def host_groups(
     devices: Sequence[jax.Device], hosts: list[list[jax.Device]], number: int
 ) -> list[list[jax.Device]]:
     """Returns `number` groups of equal size, each of whole hosts or within one host."""

@@ -121,10 +121,10 @@ class StepFunctions:
 
         # The state is initialized directly into its shardings, and so are the arrays that a module
         # already holds: no device ever holds more than its share.
-        self._places = self._given_shardings(replicated)
+        self.given_shardings = self._given_shardings(replicated)
         self._jit_init = jax.jit(
             self._init,
-            in_shardings=(self._places, replicated, replicated),
+            in_shardings=(self.given_shardings, replicated, replicated),
             out_shardings=self.shardings,
         )
         self._train_programs: dict[tuple[bool, bool], Any] = {}
@@ -143,7 +143,7 @@ class StepFunctions:
           seed: The run's seed, from which the keys of initialization and of steps derive.
         """
         keys = [jax.random.key(derive_seed(seed, p)) for p in (Purpose.INIT, Purpose.STEP)]
-        given = jax.tree.map(_placed, self._adapter.given, self._places)
+        given = jax.tree.map(_placed, self._adapter.given, self.given_shardings)
         with use_placement(self._placement):  # independent of the calling thread
             state: TrainState = call_together(self._jit_init, given, *keys)
         return state
@@ -292,6 +292,11 @@ class StepFunctions:
             self._train_programs.clear()
             self._gradients = dataclasses.replace(self._gradients, reduction=reduction)
         return f"; reduced by XLA, because {blocker}" if blocker else ""
+
+    @property
+    def reduction(self) -> Reduction | None:
+        """The reduction of the gradients under `shard_map`; None if XLA reduces them."""
+        return self._gradients.reduction
 
     # -- evaluation ----------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ _PATIENCE = 60.0  # how long a failing read is repeated
 _SILENCE = 300.0  # between two lines that say that there is nothing new
 _GRACE = 60.0  # in which a training that starts or restarts writes its status
 _ORPHANED = 600.0  # the same under a launcher, which restarts a training and reports its end
-_SILENT = 3600.0  # without any change, after which a training counts as killed
+MAX_SILENCE = 3600.0  # without any change, after which a training counts as killed
 
 
 class Which(enum.StrEnum):
@@ -386,10 +386,10 @@ class _Training:
             self._take_over(outcome)
             return True
         if self.status in (None, Status.RUNNING):
-            if self._silence < _SILENT:
+            if self._silence < MAX_SILENCE:
                 return False
             self.status = Status.FAILED
-            self.reason = f"nothing has been heard of it for {_SILENT / 60:.0f} minutes"
+            self.reason = f"nothing has been heard of it for {MAX_SILENCE / 60:.0f} minutes"
             return True
         if self.status is Status.FINISHED and self.step >= (self._total_steps or math.inf):
             return True

@@ -24,7 +24,7 @@ from spmdtrain.files.user_folders import cache_folder, check_own, make_folder
 from spmdtrain.files.validation import Malformed, read_bytes
 
 OFF = "off"
-_MOST_BYTES = 4 * 2**30
+MAX_BYTES = 4 * 2**30
 _MARK, _SUM_BYTES = b"spmdtrain program 1\n", hashlib.sha256().digest_size
 # JAX's file names, and those of temporary files that a killed process left. The folder may contain
 # other files of the user.
@@ -56,10 +56,10 @@ def keep_programs(folder: str | None) -> None:
         return
     except OSError:
         pass  # without the folder every program is compiled again
-    _make_room(path)
+    evict(path)
     compilation_cache.reset_cache()
     # JAX's own cache writes in place, so that it would read the partial file of a killed process.
-    compilation_cache.get_file_cache = lambda path: (_Folder(Path(path)), path)
+    compilation_cache.get_file_cache = lambda path: (CacheFolder(Path(path)), path)
     compiler._cache_write = _write
     cache_key.get = _key
     jax.config.update("jax_compilation_cache_dir", str(path))
@@ -123,7 +123,7 @@ def _typed(value: str) -> Value:
     return value
 
 
-class _Folder(CacheInterface):
+class CacheFolder(CacheInterface):
     """A cache folder with one file per program, each written atomically."""
 
     def __init__(self, path: Path) -> None:
@@ -132,7 +132,7 @@ class _Folder(CacheInterface):
     def get(self, key: str) -> bytes | None:
         file = self._path / key
         try:
-            content = read_bytes(epath.Path(file), _MOST_BYTES)
+            content = read_bytes(epath.Path(file), MAX_BYTES)
         except OSError:
             return None
         except Malformed as error:
@@ -227,7 +227,7 @@ def keep_file(path: Path, content: bytes) -> None:
             os.unlink(name)
 
 
-def _make_room(path: Path) -> None:
+def evict(path: Path) -> None:
     """Removes the least recently used programs if the cache is too large."""
     with contextlib.suppress(OSError):
         programs = [entry for entry in os.scandir(path) if _PROGRAM.fullmatch(entry.name)]
@@ -235,7 +235,7 @@ def _make_room(path: Path) -> None:
         files.sort(key=lambda each: each[0].st_mtime)
         size = sum(stat.st_size for stat, _ in files)
         for stat, name in files:
-            if size <= _MOST_BYTES:
+            if size <= MAX_BYTES:
                 break
             with contextlib.suppress(OSError):  # another process removed it
                 os.unlink(name)

@@ -178,7 +178,7 @@ def rendezvous_message() -> Target:
         here, there = socket.socketpair()
         with here, there:
             text = content[:100_000]
-            mac = authenticated(there, "worker")._mac("worker", text)
+            mac = authenticated(there, "worker").mac("worker", text)
             there.sendall(text + b" " + mac + b"\n")
             there.close()
             line = authenticated(here, "chief")
@@ -186,8 +186,8 @@ def rendezvous_message() -> Target:
             while line.read():
                 found += list(line.messages())
             for message in found:
-                if message is not None and rendezvous._is_hello(message):
-                    rendezvous._add_member(party, line, message, {})
+                if message is not None and rendezvous.is_hello(message):
+                    rendezvous.add_member(party, line, message, {})
             return found
 
     text = changed_text(hello)
@@ -284,7 +284,7 @@ def manifest_file() -> Target:
         with contextlib.suppress(ValueError, RecursionError):
             content = json.loads(text)
             if isinstance(content, dict):
-                return json.dumps(content | {"sha256": manifest._digest(content)}).encode()
+                return json.dumps(content | {"sha256": manifest.digest(content)}).encode()
         return text
 
     def read(content: bytes, folder: Path) -> object:

@@ -168,15 +168,15 @@ def test_a_loop_finds_it_as_well(tmp_path: Path, at: int, found: int, saved: lis
     ],
 )
 def test_the_majority_is_right_if_there_is_one(digests: str, found: object) -> None:
-    assert replica_check._find_odd([{"g": digest} for digest in digests]) == found
+    assert replica_check.find_odd([{"g": digest} for digest in digests]) == found
 
 
 def test_only_processes_that_hold_the_same_part_are_compared() -> None:
     """Four processes: the first two hold one half of an array, the others the other."""
     halves = [{"x": "a", "all": "z"}] * 2 + [{"y": "b", "all": "z"}] * 2
-    assert replica_check._find_odd(halves) is None
+    assert replica_check.find_odd(halves) is None
     halves[3] = {"y": "c", "all": "z"}
-    assert replica_check._find_odd(halves) == ("y", 2, [3], False)
+    assert replica_check.find_odd(halves) == ("y", 2, [3], False)
 
 
 # -- what is compared ------------------------------------------------------------------------------

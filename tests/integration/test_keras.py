@@ -329,7 +329,7 @@ def test_rules_find_variables_by_their_keras_paths(strategy: str) -> None:
 def test_initial_values_go_straight_to_their_places() -> None:
     split = ShardingOptions(min_size=16)
     fitted = trainer(made(sequential), strategy="fully_sharded", sharding=split)
-    place = fitted.functions._places["net/hidden/kernel"]
+    place = fitted.functions.given_shardings["net/hidden/kernel"]
     assert place.spec == P(None, "fsdp")
     started = fitted.functions.init(0).params["net"]["hidden"]["kernel"]
     np.testing.assert_array_equal(started, values(made(sequential))["net/hidden/kernel"])

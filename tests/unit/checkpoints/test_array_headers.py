@@ -87,8 +87,8 @@ def test_arrays_that_are_read_together_must_fit_together(
     """The parameters have 128, 32, 32 and 4 bytes."""
     data = (np.zeros((16, 4), np.float32), np.zeros((16, 1), np.float32))
     trainer(tmp_path / "run").fit(data, steps=2)
-    monkeypatch.setattr(array_headers, "_memory", lambda: 196)
+    monkeypatch.setattr(array_headers, "available_memory", lambda: 196)
     load_params(tmp_path / "run")
-    monkeypatch.setattr(array_headers, "_memory", lambda: 195)
+    monkeypatch.setattr(array_headers, "available_memory", lambda: 195)
     with pytest.raises(UserError, match="196 B by their headers, more than the 195 B of memory"):
         load_params(tmp_path / "run")

@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmdtrain.checkpoints.checksums import _on_devices, _sum, as_text, read_parts, start_sums, sums
+from spmdtrain.checkpoints.checksums import (
+    as_text,
+    host_sum,
+    read_parts,
+    start_sums,
+    sums,
+    sums_on_devices,
+)
 
 P = PartitionSpec
 
@@ -44,7 +51,7 @@ def decoded(raw: bytes, dtype: np.dtype) -> np.ndarray:
 
 def on_device(x: jax.Array) -> int:
     """The sum that is taken where the array lives, however small it is."""
-    return read_parts({"": _on_devices(x)})[""] % 2**32
+    return read_parts({"": sums_on_devices(x)})[""] % 2**32
 
 
 @st.composite
@@ -65,7 +72,7 @@ def arrays(draw: st.DrawFn, of: st.SearchStrategy[np.dtype] = dtypes) -> np.ndar
 @settings(max_examples=120, deadline=None)
 @given(arrays())
 def test_host_and_device_agree_on_any_bits_of_any_dtype(x: np.ndarray) -> None:
-    assert _sum(x) == on_device(jnp.asarray(x))
+    assert host_sum(x) == on_device(jnp.asarray(x))
 
 
 @settings(max_examples=30, deadline=None)
@@ -74,7 +81,7 @@ def test_host_and_device_agree_on_eight_and_sixteen_bytes(x: np.ndarray) -> None
     with jax.enable_x64(True):
         placed = jnp.asarray(x)
         assert placed.dtype == x.dtype
-        assert _sum(x) == on_device(placed)
+        assert host_sum(x) == on_device(placed)
 
 
 def test_the_sum_of_what_is_saved_today_is_what_it_will_be() -> None:
@@ -123,7 +130,7 @@ def test_every_sharding_gives_the_same_sum(dtype: np.dtype) -> None:
     shape = (16, 8, 24)
     raw = np.random.default_rng(5).bytes(math.prod(shape) * dtype.itemsize)
     x = decoded(raw, dtype).reshape(shape)
-    expected = _sum(x)
+    expected = host_sum(x)
     for mesh, spec in SPECS:
         placed = jax.device_put(x, NamedSharding(MESHES[mesh], spec))
         assert on_device(placed) == expected, (mesh, spec)
@@ -131,7 +138,7 @@ def test_every_sharding_gives_the_same_sum(dtype: np.dtype) -> None:
     # On two devices out of eight; and what lies in another order is another array.
     some = Mesh(np.array(jax.devices()[3:5]), ("a",))
     assert on_device(jax.device_put(x, NamedSharding(some, P("a")))) == expected
-    assert _sum(np.concatenate([x[8:], x[:8]])) != expected
+    assert host_sum(np.concatenate([x[8:], x[:8]])) != expected
 
 
 # -- what changes it -------------------------------------------------------------------------------
@@ -153,7 +160,7 @@ def flipped(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 @given(flipped())
 def test_one_flipped_bit_of_any_element_changes_it(pair: tuple[np.ndarray, np.ndarray]) -> None:
     before, after = pair
-    assert _sum(before) != _sum(after)
+    assert host_sum(before) != host_sum(after)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -178,7 +185,7 @@ def test_exchanging_two_unequal_elements_changes_it(dtype: np.dtype, data: st.Da
     x = decoded(raw, dtype)
     exchanged = x.copy()
     exchanged[[one, other]] = exchanged[[other, one]]
-    assert (_sum(x) == _sum(exchanged)) == (x.tobytes() == exchanged.tobytes())
+    assert (host_sum(x) == host_sum(exchanged)) == (x.tobytes() == exchanged.tobytes())
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e5m2])
@@ -189,14 +196,14 @@ def test_zeros_of_either_sign_and_nans_of_any_payload_have_different_checksums(d
     code = {1: np.uint8, 2: np.uint16, 4: np.uint32}[dtype.itemsize]
     nans = [np.array([ones - low], code).view(dtype) for low in (0, 1)]
     assert all(np.isnan(x.astype(np.float32)) for x in nans)
-    found = [_sum(x) for x in nans]
+    found = [host_sum(x) for x in nans]
     assert found == [on_device(jnp.asarray(x)) for x in nans] and found[0] != found[1]
 
 
 def test_a_length_and_a_place_are_part_of_it() -> None:
-    zeros = [_sum(np.zeros(n, np.float32)) for n in range(50)]
+    zeros = [host_sum(np.zeros(n, np.float32)) for n in range(50)]
     assert len(set(zeros[1:])) == 49  # of which place 0 is no matter: a lone zero hashes to 0
-    one_hot = {_sum(row) for row in np.eye(50, dtype=np.float32)}
+    one_hot = {host_sum(row) for row in np.eye(50, dtype=np.float32)}
     assert len(one_hot) == 50
 
 
@@ -218,7 +225,7 @@ def test_a_sum_begun_is_that_of_the_values_before_the_array_was_donated(
     now = {shard.data.unsafe_buffer_pointer() for shard in overwritten.addressable_shards}
     assert x.is_deleted() and now == places  # the new values stand where the old ones stood
     np.testing.assert_array_equal(overwritten, np.full_like(values, -7))
-    assert as_text(read_parts(started)) == {"x": f"{_sum(values):08x}"}
+    assert as_text(read_parts(started)) == {"x": f"{host_sum(values):08x}"}
     assert sums({"x": overwritten}) != as_text(read_parts(started))
 
 
@@ -230,8 +237,6 @@ def test_arrays_in_host_memory_and_in_pieces_have_the_same_sum(
     for spec in (P(), P("a"), P(None, "a")):
         host = NamedSharding(MESHES["8"], spec, memory_kind="pinned_host")
         assert sums([jax.device_put(x, host)]) == expected
-    monkeypatch.setattr(
-        "spmdtrain.checkpoints.checksums._CHUNK", 1000
-    )  # not a whole number of rows
+    monkeypatch.setattr("spmdtrain.checkpoints.checksums.CHUNK", 1000)  # not a whole number of rows
     assert sums([x]) == expected
     assert sums([x.reshape(4, 16, 32, 32)]) == expected

@@ -96,13 +96,13 @@ def test_a_start_parses_the_metrics_once(tmp_path: Path, monkeypatch: pytest.Mon
         for step in (1, 2, 3):
             files.write_metrics(step, Split.TRAIN, {"loss": 0.5})
     parsed: list[bytes] = []
-    parse = run_files._metrics_line
+    parse = run_files.parse_metrics_line
 
     def counted(line: bytes) -> dict[str, Any] | None:
         parsed.append(line)
         return parse(line)
 
-    monkeypatch.setattr(run_files, "_metrics_line", counted)
+    monkeypatch.setattr(run_files, "parse_metrics_line", counted)
     with contextlib.closing(RunFiles(str(tmp_path))) as files:
         files.rewind(2)
         assert sorted(files.history(Split.TRAIN)) == [1, 2]

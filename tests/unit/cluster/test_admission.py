@@ -56,9 +56,9 @@ OTHER = b"another token of the same length"
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is waited for in seconds is waited for in tenths."""
-    monkeypatch.setattr(rendezvous, "_REPORT_INTERVAL", 0.3)
-    monkeypatch.setattr(rendezvous, "_EARLIER_JOB_TIMEOUT", 0.0)
-    monkeypatch.setattr(rendezvous, "_LATE_TIMEOUT", 0.5)
+    monkeypatch.setattr(rendezvous, "REPORT_INTERVAL", 0.3)
+    monkeypatch.setattr(rendezvous, "EARLIER_JOB_TIMEOUT", 0.0)
+    monkeypatch.setattr(rendezvous, "LATE_TIMEOUT", 0.5)
 
 
 def ends_unheard(connection: socket.socket) -> bool:
@@ -218,7 +218,7 @@ def test_deeply_nested_json_behind_a_greeting_is_sent_away() -> None:
         with knock(who[0]) as stranger:
             line = greeted(stranger)
             text = b'{"a":' + b"[" * 100_000
-            stranger.sendall(text + b" " + line._mac("worker", text) + b"\n")
+            stranger.sendall(text + b" " + line.mac("worker", text) + b"\n")
             assert ends_unheard(stranger)
         assert ending(who[1], 10, messages) is None
     assert endings == [None]
@@ -267,7 +267,7 @@ def test_1100_silent_connections_do_not_exhaust_descriptors() -> None:
 def test_connections_that_greet_and_say_no_more_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     who = parties(2, token=TOKEN)
     monkeypatch.setattr(admission, "MAX_UNAUTHENTICATED", 4)
-    monkeypatch.setattr(admission, "_GRACE_PERIOD", 0.1)
+    monkeypatch.setattr(admission, "GRACE_PERIOD", 0.1)
     with gathering(who[0]) as (endings, messages), contextlib.ExitStack() as stack:
         for _ in range(12):
             greeted(stack.enter_context(knock(who[0])), OTHER)
@@ -300,7 +300,7 @@ def test_a_connection_that_does_not_identify_itself_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     who = parties(2, token=TOKEN)
-    monkeypatch.setattr(admission, "_HANDSHAKE_TIMEOUT", 0.2)
+    monkeypatch.setattr(admission, "HANDSHAKE_TIMEOUT", 0.2)
     with gathering(who[0]) as (endings, messages):
         with knock(who[0]) as silent, knock(who[0]) as greets:
             greeted(greets, TOKEN)

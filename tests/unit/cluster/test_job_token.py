@@ -152,9 +152,9 @@ EVIL = "a\x1b[2J\u202eb"
 
 def test_another_process_s_reason_is_shown_escaped() -> None:
     record = {"rank": 0, "name": EVIL, "code": 1, "reason": EVIL, "lost": False}
-    found = failures._first_failure(process_group.Job(["chief", "worker 0"], 1, Store(record)))
+    found = failures.first_failure(process_group.Job(["chief", "worker 0"], 1, Store(record)))
     assert found is not None
-    assert failures._describe_other(found) == r"a\x1b[2J\u202eb failed: a\x1b[2J\u202eb"
+    assert failures.describe_failure(found) == r"a\x1b[2J\u202eb failed: a\x1b[2J\u202eb"
 
 
 def test_another_process_s_error_is_raised_escaped(monkeypatch: pytest.MonkeyPatch) -> None:

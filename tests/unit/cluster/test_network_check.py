@@ -132,7 +132,7 @@ def test_a_coordinator_is_reached_or_has_not_started() -> None:
 
 
 def test_a_machine_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_check, "_CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(network_check, "CONNECT_SECONDS", 0.3)
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(listening(backlog=0))
         for _ in range(3):  # its queue is full: to one more it says nothing, as a firewall would
@@ -193,7 +193,7 @@ def test_a_slow_resolver_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, free
         return ["127.0.0.1"]
 
     monkeypatch.setattr(network_check, "resolve", resolve)
-    monkeypatch.setattr(network_check, "_RESOLVE_SECONDS", 0.2)
+    monkeypatch.setattr(network_check, "RESOLVE_SECONDS", 0.2)
     began = time.monotonic()
     found = findings("worker", 0, worker=[f"quick:{free}", "slow:1"])
     assert time.monotonic() - began < 4

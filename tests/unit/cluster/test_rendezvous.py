@@ -41,10 +41,10 @@ from spmdtrain.errors import ClusterError, UserError
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is waited for in seconds is waited for in tenths."""
-    monkeypatch.setattr(rendezvous, "_REPORT_INTERVAL", 0.3)
-    monkeypatch.setattr(rendezvous, "_RESOLVE_TIMEOUT", 0.5)
-    monkeypatch.setattr(rendezvous, "_BIND_TIMEOUT", 0.5)
-    monkeypatch.setattr(rendezvous, "_LATE_TIMEOUT", 0.5)
+    monkeypatch.setattr(rendezvous, "REPORT_INTERVAL", 0.3)
+    monkeypatch.setattr(rendezvous, "RESOLVE_TIMEOUT", 0.5)
+    monkeypatch.setattr(rendezvous, "BIND_TIMEOUT", 0.5)
+    monkeypatch.setattr(rendezvous, "LATE_TIMEOUT", 0.5)
 
 
 # -- who comes, and who does not -------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_a_process_0_that_dies_while_it_gathers_is_named() -> None:
     script = (
         "from spmdtrain.cluster import rendezvous\n"
         "from spmdtrain.cluster.rendezvous import Party, join_rendezvous\n"
-        "rendezvous._REPORT_INTERVAL = 0.1\n"
+        "rendezvous.REPORT_INTERVAL = 0.1\n"
         f"join_rendezvous(Party('127.0.0.1', {who[0].port}, {NAMES[:3]!r}, 0), 60, print)"
     )
     with subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY) as zero:
@@ -352,7 +352,7 @@ def test_another_program_at_the_port_of_process_0_is_reported(
     monkeypatch: pytest.MonkeyPatch, answer: bytes
 ) -> None:
     who = parties(2)
-    monkeypatch.setattr(rendezvous, "_EARLIER_JOB_TIMEOUT", 0.0)
+    monkeypatch.setattr(rendezvous, "EARLIER_JOB_TIMEOUT", 0.0)
     with another_program(who[0].port, answer):
         error = refusal(ending(who[1], 10, Messages()), ClusterError)
     assert error == (
@@ -366,7 +366,7 @@ def test_one_that_closes_the_connection_is_reported(
     monkeypatch: pytest.MonkeyPatch, abrupt: bool
 ) -> None:
     who = parties(2)
-    monkeypatch.setattr(rendezvous, "_EARLIER_JOB_TIMEOUT", 0.0)
+    monkeypatch.setattr(rendezvous, "EARLIER_JOB_TIMEOUT", 0.0)
     with another_program(who[0].port, b"", abrupt=abrupt):
         error = refusal(ending(who[1], 10, Messages()), ClusterError)
     assert error.startswith(f"127.0.0.1:{who[0].port} is not chief of a job that is starting")
@@ -374,7 +374,7 @@ def test_one_that_closes_the_connection_is_reported(
 
 def test_on_kubernetes_a_name_may_come_with_its_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    monkeypatch.setattr(rendezvous, "_RESOLVE_TIMEOUT", 0.0)
+    monkeypatch.setattr(rendezvous, "RESOLVE_TIMEOUT", 0.0)
     _, worker = parties(2, host="no-such-pod.invalid")
     with pytest.raises(ClusterError, match="could not reach chief at no-such-pod"):
         join_rendezvous(worker, 1.0, print)

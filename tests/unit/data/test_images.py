@@ -672,7 +672,7 @@ def test_a_long_look_for_broken_files_shows_a_bar(
     monkeypatch.setattr(image_folder, "Terminal", Shown)
     ImageFolder(numbered(tmp_path, 30), 2, broken="skip", threads=1)
     assert bars == []
-    monkeypatch.setattr(image_folder, "_PROGRESS_DELAY", -1)
+    monkeypatch.setattr(image_folder, "PROGRESS_DELAY", -1)
     ImageFolder(tmp_path, 2, broken="skip", threads=1)
     assert bars == ["checking 0/30"]
 
@@ -1164,7 +1164,7 @@ def test_a_terminal_escapes_what_it_cannot_write(
     accent = "é" if encoding == "utf-8" else r"\xe9"
     assert written.getvalue().decode(encoding) == rf"a\udcffb {accent} :smile:" + "\n"
     written.truncate(0)
-    command._console().print(":smile:")
+    command.make_console().print(":smile:")
     assert b":smile:" in written.getvalue()
 
 

@@ -113,12 +113,12 @@ def test_what_slurm_says_is_found_as_it_is(monkeypatch: pytest.MonkeyPatch) -> N
     }
     for name, value in described.items():
         monkeypatch.setenv(name, value)
-    found = initialize._find_party(from_tf_config(None), True, ClusterOptions())
+    found = initialize.find_party(from_tf_config(None), True, ClusterOptions())
     assert found is not None
     assert (found.host, found.rank) == ("node3", 2) and 1024 < found.port < 65536
     assert list(found.names) == ["process 0", "process 1", "process 2", "process 3"]
     # Never by accident.
-    assert initialize._find_party(from_tf_config(None), False, ClusterOptions()) is None
+    assert initialize.find_party(from_tf_config(None), False, ClusterOptions()) is None
 
 
 def in_cluster(task: str, **jobs: list[str]) -> ClusterSpec:
@@ -169,7 +169,7 @@ def test_with_servers_the_strategy_decides_who_joins(monkeypatch: pytest.MonkeyP
 
 
 def test_who_it_is_is_taken_from_the_description() -> None:
-    found = initialize._find_party(from_tf_config(tf_config(ADDRESSES, 2)), False, ClusterOptions())
+    found = initialize.find_party(from_tf_config(tf_config(ADDRESSES, 2)), False, ClusterOptions())
     assert found is not None
     assert (found.host, found.port, found.rank) == ("127.0.0.1", 4001, 2)
     assert list(found.names) == ["chief", "worker 0", "worker 1"]
@@ -188,10 +188,10 @@ def test_processes_of_other_code_in_a_subfolder_or_of_another_script_are_refused
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     changed.write_text("a = 1")
     script.write_text("b = 1")
-    before = initialize._properties()
+    before = initialize.process_properties()
     for path, name in ((changed, "spmdtrain/models/mlp.py"), (script, "the script train.py")):
         path.write_text("c = 1")
-        after = initialize._properties()
+        after = initialize.process_properties()
         assert {key for key in before if before[key] != after[key]} == {name}
         before = after
 
@@ -262,7 +262,7 @@ def in_a_job(
     monkeypatch.setattr(CONTEXT, "job", process_group.Job(names, 0, None))
 
     def check(mine: dict[str, Any]) -> None:
-        flats = [process_group._flat(x) for x in [mine, *others]]
+        flats = [process_group.flatten(x) for x in [mine, *others]]
 
         def gather(value: Any) -> list[Any]:
             if isinstance(value, str):  # digests
@@ -301,7 +301,7 @@ def test_the_same_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nested_values_are_named_by_their_path() -> None:
-    found = process_group._flat({"a": {"b": {"c": (1,)}, "d": None}, "e": Path("x")})
+    found = process_group.flatten({"a": {"b": {"c": (1,)}, "d": None}, "e": Path("x")})
     assert found == {"a.b.c": [1], "a.d": None, "e": "x"}
 
 
@@ -331,20 +331,20 @@ OWN = [
 
 @pytest.mark.parametrize("text", LOST)
 def test_a_lost_connection_is_known(text: str) -> None:
-    assert failures._is_lost(jax.errors.JaxRuntimeError(text))
-    assert failures._is_lost(ValueError(text))
+    assert failures.is_lost(jax.errors.JaxRuntimeError(text))
+    assert failures.is_lost(ValueError(text))
     # Also where it was caught on the way.
     outer = RuntimeError("a step failed")
     outer.__cause__ = ValueError(text)
-    assert failures._is_lost(outer)
+    assert failures.is_lost(outer)
     outer = RuntimeError("while it was handled")
     outer.__context__ = jax.errors.JaxRuntimeError(text)
-    assert failures._is_lost(outer)
+    assert failures.is_lost(outer)
 
 
 @pytest.mark.parametrize("text", OWN)
 def test_an_error_of_its_own_is_none(text: str) -> None:
-    assert not failures._is_lost(jax.errors.JaxRuntimeError(text))
+    assert not failures.is_lost(jax.errors.JaxRuntimeError(text))
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_an_error_of_its_own_is_none(text: str) -> None:
     ],
 )
 def test_an_error_of_the_users_is_none_whatever_its_words(error: Exception) -> None:
-    assert not failures._is_lost(error)
+    assert not failures.is_lost(error)
 
 
 # -- the helper for tests of users' own ------------------------------------------------------------

@@ -16,7 +16,7 @@ from helpers import environment
 from spmdtrain.distributed.hangs import IdleTimer
 from spmdtrain.distributed.progress import Phase, ProgressRecord, Reason
 from spmdtrain.errors import UserError
-from spmdtrain.launch.child import _prefixes, lines
+from spmdtrain.launch.child import lines, prefixes
 from spmdtrain.launch.command import main
 from spmdtrain.launch.exit_report import (
     CauseRank,
@@ -857,13 +857,13 @@ def test_in_a_terminal_lines_are_aligned_and_colored(monkeypatch: pytest.MonkeyP
     reader, writer = os.openpty()
     try:
         with open(os.devnull, "w") as file:
-            plain = _prefixes(["chief", "worker 10"], file.fileno())
-        shown = _prefixes(["chief", "worker 10"], writer)
+            plain = prefixes(["chief", "worker 10"], file.fileno())
+        shown = prefixes(["chief", "worker 10"], writer)
         assert plain == {"chief": b"[chief] ", "worker 10": b"[worker 10] "}
         assert shown["chief"] == b"\x1b[36m[chief]     \x1b[0m"
         assert shown["worker 10"] == b"\x1b[33m[worker 10] \x1b[0m"
         monkeypatch.setenv("NO_COLOR", "1")
-        assert _prefixes(["chief", "worker 10"], writer)["chief"] == b"[chief]     "
+        assert prefixes(["chief", "worker 10"], writer)["chief"] == b"[chief]     "
     finally:
         os.close(reader)
         os.close(writer)

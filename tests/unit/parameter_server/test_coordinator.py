@@ -7,8 +7,9 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -81,8 +82,9 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> Crew:
 def test_what_breaks_the_crew_is_what_is_raised(crew: Crew) -> None:
     crew.coming.put(OSError("the chief's node is gone"))
     with pytest.raises(OSError, match="the chief's node is gone"), Coordinator() as coordinator:
-        while not coordinator._thread_error:
-            time.sleep(0.01)
+        with pytest.raises(OSError, match="the chief's node is gone"):
+            while coordinator.done():  # until the coordinator's thread has ended
+                time.sleep(0.01)
         for wait in (coordinator.join, coordinator.done, lambda: coordinator.schedule(len, [])):
             with pytest.raises(OSError, match="the chief's node is gone"):
                 wait()
@@ -140,16 +142,17 @@ def test_asked_to_stop_it_lets_land_what_is_out_and_runs_nothing_more(crew: Crew
     with pytest.raises(PreemptedExit), Coordinator() as coordinator:
         values = [coordinator.schedule(len, []) for _ in range(5)]
         crew.given.get(timeout=BOUND)
-        coordinator._signals.received = signal.SIGTERM
+        signal.raise_signal(signal.SIGTERM)
         timer = threading.Timer(0.5, crew.coming.put, [Done("worker 0", 7)])
         timer.start()
         try:
             coordinator.join()
         finally:
-            assert crew.given.empty() and coordinator._is_done
-            assert values[0]._result == 7
+            assert crew.given.empty()
+            assert coordinator.fetch(values[0]) == 7
             for value in values[1:]:
-                assert str(value._error) == "not run because the job is stopping"
+                with pytest.raises(UserError, match="not run because the job is stopping"):
+                    coordinator.fetch(value)
 
 
 def test_functions_of_each_call_are_not_kept_for_ever(crew: Crew) -> None:
@@ -159,16 +162,21 @@ def test_functions_of_each_call_are_not_kept_for_ever(crew: Crew) -> None:
         def __call__(self) -> None:
             pass
 
-    crew.workers = ()
+    crew.workers = tuple(f"worker {number}" for number in range(250))
+
+    def sent(function: Callable[..., object], *args: object) -> int:
+        """Returns the number under which the function of a new call is sent."""
+        coordinator.schedule(function, *args)
+        _, call = crew.given.get(timeout=BOUND)
+        return call.function.number
+
     with contextlib.suppress(OSError), Coordinator() as coordinator:
-        for _ in range(2):
-            coordinator.schedule(len, [])
-        assert coordinator._waiting[0].function is coordinator._waiting[1].function
-        coordinator.schedule(Unhashable())
-        for number in range(200):
-            coordinator.schedule(lambda number=number: number)
-        kept = coordinator._functions._values
-        assert len(kept) == 64 and coordinator._waiting[-1].function.number == 201
+        assert sent(len, []) == sent(len, []) == 0
+        assert sent(Unhashable()) == 1
+        functions = [partial(int, number) for number in range(200)]
+        assert [sent(one) for one in functions] == list(range(2, 202))
+        assert sent(functions[-64]) == 202 - 64  # the last 64 are kept
+        assert sent(functions[-65]) == 202
         crew.coming.put(OSError("enough"))
 
 

@@ -79,14 +79,14 @@ def crew_of(worker: object) -> ray_pool.RayWorkerPool:
         get=lambda call: call.answer(),
     )
     return ray_pool.RayWorkerPool(
-        ray, {"worker 0": ray_pool._RayWorker(worker)}, "how it gets ready"
+        ray, {"worker 0": ray_pool.RayWorker(worker)}, "how it gets ready"
     )
 
 
 def test_a_worker_that_dies_during_its_start_is_reported_and_finally_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("spmdtrain.parameter_server.ray_pool._RETRY", 0.0)
+    monkeypatch.setattr("spmdtrain.parameter_server.ray_pool.RETRY_SECONDS", 0.0)
     died = exceptions.ActorDiedError
     # It is not there twice, dies twice, comes, is lost, and then dies for ever.
     worker = SimpleNamespace(

@@ -308,9 +308,9 @@ def test_how_long_is_too_long_is_learned_from_what_came() -> None:
     queue = BatchQueue(0)
     queue.limit = 100
     run = BatchScheduler(crew, queue, None, clock=lambda: crew.now)
-    assert run._timeout() == 60.0  # nothing is known yet: a first batch compiles the step
+    assert run.batch_timeout() == 60.0  # nothing is known yet: a first batch compiles the step
     crew.now = 0.0
     for number in range(50):
         run.take(number)
-    median = run._timeout() / 3
+    median = run.batch_timeout() / 3
     assert 0.5 <= median <= 3.0  # three workers, one of whom pushes each half second

@@ -199,7 +199,7 @@ def test_numbers_that_come_no_more_are_forgotten() -> None:
     push = Push(0, 0, {"w": np.ones(2, np.float32)}, {}, 0.0)
     for number in range(0, 300, 3):  # the others push nothing
         server.push(dataclasses.replace(push, number=number, floor=max(0, number - 6)))
-    assert len(server.applied._beyond) <= 3
+    assert len(server.applied.beyond) <= 3
     assert server.pull().version == server.counts.added == 100
     assert not server.push(dataclasses.replace(push, number=5)).is_new
     np.testing.assert_array_equal(server.pull().params["w"], np.full(2, -100.0))

@@ -115,6 +115,6 @@ def test_threads_read_the_same_batches() -> None:
             augment=lambda row, draw: {**row, "noise": draw.normal(size=3)},
             key=np.zeros(2, np.uint32),
         )
-        read.append([worker._read(number) for number in (0, 7, 3)])
+        read.append([worker.read_batch(number) for number in (0, 7, 3)])
     jax.tree.map(np.testing.assert_array_equal, *read)
     assert read[0][0]["noise"].shape == (40, 3)

@@ -436,7 +436,7 @@ def test_a_group_is_whole_hosts_or_a_part_of_one(
     devices: Any = [Device(n, host) for n, host in enumerate(order)]
     hosts = [[d for d in devices if d.process_index == host] for host in range(len(counts))]
     try:
-        found = meshes._groups(devices, hosts, number)
+        found = meshes.host_groups(devices, hosts, number)
     except UserError as error:
         assert f"replica={number} does not divide {len(devices)} device" in str(error)
         return

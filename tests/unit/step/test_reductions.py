@@ -539,4 +539,4 @@ def test_each_batch_is_judged_by_itself() -> None:
     alone = {"x": np.ones((8, 4), np.float32), "y": np.ones((8, 1), np.float32)}
     for batch, packs in ((alone, True), (alone | {"together": np.ones(8)}, False), (alone, True)):
         message = steps.choose_reduction(batch)
-        assert (steps._gradients.reduction is flattened, message == "") == (packs, packs), message
+        assert (steps.reduction is flattened, message == "") == (packs, packs), message

@@ -433,7 +433,7 @@ def test_a_training_that_a_scheduler_starts_again_is_followed(status: Status, st
 @pytest.fixture
 def two_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the place of the hour that a training may be silent."""
-    monkeypatch.setattr("spmdtrain.train.evaluator._SILENT", 120.0)
+    monkeypatch.setattr("spmdtrain.train.evaluator.MAX_SILENCE", 120.0)
 
 
 @pytest.mark.usefixtures("two_minutes")

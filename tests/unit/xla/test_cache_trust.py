@@ -15,7 +15,7 @@ from spmdtrain.xla.compile_cache import keep_file
 
 
 def test_a_program_under_the_name_of_another_is_not_run(tmp_path: Path) -> None:
-    folder = compile_cache._Folder(tmp_path)
+    folder = compile_cache.CacheFolder(tmp_path)
     folder.put("a", b"the program a")
     folder.put("b", b"the program b")
     (tmp_path / "a").rename(tmp_path / "c")

@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be_there_and_a_corrupted_file_only_cost_time(tmp_p
 def test_a_file_appears_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = compile_cache._Folder(tmp_path)
+    folder = compile_cache.CacheFolder(tmp_path)
     assert folder.get("a") is None
     folder.put("a", b"1" * 1000)
     assert folder.get("a") == b"1" * 1000
@@ -105,20 +105,20 @@ def test_a_file_appears_whole_or_not_at_all(
 def test_what_was_of_no_use_for_the_longest_time_makes_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = compile_cache._Folder(tmp_path)
+    folder = compile_cache.CacheFolder(tmp_path)
     names = [f"jit_{letter}-{letter * 64}" for letter in "abcd"]
     for number, name in enumerate([*names, "input.txt", ".new-half_1"]):
         folder.put(name, bytes(100))
         os.utime(tmp_path / name, (number, number))
     assert folder.get(names[0]) is not None  # which is of use again
-    monkeypatch.setattr(compile_cache, "_MOST_BYTES", 380)
-    compile_cache._make_room(tmp_path)
+    monkeypatch.setattr(compile_cache, "MAX_BYTES", 380)
+    compile_cache.evict(tmp_path)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {names[0], ".new-half_1", "input.txt"}  # the last is none of ours
 
 
 def test_a_read_only_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = compile_cache._Folder(tmp_path)
+    folder = compile_cache.CacheFolder(tmp_path)
     folder.put("a", b"1")
 
     def refused(*_: object) -> None:
