@@ -148,8 +148,10 @@ def _use_cpu_implementation(name: str, processes: int) -> None:
 
 
 def _limit_cpu(timeout: float) -> None:
-    if not 0 < timeout <= _MOST_SECONDS:
-        raise UserError(f"collectives.timeout is {timeout}: it must be a number of seconds above 0")
+    if timeout > _MOST_SECONDS:
+        raise UserError(
+            f"collectives.timeout is {timeout:g}: it must be at most {_MOST_SECONDS} seconds"
+        )
     seconds = math.ceil(timeout)
     silent = min(_SILENT, math.ceil(seconds / 2))
     wanted = {
