@@ -33,6 +33,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
     return compare, report
 
 
+@pytest.mark.slow
 def test_a_peer_is_reported_by_its_ratio_to_the_floor(tmp_path: Path, modules: Any) -> None:
     compare, report = modules
     program = tmp_path / "peer.py"

@@ -46,6 +46,7 @@ class Normed(nnx.Module):
         return self.layers[1](self.dropout(self.layers[0](self.norm(x))))
 
 
+@pytest.mark.slow
 def test_batch_statistics_are_those_of_the_global_batch_on_any_number_of_devices() -> None:
     for devices in (1, 2, 8):
         fitted = trainer(Normed, devices)
@@ -133,6 +134,7 @@ def linen_objective(model: Any, batch: tuple[jax.Array, jax.Array]) -> dict[str,
     return {"loss": ((model(x, train=model.training) - y) ** 2).mean(-1)}
 
 
+@pytest.mark.slow
 def test_a_linen_model_trains_with_statistics_and_dropout() -> None:
     results = []
     for devices in (1, 8):

@@ -54,6 +54,7 @@ def forge(workdir: Path, *, in_manifest: bool, **header: list[int]) -> None:
     dataclasses.replace(manifest, files=sizes(folder), identity=identity).write(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("header", "in_manifest", "says"),
     [

@@ -69,12 +69,14 @@ def arrays(draw: st.DrawFn, of: st.SearchStrategy[np.dtype] = dtypes) -> np.ndar
 # -- the host and the devices ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(arrays())
 def test_host_and_device_agree_on_any_bits_of_any_dtype(x: np.ndarray) -> None:
     assert host_sum(x) == on_device(jnp.asarray(x))
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(arrays(st.sampled_from(WIDE)))
 def test_host_and_device_agree_on_eight_and_sixteen_bytes(x: np.ndarray) -> None:

@@ -197,6 +197,7 @@ def loss_at(step: int) -> float | None:
     return lowest.get(step, None if step % 3 == 0 else 1.0 + abs(step - 26) / 10)
 
 
+@pytest.mark.slow
 def test_fifty_saves_leave_the_newest_and_the_best_alone(tmp_path: Path) -> None:
     folder, retention = tmp_path / "checkpoints", Retention(latest=3, best=2)
     steps = small_steps()

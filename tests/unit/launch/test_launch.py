@@ -433,6 +433,7 @@ time.sleep(60)
     assert said(ended)[-1] == "worker 0 failed at its start: disk full; no restarts left of 0"
 
 
+@pytest.mark.slow
 def test_a_killed_one_is_named_and_all_start_again(tmp_path: Path) -> None:
     script = """
 progress.begin()

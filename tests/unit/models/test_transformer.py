@@ -73,6 +73,7 @@ def test_rotary_products_depend_on_the_distance_alone() -> None:
     np.testing.assert_allclose(queries[0], query[0, 0, 0], rtol=1e-6)  # the first is not turned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_the_order_of_earlier_tokens_counts(positions: str) -> None:
     # In one layer they reach the last token as a sum: without positions their order is lost.

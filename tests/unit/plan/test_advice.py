@@ -39,6 +39,7 @@ def carried(found: dict[str, Any], *kinds: str, is_parameter: bool) -> set[str]:
 # -- whose it is -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_collective_is_known_by_the_parameters_it_carries() -> None:
     split = NAMES - {"layers/2/bias"}  # of 10 elements, over 8 devices
     sharded = planned(DIGITS, "--strategy", "fully_sharded", "--sharding.min-size", 1)
@@ -52,6 +53,7 @@ def test_each_collective_is_known_by_the_parameters_it_carries() -> None:
     assert carried(mirrored, "all-reduce", is_parameter=False) == NAMES
 
 
+@pytest.mark.slow
 def test_within_loops_too(text: Path) -> None:
     options = ("--preset", "tiny", "--data-dir", text, "--no-unroll", "--sharding.min-size", 1)
     found = planned(GPT, *options, "--strategy", "fully_sharded")
@@ -67,6 +69,7 @@ def test_within_loops_too(text: Path) -> None:
     assert names and names <= blocks
 
 
+@pytest.mark.slow
 def test_memory_is_reported_by_purpose(text: Path) -> None:
     options = ("--preset", "tiny", "--data-dir", text, "--global-batch-size", 64)
     found = planned(GPT, *options, "--strategy", "mirrored")
@@ -140,6 +143,7 @@ def test_what_a_strategy_sends_beyond_what_it_has_to(strategy: str) -> None:
 # -- advice ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_embedding_that_is_used_twice_is_reduced_twice_and_how_to_mend_it(text: Path) -> None:
     options = ("--preset", "tiny", "--data-dir", text, "--strategy", "mirrored")
     where = ("--topology", "gpu:h100:1x8")
@@ -154,6 +158,7 @@ def test_an_embedding_that_is_used_twice_is_reduced_twice_and_how_to_mend_it(tex
     assert not any("reduced" in other.finding for other in untied)
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_names_options_that_make_it_fit(text: Path) -> None:
     options = ("--width", 8192, "--layers", 8, "--heads", 32, "--data-dir", text)
     where = ("--topology", "gpu:a100:1x8", "--strategy", "mirrored")
@@ -262,6 +267,7 @@ def test_events_of_collectives_and_of_time() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_an_array_that_is_gathered_whole_is_reported_with_its_line(tmp_path: Path) -> None:
     config = tmp_path / "resharded.py"
     source = ONE_MATRIX.replace("    def loss(model, batch):\n", RESHARDED)
@@ -379,6 +385,7 @@ def test_gathers_that_a_tpu_makes_sums_of_are_found(text: Path) -> None:
     assert one["without"]["estimate"] == found["time"]["estimate"]
 
 
+@pytest.mark.slow
 def test_tokens_and_what_is_computed_twice(text: Path) -> None:
     options = ("--preset", "tiny", "--data-dir", text, "--topology", "gpu:h100:1x8")
     none, full = (planned(GPT, *options, "--remat", remat) for remat in ("none", "full"))

@@ -76,6 +76,7 @@ def test_a_mirrored_step_sends_each_gradient_once() -> None:
     assert found["flops"]["step"] == 6 * 64 * (64 * 128 + 128 * 128 + 128 * 10) - 2 * 64 * 64 * 128
 
 
+@pytest.mark.slow
 def test_loops_count_as_often_as_they_turn(text: Path) -> None:
     options = ("--preset", "tiny", "--layers", 5, "--data-dir", text)
     sharded = ("--strategy", "fully_sharded", "--sharding.min_size", 1)

@@ -133,6 +133,7 @@ def shared(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
     return constrain_sharding(jnp.tanh(x @ w), "batch", None), None
 
 
+@pytest.mark.slow
 def test_a_function_that_trainers_share_is_laid_out_for_each() -> None:
     def objective(params: jax.Array, batch: jax.Array) -> dict[str, jax.Array]:
         return {"loss": (jax.lax.scan(shared, batch, params)[0] ** 2).mean(-1)}

@@ -120,6 +120,7 @@ def by_hand(params: dict[str, np.ndarray], parts: int) -> dict[str, np.ndarray]:
     return found | averages | {"loss": np.array(loss / W.sum(dtype=np.float64))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", MODELS)
 def test_each_replica_normalizes_by_its_own_rows(library: str) -> None:
     of = trainer(MODELS[library]())
@@ -159,6 +160,7 @@ def test_on_one_replica_it_is_the_global_batch() -> None:
             np.testing.assert_array_equal(other[name], value, err_msg=name)
 
 
+@pytest.mark.slow
 def test_each_replica_draws_its_own_masks() -> None:
     same = tuple(np.concatenate(2 * [x[:8]]) for x in (X, Y, W))  # the same rows for both
     drawn = after_a_step(trainer(partial(Nnx, dropout=0.5)), same)
@@ -184,6 +186,7 @@ class Counting(nnx.Module):
         return self.inner(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"collectives": CollectiveOptions(reduction="hierarchical")}]
 )

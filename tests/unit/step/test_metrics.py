@@ -67,6 +67,7 @@ def outputs(draw: st.DrawFn) -> tuple[Any, Sums, np.ndarray | None, float]:
     return output, reference(values, weights, mask), mask, bound + 1e-30
 
 
+@pytest.mark.slow
 @settings
 @hypothesis.given(outputs())
 def test_sums_are_those_of_a_loop_over_the_examples(

@@ -204,6 +204,7 @@ def test_it_leaves_a_jitted_function_as_its_own_type() -> None:
 # -- the weighted mean -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     size=st.integers(1, 40),

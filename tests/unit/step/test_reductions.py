@@ -292,6 +292,7 @@ def test_what_is_not_drawn_or_not_split_is_no_reason_to_refuse() -> None:
     fit(model=DROPPED, reduction=None)
 
 
+@pytest.mark.slow
 def test_without_jit_and_without_a_mesh_it_is_checked_too() -> None:
     with pytest.raises(UserError, match="draws random numbers"):
         fit(model=DROPPED, jit=False)

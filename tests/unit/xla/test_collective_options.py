@@ -249,6 +249,7 @@ def virtual(timeout: float) -> tuple[subprocess.CompletedProcess[str], float]:
     return ended, now - float(began)
 
 
+@pytest.mark.slow
 def test_a_collective_of_one_process_ends_it_when_the_timeout_is_over() -> None:
     (patient, _), (limited, seconds) = together(lambda: virtual(0), lambda: virtual(1.5))
     assert patient.returncode == 0, patient.stderr

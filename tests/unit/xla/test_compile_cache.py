@@ -34,6 +34,7 @@ def programs(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in files}
 
 
+@pytest.mark.slow
 def test_a_second_start_compiles_nothing_and_computes_the_same(tmp_path: Path) -> None:
     logs = {"JAX_EXPLAIN_CACHE_MISSES": "1"}
     first = train(tmp_path, "first", **logs)
