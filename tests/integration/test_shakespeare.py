@@ -96,7 +96,7 @@ def test_the_last_tenth_validates() -> None:
     train, validation = gpt.split(np.arange(1005), 10)
     assert train.rows(np.array([len(train) - 1]))["tokens"][0, -1] == 903
     assert validation.rows(np.array([0]))["tokens"][0, 0] == 904
-    with pytest.raises(UserError, match="30 tokens: too few for a context of 27"):
+    with pytest.raises(UserError, match="30 tokens"):
         gpt.split(np.arange(30), 27)
 
 
@@ -112,10 +112,10 @@ def test_characters_and_bytes(tmp_path: Path) -> None:
     assert octets.decode(octets.encode("ü🐦")) == "ü🐦"
     assert octets.decode(octets.encode("ü")[:1]) == "\ufffd"
 
-    with pytest.raises(UserError, match="has no 'x', 'é', so"):
+    with pytest.raises(UserError, match="'x', 'é'"):
         characters.encode("Gréxßx")
     (tmp_path / "input.txt").write_bytes(b"\xff\xfe" * 9)
-    with pytest.raises(UserError, match=r"not UTF-8.*--vocabulary bytes"):
+    with pytest.raises(UserError, match=r"UTF-8.*--vocabulary bytes"):
         gpt.load_text(config(data_dir=folder))
     gpt.load_text(config(data_dir=folder, vocabulary="bytes"))
 
@@ -284,7 +284,7 @@ def test_samples_differ_by_their_number_and_the_seed_and_hold_real_tokens_alone(
 
 def test_what_cannot_be_written() -> None:
     vocabulary = gpt.Vocabulary(np.arange(97, 123))
-    with pytest.raises(UserError, match="has no '!', 'A', so the vocabulary lacks"):
+    with pytest.raises(UserError, match="'!', 'A'"):
         gpt.prompts(config(prompt="Ah!"), vocabulary)
     with pytest.raises(UserError, match="prompt is empty"):
         gpt.prompts(config(prompt=""), vocabulary)

@@ -98,5 +98,5 @@ def test_a_peer_that_ends_is_named(tmp_path: Path, modules: Any) -> None:
     program = tmp_path / "peer.py"
     program.write_text("raise SystemExit(3)")
     peers = [compare.Peer("floor", str(program))]
-    with pytest.raises(RuntimeError, match="floor ended with code 3"):
+    with pytest.raises(RuntimeError, match=r"floor .*3"):
         compare.compare(peers, compare.Work("mlp", 32, 1), 1, tmp_path / "result.json", {})

@@ -53,12 +53,12 @@ def test_steps_are_a_total_whatever_the_data() -> None:
 
 
 def test_the_batch_size_of_a_configuration_that_is_not_resolved_is_refused() -> None:
-    with pytest.raises(UserError, match="call config = resolve_config"):
+    with pytest.raises(UserError, match="resolve_config"):
         RunConfig(epochs=1).total_steps(100)
 
 
 def test_a_run_without_a_length_is_refused() -> None:
-    with pytest.raises(UserError, match="give epochs or steps"):
+    with pytest.raises(UserError, match="epochs or steps"):
         RunConfig(global_batch_size=8).total_steps(100)
 
 
@@ -123,7 +123,7 @@ def test_the_steps_to_profile_are_a_range() -> None:
 
 @pytest.mark.parametrize("value", ["5", "5:", ":5", "10:5", "0:5", "-1:5", "a:b", "1:2:3", ""])
 def test_a_range_to_profile_that_is_none_is_refused_as_it_was_written(value: str) -> None:
-    with pytest.raises(UserError, match=f"profile_steps is {value!r}: write A:B"):
+    with pytest.raises(UserError, match=f"profile_steps is {value!r}"):
         RunConfig(profile_steps=value)
 
 
@@ -184,7 +184,7 @@ def test_the_batch_sizes_of_a_learning_rate_table_are_above_zero(size: int) -> N
 @pytest.mark.parametrize("axis", ["replica", "data", "fsdp", "tensor"])
 @pytest.mark.parametrize("size", [0, -2])
 def test_a_mesh_axis_has_a_size_above_zero_or_is_the_rest(axis: str, size: int) -> None:
-    with pytest.raises(UserError, match=f"mesh.{axis} is {size}: it must be 1 or more, or -1"):
+    with pytest.raises(UserError, match=f"mesh.{axis} is {size}"):
         MeshSpec(**{axis: size})  # type: ignore[arg-type]
 
 
@@ -370,7 +370,7 @@ def test_a_batch_per_device_is_scaled_by_the_global_batch_it_makes() -> None:
     "missing", [{"learning_rate": 0.1}, {"learning_rate_base_batch_size": 32}, {}]
 )
 def test_scaling_without_its_base_is_refused(missing: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="needs learning_rate and learning_rate_base_batch_size"):
+    with pytest.raises(UserError, match="learning_rate_base_batch_size"):
         resolve(RunConfig(learning_rate_scaling="sqrt", **missing), batch_shards=8)
 
 
@@ -384,13 +384,13 @@ def test_a_table_gives_the_rate_of_the_largest_batch_not_above(batch: int, expec
 
 def test_a_batch_below_a_tables_smallest_is_refused_with_both_sizes() -> None:
     config = RunConfig(learning_rate_table={256: 4e-3, 32: 1e-3}, global_batch_size=24)
-    with pytest.raises(UserError, match=r"begins at batch size 32: .* a global batch of 24"):
+    with pytest.raises(UserError, match=r"32.* 24"):
         resolve(config, batch_shards=8)
 
 
 def test_a_table_and_a_scaling_exclude_each_other() -> None:
     config = RunConfig(learning_rate_table={32: 1e-3}, learning_rate_scaling="linear")
-    with pytest.raises(UserError, match="are both set: give one"):
+    with pytest.raises(UserError, match="both set"):
         resolve(config, batch_shards=8)
 
 

@@ -185,9 +185,9 @@ def test_plain_functions_follow_gradient_descent_by_hand() -> None:
 
 
 def test_other_things_are_no_model() -> None:
-    with pytest.raises(UserError, match=r"model is a builtins.int"):
+    with pytest.raises(UserError, match=r"builtins\.int"):
         trainer(3)
-    with pytest.raises(UserError, match=r"returned a dict, not an nnx.Module"):
+    with pytest.raises(UserError, match=r"dict, .*nnx\.Module"):
         trainer(lambda rngs: {})
 
 
@@ -196,7 +196,7 @@ def test_a_dict_batch_without_a_usual_input_needs_a_predict_function() -> None:
         return squared_error(model, (batch["height"], batch["weight"]))
 
     data = {"height": X, "weight": Y}
-    with pytest.raises(UserError, match=r"which of \['height', 'weight'\]"):
+    with pytest.raises(UserError, match=r"\['height', 'weight'\]"):
         trainer(partial(nnx.Linear, 4, 1), objective=objective).predict(data)
     predicting = trainer(
         partial(nnx.Linear, 4, 1),
@@ -249,7 +249,7 @@ def test_parameters_that_are_trees_and_attributes_that_are_arrays() -> None:
         def __init__(self, rngs: nnx.Rngs) -> None:
             self.shift = nnx.data(jnp.ones(4))
 
-    with pytest.raises(UserError, match=r"the model's shift is a plain array.*nnx.Variable"):
+    with pytest.raises(UserError, match=r"shift is .*nnx\.Variable"):
         trainer(Bare)
-    with pytest.raises(UserError, match=r"the model's shift is a plain array.*nnx.Variable"):
+    with pytest.raises(UserError, match=r"shift is .*nnx\.Variable"):
         trainer(Bare(nnx.Rngs(0)))

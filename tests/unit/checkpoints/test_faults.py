@@ -183,7 +183,7 @@ def test_an_error_of_orbax_about_its_metadata_is_corruption(
     head, found, tail = path.read_text().partition(before)
     assert found
     path.write_text(head + after + tail)
-    with pytest.raises(CheckpointCorruptedError, match="training cannot be read: "):
+    with pytest.raises(CheckpointCorruptedError, match="training cannot be read"):
         load(folder)
 
 
@@ -246,13 +246,9 @@ def test_without_a_valid_checkpoint_the_run_stops_and_changes_nothing(
         corrupt(workdir, step)
     before = contents(workdir)
     for resume in ("auto", "must"):
-        with pytest.raises(
-            UserError, match=r"none of the 3 checkpoints in .* is valid; of the newest, 4"
-        ):
+        with pytest.raises(UserError, match=r"none of the 3 .* 4"):
             trainer(workdir, steps=6, resume=resume).fit(examples())
-    with pytest.raises(
-        UserError, match=r"resume is 'never', and .* holds checkpoints up to step 4"
-    ):
+    with pytest.raises(UserError, match=r"resume is 'never'.* step 4"):
         trainer(workdir, steps=6, resume="never").fit(examples())
     assert contents(workdir) == before
 
@@ -320,7 +316,7 @@ def test_a_checkpoint_out_of_reach_ends_the_run_and_is_not_quarantined(
         return stat(path, *args, **keywords)
 
     monkeypatch.setattr(os, "stat", stale)
-    with pytest.raises(StorageError, match="4 cannot be read: Stale file handle"):
+    with pytest.raises(StorageError, match=r"4 .*Stale file handle"):
         trainer(workdir, steps=6).fit(examples())
     monkeypatch.undo()
     assert contents(workdir) == before

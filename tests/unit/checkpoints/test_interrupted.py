@@ -37,7 +37,7 @@ def test_a_run_whose_lock_was_removed_ends_at_the_next_save(another: bool, tmp_p
                 stack.enter_context(contextlib.closing(RunFiles(str(tmp_path))))
 
         what = "replaced" if another else "removed"
-        with pytest.raises(StorageError, match=rf"\.lock, this run's lock, was {what}"):
+        with pytest.raises(StorageError, match=f"\\.lock, .*{what}"):
             fit(tmp_path, 9, callbacks=at_step(3, take), log_every=1)
     assert saved_steps(tmp_path)[-1] in (2, 3)
     assert status(tmp_path)["status"] == "running"  # that file may be another run's by now

@@ -318,9 +318,9 @@ def test_a_program_without_the_runs_code_loads_them_on_one_device(
 
 def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
     for load in (load_params, read_manifest):
-        with pytest.raises(UserError, match="holds no checkpoint"):
+        with pytest.raises(UserError, match="no checkpoint"):
             load(str(tmp_path))
-        with pytest.raises(UserError, match="holds no checkpoint"):
+        with pytest.raises(UserError, match="no checkpoint"):
             load(str(tmp_path / "checkpoints" / "6"))
 
 
@@ -346,11 +346,9 @@ def both(state: TrainState) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray
 
 
 def test_an_average_that_no_run_kept_is_not_given(plain: Run, tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"6 holds no averaged parameters: its run had no ema_decay"
-    ):
+    with pytest.raises(UserError, match="ema_decay"):
         load_params(str(plain.workdir), averaged=True)
-    with pytest.raises(UserError, match="holds no averaged parameters"):
+    with pytest.raises(UserError, match="averaged parameters"):
         export_params(str(plain.workdir), str(tmp_path / "x.npz"), averaged=True)
     assert_same_bits(load_params(str(plain.workdir), averaged=False), plain.state.params)
 
@@ -557,10 +555,10 @@ def test_what_export_cannot_do_is_refused_before_anything_is_written(
     plain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("x.bin", "x", "x.npz.gz"):
-        with pytest.raises(UserError, match=r"x.*: export writes \.npz and \.safetensors files"):
+        with pytest.raises(UserError, match=r"\.npz and \.safetensors"):
             export_params(str(plain.workdir), str(tmp_path / name))
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)  # as where it is not installed
-    with pytest.raises(UserError, match=r"pip install 'spmdtrain\[safetensors\]'"):
+    with pytest.raises(UserError, match=r"spmdtrain\[safetensors\]"):
         export_params(str(plain.workdir), str(tmp_path / "x.safetensors"))
     assert list(tmp_path.iterdir()) == []
 
@@ -760,11 +758,11 @@ def test_the_best_checkpoint_is_loaded_by_that_word(rising: Run, tmp_path: Path)
         np.testing.assert_array_equal(
             exported["layers.0.norm.mean"], saved.model_state["layers"]["0"]["norm"]["mean"]
         )
-    with pytest.raises(UserError, match="no checkpoint of step 1; existing steps: 2, 3, 4"):
+    with pytest.raises(UserError, match=r"step 1; .*2, 3, 4"):
         load_params(path, which=1)
-    with pytest.raises(UserError, match="must be latest, best or a step"):
+    with pytest.raises(UserError, match="latest, best"):
         load_params(path, which="beste")
-    with pytest.raises(UserError, match="names one checkpoint"):
+    with pytest.raises(UserError, match="one checkpoint"):
         load_params(f"{path}/checkpoints/3", which="best")
 
 
@@ -774,7 +772,7 @@ def test_a_corrupted_best_checkpoint_is_never_replaced_by_the_second_best(
     workdir = shutil.copytree(rising.workdir, tmp_path / "run")
     manifest = workdir / "checkpoints" / "2" / "manifest.json"
     manifest.write_text(manifest.read_text()[:20])
-    with pytest.raises(UserError, match=r"checkpoints/2: manifest.json is malformed"):
+    with pytest.raises(UserError, match=r"checkpoints/2: manifest\.json"):
         load_params(str(workdir), which="best")
     assert read_manifest(str(workdir)).step == 4
     assert read_manifest(str(workdir), which=3).step == 3
@@ -793,7 +791,7 @@ def test_only_a_restore_of_the_configured_runs_goes_by_the_field_checkpoint(
 
 def test_what_was_never_evaluated_has_no_best(tmp_path: Path) -> None:
     trainer(tmp_path).fit((X, Y), steps=2)
-    with pytest.raises(UserError, match="evaluation metric 'loss'"):
+    with pytest.raises(UserError, match="'loss'"):
         load_params(str(tmp_path), which="best")
 
 
@@ -809,9 +807,7 @@ def test_a_checkpoint_goes_into_a_module_in_one_line(rising: Run) -> None:
     newest, x = load_model(Listed, path), jnp.asarray(X)
     np.testing.assert_array_equal(newest(x), rising.trainer.model(x))
     assert not np.array_equal(model(x), newest(x))
-    with pytest.raises(
-        UserError, match=r"parameter layers/0/bias: absent in the .*, shape \(8,\) in"
-    ):
+    with pytest.raises(UserError, match=r"layers/0/bias: absent .*\(8,\)"):
         load_model(partial(MLP, 4, (8,), 1), path)
 
 
@@ -833,7 +829,7 @@ def test_a_run_starts_from_the_best_checkpoint_of_another(rising: Run, tmp_path:
     )
     again = trainer(rising.workdir, model=Listed, checkpoint="2")
     assert again.restore() == 2 and again.restore(which="latest") == 4
-    with pytest.raises(UserError, match="checkpoint=2 needs init_from"):
+    with pytest.raises(UserError, match="init_from"):
         again.fit((X, Y), steps=5)
 
 
@@ -1015,12 +1011,12 @@ def test_a_checkpoint_of_another_run_is_refused_before_anything_is_loaded(
     assert found == before
     # The same run, by the way, does see that the arrays are gone.
     if name == "seed":
-        with pytest.raises(UserError, match=r"none of the 2 checkpoints .* is valid"):
+        with pytest.raises(UserError, match="none of the 2"):
             trainer(refused).fit((X, Y), steps=6)
 
 
 def test_the_message_of_other_data_names_what_may_have_led_to_it(refused: Path) -> None:
-    with pytest.raises(UserError, match=r"crc32 was \d+, and is \d+ now; give --data-dir None"):
+    with pytest.raises(UserError, match=r"crc32 .*--data-dir None"):
         trainer(refused, data_dir="elsewhere").fit((X + 1, Y), steps=6)
 
 
@@ -1049,7 +1045,7 @@ def test_a_refusal_never_falls_back_to_an_older_checkpoint_that_would_fit(
 def test_a_trainer_that_continues_from_its_own_state_is_checked_too(tmp_path: Path) -> None:
     fitted = trainer(tmp_path)
     fitted.fit((X, Y), steps=2)
-    with pytest.raises(UserError, match=r"this trainer at step 2 was trained on other data: examp"):
+    with pytest.raises(UserError, match=r"step 2 .*examples"):
         fitted.fit((X[:24], Y[:24]), steps=4)
     assert fitted.fit((X, Y), steps=4).step == 4
 
@@ -1104,7 +1100,7 @@ def test_parameters_of_another_run_may_start_this_one_but_not_another_model(
     begun = trainer(tmp_path / "a", **options, devices=4, init_from=str(plain.workdir))
     begun.fit((X, Y), steps=1)
     assert begun.state is not None and begun.step == 1
-    with pytest.raises(UserError, match=r"params/layers/0/bias is bfloat16\[8\] there and float32"):
+    with pytest.raises(UserError, match=r"layers/0/bias is bfloat16\[8\]"):
         trainer(tmp_path / "b", init_from=str(plain.workdir)).fit((X, Y), steps=1)
     assert saved_steps(tmp_path / "b") == []
 

@@ -55,13 +55,13 @@ def test_a_file_that_holds_no_token_is_an_error(
 
 
 def test_a_short_token_is_an_error_that_does_not_show_it() -> None:
-    with pytest.raises(UserError, match="the token has 6 characters") as error:
+    with pytest.raises(UserError, match="6 characters") as error:
         read({TOKEN: "hidden"}, warn=unheard)
     assert "hidden" not in str(error.value)
 
 
 def test_both_variables_are_an_error() -> None:
-    with pytest.raises(UserError, match="are both set"):
+    with pytest.raises(UserError, match="both set"):
         read({TOKEN: GOOD, TOKEN_FILE: "/token"}, warn=unheard)
 
 

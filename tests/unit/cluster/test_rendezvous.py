@@ -376,10 +376,10 @@ def test_on_kubernetes_a_name_may_come_with_its_pod(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setattr(rendezvous, "RESOLVE_TIMEOUT", 0.0)
     _, worker = parties(2, host="no-such-pod.invalid")
-    with pytest.raises(ClusterError, match="could not reach chief at no-such-pod"):
+    with pytest.raises(ClusterError, match="no-such-pod"):
         join_rendezvous(worker, 1.0, print)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
-    with pytest.raises(UserError, match="cannot be resolved"):
+    with pytest.raises(UserError, match="resolved"):
         join_rendezvous(worker, 1.0, print)
 
 

@@ -638,13 +638,13 @@ def test_an_error_in_a_dataset_reaches_the_one_who_reads() -> None:
 
 
 def test_arrays_of_different_lengths_are_refused_with_their_shapes() -> None:
-    with pytest.raises(UserError, match=r"differ in their number.*'x': \(5, 2\).*'y': \(4,\)"):
+    with pytest.raises(UserError, match=r"'x': \(5, 2\).*'y': \(4,\)"):
         ArrayDataset({"x": np.zeros((5, 2)), "y": np.zeros(4)})
 
 
 @pytest.mark.parametrize("arrays", [np.float32(1), {"x": np.zeros(3), "y": 2.0}, (), {}])
 def test_arrays_without_a_leading_dim_are_refused(arrays: Any) -> None:
-    with pytest.raises(UserError, match="needs arrays with a leading dim of examples"):
+    with pytest.raises(UserError, match="leading dim"):
         ArrayDataset(arrays)
 
 
@@ -658,7 +658,7 @@ def test_a_dataset_without_examples_is_refused() -> None:
         ArrayDataset(none),
     ]
     for empty in empties:
-        with pytest.raises(UserError, match="the dataset is empty"):
+        with pytest.raises(UserError, match="is empty"):
             as_dataset(empty)
 
 
@@ -711,7 +711,7 @@ def test_an_indexable_collection_of_examples_is_a_dataset() -> None:
 
 @pytest.mark.parametrize("data", [[np.zeros(4), np.zeros(4)], "train.npz"])
 def test_a_list_could_mean_two_things_and_is_refused(data: Any) -> None:
-    with pytest.raises(UserError, match="give an array, or a tuple or dictionary of arrays"):
+    with pytest.raises(UserError, match="tuple or dictionary"):
         as_dataset(data)
 
 
@@ -723,7 +723,7 @@ def test_a_dataset_that_returns_too_few_rows_is_refused() -> None:
         def rows(self, indices: np.ndarray) -> np.ndarray:
             return np.zeros((len(indices) - 1, 3))
 
-    with pytest.raises(UserError, match=r"returned 7 rows, shape \(7, 3\), for 8 indices"):
+    with pytest.raises(UserError, match=r"7 rows.*8 indices"):
         next(ordered_batches(Short(), 8, sharding())[0])
 
 
@@ -820,7 +820,7 @@ def test_integers_that_the_devices_would_cut_off_are_refused() -> None:
     )
     assert placed[0]["x"].tolist() == [2**31 - 1] * 8
     too_large = {"x": np.array([2**40 + 5] * 8)}
-    with pytest.raises(UserError, match=r"1099511627781, which do not fit int32"):
+    with pytest.raises(UserError, match="1099511627781"):
         next(ordered_batches(as_dataset(too_large), 8, batch_sharding(build_mesh(MeshSpec())))[0])
 
 
@@ -839,7 +839,7 @@ def test_a_subset_takes_only_indices_that_are_there(indices: list[Any], message:
 
 
 def test_what_is_no_collection_at_all_is_not_called_a_stream() -> None:
-    with pytest.raises(UserError, match=r"a int is no dataset\. Give arrays"):
+    with pytest.raises(UserError, match="int is no dataset"):
         as_dataset(7)
 
 
@@ -866,7 +866,7 @@ def table(library: str, name: str, **attributes: Any) -> Any:
 def test_a_table_of_another_library_is_answered_with_what_makes_arrays_of_it(
     data: Any, advice: str
 ) -> None:
-    with pytest.raises(UserError, match=f"{type(data).__name__} is no dataset: .*{advice}"):
+    with pytest.raises(UserError, match=f"{type(data).__name__} .*{advice}"):
         as_dataset(data)
 
 

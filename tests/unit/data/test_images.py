@@ -357,7 +357,7 @@ def test_what_is_no_file_is_broken_and_not_opened(tmp_path: Path) -> None:
     folder = numbered(tmp_path, 3)
     os.mkfifo(folder / "a" / "pipe.png")
     assert stat.S_ISFIFO((folder / "a" / "pipe.png").stat().st_mode)
-    with pytest.raises(BrokenImageError, match=r"pipe\.png: a broken image: it is not a regular f"):
+    with pytest.raises(BrokenImageError, match=r"pipe\.png: .*regular file"):
         everything(ImageFolder(folder, 2))
     dataset = ImageFolder(folder, 2, broken="skip")
     assert dataset.skipped == {"a/pipe.png": "it is not a regular file"}
@@ -413,7 +413,7 @@ def test_a_folder_may_be_in_a_bucket() -> None:
 def test_folders_that_are_nested_too_deeply_are_refused(tmp_path: Path) -> None:
     deep = tmp_path.joinpath("a", *["d"] * 400)
     deep.mkdir(parents=True)
-    with pytest.raises(UserError, match="nested more than 64 levels deep"):
+    with pytest.raises(UserError, match="64 levels"):
         ImageFolder(tmp_path, 8)
 
 
@@ -474,9 +474,7 @@ def test_numbers_may_be_those_of_numpy(tmp_path: Path) -> None:
 
 def test_rows_for_which_there_is_no_memory_are_an_error_of_one_line(tmp_path: Path) -> None:
     dataset = ImageFolder(numbered(tmp_path, 1), (2**24, 2**4))
-    with pytest.raises(
-        UserError, match=r"not enough memory for 1,000,000 images of 16777216 x 16 pix"
-    ):
+    with pytest.raises(UserError, match="1,000,000 images"):
         dataset.rows(np.zeros(10**6, np.int8))
 
 
@@ -488,9 +486,7 @@ def test_a_picture_for_which_there_is_no_memory_is_not_called_broken(
 
     dataset = ImageFolder(numbered(tmp_path, 1), 2)
     monkeypatch.setattr(image_folder, "decode", none)
-    with pytest.raises(
-        UserError, match=r"000\.png: not enough memory to decode it to 2 x 2"
-    ) as error:
+    with pytest.raises(UserError, match=r"000\.png: .*memory") as error:
         everything(dataset)
     assert not isinstance(error.value, BrokenImageError)
 
@@ -499,7 +495,7 @@ def test_without_pillow_one_line_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "PIL.JpegImagePlugin", None)
-    with pytest.raises(UserError, match=r"need Pillow.*\(pip install 'spmdtrain\[images\]'\)$"):
+    with pytest.raises(UserError, match=r"Pillow.*pip install"):
         ImageFolder(numbered(tmp_path, 3), 2)
 
 
@@ -561,7 +557,7 @@ def test_an_empty_split_is_an_error_with_the_counts(tmp_path: Path) -> None:
         counts[split_of(file)] += 1
     said = ", ".join(f"{split} {count}" for split, count in counts.items())
     empty = next(split for split, count in counts.items() if not count)
-    with pytest.raises(UserError, match=rf"the split '{empty}' is empty \({said}\)"):
+    with pytest.raises(UserError, match=f"'{empty}' .*{said}"):
         ImageFolder(folder, 2, split=empty)
 
 
@@ -591,7 +587,7 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str) -> None:
     dataset = ImageFolder(folder_of(numbered(tmp_path, 3), {f"a/{name}": content}), 2)
     place = dataset.files.index(f"a/{name}")
     dataset.rows(np.array([0, 1, 2]))
-    with pytest.raises(UserError, match=rf"{name}: a broken image: .*{reason}.*broken='skip'") as e:
+    with pytest.raises(UserError, match=f"{name}: .*{reason}.*skip") as e:
         dataset.rows(np.array([0, place, 1]))
     assert "\n" not in str(e.value) and "BytesIO" not in str(e.value)
 
@@ -605,7 +601,7 @@ def test_a_decompression_bomb_is_not_decoded(
 ) -> None:
     dataset = ImageFolder(folder_of(tmp_path, {"a/bomb.png": noise(64, 64)}), 2)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-    with pytest.raises(UserError, match=rf"bomb\.png: a broken image: .*{reason}"):
+    with pytest.raises(UserError, match=f"bomb\\.png: .*{reason}"):
         everything(dataset)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4096)
     assert everything(dataset)["image"].shape == (1, 2, 2, 3)
@@ -648,14 +644,14 @@ def test_nothing_is_said_where_nothing_is_broken(
 
 def test_where_all_are_broken_none_is_left(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, {"a/x.png": b"", "a/y.png": b""})
-    with pytest.raises(UserError, match=r"2 of 2 images are broken; .*a/x\.png: it is empty.*None"):
+    with pytest.raises(UserError, match=r"2 of 2 .*a/x\.png"):
         ImageFolder(folder, 2, broken="skip")
 
 
 def test_a_file_that_cannot_be_read_is_never_skipped(tmp_path: Path) -> None:
     folder = numbered(tmp_path, 3)
     (folder / "a" / "x.jpg").symlink_to(folder / "gone.jpg")
-    with pytest.raises(StorageError, match=r"x\.jpg: cannot be read: .*No such file"):
+    with pytest.raises(StorageError, match=r"x\.jpg: .*No such file"):
         ImageFolder(folder, 2, broken="skip")
 
 
@@ -689,14 +685,14 @@ def test_classes_of_which_nothing_is_left_are_named(
 
 def test_a_name_does_not_end_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_of(tmp_path, {"a\nb/c\x1b\rd.png": b"", "a\nb/e.png": plain(1)})
-    with pytest.raises(UserError, match=r"/a\\nb/c\\x1b\\rd\.png: a broken image") as error:
+    with pytest.raises(UserError, match=r"/a\\nb/c\\x1b\\rd\.png") as error:
         everything(ImageFolder(folder, 2))
     assert str(error.value).isprintable()
     ImageFolder(folder, 2, broken="skip")
     said = capsys.readouterr().err
     assert r"the first is a\nb/c\x1b\rd.png: it is empty" in said and said.count("\n") == 1
     (folder / "a\nb" / "f.png").symlink_to("gone")
-    with pytest.raises(StorageError, match=r"/a\\nb/f\.png: cannot be read") as unread:
+    with pytest.raises(StorageError, match=r"/a\\nb/f\.png") as unread:
         ImageFolder(folder, 2).rows(np.array([2]))
     assert str(unread.value).isprintable()
 
@@ -704,9 +700,7 @@ def test_a_name_does_not_end_a_line(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_file_that_breaks_after_the_check_was_whole_before(tmp_path: Path) -> None:
     dataset = ImageFolder(numbered(tmp_path, 3), 2, broken="skip")
     (tmp_path / "a" / "001.png").write_bytes(b"")
-    with pytest.raises(
-        BrokenImageError, match=r"empty.*\. It was intact when the run started: "
-    ) as e:
+    with pytest.raises(BrokenImageError, match="intact") as e:
         everything(dataset)
     assert "skip" not in str(e.value)
 
@@ -854,7 +848,7 @@ def test_looking_for_broken_files_fills_the_cache(
 
 def test_a_mended_file_is_read_again(tmp_path: Path) -> None:
     dataset = ImageFolder(folder_of(tmp_path, {"a/x.png": b""}), 2, cache="memory")
-    with pytest.raises(UserError, match="it is empty"):
+    with pytest.raises(UserError, match="is empty"):
         everything(dataset)
     folder_of(tmp_path, {"a/x.png": plain(5)})
     assert values(dataset) == [5]
@@ -1248,9 +1242,7 @@ def test_a_trainer_refuses_other_classes_than_it_was_trained_on(tmp_path: Path) 
     trainer.predict({"image": np.zeros((8, 2, 2, 3), np.uint8)})  # has no names
     for call in (trainer.evaluate, trainer.predict):
         for wrapped in (other, MappedDataset(Subset(other, np.arange(9)), lambda rows: rows)):
-            with pytest.raises(
-                UserError, match=r"classes a, b; this data has a, c \(.*: b, here c"
-            ):
+            with pytest.raises(UserError, match=r"a, b; .* a, c"):
                 call(wrapped)
 
 
@@ -1277,7 +1269,7 @@ def test_many_classes_are_listed_in_short() -> None:
         "the model was trained on the classes n00000, n00001, n00002, ... (1000); this data has "
         "n00000, n00001, n00002, ... (1001) (the first that differs: n00700, here x\\ny); give them"
     )
-    with pytest.raises(UserError, match="first that differs: n00999, here nothing"):
+    with pytest.raises(UserError, match="n00999"):
         check_same_classes(many, many[:-1], "the model was")
 
 

@@ -81,7 +81,7 @@ def test_two_descriptions_are_refused(
 ) -> None:
     unsettled(monkeypatch)
     given = ClusterOptions(coordinator="a:1", processes=2, process_id=0)
-    with pytest.raises(UserError, match=f"exclude {other}: give one"):
+    with pytest.raises(UserError, match=f"exclude {other}"):
         initialize.initialize(from_tf_config(text), auto_detect=detect, explicit=given)
 
 
@@ -89,7 +89,7 @@ def test_where_nothing_is_to_be_found_auto_says_so(monkeypatch: pytest.MonkeyPat
     unsettled(monkeypatch)
     for name in ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(UserError, match="--cluster auto: found no TPU pod, Slurm, Open MPI or Kub"):
+    with pytest.raises(UserError, match="--cluster auto: found no"):
         initialize.initialize(from_tf_config(None), auto_detect=True)
 
 
@@ -130,7 +130,7 @@ def in_cluster(task: str, **jobs: list[str]) -> ClusterSpec:
 def test_a_server_is_refused_by_a_synchronous_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     unsettled(monkeypatch)
     initialize.initialize(in_cluster("ps"))  # the strategy is not known yet
-    with pytest.raises(UserError, match="this process is ps 0, a parameter server"):
+    with pytest.raises(UserError, match="ps 0"):
         initialize.initialize(strategy="mirrored")
 
 
@@ -164,7 +164,7 @@ def test_with_servers_the_strategy_decides_who_joins(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(is_started, lambda: True)
     unsettled(monkeypatch)
     initialize.initialize(in_cluster("worker"))
-    with pytest.raises(UserError, match=r"call spmdtrain.initialize\(strategy=...\) first"):
+    with pytest.raises(UserError, match=r"initialize\(strategy"):
         initialize.initialize(strategy="mirrored")
 
 
@@ -492,7 +492,7 @@ def test_of_several_processes_only_callbacks_may_stop_the_run(
     with pytest.raises(ZeroDivisionError):  # it is over, too, when it has failed
         trainer.fit(x, steps=5, global_batch_size=8)
     monkeypatch.setattr(process_group, "count", lambda: 2)
-    with pytest.raises(UserError, match=r"stop\(\) was called outside a callback"):
+    with pytest.raises(UserError, match=r"stop\(\)"):
         trainer.stop()
 
 

@@ -27,5 +27,5 @@ def test_the_cache_is_in_a_private_folder_without_a_home(
 def test_a_workdir_below_an_unknown_home_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # KeyError, as without an entry
-    with pytest.raises(UserError, match="~/run: the home folder is not known; set HOME"):
+    with pytest.raises(UserError, match=r"~/run.*HOME"):
         storage.folder_of("~/run")

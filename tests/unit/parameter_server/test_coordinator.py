@@ -81,14 +81,14 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> Crew:
 
 def test_what_breaks_the_crew_is_what_is_raised(crew: Crew) -> None:
     crew.coming.put(OSError("the chief's node is gone"))
-    with pytest.raises(OSError, match="the chief's node is gone"), Coordinator() as coordinator:
-        with pytest.raises(OSError, match="the chief's node is gone"):
+    with pytest.raises(OSError, match="node is gone"), Coordinator() as coordinator:
+        with pytest.raises(OSError, match="node is gone"):
             while coordinator.done():  # until the coordinator's thread has ended
                 time.sleep(0.01)
         for wait in (coordinator.join, coordinator.done, lambda: coordinator.schedule(len, [])):
-            with pytest.raises(OSError, match="the chief's node is gone"):
+            with pytest.raises(OSError, match="node is gone"):
                 wait()
-    with pytest.raises(UserError, match="used outside of its `with` block"):
+    with pytest.raises(UserError, match="`with` block"):
         Coordinator().schedule(len, [])
 
 
@@ -128,7 +128,7 @@ def test_what_was_lost_half_done_is_done_whatever_else_fails(crew: Crew) -> None
         crew.coming.put(Failed("worker 1", ZeroDivisionError("in it")))
         with pytest.raises(ZeroDivisionError):
             coordinator.fetch(failing)
-        with pytest.raises(UserError, match="not run because another function raised ZeroDivision"):
+        with pytest.raises(UserError, match="ZeroDivision"):
             coordinator.fetch(never)
         crew.workers = ("worker 0",)
         crew.coming.put(WorkerJoined("worker 0"))
@@ -151,7 +151,7 @@ def test_asked_to_stop_it_lets_land_what_is_out_and_runs_nothing_more(crew: Crew
             assert crew.given.empty()
             assert coordinator.fetch(values[0]) == 7
             for value in values[1:]:
-                with pytest.raises(UserError, match="not run because the job is stopping"):
+                with pytest.raises(UserError, match="stopping"):
                     coordinator.fetch(value)
 
 
@@ -212,11 +212,11 @@ def test_the_end_of_a_job_is_reported(
 def test_a_script_has_one(crew: Crew) -> None:
     with Coordinator() as coordinator:
         assert coordinator.done()
-    with pytest.raises(UserError, match="a script can use one Coordinator"):
+    with pytest.raises(UserError, match="one Coordinator"):
         Coordinator().__enter__()
 
 
 def test_it_takes_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TF_CONFIG", raising=False)
-    with pytest.raises(UserError, match=r"TF_CONFIG with a chief, workers and ps tasks"):
+    with pytest.raises(UserError, match="TF_CONFIG"):
         Coordinator().__enter__()

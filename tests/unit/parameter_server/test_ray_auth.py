@@ -46,7 +46,7 @@ def test_tasks_derive_the_same_token_from_the_secret_of_their_job() -> None:
 
 
 def test_tasks_of_one_user_on_loopback_share_a_fresh_token_in_a_private_file() -> None:
-    with pytest.raises(UserError, match=r"cannot be read: No such file .* set SPMDTRAIN_JOB_TOKEN"):
+    with pytest.raises(UserError, match=r"No such file .*SPMDTRAIN_JOB_TOKEN"):
         ray_auth.read_token(CHIEF, True)
     created = token(ray_auth.create_token, CHIEF, True)
     assert created == token(ray_auth.read_token, CHIEF, True)
@@ -63,7 +63,7 @@ def test_tasks_of_one_user_on_loopback_share_a_fresh_token_in_a_private_file() -
 
 def test_a_job_without_a_secret_on_other_addresses_is_refused() -> None:
     for action in (ray_auth.create_token, ray_auth.read_token):
-        with pytest.raises(UserError, match=r"share no secret.*set SPMDTRAIN_JOB_TOKEN"):
+        with pytest.raises(UserError, match=r"secret.*SPMDTRAIN_JOB_TOKEN"):
             action(Address("10.0.0.1", 2222), False)
 
 
@@ -81,5 +81,5 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, made: str) ->
     target.chmod(0o755 if made == "open" else 0o700)
     if made == "link":
         folder.symlink_to(target)
-    with pytest.raises(UserError, match=rf"{folder} must be a folder .* with mode 0700"):
+    with pytest.raises(UserError, match=f"{folder} .*0700"):
         private_folder()

@@ -39,7 +39,7 @@ def test_an_address_that_another_process_keeps_is_waited_for_and_named() -> None
         chief = f"127.0.0.1:{other.getsockname()[1]}"
         began = time.monotonic()
         with (
-            pytest.raises(UserError, match=f"cannot listen at {chief}, .*: Address already in use"),
+            pytest.raises(UserError, match=f"{chief}, .*already in use"),
             ray_nodes.head(spec_of(chief), 1.0),
         ):
             pytest.fail("it has begun")
@@ -49,7 +49,7 @@ def test_an_address_that_another_process_keeps_is_waited_for_and_named() -> None
 def test_an_address_of_no_interface_here_is_named_at_once() -> None:
     began = time.monotonic()
     with (
-        pytest.raises(UserError, match=r"cannot listen at 192\.0\.2\.1:2000, .*Cannot assign"),
+        pytest.raises(UserError, match=r"192\.0\.2\.1:2000, .*Cannot assign"),
         ray_nodes.head(spec_of("192.0.2.1:2000"), 60.0),  # of a network kept for documentation
     ):
         pytest.fail("it has begun")

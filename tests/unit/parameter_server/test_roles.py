@@ -51,7 +51,7 @@ def test_fit_in_an_evaluator_task_evaluates_and_exits(
     found = {line["step"]: line["loss"] for line in map(json.loads, lines)}
     assert list(found) == [2, 4] and found[4] == pytest.approx(trained[4], rel=1e-6)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    with pytest.raises(UserError, match="a Loop in task evaluator 0"):
+    with pytest.raises(UserError, match="evaluator 0"):
         Loop(steps=1)
 
 

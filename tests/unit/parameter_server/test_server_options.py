@@ -77,15 +77,13 @@ def test_the_options_are_tensorflows_partitioners() -> None:
 
 
 def test_a_loop_of_ones_own_has_a_coordinator() -> None:
-    with pytest.raises(UserError, match="a loop of your own has a Coordinator"):
+    with pytest.raises(UserError, match="has a Coordinator"):
         Loop(strategy="parameter_server", steps=1)
 
 
 def test_which_tasks_are_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", tf_configs(["chief", "ps 0"])["chief"])
-    with pytest.raises(
-        UserError, match=r"ps tasks \(this one has no worker besides the chief\): start one"
-    ):
+    with pytest.raises(UserError, match="no worker"):
         run_task_role(1.0)
 
 

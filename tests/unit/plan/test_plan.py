@@ -299,7 +299,7 @@ def test_over_two_slices_of_tpus_the_network_between_them_is_one_axis() -> None:
 
 def test_without_libtpu_it_says_which_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"not installed; pip install 'spmdtrain\[tpu\]'"):
+    with pytest.raises(UserError, match=r"spmdtrain\[tpu\]"):
         aot.devices_of(topologies.parse("v5e:4x4"))
 
 
@@ -453,7 +453,7 @@ def test_a_loop_of_unknown_trip_count_is_reported() -> None:
 
 
 def test_unknown_chips_are_refused_in_words() -> None:
-    with pytest.raises(UserError, match="a topology is TPU:SHAPE"):
+    with pytest.raises(UserError, match="TPU:SHAPE"):
         topologies.parse("abacus")
 
 

@@ -564,7 +564,7 @@ def test_a_mesh_axis_that_no_rule_uses_is_refused(strategy: str) -> None:
 
 def test_a_loops_mesh_axis_that_no_rule_uses_is_refused() -> None:
     with (
-        pytest.raises(UserError, match="mesh axis tensor=4 is not used"),
+        pytest.raises(UserError, match="tensor=4"),
         Loop(steps=1, mesh=MeshSpec(tensor=4)) as loop,
     ):
         loop.start(lambda key: {"params": jnp.ones((4, 4)), "opt_state": {}})

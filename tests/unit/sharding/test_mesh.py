@@ -474,5 +474,5 @@ def test_the_environment_counts_above_the_number_asked_for() -> None:
 def test_cpu_devices_made_too_late_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    with pytest.raises(UserError, match="cpu_devices=3 comes too late"):
+    with pytest.raises(UserError, match="cpu_devices=3"):
         make_cpu_devices(3)

@@ -138,7 +138,7 @@ def test_an_error_in_a_step_is_raised_by_fit_and_leaves_no_thread() -> None:
     wrong = True
     before = threading.active_count()
     fitted = trainer(objective=objective)
-    with pytest.raises(UserError, match="the objective is not ready"):
+    with pytest.raises(UserError, match="not ready"):
         fitted.fit((X, Y), steps=3)
     wrong = False
     assert fitted.fit((X, Y), steps=3).step == 3

@@ -233,9 +233,7 @@ def refusal(returned: Any, batch: int = 4) -> str:
 
 def test_metrics_in_a_dictionary_of_their_own_are_refused_by_name() -> None:
     nested = {"loss": jnp.ones(4), "aux": {"accuracy": jnp.ones(4)}}
-    with pytest.raises(
-        UserError, match="'aux' is a dictionary of accuracy: metrics are not nested"
-    ):
+    with pytest.raises(UserError, match=r"'aux' .*accuracy"):
         weighted_sums(nested, 4)
 
 
@@ -369,5 +367,5 @@ def test_a_prediction_that_is_not_one_row_an_example_is_refused(wrong: Any) -> N
         predict=lambda model, batch: wrong(batch["x"]),
         optimizer=optax.sgd(0.1),
     )
-    with pytest.raises(UserError, match="a row for each of the 16 examples"):
+    with pytest.raises(UserError, match="16 examples"):
         reduced.predict(examples(20), global_batch_size=16)

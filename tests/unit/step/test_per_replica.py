@@ -136,7 +136,7 @@ def test_what_has_no_dim_of_examples_has_no_mean() -> None:
     with use_placement(placed()):
         total = per_replica(lambda y: {"total": y.sum()}, Y)
     for reduced in (total.mean, total.gather):
-        with pytest.raises(UserError, match=r"each replica's total has shape \(\), without"):
+        with pytest.raises(UserError, match=r"shape \(\)"):
             reduced()
     np.testing.assert_allclose(total.stack()["total"], Y.reshape(8, 2).sum(1), rtol=1e-6)
     with use_placement(placed()):
@@ -147,7 +147,7 @@ def test_what_has_no_dim_of_examples_has_no_mean() -> None:
     np.testing.assert_allclose(slopes.stack().mean(0), slopes.sum() / 8, rtol=1e-5)
     with (
         use_placement(placed()),
-        pytest.raises(UserError, match=r"of shape \(3,\) for 16 examples"),
+        pytest.raises(UserError, match=r"\(3,\) for 16"),
     ):
         per_replica(lambda y: y, Y).mean(np.ones(3))
 
@@ -155,16 +155,16 @@ def test_what_has_no_dim_of_examples_has_no_mean() -> None:
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     with (
         use_placement(placed()),
-        pytest.raises(UserError, match=r"y has 12 examples, .* over 8 replicas"),
+        pytest.raises(UserError, match=r"y has 12 .* 8 replicas"),
     ):
         per_replica(lambda batch: batch, {"x": X, "y": Y[:12]})
-    with use_placement(placed()), pytest.raises(UserError, match="arrays differ in their examples"):
+    with use_placement(placed()), pytest.raises(UserError, match="arrays differ"):
         per_replica(lambda batch: batch, {"x": X, "y": Y[:8]})
-    with use_placement(placed()), pytest.raises(UserError, match="array is a single number"):
+    with use_placement(placed()), pytest.raises(UserError, match="single number"):
         per_replica(lambda batch: batch, 3.0)
-    with use_placement(placed()), pytest.raises(UserError, match="the batch holds no arrays"):
+    with use_placement(placed()), pytest.raises(UserError, match="no arrays"):
         per_replica(lambda batch: batch, {})
-    with use_placement(placed()), pytest.raises(UserError, match="the function returned a str"):
+    with use_placement(placed()), pytest.raises(UserError, match="returned a str"):
         per_replica(lambda batch: "a", Y)
 
 
@@ -178,19 +178,19 @@ def test_each_replica_gets_its_own_of_what_an_earlier_one_made() -> None:
         np.testing.assert_allclose(again.gather(), (2 * parts - sums).ravel(), rtol=1e-5)
         np.testing.assert_allclose(beside.gather(), (sums * parts).ravel(), rtol=1e-5)
         np.testing.assert_allclose(per_replica(lambda y: y["sum"], doubled).sum(), Y.sum(), 1e-5)
-        with pytest.raises(TypeError, match="gets in full holds a PerReplica"):
+        with pytest.raises(TypeError, match="in full"):
             per_replica(lambda y, whole: y, Y, doubled)
-        with pytest.raises(UserError, match="called in per_replica"):
+        with pytest.raises(UserError, match="per_replica"):
             per_replica(lambda y: per_replica(lambda z: z, y).sum(), Y)
     with (
         use_placement(placed(data=4, tensor=2)),
-        pytest.raises(UserError, match="does not have the 4 replicas"),
+        pytest.raises(UserError, match="4 replicas"),
     ):
         per_replica(lambda y: y, doubled)
 
 
 def test_there_are_no_local_values_while_jax_traces() -> None:
-    with use_placement(placed()), pytest.raises(UserError, match="called in a jitted function"):
+    with use_placement(placed()), pytest.raises(UserError, match="jitted"):
         jax.jit(lambda: per_replica(lambda y: y, Y).local())()
 
 
@@ -227,11 +227,9 @@ def test_the_weighted_mean_is_that_of_numpy(size: int, tokens: int, seed: int, o
 
 
 def test_a_weighted_mean_says_what_is_wrong() -> None:
-    with pytest.raises(
-        UserError, match=r"the argument of weighted_mean has weights of shape \(3,\)"
-    ):
+    with pytest.raises(UserError, match=r"weighted_mean .*\(3,\)"):
         weighted_mean(X, W)
-    with pytest.raises(UserError, match="not a single number"):
+    with pytest.raises(UserError, match="single number"):
         weighted_mean(jnp.float32(3))
 
 

@@ -103,7 +103,7 @@ def test_a_name_stands_for_its_function() -> None:
     ):
         named = compiled_step(tokens(collectives=options, strategy="hybrid"), BATCH)
         assert named.collectives == step(function, "hybrid").collectives
-    with pytest.raises(UserError, match=r"collectives.reduction is all_reduce, and a reduction fu"):
+    with pytest.raises(UserError, match=r"collectives\.reduction is all_reduce"):
         tokens(collectives=CollectiveOptions(reduction="all_reduce"), reduction=all_reduce)
 
 
@@ -255,9 +255,7 @@ def fit(**options: Any) -> None:
 def test_where_the_numbers_would_be_others_it_is_an_error(
     options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(
-        UserError, match=f"a reduction function .* its own part of the batch: {message}"
-    ):
+    with pytest.raises(UserError, match=f"reduction function .*{message}"):
         fit(**options)
 
 
@@ -266,13 +264,13 @@ def test_the_error_names_what_asked() -> None:
         (CollectiveOptions(reduction="hierarchical"), "collectives.reduction=hierarchical"),
         (CollectiveOptions(reduce_dtype="float16"), "collectives.reduce_dtype=float16"),
     ):
-        with pytest.raises(UserError, match=f"{asked} reduces the gradients under shard_map"):
+        with pytest.raises(UserError, match=f"{asked} .*shard_map"):
             fit(model=Normalized, reduction=None, collectives=options)
 
 
 def test_an_objective_that_draws_is_refused_by_hand() -> None:
     options = CollectiveOptions(reduction="flattened")
-    with pytest.raises(UserError, match=r"reduction=flattened .* or the objective draws random"):
+    with pytest.raises(UserError, match=r"reduction=flattened .*random"):
         of = trainer(
             model=partial(nnx.Linear, 4, 4),
             objective=draws,
@@ -294,13 +292,13 @@ def test_what_is_not_drawn_or_not_split_is_no_reason_to_refuse() -> None:
 
 @pytest.mark.slow
 def test_without_jit_and_without_a_mesh_it_is_checked_too() -> None:
-    with pytest.raises(UserError, match="draws random numbers"):
+    with pytest.raises(UserError, match="draws random"):
         fit(model=DROPPED, jit=False)
     for options in (
         CollectiveOptions(reduction="all_reduce"),
         CollectiveOptions(reduce_dtype="float16"),
     ):
-        with pytest.raises(UserError, match="strategy default has no mesh to reduce over"):
+        with pytest.raises(UserError, match="no mesh"):
             fit(strategy="default", reduction=None, collectives=options)
 
 
@@ -319,18 +317,14 @@ def test_small_gradients_do_not_vanish_in_float16() -> None:
 
 @pytest.mark.slow
 def test_a_reduction_that_leaves_devices_apart_is_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"different gradients on each device, of layers/0/bias for example"
-    ):
+    with pytest.raises(UserError, match="layers/0/bias"):
         fit(reduction=lambda gradients, axes: gradients)
-    with pytest.raises(
-        UserError, match="different gradients on each device"
-    ):  # within the groups alone
+    with pytest.raises(UserError, match="different gradients"):  # within the groups alone
         fit(
             reduction=lambda gradients, axes: jax.lax.psum(gradients, axes[1:]),
             strategy="hybrid",
         )
-    with pytest.raises(UserError, match=r"'all_reduce'.*collectives.reduction takes names"):
+    with pytest.raises(UserError, match=r"'all_reduce'.*names"):
         fit(reduction="all_reduce")
 
 
@@ -342,7 +336,7 @@ def contrastive(model: Any, batch: Any) -> dict[str, jax.Array]:
 
 @pytest.mark.slow
 def test_an_objective_that_compares_examples_is_refused_by_hand_alone() -> None:
-    with pytest.raises(UserError, match="depend on other examples of the batch"):
+    with pytest.raises(UserError, match="other examples"):
         fit(objective=contrastive)
     fit(objective=contrastive, reduction=None)
     fit(objective=contrastive, mesh=on(1))  # which sees all of them

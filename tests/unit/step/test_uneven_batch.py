@@ -156,7 +156,7 @@ LINEAR = partial(nnx.Linear, 6, 2)
 def test_where_padding_could_change_the_gradients_it_is_refused(
     model: Any, objective: Any, why: str
 ) -> None:
-    with pytest.raises(UserError, match=f"padded to 8 rows on 4 devices .*{why}"):
+    with pytest.raises(UserError, match=f"8 rows on 4 devices .*{why}"):
         trainer(4, model=model, objective=objective).fit(X, steps=1)
     trainer(2, model=model, objective=objective).fit(X, steps=1)  # divides
 
@@ -164,9 +164,9 @@ def test_where_padding_could_change_the_gradients_it_is_refused(
 def test_without_the_option_an_uneven_batch_is_refused_and_the_option_is_named() -> None:
     with pytest.raises(UserError, match=r"over 4 devices .* uneven_batch=pad"):
         trainer(4, uneven_batch="refuse").fit(BATCH, steps=1)
-    with pytest.raises(UserError, match="uneven_batch is 'pad', an option of the Trainer's own"):
+    with pytest.raises(UserError, match="uneven_batch is 'pad'"):
         Loop(uneven_batch="pad", steps=1)
-    with pytest.raises(UserError, match="uneven_batch is pad, but under parameter_server"):
+    with pytest.raises(UserError, match="parameter_server"):
         trainer(4, strategy="parameter_server")
     assert RunConfig().uneven_batch == "refuse"
 

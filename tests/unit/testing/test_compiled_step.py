@@ -178,7 +178,7 @@ def test_one_device_has_no_collectives() -> None:
         step = CompiledStep(compiled(mesh, jnp.sin, into=P("data"), out=P()).compiled, shown)
         step.assert_no("all-gather")
         assert "the step has no collectives" in refused(step.assert_count, 1, "all-gather")
-    with pytest.raises(ValueError, match=r"no axis 'data'\. It has no axes"):
+    with pytest.raises(ValueError, match="'data'"):
         step.assert_no("all-gather", axes="data")
 
 

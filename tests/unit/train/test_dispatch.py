@@ -200,7 +200,7 @@ def test_the_step_that_went_wrong_is_named() -> None:
     x[8 * 6 + 1] = np.nan
     for way in ({}, {"steps_per_dispatch": 5}, {"steps_per_dispatch": 5, "data_on_device": True}):
         fitted = trainer(shuffle=False, **way)
-        with pytest.raises(NonFiniteError, match=r"step 7: loss and params and opt_state not fin"):
+        with pytest.raises(NonFiniteError, match="step 7: loss and params and opt_state"):
             fitted.fit((x, Y), steps=10)
         assert fitted.state is None
 
@@ -222,7 +222,7 @@ def test_speed_is_that_of_whole_dispatches(
 
 @pytest.mark.slow
 def test_steps_that_are_not_compiled_are_made_one_by_one() -> None:
-    with pytest.raises(UserError, match="steps_per_dispatch is 2 and jit is False"):
+    with pytest.raises(UserError, match="jit is False"):
         trainer(steps_per_dispatch=2, jit=False)
     found = trainer(data_on_device=True, jit=False).fit((X, Y), steps=3)
     expected = trainer().fit((X, Y), steps=3)
@@ -237,13 +237,13 @@ def test_convolutions_in_a_loop_are_refused_on_cpu() -> None:
         def __call__(self, x: jax.Array) -> jax.Array:
             return self.conv(x[..., None]).mean((1, 2))[:, None]
 
-    with pytest.raises(UserError, match=r"steps_per_dispatch is 3, and the model has convolutions"):
+    with pytest.raises(UserError, match="convolutions"):
         trainer(model=Convolves, steps_per_dispatch=3).fit((X, Y), steps=6)
     assert trainer(model=Convolves, data_on_device=True).fit((X, Y), steps=2).step == 2
 
 
 def test_examples_that_are_generated_cannot_be_cached_on_the_devices() -> None:
-    with pytest.raises(UserError, match="data_on_device and augment exclude"):
+    with pytest.raises(UserError, match="augment"):
         trainer(data_on_device=True, augment=lambda example, generator: example)
 
 
@@ -269,7 +269,7 @@ def test_any_dataset_can_rest_on_the_devices_and_is_read_once() -> None:
 
 def test_numbers_that_devices_would_cut_off_are_refused_there_too() -> None:
     ids = {"x": X, "y": Y, "id": np.array([2**40] * 80)}
-    with pytest.raises(UserError, match="do not fit int32"):
+    with pytest.raises(UserError, match="int32"):
         trainer(data_on_device=True).fit(ids, steps=1)
 
 
@@ -360,5 +360,5 @@ def test_whatever_is_not_finite_is_seen_wherever_it_is(
             optimizer=optax.GradientTransformation(lambda params: optax.EmptyState(), update),
             mesh=MeshSpec(devices=tuple(range(devices))),
         )
-        with pytest.raises(NonFiniteError, match="step 1: params not finite"):
+        with pytest.raises(NonFiniteError, match="step 1: params"):
             fitted.fit(X, steps=1)

@@ -354,7 +354,7 @@ def test_going_back_takes_back_what_comes_after(stage: Stage, other: Path) -> No
 def test_a_checkpoint_of_another_model_ends_it(stage: Stage) -> None:
     stage.save(1)()
     wider = one_device(stage.workdir, model=partial(nnx.Linear, 1, 2))
-    with pytest.raises(UserError, match=r"of another model: params/.* is float32\[1\]? there"):
+    with pytest.raises(UserError, match=r"params/.*float32"):
         stage.play(using=wider)
     assert logged(stage.workdir) == []
 
@@ -383,7 +383,7 @@ def test_storage_that_does_not_answer_is_asked_for_a_minute(
         assert stage.play() == 0
         assert stage.now == 30.0 and logged_steps(stage.workdir) == [1, 2, 3, 4]
     else:
-        with pytest.raises(StorageError, match="no route to host"):
+        with pytest.raises(StorageError, match="no route"):
             stage.play()
         assert stage.now == 60.0 and logged_steps(stage.workdir) == []
     assert capsys.readouterr().out.count("no route to host; trying again for 60 s\n") == 1
@@ -655,7 +655,7 @@ def test_an_evaluator_whose_lock_was_removed_writes_nothing_more(stage: Stage) -
         (stage.workdir / ".lock.evaluator").unlink()
         stage.save(1)()
 
-    with pytest.raises(StorageError, match=r"\.lock\.evaluator, this run's lock, was removed"):
+    with pytest.raises(StorageError, match=r"\.lock\.evaluator"):
         stage.play(take)
     assert logged_steps(stage.workdir) == []
 
@@ -665,7 +665,7 @@ def test_an_evaluator_whose_lock_was_removed_writes_nothing_more(stage: Stage) -
 
 def test_a_second_evaluator_is_refused_and_a_training_is_not(stage: Stage) -> None:
     def second() -> None:
-        with pytest.raises(UserError, match=f"{stage.workdir} is in use by another evaluator"):
+        with pytest.raises(UserError, match=f"{stage.workdir} is in use"):
             watch(one_device(stage.workdir), DATA, total_steps=4)
         RunFiles(str(stage.workdir)).close()
 
@@ -677,7 +677,7 @@ def test_a_second_evaluator_is_refused_and_a_training_is_not(stage: Stage) -> No
 def test_without_a_workdir_or_a_validation_split_there_is_nothing_to_do(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="needs a workdir"):
         watch(trainer(None), DATA, total_steps=4)
-    with pytest.raises(UserError, match="needs a validation split"):
+    with pytest.raises(UserError, match="validation split"):
         watch(trainer(tmp_path / "run"), None, total_steps=4)
     assert list(tmp_path.iterdir()) == []
 
@@ -723,11 +723,11 @@ def test_the_status_of_a_run_can_be_read_before_there_is_one(tmp_path: Path) -> 
     path = tmp_path / "status.json"
     for text in ("", "[]", '{"status": "odd", "step": 1}', '{"status": ["finished"], "step": 1}'):
         path.write_text(text)
-        with pytest.raises(UserError, match="not the status of a run"):
+        with pytest.raises(UserError, match="not the status"):
             status_of(str(tmp_path))
     path.unlink()
     path.mkdir()
-    with pytest.raises(UserError, match=r"status\.json is not a regular file"):
+    with pytest.raises(UserError, match=r"status\.json .*regular"):
         status_of(str(tmp_path))
 
 

@@ -311,7 +311,7 @@ def test_a_caught_error_leaves_no_sound_state(tmp_path: Path) -> None:
 
 def test_each_call_of_the_step_is_recorded_once_and_in_time(tmp_path: Path) -> None:
     with (
-        pytest.raises(UserError, match="step 1 is recorded with the output of step 2"),
+        pytest.raises(UserError, match="output of step 2"),
         loop() as own,
     ):
         state = own.start(init, train=(X, Y))
@@ -320,7 +320,7 @@ def test_each_call_of_the_step_is_recorded_once_and_in_time(tmp_path: Path) -> N
             state, _ = compiled(state, batch)
             state, output = compiled(state, batch)
             own.end_step(state, output)
-    with pytest.raises(UserError, match="step 1 was recorded 2 times"), loop() as own:
+    with pytest.raises(UserError, match="2 times"), loop() as own:
         state = own.start(init, train=(X, Y))
         compiled = own.compile_step(step)
         for batch in own.batches():
@@ -336,17 +336,17 @@ def test_each_call_of_the_step_is_recorded_once_and_in_time(tmp_path: Path) -> N
             if own.step == 1:
                 break
             own.end_step(state, output)
-    with pytest.raises(UserError, match=r"step \(step 0 is the last"), loop() as own:
+    with pytest.raises(UserError, match="step 0 is the last"), loop() as own:
         begun = own.start(init, train=(X, Y))
         _, output = own.compile_step(step)(begun, next(own.batches()))
         own.end_step(begun, output)
-    with pytest.raises(UserError, match=r"step \(step 1 is the last"), loop() as own:
+    with pytest.raises(UserError, match="step 1 is the last"), loop() as own:
         begun = own.start(init, train=(X, Y))
         compiled = own.compile_step(step)
         for batch in own.batches():
             state, output = compiled(begun, batch)  # the first state, again and again
             own.end_step(state, output)
-    with pytest.raises(UserError, match="is given a dict: the output is the second"), loop() as own:
+    with pytest.raises(UserError, match="is given a dict"), loop() as own:
         state = own.start(init, train=(X, Y))
         state, output = own.compile_step(step)(state, next(own.batches()))
         own.end_step(state, output.metrics)  # type: ignore[arg-type]
@@ -460,7 +460,7 @@ def test_without_a_dataset_the_batches_are_placed_by_hand(tmp_path: Path) -> Non
             state, output = compiled(state, batch)
             own.end_step(state, output)
             seen.append(number)
-        with pytest.raises(UserError, match=r"batches\(\) is of the dataset"):
+        with pytest.raises(UserError, match=r"batches\(\)"):
             next(own.batches())
     assert seen == list(range(1, STEPS + 1)) and saved_steps(tmp_path) == [5, 10, 12]
     words = "without a dataset there are no epochs"
@@ -602,7 +602,7 @@ def test_a_step_says_what_is_wrong(change: Any, words: str) -> None:
 
 def test_a_loop_says_how_it_is_used() -> None:
     own = loop()
-    with pytest.raises(UserError, match="within `with Loop"):
+    with pytest.raises(UserError, match="with Loop"):
         own.start(init)
     with loop() as own:
         for call in (
@@ -610,27 +610,27 @@ def test_a_loop_says_how_it_is_used() -> None:
             lambda: own.compile_step(step),
             lambda: next(own.steps()),
         ):
-            with pytest.raises(UserError, match=r"call start\(init\) first"):
+            with pytest.raises(UserError, match=r"start\(init\)"):
                 call()
         state = own.start(init, train=(X, Y))
         with pytest.raises(UserError, match="called once"):
             own.start(init)
-        with pytest.raises(UserError, match="shard_batch: 0 is a single number"):
+        with pytest.raises(UserError, match="shard_batch: 0"):
             own.shard_batch([1, 2, 3, 4, 5, 6, 7, 8])
         with (
             loop() as other,
-            pytest.raises(UserError, match="is given a dict: it takes a function"),
+            pytest.raises(UserError, match="is given a dict"),
         ):
             other.start({"params": 1})  # type: ignore[arg-type]
-        with pytest.raises(UserError, match="there is no split 'evaluation'"):
+        with pytest.raises(UserError, match="'evaluation'"):
             own.log_evaluation({}, split="evaluation")
-        with pytest.raises(UserError, match=r"of shape \(12, 16\): its leading dim does"):
+        with pytest.raises(UserError, match=r"\(12, 16\)"):
             own.shard_batch(X[:12])
-        with pytest.raises(UserError, match="which do not fit int32"):
+        with pytest.raises(UserError, match="int32"):
             own.shard_batch(np.full(8, 2**40))
-        with pytest.raises(UserError, match="each process all of its result"):
+        with pytest.raises(UserError, match="all of its result"):
             own.compile(lambda y: per_replica(lambda y: y, y))(own.shard_batch(Y[:8]))
-        with pytest.raises(NonFiniteError, match="step 0: the test loss is nan"):
+        with pytest.raises(NonFiniteError, match="step 0: the test loss"):
             own.log_evaluation({"loss": np.nan}, split="test")
         for found, words in (
             ({"split": 1.0}, "the evaluation's metric 'split' is a reserved name"),
@@ -642,19 +642,19 @@ def test_a_loop_says_how_it_is_used() -> None:
             with pytest.raises(UserError, match=words):
                 own.log_evaluation(found)  # type: ignore[arg-type]
         own.log_evaluation({"loss": 1.0})
-        with pytest.raises(UserError, match="called twice for eval after step 0"):
+        with pytest.raises(UserError, match="twice for eval"):
             own.log_evaluation({"distance": 1.0})
         compiled, batches = own.compile_step(step), own.batches()
         state, output = compiled(state, next(batches))
-        with pytest.raises(UserError, match="step 1 was recorded 0 times"):
+        with pytest.raises(UserError, match="0 times"):
             next(batches)
         own.end_step(state, output)
         for batch in own.batches():
             state, output = compiled(state, batch)
             own.end_step(state, output)
-        with pytest.raises(UserError, match="all 12 steps of the run are made"):
+        with pytest.raises(UserError, match="all 12 steps"):
             own.end_step(state, output)
-    with pytest.raises(UserError, match="the loop is over"):
+    with pytest.raises(UserError, match="loop is over"):
         next(own.batches())
 
 

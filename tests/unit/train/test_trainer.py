@@ -66,7 +66,7 @@ def test_fit_takes_a_batch_size_per_device() -> None:
     assert fitted.state is not None and same.state is not None
     for one, other in zip(*map(jax.tree.leaves, (fitted.state, same.state)), strict=True):
         np.testing.assert_array_equal(one, other)
-    with pytest.raises(UserError, match="give one of the two"):
+    with pytest.raises(UserError, match="one of the two"):
         trainer().fit((X, Y), steps=1, global_batch_size=8, batch_size_per_device=1)
 
 
@@ -105,14 +105,14 @@ def test_callbacks_are_called_at_their_moments_and_can_stop_the_run(tmp_path: Pa
 
 
 def test_an_unknown_moment_or_option_names_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"no event 'on_step'.* Did you mean 'step'"):
+    with pytest.raises(UserError, match=r"'on_step'.*'step'"):
         trainer(callbacks={"on_step": print})
-    with pytest.raises(UserError, match=r"no option 'log_evry'.* Did you mean 'log_every'"):
+    with pytest.raises(UserError, match=r"'log_evry'.*'log_every'"):
         trainer(log_evry=3)
 
 
 def test_the_length_must_be_said_and_said_once() -> None:
-    with pytest.raises(UserError, match="give epochs or steps"):
+    with pytest.raises(UserError, match="epochs or steps"):
         trainer().fit((X, Y))
     with pytest.raises(UserError, match="epochs is 1 and steps is 2"):
         trainer().fit((X, Y), epochs=1, steps=2)
@@ -206,7 +206,7 @@ def test_the_best_by_the_named_metric_is_kept_beside_the_newest(tmp_path: Path) 
 
 def test_a_best_metric_that_no_evaluation_gives_is_an_error(tmp_path: Path) -> None:
     fitted = trainer(workdir=str(tmp_path), best_metric="acuracy")
-    with pytest.raises(UserError, match=r"best_metric is 'acuracy', .* There are: loss"):
+    with pytest.raises(UserError, match=r"'acuracy'.* loss"):
         fitted.fit((X, Y), validation=(X, Y), epochs=1)
 
 
@@ -325,16 +325,16 @@ def test_after_a_non_finite_step_the_next_fit_resumes_from_the_last_save(
 def test_a_second_fit_may_not_change_what_is_computed() -> None:
     fitted = trainer()
     fitted.fit((X, Y), steps=3)
-    with pytest.raises(UserError, match=r"this trainer at step 3 .*global_batch_size=8.* has 16"):
+    with pytest.raises(UserError, match=r"global_batch_size=8.* 16"):
         fitted.fit((X, Y), steps=4, global_batch_size=16)
-    with pytest.raises(UserError, match=r"trained on other data: examples was 40, and is 30 now"):
+    with pytest.raises(UserError, match="examples was 40"):
         fitted.fit((X[:30], Y[:30]), steps=4)
 
 
 def test_a_non_finite_evaluation_stops_the_run() -> None:
     x = X.copy()
     x[3] = np.inf
-    with pytest.raises(NonFiniteError, match="step 5: the eval loss is"):
+    with pytest.raises(NonFiniteError, match="step 5: the eval loss"):
         trainer().fit((X, Y), validation=(x, Y), steps=5)
 
 
@@ -405,7 +405,7 @@ def test_a_restored_model_is_evaluated_in_batches_of_its_training(tmp_path: Path
 def test_another_optimizer_of_the_same_arrays_is_refused(tmp_path: Path) -> None:
     trainer(optimizer=optax.adam(0.1), workdir=str(tmp_path)).fit((X, Y), steps=1)
     other = trainer(optimizer=optax.adamw(0.1), workdir=str(tmp_path))
-    with pytest.raises(UserError, match=r"opt_state is .*EmptyState.* there and .* here"):
+    with pytest.raises(UserError, match=r"opt_state is .*EmptyState"):
         other.fit((X, Y), steps=2)
 
 
@@ -414,12 +414,12 @@ def test_a_metric_may_not_take_a_word_of_the_metrics_file(name: str) -> None:
     def objective(model: Any, batch: Any) -> dict[str, jax.Array]:
         return squared_error(model, batch) | {name: batch[0][:, 0]}
 
-    with pytest.raises(UserError, match=f"the objective's '{name}' is a reserved name"):
+    with pytest.raises(UserError, match=f"'{name}' is a reserved"):
         trainer(objective=objective).fit((X, Y), steps=1)
 
 
 def test_what_belongs_to_build_is_no_keyword() -> None:
-    with pytest.raises(UserError, match="learning_rate is for the build"):
+    with pytest.raises(UserError, match="learning_rate is"):
         trainer(learning_rate=3.0)
 
 
@@ -431,7 +431,7 @@ def test_values_for_pairs_of_examples_are_a_mistake_unless_weighted() -> None:
     def meant(model: Any, batch: tuple[jax.Array, jax.Array]) -> dict[str, Any]:
         return {"loss": (pairs(model, batch)["loss"], jnp.ones(len(batch[0])))}
 
-    with pytest.raises(UserError, match=r"has shape \(8, 8\).*\(8, 1\) and \(8,\) were combined"):
+    with pytest.raises(UserError, match=r"\(8, 8\).*\(8, 1\).*\(8,\)"):
         trainer(objective=pairs).fit((X, Y[:, 0]), steps=1)
     assert trainer(objective=meant).fit((X, Y[:, 0]), steps=1).train["loss"] > 0
 
@@ -443,7 +443,7 @@ def test_a_stop_before_the_first_step_makes_none() -> None:
 
 def test_a_workdir_in_use_is_refused_and_free_again_afterward(tmp_path: Path) -> None:
     def second(event: CallbackContext) -> None:
-        with pytest.raises(UserError, match=f"workdir {tmp_path} is in use by another run"):
+        with pytest.raises(UserError, match=f"{tmp_path} is in use"):
             trainer(workdir=str(tmp_path)).fit((X, Y), steps=1)
 
     trainer(workdir=str(tmp_path), callbacks={"checkpoint": second}).fit((X, Y), steps=1)
@@ -475,9 +475,9 @@ def test_values_of_the_wrong_type_are_refused_by_name(
 
 
 def test_data_that_is_no_numbers_is_refused_by_its_array() -> None:
-    with pytest.raises(UserError, match="array 'name' of a dataset holds <U1, not numbers"):
+    with pytest.raises(UserError, match=r"'name'.*<U1"):
         trainer().fit({"name": np.array(["a"] * 8)}, steps=1)
-    with pytest.raises(UserError, match="validation data is empty"):
+    with pytest.raises(UserError, match="validation data"):
         trainer().fit((X, Y), validation=(X[:0], Y[:0]), steps=1)
 
 
@@ -517,7 +517,7 @@ def test_an_evaluation_at_checkpoints_needs_both(
     validation = None if options else (X, Y)
     with pytest.raises(UserError, match="eval_at_checkpoints needs a workdir"):
         trainer(**options, eval_at_checkpoints=True).fit((X, Y), validation=validation, steps=1)
-    with pytest.raises(UserError, match="an evaluator evaluates each checkpoint anyway"):
+    with pytest.raises(UserError, match="an evaluator evaluates"):
         trainer(**options, eval_at_checkpoints=True, evaluated_by="evaluator")
 
 
@@ -540,7 +540,7 @@ def test_callbacks_that_are_none_are_refused(callbacks: Any, words: str) -> None
 
 
 def test_an_optimizer_that_searches_along_a_line_is_refused_with_the_reason() -> None:
-    with pytest.raises(UserError, match=r"needs value_fn, .* linesearch=None"):
+    with pytest.raises(UserError, match="value_fn"):
         trainer(optimizer=optax.lbfgs()).fit((X, Y), steps=1)
     without = optax.lbfgs(1e-3, linesearch=None)
     assert trainer(optimizer=without).fit((X, Y), steps=2).step == 2
@@ -597,10 +597,10 @@ def test_a_callback_reads_the_state_of_its_own_step_or_none() -> None:
 
     def try_all(event: CallbackContext) -> None:
         for name in ("state", "model", "step"):
-            with pytest.raises(UserError, match="cannot be read in a log callback"):
+            with pytest.raises(UserError, match="log callback"):
                 getattr(event.trainer, name)
         for call in (event.trainer.evaluate, event.trainer.predict):
-            with pytest.raises(UserError, match="cannot be read in a log callback"):
+            with pytest.raises(UserError, match="log callback"):
                 call((X, Y))
         refused.append(event.event)
 
@@ -617,7 +617,7 @@ def test_metrics_are_added_at_no_other_moment(moment: str) -> None:
     def add(event: CallbackContext) -> None:
         event.metrics["double"] = 2.0
 
-    with pytest.raises(UserError, match="only callbacks of 'log' and 'evaluation' may"):
+    with pytest.raises(UserError, match="'log' and 'evaluation'"):
         trainer(callbacks={moment: add}).fit((X, Y), steps=1)
 
 

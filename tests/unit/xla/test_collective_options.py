@@ -89,13 +89,13 @@ def test_nothing_asked_is_nothing_set(platform: str, monkeypatch: pytest.MonkeyP
 )
 def test_on_an_unknown_platform_nothing_is_promised(options: CollectiveOptions) -> None:
     assert compiler_options(NONE, "neural") == {}
-    with pytest.raises(UserError, match="is not supported on platform neural"):
+    with pytest.raises(UserError, match="platform neural"):
         compiler_options(options, "neural")
 
 
 def test_an_implementation_is_for_several_processes() -> None:
     for name in ("gloo", "mpi"):
-        with pytest.raises(UserError, match=f"is {name}, but the job has one process"):
+        with pytest.raises(UserError, match=f"is {name}"):
             configure_collectives(CollectiveOptions(cpu_implementation=name), 1)
     configure_collectives(
         CollectiveOptions(cpu_implementation="gloo"), 2
@@ -105,26 +105,24 @@ def test_an_implementation_is_for_several_processes() -> None:
 def test_mpi_needs_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     options = CollectiveOptions(cpu_implementation="mpi")
     monkeypatch.delenv(MPI_LIBRARY, raising=False)
-    with pytest.raises(UserError, match="is mpi, but MPITRAMPOLINE_LIB is not set"):
+    with pytest.raises(UserError, match="MPITRAMPOLINE_LIB"):
         configure_collectives(options, 2)
     monkeypatch.setenv(MPI_LIBRARY, "libmpiwrapper.so")
-    with pytest.raises(UserError, match="cpu_implementation=mpi is set too late"):
+    with pytest.raises(UserError, match="cpu_implementation=mpi"):
         configure_collectives(options, 2)
 
 
 def test_a_timeout_comes_before_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     options = CollectiveOptions(timeout=9)
     monkeypatch.setenv("XLA_FLAGS", "")
-    with pytest.raises(UserError, match="timeout=9 is set too late"):
+    with pytest.raises(UserError, match="timeout=9"):
         configure_collectives(options, 1)
     assert os.environ["XLA_FLAGS"] == ""
     monkeypatch.setenv("XLA_FLAGS", "/a/file")
-    with pytest.raises(UserError, match=r"XLA_FLAGS, which names a file \(/a/file\)"):
+    with pytest.raises(UserError, match=r"XLA_FLAGS.*/a/file"):
         configure_collectives(options, 1)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_collective_timeout_seconds=8")
-    with pytest.raises(
-        UserError, match="is 9, but XLA_FLAGS already contains --xla_cpu_collective_t"
-    ):
+    with pytest.raises(UserError, match=r"9, .*--xla_cpu_collective"):
         configure_collectives(options, 1)
     with pytest.raises(UserError, match=r"timeout is 1e\+10: it must be at most"):
         configure_collectives(CollectiveOptions(timeout=1e10), 1)
@@ -160,7 +158,7 @@ def test_mpi_has_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MPI_LIBRARY, "libmpiwrapper.so")
     before = jax.config.jax_cpu_collectives_implementation  # type: ignore[attr-defined]
     try:
-        with pytest.raises(UserError, match="timeout is not supported by MPI"):
+        with pytest.raises(UserError, match="by MPI"):
             configure_collectives(CollectiveOptions(cpu_implementation="mpi", timeout=5), 2)
         assert jax.config.jax_cpu_collectives_implementation == "mpi"  # type: ignore[attr-defined]
     finally:

@@ -78,7 +78,7 @@ def test_as_many_rows_left_as_classes_are_not_taken_for_pairs() -> None:
     def of_pairs(m: Any, b: Any) -> Any:
         return {"loss": b["x"] - b["x"][:, None]}
 
-    with pytest.raises(UserError, match="a value for each pair"):
+    with pytest.raises(UserError, match="each pair"):
         trainer(of_pairs).evaluate({"x": X})
 
 
@@ -294,7 +294,7 @@ def test_training_on_8_devices_has_the_loss_of_one(objective: Any) -> None:
     one, eight = (trainer(used, n).fit({"x": X}, steps=1).train["loss"] for n in (1, 8))
     assert eight == pytest.approx(one, rel=1e-5)
     asked = trainer(used, 8, collectives=CollectiveOptions(reduction="flattened"))
-    with pytest.raises(UserError, match="on its size or on an example's position in it"):
+    with pytest.raises(UserError, match="position"):
         asked.fit({"x": X}, steps=1)
 
 
