@@ -99,6 +99,9 @@ def sums_on_devices(leaf: jax.Array) -> list[PartSum]:
 
     Nothing is gathered, because many queued programs with collectives, one for each leaf, can
     deadlock virtual devices.
+
+    Args:
+      leaf: Any array; only the parts that this process holds are summed.
     """
     shards = _local_shards(leaf)
     device: Any = next(iter(leaf.sharding.device_set))
@@ -153,6 +156,11 @@ def host_sum(x: np.ndarray, starts: Sequence[int] = (), shape: Sequence[int] = (
     """Returns the checksum of an array, or of the part at `starts` of an array of `shape`.
 
     A large array is processed in chunks of rows, to need little memory.
+
+    Args:
+      x: An array, or a part of one.
+      starts: The index of the part's first element in each dim; () for a whole array.
+      shape: The shape of the array to which the part belongs; () for a whole array.
     """
     x = np.ascontiguousarray(_whole_bytes(x))
     if not starts or x.shape == tuple(shape):

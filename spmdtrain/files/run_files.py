@@ -393,6 +393,9 @@ def parse_metrics_line(line: bytes) -> dict[str, Any] | None:
     """Returns the content of a line of metrics; None if the line is not valid.
 
     It is not checked by a schema, because that takes 60 us per line, and a file can have millions.
+
+    Args:
+      line: A line of `metrics.jsonl`, UTF-8 without the line feed.
     """
     try:
         content = parse_object(line)
