@@ -17,7 +17,12 @@ PyTree = Any
 
 @runtime_checkable
 class Dataset(Protocol):
-    """Examples by index: any object with these two methods."""
+    """Examples by index: any object with these two methods.
+
+    It may also have `blocks`, int64 (m+1,), ascending from 0 to its length: the examples at which
+    the blocks begin that are read together, such as the row groups of a file. Shuffling then keeps
+    the examples of a block close together.
+    """
 
     def __len__(self) -> int:
         """Returns the number of examples, at least 1."""
@@ -105,6 +110,14 @@ class Subset:
     def rows(self, indices: np.ndarray) -> PyTree:
         return self.dataset.rows(np.asarray(self.indices)[indices])
 
+    @property
+    def blocks(self) -> np.ndarray | None:
+        """Where the dataset's blocks begin in this subset; None if its indices do not ascend."""
+        blocks, indices = blocks_of(self.dataset), np.asarray(self.indices)
+        if blocks is None or (indices[1:] < indices[:-1]).any():
+            return None
+        return np.searchsorted(indices, blocks).astype(np.int64)
+
 
 @dataclass(frozen=True)
 class MappedDataset:
@@ -127,6 +140,11 @@ class MappedDataset:
     def rows(self, indices: np.ndarray) -> PyTree:
         return self.function(self.dataset.rows(indices))
 
+    @property
+    def blocks(self) -> np.ndarray | None:
+        """The blocks of the dataset."""
+        return blocks_of(self.dataset)
+
 
 @dataclass(frozen=True)
 class IndexableDataset:
@@ -140,6 +158,11 @@ class IndexableDataset:
     def rows(self, indices: np.ndarray) -> PyTree:
         examples = [self.source[int(index)] for index in indices]
         return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
+
+    @property
+    def blocks(self) -> np.ndarray | None:
+        """The blocks of the source."""
+        return blocks_of(self.source)
 
 
 def as_dataset(data: Any, what: str = "the dataset") -> Dataset:
@@ -200,10 +223,36 @@ def _table_advice(data: Any) -> str | None:
     return None
 
 
+def blocks_of(data: Any) -> np.ndarray | None:
+    """Returns where the blocks begin that are read together; None if there are none.
+
+    Args:
+      data: A dataset or source, with or without `blocks`.
+
+    Returns:
+      int64 (m+1,), from 0 to the number of examples.
+
+    Raises:
+      UserError: If `blocks` is anything else.
+    """
+    if (blocks := getattr(data, "blocks", None)) is None:
+        return None
+    blocks, size = np.asarray(blocks), len(data)
+    ascending = blocks.ndim == 1 and blocks.dtype.kind in "iu" and blocks.size > 1
+    if not ascending or blocks[0] != 0 or blocks[-1] != size or (blocks[1:] < blocks[:-1]).any():
+        shown = f"{blocks.dtype}{list(blocks.shape)}: {np.array2string(blocks, threshold=6)}"
+        raise UserError(
+            f"the blocks of a {type(data).__name__} are {shown}: they must be integers that ascend "
+            f"from 0 to its {size} examples"
+        )
+    return blocks.astype(np.int64)
+
+
 def fingerprint(dataset: Dataset) -> dict[str, Any]:
     """Returns what identifies a dataset: its length, shapes, dtypes and a CRC-32 of 16 rows.
 
-    Class names are included if the dataset has any.
+    Class names are included if the dataset has any, and so is a CRC-32 of its blocks, which
+    determine the order of the examples.
 
     Args:
       dataset: The dataset.
@@ -213,8 +262,11 @@ def fingerprint(dataset: Dataset) -> dict[str, Any]:
     """
     rows = dataset.rows(np.unique(np.linspace(0, len(dataset) - 1, 16).astype(np.int64)))
     leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(rows).items()}
-    classes = classes_of(dataset)
-    return ({"classes": list(classes)} if classes else {}) | {
+    classes, blocks = classes_of(dataset), blocks_of(dataset)
+    given: dict[str, Any] = {"classes": list(classes)} if classes else {}
+    if blocks is not None:
+        given["blocks"] = f"{len(blocks) - 1} (crc32 {zlib.crc32(blocks.tobytes())})"
+    return given | {
         "examples": len(dataset),
         "arrays": {n: f"{x.dtype}{list(x.shape[1:])}" for n, x in leaves.items()},
         "crc32": functools.reduce(lambda crc, x: zlib.crc32(x.tobytes(), crc), leaves.values(), 0),

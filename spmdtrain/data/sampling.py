@@ -16,13 +16,13 @@ from jax.sharding import NamedSharding, Sharding
 
 from spmdtrain.config import Purpose, derive_seed
 from spmdtrain.data.datasets import Dataset
+from spmdtrain.data.order import order_of
 
 PyTree = Any
 Augment = Callable[[PyTree, np.random.Generator], PyTree]
 """(example, generator) -> augmented example. The generator depends on seed, example and epoch."""
 
-_BLOCK = 16384  # positions permuted at once, to amortize NumPy's cost per call
-_ROUNDS = 8  # of the Feistel network
+_BLOCK = 16384  # positions whose examples are computed at once, to amortize NumPy's cost per call
 
 
 def all_rows(batch_size: int) -> np.ndarray:
@@ -81,6 +81,7 @@ class TrainBatches:
     augment: Augment | None = None
 
     def __post_init__(self) -> None:
+        self._order = order_of(self.dataset, self.seed, shuffle=self.shuffle)
         self._per_block = max(1, _BLOCK // self.batch_size)  # batches
         # A few blocks, because threads that read ahead may be in different ones.
         self._block = functools.lru_cache(maxsize=4)(self._make_block)
@@ -114,14 +115,10 @@ class TrainBatches:
 
     def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the indices and epochs of several batches, each (batches, batch_size)."""
-        size, length = len(self.dataset), self._per_block * self.batch_size
-        positions = np.arange(block * length, (block + 1) * length)
-        epochs = positions // size
-        positions -= epochs * size
-        if self.shuffle:
-            positions = permuted(positions, size=size, seed=self.seed, epochs=epochs)
+        length = self._per_block * self.batch_size
+        indices, epochs = self._order.examples(np.arange(block * length, (block + 1) * length))
         shape = (self._per_block, self.batch_size)
-        return positions.reshape(shape), epochs.reshape(shape)
+        return indices.reshape(shape), epochs.reshape(shape)
 
     def _augmented(
         self, augment: Augment, rows: PyTree, indices: np.ndarray, epochs: np.ndarray
@@ -174,81 +171,3 @@ class OrderedBatches:
         # Padding repeats a real example, so that the model never sees values unlike the data.
         rows = self.dataset.rows(first + np.minimum(local, count - 1))
         return rows, (local < count).astype(np.float32)
-
-
-# -- the order of an epoch ------------------------------------------------------------------------
-
-
-def permuted(positions: np.ndarray, *, size: int, seed: int, epochs: np.ndarray) -> np.ndarray:
-    """Returns the examples at these positions of the shuffled epochs.
-
-    For each (seed, epoch) this is a keyed bijection of [0, size), computed in time and memory
-    proportional to `positions`; no permutation is stored. It is a Feistel network over a grid of
-    about sqrt(size) by sqrt(size) cells, with addition instead of exclusive or, so that the sides
-    need not be powers of two (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
-    2002). The grid may have a few cells more than `size`: a result outside is permuted again until
-    it is inside.
-
-    Grain's `index_shuffle` permutes one position per call, which takes about 80 times as long, and
-    `MapDataset.shuffle` seeds epoch e by seed + e, so that the second epoch of one seed has the
-    order of the first epoch of the next seed.
-
-    Args:
-      positions: int64, in [0, size).
-      size: Number of examples.
-      seed: The run's seed.
-      epochs: The epoch of each position; broadcasts against `positions`.
-
-    Returns:
-      Indices of examples, int64, of the shape of `positions`.
-    """
-    rows = math.isqrt(size - 1) + 1
-    columns = -(-size // rows)
-    keys = np.array(np.broadcast_to(epochs, positions.shape), np.uint64)
-    keys += np.uint64(derive_seed(seed, Purpose.DATA) << 32)
-    _mix(keys, 0)
-    result = _shuffle(positions.astype(np.uint64), keys, rows, columns)
-    while (outside := np.flatnonzero(result >= np.uint64(size))).size:
-        result[outside] = _shuffle(result[outside], keys[outside], rows, columns)
-    return result.view(np.int64)
-
-
-def _shuffle(positions: np.ndarray, keys: np.ndarray, rows: int, columns: int) -> np.ndarray:
-    row = positions // np.uint64(columns)  # NumPy's divmod is slow
-    column = positions - row * np.uint64(columns)
-    for round_ in range(0, _ROUNDS, 2):
-        row = _sum(row, _draw(column, keys, round_, rows), rows)
-        column = _sum(column, _draw(row, keys, round_ + 1, columns), columns)
-    return row * np.uint64(columns) + column
-
-
-def _sum(a: np.ndarray, b: np.ndarray, below: int) -> np.ndarray:
-    """Returns (a + b) % below, for a and b less than `below`."""
-    a += b
-    # Unsigned: if a < below, the difference wraps around to a huge number.
-    return np.minimum(a, a - np.uint64(below))
-
-
-def _draw(half: np.ndarray, keys: np.ndarray, round_: int, below: int) -> np.ndarray:
-    """Returns pseudorandom numbers in [0, below), a function of half, key and round."""
-    mixed = half * np.uint64(_ROUNDS)
-    mixed += keys
-    _mix(mixed, round_)
-    # The upper bits, scaled without a division.
-    mixed >>= np.uint64(32)
-    mixed *= np.uint64(below)
-    mixed >>= np.uint64(32)
-    return mixed
-
-
-def _mix(x: np.ndarray, offset: int) -> None:
-    """Replaces x by SplitMix64's finalizer of x + offset, in which every bit affects every other.
-
-    Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
-    """
-    x += np.uint64(0x9E3779B97F4A7C15 + offset)
-    x ^= x >> np.uint64(30)
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)

@@ -23,12 +23,12 @@ from spmdtrain.data.datasets import (
     fingerprint,
 )
 from spmdtrain.data.loader import ordered_batches, train_batches
+from spmdtrain.data.permutation import permuted
 from spmdtrain.data.sampling import (
     Augment,
     OrderedBatches,
     TrainBatches,
     all_rows,
-    permuted,
     process_rows,
 )
 from spmdtrain.errors import UserError

@@ -36,7 +36,7 @@ from spmdtrain.data import image_decoding, image_folder
 from spmdtrain.data.datasets import Dataset, MappedDataset, Subset, fingerprint
 from spmdtrain.data.image_files import SPLITS, split_of
 from spmdtrain.data.image_folder import BrokenImageError, ImageFolder
-from spmdtrain.data.sampling import permuted
+from spmdtrain.data.permutation import permuted
 from spmdtrain.distributed import progress
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files.run_files import RunFiles, Status, status_of

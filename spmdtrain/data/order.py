@@ -1,0 +1,103 @@
+"""The order of training: which example is at which position of the stream of examples."""
+
+import functools
+from typing import Any, Protocol
+
+import numpy as np
+
+from spmdtrain.data.datasets import blocks_of
+from spmdtrain.data.permutation import permuted
+
+BLOCKS_PER_GROUP = 8  # consecutive permuted blocks whose examples are shuffled together
+_CACHED_EPOCHS = 4  # whose permuted blocks are kept
+
+
+class Order(Protocol):
+    """A function from positions of the training stream to examples."""
+
+    def examples(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the examples at these positions.
+
+        Args:
+          positions: int64 (n,), at least 0.
+
+        Returns:
+          Their indices in the dataset and their epochs, each int64 (n,).
+        """
+        ...
+
+
+class EpochOrder:
+    """One epoch after the other, each with every example once.
+
+    With blocks, an epoch permutes the blocks, and then the examples within each group of
+    `BLOCKS_PER_GROUP` consecutive permuted blocks, so that neighboring positions read few blocks.
+
+    Args:
+      size: Number of examples.
+      seed: The run's seed.
+      shuffle: Whether each epoch has a random order.
+      blocks: int64 (m+1,), the examples at which blocks begin, from 0 to `size`. By default all
+        examples are permuted together.
+    """
+
+    def __init__(
+        self, size: int, seed: int, *, shuffle: bool, blocks: np.ndarray | None = None
+    ) -> None:
+        self._size, self._seed, self._shuffle, self._blocks = size, seed, shuffle, blocks
+        self._epoch = functools.lru_cache(maxsize=_CACHED_EPOCHS)(self._permute_blocks)
+
+    def examples(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        epochs = positions // self._size
+        positions = positions - epochs * self._size
+        if not self._shuffle:
+            return positions, epochs
+        if self._blocks is None:
+            return permuted(positions, size=self._size, seed=self._seed, epochs=epochs), epochs
+        indices = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            indices[chosen] = self._of_epoch(self._blocks, int(epoch), positions[chosen])
+        return indices, epochs
+
+    def _of_epoch(self, blocks: np.ndarray, epoch: int, positions: np.ndarray) -> np.ndarray:
+        """Returns the examples at positions of one epoch."""
+        order, begins = self._epoch(epoch)
+        # The groups, and the position within its group.
+        ends = np.append(begins[:-1:BLOCKS_PER_GROUP], self._size)
+        group = np.searchsorted(ends, positions, side="right") - 1
+        first = ends[group]
+        within = permuted(
+            positions - first,
+            size=ends[group + 1] - first,
+            seed=self._seed,
+            epochs=np.int64(epoch),
+            part=group + 1,
+        )
+        # The permuted block of the position that this gives.
+        within += first
+        block = np.searchsorted(begins, within, side="right") - 1
+        return blocks[order[block]] + within - begins[block]
+
+    def _permute_blocks(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the blocks in the order of an epoch, and the positions at which they begin."""
+        assert self._blocks is not None
+        count = len(self._blocks) - 1
+        order = permuted(
+            np.arange(count), size=count, seed=self._seed, epochs=np.int64(epoch), part=0
+        )
+        return order, np.concatenate([[0], np.cumsum(np.diff(self._blocks)[order])])
+
+
+def order_of(dataset: Any, seed: int, *, shuffle: bool) -> Order:
+    """Returns the order in which a dataset is trained on.
+
+    Args:
+      dataset: A dataset.
+      seed: The run's seed.
+      shuffle: Whether each epoch has a random order.
+
+    Raises:
+      UserError: If the dataset's blocks are not valid.
+    """
+    return EpochOrder(len(dataset), seed, shuffle=shuffle, blocks=blocks_of(dataset))
