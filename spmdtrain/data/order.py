@@ -71,7 +71,7 @@ class EpochOrder:
             positions - first,
             size=ends[group + 1] - first,
             seed=self._seed,
-            epochs=np.int64(epoch),
+            epochs=np.asarray(epoch),
             part=group + 1,
         )
         # The permuted block of the position that this gives.
@@ -84,7 +84,7 @@ class EpochOrder:
         assert self._blocks is not None
         count = len(self._blocks) - 1
         order = permuted(
-            np.arange(count), size=count, seed=self._seed, epochs=np.int64(epoch), part=0
+            np.arange(count), size=count, seed=self._seed, epochs=np.asarray(epoch), part=0
         )
         return order, np.concatenate([[0], np.cumsum(np.diff(self._blocks)[order])])
 
