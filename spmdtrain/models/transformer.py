@@ -141,7 +141,27 @@ class Transformer(nnx.Module):
             self.head = normal(config.rows, width, std=into)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(
+        self,
+        tokens: jax.Array,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """Computes the logits of the next tokens.
+
+        Args:
+          tokens: int (B, T).
+          segments: int (B, T), the number of each token's document within its row, if a row holds
+            several: a token attends to its own document only.
+          positions: int (B, T), each token's position within its document, below the context; by
+            default the positions within the row.
+
+        Returns:
+          f32 (B, T, `rows`).
+
+        Raises:
+          UserError: If T is larger than the context.
+        """
         config, length = self.config, tokens.shape[1]
         if length > config.context:
             raise UserError(
@@ -152,9 +172,14 @@ class Transformer(nnx.Module):
         x = embedding.astype(jnp.float32)[tokens].astype(embedding.dtype)
         turn: _Rotation = _identity
         if config.positions == "learned":
-            x = x + self.positions[...][:length]
+            learned = self.positions[...]
+            if positions is None:
+                x = x + learned[:length]
+            else:
+                x = x + learned.astype(jnp.float32)[positions].astype(x.dtype)
         else:
-            turn = rotation(length, config.head_width)
+            turn = rotation(length if positions is None else positions, config.head_width)
+        mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None]
         keys: Any = None
         if config.dropout and not self.dropout.deterministic:
             keys = jax.random.split(self.dropout.rngs(), (config.layers + 1, 2))
@@ -166,7 +191,7 @@ class Transformer(nnx.Module):
         def block(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
             weights, keys = layer
             key, other = (None, None) if keys is None else keys
-            x = x + self.dropout(_attention(weights["attention"], x, turn), rngs=key)
+            x = x + self.dropout(_attention(weights["attention"], x, turn, mask), rngs=key)
             x = constrain_sharding(x, "batch", None, None)
             x = x + self.dropout(_mlp(weights["mlp"], x), rngs=other)
             return constrain_sharding(x, "batch", None, None), None
@@ -184,17 +209,23 @@ class Transformer(nnx.Module):
         return jnp.where(jnp.arange(self.config.rows) < self.config.vocabulary, logits, _NO_TOKEN)
 
 
-def _attention(weights: dict[str, jax.Array], x: jax.Array, turn: _Rotation) -> jax.Array:
+def _attention(
+    weights: dict[str, jax.Array], x: jax.Array, turn: _Rotation, mask: jax.Array | None
+) -> jax.Array:
     x = _rms_norm(x, weights["norm"])
     # Queries, keys and values in the first dim: each is contiguous, which is fastest on a CPU.
     qkv = jnp.einsum("btd,dcnh->cbtnh", x, weights["qkv"])
     query, key, value = constrain_sharding(qkv, None, "batch", None, "tensor", None)
+    # cuDNN takes the mask as a bias, for which T must be even in training.
+    fused = is_fused(current_device(), x.dtype, value.shape[-1])
+    fused = fused and (mask is None or x.shape[1] % 2 == 0)
     mixed = jax.nn.dot_product_attention(
         turn(query),
         turn(key),
         value,
+        mask=mask,
         is_causal=True,
-        implementation="cudnn" if is_fused(current_device(), x.dtype, value.shape[-1]) else "xla",
+        implementation="cudnn" if fused else "xla",
     )
     mixed = constrain_sharding(mixed, "batch", None, "tensor", None)
     return jnp.einsum("btnh,nhd->btd", mixed, weights["out"])
@@ -232,19 +263,22 @@ def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return (normal * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-def rotation(length: int, width: int) -> _Rotation:
+def rotation(positions: int | jax.Array, width: int) -> _Rotation:
     """Returns a function that rotates (B, T, heads, width) by each token's position.
 
     The product of a query and a key then depends on their distance, not on their positions (rotary
     position embedding, Su et al. 2021, arXiv:2104.09864).
 
     Args:
-      length: Number of tokens T.
+      positions: Each token's position, int (B, T); or the number of tokens T, for positions from 0
+        to T - 1.
       width: Width of a head, an even number.
     """
     half = width // 2
     speeds = jnp.exp(-math.log(_ROTARY_BASE) / half * jnp.arange(half))
-    angles = (jnp.arange(length)[:, None] * speeds)[:, None]
+    if isinstance(positions, int):
+        positions = jnp.arange(positions)
+    angles = (positions[..., None] * speeds)[..., None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
 
     def turn(x: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from flax import nnx
 
 from spmdtrain import MeshSpec, Trainer, UserError
 from spmdtrain.config import ShardingOptions
+from spmdtrain.data.packing import Packed
 from spmdtrain.models import MLP, TRANSFORMER_RULES, Transformer, TransformerConfig, mlp_rules
 from spmdtrain.models.transformer import is_fused, rotation
 from spmdtrain.tree import named_leaves
@@ -180,6 +181,63 @@ def test_shapes_that_cannot_be(changes: dict[str, Any], message: str) -> None:
 def test_a_row_longer_than_the_context_is_refused() -> None:
     with pytest.raises(UserError, match="17 tokens"):
         small()(some_tokens(length=17))
+
+
+# -- several documents in a row --------------------------------------------------------------------
+
+
+def token_losses(model: Transformer, batch: dict[str, jax.Array]) -> jax.Array:
+    """The weighted sum of the losses of the tokens of each row."""
+    logits = model(batch["tokens"], batch.get("segments"), batch.get("positions"))
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], batch["tokens"][:, 1:])
+    return (losses * batch["weights"][:, 1:]).sum(-1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_packed_documents_have_the_loss_and_the_gradients_of_single_ones(positions: str) -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(2, 12, 40)
+    documents = [rng.integers(0, SMALL.vocabulary, n) for n in lengths]
+    packed = Packed(documents, SMALL.context, window=16)
+    assert len(packed) < 30  # several documents in a row, and some padding
+    rows = packed.rows(np.arange(len(packed)))
+    assert rows["weights"].sum() == (lengths - 1).sum()
+    alone = np.zeros((40, SMALL.context), np.int32)
+    for row, document in enumerate(documents):
+        alone[row, : len(document)] = document
+    single = {"tokens": alone, "weights": np.arange(SMALL.context) < lengths[:, None]}
+    model = small(positions=positions)
+
+    def mean(model: Transformer, batch: dict[str, Any]) -> jax.Array:
+        return token_losses(model, batch).sum() / (lengths - 1).sum()
+
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    @jax.jit
+    @jax.value_and_grad
+    def of(params: Any, batch: Any) -> jax.Array:
+        return mean(nnx.merge(graph, params, rest), batch)
+
+    found, expected = (of(params, jax.tree.map(jnp.asarray, batch)) for batch in (rows, single))
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    for name, gradient in named_leaves(nnx.to_pure_dict(found[1])).items():
+        other = named_leaves(nnx.to_pure_dict(expected[1]))[name]
+        np.testing.assert_allclose(gradient, other, rtol=1e-4, atol=1e-6, err_msg=name)
+    mixed = {k: v for k, v in rows.items() if k in ("tokens", "weights")}
+    without = of(params, jax.tree.map(jnp.asarray, mixed))[0]
+    assert abs(float(without - expected[0])) > 1e-4  # without segments the loss is another
+
+
+def test_segments_and_positions_of_one_document_change_no_bit() -> None:
+    for positions in ("rotary", "learned"):
+        model, tokens = small(positions=positions), some_tokens()
+        whole = {
+            "segments": jnp.ones_like(tokens),
+            "positions": jnp.broadcast_to(jnp.arange(16), tokens.shape),
+        }
+        found = nnx.jit(lambda model, t, s, p: model(t, s, p))(model, tokens, *whole.values())
+        np.testing.assert_array_equal(found, forward(model, tokens))
 
 
 # -- on a mesh -------------------------------------------------------------------------------------
