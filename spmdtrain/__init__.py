@@ -33,6 +33,7 @@ _HOMES = {
     "MinSize": "parameter_server.partition",
     "Mode": "adapters.base",
     "NonFiniteError": "errors",
+    "Packed": "data.packing",
     "ParameterServerOptions": "config",
     "PerReplica": "step.per_replica",
     "PreemptedExit": "errors",
@@ -90,6 +91,7 @@ __all__ = [
     "MinSize",
     "Mode",
     "NonFiniteError",
+    "Packed",
     "ParameterServerOptions",
     "PerReplica",
     "PreemptedExit",
@@ -142,6 +144,7 @@ if TYPE_CHECKING:
     from spmdtrain.data.datasets import ArrayDataset, Dataset, MappedDataset, Subset
     from spmdtrain.data.idx import find_idx, read_idx
     from spmdtrain.data.image_folder import ImageFolder
+    from spmdtrain.data.packing import Packed
     from spmdtrain.distributed.initialize import initialize
     from spmdtrain.errors import (
         NonFiniteError,

@@ -1,0 +1,189 @@
+"""Documents: random access to 1-D arrays of tokens, and the lengths of all of them."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spmdtrain.distributed import process_group
+from spmdtrain.errors import UserError, printable
+from spmdtrain.files.user_folders import cache_folder
+from spmdtrain.terminal import Terminal
+from spmdtrain.xla.compile_cache import keep_file
+
+_BATCH = 1024  # documents read at once by a scan
+_SAMPLES = 16  # documents whose content is part of the name of a cached file
+_DIGEST = hashlib.sha256().digest_size * 2  # hexadecimal digits at the beginning of a cached file
+_LARGEST = np.iinfo(np.int32).max
+
+PROGRESS_DELAY = 3.0  # seconds of a scan before a progress bar appears
+CACHE_DELAY = 1.0  # seconds; the result of a faster scan is not cached
+
+
+def read_documents(documents: Any, indices: Sequence[int]) -> list[np.ndarray]:
+    """Reads documents, several at once if `documents` has `__getitems__`.
+
+    Args:
+      documents: A source of 1-D arrays of integers.
+      indices: Their numbers.
+
+    Returns:
+      Their tokens, int32 (n,) each.
+
+    Raises:
+      UserError: If a document is not a 1-D array of integers that fit int32.
+    """
+    indices = [int(index) for index in indices]
+    if not indices:
+        return []
+    if hasattr(documents, "__getitems__"):
+        found = documents.__getitems__(indices)
+        if len(found) != len(indices):
+            raise UserError(
+                f"__getitems__ of a {type(documents).__name__} returned {len(found)} documents for "
+                f"{len(indices)} numbers"
+            )
+    else:
+        found = [documents[index] for index in indices]
+    return [_tokens(document, index) for document, index in zip(found, indices, strict=True)]
+
+
+def _tokens(document: Any, index: int) -> np.ndarray:
+    tokens = None if isinstance(document, (str, bytes, dict)) else np.asarray(document)
+    if tokens is not None and tokens.size == 0 and tokens.ndim == 1:
+        return np.zeros(0, np.int32)  # an empty list is an array of floats
+    if tokens is None or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        given = f"a {type(document).__name__}" if tokens is None else f"{tokens.dtype}"
+        shape = "" if tokens is None else f"{list(tokens.shape)}"
+        raise UserError(
+            f"document {index} is {given}{shape}, not a 1-D array of tokens: "
+            "Tokenized(source, tokenizer) makes tokens of text"
+        )
+    if not np.can_cast(tokens.dtype, np.int32) and (
+        tokens.max() > _LARGEST or int(tokens.min()) < -_LARGEST
+    ):
+        raise UserError(
+            f"document {index} has tokens from {tokens.min()} to {tokens.max()}, which do not fit "
+            "int32"
+        )
+    return tokens.astype(np.int32, copy=False)
+
+
+def document_lengths(documents: Any) -> np.ndarray:
+    """Returns the number of tokens of every document.
+
+    They come from `documents.lengths()` if there is such a method. If not, all documents are read
+    once; a result that took more than a second is cached in the user's cache folder. The name of
+    the file is a hash of the number of documents, of 16 of them, and of `documents.fingerprint()`
+    if there is such a method.
+
+    Args:
+      documents: A source of 1-D arrays of integers.
+
+    Returns:
+      int32 (number of documents,), read-only.
+
+    Raises:
+      UserError: If a document is not an array of tokens, or `lengths()` does not return as many
+        numbers as there are documents.
+    """
+    count = len(documents)
+    if hasattr(documents, "lengths"):
+        lengths = np.asarray(documents.lengths())
+        good = lengths.shape == (count,) and lengths.dtype.kind in "iu"
+        if not good or (count and (lengths.min() < 0 or lengths.max() > _LARGEST)):
+            raise UserError(
+                f"lengths() of a {type(documents).__name__} returned {lengths.dtype}"
+                f"{list(lengths.shape)} for {count} documents: it must return the number of tokens "
+                "of each"
+            )
+        lengths = lengths.astype(np.int32)
+        lengths.flags.writeable = False
+        return lengths
+
+    def scan() -> np.ndarray:
+        lengths = np.zeros(count, np.int32)
+        for start in with_progress(range(0, count, _BATCH), "counting tokens"):
+            indices = range(start, min(start + _BATCH, count))
+            lengths[start : start + _BATCH] = [len(x) for x in read_documents(documents, indices)]
+        return lengths
+
+    return cached("lengths", _fingerprint(documents), scan)
+
+
+def _fingerprint(documents: Any) -> bytes:
+    count = len(documents)
+    digest = hashlib.sha256(f"{count}\n".encode())
+    if hasattr(documents, "fingerprint"):
+        digest.update(f"{documents.fingerprint()}\n".encode())
+    samples = np.unique(np.linspace(0, max(count - 1, 0), min(count, _SAMPLES)).astype(np.int64))
+    for tokens in read_documents(documents, samples.tolist()):
+        digest.update(f"{len(tokens)}\n".encode())
+        digest.update(tokens.tobytes())
+    return digest.digest()
+
+
+def cached(kind: str, key: bytes, compute: Callable[[], np.ndarray]) -> np.ndarray:
+    """Returns an array of int32 from the user's cache folder, or computes it.
+
+    Args:
+      kind: The kind of the array, which is part of the file's name.
+      key: Everything that the array depends on, or a hash of it.
+      compute: Returns the array. The result is cached if this took more than `CACHE_DELAY`.
+
+    Returns:
+      int32 (n,), read-only; a memory map if it comes from a file.
+    """
+    name = f"{kind}-{hashlib.sha256(kind.encode() + key).hexdigest()}"
+    path = cache_folder() / "data" / name
+    if (found := _load(path)) is not None:
+        return found
+    started = time.perf_counter()
+    array = compute()
+    array.flags.writeable = False
+    if time.perf_counter() - started > CACHE_DELAY:
+        keep_file(path, _digest(path, array) + array.tobytes())
+    return array
+
+
+def _load(path: Path) -> np.ndarray | None:
+    """Returns the array of a cached file; None if the file is missing, corrupted or renamed."""
+    try:
+        size = path.stat().st_size - _DIGEST
+        if not path.is_file() or size <= 0 or size % 4:
+            return None
+        array = np.memmap(path, np.int32, "r", _DIGEST)
+        with path.open("rb") as file:
+            digest = file.read(_DIGEST)
+    except OSError:
+        return None
+    return array if digest == _digest(path, array) else None
+
+
+def _digest(path: Path, array: np.ndarray) -> bytes:
+    digest = hashlib.sha256(f"{path.name}\n".encode())
+    digest.update(array.data)
+    return digest.hexdigest().encode()
+
+
+def with_progress(items: Sequence[int], text: str) -> Iterator[int]:
+    """Yields the items, and shows a progress bar on the chief's terminal if this takes long.
+
+    Args:
+      items: The items.
+      text: The text before the bar.
+    """
+    terminal = Terminal(quiet=not process_group.is_chief())
+    started, has_bar = time.perf_counter(), False
+    with ExitStack() as stack:
+        for done, item in enumerate(items):
+            if not has_bar and time.perf_counter() - started > PROGRESS_DELAY:
+                bar = terminal.progress(printable(text), done=done, total=len(items))
+                stack.enter_context(bar)
+                has_bar = True
+            terminal.advance(done)
+            yield item

@@ -1,0 +1,301 @@
+"""Packing: several documents in each row of a fixed number of tokens."""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from spmdtrain.data.documents import cached, document_lengths, read_documents, with_progress
+from spmdtrain.errors import UserError
+from spmdtrain.files.user_folders import cache_folder
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+
+_ALGORITHM = 1  # changes with the result of `best_fit`, whose row counts are cached
+_WINDOWS_KEPT = 256  # assignments, of 80 kB each for 4,096 documents
+_TOKENS_KEPT = 2**24  # of documents longer than a row, which several rows need
+
+
+def best_fit(lengths: Iterable[int], capacity: int) -> tuple[list[int], int]:
+    """Assigns each piece to the fullest row that has room for it, or to a new row.
+
+    Args:
+      lengths: Tokens of each piece, at least 1 and at most `capacity`. In descending order this is
+        best-fit-decreasing bin packing.
+      capacity: Tokens of a row.
+
+    Returns:
+      The row of each piece, and the number of rows.
+    """
+    rows_with: dict[int, list[int]] = {}  # by number of free tokens
+    spaces = 0  # bit n is set if a row has n free tokens
+    assigned, count = [], 0
+    for length in lengths:
+        if large_enough := spaces >> length:
+            space = length + (large_enough & -large_enough).bit_length() - 1
+            rows = rows_with[space]
+            row = rows.pop()
+            if not rows:
+                spaces ^= 1 << space
+        else:
+            row, space = count, capacity
+            count += 1
+        assigned.append(row)
+        if left := space - length:
+            rows_with.setdefault(left, []).append(row)
+            spaces |= 1 << left
+    return assigned, count
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Pieces of documents: a document, or a part of one that is longer than a row.
+
+    Attributes:
+      documents: The number of each piece's document, integers (n,).
+      starts: The piece's first token within the document, int32 (n,).
+      sizes: Tokens of the piece, int32 (n,).
+    """
+
+    documents: np.ndarray
+    starts: np.ndarray
+    sizes: np.ndarray
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The rows of one window.
+
+    Attributes:
+      pieces: The pieces of all rows, ordered by row, with the numbers of documents in the window.
+      first: The first piece of each row, then the number of pieces, int64 (rows + 1,).
+    """
+
+    pieces: Pieces
+    first: np.ndarray
+
+
+def assign(lengths: np.ndarray, capacity: int) -> Assignment:
+    """Assigns the documents of a window to rows.
+
+    Args:
+      lengths: Tokens of each document, int32 (n,). Longer documents than a row are split.
+      capacity: Tokens of a row.
+
+    Returns:
+      The assignment.
+    """
+    counts = -(-lengths // capacity)
+    documents = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
+    first_piece = np.cumsum(counts) - counts
+    starts = (np.arange(len(documents)) - first_piece[documents]) * capacity
+    sizes = np.minimum(lengths[documents] - starts, capacity)
+    order = np.argsort(-sizes, kind="stable")
+    rows, count = best_fit(sizes[order].tolist(), capacity)
+    by_row = np.argsort(rows, kind="stable")
+    first = np.searchsorted(np.asarray(rows, np.int64)[by_row], np.arange(count + 1))
+    order = order[by_row]
+    pieces = Pieces(documents[order], starts[order].astype(np.int32), sizes[order].astype(np.int32))
+    return Assignment(pieces, first)
+
+
+def _one(value: Any) -> int:
+    return 1
+
+
+class Lru(Generic[K, T]):
+    """The most recently used values, for several threads. A copy in another process is empty.
+
+    Args:
+      limit: The largest sum of the values' costs; the last value is kept whatever its cost.
+      cost: Returns the cost of a value; by default 1.
+    """
+
+    def __init__(self, limit: int, cost: Callable[[T], int] = _one) -> None:
+        self._limit, self._cost = limit, cost
+        self._values: OrderedDict[K, T] = OrderedDict()
+        self._total, self._lock = 0, threading.Lock()
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._limit, self._cost)
+
+    def find(self, key: K) -> T | None:
+        """Returns a value; None if it is not kept."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+            return self._values.get(key)
+
+    def get(self, key: K, compute: Callable[[K], T]) -> T:
+        """Returns a value, which `compute` returns for the key if it is not kept."""
+        if (value := self.find(key)) is None:
+            value = compute(key)
+            self.put(key, value)
+        return value
+
+    def put(self, key: K, value: T) -> None:
+        """Keeps a value, and drops those that were used least recently if there are too many."""
+        with self._lock:
+            if key in self._values:
+                return
+            self._values[key] = value
+            self._total += self._cost(value)
+            while self._total > self._limit and len(self._values) > 1:
+                self._total -= self._cost(self._values.popitem(last=False)[1])
+
+
+class Packed:
+    """Documents packed into rows of a fixed number of tokens, as a dataset.
+
+    The documents are divided into windows of consecutive documents, and those of a window are
+    packed by best-fit-decreasing into as few rows as possible. A document longer than a row is
+    split into pieces of at most a row; each piece has positions of its own. A document without
+    tokens is left out.
+
+    Rows are a function of the lengths of all documents, which are read once and cached: see
+    `document_lengths`. Only the number of rows of each window is kept; the assignment of a window
+    is computed when one of its rows is read. Each token is in exactly one row, whatever the order
+    in which the rows are read.
+
+    Windows are cut at multiples of `window`, and not at the blocks of the documents: consecutive
+    documents are in consecutive blocks, so that a window needs at most one block more than its
+    documents fill, and small blocks do not leave rows half empty.
+
+    A row is a dictionary: `tokens`, int32 (length,); `segments`, int32 (length,), 1 for the first
+    document of the row, 2 for the second and so on, 0 for padding; `positions`, int32 (length,),
+    within the piece; `weights`, f32 (length,), 1 where a token is predicted from earlier tokens of
+    its document (position > 0), else 0.
+
+    Args:
+      documents: A source of 1-D arrays of integers: an object with `__len__` and
+        `__getitem__(int)`, and optionally `__getitems__(list of int)`, `lengths()` (the number of
+        tokens of every document) and `fingerprint()` (a text that changes with the documents).
+      length: Tokens of a row.
+      window: Number of documents that are packed together.
+
+    Attributes:
+      documents: The documents.
+      length: Tokens of a row.
+      window: Number of documents that are packed together.
+      blocks: int64 (m + 1,), the first row of each window that has rows, then the number of rows.
+      empty: Number of documents without tokens.
+      tokens: Number of tokens of all documents.
+
+    Raises:
+      UserError: If an argument is invalid, a document is not an array of tokens, or none has any.
+    """
+
+    def __init__(self, documents: Any, length: int, window: int = 4096) -> None:
+        for name, value in (("length", length), ("window", window)):
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+                raise UserError(f"{name} is {value!r}: it must be a number of at least 1")
+        if not hasattr(documents, "__getitem__") or not hasattr(documents, "__len__"):
+            raise UserError(
+                f"a {type(documents).__name__} cannot be packed: give an object with __len__ and "
+                "__getitem__(int), whose items are 1-D arrays of tokens"
+            )
+        self.documents, self.length, self.window = documents, int(length), int(window)
+        self._lengths = document_lengths(documents)
+        self.tokens = int(self._lengths.sum(dtype=np.int64))
+        self.empty = len(self._lengths) - int(np.count_nonzero(self._lengths))
+        if not self.tokens:
+            raise UserError(f"the {len(self._lengths)} documents to pack have no tokens")
+        self._first_rows = np.concatenate([[0], np.cumsum(self._row_counts(), dtype=np.int64)])
+        self.blocks = np.unique(self._first_rows)
+        self._assignments: Lru[int, Assignment] = Lru(_WINDOWS_KEPT)
+        self._long_documents: Lru[int, np.ndarray] = Lru(_TOKENS_KEPT, len)
+
+    def __len__(self) -> int:
+        return int(self._first_rows[-1])
+
+    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Reads rows.
+
+        Args:
+          indices: Their numbers, int (n,).
+
+        Returns:
+          `tokens`, `segments`, `positions`, all int32 (n, length), and `weights`, f32 (n, length).
+
+        Raises:
+          UserError: If a document has another length than when all lengths were read.
+        """
+        indices = np.asarray(indices, np.int64)
+        pieces, counts = self._pieces(indices)
+        sizes = pieces.sizes
+        read, of_piece = np.unique(pieces.documents, return_inverse=True)
+        texts = self._read(read)
+        parts = zip(of_piece.tolist(), pieces.starts.tolist(), sizes.tolist(), strict=True)
+        tokens = np.concatenate([texts[i][start : start + size] for i, start, size in parts])
+
+        number = np.arange(len(sizes)) - np.repeat(np.cumsum(counts) - counts, counts)
+        row_of = np.repeat(np.arange(len(indices)), counts)
+        filled = np.bincount(row_of, sizes, minlength=len(indices))
+        is_token = np.arange(self.length) < filled[:, None]
+        shape = (len(indices), self.length)
+        found = {name: np.zeros(shape, np.int32) for name in ("tokens", "segments", "positions")}
+        found["tokens"][is_token] = tokens
+        found["segments"][is_token] = np.repeat(number + 1, sizes)
+        found["positions"][is_token] = np.arange(len(tokens)) - np.repeat(
+            np.cumsum(sizes) - sizes, sizes
+        )
+        return found | {"weights": (found["positions"] > 0).astype(np.float32)}
+
+    def _pieces(self, indices: np.ndarray) -> tuple[Pieces, np.ndarray]:
+        """Returns the pieces of rows, with numbers of documents, and how many each row has."""
+        windows = np.searchsorted(self._first_rows, indices, side="right") - 1
+        within = indices - self._first_rows[windows]
+        documents, starts, sizes = [], [], []
+        for window, row in zip(windows.tolist(), within.tolist(), strict=True):
+            found = self._assignments.get(window, self._assign)
+            pieces, of_row = found.pieces, slice(*found.first[row : row + 2])
+            documents.append(pieces.documents[of_row] + np.int64(window * self.window))
+            starts.append(pieces.starts[of_row])
+            sizes.append(pieces.sizes[of_row])
+        counts = np.array([len(row) for row in sizes])
+        return Pieces(*map(np.concatenate, (documents, starts, sizes))), counts
+
+    def _lengths_of(self, window: int) -> np.ndarray:
+        return self._lengths[window * self.window : (window + 1) * self.window]
+
+    def _assign(self, window: int) -> Assignment:
+        return assign(self._lengths_of(window), self.length)
+
+    def _row_counts(self) -> np.ndarray:
+        """Returns the number of rows of each window."""
+
+        def count_rows() -> np.ndarray:
+            windows = range(-(-len(self._lengths) // self.window))
+            return np.array(
+                [len(self._assign(w).first) - 1 for w in with_progress(windows, "packing")],
+                np.int32,
+            )
+
+        key = hashlib.sha256(f"{_ALGORITHM} {self.length} {self.window}\n".encode())
+        key.update(self._lengths.data)
+        return cached("rows", key.digest(), count_rows)
+
+    def _read(self, indices: np.ndarray) -> list[np.ndarray]:
+        """Reads documents; those longer than a row are kept for the rows of their other pieces."""
+        lengths = self._lengths[indices]
+        texts: dict[int, np.ndarray] = {}
+        for index in indices[lengths > self.length].tolist():
+            if (kept := self._long_documents.find(index)) is not None:
+                texts[index] = kept
+        missing = [index for index in indices.tolist() if index not in texts]
+        for index, text in zip(missing, read_documents(self.documents, missing), strict=True):
+            if len(text) != self._lengths[index]:
+                raise UserError(
+                    f"document {index} has {len(text)} tokens, but had {self._lengths[index]} when "
+                    "all documents were counted: they have changed since then. If this is "
+                    f"intended, delete {cache_folder() / 'data'} and start again"
+                )
+            texts[index] = text
+            if len(text) > self.length:
+                self._long_documents.put(index, text)
+        return [texts[index] for index in indices.tolist()]
