@@ -188,10 +188,10 @@ def test_lengths_are_counted_once_and_cached_by_content(cache: Path) -> None:
 
 def test_rows_come_from_the_cached_counts_too(cache: Path) -> None:
     lengths = [5, 0, 7, 9] * 50
-    packed = [Packed(Documents(lengths), 16, window=20) for _ in range(2)]
+    first, second = (Packed(Documents(lengths), 16, window=20) for _ in range(2))
     assert sorted(path.name.partition("-")[0] for path in cache.iterdir()) == ["lengths", "rows"]
-    np.testing.assert_array_equal(*(each.blocks for each in packed))
-    assert Packed(Documents(lengths), 16, window=30).blocks.tolist() != packed[0].blocks.tolist()
+    np.testing.assert_array_equal(first.blocks, second.blocks)
+    assert Packed(Documents(lengths), 16, window=30).blocks.tolist() != first.blocks.tolist()
 
 
 def test_a_fingerprint_of_the_documents_tells_those_apart_whose_samples_are_equal(

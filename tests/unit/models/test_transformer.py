@@ -212,7 +212,8 @@ def test_packed_documents_have_the_loss_and_the_gradients_of_single_ones(positio
     def mean(model: Transformer, batch: dict[str, Any]) -> jax.Array:
         return token_losses(model, batch).sum() / (lengths - 1).sum()
 
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    graph, *states = nnx.split(model, nnx.Param, ...)
+    params, rest = states
 
     @jax.jit
     @jax.value_and_grad
