@@ -59,17 +59,37 @@ def folder_of(path: str) -> epath.Path:
             f"{path}: the folder of a run must be a local path or a gs:// URL, not {scheme}://"
         )
     folder = epath.Path(path)
+    file_system(path)
     try:
+        folder.exists()
+    except Exception as error:
+        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
+    return folder
+
+
+def file_system(url: str) -> Any:
+    """Returns fsspec's file system of a `gs://` URL, which does not cache listings.
+
+    Args:
+      url: The URL.
+
+    Raises:
+      UserError: If the scheme is another one, the library is missing, or access fails.
+    """
+    scheme = url.partition("://")[0]
+    if scheme != "gs":
+        raise UserError(f"{url}: URLs of data must be gs:// URLs, not {scheme}://")
+    try:
+        import fsspec
         from fsspec.config import conf
 
         # Cached listings would hide files that TensorStore and other processes write.
         conf.setdefault("gcs", {})["use_listings_cache"] = False
-        folder.exists()
+        return fsspec.filesystem("gs", finalize_on_close=True)  # as epath creates it
     except ImportError as error:
-        raise UserError(f"{path}: {error} (pip install 'spmdtrain[gcs]')") from error
+        raise UserError(f"{url}: {error} (pip install 'spmdtrain[gcs]')") from error
     except Exception as error:
-        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
-    return folder
+        raise UserError(f"{url} cannot be read: {one_line(error)}") from error
 
 
 def absolute(path: epath.Path) -> epath.Path:

@@ -1,0 +1,35 @@
+"""A progress bar for work before the first step that may take long."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from spmdtrain.distributed import process_group
+from spmdtrain.terminal import Terminal
+
+PROGRESS_DELAY = 3.0  # seconds before a bar appears
+
+
+@contextmanager
+def delayed_progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Shows a progress bar on the first process's terminal once the work takes long.
+
+    Args:
+      description: The text before the bar.
+      total: Amount of the whole work.
+
+    Yields:
+      A function of the amount that is done, to be called in one thread.
+    """
+    terminal = Terminal(quiet=not process_group.is_chief())
+    started, has_bar = time.perf_counter(), False
+    with ExitStack() as stack:
+
+        def advance(done: int) -> None:
+            nonlocal has_bar
+            if not has_bar and time.perf_counter() - started > PROGRESS_DELAY:
+                stack.enter_context(terminal.progress(description, done=done, total=total))
+                has_bar = True
+            terminal.advance(done)
+
+        yield advance

@@ -1,0 +1,1 @@
+"""Sources: single examples by index, read from files and from other libraries' collections."""

@@ -1,0 +1,106 @@
+"""Columns of Arrow as NumPy arrays and Python values, and the checks of their rows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+PyArrow = Any  # the module `pyarrow`, which is imported on first use
+
+
+def fixed_shape(pa: PyArrow, kind: Any) -> tuple[int, ...] | None:
+    """Returns the shape of a value of an Arrow type of numbers; None for any other type.
+
+    Args:
+      pa: The module `pyarrow`.
+      kind: The type: a number, a boolean, or lists of a fixed number of these.
+    """
+    types = pa.types
+    if types.is_fixed_size_list(kind):
+        inner = fixed_shape(pa, kind.value_type)
+        return None if inner is None else (kind.list_size, *inner)
+    if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
+        return ()
+    return None
+
+
+def as_numbers(pa: PyArrow, array: Any) -> np.ndarray | None:
+    """Returns an Arrow array of numbers as NumPy's, of shape (n, ...), without a copy if possible.
+
+    Args:
+      pa: The module `pyarrow`.
+      array: An Arrow array.
+
+    Returns:
+      The array; None if a value is null, or the values are not numbers of a fixed shape.
+    """
+    if (shape := fixed_shape(pa, array.type)) is None:
+        return None
+    count = len(array)
+    while pa.types.is_fixed_size_list(array.type):
+        if array.null_count:
+            return None
+        size = array.type.list_size
+        array = array.values.slice(array.offset * size, len(array) * size)
+    if array.null_count:
+        return None
+    return array.to_numpy(zero_copy_only=False).reshape(count, *shape)
+
+
+def python_values(pa: PyArrow, array: Any) -> Sequence[Any]:
+    """Returns the values of an Arrow array without nulls.
+
+    Args:
+      pa: The module `pyarrow`.
+      array: An Arrow array.
+
+    Returns:
+      Its n values: numbers and times as NumPy's, lists of numbers as arrays, text as `str`, binary
+      values as `bytes`, other lists as lists, structs as dictionaries.
+
+    Raises:
+      UnicodeDecodeError: If text is not UTF-8.
+    """  # noqa: DOC501, DOC502 (raised by to_numpy)
+    kind, types = array.type, pa.types
+    if types.is_dictionary(kind):
+        array = array.dictionary_decode()
+        kind = array.type
+    if (numbers := as_numbers(pa, array)) is not None:
+        return numbers
+    if types.is_temporal(kind) and not types.is_time(kind) and not types.is_interval(kind):
+        return array.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+    if types.is_fixed_size_list(kind):
+        array = array.cast(pa.list_(kind.value_type))
+        kind = array.type
+    if types.is_list(kind) or types.is_large_list(kind):
+        ends = array.offsets.to_numpy()
+        inner = python_values(pa, array.values.slice(ends[0], ends[-1] - ends[0]))
+        return [inner[i:j] for i, j in zip(ends[:-1] - ends[0], ends[1:] - ends[0], strict=True)]
+    if types.is_struct(kind):
+        names = [field.name for field in kind]
+        columns = [python_values(pa, column) for column in array.flatten()]
+        if not names:
+            return [{} for _ in range(len(array))]
+        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    if types.is_string(kind) or types.is_large_string(kind):
+        return array.to_numpy(zero_copy_only=False).tolist()  # type: ignore[no-any-return]
+    return array.to_pylist()  # type: ignore[no-any-return]
+
+
+def has_null(pa: PyArrow, array: Any) -> bool:
+    """Returns whether a value of an Arrow array is null, or contains a null.
+
+    Args:
+      pa: The module `pyarrow`.
+      array: An Arrow array.
+    """
+    kind, types = array.type, pa.types
+    if array.null_count:
+        return True
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return has_null(pa, array.flatten())  # of the slice alone
+    if types.is_struct(kind):
+        return any(has_null(pa, column) for column in array.flatten())
+    if types.is_dictionary(kind):
+        return has_null(pa, array.dictionary_decode())
+    return types.is_null(kind) and len(array) > 0  # type: ignore[no-any-return]

@@ -1,0 +1,53 @@
+"""A cache of the blocks of a source that were read last, which threads share."""
+
+import collections
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+from spmdtrain.data.order import BLOCKS_PER_GROUP
+
+CACHED_BLOCKS = 2 * BLOCKS_PER_GROUP
+"""Default number of blocks: threads that read ahead may be in the next group of blocks."""
+
+T = TypeVar("T")
+
+
+class BlockCache(Generic[T]):
+    """The blocks that were used last. Threads that need the same block wait for one of them.
+
+    A copy in another process begins empty.
+
+    Args:
+      load: Returns the block of a number.
+      size: Number of blocks to keep.
+    """
+
+    def __init__(self, load: Callable[[int], T], size: int = CACHED_BLOCKS) -> None:
+        self._load, self._size = load, size
+        self._blocks: collections.OrderedDict[int, Future[T]] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BlockCache, (self._load, self._size)
+
+    def __getitem__(self, number: int) -> T:
+        with self._lock:
+            block = self._blocks.get(number)
+            is_new = block is None
+            if block is None:
+                block = self._blocks[number] = Future()
+                if len(self._blocks) > self._size:
+                    self._blocks.popitem(last=False)
+            else:
+                self._blocks.move_to_end(number)
+        if is_new:
+            try:
+                block.set_result(self._load(number))
+            except BaseException as error:
+                with self._lock:  # so that the next read tries again
+                    if self._blocks.get(number) is block:
+                        del self._blocks[number]
+                block.set_exception(error)
+        return block.result()

@@ -1,0 +1,209 @@
+"""The files of a source: their paths in order, and a check that they have not changed since."""
+
+import glob
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, NoReturn
+
+from etils import epath
+
+from spmdtrain.errors import StorageError, UserError, printable
+from spmdtrain.files.storage import failures, file_system, is_url, one_line
+
+Path = str | os.PathLike[str]
+Files = Path | Sequence[Path]
+"""A file, a folder, a pattern with `*`, `?` or `[...]`, or a list of these."""
+
+_PATTERN = frozenset("*?[")
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of a source, as it was when the source was created.
+
+    Attributes:
+      path: A local path, or a `gs://` URL.
+      size: Its size in bytes.
+      version: The time of modification of a local file in ns; the generation of an object.
+    """
+
+    path: str
+    size: int
+    version: int
+
+    def __str__(self) -> str:
+        return printable(self.path)
+
+    def check_unchanged(self) -> None:
+        """Checks that the file still exists and is the same.
+
+        Raises:
+          StorageError: If it does not exist, or cannot be read.
+          UserError: If it has changed.
+        """
+        try:
+            size, version = _size_and_version(self.path)
+        except FileNotFoundError as error:
+            raise StorageError(
+                f"{self}: the file has been removed since the run started: restore it, and start "
+                "again"
+            ) from error
+        except failures(self.path) as error:
+            self.fail(error)
+        if (size, version) != (self.size, self.version):
+            how = "the same size, but another version"
+            if size != self.size:
+                how = f"{self.size:,} bytes at the start, {size:,} now"
+            raise UserError(
+                f"{self}: the file has changed since the run started ({how}): start again. Files "
+                "must not change while a run reads them"
+            )
+
+    def open(self) -> IO[bytes]:
+        """Opens the file for reading; closing it is up to the caller.
+
+        Raises:
+          StorageError: If it does not exist, or cannot be read.
+          UserError: If it has changed.
+        """  # noqa: DOC501 (raised by check_unchanged)
+        self.check_unchanged()
+        try:
+            if is_url(self.path):
+                # Readers of Parquet and of whole files request large ranges; gcsfs's own reading
+                # ahead would request other bytes in addition.
+                return file_system(self.path).open(self.path, "rb", cache_type="none")
+            return open(self.path, "rb")
+        except failures(self.path) as error:
+            self.fail(error)
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Raises the error for a failure of storage.
+
+        Args:
+          error: The cause.
+
+        Raises:
+          StorageError: Always.
+        """
+        raise StorageError(f"{self}: cannot be read: {one_line(error)}") from error
+
+
+def find_files(files: Files, suffixes: Sequence[str], kind: str) -> tuple[SourceFile, ...]:
+    """Finds the files of a source.
+
+    Folders are searched at any depth; names that begin with `.` or `_` are ignored. The files of a
+    folder or of a pattern are sorted by path; those of a list keep its order.
+
+    Args:
+      files: A file, a folder, a pattern, or a list of these: local, or `gs://` URLs.
+      suffixes: Endings of the names that a folder is searched for.
+      kind: What the files are, for messages: `Parquet files`.
+
+    Raises:
+      UserError: If nothing is found, a file is given twice, or one is not a regular file.
+      StorageError: If a folder or file cannot be read.
+    """  # noqa: DOC501 (StorageError is raised below)
+    if isinstance(files, (str, os.PathLike)):
+        files = [files]
+    found: list[SourceFile] = []
+    for given in files:
+        if not isinstance(given, (str, os.PathLike)) or os.fspath(given) == "":
+            raise UserError(
+                f"{kind}: {given!r} is no path: give a file, a folder, a pattern such as "
+                f"data/*{suffixes[0]}, or a list of these"
+            )
+        path = os.fspath(given)
+        if not is_url(path):
+            path = os.fspath(epath.Path(path).expanduser())
+        try:
+            found += _files_at(path, suffixes, kind)
+        except failures(path) as error:
+            if isinstance(error, UserError):
+                raise
+            raise StorageError(f"{printable(path)}: cannot be read: {one_line(error)}") from error
+    if not found:
+        raise UserError(f"{kind}: the list of files is empty: give at least one")
+    seen = set()
+    for file in found:
+        if file.path in seen:
+            raise UserError(f"{file}: given twice, so its examples would be read twice an epoch")
+        seen.add(file.path)
+    return tuple(found)
+
+
+def _files_at(path: str, suffixes: Sequence[str], kind: str) -> list[SourceFile]:
+    """Returns the files at a path, in a folder, or of a pattern."""
+    shown = printable(path)
+    paths = _remote_paths(path) if is_url(path) else _local_paths(path)
+    if paths is None:  # a file
+        return [_source_file(path)]
+    is_pattern = not _PATTERN.isdisjoint(path)
+    if not is_pattern:
+        paths = [each for each in paths if each.lower().endswith(tuple(suffixes))]
+    if not paths:
+        if is_pattern:
+            raise UserError(f"{shown}: no file matches this pattern")
+        if is_url(path) or not os.path.exists(path):
+            raise UserError(f"{shown}: no such file or folder")
+        raise UserError(f"{shown}: the folder holds no {kind} ({', '.join(suffixes)})")
+    return [_source_file(each) for each in sorted(paths)]
+
+
+def _local_paths(path: str) -> list[str] | None:
+    """Returns the files of a folder or pattern; None for a file."""
+    if os.path.isdir(path):
+        return [
+            os.path.join(folder, name)
+            for folder, names in _visible_folders(path)
+            for name in names
+            if _is_visible(name)
+        ]
+    if os.path.lexists(path):  # also if its name holds a `[`
+        return None
+    return [each for each in glob.glob(path, recursive=True) if not os.path.isdir(each)]
+
+
+def _visible_folders(path: str) -> Iterator[tuple[str, list[str]]]:
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
+    for folder, folders, names in os.walk(path, onerror=fail):
+        folders[:] = filter(_is_visible, folders)
+        yield folder, names
+
+
+def _is_visible(name: str) -> bool:
+    return not name.startswith((".", "_"))
+
+
+def _remote_paths(url: str) -> list[str] | None:
+    """Returns the objects below a URL or of a pattern; None for an object."""
+    store, scheme = file_system(url), url.partition("://")[0]
+    if not _PATTERN.isdisjoint(url):
+        return [f"{scheme}://{name}" for name in store.glob(url)]
+    if store.isfile(url):
+        return None
+    folder = url.partition("://")[2].rstrip("/")
+    names = [name.removeprefix(f"{folder}/") for name in store.find(url)]
+    return [
+        f"{scheme}://{folder}/{name}" for name in names if all(map(_is_visible, name.split("/")))
+    ]
+
+
+def _source_file(path: str) -> SourceFile:
+    try:
+        return SourceFile(path, *_size_and_version(path))
+    except FileNotFoundError:
+        raise UserError(f"{printable(path)}: no such file") from None
+
+
+def _size_and_version(path: str) -> tuple[int, int]:
+    if is_url(path):
+        status: dict[str, Any] = file_system(path).info(path)
+        return int(status["size"]), int(status.get("generation") or 0)
+    local = os.stat(path)
+    if not stat.S_ISREG(local.st_mode):  # opening a pipe would block
+        raise UserError(f"{printable(path)}: not a regular file")
+    return local.st_size, local.st_mtime_ns
