@@ -35,6 +35,7 @@ _HOMES = {
     "NonFiniteError": "errors",
     "Packed": "data.packing",
     "ParameterServerOptions": "config",
+    "ParquetSource": "data.sources.parquet",
     "PerReplica": "step.per_replica",
     "PreemptedExit": "errors",
     "ReplicaError": "errors",
@@ -93,6 +94,7 @@ __all__ = [
     "NonFiniteError",
     "Packed",
     "ParameterServerOptions",
+    "ParquetSource",
     "PerReplica",
     "PreemptedExit",
     "ReplicaError",
@@ -145,6 +147,7 @@ if TYPE_CHECKING:
     from spmdtrain.data.idx import find_idx, read_idx
     from spmdtrain.data.image_folder import ImageFolder
     from spmdtrain.data.packing import Packed
+    from spmdtrain.data.sources.parquet import ParquetSource
     from spmdtrain.distributed.initialize import initialize
     from spmdtrain.errors import (
         NonFiniteError,

@@ -1,11 +1,12 @@
 """Columns of Arrow as NumPy arrays and Python values, and the checks of their rows."""
 
-from collections.abc import Sequence
+import itertools
 from typing import Any
 
 import numpy as np
 
 PyArrow = Any  # the module `pyarrow`, which is imported on first use
+Values = np.ndarray | list[Any]
 
 
 def fixed_shape(pa: PyArrow, kind: Any) -> tuple[int, ...] | None:
@@ -47,7 +48,7 @@ def as_numbers(pa: PyArrow, array: Any) -> np.ndarray | None:
     return array.to_numpy(zero_copy_only=False).reshape(count, *shape)
 
 
-def python_values(pa: PyArrow, array: Any) -> Sequence[Any]:
+def python_values(pa: PyArrow, array: Any) -> Values:
     """Returns the values of an Arrow array without nulls.
 
     Args:
@@ -60,7 +61,7 @@ def python_values(pa: PyArrow, array: Any) -> Sequence[Any]:
 
     Raises:
       UnicodeDecodeError: If text is not UTF-8.
-    """  # noqa: DOC501, DOC502 (raised by to_numpy)
+    """
     kind, types = array.type, pa.types
     if types.is_dictionary(kind):
         array = array.dictionary_decode()
@@ -68,14 +69,18 @@ def python_values(pa: PyArrow, array: Any) -> Sequence[Any]:
     if (numbers := as_numbers(pa, array)) is not None:
         return numbers
     if types.is_temporal(kind) and not types.is_time(kind) and not types.is_interval(kind):
-        return array.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+        return array.to_numpy(zero_copy_only=False)
     if types.is_fixed_size_list(kind):
         array = array.cast(pa.list_(kind.value_type))
         kind = array.type
     if types.is_list(kind) or types.is_large_list(kind):
         ends = array.offsets.to_numpy()
         inner = python_values(pa, array.values.slice(ends[0], ends[-1] - ends[0]))
-        return [inner[i:j] for i, j in zip(ends[:-1] - ends[0], ends[1:] - ends[0], strict=True)]
+        ends = ends - ends[0]
+        lists = [inner[i:j] for i, j in itertools.pairwise(ends)]
+        if isinstance(inner, np.ndarray) and inner.dtype == object:
+            return [list(each) for each in lists]
+        return lists
     if types.is_struct(kind):
         names = [field.name for field in kind]
         columns = [python_values(pa, column) for column in array.flatten()]
@@ -83,8 +88,11 @@ def python_values(pa: PyArrow, array: Any) -> Sequence[Any]:
             return [{} for _ in range(len(array))]
         return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
     if types.is_string(kind) or types.is_large_string(kind):
-        return array.to_numpy(zero_copy_only=False).tolist()  # type: ignore[no-any-return]
-    return array.to_pylist()  # type: ignore[no-any-return]
+        try:
+            return array.to_numpy(zero_copy_only=False)
+        except pa.ArrowException:  # to_pylist raises UnicodeDecodeError
+            pass
+    return array.to_pylist()
 
 
 def has_null(pa: PyArrow, array: Any) -> bool:
@@ -103,4 +111,4 @@ def has_null(pa: PyArrow, array: Any) -> bool:
         return any(has_null(pa, column) for column in array.flatten())
     if types.is_dictionary(kind):
         return has_null(pa, array.dictionary_decode())
-    return types.is_null(kind) and len(array) > 0  # type: ignore[no-any-return]
+    return types.is_null(kind) and len(array) > 0

@@ -20,19 +20,24 @@ class BlockCache(Generic[T]):
     A copy in another process begins empty.
 
     Args:
-      load: Returns the block of a number.
       size: Number of blocks to keep.
     """
 
-    def __init__(self, load: Callable[[int], T], size: int = CACHED_BLOCKS) -> None:
-        self._load, self._size = load, size
+    def __init__(self, size: int = CACHED_BLOCKS) -> None:
+        self._size = size
         self._blocks: collections.OrderedDict[int, Future[T]] = collections.OrderedDict()
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BlockCache, (self._load, self._size)
+        return BlockCache, (self._size,)
 
-    def __getitem__(self, number: int) -> T:
+    def get(self, number: int, load: Callable[[int], T]) -> T:
+        """Returns a block.
+
+        Args:
+          number: The number of the block.
+          load: Returns the block of a number, if it is not in the cache.
+        """
         with self._lock:
             block = self._blocks.get(number)
             is_new = block is None
@@ -44,7 +49,7 @@ class BlockCache(Generic[T]):
                 self._blocks.move_to_end(number)
         if is_new:
             try:
-                block.set_result(self._load(number))
+                block.set_result(load(number))
             except BaseException as error:
                 with self._lock:  # so that the next read tries again
                     if self._blocks.get(number) is block:

@@ -62,12 +62,12 @@ class SourceFile:
             )
 
     def open(self) -> IO[bytes]:
-        """Opens the file for reading; closing it is up to the caller.
+        """Returns the file opened for reading, which the caller closes.
 
         Raises:
           StorageError: If it does not exist, or cannot be read.
           UserError: If it has changed.
-        """  # noqa: DOC501 (raised by check_unchanged)
+        """
         self.check_unchanged()
         try:
             if is_url(self.path):
@@ -91,7 +91,7 @@ class SourceFile:
 
 
 def find_files(files: Files, suffixes: Sequence[str], kind: str) -> tuple[SourceFile, ...]:
-    """Finds the files of a source.
+    """Returns the files of a source.
 
     Folders are searched at any depth; names that begin with `.` or `_` are ignored. The files of a
     folder or of a pattern are sorted by path; those of a list keep its order.
@@ -104,7 +104,7 @@ def find_files(files: Files, suffixes: Sequence[str], kind: str) -> tuple[Source
     Raises:
       UserError: If nothing is found, a file is given twice, or one is not a regular file.
       StorageError: If a folder or file cannot be read.
-    """  # noqa: DOC501 (StorageError is raised below)
+    """
     if isinstance(files, (str, os.PathLike)):
         files = [files]
     found: list[SourceFile] = []
@@ -139,15 +139,15 @@ def _files_at(path: str, suffixes: Sequence[str], kind: str) -> list[SourceFile]
     paths = _remote_paths(path) if is_url(path) else _local_paths(path)
     if paths is None:  # a file
         return [_source_file(path)]
-    is_pattern = not _PATTERN.isdisjoint(path)
-    if not is_pattern:
-        paths = [each for each in paths if each.lower().endswith(tuple(suffixes))]
-    if not paths:
-        if is_pattern:
+    if not _PATTERN.isdisjoint(path):
+        if not paths:
             raise UserError(f"{shown}: no file matches this pattern")
-        if is_url(path) or not os.path.exists(path):
-            raise UserError(f"{shown}: no such file or folder")
-        raise UserError(f"{shown}: the folder holds no {kind} ({', '.join(suffixes)})")
+    elif not paths and (is_url(path) or not os.path.exists(path)):
+        raise UserError(f"{shown}: no such file or folder")
+    else:
+        paths = [each for each in paths if each.lower().endswith(tuple(suffixes))]
+        if not paths:
+            raise UserError(f"{shown}: the folder holds no {kind} ({', '.join(suffixes)})")
     return [_source_file(each) for each in sorted(paths)]
 
 
