@@ -44,6 +44,7 @@ _HOMES = {
     "ShardingOptions": "config",
     "StorageError": "errors",
     "Subset": "data.datasets",
+    "Tokenized": "data.text",
     "TrainState": "step.state",
     "Trainer": "train.trainer",
     "UserError": "errors",
@@ -103,6 +104,7 @@ __all__ = [
     "ShardingOptions",
     "StorageError",
     "Subset",
+    "Tokenized",
     "TrainState",
     "Trainer",
     "UserError",
@@ -148,6 +150,7 @@ if TYPE_CHECKING:
     from spmdtrain.data.image_folder import ImageFolder
     from spmdtrain.data.packing import Packed
     from spmdtrain.data.sources.parquet import ParquetSource
+    from spmdtrain.data.text import Tokenized
     from spmdtrain.distributed.initialize import initialize
     from spmdtrain.errors import (
         NonFiniteError,

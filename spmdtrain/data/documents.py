@@ -24,12 +24,15 @@ PROGRESS_DELAY = 3.0  # seconds of a scan before a progress bar appears
 CACHE_DELAY = 1.0  # seconds; the result of a faster scan is not cached
 
 
-def read_documents(documents: Any, indices: Sequence[int]) -> list[np.ndarray]:
+def read_documents(
+    documents: Any, indices: Sequence[int], field: str | None = None
+) -> list[np.ndarray]:
     """Reads documents, several at once if `documents` has `__getitems__`.
 
     Args:
-      documents: A source of 1-D arrays of integers.
+      documents: A source of 1-D arrays of integers, or of records that hold one.
       indices: Their numbers.
+      field: The field of the records with the tokens.
 
     Returns:
       Their tokens, int32 (n,) each.
@@ -49,10 +52,15 @@ def read_documents(documents: Any, indices: Sequence[int]) -> list[np.ndarray]:
             )
     else:
         found = [documents[index] for index in indices]
-    return [_tokens(document, index) for document, index in zip(found, indices, strict=True)]
+    return [_tokens(document, index, field) for document, index in zip(found, indices, strict=True)]
 
 
-def _tokens(document: Any, index: int) -> np.ndarray:
+def _tokens(document: Any, index: int, field: str | None) -> np.ndarray:
+    if field is not None:
+        if not isinstance(document, dict) or field not in document:
+            has = f"fields {list(document)}" if isinstance(document, dict) else "no fields"
+            raise UserError(f"document {index} has {has}, but field is {printable(field)!r}")
+        document = document[field]
     tokens = None if isinstance(document, (str, bytes, dict)) else np.asarray(document)
     if tokens is not None and tokens.size == 0 and tokens.ndim == 1:
         return np.zeros(0, np.int32)  # an empty list is an array of floats
@@ -61,7 +69,8 @@ def _tokens(document: Any, index: int) -> np.ndarray:
         shape = "" if tokens is None else f"{list(tokens.shape)}"
         raise UserError(
             f"document {index} is {given}{shape}, not a 1-D array of tokens: "
-            "Tokenized(source, tokenizer) makes tokens of text"
+            "Tokenized(source, tokenizer) makes tokens of text, and Packed(..., field=...) takes "
+            "those of a record"
         )
     if not np.can_cast(tokens.dtype, np.int32) and (
         tokens.max() > _LARGEST or int(tokens.min()) < -_LARGEST
@@ -73,7 +82,7 @@ def _tokens(document: Any, index: int) -> np.ndarray:
     return tokens.astype(np.int32, copy=False)
 
 
-def document_lengths(documents: Any) -> np.ndarray:
+def document_lengths(documents: Any, field: str | None = None) -> np.ndarray:
     """Returns the number of tokens of every document.
 
     They come from `documents.lengths()` if there is such a method. If not, all documents are read
@@ -82,7 +91,8 @@ def document_lengths(documents: Any) -> np.ndarray:
     if there is such a method.
 
     Args:
-      documents: A source of 1-D arrays of integers.
+      documents: A source of 1-D arrays of integers, or of records that hold one.
+      field: The field of the records with the tokens.
 
     Returns:
       int32 (number of documents,), read-only.
@@ -109,19 +119,21 @@ def document_lengths(documents: Any) -> np.ndarray:
         lengths = np.zeros(count, np.int32)
         for start in with_progress(range(0, count, _BATCH), "counting tokens"):
             indices = range(start, min(start + _BATCH, count))
-            lengths[start : start + _BATCH] = [len(x) for x in read_documents(documents, indices)]
+            lengths[start : start + _BATCH] = [
+                len(x) for x in read_documents(documents, indices, field)
+            ]
         return lengths
 
-    return cached("lengths", _fingerprint(documents), scan)
+    return cached("lengths", _fingerprint(documents, field), scan)
 
 
-def _fingerprint(documents: Any) -> bytes:
+def _fingerprint(documents: Any, field: str | None) -> bytes:
     count = len(documents)
-    digest = hashlib.sha256(f"{count}\n".encode())
+    digest = hashlib.sha256(f"{count} {field}\n".encode())
     if hasattr(documents, "fingerprint"):
         digest.update(f"{documents.fingerprint()}\n".encode())
     samples = np.unique(np.linspace(0, max(count - 1, 0), min(count, _SAMPLES)).astype(np.int64))
-    for tokens in read_documents(documents, samples.tolist()):
+    for tokens in read_documents(documents, samples.tolist(), field):
         digest.update(f"{len(tokens)}\n".encode())
         digest.update(tokens.tobytes())
     return digest.digest()

@@ -177,11 +177,13 @@ class Packed:
         tokens of every document) and `fingerprint()` (a text that changes with the documents).
       length: Tokens of a row.
       window: Number of documents that are packed together.
+      field: The field with the tokens, if the documents are records: dictionaries.
 
     Attributes:
       documents: The documents.
       length: Tokens of a row.
       window: Number of documents that are packed together.
+      field: The field with the tokens, or None.
       blocks: int64 (m + 1,), the first row of each window that has rows, then the number of rows.
       empty: Number of documents without tokens.
       tokens: Number of tokens of all documents.
@@ -190,7 +192,9 @@ class Packed:
       UserError: If an argument is invalid, a document is not an array of tokens, or none has any.
     """
 
-    def __init__(self, documents: Any, length: int, window: int = 4096) -> None:
+    def __init__(
+        self, documents: Any, length: int, window: int = 4096, *, field: str | None = None
+    ) -> None:
         for name, value in (("length", length), ("window", window)):
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
                 raise UserError(f"{name} is {value!r}: it must be a number of at least 1")
@@ -200,7 +204,8 @@ class Packed:
                 "__getitem__(int), whose items are 1-D arrays of tokens"
             )
         self.documents, self.length, self.window = documents, int(length), int(window)
-        self._lengths = document_lengths(documents)
+        self.field = field
+        self._lengths = document_lengths(documents, field)
         self.tokens = int(self._lengths.sum(dtype=np.int64))
         self.empty = len(self._lengths) - int(np.count_nonzero(self._lengths))
         if not self.tokens:
@@ -288,7 +293,9 @@ class Packed:
             if (kept := self._long_documents.find(index)) is not None:
                 texts[index] = kept
         missing = [index for index in indices.tolist() if index not in texts]
-        for index, text in zip(missing, read_documents(self.documents, missing), strict=True):
+        for index, text in zip(
+            missing, read_documents(self.documents, missing, self.field), strict=True
+        ):
             if len(text) != self._lengths[index]:
                 raise UserError(
                     f"document {index} has {len(text)} tokens, but had {self._lengths[index]} when "

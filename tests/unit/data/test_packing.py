@@ -219,6 +219,14 @@ def test_documents_that_have_changed_since_the_scan_are_named(cache: Path) -> No
         packed.rows(np.arange(len(packed)))
 
 
+def test_tokens_may_be_in_a_field_of_records() -> None:
+    records = [{"id": 7, "tokens": np.array([1, 2])}, {"id": 8, "tokens": np.array([3])}]
+    packed = Packed(records, 3, field="tokens")
+    assert packed.rows(np.array([0]))["tokens"].tolist() == [[1, 2, 3]]
+    with pytest.raises(UserError, match=r"document 0 has fields \['id', 'tokens'\], but .* 'ids'"):
+        Packed(records, 3, field="ids")
+
+
 def test_packed_documents_are_a_dataset() -> None:
     packed = Packed([[1, 2, 3], [4]], 4)
     assert as_dataset(packed) is packed
@@ -232,7 +240,7 @@ def test_packed_documents_are_a_dataset() -> None:
         (
             ["a text"],
             r"document 0 is a str, not a 1-D array of tokens: Tokenized\(source, tokenizer\) "
-            "makes tokens of text$",
+            r"makes tokens of text, and Packed\(..., field=...\) takes those of a record$",
         ),
         ([[1], {"text": "a"}], "document 1 is a dict"),
         ([[1], [0.5]], r"document 1 is float64\[1\]"),
