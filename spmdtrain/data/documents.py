@@ -2,17 +2,15 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from spmdtrain.distributed import process_group
+from spmdtrain.data.progress import delayed_progress
 from spmdtrain.errors import UserError, printable
 from spmdtrain.files.user_folders import cache_folder
-from spmdtrain.terminal import Terminal
 from spmdtrain.xla.compile_cache import keep_file
 
 _BATCH = 1024  # documents read at once by a scan
@@ -20,7 +18,6 @@ _SAMPLES = 16  # documents whose content is part of the name of a cached file
 _DIGEST = hashlib.sha256().digest_size * 2  # hexadecimal digits at the beginning of a cached file
 _LARGEST = np.iinfo(np.int32).max
 
-PROGRESS_DELAY = 3.0  # seconds of a scan before a progress bar appears
 CACHE_DELAY = 1.0  # seconds; the result of a faster scan is not cached
 
 
@@ -117,11 +114,12 @@ def document_lengths(documents: Any, field: str | None = None) -> np.ndarray:
 
     def scan() -> np.ndarray:
         lengths = np.zeros(count, np.int32)
-        for start in with_progress(range(0, count, _BATCH), "counting tokens"):
-            indices = range(start, min(start + _BATCH, count))
-            lengths[start : start + _BATCH] = [
-                len(x) for x in read_documents(documents, indices, field)
-            ]
+        with delayed_progress("counting tokens", count) as advance:
+            for start in range(0, count, _BATCH):
+                indices = range(start, min(start + _BATCH, count))
+                found = read_documents(documents, indices, field)
+                lengths[start : start + _BATCH] = [len(tokens) for tokens in found]
+                advance(start + len(found))
         return lengths
 
     return cached("lengths", _fingerprint(documents, field), scan)
@@ -180,22 +178,3 @@ def _digest(path: Path, array: np.ndarray) -> bytes:
     digest = hashlib.sha256(f"{path.name}\n".encode())
     digest.update(array.data)
     return digest.hexdigest().encode()
-
-
-def with_progress(items: Sequence[int], text: str) -> Iterator[int]:
-    """Yields the items, and shows a progress bar on the chief's terminal if this takes long.
-
-    Args:
-      items: The items.
-      text: The text before the bar.
-    """
-    terminal = Terminal(quiet=not process_group.is_chief())
-    started, has_bar = time.perf_counter(), False
-    with ExitStack() as stack:
-        for done, item in enumerate(items):
-            if not has_bar and time.perf_counter() - started > PROGRESS_DELAY:
-                bar = terminal.progress(printable(text), done=done, total=len(items))
-                stack.enter_context(bar)
-                has_bar = True
-            terminal.advance(done)
-            yield item

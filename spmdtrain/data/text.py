@@ -111,6 +111,15 @@ class Tokenized:
         """The blocks of the source."""
         return blocks_of(self.source)
 
+    def reserve_blocks(self, count: int) -> None:
+        """Keeps at least this number of the source's blocks in memory, if it keeps any.
+
+        Args:
+          count: Number of blocks.
+        """
+        if hasattr(self.source, "reserve_blocks"):
+            self.source.reserve_blocks(count)
+
     def fingerprint(self) -> str:
         """Returns a hash of the tokenizer, the options, and the source's fingerprint if any."""
         parts = [self._tokenizer.fingerprint, self.field, self.append]

@@ -31,6 +31,15 @@ class BlockCache(Generic[T]):
     def __reduce__(self) -> tuple[Any, ...]:
         return BlockCache, (self._size,)
 
+    def reserve(self, size: int) -> None:
+        """Keeps at least this number of blocks from now on.
+
+        Args:
+          size: Number of blocks.
+        """
+        with self._lock:
+            self._size = max(self._size, size)
+
     def get(self, number: int, load: Callable[[int], T]) -> T:
         """Returns a block.
 

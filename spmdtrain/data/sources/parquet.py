@@ -51,7 +51,8 @@ class ParquetSource:
     Args:
       files: A file, a folder, a pattern such as `gs://bucket/data/*.parquet`, or a list of these.
       columns: Names of the columns to read. The default is all.
-      cached_row_groups: Number of decoded row groups to keep in memory. Fewer than 8 are too few
+      cached_row_groups: Number of decoded row groups to keep in memory; `Packed` keeps as many as
+        its windows need. Fewer than 8 are too few
         for a shuffled order, which mixes the rows of 8 row groups.
 
     Attributes:
@@ -153,6 +154,23 @@ class ParquetSource:
         """Returns a hash of the files' names, sizes and versions, and of the columns."""
         files = [(file.path, file.size, file.version) for file in self.files]
         return hashlib.sha256(repr((files, self.columns)).encode()).hexdigest()
+
+    def describe(self, index: int) -> str:
+        """Returns the name of an example for messages: its file and its number in it.
+
+        Args:
+          index: The number of the example.
+        """
+        group = int(np.searchsorted(self.blocks, index, side="right")) - 1
+        return self._row(group, index - int(self.blocks[group]))
+
+    def reserve_blocks(self, count: int) -> None:
+        """Keeps at least this number of decoded row groups in memory.
+
+        Args:
+          count: Number of row groups.
+        """
+        self._cache.reserve(count)
 
     def _by_group(self, indices: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Yields row groups with the places in `indices` and the rows in the group that they hold.

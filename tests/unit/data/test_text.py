@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdtrain import Packed, Tokenized, UserError
+from spmdtrain import Packed, ParquetSource, Tokenized, UserError
 from spmdtrain.data.tokenizer import load_tokenizer
 
 TEXTS = [f"{i} green bottles, hanging on the wall" for i in range(99, 0, -1)] + ["Grüße, 🐦"]
@@ -171,6 +171,19 @@ def test_a_record_without_text_is_named(record: Any, message: str, json_file: Pa
     assert documents[0].tolist() == documents.encode("a").tolist()
     with pytest.raises(UserError, match=r"^record 1: "):
         Tokenized(["a", record], json_file)[1]
+
+
+def test_a_record_of_a_parquet_file_is_named_with_its_file(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    for name in "ab":
+        table = pa.table({"text": ["x", "y", "z"], "id": [1, 2, 3]})
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet", row_group_size=2)
+    source = ParquetSource(str(tmp_path))
+    assert Tokenized(source, "bytes")[5].tolist() == [ord("z")]
+    with pytest.raises(UserError, match=r"b.parquet: row 2 \(record 5\): field 'id' is int64"):
+        Tokenized(source, "bytes", field="id")[5]
 
 
 @pytest.mark.parametrize(
