@@ -31,6 +31,7 @@ _HOMES = {
     "MaxSize": "parameter_server.partition",
     "MeshSpec": "config",
     "MinSize": "parameter_server.partition",
+    "Mixture": "data.mixture",
     "Mode": "adapters.base",
     "NonFiniteError": "errors",
     "Packed": "data.packing",
@@ -91,6 +92,7 @@ __all__ = [
     "MaxSize",
     "MeshSpec",
     "MinSize",
+    "Mixture",
     "Mode",
     "NonFiniteError",
     "Packed",
@@ -148,6 +150,7 @@ if TYPE_CHECKING:
     from spmdtrain.data.datasets import ArrayDataset, Dataset, MappedDataset, Subset
     from spmdtrain.data.idx import find_idx, read_idx
     from spmdtrain.data.image_folder import ImageFolder
+    from spmdtrain.data.mixture import Mixture
     from spmdtrain.data.packing import Packed
     from spmdtrain.data.sources.parquet import ParquetSource
     from spmdtrain.data.text import Tokenized

@@ -1,6 +1,7 @@
 """The identity of a run, and checks of whether it can resume from a checkpoint."""
 
 import dataclasses
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from itertools import zip_longest
 from typing import Any, NoReturn
 
 from spmdtrain.config import RunConfig, as_json
+from spmdtrain.data.mixture_order import examples_per_period
 from spmdtrain.errors import UserError, foreign
 from spmdtrain.step.state import TrainState
 from spmdtrain.tree import named_leaves
@@ -59,13 +61,14 @@ def describe_optimizer(opt_state: Any) -> str:
     return f"{type(opt_state).__name__}({', '.join(map(describe_optimizer, opt_state))})"
 
 
-def check_same_run(saved: Identity, now: Identity, source: str) -> None:
+def check_same_run(saved: Identity, now: Identity, source: str, step: int) -> None:
     """Checks that a run can resume from a checkpoint.
 
     Args:
       saved: Identity of the run that saved it.
       now: Identity of this run.
       source: Name of the checkpoint in messages.
+      step: Step of the checkpoint. The weights of a mixture may differ from there on.
 
     Raises:
       UserError: If seed, batch size, data, model or optimizer differ. Names the field or parameter,
@@ -80,12 +83,8 @@ def check_same_run(saved: Identity, now: Identity, source: str) -> None:
             )
     remedy = _remedy(saved.config, now.config, "data_dir")
     check_same_classes(saved.classes, now.classes, f"{source} was", f"; {remedy}")
-    for name, here in now.dataset.items():
-        if name != "classes" and saved.dataset.get(name) != here:
-            _refuse(
-                f"{source} was trained on other data: {name} was {saved.dataset.get(name)}, and "
-                f"is {here} now; {remedy}"
-            )
+    _check_same_data(saved.dataset, now.dataset, source, remedy)
+    _check_same_stages(saved.dataset, now.dataset, source, step)
     remedy = _remedy(saved.config, now.config)
     _check_same_leaves(saved.leaves, now.leaves, source, remedy)
     if saved.optimizer != now.optimizer:
@@ -93,6 +92,91 @@ def check_same_run(saved: Identity, now: Identity, source: str) -> None:
             f"{source} is of another optimizer: opt_state is {saved.optimizer} there and "
             f"{now.optimizer} here; {remedy}{_start_from(source)}"
         )
+
+
+def _check_same_data(
+    saved: Mapping[str, Any], now: Mapping[str, Any], source: str, remedy: str, component: str = ""
+) -> None:
+    """Checks that two fingerprints are of the same data, component by component."""
+    before, here = _components_of(saved), _components_of(now)
+    if set(before) != set(here):
+        _refuse(
+            f"{source} was trained on {_mixture_of(before)}, and this run has "
+            f"{_mixture_of(here)}; {remedy}"
+        )
+    for name, part in here.items():
+        _check_same_data(before[name], part, source, remedy, f" of component {name!r}")
+    for name in {**now, **saved}:
+        if name in ("classes", "components", "stages") or saved.get(name) == now.get(name):
+            continue
+        _refuse(
+            f"{source} was trained on other data: {name}{component} was {saved.get(name)}, and is "
+            f"{now.get(name)} now; {remedy}"
+        )
+
+
+def _components_of(dataset: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Returns the fingerprints of the components of a mixture, as far as they are valid."""
+    found = dataset.get("components")
+    parts = found.items() if isinstance(found, Mapping) else ()
+    return {name: part for name, part in parts if isinstance(part, Mapping)}
+
+
+def _mixture_of(components: Mapping[str, Any]) -> str:
+    return f"a mixture of {', '.join(sorted(components))}" if components else "no mixture"
+
+
+def _check_same_stages(
+    saved: Mapping[str, Any], now: Mapping[str, Any], source: str, step: int
+) -> None:
+    """Checks that the weights of a mixture before a step are the same."""
+    for start, before, here in _changed_stages(saved, now):
+        if start < step:
+            _refuse(
+                f"{source} was trained with {_describe_weights(before)} from step {start} on, and "
+                f"this run has {_describe_weights(here)}: weights may change from step {step} on; "
+                "or use another workdir"
+            )
+
+
+def _changed_stages(
+    saved: Mapping[str, Any], now: Mapping[str, Any]
+) -> list[tuple[int, Mapping[str, float] | None, Mapping[str, float] | None]]:
+    """Returns the stages that differ: their first step, and the weights in both."""
+    before, here = _stages_of(saved), _stages_of(now)
+    return [
+        (start, before.get(start), here.get(start))
+        for start in sorted({**before, **here})
+        if _shares(before.get(start)) != _shares(here.get(start))
+    ]
+
+
+def _stages_of(dataset: Mapping[str, Any]) -> dict[int, dict[str, float]]:
+    """Returns the stages of a mixture's fingerprint, which anyone may have written."""
+    stages = dataset.get("stages") or {}
+    try:
+        found = {
+            int(start): {str(name): float(weight) for name, weight in weights.items()}
+            for start, weights in stages.items()
+        }
+    except (AttributeError, TypeError, ValueError):
+        found = {0: {}}
+    for weights in found.values():
+        if not all(0 <= x < math.inf for x in weights.values()) or not any(weights.values()):
+            _refuse(f"the weights of the mixture in a checkpoint are not valid: {stages}")
+    return found
+
+
+def _shares(weights: Mapping[str, float] | None) -> list[int] | None:
+    """Returns the shares of weights: those of (2, 1) and (4, 2) are the same."""
+    return None if weights is None else examples_per_period(weights).tolist()
+
+
+def _describe_weights(weights: Mapping[str, float] | None) -> str:
+    """Returns the text of the weights of a stage, for a message."""
+    if weights is None:
+        return "no other weights"
+    return f"the weights {', '.join(f'{name} {weight:g}' for name, weight in weights.items())}"
 
 
 def _refuse(message: str) -> NoReturn:
@@ -165,7 +249,9 @@ def _check_same_leaves(
 
 
 def changes(saved: Identity, now: Identity) -> list[str]:
-    """Returns the differences between two configurations, each as `name: before -> after`.
+    """Returns the differences between two runs, each as `name: before -> after`.
+
+    These are options, and the weights of a mixture by the step from which on they hold.
 
     Args:
       saved: Identity of the run that saved a checkpoint. A field that its configuration lacks had
@@ -173,11 +259,16 @@ def changes(saved: Identity, now: Identity) -> list[str]:
       now: Identity of this run.
     """
     before, after = _fields(as_json(RunConfig())) | _fields(saved.config), _fields(now.config)
-    return [
-        foreign(f"{name}: {before.get(name)} -> {value}", _MAX_MESSAGE)
+    found = [
+        f"{name}: {before.get(name)} -> {value}"
         for name, value in after.items()
         if name not in _NO_CHANGE and before.get(name) != value
     ]
+    found += [
+        f"mixture from step {start} on: {_describe_weights(old)} -> {_describe_weights(new)}"
+        for start, old, new in _changed_stages(saved.dataset, now.dataset)
+    ]
+    return [foreign(text, _MAX_MESSAGE) for text in found]
 
 
 def _remedy(saved: Mapping[str, Any], now: Mapping[str, Any], *suspects: str) -> str:

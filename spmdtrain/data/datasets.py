@@ -251,8 +251,8 @@ def blocks_of(data: Any) -> np.ndarray | None:
 def fingerprint(dataset: Dataset) -> dict[str, Any]:
     """Returns what identifies a dataset: its length, shapes, dtypes and a CRC-32 of 16 rows.
 
-    Class names are included if the dataset has any, and so is a CRC-32 of its blocks, which
-    determine the order of the examples.
+    Class names are included if the dataset has any, and so are a CRC-32 of its blocks and the
+    components and weights of a mixture, which determine the order of the examples.
 
     Args:
       dataset: The dataset.
@@ -266,6 +266,11 @@ def fingerprint(dataset: Dataset) -> dict[str, Any]:
     given: dict[str, Any] = {"classes": list(classes)} if classes else {}
     if blocks is not None:
         given["blocks"] = f"{len(blocks) - 1} (crc32 {zlib.crc32(blocks.tobytes())})"
+    inner: Any = dataset
+    while isinstance(inner, MappedDataset):
+        inner = inner.dataset
+    if parts := getattr(inner, "parts_fingerprint", None):  # a mixture
+        given |= parts()
     return given | {
         "examples": len(dataset),
         "arrays": {n: f"{x.dtype}{list(x.shape[1:])}" for n, x in leaves.items()},

@@ -8,7 +8,7 @@ the devices as global arrays, and `_prefetch` does that before they are requeste
 import collections
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from spmdtrain.data.datasets import Dataset
+from spmdtrain.data.marked_rows import rows_of, with_marks
 from spmdtrain.data.sampling import Augment, OrderedBatches, TrainBatches, padded_size, process_rows
-from spmdtrain.data.uneven_batch import Padded, rows_and_mask
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import Placement, bind_strategy
 from spmdtrain.tree import named_leaves
@@ -34,7 +34,7 @@ class IndexedBatch:
     """A batch as indices into arrays that are on every device.
 
     Attributes:
-      indices: int32 (B,), or `Padded` of it; (n, B) for n steps.
+      indices: int32 (B,), or `MarkedRows` of it; (n, B) for n steps.
       arrays: All examples, arrays (N, ...).
     """
 
@@ -46,9 +46,9 @@ def examples_of(batch: PyTree) -> PyTree:
     """Returns the examples of a batch, which it gathers if it is an `IndexedBatch`."""
     if not isinstance(batch, IndexedBatch):
         return batch
-    indices, mask = rows_and_mask(batch.indices)
+    indices = rows_of(batch.indices)
     rows = jax.tree.map(lambda x: jnp.take(x, indices, axis=0), batch.arrays)
-    return rows if mask is None else Padded(rows, mask)
+    return rows if indices is batch.indices else replace(batch.indices, rows=rows)
 
 
 def batch_of_first_step(batch: PyTree, steps: int) -> PyTree:
@@ -124,7 +124,10 @@ def abstract_batch(
       padded_to: Number of rows, if batches are padded.
     """
     size = padded_to or batch_size
-    example = TrainBatches(dataset, 1, 0, False, 1, np.arange(1), augment)[0]
+    batches = TrainBatches(dataset, 1, 0, False, 1, np.arange(1), augment)
+    read = _Indices(batches)[0] if by_index else batches[0]
+    if size != batch_size:
+        read = with_marks(read, mask=np.zeros(1, np.float32))
     lead = () if steps == 1 else (steps,)
     place: Sharding | None = placement.batch if steps == 1 else stacked_sharding(placement.batch)
     if step_may_place and places_in_step(placement.batch):
@@ -134,14 +137,10 @@ def abstract_batch(
         dtype = jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)
         return jax.ShapeDtypeStruct((*shape, *np.shape(x)[1:]), dtype, sharding=place)
 
-    batch = jax.tree.map(
-        lambda x: array(x, (*lead, size), place), np.zeros(1, np.int32) if by_index else example
-    )
-    if size != batch_size:
-        batch = Padded(batch, array(np.zeros(1, np.float32), (*lead, size), place))  # type: ignore[arg-type]
+    batch = jax.tree.map(lambda x: array(x, (*lead, size), place), read)
     if not by_index:
         return batch
-    count, replicated = len(dataset), placement.replicated
+    count, replicated, example = len(dataset), placement.replicated, rows_of(batches[0])
     return IndexedBatch(batch, jax.tree.map(lambda x: array(x, (count,), replicated), example))
 
 
@@ -154,8 +153,9 @@ class _Indices:
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __getitem__(self, step: int) -> np.ndarray:
-        return self.batches.local_examples(step)[0].astype(np.int32)
+    def __getitem__(self, step: int) -> PyTree:
+        indices, _ = self.batches.local_examples(step)
+        return self.batches.with_components(indices.astype(np.int32), indices)
 
 
 def train_batches(
@@ -191,7 +191,8 @@ def train_batches(
       arrays: All examples on the devices (see `on_devices`); batches are then `IndexedBatch`.
       step_may_place: Whether the step is jitted and places host arrays itself. If that is faster
         (`places_in_step`), batches stay host arrays.
-      padded_to: If above `batch_size`, batches are `Padded` to this number of rows.
+      padded_to: If above `batch_size`, batches are padded to this number of rows, and are
+        `MarkedRows` with a mask.
     """
     size = padded_to or batch_size
     local = process_rows(sharding, size)
@@ -200,7 +201,7 @@ def train_batches(
     rows = _read(batches if arrays is None else _Indices(batches), start, threads)
     if size != batch_size:
         mask = (local < batch_size).astype(np.float32)
-        rows = (Padded(x, mask) for x in rows)  # type: ignore[arg-type]
+        rows = (with_marks(x, mask=mask) for x in rows)
     placing = _Placer(sharding, size, step_may_place=step_may_place)
     ready = map(placing, _group(rows, sizes))
     placed = ready if placing.step_may_place else _prefetch(ready)
@@ -302,7 +303,7 @@ class _Placer:
 
     def __call__(self, batches: Sequence[PyTree]) -> PyTree:
         for batch in batches:
-            self._check(batch, self._local_rows)
+            self._check(rows_of(batch), self._local_rows)
         if len(batches) == 1:
             return self._place(batches[0], self._sharding)
         stacked = jax.tree.map(lambda *parts: np.stack(parts), *batches)

@@ -1,11 +1,10 @@
 """The order of training: which example is at which position of the stream of examples."""
 
 import functools
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from spmdtrain.data.datasets import blocks_of
 from spmdtrain.data.permutation import permuted
 
 BLOCKS_PER_GROUP = 8  # consecutive permuted blocks whose examples are shuffled together
@@ -87,17 +86,3 @@ class EpochOrder:
             np.arange(count), size=count, seed=self._seed, epochs=np.asarray(epoch), part=0
         )
         return order, np.concatenate([[0], np.cumsum(np.diff(self._blocks)[order])])
-
-
-def order_of(dataset: Any, seed: int, *, shuffle: bool) -> Order:
-    """Returns the order in which a dataset is trained on.
-
-    Args:
-      dataset: A dataset.
-      seed: The run's seed.
-      shuffle: Whether each epoch has a random order.
-
-    Raises:
-      UserError: If the dataset's blocks are not valid.
-    """
-    return EpochOrder(len(dataset), seed, shuffle=shuffle, blocks=blocks_of(dataset))

@@ -15,8 +15,10 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from spmdtrain.config import Purpose, derive_seed
-from spmdtrain.data.datasets import Dataset
-from spmdtrain.data.order import order_of
+from spmdtrain.data.datasets import Dataset, blocks_of
+from spmdtrain.data.marked_rows import with_marks
+from spmdtrain.data.mixture import mixture_of
+from spmdtrain.data.order import EpochOrder, Order
 
 PyTree = Any
 Augment = Callable[[PyTree, np.random.Generator], PyTree]
@@ -60,7 +62,8 @@ def padded_size(batch_size: int, sharding: Sharding) -> int:
 class TrainBatches:
     """The batches of the training stream. All are full and continue into the next epoch.
 
-    Item k is the pytree of the rows of batch k that this process loads.
+    Item k is the pytree of the rows of batch k that this process loads. The rows of a mixture are
+    `MarkedRows` with their components.
 
     Attributes:
       dataset: The examples.
@@ -81,7 +84,10 @@ class TrainBatches:
     augment: Augment | None = None
 
     def __post_init__(self) -> None:
-        self._order = order_of(self.dataset, self.seed, shuffle=self.shuffle)
+        self._mixture = mixture_of(self.dataset)
+        self._order = order_of(
+            self.dataset, self.seed, shuffle=self.shuffle, batch_size=self.batch_size
+        )
         self._per_block = max(1, _BLOCK // self.batch_size)  # batches
         # A few blocks, because threads that read ahead may be in different ones.
         self._block = functools.lru_cache(maxsize=4)(self._make_block)
@@ -93,9 +99,20 @@ class TrainBatches:
     def __getitem__(self, step: int) -> PyTree:
         indices, epochs = self.local_examples(step)
         rows = self.dataset.rows(indices)
-        if self.augment is None:
+        if self.augment is not None:
+            rows = self._augmented(self.augment, rows, indices, epochs)
+        return self.with_components(rows, indices)
+
+    def with_components(self, rows: PyTree, indices: np.ndarray) -> PyTree:
+        """Returns rows, marked with their components if the dataset is a mixture.
+
+        Args:
+          rows: Arrays of leading dim n.
+          indices: int64 (n,), the indices of the examples.
+        """
+        if (mixture := self._mixture) is None:
             return rows
-        return self._augmented(self.augment, rows, indices, epochs)
+        return with_marks(rows, component=mixture.component_of(indices), names=mixture.names)
 
     def examples(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the index and the epoch of each example of global batch `step`, int64 (B,)."""
@@ -133,6 +150,23 @@ class TrainBatches:
             example = jax.tree.map(lambda array, row=row: array[row], rows)
             examples.append(augment(example, np.random.Generator(bits)))
         return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
+
+
+def order_of(dataset: Dataset, seed: int, *, shuffle: bool, batch_size: int) -> Order:
+    """Returns the order in which a dataset is trained on.
+
+    Args:
+      dataset: A dataset.
+      seed: The run's seed.
+      shuffle: Whether the examples are shuffled.
+      batch_size: Number of examples of a step.
+
+    Raises:
+      UserError: If the dataset's blocks are not valid, or it is a `Subset` of a mixture.
+    """
+    if (mixture := mixture_of(dataset)) is not None:
+        return mixture.order(seed, shuffle=shuffle, batch_size=batch_size)
+    return EpochOrder(len(dataset), seed, shuffle=shuffle, blocks=blocks_of(dataset))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Training batches that do not divide over the devices, padded with rows of weight 0."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,25 +8,6 @@ import jax
 from spmdtrain.xla.padding import why_padding_matters
 
 PyTree = Any
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Padded:
-    """A batch of B examples in P rows.
-
-    Attributes:
-      rows: Arrays of leading dim P. Rows from B on repeat the last example.
-      mask: f32 (P,), 1 for the examples and 0 for the padding rows.
-    """
-
-    rows: PyTree
-    mask: jax.Array
-
-
-def rows_and_mask(batch: PyTree) -> tuple[PyTree, jax.Array | None]:
-    """Returns the rows of a batch, and the mask if it is padded."""
-    return (batch.rows, batch.mask) if isinstance(batch, Padded) else (batch, None)
 
 
 def why_not_in_training(

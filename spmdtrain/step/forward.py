@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from spmdtrain.adapters.base import Adapter, Function, Mode, Variables
 from spmdtrain.config import RunConfig
-from spmdtrain.data.uneven_batch import rows_and_mask
+from spmdtrain.data.marked_rows import as_marked
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.step import metrics
@@ -87,16 +87,18 @@ class Forward:
     ) -> tuple[dict[str, metrics.Sums], PyTree]:
         """Returns the objective's weighted sums in training, and the model state after the batch.
 
-        The loss's sum is what is differentiated.
+        The loss's sum is what is differentiated. The rows of a mixture also have a sum of the loss
+        for each component, "loss/NAME".
 
         Args:
           params: The trained parameters, None in place of the others.
           frozen: The other parameters, None in place of the trained ones.
           model_state: The model state before the batch.
-          batch: A batch, also `Padded`.
+          batch: A batch, also `MarkedRows`.
           key: The random key.
         """
-        rows, mask = rows_and_mask(batch)
+        marked = as_marked(batch)
+        rows, mask = marked.rows, marked.mask
 
         def run(params: PyTree, model_state: PyTree, key: jax.Array) -> tuple[PyTree, PyTree]:
             return self.outputs(params, frozen, rows, model_state, key, mask=mask)
@@ -104,6 +106,8 @@ class Forward:
         outputs, after = with_policy(run, self._remat, params, model_state, key)
         sums = self._sums(outputs, rows, mask)
         metrics.check_no_pairs(outputs, rows)
+        if marked.component is not None:
+            sums |= metrics.component_losses(outputs, marked.component, marked.names, mask)
         return sums, after
 
     def outputs(

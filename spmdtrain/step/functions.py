@@ -13,7 +13,7 @@ from jax.sharding import Sharding
 from spmdtrain.adapters.base import Adapter, Function, Variables
 from spmdtrain.config import Purpose, RunConfig, derive_seed
 from spmdtrain.data.loader import batch_of_first_step, examples_of
-from spmdtrain.data.uneven_batch import rows_and_mask
+from spmdtrain.data.marked_rows import as_marked
 from spmdtrain.distributed.first_call import Together, call_together
 from spmdtrain.errors import UserError
 from spmdtrain.sharding import mesh
@@ -263,7 +263,7 @@ class StepFunctions:
           UserError: If a train step of it would not compute what the options promise.
         """
         first = jax.eval_shape(lambda batch: examples_of(batch_of_first_step(batch, steps)), batch)
-        batch, mask = rows_and_mask(first)
+        batch, mask = as_marked(first).rows, as_marked(first).mask
         self._checks.check_training(batch, mask)
         requested = self._requested_reduction is not None
         if not requested and not flattens_by_default(self._config, self._placement, self.layout):

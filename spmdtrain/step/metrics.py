@@ -65,6 +65,47 @@ def weighted_sums(
     }
 
 
+def component_losses(
+    outputs: Mapping[str, Any],
+    component: jax.Array,
+    names: Sequence[str],
+    mask: jax.Array | None = None,
+) -> dict[str, Sums]:
+    """Returns the weighted sums of the loss over the rows of each component of a mixture.
+
+    Args:
+      outputs: The objective's outputs.
+      component: int32 (B,), the number of each row's component.
+      names: The names of the components.
+      mask: (B,), 0 for padding rows.
+
+    Returns:
+      The sums by `component_metric`. The weight of a component without rows is 0.
+
+    Raises:
+      UserError: If the objective itself returns a metric of such a name.
+    """
+    if taken := [name for name in names if component_metric("loss", name) in outputs]:
+        raise UserError(
+            f"the objective's {component_metric('loss', taken[0])!r} has the name of the loss of "
+            f"component {taken[0]!r} of the mixture: rename it"
+        )
+    size = component.shape[0]
+    weighted, weights = _weighted("the objective's 'loss'", outputs["loss"], size, mask)
+    of_rows = Sums(*(x.reshape(size, -1).sum(1) for x in (weighted, weights)))
+    return {
+        component_metric("loss", name): Sums(
+            *(jnp.where(component == number, x, 0.0).sum() for x in of_rows)
+        )
+        for number, name in enumerate(names)
+    }
+
+
+def component_metric(metric: str, component: str) -> str:
+    """Returns the name of a metric of one component of a mixture."""
+    return f"{metric}/{component}"
+
+
 def check_names(names: Iterable[str], whose: str) -> None:
     """Checks that the names of metrics are strings, and not reserved in the metrics file.
 
@@ -159,6 +200,14 @@ def check_precise(outputs: Mapping[str, Any]) -> None:
 
 
 def _sums(what: str, value: Any, batch_size: int, mask: jax.Array | None) -> Sums:
+    weighted, weights = _weighted(what, value, batch_size, mask)
+    return Sums(weighted.sum(), weights.sum())
+
+
+def _weighted(
+    what: str, value: Any, batch_size: int, mask: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the values times their weights, and the weights, of the shape of the values."""
     if isinstance(value, Mapping):
         raise UserError(
             f"{what} is a dictionary of {', '.join(map(str, value))}: metrics are not nested, so "
@@ -181,8 +230,7 @@ def _sums(what: str, value: Any, batch_size: int, mask: jax.Array | None) -> Sum
         weights = weights * _expand(what, mask, values)
     weights = jnp.broadcast_to(weights, values.shape)
     # Values of weight 0 must not change the sum, even if they are NaN.
-    counted = jnp.where(weights == 0, 0.0, values.astype(jnp.float32)) * weights
-    return Sums(counted.sum(), weights.sum())
+    return jnp.where(weights == 0, 0.0, values.astype(jnp.float32)) * weights, weights
 
 
 def _expand(what: str, weights: jax.Array, values: jax.Array) -> jax.Array:

@@ -11,13 +11,14 @@ from spmdtrain.adapters.base import Variables
 from spmdtrain.config import Purpose, RunConfig, derive_seed
 from spmdtrain.data.datasets import Dataset, fingerprint
 from spmdtrain.data.loader import ordered_batches
+from spmdtrain.data.mixture import components_of
 from spmdtrain.data.sampling import padded_size
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.functions import StepFunctions
-from spmdtrain.step.metrics import Means
+from spmdtrain.step.metrics import Means, component_metric, loss_first
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.executor import max_in_flight
 
@@ -56,19 +57,31 @@ class Evaluation:
     ) -> dict[str, float]:
         """Returns the weighted means of the objective's values over a dataset.
 
+        Those of a mixture are the means over all its examples, and over those of each component,
+        as "METRIC/NAME".
+
         Args:
           variables: The model's values.
           dataset: Each of its examples counts once.
           batch_size: The global batch size; it need not divide the dataset or the devices.
           check_interrupt: Called before each batch; may raise.
         """
-        batches = self._batches("evaluate", dataset, batch_size, check_interrupt)
-        means = Means()
-        with phase(Phase.EVALUATE):
-            outputs = (self._functions.evaluate(variables, *batch) for batch in batches)
-            for sums in _fetched(outputs, self._in_flight):
-                means.add(sums)
-        return means.result()
+        components = components_of(dataset)
+        whole, found, done = Means(), dict[str, float](), 0
+        for name, part in (components or {"": dataset}).items():
+            what = f"evaluate {name}".rstrip()
+            batches = self._batches(what, part, batch_size, check_interrupt, first=done)
+            means = Means()
+            with phase(Phase.EVALUATE):
+                outputs = (self._functions.evaluate(variables, *batch) for batch in batches)
+                for sums in _fetched(outputs, self._in_flight):
+                    means.add(sums)
+                    whole.add(sums)
+                    done += 1
+            if name:
+                of_part = means.result().items()
+                found |= {component_metric(metric, name): value for metric, value in of_part}
+        return loss_first(whole.result() | found)
 
     def predict(
         self,
@@ -92,9 +105,14 @@ class Evaluation:
         return jax.tree.map(lambda x: x[: len(dataset)], whole)
 
     def _batches(
-        self, what: str, dataset: Dataset, batch_size: int, check_interrupt: Callable[[], None]
+        self,
+        what: str,
+        dataset: Dataset,
+        batch_size: int,
+        check_interrupt: Callable[[], None],
+        first: int = 0,
     ) -> Batches:
-        """Yields all examples in order, in placed batches."""
+        """Yields all examples in order, in placed batches; the keys count batches from `first`."""
         size, why_not = padded_size(batch_size, self._placement.batch), None
         if size != batch_size or len(dataset) % batch_size:
             rows = dataset.rows(np.arange(1))
@@ -112,7 +130,7 @@ class Evaluation:
                 check_interrupt()
                 with phase(Phase.LOAD):
                     rows, mask = next(batches)
-                yield rows, mask, np.array([seed, done - 1], np.uint32)
+                yield rows, mask, np.array([seed, first + done - 1], np.uint32)
                 self._terminal.advance(done)
 
     def _checked_predictions(

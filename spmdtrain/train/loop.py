@@ -14,6 +14,7 @@ import jax
 
 from spmdtrain.config import Purpose, RunConfig, derive_seed
 from spmdtrain.data.loader import train_batches
+from spmdtrain.data.marked_rows import rows_of
 from spmdtrain.data.sampling import Augment
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.first_call import call_together
@@ -231,7 +232,7 @@ class Loop(LoopTools):
         for _ in self.steps():
             with phase(Phase.LOAD):
                 batch = next(batches)
-            yield batch
+            yield rows_of(batch)
 
     def steps(self) -> Iterator[int]:
         """Yields the numbers of the steps to make, from 1; like `batches`, without a dataset.

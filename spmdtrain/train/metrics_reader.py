@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from spmdtrain.checkpoints.replica_check import FirstStep
+from spmdtrain.data.mixture import components_of
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import NonFiniteError, ReplicaError, StateError, UserError
 from spmdtrain.step.finite import FLAGS, first_non_finite
-from spmdtrain.step.metrics import loss_first
+from spmdtrain.step.metrics import component_metric, loss_first
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.train.session import RunSession
@@ -50,6 +51,7 @@ class MetricsReader:
         self._failed: StateError | None = None
         self._compares = process_group.count() > 1  # the first state is not compared yet
         self._first: FirstStep | None = None
+        self._of_components = {component_metric("loss", n) for n in components_of(run.train)}
 
     def add(self, steps: Sequence[int], output: StepOutput) -> None:
         """Queues the output of a dispatch and fetches the oldest one that is due.
@@ -106,20 +108,28 @@ class MetricsReader:
 
     def _read_all(self, steps: Sequence[int], output: StepOutput, finite: np.ndarray) -> None:
         last = steps[-1]
+        sums = None if output.sums is None else np.asarray(output.sums)
         if len(steps) == 1:
-            self._read_one(last, last, finite, output.metrics)
-            if output.sums is not None:
-                self._count(last, output, np.asarray(output.sums), output.rate)
+            self._read_one(last, last, finite, self._present(output.metrics, sums))
+            if sums is not None:
+                self._count(last, output, sums, output.rate)
             return
         metrics = {name: np.asarray(x) for name, x in output.metrics.items()}
-        sums = None if output.sums is None else np.asarray(output.sums)
         rates = None if output.rate is None else np.asarray(output.rate)
         for number, step in enumerate(steps):
             of_step = {name: values[number] for name, values in metrics.items()}
-            self._read_one(step, last, finite[number], of_step)
+            present = self._present(of_step, None if sums is None else sums[number])
+            self._read_one(step, last, finite[number], present)
             if sums is not None:
                 rate = None if rates is None else rates[number]
                 self._count(step, output, sums[number], rate)
+
+    def _present(self, metrics: Mapping[str, Any], sums: np.ndarray | None) -> Mapping[str, Any]:
+        """Returns the metrics without the losses of components that the batch has no rows of."""
+        if not self._of_components or sums is None:
+            return metrics
+        weights = dict(zip(sorted(metrics), sums[:, 1], strict=True))
+        return {n: x for n, x in metrics.items() if weights[n] or n not in self._of_components}
 
     def _count(self, step: int, output: StepOutput, sums: np.ndarray, rate: Any) -> None:
         self._run.epochs.count(step, sorted(output.metrics), sums, rate)

@@ -9,9 +9,11 @@ import numpy as np
 from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, describe_optimizer
 from spmdtrain.config import RunConfig, as_json
 from spmdtrain.data.datasets import Dataset, fingerprint
+from spmdtrain.data.mixture import components_of, epoch_size, mixture_of
 from spmdtrain.distributed import numeric_settings, process_group
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.files.storage import is_url
+from spmdtrain.step.metrics import component_metric
 from spmdtrain.step.state import TrainState
 
 
@@ -52,7 +54,12 @@ def check_inputs(config: RunConfig, data: Mapping[str, Dataset], trained: Traina
     train, profiled = data.get("train"), config.profile_range()
     if train is None and config.steps is None:
         raise UserError("without a dataset there are no epochs: give steps")
-    total = config.total_steps(0 if train is None else len(train))
+    if mixture_of(train) is not None and config.epochs is not None:
+        raise UserError(
+            f"epochs is {config.epochs}, and a Mixture has no epochs, because each of its "
+            "components repeats for itself: give steps"
+        )
+    total = config.total_steps(epoch_size(train))
     if profiled and (config.workdir is None or profiled[1] > total):
         raise UserError(
             f"profile_steps is {config.profile_steps}: it needs a workdir ({config.workdir}), and "
@@ -71,6 +78,8 @@ def check_inputs(config: RunConfig, data: Mapping[str, Dataset], trained: Traina
         if "validation" not in data:
             raise UserError(f"best_metric is {config.best_metric!r}: it needs a validation split")
         names = list(trained.metric_names(data["validation"].rows(np.arange(1))))
+        components = components_of(data["validation"])
+        names += [component_metric(name, part) for name in names for part in components]
         if config.best_metric not in names:
             raise UserError(
                 f"best_metric is {config.best_metric!r}, which no evaluation gives."

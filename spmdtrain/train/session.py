@@ -26,6 +26,7 @@ from spmdtrain.checkpoints.source import (
 )
 from spmdtrain.config import RunConfig
 from spmdtrain.data.datasets import Dataset, as_dataset
+from spmdtrain.data.mixture import epoch_size
 from spmdtrain.distributed import failures, process_group, progress
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import (
@@ -135,7 +136,7 @@ class RunSession:
             checkpoints = stack.enter_context(contextlib.closing(_checkpoints_of(config, workdir)))
         logger = RunLogger(terminal, files, config)
         rate = known_rate(config, trained.abstract_state.opt_state)
-        size = 0 if train is None else len(train)
+        size = epoch_size(train)
         run = cls(
             config=config,
             train=train,
@@ -212,7 +213,7 @@ class RunSession:
             )
 
         def load(folder: epath.Path, manifest: Manifest) -> TrainState:
-            check_same_run(manifest.identity, self.identity, str(folder))
+            check_same_run(manifest.identity, self.identity, str(folder), manifest.step)
             return load_state(folder, manifest, trained.abstract_state, trained.shardings)
 
         log = self.logger.terminal.line
@@ -265,7 +266,7 @@ class RunSession:
           UserError: If this is another run, or the workdir has a checkpoint of a later step.
         """
         try:
-            check_same_run(earlier, self.identity, f"this trainer at step {step}")
+            check_same_run(earlier, self.identity, f"this trainer at step {step}", step)
         except UserError as error:
             raise UserError(
                 f"{error}. To keep the model and the optimizer's state and count steps from 0, "

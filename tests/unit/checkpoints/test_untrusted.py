@@ -390,10 +390,10 @@ def test_what_a_manifest_says_of_its_run_is_escaped_where_it_is_refused() -> Non
         dataclasses.replace(here, config={**here.config, "seed": clear}),
     ):
         with pytest.raises(UserError, match=r"\\x1b\[2J") as caught:
-            check_same_run(saved, here, "runs/x")
+            check_same_run(saved, here, "runs/x", 1)
         assert "\x1b" not in str(caught.value)
     with pytest.raises(UserError) as caught:
-        check_same_run(dataclasses.replace(here, optimizer="x" * 100_000), here, "runs/x")
+        check_same_run(dataclasses.replace(here, optimizer="x" * 100_000), here, "runs/x", 1)
     assert len(str(caught.value)) < 5000
     now = dataclasses.replace(here, config={**here.config, "steps": 3})
     before = dataclasses.replace(here, config={**here.config, "steps": clear})

@@ -1257,8 +1257,8 @@ def test_the_names_of_classes_are_in_the_identity_only_where_there_are_any(tmp_p
     config = {"seed": 0, "global_batch_size": 8, "shuffle": True}
     now = Identity(config, fingerprint(dataset), {}, "")
     before = Identity(config, {k: v for k, v in now.dataset.items() if k != "classes"}, {}, "")
-    check_same_run(before, now, "an older checkpoint")
-    check_same_run(now, before, "a newer one")
+    check_same_run(before, now, "an older checkpoint", 1)
+    check_same_run(now, before, "a newer one", 1)
 
 
 def test_many_classes_are_listed_in_short() -> None:

@@ -1,0 +1,251 @@
+"""Mixtures: training on several datasets with declared weights."""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmdtrain.data.datasets import (
+    Dataset,
+    MappedDataset,
+    Subset,
+    as_dataset,
+    blocks_of,
+    classes_of,
+    fingerprint,
+)
+from spmdtrain.data.mixture_order import MixtureOrder, examples_per_period
+from spmdtrain.data.order import EpochOrder
+from spmdtrain.errors import UserError
+from spmdtrain.tree import named_leaves
+
+PyTree = Any
+
+
+class Mixture:
+    """Several datasets, of which each batch has examples in proportion to their weights.
+
+    In every 2,048 consecutive training examples the number from each component is its share of
+    the weights, rounded; rounding errors are carried over, so that the share stays exact. Each
+    component has its own epochs, so a run has none: give `steps`. An evaluation counts every
+    example of every component once.
+
+    Args:
+      components: Dataset (or arrays) and weight by name. The weights hold from step 0 on.
+      stages: Other weights of all components, by the step from which on they hold.
+
+    Attributes:
+      components: The datasets, sorted by name.
+      stages: The weights of the components by the step from which on they hold, from 0 on.
+
+    Raises:
+      UserError: If a weight or a step is not valid, or the components differ in their arrays.
+    """
+
+    def __init__(
+        self,
+        components: Mapping[str, tuple[Any, float]],
+        stages: Mapping[int, Mapping[str, float]] | None = None,
+    ) -> None:
+        _check_components(components)
+        self.components: dict[str, Dataset] = {
+            name: as_dataset(components[name][0], f"component {name!r} of a Mixture")
+            for name in sorted(components)
+        }
+        self.stages: dict[int, dict[str, float]] = {
+            step: self._checked(step, weights)
+            for step, weights in sorted(
+                [(0, {name: weight for name, (_, weight) in components.items()})]
+                + [(_checked_step(step), weights) for step, weights in (stages or {}).items()]
+            )
+        }
+        _check_same_arrays(self.components)
+        self._sizes = np.array([len(x) for x in self.components.values()], np.int64)
+        self._offsets = np.cumsum(self._sizes) - self._sizes
+
+    def __len__(self) -> int:
+        return int(self._sizes.sum())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the components, sorted."""
+        return tuple(self.components)
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """The class names of the components, which are the same."""
+        return classes_of(next(iter(self.components.values())))
+
+    def rows(self, indices: np.ndarray) -> PyTree:
+        """Returns examples of the concatenation of the components.
+
+        Args:
+          indices: int64 (n,).
+        """
+        of = self.component_of(indices)
+        datasets, present = list(self.components.values()), np.unique(of)
+        parts = {n: datasets[n].rows(indices[of == n] - self._offsets[n]) for n in present}
+        if len(parts) == 1:
+            return parts[present[0]]
+
+        def merged(*leaves: Any) -> np.ndarray:
+            whole = np.empty((len(indices), *np.shape(leaves[0])[1:]), np.asarray(leaves[0]).dtype)
+            for number, leaf in zip(present, leaves, strict=True):
+                whole[of == number] = leaf
+            return whole
+
+        return jax.tree.map(merged, *parts.values())
+
+    def component_of(self, indices: np.ndarray) -> np.ndarray:
+        """Returns the number of the component of each example, int32, in the order of `names`.
+
+        Args:
+          indices: int64 (n,), indices of examples.
+        """
+        found = np.searchsorted(self._offsets, indices, side="right") - 1
+        return found.astype(np.int32)
+
+    def order(self, seed: int, *, shuffle: bool, batch_size: int) -> MixtureOrder:
+        """Returns the order of training.
+
+        Args:
+          seed: The run's seed.
+          shuffle: Whether the components are shuffled. How they are interleaved is random anyway.
+          batch_size: Number of examples of a step.
+        """
+        orders = [
+            EpochOrder(len(x), _own_seed(seed, name), shuffle=shuffle, blocks=blocks_of(x))
+            for name, x in self.components.items()
+        ]
+        stages = {
+            step * batch_size: examples_per_period(weights) for step, weights in self.stages.items()
+        }
+        return MixtureOrder(orders, self._offsets, stages, seed)
+
+    def parts_fingerprint(self) -> dict[str, Any]:
+        """Returns the fingerprints of the components, and the stages, as JSON."""
+        return {
+            "components": {name: fingerprint(x) for name, x in self.components.items()},
+            "stages": {str(step): dict(weights) for step, weights in self.stages.items()},
+        }
+
+    def _checked(self, step: int, weights: Mapping[str, float]) -> dict[str, float]:
+        """Returns the weights of a stage in the order of the components."""
+        where = "a Mixture" if step == 0 else f"stage {step} of a Mixture"
+        if set(weights) != set(self.components):
+            raise UserError(
+                f"{where} has weights of {', '.join(map(str, weights))}: give those of all "
+                f"components: {', '.join(self.components)}"
+            )
+        for name, weight in weights.items():
+            valid = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+            if not valid or not 0 <= weight < math.inf:
+                raise UserError(
+                    f"{where} has the weight {weight!r} of {name!r}: it must be 0 or more"
+                )
+        if not any(weights.values()):
+            raise UserError(f"{where} has no weight above 0")
+        checked = {name: float(weights[name]) for name in self.components}
+        examples_per_period(checked)
+        return checked
+
+
+def mixture_of(dataset: Any) -> Mixture | None:
+    """Returns the mixture that a dataset is, or that it maps; None if there is none.
+
+    Args:
+      dataset: A dataset.
+
+    Raises:
+      UserError: If it is a `Subset` of a mixture, whose weights would have no meaning.
+    """
+    inner, is_subset = dataset, False
+    while isinstance(inner, (MappedDataset, Subset)):
+        is_subset |= isinstance(inner, Subset)
+        inner = inner.dataset
+    if not isinstance(inner, Mixture):
+        return None
+    if is_subset:
+        raise UserError("a Subset of a Mixture has no weights: give a Mixture of Subsets")
+    return inner
+
+
+def components_of(dataset: Any) -> dict[str, Dataset]:
+    """Returns the components of a mixture by name, mapped as it is; {} for another dataset.
+
+    Args:
+      dataset: A dataset.
+    """
+    if isinstance(dataset, MappedDataset):
+        parts = components_of(dataset.dataset)
+        return {name: MappedDataset(part, dataset.function) for name, part in parts.items()}
+    mixture = mixture_of(dataset)
+    return {} if mixture is None else dict(mixture.components)
+
+
+def epoch_size(dataset: Dataset | None) -> int:
+    """Returns the number of examples of an epoch; 0 if there are no epochs.
+
+    Args:
+      dataset: The training data of a run, if it has any. A mixture has no epochs.
+    """
+    return 0 if dataset is None or mixture_of(dataset) is not None else len(dataset)
+
+
+def _check_components(components: Any) -> None:
+    if not isinstance(components, Mapping) or not components:
+        raise UserError("a Mixture is made of a dictionary {name: (dataset, weight)}")
+    for name, given in components.items():
+        if not isinstance(name, str) or not name:
+            raise UserError(f"a component of a Mixture is named {name!r}: use a string")
+        if not isinstance(given, tuple) or len(given) != 2:
+            raise UserError(
+                f"component {name!r} of a Mixture is a {type(given).__name__}: give (dataset, "
+                "weight)"
+            )
+        if isinstance(given[0], Mixture):
+            raise UserError(
+                f"component {name!r} of a Mixture is a Mixture: give its components themselves"
+            )
+
+
+def _checked_step(step: Any) -> int:
+    if not isinstance(step, int) or isinstance(step, bool) or step < 1:
+        raise UserError(
+            f"a stage of a Mixture begins at step {step!r}: stages begin at step 1 or later, and "
+            "the weights of the components hold before"
+        )
+    return step
+
+
+def _check_same_arrays(components: Mapping[str, Dataset]) -> None:
+    """Checks that all components have the same arrays and classes."""
+    first, arrays = "", dict[str, str]()
+    classes: tuple[str, ...] = ()
+    for name, dataset in components.items():
+        leaves = named_leaves(dataset.rows(np.arange(1)))
+        own = {n: f"{np.asarray(x).dtype}{list(np.shape(x)[1:])}" for n, x in leaves.items()}
+        if not first:
+            first, arrays, classes = name, own, tuple(classes_of(dataset))
+        for array in [*arrays, *own]:
+            if arrays.get(array) != own.get(array):
+                what = f"array {array!r}" if array else "the array"
+                raise UserError(
+                    f"the components of a Mixture differ: {what} is {arrays.get(array, 'absent')} "
+                    f"in {first!r} and {own.get(array, 'absent')} in {name!r}; map one of them "
+                    "(MappedDataset)"
+                )
+        if tuple(classes_of(dataset)) != classes:
+            raise UserError(
+                f"the components {first!r} and {name!r} of a Mixture differ in their classes, so "
+                "the same label would mean different things"
+            )
+
+
+def _own_seed(seed: int, name: str) -> int:
+    """Returns the seed of a component, so that two of the same length have different orders."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
