@@ -45,6 +45,8 @@ _HOMES = {
     "ShardingOptions": "config",
     "StorageError": "errors",
     "Subset": "data.datasets",
+    "TokenDocuments": "data.sources.token_files",
+    "TokenFile": "data.sources.token_files",
     "Tokenized": "data.text",
     "TrainState": "step.state",
     "Trainer": "train.trainer",
@@ -106,6 +108,8 @@ __all__ = [
     "ShardingOptions",
     "StorageError",
     "Subset",
+    "TokenDocuments",
+    "TokenFile",
     "Tokenized",
     "TrainState",
     "Trainer",
@@ -153,6 +157,7 @@ if TYPE_CHECKING:
     from spmdtrain.data.mixture import Mixture
     from spmdtrain.data.packing import Packed
     from spmdtrain.data.sources.parquet import ParquetSource
+    from spmdtrain.data.sources.token_files import TokenDocuments, TokenFile
     from spmdtrain.data.text import Tokenized
     from spmdtrain.distributed.initialize import initialize
     from spmdtrain.errors import (
