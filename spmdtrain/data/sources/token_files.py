@@ -22,7 +22,10 @@ _MILLION = 10**6
 
 # The header of the files of llm.c: 256 integers of 32 bits. By magic number: version and dtype.
 _HEADER = 1024
-_LLM_C = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
+_LLM_C: dict[int, tuple[int, np.dtype[Any]]] = {
+    20240520: (1, np.dtype("<u2")),
+    20240801: (7, np.dtype("<u4")),
+}
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,10 @@ class _TokenFiles:
         file = self.files[number]
         if file.path.endswith(".npy"):
             return _npy_layout(file, wanted)
-        offset, dtype = 0, wanted or np.dtype("<u2")
+        offset, dtype = 0, np.dtype("<u2") if wanted is None else wanted
         if file.size >= _HEADER:
             magic, version, count = np.frombuffer(self.reader.read(number, 0, 12), "<i4").tolist()
-            if _LLM_C.get(magic, (0,))[0] == version:
+            if magic in _LLM_C and _LLM_C[magic][0] == version:
                 offset, dtype = _HEADER, _LLM_C[magic][1]
                 _check_dtype(file, dtype, wanted)
                 if file.size != offset + count * dtype.itemsize:
@@ -113,7 +116,8 @@ class TokenFile:
         Any other file holds tokens alone, as nanoGPT writes them, or after the header of llm.c.
       length: Number of tokens to predict in a window.
       dtype: The dtype of files without a header. The default is uint16, little-endian.
-      stride: Distance between windows. By default `length`, so that each token is predicted once.
+      stride: Distance between the beginnings of windows. By default `length`, so that each token is
+        predicted once.
 
     Raises:
       UserError: If there are no such files, one is remote, malformed or of another dtype, or an
@@ -127,8 +131,12 @@ class TokenFile:
         self.length = _positive("length", length)
         self.stride = self.length if stride is None else _positive("stride", stride)
         self._tokens = _TokenFiles(files, dtype)
-        windows = 1 + np.maximum(0, -((self.length + 1 - self._tokens.counts) // self.stride))
-        windows[self._tokens.counts < 2] = 0  # nothing to predict
+        counts = self._tokens.counts
+        windows = np.minimum(
+            1 + np.maximum(0, -((self.length + 1 - counts) // self.stride)),
+            -((1 - counts) // self.stride),  # each begins before the last token
+        )
+        windows[counts < 2] = 0  # nothing to predict
         self._ends = np.cumsum(windows)
         if not self._ends[-1]:
             raise UserError(f"{self._tokens.files[0]}: fewer than two tokens: nothing to predict")
