@@ -9,6 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from spmdtrain.data.indexable import IndexableDataset, stack
+from spmdtrain.data.libraries import NO_STREAM, from_library
 from spmdtrain.errors import UserError
 from spmdtrain.tree import named_leaves
 
@@ -91,7 +93,7 @@ class Subset:
     indices: np.ndarray
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dataset", as_dataset(self.dataset))
+        object.__setattr__(self, "dataset", as_dataset(self.dataset, sparse=True))
         indices, length = np.asarray(self.indices), len(self.dataset)
         if indices.ndim != 1 or indices.dtype.kind not in "iu":
             raise UserError(
@@ -146,56 +148,32 @@ class MappedDataset:
         return blocks_of(self.dataset)
 
 
-@dataclass(frozen=True)
-class IndexableDataset:
-    """An indexable collection of single examples, such as a Grain source, as a dataset."""
-
-    source: Any
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def rows(self, indices: np.ndarray) -> PyTree:
-        examples = [self.source[int(index)] for index in indices]
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
-
-    @property
-    def blocks(self) -> np.ndarray | None:
-        """The blocks of the source."""
-        return blocks_of(self.source)
-
-
-def as_dataset(data: Any, what: str = "the dataset") -> Dataset:
+def as_dataset(data: Any, what: str = "the dataset", *, sparse: bool = False) -> Dataset:
     """Returns a dataset.
 
     Args:
-      data: A dataset, arrays (one, a tuple or a dictionary of them), or an indexable source of
-        single examples.
+      data: A dataset; arrays (one, a tuple or a dictionary of them); a list of records; a table of
+        pandas, Polars, Arrow or Hugging Face; or a source of single examples, which has `__len__`
+        and `__getitem__(int)`, such as a `grain.MapDataset`.
       what: The name of `data` in error messages.
+      sparse: Whether examples of a `grain.MapDataset` may be missing, because they are not read.
 
     Raises:
       UserError: If `data` is anything else, or empty.
     """
+    data = from_library(data, sparse=sparse)
     if isinstance(data, Dataset):
         dataset: Dataset = data
     elif isinstance(data, (tuple, dict, np.ndarray, jax.Array)):
         dataset = ArrayDataset(data)
-    elif isinstance(data, (list, str)):
-        raise UserError(
-            f"a {type(data).__name__} is no dataset: give an array, or a tuple or dictionary of "
-            "arrays"
-        )
-    elif advice := _table_advice(data):
-        raise UserError(f"a {type(data).__module__}.{type(data).__name__} is no dataset: {advice}")
+    elif isinstance(data, list) and data:
+        dataset = _of_list(data)
+    elif isinstance(data, str):
+        raise UserError(f"a str is no dataset: {data!r}. Give what it names, such as the arrays")
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         dataset = IndexableDataset(data)
     else:
-        why = (
-            ": a stream cannot return batch k without reading all batches before it, so a run "
-            "could neither be resumed nor use several processes"
-            if isinstance(data, Iterable)
-            else ""
-        )
+        why = f": {NO_STREAM}" if isinstance(data, Iterable) else ""
         raise UserError(
             f"a {type(data).__name__} is no dataset{why}. Give arrays, or an object with __len__ "
             "and rows(indices)"
@@ -205,22 +183,15 @@ def as_dataset(data: Any, what: str = "the dataset") -> Dataset:
     return dataset
 
 
-def _table_advice(data: Any) -> str | None:
-    """Returns how to convert a table of a known library; None for anything else."""
-    library = type(data).__module__.partition(".")[0]
-    name = type(data).__name__
-    if library in ("pandas", "polars"):
-        if name == "DataFrame":
-            return "give its columns, {name: frame[name].to_numpy() for name in frame.columns}"
-        return "give its values, series.to_numpy()" if name == "Series" else None
-    if library == "pyarrow" and name in ("Table", "RecordBatch"):
-        return "give its columns, {name: table[name].to_numpy() for name in table.column_names}"
-    if library == "datasets":
-        if name in ("DatasetDict", "IterableDatasetDict"):
-            return f"it holds several splits: give one, data[name] with name in {sorted(data)}"
-        if getattr(data, "format", {"type": "any"})["type"] is None:
-            return 'its rows are Python objects: give data.with_format("numpy")'
-    return None
+def _of_list(records: list[Any]) -> ArrayDataset:
+    """Returns a list of records or numbers, stacked."""
+    if isinstance(records[0], (list, np.ndarray, jax.Array)):
+        raise UserError(
+            "a list of arrays is no dataset, because it could mean several examples or several "
+            "arrays: give np.stack(data) if each is an example, tuple(data) if each holds all "
+            "examples of a field"
+        )
+    return ArrayDataset(stack(records, range(len(records)), "list"))
 
 
 def blocks_of(data: Any) -> np.ndarray | None:

@@ -16,7 +16,6 @@ from spmdtrain.config import MeshSpec
 from spmdtrain.data.datasets import (
     ArrayDataset,
     Dataset,
-    IndexableDataset,
     MappedDataset,
     Subset,
     as_dataset,
@@ -699,22 +698,6 @@ def test_an_object_with_a_length_and_rows_is_a_dataset_as_it_is() -> None:
     assert not isinstance([1, 2], Dataset)
 
 
-def test_an_indexable_collection_of_examples_is_a_dataset() -> None:
-    collection = [{"x": np.array([i, i + 1]), "y": i * 10} for i in range(5)]
-    dataset = as_dataset(collections.UserList(collection))
-    assert isinstance(dataset, IndexableDataset)
-    assert len(dataset) == 5
-    rows = dataset.rows(np.array([3, 0]))
-    assert rows["x"].tolist() == [[3, 4], [0, 1]]
-    assert rows["y"].tolist() == [30, 0]
-
-
-@pytest.mark.parametrize("data", [[np.zeros(4), np.zeros(4)], "train.npz"])
-def test_a_list_could_mean_two_things_and_is_refused(data: Any) -> None:
-    with pytest.raises(UserError, match="tuple or dictionary"):
-        as_dataset(data)
-
-
 def test_a_dataset_that_returns_too_few_rows_is_refused() -> None:
     class Short:
         def __len__(self) -> int:
@@ -841,40 +824,3 @@ def test_a_subset_takes_only_indices_that_are_there(indices: list[Any], message:
 def test_what_is_no_collection_at_all_is_not_called_a_stream() -> None:
     with pytest.raises(UserError, match="int is no dataset"):
         as_dataset(7)
-
-
-def table(library: str, name: str, **attributes: Any) -> Any:
-    """An object of a class as another library has it."""
-
-    def columns(self: Any, key: Any) -> Any:
-        raise KeyError(key)
-
-    content = {"__len__": lambda self: 3, "__getitem__": columns} | attributes
-    return type(name, (), {"__module__": f"{library}.core"} | content)()
-
-
-@pytest.mark.parametrize(
-    ("data", "advice"),
-    [
-        (table("pandas", "DataFrame"), r"frame\[name\].to_numpy\(\)"),
-        (table("pandas", "Series"), r"series.to_numpy\(\)"),
-        (table("pyarrow", "Table"), "table.column_names"),
-        (table("datasets", "Dataset", format={"type": None}), r"with_format\(\"numpy\"\)"),
-        (table("datasets", "DatasetDict", __iter__=lambda self: iter("ba")), r"\['a', 'b'\]"),
-    ],
-)
-def test_a_table_of_another_library_is_answered_with_what_makes_arrays_of_it(
-    data: Any, advice: str
-) -> None:
-    with pytest.raises(UserError, match=f"{type(data).__name__} .*{advice}"):
-        as_dataset(data)
-
-
-def test_a_formatted_dataset_of_hugging_face_is_one() -> None:
-    rows = table(
-        "datasets",
-        "Dataset",
-        format={"type": "numpy"},
-        __getitem__=lambda self, index: {"x": np.float32(index)},
-    )
-    assert as_dataset(rows).rows(np.array([2, 0]))["x"].tolist() == [2, 0]

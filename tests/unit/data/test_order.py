@@ -6,12 +6,12 @@ import pytest
 from hypothesis import strategies as st
 
 from spmdtrain.data.datasets import (
-    IndexableDataset,
     MappedDataset,
     Subset,
     blocks_of,
     fingerprint,
 )
+from spmdtrain.data.indexable import IndexableDataset
 from spmdtrain.data.order import BLOCKS_PER_GROUP, EpochOrder
 from spmdtrain.data.permutation import permuted
 from spmdtrain.data.sampling import TrainBatches, all_rows, order_of

@@ -1,0 +1,113 @@
+"""Data of other libraries: what can be a dataset, and why anything else cannot."""
+
+import sys
+from typing import Any
+
+from spmdtrain.data.tables import HuggingFaceDataset, arrow_columns, pandas_columns
+from spmdtrain.errors import UserError
+
+_STREAMS = {
+    "grain.IterDataset": "Give the MapDataset from before .to_iter_dataset()",
+    "grain.DatasetIterator": "Give the MapDataset that it iterates over",
+    "grain.DataLoader": (
+        "Give its source, with its operations as transformations: "
+        "grain.MapDataset.source(source).map(function)"
+    ),
+    "datasets.IterableDataset": "Load it without streaming=True",
+    "torch.IterableDataset": "Give a map-style dataset, with __getitem__ and __len__",
+    "torch.DataLoader": "Give its dataset, loader.dataset",
+    "tensorflow.DatasetV2": (
+        "Read its files by an indexed format: docs/data.md names one for each kind of data"
+    ),
+}
+NO_STREAM = (
+    "a stream cannot return batch k without reading all batches before it, so a run could neither "
+    "be resumed nor use several processes"
+)
+
+
+def known_as(data: Any) -> frozenset[str]:
+    """Returns the classes of an object and their bases as `library.Class`, as `pandas.DataFrame`.
+
+    So objects of a library are recognized without importing it.
+
+    Args:
+      data: Any object.
+    """
+    classes = type(data).__mro__
+    return frozenset(f"{c.__module__.partition('.')[0]}.{c.__name__}" for c in classes)
+
+
+def from_library(data: Any, *, sparse: bool = False) -> Any:
+    """Converts a table, and checks a collection, of a library that spmdtrain knows.
+
+    Args:
+      data: Any object.
+      sparse: Whether examples of a `grain.MapDataset` may be missing.
+
+    Returns:
+      A dictionary of arrays or a dataset, if `data` is a table; else `data` itself.
+
+    Raises:
+      UserError: If `data` cannot be a dataset; says what to give instead.
+    """
+    names = known_as(data)
+    if streams := sorted(names & _STREAMS.keys()):
+        raise UserError(f"a {streams[0]} is no dataset: {NO_STREAM}. {_STREAMS[streams[0]]}")
+    if splits := sorted(names & {"datasets.DatasetDict", "datasets.IterableDatasetDict"}):
+        raise UserError(
+            f"a {splits[0]} is no dataset: it holds several splits: give one, data[name] with name "
+            f"in {sorted(data)}"
+        )
+    if "grain.MapDataset" in names:
+        _check_map_dataset(data, sparse)
+    return _table(data, names)
+
+
+def _table(data: Any, names: frozenset[str]) -> Any:
+    """Returns the arrays or the dataset of a table; any other object as it is."""
+    if "pandas.DataFrame" in names:
+        return pandas_columns(data)
+    if "polars.LazyFrame" in names:
+        raise UserError("a polars.LazyFrame is no dataset: it has no rows yet: give data.collect()")
+    if "polars.DataFrame" in names:
+        return arrow_columns(data.to_arrow(), "polars", "polars.DataFrame")
+    if names & {"pandas.Series", "polars.Series"}:
+        frame = data.to_frame(data.name or "values")
+        return next(iter(_table(frame, known_as(frame)).values()))
+    if names & {"pyarrow.Table", "pyarrow.RecordBatch"}:
+        return arrow_columns(data)
+    return HuggingFaceDataset(data) if "datasets.Dataset" in names else data
+
+
+def _check_map_dataset(data: Any, sparse: bool) -> None:
+    """Checks that a `grain.MapDataset` has a length, and that its elements are single examples."""
+    if len(data) >= sys.maxsize:
+        raise UserError(
+            "a grain.MapDataset that repeats without end has no epochs: leave .repeat() out; "
+            "`epochs` or `steps` of the run give its length"
+        )
+    batches = _transformation(data, "grain.BatchMapDataset", until="grain.FlatMapMapDataset")
+    if batches is not None:
+        raise UserError(
+            f"a grain.MapDataset with .batch() has batches as its examples ({batches}): leave "
+            ".batch() out; global_batch_size of the run gives their size. If each batch is meant "
+            "to be one example, give grain.MapDataset.source(data)"
+        )
+    removes = {"grain.FilterMapDataset": ".filter()", "grain.FlatMapMapDataset": ".flat_map()"}
+    for name, call in removes.items():
+        if not sparse and _transformation(data, name) is not None:
+            raise UserError(
+                f"a grain.MapDataset with {call} has a length that also counts removed examples: "
+                "select those that are left, Subset(data, np.array([i for i in range(len(data)) if "
+                "data[i] is not None]))"
+            )
+
+
+def _transformation(data: Any, name: str, until: str = "") -> Any:
+    """Returns the first transformation of a class on the way to the sources; None without one."""
+    names = known_as(data)
+    if name in names or until in names:
+        return data if name in names else None
+    found = (_transformation(parent, name, until) for parent in getattr(data, "parents", ()))
+    return next((each for each in found if each is not None), None)
