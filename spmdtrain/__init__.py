@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Adapter": "adapters.base",
     "ArrayDataset": "data.datasets",
+    "ArrayRecordSource": "data.sources.array_record",
     "BATCH_AXES": "sharding.mesh",
     "CallbackContext": "train.callbacks",
     "CallbackEvent": "train.callbacks",
@@ -75,6 +76,7 @@ __all__ = [
     "BATCH_AXES",
     "Adapter",
     "ArrayDataset",
+    "ArrayRecordSource",
     "CallbackContext",
     "CallbackEvent",
     "CollectiveOptions",
@@ -156,6 +158,7 @@ if TYPE_CHECKING:
     from spmdtrain.data.image_folder import ImageFolder
     from spmdtrain.data.mixture import Mixture
     from spmdtrain.data.packing import Packed
+    from spmdtrain.data.sources.array_record import ArrayRecordSource
     from spmdtrain.data.sources.parquet import ParquetSource
     from spmdtrain.data.sources.token_files import TokenDocuments, TokenFile
     from spmdtrain.data.text import Tokenized
