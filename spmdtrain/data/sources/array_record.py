@@ -1,5 +1,6 @@
 """Records of ArrayRecord files by index."""
 
+import hashlib
 import operator
 import os
 from collections.abc import Callable, Sequence
@@ -89,14 +90,28 @@ class ArrayRecordSource:
         except (UserError, StorageError, MemoryError):
             raise
         except Exception as error:
-            file, record = self._file_of(indices[len(examples)])
+            number = len(examples)
             raise UserError(
-                f"{file}: record {record} ({len(contents[len(examples)])} bytes) cannot be "
+                f"{self.describe(indices[number])} ({len(contents[number])} bytes) cannot be "
                 f"decoded: {cause_of(error)}"
             ) from error
         return examples
 
     _getitems = __getitems__  # Grain's protocol, by which a MapDataset reads several examples
+
+    def fingerprint(self) -> str:
+        """Returns a hash of the files' names, sizes and versions."""
+        files = [(file.path, file.size, file.version) for file in self.files]
+        return hashlib.sha256(repr(files).encode()).hexdigest()
+
+    def describe(self, index: int) -> str:
+        """Returns the file of a record, and its number in it, for messages.
+
+        Args:
+          index: Its number in the source.
+        """
+        file, record = self._file_of(index)
+        return f"{file}: record {record}"
 
     def _file_of(self, index: int) -> tuple[SourceFile, int]:
         """Returns the file of a record, and its number in it."""
@@ -119,7 +134,8 @@ class ArrayRecordSource:
 
     def _read_one(self, index: int) -> bytes:
         try:
-            return self._source[index]  # type: ignore[no-any-return]
+            content: bytes = self._source[index]
+            return content
         except _READ_ERRORS as error:
             file, record = self._file_of(index)
             _raise_unreadable(file, error, f": record {record}")

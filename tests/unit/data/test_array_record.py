@@ -34,7 +34,7 @@ def decode(record: bytes) -> dict[str, np.ndarray]:
 
 
 def firsts(data: object, *indices: int) -> list[int]:
-    return as_dataset(data).rows(np.array(indices))["x"][:, 0].tolist()  # type: ignore[no-any-return]
+    return as_dataset(data).rows(np.array(indices))["x"][:, 0].tolist()
 
 
 @pytest.fixture
