@@ -24,6 +24,7 @@ _HOMES = {
     "FunctionModel": "adapters.functional",
     "GatherPolicy": "sharding.layout",
     "ImageFolder": "data.image_folder",
+    "JsonLinesSource": "data.sources.text_files",
     "KerasModel": "adapters.keras",
     "LinenModel": "adapters.linen",
     "Loop": "train.loop",
@@ -46,6 +47,7 @@ _HOMES = {
     "ShardingOptions": "config",
     "StorageError": "errors",
     "Subset": "data.datasets",
+    "TextSource": "data.sources.text_files",
     "TokenDocuments": "data.sources.token_files",
     "TokenFile": "data.sources.token_files",
     "Tokenized": "data.text",
@@ -88,6 +90,7 @@ __all__ = [
     "FunctionModel",
     "GatherPolicy",
     "ImageFolder",
+    "JsonLinesSource",
     "KerasModel",
     "LinenModel",
     "Loop",
@@ -110,6 +113,7 @@ __all__ = [
     "ShardingOptions",
     "StorageError",
     "Subset",
+    "TextSource",
     "TokenDocuments",
     "TokenFile",
     "Tokenized",
@@ -160,6 +164,7 @@ if TYPE_CHECKING:
     from spmdtrain.data.packing import Packed
     from spmdtrain.data.sources.array_record import ArrayRecordSource
     from spmdtrain.data.sources.parquet import ParquetSource
+    from spmdtrain.data.sources.text_files import JsonLinesSource, TextSource
     from spmdtrain.data.sources.token_files import TokenDocuments, TokenFile
     from spmdtrain.data.text import Tokenized
     from spmdtrain.distributed.initialize import initialize

@@ -61,8 +61,12 @@ class SourceFile:
                 "must not change while a run reads them"
             )
 
-    def open(self) -> IO[bytes]:
+    def open(self, *, whole: bool = False) -> IO[bytes]:
         """Returns the file opened for reading, which the caller closes.
+
+        Args:
+          whole: Whether it is read from the beginning to the end. Then an object is read ahead;
+            otherwise gcsfs requests the ranges that are read, and no other bytes.
 
         Raises:
           StorageError: If it does not exist, or cannot be read.
@@ -71,9 +75,8 @@ class SourceFile:
         self.check_unchanged()
         try:
             if is_url(self.path):
-                # Readers of Parquet and of whole files request large ranges; gcsfs's own reading
-                # ahead would request other bytes in addition.
-                return file_system(self.path).open(self.path, "rb", cache_type="none")
+                cache = "readahead" if whole else "none"
+                return file_system(self.path).open(self.path, "rb", cache_type=cache)
             return open(self.path, "rb")
         except failures(self.path) as error:
             self.fail(error)

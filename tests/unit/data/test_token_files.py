@@ -47,7 +47,7 @@ def windows(tokens: list[int], length: int, stride: int) -> list[tuple[list[int]
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     files=st.lists(st.lists(st.integers(1, 60_000), max_size=20), min_size=1, max_size=3),
     length=st.integers(1, 8),

@@ -1,0 +1,263 @@
+"""The positions of the examples in text files: one scan, kept in the user's cache folder.
+
+A compressed or remote file is copied, decompressed, to the same folder by that scan, because it has
+no random access.
+"""
+
+import contextlib
+import fcntl
+import gzip
+import hashlib
+import os
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from spmdtrain.data.progress import delayed_progress
+from spmdtrain.data.sources.files import SourceFile, find_files
+from spmdtrain.data.sources.text_cuts import Scanner
+from spmdtrain.errors import StorageError, UserError, printable
+from spmdtrain.files.storage import failures, is_url, one_line
+from spmdtrain.files.user_folders import cache_folder, make_folder
+from spmdtrain.optional import import_extra
+
+_PIECE = 2**20  # bytes that are scanned at once
+# Compressed bytes that a zstd decompressor gets at once. They become at most 128 MiB, because a
+# block has at least 4 bytes, and at most 128 KiB of content.
+_FED = 2**12
+_MB = 10**6
+_VERSION = 1  # of the cached files: increased if their content changes
+
+
+@dataclass(frozen=True)
+class IndexedText:
+    """A text file with random access.
+
+    Attributes:
+      source: The file that was given.
+      text: The same file, or its decompressed copy.
+      offsets: A file of int64: the positions in `text` at which the examples begin, and its size.
+    """
+
+    source: SourceFile
+    text: SourceFile
+    offsets: SourceFile
+
+    @property
+    def count(self) -> int:
+        """Number of examples."""
+        return self.offsets.size // 8 - 1
+
+
+def index_files(
+    files: Sequence[SourceFile],
+    make_scanner: Callable[[], Scanner],
+    key: str,
+    cache_dir: str | os.PathLike[str] | None,
+) -> list[IndexedText]:
+    """Returns text files with the positions of their examples, from the cache if possible.
+
+    Args:
+      files: The files: plain, or compressed by gzip or zstd; local or remote.
+      make_scanner: Returns the scanner that finds the examples of a file.
+      key: What the scanner depends on.
+      cache_dir: The folder for positions and decompressed copies. The default is the folder `data`
+        in the user's cache folder.
+
+    Raises:
+      UserError: If a file is corrupted, or the folder is not a local one.
+      StorageError: If a file cannot be read, or the folder cannot be written.
+    """
+    if cache_dir is None:
+        folder = cache_folder() / "data"
+    elif is_url(os.fspath(cache_dir)) or os.fspath(cache_dir) == "":
+        raise UserError(f"cache_dir is {os.fspath(cache_dir)!r}: it must be a local folder")
+    else:
+        folder = Path(cache_dir).expanduser()
+    try:
+        make_folder(folder)
+    except OSError as error:
+        raise StorageError(f"cache_dir: {one_line(error)}: choose another folder") from error
+    if not folder.is_dir():
+        raise UserError(f"cache_dir: {printable(folder)} is not a folder")
+    indexed, done = [], 0
+    with delayed_progress("indexing (MB)", sum(file.size for file in files) // _MB) as advance:
+        for file in files:
+            each = _Index(file, folder, key)
+            indexed.append(each.get(make_scanner, partial(_advance, advance, done)))
+            done += file.size
+    return indexed
+
+
+def _advance(advance: Callable[[int], None], before: int, read: int) -> None:
+    advance((before + read) // _MB)
+
+
+class _Index:
+    """The cached files of a text file."""
+
+    def __init__(self, file: SourceFile, folder: Path, key: str) -> None:
+        where = file.path if is_url(file.path) else os.path.realpath(file.path)
+        digest = hashlib.sha256(f"{_VERSION} {where} {file.size} {file.version}".encode())
+        self._file = file
+        self._codec = _codec(file)
+        # The copy is that of all kinds of examples.
+        copy = folder / f"text-{digest.hexdigest()}"
+        self._text = Path(file.path) if self._codec is None else copy
+        digest.update(key.encode())
+        self._offsets = folder / f"offsets-{digest.hexdigest()}"
+
+    def get(
+        self, make_scanner: Callable[[], Scanner], advance: Callable[[int], None]
+    ) -> IndexedText:
+        """Returns the index. Of several processes on this machine one computes it."""
+        try:
+            if (found := self._load()) is not None:
+                return found
+            with open(self._offsets.with_suffix(".lock"), "ab") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if (found := self._load()) is None:
+                    self._scan(make_scanner(), advance)
+                    found = self._load()
+            with contextlib.suppress(OSError):
+                self._offsets.with_suffix(".lock").unlink()
+        except (StorageError, UserError):
+            raise
+        except OSError as error:
+            raise StorageError(
+                f"{self._file}: its index cannot be written to {printable(self._offsets.parent)}: "
+                f"{one_line(error)}: free some space, or choose another folder, cache_dir=..."
+            ) from error
+        if found is None:
+            raise StorageError(f"{self._file}: its index has been removed from {self._offsets}")
+        return found
+
+    def _load(self) -> IndexedText | None:
+        """Returns the index; None if there is none, or it is not that of the text."""
+        try:
+            with open(self._offsets, "rb") as content:
+                content.seek(-8, os.SEEK_END)
+                size = int.from_bytes(content.read(8), "little")
+            (offsets,) = find_files(self._offsets, (), "")
+            text = self._file
+            if self._codec is not None:
+                (text,) = find_files(self._text, (), "")
+        except (UserError, OSError):
+            return None
+        return IndexedText(self._file, text, offsets) if size == text.size else None
+
+    def _scan(self, scanner: Scanner, advance: Callable[[int], None]) -> None:
+        """Reads the file once, and writes the positions of its examples and, if needed, a copy."""
+        copy = None if self._codec is None or self._text.exists() else self._text
+        with (
+            contextlib.closing(self._file.open(whole=True)) as content,
+            _replaced(self._offsets) as offsets,
+            contextlib.nullcontext() if copy is None else _replaced(copy) as text,
+        ):
+            total = 0
+            for piece in self._pieces(content):
+                if text is not None:
+                    text.write(piece)
+                offsets.write(scanner.feed(piece).astype("<i8").tobytes())
+                total += len(piece)
+                advance(content.tell())
+            offsets.write(np.append(scanner.finish(), total).astype("<i8").tobytes())
+
+    def _pieces(self, content: IO[bytes]) -> Iterator[bytes]:
+        """Yields the decompressed content of the file."""
+        try:
+            yield from _CODECS[self._codec](content)
+        except (EOFError, zlib.error, gzip.BadGzipFile, _Corrupted) as error:
+            raise UserError(
+                f"{self._file}: cannot be decompressed: {one_line(error)}. The file is truncated "
+                "or corrupted: write it again, or leave it out"
+            ) from error
+        except failures(self._file.path) as error:
+            if isinstance(error, UserError):
+                raise
+            self._file.fail(error)
+
+
+@contextlib.contextmanager
+def _replaced(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a file that takes the place of `path` as a whole, at the end of the block."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with open(temporary, "xb") as content:
+            yield content
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+# -- compression -----------------------------------------------------------------------------------
+
+
+class _Corrupted(Exception):
+    """Content that cannot be decompressed."""
+
+
+def _codec(file: SourceFile) -> str | None:
+    """Returns the compression of a file, "copy" for a plain remote one, None for a plain local one.
+
+    It is detected by content: neither gzip nor zstd begins like UTF-8.
+    """
+    with contextlib.closing(file.open()) as content:
+        try:
+            magic = content.read(4)
+        except failures(file.path) as error:
+            file.fail(error)
+    for codec, suffix, begins in (
+        ("gzip", ".gz", b"\x1f\x8b"),
+        ("zstd", ".zst", b"\x28\xb5\x2f\xfd"),
+    ):
+        if magic.startswith(begins) or file.path.lower().endswith(suffix):
+            return codec
+    return "copy" if is_url(file.path) else None
+
+
+def _plain(content: IO[bytes]) -> Iterator[bytes]:
+    while piece := content.read(_PIECE):
+        yield piece
+
+
+def _gunzipped(content: IO[bytes]) -> Iterator[bytes]:
+    with gzip.GzipFile(fileobj=content) as file:
+        while piece := file.read(_PIECE):
+            yield piece
+
+
+def _unzstd(file: IO[bytes]) -> Iterator[bytes]:
+    zstandard = import_extra("zstandard", "zstd", "files compressed by zstd")
+    # The stream readers of this library end silently within a truncated frame.
+    frame: Any = None
+    try:
+        while fed := file.read(_FED):
+            while fed:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                content = memoryview(frame.decompress(fed))
+                for start in range(0, len(content), _PIECE):
+                    yield bytes(content[start : start + _PIECE])
+                fed = frame.unused_data if frame.eof else b""
+                if frame.eof:
+                    frame = None
+    except zstandard.ZstdError as error:
+        raise _Corrupted(error) from error
+    if frame is not None:
+        raise _Corrupted("the last frame is not complete")
+
+
+_CODECS: dict[str | None, Callable[[IO[bytes]], Iterator[bytes]]] = {
+    None: _plain,
+    "copy": _plain,
+    "gzip": _gunzipped,
+    "zstd": _unzstd,
+}
