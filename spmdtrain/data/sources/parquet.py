@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
+from spmdtrain.data.indexable import stack
 from spmdtrain.data.progress import delayed_progress
 from spmdtrain.data.sources.arrow_values import Values, has_null, python_values
 from spmdtrain.data.sources.block_cache import CACHED_BLOCKS, BlockCache
@@ -137,17 +138,22 @@ class ParquetSource:
           StorageError: If a file cannot be read.
         """
         pa = _pyarrow()
+        numbers = np.asarray(indices, np.int64)
         batch: dict[str, np.ndarray] = {}
-        for group, places, rows in self._by_group(np.asarray(indices, np.int64)):
+        for group, places, rows in self._by_group(numbers):
             columns = self._cache.get(group, self._decode)
             for name in self.columns:
                 values = self._values(pa, group, name, columns[name], rows)
-                array = self._stacked(group, name, values, rows)
+                if not isinstance(values, np.ndarray) or values.dtype.kind not in "biuf":
+                    # Lists of numbers; anything else is refused with what to write.
+                    examples = self.__getitems__(numbers.tolist())
+                    return cast(
+                        "dict[str, np.ndarray]",
+                        stack(examples, numbers.tolist(), type(self).__name__),
+                    )
                 if name not in batch:
-                    batch[name] = np.empty((len(indices), *array.shape[1:]), array.dtype)
-                if batch[name].shape[1:] != array.shape[1:]:
-                    raise self._different_lengths(group, name, int(rows[0]))
-                batch[name][places] = array
+                    batch[name] = np.empty((len(numbers), *values.shape[1:]), values.dtype)
+                batch[name][places] = values
         return batch
 
     def fingerprint(self) -> str:
@@ -238,28 +244,6 @@ class ParquetSource:
             except UnicodeDecodeError as error:
                 raise UserError(f"{where} is text, but not UTF-8: {error}") from error
         raise AssertionError("each row can be read, but all of them together cannot")
-
-    def _stacked(self, group: int, name: str, values: Values, rows: np.ndarray) -> np.ndarray:
-        """Returns values as one array of numbers."""
-        if isinstance(values, np.ndarray) and values.dtype.kind in "biuf":
-            return values
-        for row, value in zip(rows.tolist(), values, strict=True):
-            if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
-                raise UserError(
-                    f"{self._row(group, row)}: column {printable(name)!r} holds "
-                    f"{type(value).__name__}, which is no array of numbers: make tokens of text, "
-                    "Packed(Tokenized(source, tokenizer, field=...), length), or choose other "
-                    "columns, ParquetSource(files, columns=[...])"
-                )
-            if value.shape != values[0].shape:
-                raise self._different_lengths(group, name, row)
-        return np.stack(list(values))
-
-    def _different_lengths(self, group: int, name: str, row: int) -> UserError:
-        return UserError(
-            f"{self._row(group, row)}: column {printable(name)!r} holds lists of different "
-            "lengths, which are no array: documents of tokens need Packed(source, length)"
-        )
 
 
 def _values_or_array(pa: Any, array: Any) -> Column:

@@ -66,6 +66,27 @@ class _TextParts:
         key = [(file.path, file.size, file.version) for file in files]
         return hashlib.sha256(repr((key, self._separator)).encode()).hexdigest()
 
+    def reserve_blocks(self, count: int) -> None:
+        """Keeps at least this number of blocks in memory, if there are blocks.
+
+        Args:
+          count: Number of blocks.
+        """
+        self._cache.reserve(count)
+
+    def describe(self, index: int) -> str:
+        """Returns the file of an example and its line there, for messages.
+
+        Args:
+          index: The number of the example.
+        """
+        file, number = self._place(index)
+        (position,) = self._positions(file, number, number).tolist()
+        line = 1
+        for start in range(0, position, _COUNTED):
+            line += self._text.read(file, start, min(_COUNTED, position - start)).count(b"\n")
+        return f"{self._indexed[file].source}: line {line:,}"
+
     def _part(self, index: int) -> str:
         """Returns a part of the text."""
         index = operator.index(index)
@@ -85,7 +106,7 @@ class _TextParts:
         try:
             text = content.decode()
         except UnicodeDecodeError as error:
-            raise UserError(f"{self._where(index)}: not UTF-8: {error}") from error
+            raise UserError(f"{self.describe(index)}: not UTF-8: {error}") from error
         return text.removeprefix(_BOM if start == 0 else "").rstrip("\r\n")
 
     def _place(self, index: int) -> tuple[int, int]:
@@ -96,15 +117,6 @@ class _TextParts:
     def _positions(self, file: int, first: int, last: int) -> np.ndarray:
         """Returns where the parts `first` to `last` of a file begin; int64 (last - first + 1,)."""
         return np.frombuffer(self._offsets.read(file, 8 * first, 8 * (last - first + 1)), "<i8")
-
-    def _where(self, index: int) -> str:
-        """Names the file and the line of a part."""
-        file, number = self._place(index)
-        (position,) = self._positions(file, number, number).tolist()
-        line = 1
-        for start in range(0, position, _COUNTED):
-            line += self._text.read(file, start, min(_COUNTED, position - start)).count(b"\n")
-        return f"{self._indexed[file].source}: line {line:,}"
 
     def _make_blocks(self) -> np.ndarray:
         blocks = [0]
@@ -204,16 +216,16 @@ class JsonLinesSource(_TextParts):
         try:
             record = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{self._where(index)}: not JSON: {error}") from error
+            raise UserError(f"{self.describe(index)}: not JSON: {error}") from error
         if not isinstance(record, dict):
             raise UserError(
-                f"{self._where(index)}: holds {type(record).__name__}, not an object with fields: "
-                'each line must be as {"text": "..."}'
+                f"{self.describe(index)}: holds {type(record).__name__}, not an object with "
+                'fields: each line must be as {"text": "..."}'
             )
         for field in self._fields or ():
             if field not in record:
                 raise UserError(
-                    f"{self._where(index)}: there is no field {printable(field)!r}."
+                    f"{self.describe(index)}: there is no field {printable(field)!r}."
                     f"{did_you_mean(field, record)}"
                 )
         return {name: _array_or(record[name]) for name in self._fields or record}

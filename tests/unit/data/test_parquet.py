@@ -217,18 +217,16 @@ def test_text_that_is_not_utf8_is_named_when_its_row_is_read(tmp_path: Path) -> 
 
 
 def test_what_is_no_array_of_numbers_is_named_with_what_to_write(tmp_path: Path) -> None:
-    columns = {"text": ["ab", "c"], "tokens": [[1, 2], [3]], "t": [[1], [2]]}
+    columns = {"text": ["ab", "c"], "tokens": [[1, 2], [3]], "n": [1, 2]}
     path = write(tmp_path / "a.parquet", columns)
     indices = np.array([0, 1])
-    assert refusal(lambda: ParquetSource(path).rows(indices)) == (
-        f"{path}: row 0: column 'text' holds str, which is no array of numbers: make tokens of "
-        "text, Packed(Tokenized(source, tokenizer, field=...), length), or choose other columns, "
-        "ParquetSource(files, columns=[...])"
+    assert "field 'text' of example 0 of a ParquetSource is text: a batch holds numbers" in refusal(
+        lambda: ParquetSource(path).rows(indices)
     )
-    assert refusal(lambda: ParquetSource(path, ["tokens"]).rows(indices)) == (
-        f"{path}: row 1: column 'tokens' holds lists of different lengths, which are no array: "
-        "documents of tokens need Packed(source, length)"
+    assert "(2,) in example 0 and (1,) in example 1: the examples of a batch need one" in refusal(
+        lambda: ParquetSource(path, ["n", "tokens"]).rows(indices)
     )
+    assert ParquetSource([path]).describe(1) == f"{path}: row 1"
 
 
 @pytest.mark.parametrize(

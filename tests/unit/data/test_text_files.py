@@ -104,6 +104,7 @@ def test_the_example_at_an_index_is_that_of_the_definition(
     with pytest.raises(IndexError):
         source[len(source)]
     if large:
+        source.reserve_blocks(99)
         assert source.blocks is not None
         assert source.blocks[0] == 0 and source.blocks[-1] == len(source) > len(source.blocks) > 8
     else:
