@@ -29,7 +29,8 @@ class Identity:
     config: Mapping[str, Any]
     """The resolved configuration."""
     dataset: Mapping[str, Any]
-    """Length, shapes, dtypes and a checksum of the training data, and the names of its classes."""
+    """The fingerprint of the training data: length, shapes, dtypes, a checksum, the names of its
+    classes, and the components and weights of a mixture."""
     leaves: Mapping[str, str]
     """Shape and dtype of every array of the state by its path, as `float32[784,128]`."""
     optimizer: str

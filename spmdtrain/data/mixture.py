@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -141,7 +142,7 @@ class Mixture:
                 f"components: {', '.join(self.components)}"
             )
         for name, weight in weights.items():
-            valid = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+            valid = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
             if not valid or not 0 <= weight < math.inf:
                 raise UserError(
                     f"{where} has the weight {weight!r} of {name!r}: it must be 0 or more"
@@ -213,12 +214,12 @@ def _check_components(components: Any) -> None:
 
 
 def _checked_step(step: Any) -> int:
-    if not isinstance(step, int) or isinstance(step, bool) or step < 1:
+    if not isinstance(step, numbers.Integral) or isinstance(step, bool) or step < 1:
         raise UserError(
             f"a stage of a Mixture begins at step {step!r}: stages begin at step 1 or later, and "
             "the weights of the components hold before"
         )
-    return step
+    return int(step)
 
 
 def _check_same_arrays(components: Mapping[str, Dataset]) -> None:

@@ -385,6 +385,9 @@ def test_what_a_manifest_says_of_its_run_is_escaped_where_it_is_refused() -> Non
     here = Identity({"seed": 0, "global_batch_size": 8, "shuffle": True}, {"crc32": 1}, {}, "x")
     for saved in (
         dataclasses.replace(here, dataset={"crc32": clear}),
+        dataclasses.replace(here, dataset={"crc32": 1, "components": {clear: {}}}),
+        dataclasses.replace(here, dataset={"crc32": 1, "stages": {clear: 1}}),
+        dataclasses.replace(here, dataset={"crc32": 1, "stages": {"0": {clear: 1}}}),
         dataclasses.replace(here, leaves={f"params/{clear}": "float32[1]"}),
         dataclasses.replace(here, optimizer=clear),
         dataclasses.replace(here, config={**here.config, "seed": clear}),

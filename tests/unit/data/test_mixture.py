@@ -159,7 +159,7 @@ def test_as_a_dataset_it_is_the_concatenation_of_its_components() -> None:
 
 
 def test_the_fingerprint_names_components_and_stages() -> None:
-    of = mixture([2, 1], [3, 2], stages={9: [1, 1]})
+    of = mixture(np.array([2, 1], np.float32), [3, 2], stages={np.int64(9): [1, 1]})
     found = fingerprint(of)
     assert found["stages"] == {"0": {"a": 2.0, "b": 1.0}, "9": {"a": 1.0, "b": 1.0}}
     assert [part["examples"] for part in found["components"].values()] == [3, 2]
