@@ -207,7 +207,7 @@ class ParquetSource:
                     content, metadata=footer, pre_buffer=is_url(file.path)
                 )
                 table = parquet.read_row_group(number, list(self.columns))
-                columns = {name: table[name].combine_chunks() for name in self.columns}
+                columns = {name: _one_chunk(table[name]) for name in self.columns}
                 if table.num_rows != expected:
                     raise pa.ArrowInvalid(f"{table.num_rows} rows instead of {expected}")
             except (*_DECODING_ERRORS, MemoryError, failures(file.path)) as error:
@@ -244,6 +244,11 @@ class ParquetSource:
             except UnicodeDecodeError as error:
                 raise UserError(f"{where} is text, but not UTF-8: {error}") from error
         raise AssertionError("each row can be read, but all of them together cannot")
+
+
+def _one_chunk(column: Any) -> Any:
+    """Returns a chunked array as one Arrow array, without a copy if it has one chunk."""
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def _values_or_array(pa: Any, array: Any) -> Column:

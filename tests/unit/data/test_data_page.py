@@ -67,6 +67,12 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     write_records(folder / "records" / "0.array_record", [json.dumps(x).encode() for x in RECORDS])
     write_records(folder / "text" / "0.array_record", [text.encode() for text in TEXTS])
     np.tile(np.array([5, 6, 7, 0], np.uint16), 64).tofile(folder / "tokens" / "0.bin")
+    lines = [json.dumps(record) for record in RECORDS]
+    (folder / "lines").mkdir()
+    (folder / "lines" / "0.jsonl").write_text("\n".join(lines[:3]))
+    (folder / "lines" / "1.jsonl.gz").write_bytes(gzip.compress("\n".join(lines[3:]).encode()))
+    (folder / "text" / "0.jsonl").write_text("\n".join(json.dumps({"text": x}) for x in TEXTS))
+    (folder / "text" / "0.txt").write_text("\n\n".join(TEXTS))
     memory = datasets.table.InMemoryTable(table)
     datasets.Dataset(memory, fingerprint="of-test").save_to_disk(str(folder / "saved"))
     with gzip.open(folder / "x-idx2-ubyte.gz", "wb") as file:
