@@ -343,6 +343,10 @@ SHIPPED: dict[str, Any] = {
     "digits_mlp": (partial(MLP, 64, (8,), 10), {"image": (64,), "label": ()}),
     "flowers_mobilenet": (partial(MobileNetV2, 5), {"image": (32, 32, 3), "label": ()}),
     "shakespeare_gpt": (partial(Transformer, GPT), {"tokens": (9,), "weights": (8,)}),
+    "shakespeare_text": (
+        partial(Transformer, GPT),
+        dict.fromkeys(("tokens", "segments", "positions", "weights"), (8,)),
+    ),
 }
 
 
