@@ -29,7 +29,16 @@ import jax.numpy as jnp
 import optax
 from etils import epath
 
-from spmdtrain import Experiment, Mixture, Packed, ParquetSource, RunConfig, Tokenized, UserError
+from spmdtrain import (
+    ArrayRecordSource,
+    Experiment,
+    Mixture,
+    Packed,
+    ParquetSource,
+    RunConfig,
+    Tokenized,
+    UserError,
+)
 from spmdtrain.models import TRANSFORMER_RULES, Transformer, TransformerConfig
 
 _ROUND = 64  # rows of the embedding are a multiple of it, so that they divide over devices
@@ -111,18 +120,16 @@ def documents(config: Config, pattern: str) -> Tokenized:
     files = [str(path) for path in sorted(folder.glob(pattern))]
     if not files:
         raise UserError(f"{config.data_dir}: holds no {pattern}: {_COMMAND}")
-    source: Any
+    source: ArrayRecordSource | ParquetSource
     if pattern.endswith(".parquet"):
         source = ParquetSource(files, columns=["text"])
     else:
-        import grain
-
-        source = grain.sources.ArrayRecordDataSource(files)
+        source = ArrayRecordSource(files)
     end: str | int | None = config.end_of_document
-    if end is None:
-        end = 256 if config.tokenizer == "bytes" else None
-    elif end.isdecimal():
-        end = int(end)
+    if end is None and config.tokenizer == "bytes":
+        end = 256
+    elif config.end_of_document and config.end_of_document.isdecimal():
+        end = int(config.end_of_document)
     return Tokenized(source, config.tokenizer, append=end)
 
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from spmdtrain.data.indexable import describe, read_examples
+from spmdtrain.data.libraries import from_library
 from spmdtrain.data.progress import delayed_progress
+from spmdtrain.data.tables import HuggingFaceDataset
 from spmdtrain.errors import UserError, printable
 from spmdtrain.files.user_folders import cache_folder
 from spmdtrain.xla.compile_cache import keep_file
@@ -19,6 +22,26 @@ _DIGEST = hashlib.sha256().digest_size * 2  # hexadecimal digits at the beginnin
 _LARGEST = np.iinfo(np.int32).max
 
 CACHE_DELAY = 1.0  # seconds; the result of a faster scan is not cached
+
+
+def check_source(source: Any, what: str) -> None:
+    """Checks that a source has random access to single records.
+
+    Args:
+      source: The source.
+      what: The purpose of the source, for messages: "packed".
+
+    Raises:
+      UserError: If it has not.
+    """
+    checked = from_library(source)  # streams, and what Grain's MapDataset must not do
+    if checked is not source and not isinstance(checked, HuggingFaceDataset):
+        raise UserError(f"a {describe(source)} cannot be {what}: give Tokenized(table, tokenizer)")
+    if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
+        raise UserError(
+            f"a {type(source).__name__} cannot be {what}: give an object with __len__ and "
+            "__getitem__(int), whose items are single documents"
+        )
 
 
 def read_documents(
@@ -35,20 +58,12 @@ def read_documents(
       Their tokens, int32 (n,) each.
 
     Raises:
-      UserError: If a document is not a 1-D array of integers that fit int32.
+      UserError: If a document cannot be read, or is not a 1-D array of integers that fit int32.
     """
     indices = [int(index) for index in indices]
     if not indices:
         return []
-    if hasattr(documents, "__getitems__"):
-        found = documents.__getitems__(indices)
-        if len(found) != len(indices):
-            raise UserError(
-                f"__getitems__ of a {type(documents).__name__} returned {len(found)} documents for "
-                f"{len(indices)} numbers"
-            )
-    else:
-        found = [documents[index] for index in indices]
+    found = read_examples(documents, indices)
     return [_tokens(document, index, field) for document, index in zip(found, indices, strict=True)]
 
 

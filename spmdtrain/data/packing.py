@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from spmdtrain.data.datasets import blocks_of
-from spmdtrain.data.documents import cached, document_lengths, read_documents
+from spmdtrain.data.documents import cached, check_source, document_lengths, read_documents
 from spmdtrain.data.order import BLOCKS_PER_GROUP
 from spmdtrain.data.progress import delayed_progress
 from spmdtrain.errors import UserError
@@ -205,11 +205,7 @@ class Packed:
         for name, value in (("length", length), ("window", window)):
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
                 raise UserError(f"{name} is {value!r}: it must be a number of at least 1")
-        if not hasattr(documents, "__getitem__") or not hasattr(documents, "__len__"):
-            raise UserError(
-                f"a {type(documents).__name__} cannot be packed: give an object with __len__ and "
-                "__getitem__(int), whose items are 1-D arrays of tokens"
-            )
+        check_source(documents, "packed")
         self.documents, self.length, self.window = documents, int(length), int(window)
         self.field = field
         self._lengths = document_lengths(documents, field)

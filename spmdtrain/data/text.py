@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 
 from spmdtrain.data.datasets import blocks_of
+from spmdtrain.data.documents import check_source
+from spmdtrain.data.indexable import read_examples
+from spmdtrain.data.libraries import known_as
 from spmdtrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from spmdtrain.errors import UserError, did_you_mean, printable
 
@@ -19,10 +22,10 @@ class Tokenized:
     Item i is the tokens of record i, int32 (n,). `Packed` makes rows of fixed length of them.
 
     Args:
-      source: An object with `__len__` and `__getitem__(int)`, and optionally
-        `__getitems__(list of int)`, `blocks`, `fingerprint()` and `describe(int)`, which names
-        a record in messages. A record is a dictionary with text in one field, or the text itself;
-        text is `str` or UTF-8 `bytes`.
+      source: A table of pandas, Polars or Arrow; or an object with `__len__` and
+        `__getitem__(int)`, and optionally `__getitems__(list of int)`, `blocks`, `fingerprint()`
+        and `describe(int)`, which names a record in messages. A record is a dictionary with text
+        in one field, or the text itself; text is `str` or UTF-8 `bytes`.
       tokenizer: "bytes", a file of Hugging Face's tokenizers (`.json`), or a SentencePiece model
         (`.model`). Nothing is downloaded.
       field: The field with the text, for records that are dictionaries.
@@ -31,7 +34,7 @@ class Tokenized:
         default is none.
 
     Attributes:
-      source: The records.
+      source: The records; of a table, the texts of its column.
       field: The field with the text.
       append: The number of the last token of every document, or None.
       vocabulary_size: Tokens are from 0 to `vocabulary_size` - 1.
@@ -48,12 +51,7 @@ class Tokenized:
         *,
         append: str | int | None = None,
     ) -> None:
-        if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
-            raise UserError(
-                f"a {type(source).__name__} cannot be tokenized: give an object with __len__ and "
-                "__getitem__(int), whose items are records with text"
-            )
-        self.source, self.field = source, field
+        self.source, self.field = _records(source, field), field
         self._tokenizer = load_tokenizer(tokenizer)
         self.vocabulary_size = self._tokenizer.vocabulary_size
         self.append = None if append is None else self._end(append)
@@ -88,13 +86,10 @@ class Tokenized:
           indices: Their numbers.
 
         Raises:
-          UserError: If a record has no text.
+          UserError: If a record cannot be read or has no text.
         """
         indices = list(indices)
-        if hasattr(self.source, "__getitems__"):
-            records = self.source.__getitems__(indices)
-        else:
-            records = [self.source[index] for index in indices]
+        records = read_examples(self.source, indices)
         texts = [self._text(record, i) for i, record in zip(indices, records, strict=True)]
         try:
             documents = self._tokenizer.encode(texts)
@@ -191,3 +186,18 @@ class Tokenized:
             except Exception as error:
                 reason = " ".join(str(error).split())
                 raise UserError(f"{self.describe(index)}: cannot be tokenized: {reason}") from error
+
+
+def _records(source: Any, field: str) -> Any:
+    """Returns the records of a source, which for a table are the texts of a column."""
+    names = known_as(source)
+    if not names & {"pandas.DataFrame", "polars.DataFrame", "pyarrow.Table", "pyarrow.RecordBatch"}:
+        check_source(source, "tokenized")
+        return source
+    is_arrow = "pyarrow.Table" in names or "pyarrow.RecordBatch" in names
+    columns = [str(name) for name in (source.schema.names if is_arrow else source.columns)]
+    if field not in columns:
+        raise UserError(
+            f"the table has no column {printable(field)!r} with text.{did_you_mean(field, columns)}"
+        )
+    return source[field].to_pylist() if is_arrow else source[field].to_list()

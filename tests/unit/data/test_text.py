@@ -186,6 +186,34 @@ def test_a_record_of_a_parquet_file_is_named_with_its_file(tmp_path: Path) -> No
         Tokenized(source, "bytes", field="id")[5]
 
 
+def test_collections_of_other_libraries_hold_text_too() -> None:
+    import datasets
+    import grain
+    import pandas as pd
+    import pyarrow as pa
+
+    columns: dict[str, list[Any]] = {"id": [1, 2], "text": ["ab", "c"]}
+    records = [{"text": text} for text in columns["text"]]
+    for source in (
+        records,
+        pd.DataFrame(columns),
+        pa.table(columns),
+        # Not from_dict, which hashes with dill, which warns.
+        datasets.Dataset(pa.table(columns), fingerprint="columns"),
+        grain.MapDataset.source(records),
+        grain.MapDataset.source(["AB", "C"]).map(str.lower),
+    ):
+        found = Tokenized(source, "bytes").__getitems__([1, 0])
+        assert [tokens.tolist() for tokens in found] == [[99], [97, 98]], type(source)
+    with pytest.raises(UserError, match=r"no column 'txt' with text\. Did you mean 'text'"):
+        Tokenized(pd.DataFrame(columns), "bytes", field="txt")
+    with pytest.raises(UserError, match=r"grain.IterDataset is no dataset"):
+        Tokenized(grain.MapDataset.source(records).to_iter_dataset(), "bytes")
+    with pytest.raises(UserError, match="repeats without end"):
+        Packed(grain.MapDataset.source([[1, 2]]).repeat(), 4)
+    assert len(Packed(grain.MapDataset.source([[1, 2], [3]]), 4)) == 1
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
