@@ -219,6 +219,8 @@ def test_each_batch_is_added_once_whichever_process_is_killed(tmp_path: Path) ->
             time.sleep(draw.uniform(0.0, 0.5))
             send(signal.SIGKILL, name, "ray::WorkerActor")
             until(lambda name=name: not is_there(name, lines), lines)  # type: ignore[misc]
+        # Without any worker, the batches in progress could not complete, nor the state be saved.
+        until(lambda: is_there("worker 0", lines) or is_there("worker 1", lines), lines)
         process.send_signal(signal.SIGTERM)
         assert process.wait(BOUND) == 75, text_of(lines)
     check_ledgers(tmp_path, status(tmp_path)["step"])
