@@ -216,9 +216,8 @@ def _attention(
     # Queries, keys and values in the first dim: each is contiguous, which is fastest on a CPU.
     qkv = jnp.einsum("btd,dcnh->cbtnh", x, weights["qkv"])
     query, key, value = constrain_sharding(qkv, None, "batch", None, "tensor", None)
-    # cuDNN takes the mask as a bias, for which T must be even in training.
-    fused = is_fused(current_device(), x.dtype, value.shape[-1])
-    fused = fused and (mask is None or x.shape[1] % 2 == 0)
+    masked = None if mask is None else x.shape[1]
+    fused = is_fused(current_device(), x.dtype, value.shape[-1], masked)
     mixed = jax.nn.dot_product_attention(
         turn(query),
         turn(key),
@@ -231,21 +230,23 @@ def _attention(
     return jnp.einsum("btnh,nhd->btd", mixed, weights["out"])
 
 
-def is_fused(device: Any, dtype: Any, head_width: int) -> bool:
+def is_fused(device: Any, dtype: Any, head_width: int, masked_length: int | None = None) -> bool:
     """Returns whether cuDNN's fused attention supports this case.
 
-    It needs 16 bits and an NVIDIA GPU since Ampere. JAX raises an error for unsupported cases, and
-    uses XLA's attention by default.
+    It needs 16 bits and an NVIDIA GPU since Ampere. It takes a mask as a bias, for which the number
+    of tokens must be even in training. JAX raises an error for unsupported cases, and uses XLA's
+    attention by default.
 
     Args:
       device: The device.
       dtype: The dtype of queries, keys and values.
       head_width: The width of each head.
+      masked_length: Number of tokens, if attention has a mask.
     """
     # "9.0" on an NVIDIA GPU, another form on AMD's, missing on other devices.
     major = str(getattr(device, "compute_capability", "")).split(".")[0]
     sixteen_bits = dtype in (jnp.bfloat16, jnp.float16)
-    fits = head_width % 8 == 0 and head_width <= 128
+    fits = head_width % 8 == 0 and head_width <= 128 and (masked_length or 0) % 2 == 0
     return sixteen_bits and fits and major.isdecimal() and int(major) >= 8
 
 

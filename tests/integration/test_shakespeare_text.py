@@ -44,8 +44,8 @@ def on_eight(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(shards, workdir, devices=8)
 
 
-def trained(shards: Path, workdir: Path, devices: int) -> Path:
-    line = (*OPTIONS, "--data-dir", shards, "--workdir", workdir)
+def trained(shards: Path, workdir: Path, *options: object, devices: int) -> Path:
+    line = (*OPTIONS, "--data-dir", shards, "--workdir", workdir, *options)
     ended = run(LANGUAGE_MODEL, *line, devices=devices)
     assert ended.returncode == 0, ended.stderr
     return workdir
@@ -85,9 +85,16 @@ def test_it_learns_on_eight_devices_from_both_kinds_of_shards(on_eight: Path) ->
     assert metrics(on_eight, "eval")[-1]["loss"] < 0.8 * losses[0]["loss"]
 
 
-def test_one_device_has_the_losses_of_eight(shards: Path, on_eight: Path, tmp_path: Path) -> None:
-    one = metrics(trained(shards, tmp_path, devices=1), "train")
-    for line, expected in zip(one, metrics(on_eight, "train"), strict=True):
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [(1, ()), (8, ("--strategy", "fully_sharded+tensor_parallel", "--mesh.tensor", 2))],
+    ids=["one device", "tensor_parallel"],
+)
+def test_one_device_and_other_strategies_have_the_losses_of_eight_devices(
+    shards: Path, on_eight: Path, tmp_path: Path, devices: int, options: tuple[object, ...]
+) -> None:
+    found = metrics(trained(shards, tmp_path, *options, devices=devices), "train")
+    for line, expected in zip(found, metrics(on_eight, "train"), strict=True):
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-4), line["step"]
 
 

@@ -159,6 +159,8 @@ def test_fused_attention_is_for_16_bits_on_recent_nvidia_gpus() -> None:
     assert not is_fused(h100, jnp.dtype(jnp.float32), 64)
     assert not is_fused(h100, jnp.dtype(jnp.bfloat16), 36)
     assert not is_fused(h100, jnp.dtype(jnp.bfloat16), 256)
+    assert is_fused(h100, jnp.dtype(jnp.bfloat16), 64, masked_length=2048)
+    assert not is_fused(h100, jnp.dtype(jnp.bfloat16), 64, masked_length=2047)
     for other in (v100, amd, cpu):
         assert not is_fused(other, jnp.dtype(jnp.bfloat16), 64)
 
