@@ -123,7 +123,7 @@ def document_lengths(documents: Any, field: str | None = None) -> np.ndarray:
                 f"{list(lengths.shape)} for {count} documents: it must return the number of tokens "
                 "of each"
             )
-        lengths = lengths.astype(np.int32)
+        lengths = lengths.astype(np.int32, copy=False).view()
         lengths.flags.writeable = False
         return lengths
 
