@@ -4,8 +4,9 @@ import glob
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, cast
 
 from etils import epath
 
@@ -43,23 +44,9 @@ class SourceFile:
           StorageError: If it does not exist, or cannot be read.
           UserError: If it has changed.
         """
-        try:
-            size, version = _size_and_version(self.path)
-        except FileNotFoundError as error:
-            raise StorageError(
-                f"{self}: the file has been removed since the run started: restore it, and start "
-                "again"
-            ) from error
-        except failures(self.path) as error:
-            self.fail(error)
-        if (size, version) != (self.size, self.version):
-            how = "the same size, but another version"
-            if size != self.size:
-                how = f"{self.size:,} bytes at the start, {size:,} now"
-            raise UserError(
-                f"{self}: the file has changed since the run started ({how}): start again. Files "
-                "must not change while a run reads them"
-            )
+        with self._failures():
+            found = _size_and_version(self.path)
+        self._compare(*found)
 
     def open(self, *, whole: bool = False) -> IO[bytes]:
         """Returns the file opened for reading, which the caller closes.
@@ -72,14 +59,41 @@ class SourceFile:
           StorageError: If it does not exist, or cannot be read.
           UserError: If it has changed.
         """
-        self.check_unchanged()
+        if not is_url(self.path):
+            self.check_unchanged()
+            with self._failures():
+                return open(self.path, "rb")
+        with self._failures():
+            cache = "readahead" if whole else "none"
+            content: Any = file_system(self.path).open(self.path, "rb", cache_type=cache)
+            found = _of_object(content.details)
+        self._compare(*found)
+        return cast("IO[bytes]", content)
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Raises failures of storage as `StorageError`."""
         try:
-            if is_url(self.path):
-                cache = "readahead" if whole else "none"
-                return file_system(self.path).open(self.path, "rb", cache_type=cache)
-            return open(self.path, "rb")
+            yield
+        except UserError:
+            raise
+        except FileNotFoundError as error:
+            raise StorageError(
+                f"{self}: the file has been removed since the run started: restore it, and start "
+                "again"
+            ) from error
         except failures(self.path) as error:
             self.fail(error)
+
+    def _compare(self, size: int, version: int) -> None:
+        if (size, version) != (self.size, self.version):
+            how = "the same size, but another version"
+            if size != self.size:
+                how = f"{self.size:,} bytes at the start, {size:,} now"
+            raise UserError(
+                f"{self}: the file has changed since the run started ({how}): start again. Files "
+                "must not change while a run reads them"
+            )
 
     def fail(self, error: Exception) -> NoReturn:
         """Raises the error for a failure of storage.
@@ -138,34 +152,37 @@ def find_files(files: Files, suffixes: Sequence[str], kind: str) -> tuple[Source
 
 def _files_at(path: str, suffixes: Sequence[str], kind: str) -> list[SourceFile]:
     """Returns the files at a path, in a folder, or of a pattern."""
-    shown = printable(path)
-    paths = _remote_paths(path) if is_url(path) else _local_paths(path)
-    if paths is None:  # a file
-        return [_source_file(path)]
-    if not _PATTERN.isdisjoint(path):
-        if not paths:
-            raise UserError(f"{shown}: no file matches this pattern")
-    elif not paths and (is_url(path) or not os.path.exists(path)):
-        raise UserError(f"{shown}: no such file or folder")
+    is_pattern = not _PATTERN.isdisjoint(path)
+    if is_url(path):
+        store = file_system(path)
+        is_pattern = is_pattern and not store.isfile(path)
+        found = _objects(store.glob(path, detail=True)) if is_pattern else _in_bucket(store, path)
+    elif os.path.isdir(path):
+        is_pattern = False
+        found = [_source_file(each) for each in _in_folder(path)]
+    elif is_pattern and not os.path.lexists(path):  # the name of a file may hold a `[`
+        matches = glob.glob(path, recursive=True)
+        found = [_source_file(each) for each in matches if not os.path.isdir(each)]
     else:
-        paths = [each for each in paths if each.lower().endswith(tuple(suffixes))]
-        if not paths:
-            raise UserError(f"{shown}: the folder holds no {kind} ({', '.join(suffixes)})")
-    return [_source_file(each) for each in sorted(paths)]
+        return [_source_file(path)]
+    if not found:
+        why = "no file matches this pattern" if is_pattern else "no such file or folder"
+        if not is_url(path) and not is_pattern:
+            why = f"the folder holds no {kind} ({', '.join(suffixes)})"
+        raise UserError(f"{printable(path)}: {why}")
+    if not is_pattern and found[0].path != path:
+        found = [file for file in found if file.path.lower().endswith(tuple(suffixes))]
+        if not found:
+            raise UserError(
+                f"{printable(path)}: the folder holds no {kind} ({', '.join(suffixes)})"
+            )
+    return sorted(found, key=lambda file: file.path)
 
 
-def _local_paths(path: str) -> list[str] | None:
-    """Returns the files of a folder or pattern; None for a file."""
-    if os.path.isdir(path):
-        return [
-            os.path.join(folder, name)
-            for folder, names in _visible_folders(path)
-            for name in names
-            if _is_visible(name)
-        ]
-    if os.path.lexists(path):  # also if its name holds a `[`
-        return None
-    return [each for each in glob.glob(path, recursive=True) if not os.path.isdir(each)]
+def _in_folder(path: str) -> Iterator[str]:
+    """Yields the visible files of a local folder, at any depth."""
+    for folder, names in _visible_folders(path):
+        yield from (os.path.join(folder, name) for name in names if _is_visible(name))
 
 
 def _visible_folders(path: str) -> Iterator[tuple[str, list[str]]]:
@@ -181,18 +198,27 @@ def _is_visible(name: str) -> bool:
     return not name.startswith((".", "_"))
 
 
-def _remote_paths(url: str) -> list[str] | None:
-    """Returns the objects below a URL or of a pattern; None for an object."""
-    store, scheme = file_system(url), url.partition("://")[0]
-    if not _PATTERN.isdisjoint(url):
-        return [f"{scheme}://{name}" for name in store.glob(url)]
-    if store.isfile(url):
-        return None
+def _in_bucket(store: Any, url: str) -> list[SourceFile]:
+    """Returns the visible objects below a URL, or the object with this URL."""
     folder = url.partition("://")[2].rstrip("/")
-    names = [name.removeprefix(f"{folder}/") for name in store.find(url)]
     return [
-        f"{scheme}://{folder}/{name}" for name in names if all(map(_is_visible, name.split("/")))
+        file
+        for file in _objects(store.find(url, detail=True))
+        if all(map(_is_visible, file.path.partition(folder)[2].strip("/").split("/")))
     ]
+
+
+def _objects(found: dict[str, dict[str, Any]]) -> list[SourceFile]:
+    return [
+        SourceFile(f"gs://{name}", *_of_object(status))
+        for name, status in found.items()
+        if status["type"] == "file"
+    ]
+
+
+def _of_object(status: dict[str, Any]) -> tuple[int, int]:
+    """Returns size and generation of an object from gcsfs's description."""
+    return int(status["size"]), int(status.get("generation") or 0)
 
 
 def _source_file(path: str) -> SourceFile:
@@ -204,8 +230,7 @@ def _source_file(path: str) -> SourceFile:
 
 def _size_and_version(path: str) -> tuple[int, int]:
     if is_url(path):
-        status: dict[str, Any] = file_system(path).info(path)
-        return int(status["size"]), int(status.get("generation") or 0)
+        return _of_object(file_system(path).info(path))
     local = os.stat(path)
     if not stat.S_ISREG(local.st_mode):  # opening a pipe would block
         raise UserError(f"{printable(path)}: not a regular file")

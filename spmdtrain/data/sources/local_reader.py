@@ -25,7 +25,7 @@ class LocalReader:
         self._files = files
         self._open: BlockCache[_Descriptor] = BlockCache(_OPEN_FILES)
 
-    def read(self, file: int, offset: int, size: int) -> bytearray:
+    def read(self, file: int, offset: int, size: int) -> bytes:
         """Returns bytes of a file.
 
         Args:
@@ -37,19 +37,18 @@ class LocalReader:
           UserError: If the file has changed, or ends before.
           StorageError: If it cannot be read.
         """
-        content = bytearray(size)
-        left, opened = memoryview(content), self._open.get(file, self._opened)
-        while left:
+        opened, content = self._open.get(file, self._opened), b""
+        while len(content) < size:  # Linux reads at most 2 GiB at once
             try:
-                count = os.preadv(opened.number, [left], offset)
+                more = os.pread(opened.number, size - len(content), offset + len(content))
             except OSError as error:
                 self._files[file].fail(error)
-            if not count:
+            if not more:
                 raise UserError(
                     f"{self._files[file]}: the file has been truncated since the run started: "
-                    f"{self._files[file].size:,} bytes at the start, {offset:,} now"
+                    f"{self._files[file].size:,} bytes at the start, {offset + len(content):,} now"
                 )
-            left, offset = left[count:], offset + count
+            content = content + more if content else more
         return content
 
     def _opened(self, file: int) -> "_Descriptor":

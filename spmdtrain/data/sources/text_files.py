@@ -53,7 +53,7 @@ class _TextParts:
         self._ends = np.cumsum([each.count for each in self._indexed])
         if not self._ends[-1]:
             raise UserError(f"{found[0]}: no text in {'it' if len(found) == 1 else 'any file'}")
-        self._cache = BlockCache[tuple[np.ndarray, bytearray]]()
+        self._cache = BlockCache[tuple[np.ndarray, bytes]]()
         large = sum(each.text.size for each in self._indexed) >= LARGE
         self.blocks = self._make_blocks() if large else None
 
@@ -95,12 +95,12 @@ class _TextParts:
         file, number = self._place(index)
         if self.blocks is None:
             start, stop = self._positions(file, number, number + 1).tolist()
-            content = bytes(self._text.read(file, start, stop - start))
+            content = self._text.read(file, start, stop - start)
         else:
             block = int(np.searchsorted(self.blocks, index, side="right")) - 1
             positions, read = self._cache.get(block, self._read_block)
             start, stop = positions[index - self.blocks[block] :][:2].tolist()
-            content = bytes(read[start - int(positions[0]) : stop - int(positions[0])])
+            content = read[start - int(positions[0]) : stop - int(positions[0])]
         if self._separator not in ("\n", "\n\n"):
             content = content.split(self._separator.encode(), 1)[0].strip(b"\r\n")
         try:
@@ -127,7 +127,7 @@ class _TextParts:
             blocks += [first + cut for cut in [*np.unique(cuts).tolist(), each.count]]
         return np.unique(np.array(blocks, np.int64))
 
-    def _read_block(self, block: int) -> tuple[np.ndarray, bytearray]:
+    def _read_block(self, block: int) -> tuple[np.ndarray, bytes]:
         """Returns the positions of the parts of a block, and its text."""
         assert self.blocks is not None
         first, last = self.blocks[block : block + 2].tolist()

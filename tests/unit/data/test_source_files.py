@@ -39,7 +39,7 @@ def test_folders_patterns_and_lists_have_an_order(
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ("none", "{}/none: no such file or folder"),
+        ("none", "{}/none: no such file"),
         ("*.pdf", "{}/*.pdf: no file matches this pattern"),
         ("empty", "{}/empty: the folder holds no text files (.txt)"),
         ("pipe", "{}/pipe: not a regular file"),
