@@ -13,10 +13,12 @@ import optax
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
 from flax import nnx
 from PIL import Image
 
 from spmdtrain import (
+    ArrayRecordSource,
     ImageFolder,
     JsonLinesSource,
     ParquetSource,
@@ -118,14 +120,24 @@ def json_lines(path: Path) -> Any:
     return JsonLinesSource(path)
 
 
+def array_record(path: Path) -> Any:
+    noise = np.random.default_rng(0)  # so that records do not compress
+    writer = ArrayRecordWriter(str(path), "group_size:1")
+    for x in range(160):
+        writer.write(np.int64(x).tobytes() + noise.bytes(1000))
+    writer.close()
+    return ArrayRecordSource(path, lambda record: {"x": np.frombuffer(record[:8], np.int64)[0]})
+
+
 @pytest.mark.parametrize(
     ("read", "spoil", "error", "expected"),
     [
         (parquet, os.unlink, StorageError, "removed since"),
         (parquet, lambda path: os.truncate(path, 500), UserError, "changed since"),
+        (array_record, lambda path: os.truncate(path, 70_000), UserError, "changed since"),
         (json_lines, lambda path: os.truncate(path, 0), UserError, "truncated since"),
     ],
-    ids=["parquet removed", "parquet truncated", "JSON Lines truncated"],
+    ids=["parquet removed", "parquet truncated", "ArrayRecord truncated", "JSON Lines truncated"],
 )
 @pytest.mark.slow
 def test_a_shard_that_fails_in_mid_epoch_is_named_and_the_run_resumes(
