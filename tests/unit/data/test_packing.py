@@ -168,6 +168,18 @@ class InBlocks(Documents):
         self.cache.reserve(count)
 
 
+def test_a_shuffled_epoch_holds_every_token_once_in_another_order_than_the_next() -> None:
+    packed = Packed(Documents([3, 5, 30, 7, 9] * 40), 12, window=25)
+    batches = TrainBatches(packed, 1, 0, True, 10**6, np.arange(1))
+    epochs = []
+    for first in (0, len(packed)):
+        rows = [batches[step] for step in range(first, first + len(packed))]
+        tokens = np.concatenate([row["tokens"][row["segments"] > 0] for row in rows])
+        np.testing.assert_array_equal(np.sort(tokens), np.arange(packed.tokens))
+        epochs.append(tokens)
+    assert (epochs[0] != epochs[1]).mean() > 0.9
+
+
 def test_a_shuffled_epoch_loads_the_blocks_of_a_window_once() -> None:
     documents = InBlocks([3, 5, 6, 7, 9] * 200)
     packed = Packed(documents, 12, window=25)
