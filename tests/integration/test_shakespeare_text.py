@@ -1,5 +1,6 @@
 """The experiment shakespeare_text: shards of text, tokenized, packed and mixed, by the command."""
 
+import dataclasses
 import itertools
 import shutil
 import subprocess
@@ -74,6 +75,24 @@ def test_rows_are_full_of_whole_speeches(shards: Path) -> None:
     assert packed.tokens / rows["tokens"].size > 0.75
     ends = (rows["tokens"] == 256).sum()
     assert ends == rows["segments"].max(1).sum() == 133
+
+
+def test_tokens_may_be_those_of_a_file(shards: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.WordLevel({"<end>": 0, "?": 1}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.WordLevelTrainer(special_tokens=["<end>", "?"], show_progress=False)
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.save(str(tmp_path / "words.json"))
+    of = experiment.Config(data_dir=str(shards), tokenizer=str(tmp_path / "words.json"))
+    for end in ("<end>", "0"):
+        config = dataclasses.replace(of, end_of_document=end)
+        packed = experiment.packed(config, "train-*.parquet")
+        assert (packed.rows(np.arange(len(packed)))["tokens"] == 0).sum() >= 134
+        assert packed.documents[3][-1] == 0
+        assert packed.documents.vocabulary_size == tokenizer.get_vocab_size() < 130
+    assert experiment.documents(of, "train-*.parquet")[3][-1] != 0
 
 
 def test_it_learns_on_eight_devices_from_both_kinds_of_shards(on_eight: Path) -> None:
