@@ -42,7 +42,29 @@ class IndexableDataset:
     @property
     def blocks(self) -> Any:
         """The source's blocks; None if it has none."""
-        return getattr(self.source, "blocks", None)
+        return getattr(_untransformed(self.source), "blocks", None)
+
+
+# Transformations of Grain that keep the number of every example, and so its block.
+_KEEPS_ORDER = {
+    *("MapMapDataset", "MapWithIndexMapDataset", "RandomMapMapDataset"),
+    "_WithSeedMapDataset",  # .seed()
+}
+
+
+def _untransformed(source: Any) -> Any:
+    """Returns the source of a `grain.MapDataset` whose examples have the same numbers there.
+
+    Grain knows no blocks. Without them, every batch would read from all row groups of a file.
+    """
+    while type(source).__module__.startswith("grain."):
+        if type(source).__name__ in _KEEPS_ORDER:
+            (source,) = source.parents
+        elif type(source).__name__ == "SourceMapDataset":
+            source = source._source
+        else:
+            break
+    return source
 
 
 def describe(source: Any) -> str:

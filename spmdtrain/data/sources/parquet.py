@@ -123,6 +123,10 @@ class ParquetSource:
                 examples[place] = dict(zip(self.columns, row, strict=True))
         return examples
 
+    def _getitems(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Returns several rows: the name by which `grain.MapDataset.source` reads them."""
+        return self.__getitems__(indices)
+
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Returns rows as arrays of leading dim n, if all columns hold numbers.
 

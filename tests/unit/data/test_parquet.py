@@ -5,10 +5,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import grain
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,7 +19,7 @@ from helpers import environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdtrain.data.datasets import as_dataset, fingerprint
+from spmdtrain.data.datasets import as_dataset, blocks_of, fingerprint
 from spmdtrain.data.sources.parquet import ParquetSource
 from spmdtrain.errors import StorageError, UserError
 
@@ -121,6 +122,25 @@ def test_columns_of_numbers_are_a_dataset_whose_blocks_are_the_row_groups(tmp_pa
     np.testing.assert_array_equal(rows["label"], labels[indices])
     np.testing.assert_array_equal(rows["tokens"], np.array(tokens)[indices])
     assert fingerprint(dataset)["arrays"]["image"] == "float32[2, 3]"
+
+
+class Counting(ParquetSource):
+    reads: ClassVar[list[int]] = []
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        self.reads.append(len(indices))
+        return super().__getitems__(indices)
+
+
+def test_a_map_function_of_grain_keeps_the_row_groups_together(tmp_path: Path) -> None:
+    source = Counting(write(tmp_path / "a.parquet", {"text": ["a", "bc", "", "d"]}, group=2))
+    mapped = grain.MapDataset.source(source).seed(1).map(lambda row: {"n": len(row["text"])})
+    dataset = as_dataset(mapped.random_map(lambda row, random: row))
+    assert np.asarray(blocks_of(dataset)).tolist() == [0, 2, 4]
+    assert dataset.rows(np.array([3, 0, 1]))["n"].tolist() == [1, 1, 2]
+    assert source.reads == [3]
+    for other in (mapped.shuffle(seed=1), mapped[::2], mapped.repeat(2)):
+        assert blocks_of(as_dataset(other)) is None
 
 
 def test_threads_decode_a_row_group_once_and_a_failed_read_is_tried_again(
