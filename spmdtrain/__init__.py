@@ -45,6 +45,7 @@ _HOMES = {
     "Rule": "sharding.layout",
     "RunConfig": "config",
     "ShardingOptions": "config",
+    "SkipBadRecords": "data.bad_records",
     "StorageError": "errors",
     "Subset": "data.datasets",
     "TextSource": "data.sources.text_files",
@@ -111,6 +112,7 @@ __all__ = [
     "Rule",
     "RunConfig",
     "ShardingOptions",
+    "SkipBadRecords",
     "StorageError",
     "Subset",
     "TextSource",
@@ -157,6 +159,7 @@ if TYPE_CHECKING:
         RunConfig,
         ShardingOptions,
     )
+    from spmdtrain.data.bad_records import SkipBadRecords
     from spmdtrain.data.datasets import ArrayDataset, Dataset, MappedDataset, Subset
     from spmdtrain.data.idx import find_idx, read_idx
     from spmdtrain.data.image_folder import ImageFolder
