@@ -1,9 +1,10 @@
 """A cache of the blocks of a source that were read last, which threads share."""
 
 import collections
+import functools
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, TypeVar
 
 from spmdtrain.data.order import BLOCKS_PER_GROUP
@@ -12,6 +13,8 @@ CACHED_BLOCKS = 2 * BLOCKS_PER_GROUP
 """Default number of blocks: threads that read ahead may be in the next group of blocks."""
 
 T = TypeVar("T")
+
+_THREADS = BLOCKS_PER_GROUP  # blocks in a bucket take long to arrive, and those of a group at once
 
 
 class BlockCache(Generic[T]):
@@ -40,6 +43,21 @@ class BlockCache(Generic[T]):
         with self._lock:
             self._size = max(self._size, size)
 
+    def prefetch(self, numbers: Sequence[int], load: Callable[[int], T]) -> None:
+        """Loads several blocks at the same time, if the cache holds so many.
+
+        An error is not raised here, but by the `get` that follows.
+
+        Args:
+          numbers: The numbers of the blocks.
+          load: Returns the block of a number that is not in the cache.
+        """
+        with self._lock:
+            missing = [number for number in numbers if number not in self._blocks]
+            if len(missing) < 2 or len(numbers) > self._size:
+                return
+        wait([_pool().submit(self.get, number, load) for number in missing])
+
     def get(self, number: int, load: Callable[[int], T]) -> T:
         """Returns a block.
 
@@ -65,3 +83,14 @@ class BlockCache(Generic[T]):
                         del self._blocks[number]
                 block.set_exception(error)
         return block.result()
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    """Returns the threads that load blocks of all sources."""
+    pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="blocks")
+    # At exit Python waits until a pool has done all of its pending work, needed or not.
+    threading._register_atexit(  # type: ignore[attr-defined]
+        pool.shutdown, wait=False, cancel_futures=True
+    )
+    return pool

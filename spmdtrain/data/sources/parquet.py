@@ -193,6 +193,7 @@ class ParquetSource:
         groups = np.searchsorted(self.blocks, indices, side="right") - 1
         places = np.argsort(groups, kind="stable")
         ends = np.flatnonzero(np.diff(groups[places])) + 1
+        self._cache.prefetch(np.unique(groups).tolist(), self._decode)
         for part in np.split(places, ends) if len(indices) else []:
             group = int(groups[part[0]])
             yield group, part, indices[part] - self.blocks[group]

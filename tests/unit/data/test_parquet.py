@@ -177,6 +177,31 @@ def test_threads_decode_a_row_group_once_and_a_failed_read_is_tried_again(
     assert sorted(decoded) == [-1, 0, 1, 2, 3]
 
 
+def test_the_row_groups_of_a_batch_are_decoded_at_the_same_time_if_the_cache_holds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.parquet", {"n": range(40)}, group=10)
+    read, meeting = pq.ParquetFile.read_row_group, threading.Barrier(4)
+
+    def meet(file: Any, number: int, *rest: Any) -> Any:
+        meeting.wait(timeout=60)
+        return read(file, number, *rest)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", meet)
+    indices = np.array([35, 5, 15, 25])
+    assert ParquetSource(path).rows(indices)["n"].tolist() == indices.tolist()
+    decoded: list[int] = []
+
+    def count(file: Any, number: int, *rest: Any) -> Any:
+        decoded.append(number)
+        return read(file, number, *rest)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", count)
+    small = ParquetSource(path, cached_row_groups=2)
+    assert small.rows(indices)["n"].tolist() == indices.tolist()
+    assert decoded == [0, 1, 2, 3]
+
+
 def test_only_the_last_row_groups_are_kept_and_none_goes_to_another_process(
     tmp_path: Path,
 ) -> None:
