@@ -95,6 +95,7 @@ class ParquetSource:
         table = np.array(rows, np.int64)
         self._groups = table[:, :2]  # the file and the number of the row group in it
         self.blocks = np.concatenate([[0], np.cumsum(table[:, 2])])
+        self._is_remote = any(is_url(file.path) for file in self.files)
         self._footers = BlockCache[Any](cached_row_groups)
         self._cache = BlockCache[dict[str, Column]](cached_row_groups)
 
@@ -193,7 +194,8 @@ class ParquetSource:
         groups = np.searchsorted(self.blocks, indices, side="right") - 1
         places = np.argsort(groups, kind="stable")
         ends = np.flatnonzero(np.diff(groups[places])) + 1
-        self._cache.prefetch(np.unique(groups).tolist(), self._decode)
+        if self._is_remote:  # from a local disk, threads read no faster and take more memory
+            self._cache.prefetch(np.unique(groups).tolist(), self._decode)
         for part in np.split(places, ends) if len(indices) else []:
             group = int(groups[part[0]])
             yield group, part, indices[part] - self.blocks[group]

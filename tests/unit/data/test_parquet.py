@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdtrain.data.datasets import as_dataset, blocks_of, fingerprint
+from spmdtrain.data.sources.block_cache import BlockCache
 from spmdtrain.data.sources.parquet import ParquetSource
 from spmdtrain.errors import StorageError, UserError
 
@@ -177,29 +178,20 @@ def test_threads_decode_a_row_group_once_and_a_failed_read_is_tried_again(
     assert sorted(decoded) == [-1, 0, 1, 2, 3]
 
 
-def test_the_row_groups_of_a_batch_are_decoded_at_the_same_time_if_the_cache_holds_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write(tmp_path / "a.parquet", {"n": range(40)}, group=10)
-    read, meeting = pq.ParquetFile.read_row_group, threading.Barrier(4)
+def test_blocks_are_loaded_at_the_same_time_if_the_cache_holds_them() -> None:
+    meeting = threading.Barrier(4)
 
-    def meet(file: Any, number: int, *rest: Any) -> Any:
+    def load(number: int) -> int:
+        if number == 7:
+            raise ValueError("raised by get")
         meeting.wait(timeout=60)
-        return read(file, number, *rest)
+        return number + 10
 
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", meet)
-    indices = np.array([35, 5, 15, 25])
-    assert ParquetSource(path).rows(indices)["n"].tolist() == indices.tolist()
-    decoded: list[int] = []
-
-    def count(file: Any, number: int, *rest: Any) -> Any:
-        decoded.append(number)
-        return read(file, number, *rest)
-
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", count)
-    small = ParquetSource(path, cached_row_groups=2)
-    assert small.rows(indices)["n"].tolist() == indices.tolist()
-    assert decoded == [0, 1, 2, 3]
+    cache = BlockCache[int](5)
+    cache.prefetch([0, 1, 2, 3, 7], load)  # would wait forever one by one
+    assert [cache.get(number, lambda _: -1) for number in (0, 1, 2, 3, 7)] == [10, 11, 12, 13, -1]
+    cache.prefetch(range(10, 16), load)  # more than the cache holds: nothing is loaded
+    assert cache.get(10, lambda _: -1) == -1
 
 
 def test_only_the_last_row_groups_are_kept_and_none_goes_to_another_process(
@@ -350,6 +342,7 @@ def test_a_file_that_changes_or_vanishes_is_named(tmp_path: Path, how: str) -> N
 IN_A_BUCKET = """
 import sys
 import numpy as np
+from spmdtrain.data.sources.block_cache import BlockCache
 from spmdtrain.data.sources.parquet import ParquetSource
 source = ParquetSource("gs://bucket/data")
 print([str(file) for file in source.files], source.blocks.tolist())
