@@ -11,7 +11,6 @@ import os
 import stat
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
@@ -28,18 +27,17 @@ from spmdtrain.data.image_decoding import (
     load_pillow,
 )
 from spmdtrain.data.image_files import SPLITS, check_splits, class_of, files_of_split, find_images
+from spmdtrain.data.progress import delayed_progress
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError, UserError, did_you_mean, printable
 from spmdtrain.files.storage import failures, is_url, one_line
-from spmdtrain.terminal import Terminal, byte_size
+from spmdtrain.terminal import byte_size
 
 Broken = Literal["error", "skip"]
 Cache = Literal["none", "memory", "disk"]
 
 _SKIP = "Repair or remove it, or use broken='skip' to leave out such files"
 _CHANGED = "It was intact when the run started: repair it, and start again"
-
-PROGRESS_DELAY = 3.0  # seconds of the check for broken files before a progress bar appears
 
 
 class BrokenImageError(UserError):
@@ -236,20 +234,16 @@ class ImageFolder:
 
     def _decode_all(self) -> Iterator[tuple[str, Future[np.ndarray]]]:
         """Yields the files with their images, decoded ahead. Shows a bar if it takes long."""
-        terminal = Terminal(quiet=not process_group.is_chief())
         pending = collections.deque[tuple[str, Future[np.ndarray]]]()
-        started, total, has_bar = time.perf_counter(), len(self.files), False
         with contextlib.ExitStack() as stack:
             # If the check ends early, pending images are not decoded.
             stack.callback(self._cancel, pending)
+            advance = stack.enter_context(delayed_progress("checking", len(self.files)))
             for done, file in enumerate(self.files):
                 pending.append((file, self._decoded(file)))
                 if len(pending) > 4 * self._threads:
                     yield pending.popleft()
-                if not has_bar and time.perf_counter() - started > PROGRESS_DELAY:
-                    stack.enter_context(terminal.progress("checking", done=done, total=total))
-                    has_bar = True
-                terminal.advance(done)
+                advance(done)
             while pending:
                 yield pending.popleft()
 

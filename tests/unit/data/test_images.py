@@ -33,6 +33,7 @@ from spmdtrain import Trainer
 from spmdtrain.checkpoints.run_identity import Identity, check_same_classes, check_same_run
 from spmdtrain.cluster import command
 from spmdtrain.data import image_decoding, image_folder
+from spmdtrain.data import progress as progress_bar
 from spmdtrain.data.datasets import Dataset, MappedDataset, Subset, fingerprint
 from spmdtrain.data.image_files import SPLITS, split_of
 from spmdtrain.data.image_folder import BrokenImageError, ImageFolder
@@ -665,10 +666,10 @@ def test_a_long_look_for_broken_files_shows_a_bar(
             bars.append(f"{description} {done}/{total}")
             return super().progress(description, done=done, total=total)
 
-    monkeypatch.setattr(image_folder, "Terminal", Shown)
+    monkeypatch.setattr(progress_bar, "Terminal", Shown)
     ImageFolder(numbered(tmp_path, 30), 2, broken="skip", threads=1)
     assert bars == []
-    monkeypatch.setattr(image_folder, "PROGRESS_DELAY", -1)
+    monkeypatch.setattr(progress_bar, "PROGRESS_DELAY", -1)
     ImageFolder(tmp_path, 2, broken="skip", threads=1)
     assert bars == ["checking 0/30"]
 
