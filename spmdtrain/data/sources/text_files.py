@@ -1,6 +1,7 @@
 """Lines, paragraphs and other parts of text files, and JSON records, by index."""
 
 import hashlib
+import itertools
 import json
 import operator
 import os
@@ -87,27 +88,46 @@ class _TextParts:
             line += self._text.read(file, start, min(_COUNTED, position - start)).count(b"\n")
         return f"{self._indexed[file].source}: line {line:,}"
 
-    def _part(self, index: int) -> str:
-        """Returns a part of the text."""
-        index = operator.index(index)
-        if not 0 <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
-        file, number = self._place(index)
+    def _parts(self, indices: Sequence[int]) -> list[str]:
+        """Returns parts of the text. Consecutive ones are read at once."""
+        numbers = np.asarray(indices, np.int64)
+        if len(numbers) and not (numbers.min() >= 0 and numbers.max() < len(self)):
+            raise IndexError(f"examples {numbers.min()} to {numbers.max()} of {len(self)}")
+        ends = self._ends if self.blocks is None else self.blocks[1:]
+        units = np.searchsorted(ends, numbers, side="right")  # files or blocks
+        cuts = np.flatnonzero((np.diff(numbers) != 1) | (np.diff(units) != 0)) + 1
+        parts = []
+        for start, stop in itertools.pairwise([0, *cuts.tolist(), len(numbers)]):
+            if start < stop:
+                parts += self._consecutive(int(numbers[start]), stop - start)
+        return parts
+
+    def _consecutive(self, first: int, count: int) -> list[str]:
+        """Returns consecutive parts of one file, or of one block."""
         if self.blocks is None:
-            start, stop = self._positions(file, number, number + 1).tolist()
-            content = self._text.read(file, start, stop - start)
+            file, number = self._place(first)
+            positions = self._positions(file, number, number + count)
+            begin = int(positions[0])
+            content = self._text.read(file, begin, int(positions[-1]) - begin)
         else:
-            block = int(np.searchsorted(self.blocks, index, side="right")) - 1
-            positions, read = self._cache.get(block, self._read_block)
-            start, stop = positions[index - self.blocks[block] :][:2].tolist()
-            content = read[start - int(positions[0]) : stop - int(positions[0])]
+            block = int(np.searchsorted(self.blocks, first, side="right")) - 1
+            positions, content = self._cache.get(block, self._read_block)
+            begin = int(positions[0])
+            positions = positions[first - self.blocks[block] :][: count + 1]
+        cuts = itertools.pairwise(positions.tolist())
+        return [
+            self._decoded(content[start - begin : stop - begin], first + number, start == 0)
+            for number, (start, stop) in enumerate(cuts)
+        ]
+
+    def _decoded(self, content: bytes, index: int, is_first: bool) -> str:
         if self._separator not in ("\n", "\n\n"):
             content = content.split(self._separator.encode(), 1)[0].strip(b"\r\n")
         try:
             text = content.decode()
         except UnicodeDecodeError as error:
             raise UserError(f"{self.describe(index)}: not UTF-8: {error}") from error
-        return text.removeprefix(_BOM if start == 0 else "").rstrip("\r\n")
+        return text.removeprefix(_BOM if is_first else "").rstrip("\r\n")
 
     def _place(self, index: int) -> tuple[int, int]:
         """Returns the file of a part and its number there."""
@@ -172,7 +192,7 @@ class TextSource(_TextParts):
         super().__init__(files, (".txt", ".text"), "text files", separator, cache_dir)
 
     def __getitem__(self, index: int) -> dict[str, str]:
-        return {"text": self._part(index)}
+        return self.__getitems__([operator.index(index)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, str]]:
         """Returns several examples.
@@ -180,7 +200,7 @@ class TextSource(_TextParts):
         Args:
           indices: Their numbers.
         """
-        return [self[index] for index in indices]
+        return [{"text": text} for text in self._parts(indices)]
 
 
 class JsonLinesSource(_TextParts):
@@ -212,7 +232,18 @@ class JsonLinesSource(_TextParts):
         self._fields = None if fields is None else tuple(fields)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        text = self._part(index)
+        return self.__getitems__([operator.index(index)])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Returns several examples.
+
+        Args:
+          indices: Their numbers.
+        """
+        texts = self._parts(indices)
+        return [self._record(text, index) for text, index in zip(texts, indices, strict=True)]
+
+    def _record(self, text: str, index: int) -> dict[str, Any]:
         try:
             record = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -229,14 +260,6 @@ class JsonLinesSource(_TextParts):
                     f"{did_you_mean(field, record)}"
                 )
         return {name: _array_or(record[name]) for name in self._fields or record}
-
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Returns several examples.
-
-        Args:
-          indices: Their numbers.
-        """
-        return [self[index] for index in indices]
 
 
 def _array_or(value: Any) -> Any:

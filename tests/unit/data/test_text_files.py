@@ -97,7 +97,8 @@ def test_the_example_at_an_index_is_that_of_the_definition(
         expected += examples(text, separator)
     source = TextSource(tmp_path / "data", separator)
     assert texts(source) == expected and len(expected) > 20
-    indices = random.integers(0, len(source), 30).tolist()
+    indices = [*random.integers(0, len(source), 30).tolist(), *range(len(source)), 3, 2, 2]
+    assert source.__getitems__([]) == []
     again = pickle.loads(pickle.dumps(source))
     assert [row["text"] for row in again.__getitems__(indices)] == [expected[i] for i in indices]
     assert again.fingerprint() == source.fingerprint()
