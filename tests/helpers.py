@@ -93,6 +93,7 @@ def metrics(workdir: Path, split: str | None = None) -> list[dict[str, Any]]:
     for line in lines:
         if line["split"] == "epoch":
             del line["seconds"], line["examples_per_second"]
+            line.pop("input_wait", None)  # not measured with parameter servers
     return [line for line in lines if split is None or line["split"] == split]
 
 

@@ -26,7 +26,8 @@ class History:
 
     Attributes:
         epochs: One dictionary per epoch: "step" and "epoch", the weighted means of the training
-            metrics, "learning_rate" if it is known, "seconds" and "examples_per_second".
+            metrics, "learning_rate" if it is known, "seconds", "examples_per_second" and
+            "input_wait".
         evaluations: One dictionary per evaluation of the validation split: "step", "epoch" (the
             number of epochs completed by then) and the metrics.
     """
@@ -79,6 +80,7 @@ class Epochs:
         self._config, self._size, self._logger = config, num_examples, logger
         self._fixed_rate = fixed_rate
         self._counted = 0.0  # seconds of training that were added to the sums of an epoch
+        self._before = 0.0, 0.0  # seconds of training and of input waits before the epoch
         self._epoch = range(0)  # its steps
         self.sums = EpochSums()
 
@@ -119,6 +121,7 @@ class Epochs:
         if step < self._epoch.stop - 1:
             return
         self._count_seconds()
+        wait = self._input_wait()
         self.sums = EpochSums()
         if epoch.steps != len(self._epoch):
             return
@@ -128,6 +131,8 @@ class Epochs:
         if epoch.seconds > 0:
             examples = epoch.steps * (config.global_batch_size or 0)
             measured["examples_per_second"] = examples / epoch.seconds
+        if wait is not None:
+            measured["input_wait"] = wait
         means = Means(dict(zip(epoch.names, epoch.sums, strict=True))).result(empty=0.0)
         # A metric of the objective takes precedence over a measured one of the same name.
         found = {"epoch": config.epochs_at(step, size)} | means | (measured | means)
@@ -137,6 +142,18 @@ class Epochs:
         now = self._logger.seconds
         self.sums.seconds += now - self._counted
         self._counted = now
+
+    def _input_wait(self) -> float | None:
+        """Returns the share of the epoch's time for which the devices waited for batches.
+
+        If the run was resumed within the epoch, it is that of the time since then. None if it is
+        not measured.
+        """
+        (seconds, waited), now = self._before, (self._counted, self._logger.input_wait or 0.0)
+        self._before = now
+        if self._logger.input_wait is None or now[0] <= seconds:
+            return None
+        return min((now[1] - waited) / (now[0] - seconds), 1.0)
 
     def result(self, step: int) -> FitResult:
         """Returns the result of a fit that ends after `step`."""

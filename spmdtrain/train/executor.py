@@ -23,6 +23,7 @@ from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.strategies import Strategy
 from spmdtrain.terminal import Terminal
+from spmdtrain.train.input_wait import next_batch
 from spmdtrain.train.session import RunSession
 
 if TYPE_CHECKING:  # the command line imports tyro
@@ -270,8 +271,7 @@ class MeshExecutor:
 
     def load(self, steps: Sequence[int], state: TrainState) -> tuple[StepCall, PyTree]:
         """Returns the compiled program of these steps, and the next batch."""
-        with phase(Phase.LOAD, steps[-1]):
-            batch = next(self._batches)
+        batch = next_batch(self._batches, state, self._run.logger.count_input_wait, steps[-1])
         if len(steps) not in self._compiled:
             self._compiled[len(steps)] = self._compile(len(steps), batch, state)
             self._run.logger.restart_timer(steps[0] - 1)

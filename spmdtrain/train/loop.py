@@ -18,7 +18,6 @@ from spmdtrain.data.marked_rows import rows_of
 from spmdtrain.data.sampling import Augment
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.first_call import call_together
-from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
 from spmdtrain.files.run_files import Split, Status
 from spmdtrain.sharding.layout import Layout, Rule
@@ -29,6 +28,7 @@ from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.executor import max_in_flight
+from spmdtrain.train.input_wait import next_batch
 from spmdtrain.train.loop_checks import (
     Init,
     Step,
@@ -230,9 +230,7 @@ class Loop(LoopTools):
             threads=config.data_threads,
         )
         for _ in self.steps():
-            with phase(Phase.LOAD):
-                batch = next(batches)
-            yield rows_of(batch)
+            yield rows_of(next_batch(batches, parts.state, parts.run.logger.count_input_wait))
 
     def steps(self) -> Iterator[int]:
         """Yields the numbers of the steps to make, from 1; like `batches`, without a dataset.

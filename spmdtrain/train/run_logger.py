@@ -13,6 +13,7 @@ from spmdtrain.errors import StorageError
 from spmdtrain.files.run_files import RunFiles, Split, Status
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.terminal import Rate, Terminal, duration, number
+from spmdtrain.train.input_wait import InputWait
 
 Metrics = dict[str, float]
 
@@ -38,7 +39,7 @@ class RunLogger:
         """Examples in one step; in a `Loop` those of the batch that the user passes."""
         self.written = no_metrics()
         """The metrics written of epochs and evaluations, by split and step."""
-        self._rate = Rate()
+        self._rate, self._input_wait = Rate(), InputWait()
         self._seconds = 0.0  # of training, up to the last pause
         self._since: float | None = None  # when the timer was restarted
         self._counts: dict[str, Counter[int]] = {}  # since the last line of training
@@ -88,6 +89,7 @@ class RunLogger:
         self._rate.restart(step)
         self.pause_timer()
         self._since = time.perf_counter()
+        self._input_wait.restart(step, self._seconds)
 
     def pause_timer(self) -> None:
         """Stops counting the time as training until `restart_timer`."""
@@ -98,6 +100,15 @@ class RunLogger:
         """Seconds of training so far, without evaluations, saves and compilation."""
         now = time.perf_counter()
         return self._seconds + (0.0 if self._since is None else now - self._since)
+
+    @property
+    def input_wait(self) -> float | None:
+        """Seconds of training for which the devices waited for batches; None if not measured."""
+        return self._input_wait.waited
+
+    def count_input_wait(self, seconds: float) -> None:
+        """Counts time for which the devices waited for a batch; 0 while the timer is paused."""
+        self._input_wait.count(0.0 if self._since is None else seconds)
 
     def count_value(self, name: str, value: int) -> None:
         """Counts a value that a step had; the next line of training has the counts by value."""
@@ -118,11 +129,14 @@ class RunLogger:
         if rate is not None:
             speed = {} if self.batch_size is None else {"examples/s": rate * self.batch_size}
             speed["steps/s"] = rate
+        wait = self._input_wait.read(made, self.seconds)
         if self.files:
             curves = {f"speed/{unit.replace('/s', '_per_second')}": v for unit, v in speed.items()}
+            curves |= {} if wait is None else {"speed/input_wait": wait}
             self.files.write_metrics(step, Split.TRAIN, metrics, curves, self._counts)
         self._counts = {}
         text = "  ".join([_words(metrics), *(f"{number(v)} {unit}" for unit, v in speed.items())])
+        text += "" if wait is None else f"  input_wait {wait:.1%}"
         if self.terminal.has_bar:
             self.terminal.advance(step, text)
         else:
@@ -144,8 +158,10 @@ class RunLogger:
         if self.files:
             self.files.write_metrics(step, Split.EPOCH, metrics)
         units = {"seconds": "s", "examples_per_second": "examples/s"}
-        shown = {k: x for k, x in metrics.items() if k != "epoch" and k not in units}
+        apart = {"epoch", "input_wait", *units}
+        shown = {k: x for k, x in metrics.items() if k not in apart}
         speed = [f"{number(metrics[name])} {of}" for name, of in units.items() if name in metrics]
+        speed += [f"input_wait {metrics['input_wait']:.1%}"] if "input_wait" in metrics else []
         text = "  ".join([_words(shown), *speed])
         self.terminal.line(f"epoch {metrics['epoch']:.0f} at step {step}: {text}")
 

@@ -91,7 +91,7 @@ def test_the_log_has_a_line_an_interval_and_a_table_at_the_end(
     for line in metrics(finished, "train"):
         found = re.search(
             rf"^step {line['step']}/41  loss (\S+)  accuracy (\S+)  \S+ examples/s  \S+ steps/s  "
-            r"\d:\d\d left$",
+            r"input_wait \S+%  \d:\d\d left$",
             ended.stdout,
             re.MULTILINE,
         )
@@ -185,8 +185,10 @@ def test_the_curves_are_the_metrics(finished: Path) -> None:
             assert point == np.float32(line[name])
     points = {tag: point for tag, point in points.items() if not tag[0].startswith("epoch/")}
     speeds = {tag for tag, _ in points}
-    assert len(speeds) == 2 and all("examples" in tag or "steps" in tag for tag in speeds)
-    assert all(speed > 0 for speed in points.values())
+    assert speeds == {
+        f"speed/{x}" for x in ("examples_per_second", "steps_per_second", "input_wait")
+    }
+    assert all(value > 0 or tag == "speed/input_wait" for (tag, _), value in points.items())
 
 
 # -- a finished run, again -------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_a_resumed_run_writes_the_same_epochs_and_its_history_has_those_before(
         return fitted(optax.adam(0.1), steps=steps, workdir=str(tmp_path / name))
 
     def of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        measured = ("seconds", "examples_per_second")
+        measured = ("seconds", "examples_per_second", "input_wait")
         return [{k: x for k, x in line.items() if k not in measured} for line in lines]
 
     whole = trained(19, "whole")
