@@ -84,12 +84,12 @@ def _tokens(document: Any, index: int, field: str | None) -> np.ndarray:
             "Tokenized(source, tokenizer) makes tokens of text, and Packed(..., field=...) takes "
             "those of a record"
         )
-    if not np.can_cast(tokens.dtype, np.int32) and (
-        tokens.max() > _LARGEST or int(tokens.min()) < -_LARGEST
+    if not np.can_cast(tokens.dtype, np.uint16) and (
+        int(tokens.min()) < 0 or tokens.max() > _LARGEST
     ):
         raise UserError(
-            f"document {index} has tokens from {tokens.min()} to {tokens.max()}, which do not fit "
-            "int32"
+            f"document {index} has tokens from {tokens.min()} to {tokens.max()}: tokens are from 0 "
+            f"to {_LARGEST}"
         )
     return tokens.astype(np.int32, copy=False)
 

@@ -1,5 +1,6 @@
 """Sources of single examples as datasets: examples are read by index and stacked."""
 
+import functools
 import os
 import traceback
 from collections.abc import Sequence
@@ -36,8 +37,20 @@ class IndexableDataset:
         return len(self.source)
 
     def rows(self, indices: np.ndarray) -> PyTree:
-        numbers = indices.tolist()
-        return stack(read_examples(self.source, numbers), numbers, describe(self.source))
+        numbers, name = indices.tolist(), describe(self.source)
+        examples = read_examples(self.source, numbers)
+        rows = stack(examples, numbers, name)
+        if self._dtypes is None or _dtypes(rows) == self._dtypes:
+            return rows
+        return _converted(rows, self._dtypes, examples, numbers, name)
+
+    @functools.cached_property
+    def _dtypes(self) -> Any:
+        """The dtypes of the fields of example 0; None if it cannot be read, or is not there."""
+        try:
+            return _dtypes(stack(read_examples(self.source, [0]), [0], describe(self.source)))
+        except UserError:  # a `Subset` may leave it out
+            return None
 
     @property
     def blocks(self) -> Any:
@@ -65,6 +78,43 @@ def _untransformed(source: Any) -> Any:
         else:
             break
     return source
+
+
+def _dtypes(rows: PyTree) -> list[np.dtype]:
+    return [leaf.dtype for leaf in jax.tree.leaves(rows)]
+
+
+def _converted(
+    rows: PyTree,
+    dtypes: Sequence[np.dtype],
+    examples: Sequence[Any],
+    numbers: Sequence[int],
+    name: str,
+) -> PyTree:
+    """Returns rows in the dtypes of example 0.
+
+    Without them the dtype of a batch would depend on which examples it has, and with several
+    processes that of one part of a batch on the number of processes: 1 and 2.5 are of one field.
+
+    Raises:
+      UserError: If that would change a value.
+    """
+    named, structure = jax.tree_util.tree_flatten_with_path(rows)
+    if len(named) != len(dtypes):
+        return rows  # other fields than example 0, which the check of batches refuses
+    for place, ((path, leaf), dtype) in enumerate(zip(named, dtypes, strict=True)):
+        if np.can_cast(leaf.dtype, dtype):
+            continue
+        for number, example in zip(numbers, examples, strict=True):
+            own = _dtypes(stack([example], [number], name))[place]
+            if not np.can_cast(own, dtype):
+                raise UserError(
+                    f"field {path_name(path)!r} of example {number} of a {name} holds {own}, but "
+                    f"{dtype} in example 0: a field needs one dtype. Write 1.0 instead of 1, or "
+                    "convert it by a map function: grain.MapDataset.source(source).map(function)"
+                )
+    leaves = [leaf.astype(dtype) for (_, leaf), dtype in zip(named, dtypes, strict=True)]
+    return structure.unflatten(leaves)
 
 
 def describe(source: Any) -> str:

@@ -56,6 +56,8 @@ class Mixture:
             name: as_dataset(components[name][0], f"component {name!r} of a Mixture")
             for name in sorted(components)
         }
+        if not isinstance(stages, Mapping | None):
+            raise UserError(f"stages of a Mixture are {stages!r}: give {{step: {{name: weight}}}}")
         self.stages: dict[int, dict[str, float]] = {
             step: self._checked(step, weights)
             for step, weights in sorted(
@@ -136,6 +138,8 @@ class Mixture:
     def _checked(self, step: int, weights: Mapping[str, float]) -> dict[str, float]:
         """Returns the weights of a stage in the order of the components."""
         where = "a Mixture" if step == 0 else f"stage {step} of a Mixture"
+        if not isinstance(weights, Mapping):
+            raise UserError(f"{where} is {weights!r}: give {{name: weight}} of all components")
         if set(weights) != set(self.components):
             raise UserError(
                 f"{where} has weights of {', '.join(map(str, weights))}: give those of all "

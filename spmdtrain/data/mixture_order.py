@@ -25,11 +25,13 @@ def examples_per_period(weights: Mapping[str, float]) -> np.ndarray:
       UserError: If a weight is below a millionth of their sum, and not 0.
     """
     values = np.array(list(weights.values()), np.float64)
+    if values.max() > np.finfo(np.float64).max / len(values):
+        values = values / len(values)  # so that the sum is finite
     quotas = values / values.sum() * PERIOD
-    for name, value, quota in zip(weights, values, quotas, strict=True):
-        if 0 < quota < 1:
+    for (name, weight), quota in zip(weights.items(), quotas, strict=True):
+        if weight and quota < 1:
             raise UserError(
-                f"the weight of {name!r} is {value:g} of a total of {values.sum():g}: it must be 0 "
+                f"the weight of {name!r} is {weight:g} of a total of {values.sum():g}: it must be 0 "
                 "or at least a millionth of the total"
             )
     counts = np.floor(quotas).astype(np.int64)

@@ -2,7 +2,6 @@
 
 import hashlib
 import operator
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
@@ -10,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from spmdtrain.data.indexable import cause_of
-from spmdtrain.data.sources.files import Files, SourceFile, find_files
+from spmdtrain.data.sources.files import Files, SourceFile, find_files, listed
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files.storage import in_short, is_url
 from spmdtrain.optional import import_extra
@@ -44,8 +43,7 @@ class ArrayRecordSource:
         if decode is not None and not callable(decode):
             raise UserError(f"decode is {decode!r}: it must be a function of the bytes of a record")
         import_extra("array_record", "arrayrecord", "ArrayRecord files")
-        given = [files] if isinstance(files, (str, os.PathLike)) else files
-        if remote := next((path for path in given if is_url(str(path))), None):
+        if remote := next((path for path in listed(files) if is_url(str(path))), None):
             raise UserError(
                 f"{remote}: ArrayRecord files are read from local folders: mount the bucket, or "
                 "copy the files"

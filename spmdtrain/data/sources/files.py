@@ -3,7 +3,7 @@
 import glob
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any, NoReturn, cast
@@ -107,6 +107,16 @@ class SourceFile:
         raise StorageError(f"{self}: cannot be read: {one_line(error)}") from error
 
 
+def listed(files: Any) -> list[Any]:
+    """Returns the paths that a user has given: one, or a list of them.
+
+    Args:
+      files: What was given, which may be of a wrong type.
+    """
+    one = isinstance(files, (str, bytes, os.PathLike)) or not isinstance(files, Iterable)
+    return [files] if one else list(files)
+
+
 def find_files(files: Files, suffixes: Sequence[str], kind: str) -> tuple[SourceFile, ...]:
     """Returns the files of a source.
 
@@ -122,10 +132,8 @@ def find_files(files: Files, suffixes: Sequence[str], kind: str) -> tuple[Source
       UserError: If nothing is found, a file is given twice, or one is not a regular file.
       StorageError: If a folder or file cannot be read.
     """
-    if isinstance(files, (str, os.PathLike)):
-        files = [files]
     found: list[SourceFile] = []
-    for given in files:
+    for given in listed(files):
         if not isinstance(given, (str, os.PathLike)) or os.fspath(given) == "":
             raise UserError(
                 f"{kind}: {given!r} is no path: give a file, a folder, a pattern such as "
@@ -159,7 +167,7 @@ def _files_at(path: str, suffixes: Sequence[str], kind: str) -> list[SourceFile]
         found = _objects(store.glob(path, detail=True)) if is_pattern else _in_bucket(store, path)
     elif os.path.isdir(path):
         is_pattern = False
-        found = [_source_file(each) for each in _in_folder(path)]
+        found = [_source_file(each) for each in _in_folder(path, suffixes)]
     elif is_pattern and not os.path.lexists(path):  # the name of a file may hold a `[`
         matches = glob.glob(path, recursive=True)
         found = [_source_file(each) for each in matches if not os.path.isdir(each)]
@@ -179,18 +187,29 @@ def _files_at(path: str, suffixes: Sequence[str], kind: str) -> list[SourceFile]
     return sorted(found, key=lambda file: file.path)
 
 
-def _in_folder(path: str) -> Iterator[str]:
-    """Yields the visible files of a local folder, at any depth."""
+def _in_folder(path: str, suffixes: Sequence[str]) -> Iterator[str]:
+    """Yields the visible files of a local folder with these endings, at any depth."""
     for folder, names in _visible_folders(path):
-        yield from (os.path.join(folder, name) for name in names if _is_visible(name))
+        for name in filter(_is_visible, names):
+            if name.lower().endswith(tuple(suffixes)):
+                yield os.path.join(folder, name)
 
 
 def _visible_folders(path: str) -> Iterator[tuple[str, list[str]]]:
+    """Yields folders and the names in them; symbolic links are followed, each folder once."""
+
     def fail(error: OSError) -> NoReturn:
         raise error
 
-    for folder, folders, names in os.walk(path, onerror=fail):
-        folders[:] = filter(_is_visible, folders)
+    seen = {os.path.realpath(path)}
+
+    def is_new(folder: str) -> bool:
+        real = os.path.realpath(folder)
+        return not (real in seen or seen.add(real))  # type: ignore[func-returns-value]
+
+    for folder, folders, names in os.walk(path, onerror=fail, followlinks=True):
+        visible = sorted(filter(_is_visible, folders))
+        folders[:] = [name for name in visible if is_new(os.path.join(folder, name))]
         yield folder, names
 
 

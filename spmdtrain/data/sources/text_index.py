@@ -32,7 +32,8 @@ _PIECE = 2**20  # bytes that are scanned at once
 # block has at least 4 bytes, and at most 128 KiB of content.
 _FED = 2**12
 _MB = 10**6
-_VERSION = 1  # of the cached files: increased if their content changes
+_VERSION = 2  # of the cached files: increased if their content changes
+_SECONDS = 2 * 10**9  # ns: the coarsest time of modification of a file system
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class IndexedText:
     Attributes:
       source: The file that was given.
       text: The same file, or its decompressed copy.
-      offsets: A file of int64: the positions in `text` at which the examples begin, and its size.
+      offsets: A file of int64: the positions in `text` at which the examples begin, its size, and
+        a CRC-32 of all these.
     """
 
     source: SourceFile
@@ -52,7 +54,7 @@ class IndexedText:
     @property
     def count(self) -> int:
         """Number of examples."""
-        return self.offsets.size // 8 - 1
+        return self.offsets.size // 8 - 2
 
 
 def index_files(
@@ -112,6 +114,8 @@ class _Index:
         self._text = Path(file.path) if self._codec is None else copy
         digest.update(key.encode())
         self._offsets = folder / f"offsets-{digest.hexdigest()}"
+        # The time of modification that a copy is given. It differs if anything else writes to it.
+        self._copied = file.version // _SECONDS * _SECONDS
 
     def get(
         self, make_scanner: Callable[[], Scanner], advance: Callable[[int], None]
@@ -139,35 +143,59 @@ class _Index:
         return found
 
     def _load(self) -> IndexedText | None:
-        """Returns the index; None if there is none, or it is not that of the text."""
+        """Returns the index; None if there is none, or it or the copy of the text is corrupted."""
         try:
-            with open(self._offsets, "rb") as content:
-                content.seek(-8, os.SEEK_END)
-                size = int.from_bytes(content.read(8), "little")
             (offsets,) = find_files(self._offsets, (), "")
+            size = self._checked_size()
             text = self._file
             if self._codec is not None:
                 (text,) = find_files(self._text, (), "")
+                if text.version != self._copied:
+                    return None
         except (UserError, OSError):
             return None
         return IndexedText(self._file, text, offsets) if size == text.size else None
 
+    def _checked_size(self) -> int | None:
+        """Returns the size of the text according to the index; None if its CRC-32 is wrong."""
+        crc, last = self._initial_crc(), b""
+        with open(self._offsets, "rb") as content:
+            left = os.fstat(content.fileno()).st_size - 8
+            while left > 0 and (piece := content.read(min(_PIECE, left))):
+                crc, last, left = zlib.crc32(piece, crc), piece, left - len(piece)
+            intact = int.from_bytes(content.read(9), "little") == crc
+        return int.from_bytes(last[-8:], "little") if intact else None
+
+    def _initial_crc(self) -> int:
+        return zlib.crc32(self._offsets.name.encode())
+
+    def _copy_is_intact(self) -> bool:
+        """Returns whether there is a copy to which nothing else has written."""
+        try:
+            (copy,) = find_files(self._text, (), "")
+        except (UserError, OSError):
+            return False
+        return copy.version == self._copied
+
     def _scan(self, scanner: Scanner, advance: Callable[[int], None]) -> None:
         """Reads the file once, and writes the positions of its examples and, if needed, a copy."""
-        copy = None if self._codec is None or self._text.exists() else self._text
+        # Another kind of examples may have made the copy, with which other runs may be training.
+        copied = self._codec is not None and not self._copy_is_intact()
+        crc, total = self._initial_crc(), 0
         with (
             contextlib.closing(self._file.open(whole=True)) as content,
             _replaced(self._offsets) as offsets,
-            contextlib.nullcontext() if copy is None else _replaced(copy) as text,
+            _replaced(self._text, self._copied) if copied else contextlib.nullcontext() as text,
         ):
-            total = 0
             for piece in self._pieces(content):
                 if text is not None:
                     text.write(piece)
-                offsets.write(scanner.feed(piece).astype("<i8").tobytes())
-                total += len(piece)
+                found = scanner.feed(piece).astype("<i8").tobytes()
+                offsets.write(found)
+                crc, total = zlib.crc32(found, crc), total + len(piece)
                 advance(content.tell())
-            offsets.write(np.append(scanner.finish(), total).astype("<i8").tobytes())
+            found = np.append(scanner.finish(), total).astype("<i8").tobytes()
+            offsets.write(found + zlib.crc32(found, crc).to_bytes(8, "little"))
 
     def _pieces(self, content: IO[bytes]) -> Iterator[bytes]:
         """Yields the decompressed content of the file."""
@@ -185,12 +213,14 @@ class _Index:
 
 
 @contextlib.contextmanager
-def _replaced(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file that takes the place of `path` as a whole, at the end of the block."""
+def _replaced(path: Path, modified: int | None = None) -> Iterator[IO[bytes]]:
+    """Opens a file that takes the place of `path` at the end of the block, `modified` in ns."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with open(temporary, "xb") as content:
             yield content
+        if modified is not None:
+            os.utime(temporary, ns=(modified, modified))
         temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -11,7 +11,7 @@ import numpy as np
 
 from spmdtrain.data.documents import cached
 from spmdtrain.data.progress import delayed_progress
-from spmdtrain.data.sources.files import Files, SourceFile, find_files
+from spmdtrain.data.sources.files import Files, SourceFile, find_files, listed
 from spmdtrain.data.sources.local_reader import LocalReader
 from spmdtrain.errors import UserError, printable
 from spmdtrain.files.storage import is_url, one_line
@@ -46,8 +46,7 @@ class _TokenFiles:
     """
 
     def __init__(self, files: Files, dtype: Any) -> None:
-        given = [files] if isinstance(files, (str, os.PathLike)) else files
-        for path in given:
+        for path in listed(files):
             if isinstance(path, (str, os.PathLike)) and is_url(os.fspath(path)):
                 raise UserError(
                     f"{printable(path)}: token files are read at random positions, from a local "

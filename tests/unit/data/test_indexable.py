@@ -103,7 +103,7 @@ def test_examples_of_any_structure_are_stacked_by_field(tree: Any, count: int) -
 def test_several_examples_are_read_by_one_call_if_the_source_can() -> None:
     source = BatchedSource(lambda index: index * 10)
     assert rows(source, 4, 0, 4).tolist() == [40, 0, 40]
-    assert source.calls == [[4, 0, 4]]
+    assert source.calls == [[4, 0, 4], [0]]  # and example 0 once, for the dtypes
 
 
 def failing(index: int) -> int:
@@ -148,6 +148,14 @@ def test_examples_that_cannot_be_stacked_are_refused_with_field_and_example(
 ) -> None:
     with pytest.raises(UserError, match=message):
         rows(Source(make), 2, 4)
+
+
+def test_batches_have_the_dtypes_of_example_0_whichever_examples_they_have() -> None:
+    found = rows(Source(lambda i: {"x": 0.5 if i == 0 else i, "y": i}), 2, 4)
+    assert found["x"].dtype == np.float64 and found["x"].tolist() == [2, 4]
+    assert found["y"].dtype == np.int64
+    with pytest.raises(UserError, match=r"field 'x' of example 4 .* float64, but int64 in example"):
+        rows(Source(lambda i: {"x": 0.5 if i == 4 else i}), 2, 4)
 
 
 def test_text_is_refused_with_what_trains_on_it() -> None:

@@ -13,7 +13,7 @@ from spmdtrain import Mixture, UserError
 from spmdtrain.data.datasets import MappedDataset, Subset, fingerprint
 from spmdtrain.data.loader import train_batches
 from spmdtrain.data.mixture import components_of, epoch_size, mixture_of
-from spmdtrain.data.mixture_order import BLOCK, MixtureOrder
+from spmdtrain.data.mixture_order import BLOCK, MixtureOrder, examples_per_period
 from spmdtrain.data.sampling import TrainBatches, all_rows
 from spmdtrain.sharding.mesh import batch_sharding, build_mesh
 
@@ -167,6 +167,10 @@ def test_the_fingerprint_names_components_and_stages() -> None:
     assert mapped["stages"] == found["stages"] and mapped["crc32"] != found["crc32"]
 
 
+def test_weights_whose_sum_is_not_finite_are_shares() -> None:
+    assert examples_per_period({"a": 1e308, "b": 1e308, "c": 0}).tolist() == [2**19, 2**19, 0]
+
+
 X = np.zeros(3, np.float32)
 
 
@@ -183,6 +187,9 @@ X = np.zeros(3, np.float32)
         ({"a": (X, 1), "b": (X, 1e-9)}, None, "the weight of 'b' is 1e-09 of a total of 1"),
         ({"a": (X, 1)}, {0: {"a": 1}}, "begins at step 0"),
         ({"a": (X, 1)}, {"5": {"a": 1}}, "begins at step '5'"),
+        ({"a": (X, 1)}, [(5, {"a": 1})], r"stages of a Mixture are \[\(5, "),
+        ({"a": (X, 1)}, {5: 0.5}, "stage 5 of a Mixture is 0.5"),
+        ({"a": (X, 1e308), "b": (X, 5e-324)}, None, "the weight of 'b' is 4.94066e-324"),
         ({"a": (X, 1), "b": (X, 1)}, {5: {"a": 1}}, "stage 5 of a Mixture has weights of a:"),
         ({"a": (X, 1), "b": (X[:0], 1)}, None, "component 'b' of a Mixture is empty"),
         ({"a": ((X, X), 1), "b": ((X, X[:, None]), 1)}, None, r"array '1' is float32\[\] in 'a'"),

@@ -1,12 +1,16 @@
 """The files of a source: which are found, in which order, and which are refused."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from spmdtrain.data.sources.array_record import ArrayRecordSource
 from spmdtrain.data.sources.files import find_files
+from spmdtrain.data.sources.parquet import ParquetSource
+from spmdtrain.data.sources.token_files import TokenFile
 from spmdtrain.errors import StorageError, UserError
 
 
@@ -36,6 +40,20 @@ def test_folders_patterns_and_lists_have_an_order(
     assert names(tmp_path, "~/b.txt") == ["b.txt"]
 
 
+def test_a_folder_is_searched_through_links_and_other_names_are_not_examined(
+    tmp_path: Path,
+) -> None:
+    folder, linked = tmp_path / "data", tmp_path / "linked"
+    for path in (folder / "b.txt", linked / "deep" / "a.txt"):
+        path.parent.mkdir(parents=True)
+        path.write_text("x")
+    (folder / "sub").symlink_to(linked)
+    (linked / "loop").symlink_to(folder)
+    (folder / "latest").symlink_to("nowhere")
+    os.mkfifo(folder / "pipe")
+    assert names(folder, folder) == ["b.txt", "sub/deep/a.txt"]
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -62,6 +80,9 @@ def test_what_is_no_file_is_refused(tmp_path: Path, given: Any, expected: str) -
 def test_a_path_of_another_type_and_a_file_that_cannot_be_opened_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"text files: 3 is no path: .* such as data/\*\.txt"):
         find_files([3], (".txt",), "text files")  # type: ignore[list-item]
+    for read in (ParquetSource, ArrayRecordSource, partial(TokenFile, length=4)):
+        with pytest.raises(UserError, match="None is no path: give a file"):
+            read(None)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="'' is no path"):
         find_files("", (".txt",), "text files")
     (tmp_path / "a.txt").write_text("a")

@@ -135,6 +135,24 @@ def test_the_index_is_kept_and_made_again_if_the_file_changes(
     assert texts(other) == ["three"] and len([*(tmp_path / "other").iterdir()]) == 2
 
 
+@pytest.mark.parametrize("name", ["text", "offsets"])
+@pytest.mark.parametrize("how", ["overwritten", "truncated", "other"])
+def test_a_corrupted_cache_is_not_used(tmp_path: Path, cache: Path, name: str, how: str) -> None:
+    path = tmp_path / "a.txt.gz"
+    path.write_bytes(gzip.compress(b"one\ntwo\nsix\n"))
+    expected = texts(TextSource(path))
+    (file,) = cache.glob(f"{name}-*")
+    content = bytearray(file.read_bytes())
+    if how == "overwritten":
+        content[8:9] = b"\x05"
+        file.write_bytes(content)
+    elif how == "truncated":
+        file.write_bytes(content[:-1])
+    else:
+        file.write_bytes(bytes(len(content)))
+    assert texts(TextSource(path)) == expected == ["one", "two", "six"]
+
+
 def test_processes_that_start_together_index_a_file_once(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "a.txt.gz"
     path.write_bytes(gzip.compress(b"line\n" * 100_000))
