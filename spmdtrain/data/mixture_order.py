@@ -31,8 +31,8 @@ def examples_per_period(weights: Mapping[str, float]) -> np.ndarray:
     for (name, weight), quota in zip(weights.items(), quotas, strict=True):
         if weight and quota < 1:
             raise UserError(
-                f"the weight of {name!r} is {weight:g} of a total of {values.sum():g}: it must be 0 "
-                "or at least a millionth of the total"
+                f"the weight of {name!r} is {weight:g} of a total of {values.sum():g}: it must be "
+                "0 or at least a millionth of the total"
             )
     counts = np.floor(quotas).astype(np.int64)
     return _with_total(counts, quotas - counts, PERIOD)
