@@ -99,6 +99,7 @@ def _converted(
     Raises:
       UserError: If that would change a value.
     """
+    structure: Any
     named, structure = jax.tree_util.tree_flatten_with_path(rows)
     if len(named) != len(dtypes):
         return rows  # other fields than example 0, which the check of batches refuses
