@@ -47,6 +47,7 @@ _HOMES = {
     "ShardingOptions": "config",
     "SkipBadRecords": "data.bad_records",
     "StorageError": "errors",
+    "Stream": "data.streams",
     "Subset": "data.datasets",
     "TextSource": "data.sources.text_files",
     "TokenDocuments": "data.sources.token_files",
@@ -114,6 +115,7 @@ __all__ = [
     "ShardingOptions",
     "SkipBadRecords",
     "StorageError",
+    "Stream",
     "Subset",
     "TextSource",
     "TokenDocuments",
@@ -169,6 +171,7 @@ if TYPE_CHECKING:
     from spmdtrain.data.sources.parquet import ParquetSource
     from spmdtrain.data.sources.text_files import JsonLinesSource, TextSource
     from spmdtrain.data.sources.token_files import TokenDocuments, TokenFile
+    from spmdtrain.data.streams import Stream
     from spmdtrain.data.text import Tokenized
     from spmdtrain.distributed.initialize import initialize
     from spmdtrain.errors import (

@@ -214,6 +214,9 @@ class RunConfig:
     """Keep all training examples on each device; steps select theirs by index."""
     data_threads: int = 0
     """Threads that read batches ahead. 0 reads between steps, which suits data in memory."""
+    stream_shards: int | None = None
+    """Number of shards that a stream is read as, fixed for the run; it divides the global batch
+    size. None means the greatest common divisor of that and 8."""
     mesh: MeshSpec = MeshSpec()
     strategy: str = "mirrored"
     """Placement of the model: default, one_device, mirrored, zero, fully_sharded, tensor_parallel,

@@ -26,6 +26,7 @@ _ABOVE_ZERO = (
     "learning_rate_base_batch_size",
     "cpu_devices",
     "log_every",
+    "stream_shards",
     "eval_every_steps",
     "checkpoint_every_steps",
     "checkpoint_every_seconds",

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath, epy
 
+from spmdtrain.checkpoints import stream_positions
 from spmdtrain.checkpoints.array_headers import check_headers, header_fault
 from spmdtrain.checkpoints.checksums import as_text, read_parts, start_sums, sums
 from spmdtrain.checkpoints.items import ITEMS, raw_keys
@@ -167,6 +168,7 @@ def _reported_faults(
         with storage_errors(folder):
             manifest.check_kinds(folder)
             manifest.check_files(folder)
+            stream_positions.read(folder, manifest.stream)
             for item in items:
                 check_headers(_saved_tree(folder / item), manifest, in_memory=in_memory)
             yield
@@ -204,6 +206,7 @@ def examine(folder: epath.Path, manifest: Manifest) -> Iterator[tuple[str, str |
             return  # nothing else in this folder may be opened
         try:
             manifest.check_files(folder)
+            stream_positions.read(folder, manifest.stream)
         except CheckpointCorruptedError as error:
             yield "files", str(error)
     for item, fields in ITEMS.items():

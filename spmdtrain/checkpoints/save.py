@@ -6,7 +6,6 @@ import importlib
 import math
 import os
 import re
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,12 +16,13 @@ from typing import Any
 import absl.logging
 from etils import epath, epy
 
-from spmdtrain.checkpoints import manifest, replica_check
+from spmdtrain.checkpoints import manifest, replica_check, stream_positions
 from spmdtrain.checkpoints.checksums import PartSum, as_text, read_parts, start_sums
 from spmdtrain.checkpoints.items import ITEMS, items_of, raw_keys, steps_in
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.retention import CheckpointRecord, Retention
 from spmdtrain.checkpoints.run_identity import Identity
+from spmdtrain.checkpoints.shared_folder import check_shared
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files import no_follow
@@ -43,46 +43,10 @@ PyTree = Any
 _NOTHING: Mapping[str, Any] = {}
 _REMOVED = ".removed"
 _UNFINISHED = ".orbax-checkpoint-tmp"
-_VISIBLE_WITHIN = 45.0  # seconds until a new file is visible on a network file system
 
 # Hides Orbax's log lines: it logs every action, and raises its errors. absl must be imported first,
 # because only its own logger class records the caller's path.
 absl.logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pathname)
-
-
-def check_shared(folder: Path) -> None:
-    """Checks that all processes of the job share a folder.
-
-    Otherwise each would write its part of a checkpoint to its own folder, and no checkpoint would
-    be complete.
-
-    Args:
-      folder: An existing local folder.
-
-    Raises:
-      UserError: If a process has another folder at this path than process 0.
-    """
-    name = process_group.broadcast(f".shared-{secrets.token_hex(8)}")
-    marker = folder / name
-    if process_group.is_chief():
-        no_follow.create(folder, name).close()
-    process_group.barrier()
-
-    def check() -> None:
-        deadline = time.monotonic() + _VISIBLE_WITHIN
-        while not marker.exists():
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"{folder} in {process_group.name()} is not the folder that "
-                    f"{process_group.names()[0]} has there: use a workdir that all processes share"
-                )
-            time.sleep(0.2)
-
-    try:
-        process_group.run_on_all(check, UserError)
-    finally:
-        if process_group.is_chief():
-            marker.unlink()
 
 
 def is_unfinished(name: str) -> bool:
@@ -158,6 +122,7 @@ class Checkpoints:
         *,
         stopped: bool = False,
         epoch: Mapping[str, Any] = _NOTHING,
+        positions: Mapping[str, str] = _NOTHING,
     ) -> None:
         """Saves a state asynchronously. Returns when it is copied to the host.
 
@@ -169,6 +134,7 @@ class Checkpoints:
             checkpoints is not finite, the checkpoint is never the best.
           stopped: Whether a callback ended the run here.
           epoch: Metrics of the unfinished epoch, for the manifest.
+          positions: Positions of the shards of a stream that this process reads.
 
         Raises:
           StorageError: If this save, or the previous one, has failed.
@@ -184,13 +150,23 @@ class Checkpoints:
         sums = start_sums({field: x for item in items.values() for field, x in item.items()})
         replica_check.check_equal(sums, step)
         self._saving = save = _Save(
-            process_group.next_number(), step, now, identity, metrics, stopped, sums, epoch
+            process_group.next_number(),
+            step,
+            now,
+            identity,
+            metrics,
+            stopped,
+            sums,
+            epoch,
+            positions,
         )
         if process_group.is_chief():
             self._records[step] = CheckpointRecord(step, now, metrics)
         else:
             self._published = self._publisher.submit(
-                lambda: process_group.publish(save.key_of(), read_parts(sums))
+                lambda: process_group.publish(
+                    save.key_of(), [read_parts(sums), dict(save.positions)]
+                )
             )
         with self._failing():
             if self._folder_identity() != self._opened:
@@ -302,9 +278,11 @@ class Checkpoints:
             self._write_manifest(self._saving)
 
     def _write_manifest(self, save: "_Save") -> None:
-        totals = read_parts(save.sums)
+        totals, positions = read_parts(save.sums), dict(save.positions)
         for rank in range(1, process_group.count()):
-            for name, part in process_group.pop(save.key_of(rank)).items():
+            parts, others = process_group.pop(save.key_of(rank))
+            positions |= others
+            for name, part in parts.items():
                 totals[name] += part
         unpublished = (f"{save.step}", f"{save.step}{_UNFINISHED}")  # URLs, local paths
         folders = (
@@ -314,6 +292,7 @@ class Checkpoints:
         )
         if (folder := next(folders, None)) is None:
             raise FileNotFoundError(f"the unfinished checkpoint of step {save.step} is missing")
+        stream = stream_positions.write(folder, positions)
         Manifest(
             step=save.step,
             saved_at=save.saved_at.isoformat(timespec="seconds"),
@@ -323,6 +302,7 @@ class Checkpoints:
             sums=as_text(totals),
             files=manifest.sizes(folder),
             epoch=save.epoch,
+            stream=stream,
         ).write(folder)
 
     # -- retention -----------------------------------------------------------------------------
@@ -438,7 +418,8 @@ class _Save:
     stopped: bool
     sums: Mapping[str, Sequence[PartSum]]
     epoch: Mapping[str, Any]
+    positions: Mapping[str, str]
 
     def key_of(self, rank: int | None = None) -> str:
-        """Returns the key under which a process, by default this one, publishes its checksums."""
+        """Returns the key under which a process, by default this one, publishes its part."""
         return f"sums/{self.number}/{process_group.rank() if rank is None else rank}"

@@ -173,7 +173,8 @@ def as_dataset(data: Any, what: str = "the dataset", *, sparse: bool = False) ->
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         dataset = IndexableDataset(data)
     else:
-        why = f": {NO_STREAM}" if isinstance(data, Iterable) else ""
+        is_stream = isinstance(data, Iterable) or hasattr(data, "make_shard")
+        why = f": {NO_STREAM}" if is_stream else ""
         raise UserError(
             f"a {type(data).__name__} is no dataset{why}. Give arrays, or an object with __len__ "
             "and rows(indices)"

@@ -21,8 +21,8 @@ _STREAMS = {
     ),
 }
 NO_STREAM = (
-    "a stream cannot return batch k without reading all batches before it, so a run could neither "
-    "be resumed nor use several processes"
+    "a stream has no number of examples, so it is training data only; evaluate on a list of its "
+    "first examples, list(itertools.islice(stream, 1000))"
 )
 
 

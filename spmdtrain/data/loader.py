@@ -2,14 +2,15 @@
 
 The path of a training batch: `sampling.TrainBatches` reads its rows from the dataset, `_read` does
 so in threads, `_group` collects the batches of a dispatch, `_Placer` stacks them and places them on
-the devices as global arrays, and `_prefetch` does that before they are requested.
+the devices as global arrays, and `_prefetch` does that before they are requested. The batches of a
+stream are read by `ShardedStream.batches`, and each is accompanied by the positions after it.
 """
 
 import collections
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,14 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.marked_rows import rows_of, with_marks
 from spmdtrain.data.sampling import Augment, OrderedBatches, TrainBatches, padded_size, process_rows
+from spmdtrain.data.sharded_stream import Positions, ShardedStream, StreamProgress
+from spmdtrain.data.training_data import TrainingData
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import Placement, bind_strategy
 from spmdtrain.tree import named_leaves
 
 PyTree = Any
+T = TypeVar("T")
 
 _CHUNK = 1024  # examples read at once by `on_devices`
 
@@ -101,7 +105,7 @@ def on_devices(dataset: Dataset, placement: Placement) -> PyTree:
 
 
 def abstract_batch(
-    dataset: Dataset,
+    dataset: TrainingData,
     batch_size: int,
     placement: Placement,
     *,
@@ -114,7 +118,7 @@ def abstract_batch(
     """Returns the shapes, dtypes and shardings of a batch of `train_batches`. Reads one example.
 
     Args:
-      dataset: The examples.
+      dataset: The examples, a dataset or a stream.
       batch_size: Number of examples of the global batch.
       placement: The devices.
       augment: Applied to each example.
@@ -124,8 +128,12 @@ def abstract_batch(
       padded_to: Number of rows, if batches are padded.
     """
     size = padded_to or batch_size
-    batches = TrainBatches(dataset, 1, 0, False, 1, np.arange(1), augment)
-    read = _Indices(batches)[0] if by_index else batches[0]
+    if isinstance(dataset, ShardedStream):
+        example, count, read = dataset.first_row(augment), 0, dataset.first_row(augment)
+    else:
+        batches = TrainBatches(dataset, 1, 0, False, 1, np.arange(1), augment)
+        read = _Indices(batches)[0] if by_index else batches[0]
+        example, count = rows_of(batches[0]), len(dataset)
     if size != batch_size:
         read = with_marks(read, mask=np.zeros(1, np.float32))
     lead = () if steps == 1 else (steps,)
@@ -140,7 +148,7 @@ def abstract_batch(
     batch = jax.tree.map(lambda x: array(x, (*lead, size), place), read)
     if not by_index:
         return batch
-    count, replicated, example = len(dataset), placement.replicated, rows_of(batches[0])
+    replicated = placement.replicated
     return IndexedBatch(batch, jax.tree.map(lambda x: array(x, (count,), replicated), example))
 
 
@@ -159,7 +167,7 @@ class _Indices:
 
 
 def train_batches(
-    dataset: Dataset,
+    dataset: TrainingData,
     batch_size: int,
     sharding: Sharding,
     *,
@@ -173,11 +181,12 @@ def train_batches(
     arrays: PyTree = None,
     step_may_place: bool = False,
     padded_to: int | None = None,
+    progress: StreamProgress | None = None,
 ) -> Iterator[PyTree]:
     """Returns an iterator over the training batches, placed on the devices.
 
     Args:
-      dataset: The examples.
+      dataset: The examples, a dataset or a stream.
       batch_size: Number of examples of the global batch.
       sharding: The sharding of a batch.
       seed: The run's seed.
@@ -193,19 +202,60 @@ def train_batches(
         (`places_in_step`), batches stay host arrays.
       padded_to: If above `batch_size`, batches are padded to this number of rows, and are
         `MarkedRows` with a mask.
+      progress: Has the positions of a stream after `start` steps, and receives those after each
+        batch that is returned.
     """
+    progress = progress or StreamProgress()
     size = padded_to or batch_size
     local = process_rows(sharding, size)
     examples = np.minimum(local, batch_size - 1)
-    batches = TrainBatches(dataset, batch_size, seed, shuffle, stop, examples, augment)
-    rows = _read(batches if arrays is None else _Indices(batches), start, threads)
+    if isinstance(dataset, ShardedStream):
+        read = dataset.batches(
+            batch_size,
+            examples,
+            start=start,
+            stop=stop,
+            positions=progress.at(start),
+            seed=seed,
+            augment=augment,
+        )
+    else:
+        batches = TrainBatches(dataset, batch_size, seed, shuffle, stop, examples, augment)
+        rows = _read(batches if arrays is None else _Indices(batches), start, threads)
+        read = ((x, {}) for x in rows)
     if size != batch_size:
         mask = (local < batch_size).astype(np.float32)
-        rows = (with_marks(x, mask=mask) for x in rows)
+        read = ((with_marks(x, mask=mask), after) for x, after in read)
     placing = _Placer(sharding, size, step_may_place=step_may_place)
-    ready = map(placing, _group(rows, sizes))
+    ready = (_Dispatch.of(placing, group) for group in _group(read, sizes))
     placed = ready if placing.step_may_place else _prefetch(ready)
-    return placed if arrays is None else (IndexedBatch(indices, arrays) for indices in placed)
+    received = _received(placed, start, progress)
+    return received if arrays is None else (IndexedBatch(x, arrays) for x in received)
+
+
+@dataclass(frozen=True)
+class _Dispatch:
+    """The placed batches of a dispatch."""
+
+    batch: PyTree
+    steps: int
+    positions: Positions
+    """Positions of a stream after the last of its steps."""
+
+    @classmethod
+    def of(cls, place: "_Placer", group: Sequence[tuple[PyTree, Positions]]) -> "_Dispatch":
+        return cls(place([batch for batch, _ in group]), len(group), group[-1][1])
+
+
+def _received(
+    dispatches: Iterator[_Dispatch], step: int, progress: StreamProgress
+) -> Iterator[PyTree]:
+    """Yields the batches; records the positions after each when it is requested."""
+    for dispatch in dispatches:
+        step += dispatch.steps
+        if dispatch.positions:
+            progress.record(step, dispatch.positions)
+        yield dispatch.batch
 
 
 def ordered_batches(
@@ -264,7 +314,7 @@ def _read(batches: Any, start: int, threads: int) -> Iterator[PyTree]:
     return iter(dataset[start:].to_iter_dataset(options))
 
 
-def _group(batches: Iterator[PyTree], sizes: Iterable[int]) -> Iterator[Sequence[PyTree]]:
+def _group(batches: Iterator[T], sizes: Iterable[int]) -> Iterator[Sequence[T]]:
     """Yields the batches of one dispatch after the other."""
     for size in sizes:
         if not (group := list(itertools.islice(batches, size))):
@@ -272,7 +322,7 @@ def _group(batches: Iterator[PyTree], sizes: Iterable[int]) -> Iterator[Sequence
         yield group
 
 
-def _prefetch(batches: Iterator[PyTree], count: int = 2) -> Iterator[PyTree]:
+def _prefetch(batches: Iterator[T], count: int = 2) -> Iterator[T]:
     """Yields the batches; `count` of them are placed before they are requested.
 
     `flax.jax_utils.prefetch_to_device` places batches along a mesh of its own, as for `jax.pmap`.

@@ -100,7 +100,9 @@ class TrainBatches:
         indices, epochs = self.local_examples(step)
         rows = self.dataset.rows(indices)
         if self.augment is not None:
-            rows = self._augmented(self.augment, rows, indices, epochs)
+            zeros = np.zeros_like(indices)
+            counters = np.stack([zeros, zeros, indices, epochs], axis=1)
+            rows = augmented(self.augment, rows, counters, self.seed)
         return self.with_components(rows, indices)
 
     def with_components(self, rows: PyTree, indices: np.ndarray) -> PyTree:
@@ -137,19 +139,24 @@ class TrainBatches:
         shape = (self._per_block, self.batch_size)
         return indices.reshape(shape), epochs.reshape(shape)
 
-    def _augmented(
-        self, augment: Augment, rows: PyTree, indices: np.ndarray, epochs: np.ndarray
-    ) -> PyTree:
-        examples = []
-        for row, (index, epoch) in enumerate(zip(indices, epochs, strict=True)):
-            # Philox is counter-based: each (example, epoch) has its own stream under the key.
-            # Grain's `random_map` would draw by position in the stream, not by example.
-            bits = np.random.Philox(
-                key=derive_seed(self.seed, Purpose.DATA), counter=[0, 0, int(index), int(epoch)]
-            )
-            example = jax.tree.map(lambda array, row=row: array[row], rows)
-            examples.append(augment(example, np.random.Generator(bits)))
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
+
+def augmented(augment: Augment, rows: PyTree, counters: np.ndarray, seed: int) -> PyTree:
+    """Returns rows after `augment`, whose randomness depends on the seed and a row's counter.
+
+    Args:
+      augment: Applied to each row.
+      rows: Arrays of leading dim n.
+      counters: Integers (n, 4), different for each example and epoch.
+      seed: The run's seed.
+    """
+    examples = []
+    for row, counter in enumerate(counters.tolist()):
+        # Philox is counter-based: each counter has its own stream under the key.
+        # Grain's `random_map` would draw by position in the stream, not by example.
+        bits = np.random.Philox(key=derive_seed(seed, Purpose.DATA), counter=counter)
+        example = jax.tree.map(lambda array, row=row: array[row], rows)
+        examples.append(augment(example, np.random.Generator(bits)))
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
 
 
 def order_of(dataset: Dataset, seed: int, *, shuffle: bool, batch_size: int) -> Order:

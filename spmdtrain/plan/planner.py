@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.config import CollectiveOptions, RunConfig
-from spmdtrain.data.datasets import as_dataset
 from spmdtrain.data.loader import abstract_batch
+from spmdtrain.data.training_data import examples_per_epoch, training_data
 from spmdtrain.errors import UserError
 from spmdtrain.plan import time_model
 from spmdtrain.plan.aot import devices_of, has_compiler
@@ -206,7 +206,7 @@ def plan(
             batch_shards=trainer.placement.batch_shards,
             unsharded_params=trainer.unsharded_params(),
             tokens=_tokens(batch),
-            steps=config.total_steps(len(as_dataset(experiment.train))),
+            steps=config.total_steps(examples_per_epoch(experiment.train)),
             rows=table.rows[:-1],
             memory=memory,
             buffers=summary.buffers,
@@ -247,7 +247,7 @@ def _fewer_parts(experiment: Experiment, config: RunConfig, topology: Topology) 
 
 def _batch(experiment: Experiment, config: RunConfig, placement: Placement) -> Any:
     return abstract_batch(
-        as_dataset(experiment.train),
+        training_data(experiment.train, config),
         config.resolved_batch_size,
         placement,
         augment=experiment.augment,

@@ -10,9 +10,9 @@ import jax
 from jax._src.config import trace_context
 
 from spmdtrain.config import RunConfig
-from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.loader import abstract_batch
 from spmdtrain.data.sampling import Augment
+from spmdtrain.data.training_data import TrainingData
 from spmdtrain.distributed import process_group
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step.functions import StepFunctions
@@ -66,7 +66,7 @@ class Programs:
             self._programs[steps] = shapes, self._worker.submit(self._make, steps, shapes)
 
     def begin_for(
-        self, dataset: Dataset, steps: int, augment: Augment | None, config: RunConfig
+        self, dataset: TrainingData, steps: int, augment: Augment | None, config: RunConfig
     ) -> None:
         """Starts to compile for the batches of a dataset; arguments as for `abstract_batch`."""
         shapes = abstract_batch(

@@ -18,6 +18,7 @@ from spmdtrain.checkpoints.restore import read_manifest
 from spmdtrain.checkpoints.source import Source, list_checkpoints
 from spmdtrain.config import RunConfig
 from spmdtrain.data.datasets import Dataset, as_dataset
+from spmdtrain.data.training_data import examples_per_epoch
 from spmdtrain.distributed import progress
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import ExitCode, PreemptedExit, StorageError, UserError
@@ -84,7 +85,7 @@ def follow(
     """
     # A batch size per device gives the total only with the devices of the training.
     known = config.batch_size_per_device is None
-    total = resolve(config, batch_shards=1).total_steps(len(as_dataset(train)))
+    total = resolve(config, batch_shards=1).total_steps(examples_per_epoch(train))
     return watch(trainer, validation, which=which, total_steps=total if known else None)
 
 

@@ -79,8 +79,8 @@ class ExecutorInputs:
     programs: Programs
     placement: Placement
     augment: Augment | None
-    all_examples: Callable[[RunConfig, Dataset], PyTree]
-    """Copies all examples of a dataset to the devices; returns None without `data_on_device`."""
+    all_examples: Callable[[RunConfig, RunSession], PyTree]
+    """Copies all examples of a run to the devices; returns None without `data_on_device`."""
 
 
 MakeExecutor: TypeAlias = Callable[[ExecutorInputs], Executor]
@@ -234,7 +234,7 @@ class MeshBackend:
         if first >= schedule.total or functions.has_custom_reduction:
             return
         steps = len(next(schedule.dispatches(first)))
-        programs.begin_for(run.train_dataset, steps, augment, config)
+        programs.begin_for(run.train_data, steps, augment, config)
 
     @contextmanager
     def open(self, timeout: float) -> Iterator[MakeExecutor]:
@@ -254,7 +254,7 @@ class MeshExecutor:
         self.max_in_flight = 2 if several else max_in_flight(placement)
         self._compiled: dict[int, StepCall] = {}  # by the number of steps of a dispatch
         self._batches = train_batches(
-            run.train_dataset,
+            run.train_data,
             config.resolved_batch_size,
             placement.batch,
             seed=config.seed,
@@ -264,9 +264,10 @@ class MeshExecutor:
             augment=inputs.augment,
             threads=config.data_threads,
             sizes=map(len, run.schedule.dispatches(first)),
-            arrays=inputs.all_examples(config, run.train_dataset),
+            arrays=inputs.all_examples(config, run),
             step_may_place=config.jit,
             padded_to=config.padded_batch_size(placement.batch_shards),
+            progress=run.stream_progress,
         )
 
     def load(self, steps: Sequence[int], state: TrainState) -> tuple[StepCall, PyTree]:
@@ -310,10 +311,11 @@ class DeviceExamples:
         self._placement, self._terminal = placement, terminal
         self._last: tuple[Dataset, PyTree] | None = None
 
-    def __call__(self, config: RunConfig, dataset: Dataset) -> PyTree:
-        """Returns all examples of a dataset on the devices; None without `data_on_device`."""
+    def __call__(self, config: RunConfig, run: RunSession) -> PyTree:
+        """Returns all examples of a run on the devices; None without `data_on_device`."""
         if not config.data_on_device:
             return None
+        dataset = run.train_dataset
         if self._last is None or self._last[0] is not dataset:
             with self._terminal.waiting("putting the examples on the devices"), phase(Phase.LOAD):
                 self._last = dataset, on_devices(dataset, self._placement)

@@ -27,6 +27,7 @@ from spmdtrain.step.hyperparameters import initial_values
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.terminal import Terminal
+from spmdtrain.train.boundary_actions import BoundaryActions
 from spmdtrain.train.executor import max_in_flight
 from spmdtrain.train.input_wait import next_batch
 from spmdtrain.train.loop_checks import (
@@ -44,7 +45,7 @@ from spmdtrain.train.metrics_reader import MetricsReader
 from spmdtrain.train.overrides import with_options
 from spmdtrain.train.roles import refuse_evaluator
 from spmdtrain.train.run_logger import RunLogger
-from spmdtrain.train.session import BoundaryActions, RunSession
+from spmdtrain.train.session import RunSession
 from spmdtrain.xla import collective_options
 from spmdtrain.xla.compile_cache import compiler_options
 
@@ -219,7 +220,7 @@ class Loop(LoopTools):
         """
         parts, config = self._started(), self.config
         batches = train_batches(
-            parts.run.train_dataset,
+            parts.run.train_data,
             config.resolved_batch_size,
             self.placement.batch,
             seed=config.seed,
@@ -228,6 +229,7 @@ class Loop(LoopTools):
             stop=parts.run.schedule.total,
             augment=parts.augment,
             threads=config.data_threads,
+            progress=parts.run.stream_progress,
         )
         for _ in self.steps():
             yield rows_of(next_batch(batches, parts.state, parts.run.logger.count_input_wait))

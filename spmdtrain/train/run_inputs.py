@@ -8,8 +8,9 @@ import numpy as np
 
 from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, describe_optimizer
 from spmdtrain.config import RunConfig, as_json
-from spmdtrain.data.datasets import Dataset, fingerprint
-from spmdtrain.data.mixture import components_of, epoch_size, mixture_of
+from spmdtrain.data.datasets import Dataset
+from spmdtrain.data.mixture import components_of, mixture_of
+from spmdtrain.data.training_data import TrainingData, examples_per_epoch, fingerprint
 from spmdtrain.distributed import numeric_settings, process_group
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.files.storage import is_url
@@ -37,12 +38,18 @@ class Trainable(Protocol):
         ...
 
 
-def check_inputs(config: RunConfig, data: Mapping[str, Dataset], trained: Trainable) -> int:
+def check_inputs(
+    config: RunConfig,
+    train: TrainingData | None,
+    data: Mapping[str, Dataset],
+    trained: Trainable,
+) -> int:
     """Checks that the data of a run fit its configuration.
 
     Args:
       config: The resolved configuration.
-      data: Datasets by split: "train", "validation" and "test".
+      train: The training data.
+      data: Datasets of the other splits: "validation" and "test".
       trained: Names the metrics of an evaluation.
 
     Returns:
@@ -51,7 +58,7 @@ def check_inputs(config: RunConfig, data: Mapping[str, Dataset], trained: Traina
     Raises:
       UserError: If an option needs a workdir, a split or a metric that is missing.
     """
-    train, profiled = data.get("train"), config.profile_range()
+    profiled = config.profile_range()
     if train is None and config.steps is None:
         raise UserError("without a dataset there are no epochs: give steps")
     if mixture_of(train) is not None and config.epochs is not None:
@@ -59,7 +66,7 @@ def check_inputs(config: RunConfig, data: Mapping[str, Dataset], trained: Traina
             f"epochs is {config.epochs}, and a Mixture has no epochs, because each of its "
             "components repeats for itself: give steps"
         )
-    total = config.total_steps(epoch_size(train))
+    total = config.total_steps(examples_per_epoch(train))
     if profiled and (config.workdir is None or profiled[1] > total):
         raise UserError(
             f"profile_steps is {config.profile_steps}: it needs a workdir ({config.workdir}), and "
@@ -88,7 +95,7 @@ def check_inputs(config: RunConfig, data: Mapping[str, Dataset], trained: Traina
     return total
 
 
-def identity_of(config: RunConfig, train: Dataset | None, trained: Trainable) -> Identity:
+def identity_of(config: RunConfig, train: TrainingData | None, trained: Trainable) -> Identity:
     """Returns what a run computes: configuration, data, and the shapes of its state."""
     return Identity(
         config=as_json(config),
@@ -99,7 +106,9 @@ def identity_of(config: RunConfig, train: Dataset | None, trained: Trainable) ->
     )
 
 
-def check_same_inputs(identity: Identity, data: Mapping[str, Dataset]) -> None:
+def check_same_inputs(
+    identity: Identity, train: TrainingData | None, data: Mapping[str, Dataset]
+) -> None:
     """Raises `UserError` if the processes of a job have different inputs."""
     if process_group.count() == 1:
         return
@@ -107,4 +116,5 @@ def check_same_inputs(identity: Identity, data: Mapping[str, Dataset]) -> None:
     inputs["config"].pop("data_dir")  # the path of the data may differ, their content may not
     inputs |= numeric_settings.settings()  # a script may have changed them since the rendezvous
     inputs["data"] = {split: fingerprint(dataset) for split, dataset in data.items()}
+    inputs["data"] |= {} if train is None else {"train": fingerprint(train)}
     process_group.check_same(inputs)

@@ -1,18 +1,17 @@
 """The session of a run: its inputs, logs and checkpoints, and the boundary between steps."""
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from etils import epath
 
+from spmdtrain.checkpoints import stream_positions
 from spmdtrain.checkpoints.items import check_can_be_saved
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.restore import load_state
-from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.run_identity import (
     Identity,
     changes,
@@ -26,7 +25,8 @@ from spmdtrain.checkpoints.source import (
 )
 from spmdtrain.config import RunConfig
 from spmdtrain.data.datasets import Dataset, as_dataset
-from spmdtrain.data.mixture import epoch_size
+from spmdtrain.data.sharded_stream import ShardedStream, StreamProgress
+from spmdtrain.data.training_data import TrainingData, examples_per_epoch, training_data
 from spmdtrain.distributed import failures, process_group, progress
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import (
@@ -36,38 +36,17 @@ from spmdtrain.errors import (
     StorageError,
     UserError,
 )
-from spmdtrain.files.run_files import RunFiles, Split, Status, evaluator_metrics
-from spmdtrain.files.storage import folder_of
+from spmdtrain.files.run_files import RunFiles, Split, Status
 from spmdtrain.sharding.layout import check_placed
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal
+from spmdtrain.train.boundary_actions import BoundaryActions
+from spmdtrain.train.checkpoints_of_run import open_checkpoints
 from spmdtrain.train.epochs import Epochs, known_rate
 from spmdtrain.train.run_inputs import Trainable, check_inputs, check_same_inputs, identity_of
 from spmdtrain.train.run_logger import Metrics, RunLogger
 from spmdtrain.train.schedule import Due, Schedule
-
-
-@dataclass(frozen=True)
-class BoundaryActions:
-    """The actions of a trainer or loop that `RunSession.boundary` calls between two steps.
-
-    Attributes:
-      flush: Waits for pending steps and reads their outputs.
-      end_epoch: Calls the callbacks of the epoch that ends with a step.
-      evaluate: (step, whether an evaluation is due) -> the metrics of the step's evaluation; None
-        if there is none, or a signal interrupted it.
-      save: Saves the state after a step, with the metrics of its evaluation.
-      report: Prints a summary after the last step.
-      stop_requested: Returns whether `stop()` was called, so that the run ends with this step.
-    """
-
-    flush: Callable[[], None]
-    end_epoch: Callable[[int], None]
-    evaluate: Callable[[int, bool], Metrics | None]
-    save: Callable[[int, Metrics | None], None]
-    report: Callable[[], None]
-    stop_requested: Callable[[], bool]
 
 
 @dataclass
@@ -78,7 +57,7 @@ class RunSession:
     """
 
     config: RunConfig
-    train: Dataset | None
+    train: TrainingData | None
     validation: Dataset | None
     test: Dataset | None
     schedule: Schedule
@@ -87,6 +66,7 @@ class RunSession:
     checkpoints: Checkpoints | None
     signals: StopSignals
     epochs: Epochs
+    stream_progress: StreamProgress = field(default_factory=StreamProgress)
 
     @classmethod
     def open(
@@ -114,15 +94,18 @@ class RunSession:
         Raises:
           UserError: If an input is wrong, or the processes have different ones.
         """
-        data = {n: as_dataset(x, f"{n} data") for n, x in splits.items() if x is not None}
-        train = data.get("train")
-        total = check_inputs(config, data, trained)
+        given = {n: x for n, x in splits.items() if x is not None}
+        train = training_data(given.pop("train"), config) if "train" in given else None
+        if isinstance(train, ShardedStream):
+            stack.callback(train.close)
+        data = {name: as_dataset(x, f"{name} data") for name, x in given.items()}
+        total = check_inputs(config, train, data, trained)
         if config.evaluated_by == "evaluator":
             data.pop("validation", None)
         identity = identity_of(config, train, trained)
         # Checked before anything is written: processes with different inputs would compute wrong
         # numbers, or hang.
-        check_same_inputs(identity, data)
+        check_same_inputs(identity, train, data)
         files = checkpoints = None
         signals = StopSignals()
         if config.workdir is not None or process_group.count() > 1:
@@ -133,10 +116,10 @@ class RunSession:
             if process_group.is_chief():
                 files = stack.enter_context(contextlib.closing(RunFiles(workdir)))
             process_group.barrier()  # the folder exists, and this run has locked it
-            checkpoints = stack.enter_context(contextlib.closing(_checkpoints_of(config, workdir)))
+            checkpoints = stack.enter_context(contextlib.closing(open_checkpoints(config, workdir)))
         logger = RunLogger(terminal, files, config)
         rate = known_rate(config, trained.abstract_state.opt_state)
-        size = epoch_size(train)
+        size = examples_per_epoch(train)
         run = cls(
             config=config,
             train=train,
@@ -212,9 +195,10 @@ class RunSession:
                 "use another workdir, or remove them"
             )
 
-        def load(folder: epath.Path, manifest: Manifest) -> TrainState:
+        def load(folder: epath.Path, manifest: Manifest) -> tuple[TrainState, Mapping[str, str]]:
             check_same_run(manifest.identity, self.identity, str(folder), manifest.step)
-            return load_state(folder, manifest, trained.abstract_state, trained.shardings)
+            state = load_state(folder, manifest, trained.abstract_state, trained.shardings)
+            return state, stream_positions.read(folder, manifest.stream)
 
         log = self.logger.terminal.line
         try:
@@ -228,6 +212,8 @@ class RunSession:
         ):
             log(f"checkpoint {step} is quarantined as {name}")
         saved = loaded.manifest
+        state, positions = loaded.value
+        self.stream_progress.record(saved.step, positions)
         self.epochs.restore(saved.epoch)
         before, now = saved.identity.config, self.identity.config
         if saved.stopped and all(before[name] == now[name] for name in ("epochs", "steps")):
@@ -237,7 +223,7 @@ class RunSession:
         for change in changes(saved.identity, self.identity):
             log(f"changed since: {change}")
         return hyperparameters.updated(
-            loaded.value,
+            state,
             trained.shardings,
             saved.identity.hyperparameters,
             self.identity.hyperparameters,
@@ -323,8 +309,8 @@ class RunSession:
             self.logger.restart_timer(step)
 
     @property
-    def train_dataset(self) -> Dataset:
-        """The training dataset.
+    def train_data(self) -> TrainingData:
+        """The training data.
 
         Raises:
           UserError: If the `Loop` has none.
@@ -332,6 +318,13 @@ class RunSession:
         if self.train is None:
             raise UserError("batches() is of the dataset that start(train=...) is given")
         return self.train
+
+    @property
+    def train_dataset(self) -> Dataset:
+        """The training data of a run whose options do not allow streams (see `training_data`)."""
+        data = self.train_data
+        assert not isinstance(data, ShardedStream)
+        return data
 
     @property
     def eval_batch_size(self) -> int:
@@ -372,8 +365,15 @@ class RunSession:
         with progress.phase(progress.Phase.SAVE, step):
             if self.logger.files:
                 self.logger.files.check_lock()
-            epoch = self.epochs.to_json()
-            self.checkpoints.save(state, step, self.identity, metrics, stopped=stopped, epoch=epoch)
+            self.checkpoints.save(
+                state,
+                step,
+                self.identity,
+                metrics,
+                stopped=stopped,
+                epoch=self.epochs.to_json(),
+                positions=self.stream_progress.at(step),
+            )
         progress.saved(self.saved_step)
         self.schedule.saved()
         self.logger.log_save(self.saved_step)
@@ -432,19 +432,3 @@ class RunSession:
         if self.checkpoints is None or step != 0:
             return False
         return self.config.checkpoint_at_start and not self.checkpoints.holds(0)
-
-
-def _checkpoints_of(config: RunConfig, workdir: str) -> Checkpoints:
-    """Returns the checkpoints of a run's workdir, opened."""
-    retention = Retention(
-        latest=config.keep_latest,
-        best=config.keep_best,
-        metric=config.best_metric,
-        direction=config.best_direction,
-        every_steps=config.keep_every_steps,
-        every_hours=config.keep_every_hours,
-    )
-    metrics = functools.partial(evaluator_metrics, workdir)
-    by_evaluator = config.evaluated_by == "evaluator"
-    folder = folder_of(workdir) / "checkpoints"
-    return Checkpoints(folder, retention, metrics if by_evaluator else None)

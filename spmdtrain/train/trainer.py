@@ -13,6 +13,7 @@ from spmdtrain.checkpoints.listing import LATEST
 from spmdtrain.config import RunConfig
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.sampling import Augment
+from spmdtrain.data.sharded_stream import StreamProgress
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import PreemptedExit, StateError, UserError
 from spmdtrain.files.run_files import Split, Status
@@ -24,6 +25,7 @@ from spmdtrain.step.reductions import Reduction
 from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal
 from spmdtrain.train import evaluator, roles
+from spmdtrain.train.boundary_actions import BoundaryActions
 from spmdtrain.train.callbacks import (
     AddableMetrics,
     CallbackEvent,
@@ -40,7 +42,7 @@ from spmdtrain.train.model_runner import ModelRunner
 from spmdtrain.train.overrides import validate_trainer_options, with_totals
 from spmdtrain.train.profiler import profiled_steps
 from spmdtrain.train.run_logger import Metrics, no_metrics
-from spmdtrain.train.session import BoundaryActions, RunSession
+from spmdtrain.train.session import RunSession
 
 PyTree = Any
 
@@ -108,8 +110,10 @@ class Trainer(ModelRunner):
         at_steps = self._backend.state_at_steps
         self._callbacks = CallbackRunner(self, callbacks or {}, state_at_steps=at_steps)
         self._programs = Programs(self.functions, self.placement, self.config)
-        # Of earlier fits: the sums of an unfinished epoch, and the metrics that were written.
+        # Of earlier fits: the sums of an unfinished epoch, the metrics that were written, and the
+        # position in a stream.
         self._epoch_sums, self._written = EpochSums(), no_metrics()
+        self._stream_progress = StreamProgress()
         self._all_examples = DeviceExamples(self.placement, self.terminal)
 
     @classmethod
@@ -250,12 +254,14 @@ class Trainer(ModelRunner):
         elif self._identity is not None:
             run.check_continues(self._identity, self.step)
             run.epochs.sums, run.logger.written = self._epoch_sums, self._written
+            run.stream_progress = self._stream_progress
         stack.callback(self._keep_metrics, run)
         self._identity = run.identity
         run.logger.begin(self.step, self.placement)
 
     def _keep_metrics(self, run: RunSession) -> None:
         self._epoch_sums, self._written = run.epochs.sums, run.logger.written
+        self._stream_progress = run.stream_progress
 
     def _train(self, run: RunSession, make_executor: MakeExecutor) -> None:
         first, schedule = self.step, run.schedule

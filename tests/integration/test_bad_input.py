@@ -276,7 +276,7 @@ def test_a_script_is_no_experiment(capsys: pytest.CaptureFixture[str]) -> None:
         (('return {"loss": (model(x) - y) ** 2}', "return model(x) - y"), '"loss" among them'),
         (("** 2}", "** 2, 'n': (x, x, x)}"), r"'n' is a tuple of 3: return \(values, weights\)"),
         (("** 2}", "** 2, 'n': (x, x[:3])}"), r"'n' has weights of shape \(3, 1\)"),
-        (("train=data", "train=iter([data])"), "is no dataset: a stream cannot return batch k"),
+        (("train=data", "train=iter([data])"), "is no stream, because it can be read only once"),
         (("validation=data", "validation=zip(x)"), "a zip is no dataset: a stream"),
         (("train=data", "train=(x, x[1:])"), r"differ in their number .*\(64, 1\).*\(63, 1\)"),
         (("train=data", "train=(x[:0],)"), "train data is empty"),

@@ -1,0 +1,216 @@
+"""Training batches of a stream that is read as a fixed number of shards."""
+
+import functools
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmdtrain.config import RunConfig
+from spmdtrain.data.sampling import Augment, augmented
+from spmdtrain.data.shard_reader import Record, ShardReader
+from spmdtrain.data.streams import Stream
+from spmdtrain.distributed import process_group
+from spmdtrain.errors import UserError
+from spmdtrain.tree import named_leaves
+
+PyTree = Any
+Positions = Mapping[str, str]
+"""The position of each shard, as `ShardReader.position` returns it, by the shard's index."""
+
+
+@dataclass
+class StreamProgress:
+    """Positions of the shards after the batches that a run has received last.
+
+    Batches are read ahead, so the readers themselves are at later positions. Of a dataset, whose
+    batches are found by their number, nothing is kept.
+
+    Attributes:
+      after: Positions by step, ascending. An interrupted loop may have received one batch more
+        than it has recorded steps, so two are kept.
+    """
+
+    after: dict[int, Positions] = field(default_factory=dict)
+
+    def at(self, step: int) -> Positions:
+        """Returns the positions after a step; empty at the beginning, and for a dataset.
+
+        Args:
+          step: The last step received, or the one before it.
+        """
+        return self.after.get(step, {})
+
+    def record(self, step: int, positions: Positions) -> None:
+        """Keeps the positions after a step."""
+        self.after[step] = positions
+        while len(self.after) > 2:
+            del self.after[next(iter(self.after))]
+
+
+class ShardedStream:
+    """A stream, divided into shards.
+
+    Row r of a global batch of B examples is from shard `r * shards // B`, so each shard has B /
+    shards consecutive rows. A process reads only the shards whose rows it holds.
+
+    Args:
+      stream: The stream.
+      shards: Number of shards; it divides the global batch size.
+    """
+
+    def __init__(self, stream: Stream, shards: int) -> None:
+        self.stream, self.shards = stream, shards
+        self._readers: list[ShardReader] = []
+
+    @functools.cached_property
+    def first(self) -> Record:
+        """The first example of the first shard of this process, whose structure all others have."""
+        index = process_group.rank() * self.shards // process_group.count()
+        reader = ShardReader(self.stream, min(index, self.shards - 1), self.shards)
+        try:
+            return reader.read()
+        finally:
+            reader.close()
+
+    def first_row(self, augment: Augment | None) -> PyTree:
+        """Returns the first example as arrays of leading dim 1, after `augment`."""
+        leaves, structure = self.first
+        row = structure.unflatten([leaf[np.newaxis] for leaf in leaves])
+        return row if augment is None else augmented(augment, row, np.zeros((1, 4), np.int64), 0)
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Number of shards, shapes, dtypes and a CRC-32 of the first example, as JSON.
+
+        All processes read it together.
+        """
+        leaves, structure = self.first
+        crc = functools.reduce(lambda crc, x: zlib.crc32(x.tobytes(), crc), leaves, 0)
+        named = named_leaves(structure.unflatten([f"{x.dtype}{list(x.shape)}" for x in leaves]))
+        return {
+            "stream_shards": self.shards,
+            "arrays": named,
+            # Process 0 has read shard 0; the others, perhaps, first examples of other shards.
+            "crc32": process_group.broadcast(crc),
+        }
+
+    def batches(
+        self,
+        batch_size: int,
+        rows: np.ndarray,
+        *,
+        start: int,
+        stop: int,
+        positions: Positions,
+        seed: int,
+        augment: Augment | None,
+    ) -> Iterator[tuple[PyTree, Positions]]:
+        """Returns an iterator over the batches of this process.
+
+        Args:
+          batch_size: Number of examples of a global batch.
+          rows: Indices of the rows of each batch to load, ascending.
+          start: Number of batches made before.
+          stop: Number of batches after the last one.
+          positions: Positions of the shards after batch `start`.
+          seed: The run's seed, for `augment`.
+          augment: Applied to each example.
+
+        Returns:
+          Pairs of the batch's rows and the positions of this process's shards after it.
+
+        Raises:
+          UserError: If this process holds a part of a shard's rows, or positions are missing.
+        """
+        per_shard = batch_size // self.shards
+        own = np.unique(rows // per_shard)
+        order = np.concatenate([np.arange(i * per_shard, (i + 1) * per_shard) for i in own])
+        if not np.isin(order, rows).all():
+            raise UserError(
+                f"stream_shards is {self.shards}, and {process_group.count()} processes divide a "
+                "batch in the middle of a shard: the number of processes must divide stream_shards"
+            )
+        if start and (missing := [str(i) for i in own if str(i) not in positions]):
+            raise UserError(
+                f"no position of shard {missing[0]} of the stream is known after step {start}"
+            )
+        self.close()
+        self._readers = [
+            ShardReader(self.stream, i, self.shards, positions.get(str(i)) if start else None)
+            for i in own.tolist()
+        ]
+        return self._read(
+            per_shard, np.searchsorted(order, rows), range(start, stop), seed, augment
+        )
+
+    def _read(
+        self,
+        per_shard: int,
+        rows: np.ndarray,
+        steps: Sequence[int],
+        seed: int,
+        augment: Augment | None,
+    ) -> Iterator[tuple[PyTree, Positions]]:
+        in_order = np.array_equal(rows, np.arange(per_shard * len(self._readers)))
+        draws = np.empty((per_shard * len(self._readers), 4), np.int64)
+        first, structure = self.first
+        expected = structure, [(x.shape, x.dtype) for x in first]
+        for _ in steps:
+            columns: list[list[np.ndarray]] = [[] for _ in first]
+            number = 0
+            for shard in self._readers:
+                for _ in range(per_shard):
+                    leaves, found = shard.read()
+                    if (found, [(x.shape, x.dtype) for x in leaves]) != expected:
+                        self._refuse(shard, leaves, found)
+                    for column, leaf in zip(columns, leaves, strict=True):
+                        column.append(leaf)
+                    draws[number] = 0, shard.index, shard.number - 1, shard.epoch
+                    number += 1
+            batch = structure.unflatten([np.stack(column) for column in columns])
+            if augment is not None:
+                batch = augmented(augment, batch, draws, seed)
+            if not in_order:
+                batch = jax.tree.map(lambda x: x[rows], batch)
+            yield batch, {str(shard.index): shard.position() for shard in self._readers}
+
+    def _refuse(self, shard: ShardReader, leaves: Sequence[np.ndarray], structure: Any) -> None:
+        raise UserError(
+            f"{shard.name}, example {shard.number - 1} of epoch {shard.epoch} is "
+            f"{_describe(leaves, structure)}, and the first example is {_describe(*self.first)}: "
+            "all examples must have the same structure, shapes and dtypes"
+        )
+
+    def close(self) -> None:
+        """Ends the threads and processes of the readers."""
+        for reader in self._readers:
+            reader.close()
+        self._readers = []
+
+
+def shards_of(config: RunConfig) -> int:
+    """Returns the number of shards of a stream: `stream_shards`, or a divisor of the batch size.
+
+    Args:
+      config: A resolved configuration.
+
+    Raises:
+      UserError: If `stream_shards` does not divide the global batch size.
+    """
+    batch_size = config.resolved_batch_size
+    shards = config.stream_shards or int(np.gcd(batch_size, 8))
+    if batch_size % shards:
+        raise UserError(
+            f"stream_shards is {shards}: it must divide the global batch size, {batch_size}, "
+            "because each shard gives the same number of rows"
+        )
+    return shards
+
+
+def _describe(leaves: Sequence[np.ndarray], structure: Any) -> str:
+    named = named_leaves(structure.unflatten([f"{x.dtype}{list(x.shape)}" for x in leaves]))
+    return ", ".join(f"{name} {array}".strip() for name, array in named.items())

@@ -1,0 +1,71 @@
+"""Training data: a dataset, or a stream."""
+
+from typing import Any
+
+from spmdtrain.config import RunConfig
+from spmdtrain.data import datasets
+from spmdtrain.data.datasets import Dataset, as_dataset
+from spmdtrain.data.mixture import epoch_size
+from spmdtrain.data.sharded_stream import ShardedStream, shards_of
+from spmdtrain.data.streams import as_stream
+from spmdtrain.errors import UserError
+from spmdtrain.strategies import strategy
+
+TrainingData = Dataset | ShardedStream
+
+
+def training_data(data: Any, config: RunConfig) -> TrainingData:
+    """Returns training data as a dataset, or as a stream in shards.
+
+    Args:
+      data: Anything that `as_dataset` or `as_stream` accepts.
+      config: A resolved configuration.
+
+    Raises:
+      UserError: If `data` is neither, or the configuration has an option that streams do not
+        support.
+    """
+    if isinstance(data, ShardedStream):
+        return data
+    if (stream := as_stream(data)) is None:
+        if config.stream_shards is not None:
+            raise UserError(
+                f"stream_shards is {config.stream_shards}: it is for streams, and a "
+                f"{type(data).__name__} has random access"
+            )
+        return as_dataset(data, "train data")
+    if config.steps is None:
+        raise UserError("a stream has no number of examples, so it has no epochs: give steps")
+    if strategy(config.strategy).by_servers:
+        raise UserError(
+            f"strategy {config.strategy} assigns batches to workers by number, and a stream has no "
+            "random access: give a dataset, or use another strategy"
+        )
+    if config.data_on_device:
+        raise UserError("data_on_device copies all examples of a dataset; a stream has no end")
+    if config.data_threads:
+        raise UserError(
+            f"data_threads is {config.data_threads}: threads read the batches of a dataset, and a "
+            "stream reads ahead itself (Grain: to_iter_dataset(read_options), mp_prefetch)"
+        )
+    return ShardedStream(stream, shards_of(config))
+
+
+def examples_per_epoch(data: Any) -> int:
+    """Returns the number of examples of an epoch of training data; 0 without epochs.
+
+    Args:
+      data: Training data. A stream and a mixture have no epochs.
+    """
+    if data is None or isinstance(data, ShardedStream) or as_stream(data) is not None:
+        return 0
+    return epoch_size(as_dataset(data))
+
+
+def fingerprint(data: TrainingData) -> dict[str, Any]:
+    """Returns what identifies training data, as JSON. All processes of a job call it.
+
+    Args:
+      data: A dataset or a stream.
+    """
+    return data.fingerprint if isinstance(data, ShardedStream) else datasets.fingerprint(data)

@@ -1,0 +1,28 @@
+"""The actions of a trainer or loop between two steps."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spmdtrain.train.run_logger import Metrics
+
+
+@dataclass(frozen=True)
+class BoundaryActions:
+    """The actions of a trainer or loop that `RunSession.boundary` calls between two steps.
+
+    Attributes:
+      flush: Waits for pending steps and reads their outputs.
+      end_epoch: Calls the callbacks of the epoch that ends with a step.
+      evaluate: (step, whether an evaluation is due) -> the metrics of the step's evaluation; None
+        if there is none, or a signal interrupted it.
+      save: Saves the state after a step, with the metrics of its evaluation.
+      report: Prints a summary after the last step.
+      stop_requested: Returns whether `stop()` was called, so that the run ends with this step.
+    """
+
+    flush: Callable[[], None]
+    end_epoch: Callable[[int], None]
+    evaluate: Callable[[int, bool], Metrics | None]
+    save: Callable[[int, Metrics | None], None]
+    report: Callable[[], None]
+    stop_requested: Callable[[], bool]
