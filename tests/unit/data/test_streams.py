@@ -150,14 +150,14 @@ def mixed(end: int = 50) -> grain.IterDataset:
 
 def loader(index: int, count: int) -> grain.DataLoader:
     return grain.DataLoader(
-        data_source=range(48),  # type: ignore[arg-type]
+        data_source=range(48),
         sampler=grain.samplers.IndexSampler(48, shuffle=True, num_epochs=1, seed=0),
         operations=[AsExample()],
         shard_options=grain.sharding.ShardOptions(index, count),
     )
 
 
-class AsExample(grain.transforms.Map):
+class AsExample(grain.transforms.Map):  # type: ignore[misc]
     def map(self, element: int) -> Any:
         return {"x": np.int32(element)}
 
@@ -231,7 +231,7 @@ def test_a_shard_of_grain_shares_the_source() -> None:
         def __deepcopy__(self, memo: Any) -> Any:
             raise AssertionError("copied")
 
-    stream = as_stream(grain.MapDataset.source(Source()).to_iter_dataset())  # type: ignore[arg-type]
+    stream = as_stream(grain.MapDataset.source(Source()).to_iter_dataset())
     assert stream is not None
     assert [example["x"] for example in stream.make_shard(1, 4)] == [1, 5]
 

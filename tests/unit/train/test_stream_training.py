@@ -43,7 +43,7 @@ def trainer(workdir: Path | None, **options: Any) -> Trainer:
         "terminal": Terminal(quiet=True),
         "workdir": workdir and str(workdir),
     }
-    return Trainer(**defaults | options)  # type: ignore[arg-type]
+    return Trainer(**defaults | options)
 
 
 def checksums(workdir: Path) -> dict[int, tuple[float, float]]:
