@@ -150,7 +150,7 @@ class Transformer(nnx.Module):
         """Computes the logits of the next tokens.
 
         Args:
-          tokens: int (B, T).
+          tokens: int (B, T), from 0 to `vocabulary` - 1. Any other makes logits NaN.
           segments: int (B, T), the number of each token's document within its row, if a row holds
             several: a token attends to its own document only.
           positions: int (B, T), each token's position within its document, below the context; by
@@ -170,6 +170,10 @@ class Transformer(nnx.Module):
         # Looked up in f32, so that the gradients of frequent tokens are added up in f32.
         embedding = self.embedding[...]
         x = embedding.astype(jnp.float32)[tokens].astype(embedding.dtype)
+        # Indexing clamps other numbers, or counts from the end: the loss would be that of other
+        # data.
+        known = (tokens >= 0) & (tokens < config.vocabulary)
+        x = jnp.where(known[..., None], x, jnp.nan)
         turn: _Rotation = _identity
         if config.positions == "learned":
             learned = self.positions[...]

@@ -80,7 +80,7 @@ def python_values(pa: PyArrow, array: Any) -> Values:
         lists = [inner[i:j] for i, j in itertools.pairwise(ends)]
         if isinstance(inner, np.ndarray) and inner.dtype == object:
             return [list(each) for each in lists]
-        return lists
+        return lists if isinstance(inner, np.ndarray) else [_stacked(each) for each in lists]
     if types.is_struct(kind):
         names = [field.name for field in kind]
         columns = [python_values(pa, column) for column in array.flatten()]
@@ -93,6 +93,13 @@ def python_values(pa: PyArrow, array: Any) -> Values:
         except pa.ArrowException:  # to_pylist raises UnicodeDecodeError
             pass
     return array.to_pylist()
+
+
+def _stacked(values: Any) -> Any:
+    """Returns arrays of numbers of one shape as one array, and any other list as it is."""
+    if not values or not all(isinstance(x, np.ndarray) and x.dtype != object for x in values):
+        return values
+    return np.stack(values) if len({x.shape for x in values}) == 1 else values
 
 
 def has_null(pa: PyArrow, array: Any) -> bool:

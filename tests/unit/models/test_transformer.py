@@ -111,6 +111,14 @@ def test_every_parameter_of_every_layer_is_used() -> None:
         assert all(np.abs(part).max() > 0 for part in parts), name
 
 
+@pytest.mark.parametrize("token", [-1, -100, 60, 64, 1000])
+def test_a_token_outside_the_vocabulary_makes_nan(token: int) -> None:
+    model = small(vocabulary=60, rows=64)
+    tokens = jnp.array([[1, 59, token], [0, 59, 2]])
+    found = np.isnan(np.asarray(forward(model, tokens)[:, -1])).any(-1)
+    assert found.tolist() == [True, False]
+
+
 @pytest.mark.slow
 def test_rows_without_a_token_count_nothing() -> None:
     padded, tokens = small(), some_tokens(length=17)
