@@ -118,13 +118,9 @@ class ArrayRecordSource:
 
     def _read(self, indices: Sequence[int]) -> list[bytes]:
         """Returns the bytes of records."""
-        try:
-            if len(indices) == 1:  # without Grain's threads
-                contents = [self._source[indices[0]]]
-            else:
-                contents = self._source.__getitems__(indices) if indices else []
-        except _READ_ERRORS:
-            contents = [self._read_one(index) for index in indices]
+        # One by one: `__getitems__` of array_record starts threads in every call, which takes
+        # longer than to read a batch from the system's file cache.
+        contents = [self._read_one(index) for index in indices]
         for index, content in zip(indices, contents, strict=True):
             if not content:  # an empty record, or one that the file has lost
                 self._file_of(index)[0].check_unchanged()
