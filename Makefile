@@ -49,9 +49,9 @@ bench: $(READY) ## compare with other frameworks; BENCH_FLAGS=--quick for 3 minu
 
 bench-setup: ## the environments of the benchmark's other frameworks, in .bench
 	$(PYTHON) -m venv .bench/torch
-	.bench/torch/bin/python -m pip install --quiet torch lightning numpy
+	.bench/torch/bin/python -m pip install --quiet torch lightning numpy pyarrow array_record
 	$(PYTHON) -m venv .bench/tensorflow
-	.bench/tensorflow/bin/python -m pip install --quiet tensorflow numpy
+	.bench/tensorflow/bin/python -m pip install --quiet tensorflow numpy pyarrow array_record
 
 lint: $(READY) ## check style, format and types
 	$(RUN) ruff check .

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import compare
+import data_input
 import images
 from compare import HERE, Peer
 from work import Work
@@ -63,6 +64,24 @@ class Line:
 def rows_by(name: str, way: str, python: str = sys.executable) -> Peer:
     """Returns a peer that only creates batches of rows in memory, with the library `way`."""
     return Peer(name, "rows.py", (f"--way={way}",), python)
+
+
+def inputs(kind: str, workers: int) -> Line:
+    """Returns the line that reads files of one kind with a number of threads or processes.
+
+    Args:
+        kind: text or images.
+        workers: Number of threads or processes that read ahead.
+    """
+
+    def peer(name: str, way: str, python: str = sys.executable) -> Peer:
+        return Peer(name, "inputs.py", (f"--way={way}", f"--workers={workers}"), python)
+
+    peers = [peer("Grain", "grain"), peer("spmdtrain", "spmdtrain")]
+    peers.append(peer("torch.utils.data", "torch", TORCH))
+    peers.append(peer("tf.data", "tensorflow", TENSORFLOW))
+    work = Work(kind, 64, 200, data=str(data_input.FOLDER))
+    return Line(f"w8-{kind}-{workers}-workers", work, peers)
 
 
 ROWS = (
@@ -106,6 +125,7 @@ LINES = [
             Peer("tf.data", "pictures.py", ("--way=tensorflow",), TENSORFLOW),
         ),
     ),
+    *(inputs(kind, workers) for kind in ("images", "text") for workers in (0, 1, 2)),
     *(
         Line(
             f"w7-{n}-leaves",
@@ -227,7 +247,8 @@ def main() -> int:
             continue
         if line.work.data and not Path(line.work.data).exists():
             Path(line.work.data).mkdir(parents=True)
-            images.make(Path(line.work.data))
+            make = images.make if line.work.data == str(PICTURES) else data_input.make
+            make(Path(line.work.data))
         load = os.getloadavg()[0]
         print(f"{line.name}: {len(line.peers)} peers, load {load:.2f}", file=sys.stderr)
         file = results / f"{line.name}.json"

@@ -27,6 +27,12 @@ TITLES = {
     "w3-transformer": "W3: a transformer of 10.8 million parameters, 8 rows of 128 tokens",
     "w5-rows": "W5: shuffled batches of 32 rows in memory, without training",
     "w5-pictures": "W5: JPEG files of 500 x 375, decoded to 224 x 224, batches of 32",
+    "w8-images-0-workers": "W8: images of 64 x 64 from ArrayRecord files, shuffled, batches of 64",
+    "w8-images-1-workers": "W8: the same images, one worker",
+    "w8-images-2-workers": "W8: the same images, two workers",
+    "w8-text-0-workers": "W8: text from Parquet files to 1,024 bytes, shuffled, batches of 64",
+    "w8-text-1-workers": "W8: the same text, one worker",
+    "w8-text-2-workers": "W8: the same text, two workers",
     "w7-10-leaves": "W7: almost no computation, 10 parameter arrays",
     "w7-100-leaves": "W7: 100 parameter arrays",
     "w7-500-leaves": "W7: 500 parameter arrays",
@@ -44,6 +50,8 @@ INTRODUCTION = """# Benchmarks
 Written by `make bench` (`make bench-setup` before it, for PyTorch and TensorFlow); `benchmarks/report.py` generates each table from the file named below it.
 
 Each peer is a process that lives as long as the measurement of its table. Peers start one after another and train one at a time, one segment of steps each (slow peers a fifth of it), in an order that rotates and reverses from round to round. A *ratio* is the speed of a peer relative to the first peer of the table in the same round: median, lowest and highest of the rounds. The first peer runs twice; if the two medians differ by more than 5 %, the table is marked as void. The *floor* is a hand-written loop with `jax.jit`, which places each batch while the previous step runs (`benchmarks/peers/floor.py`); on CPU it is faster to pass batches to the step without placing them, which is what spmdtrain does there. Libraries with OpenMP are configured to use all processors, as XLA does by default. "spmdtrain" is the `Trainer` with its defaults: a progress bar on a terminal, `metrics.jsonl`, TensorBoard, and a checkpoint at the end of each epoch; the tables state how many checkpoints fell into the measured segments. The floor does none of that. *CPUs* is the average number of busy processors of a peer. *first step* is the time from the start of its process to the end of its first step, with an empty compilation cache, while the other peers are idle.
+
+In W8 nothing is trained: each peer makes shuffled batches from the same files (`benchmarks/peers/inputs.py`), and the first peer is Grain alone. Workers are threads of spmdtrain (`data_threads`), Grain and tf.data, and processes of PyTorch. Images are shuffled completely; text within 8 row groups. Grain reads Parquet as a stream, and PyTorch and tf.data by PyArrow in a generator. `python benchmarks/data_input.py` prints the memory while 5 GB of batches are read.
 """
 
 
