@@ -20,7 +20,7 @@ ROW_GROUPS = 8  # that are shuffled together
 WINDOW = ROW_GROUPS * 2048
 
 
-def image_of(record: bytes) -> dict[str, np.ndarray]:
+def image_of(record: bytes | bytearray) -> dict[str, np.ndarray]:
     return {"image": np.frombuffer(record, np.uint8).reshape(EDGE, EDGE, 3)}
 
 
@@ -138,14 +138,14 @@ def by_torch(kind: str, folder: str, size: int, workers: int) -> Iterator[Any]:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     files = paths(folder, kind)
 
-    class Texts(IterableDataset):
+    class Texts(IterableDataset):  # type: ignore[misc]
         def __iter__(self) -> Iterator[Any]:
             info = get_worker_info()
             number, count = (info.id, info.num_workers) if info else (0, 1)
             texts = shuffled_texts(files[number::count], np.random.default_rng(number))
             return map(tokens_of, texts)
 
-    class Images(Dataset):
+    class Images(Dataset):  # type: ignore[misc]
         def __init__(self) -> None:
             from array_record.python.array_record_data_source import ArrayRecordDataSource
 
