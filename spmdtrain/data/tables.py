@@ -85,7 +85,11 @@ def _arrow_values(pa: Any, column: Any) -> np.ndarray | str:
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
     if isinstance(column.type, pa.BaseExtensionType):
-        column = column.storage
+        values = _arrow_values(pa, column.storage)
+        is_tensor = isinstance(column.type, pa.FixedShapeTensorType)
+        if is_tensor and not isinstance(values, str):
+            values = np.asarray(column.to_numpy_ndarray())
+        return values
     kind, types = column.type, pa.types
     if column.null_count:
         return f"{kind}, {column.null_count} null"

@@ -149,6 +149,11 @@ def test_lists_of_lists_of_one_shape_are_arrays(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": images.tolist()}), tmp_path / "a.parquet")
     found = as_dataset(ParquetSource(tmp_path / "a.parquet")).rows(np.array([1, 0]))
     np.testing.assert_array_equal(found["x"], images[::-1], strict=True)
+    tensors = pa.table({"x": pa.FixedShapeTensorArray.from_numpy_ndarray(images)})
+    pq.write_table(tensors, tmp_path / "b.parquet")
+    for data in (ParquetSource(tmp_path / "b.parquet"), tensors):
+        found = as_dataset(data).rows(np.array([1, 0]))
+        np.testing.assert_array_equal(found["x"], images[::-1], strict=True)
 
 
 def test_threads_decode_a_row_group_once_and_a_failed_read_is_tried_again(
