@@ -67,8 +67,7 @@ def python_values(pa: PyArrow, array: Any) -> Values:
         array = array.dictionary_decode()
         kind = array.type
     if isinstance(kind, pa.FixedShapeTensorType) and not array.storage.flatten().null_count:
-        numbers = array.to_numpy_ndarray()
-        return numbers  # type: ignore[no-any-return]
+        return np.asarray(array.to_numpy_ndarray())
     if (numbers := as_numbers(pa, array)) is not None:
         return numbers
     if types.is_temporal(kind) and not types.is_time(kind) and not types.is_interval(kind):
