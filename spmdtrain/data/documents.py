@@ -13,8 +13,8 @@ from spmdtrain.data.libraries import from_library
 from spmdtrain.data.progress import delayed_progress
 from spmdtrain.data.tables import HuggingFaceDataset
 from spmdtrain.errors import UserError, printable
+from spmdtrain.files.cache_files import keep_file
 from spmdtrain.files.user_folders import cache_folder
-from spmdtrain.xla.compile_cache import keep_file
 
 _BATCH = 1024  # documents read at once by a scan
 _SAMPLES = 16  # documents whose content is part of the name of a cached file

@@ -16,13 +16,13 @@ from typing import Any
 import jax
 
 from spmdtrain.errors import UserError
+from spmdtrain.files.cache_files import keep_file
 from spmdtrain.files.user_folders import cache_folder
 from spmdtrain.plan.compiler_log import CompilerLog, kept_log, short
 from spmdtrain.plan.matmul_flops import products
 from spmdtrain.plan.memory_traffic import bytes_moved
 from spmdtrain.plan.peak_memory import Live, PeakMemory, read_dump
 from spmdtrain.xla.collectives import Carried, Collective, collectives_of
-from spmdtrain.xla.compile_cache import keep_file
 from spmdtrain.xla.hlo_parser import Computation, Instruction, Module, element_of, reading_program
 from spmdtrain.xla.provenance import Origins
 

@@ -5,7 +5,6 @@ import hashlib
 import os
 import platform
 import re
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from jax._src.compilation_cache_interface import CacheInterface
 from jax.sharding import Sharding
 
 from spmdtrain.errors import UserError
+from spmdtrain.files.cache_files import keep_file
 from spmdtrain.files.user_folders import cache_folder, check_own, make_folder
 from spmdtrain.files.validation import Malformed, read_bytes
 
@@ -207,24 +207,6 @@ def _write(
             warnings.warn(
                 f"the compiled program {module_name} is not cached: {reason}", stacklevel=2
             )
-
-
-def keep_file(path: Path, content: bytes) -> None:
-    """Writes a file atomically; errors are ignored because a missing file is created again.
-
-    Args:
-        path: The file.
-        content: Its content.
-    """
-    with contextlib.suppress(OSError):
-        make_folder(path.parent)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            os.replace(name, path)
-        except OSError:
-            os.unlink(name)
 
 
 def evict(path: Path) -> None:

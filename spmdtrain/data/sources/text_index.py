@@ -9,7 +9,6 @@ import fcntl
 import gzip
 import hashlib
 import os
-import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from spmdtrain.data.progress import delayed_progress
 from spmdtrain.data.sources.files import SourceFile, find_files
 from spmdtrain.data.sources.text_cuts import Scanner
 from spmdtrain.errors import StorageError, UserError, printable
+from spmdtrain.files.cache_files import replaced
 from spmdtrain.files.storage import failures, is_url, one_line
 from spmdtrain.files.user_folders import cache_folder, make_folder
 from spmdtrain.optional import import_extra
@@ -184,8 +184,8 @@ class _Index:
         crc, total = self._initial_crc(), 0
         with (
             contextlib.closing(self._file.open(whole=True)) as content,
-            _replaced(self._offsets) as offsets,
-            _replaced(self._text, self._copied) if copied else contextlib.nullcontext() as text,
+            replaced(self._offsets) as offsets,
+            replaced(self._text, self._copied) if copied else contextlib.nullcontext() as text,
         ):
             for piece in self._pieces(content):
                 if text is not None:
@@ -210,22 +210,6 @@ class _Index:
             if isinstance(error, UserError):
                 raise
             self._file.fail(error)
-
-
-@contextlib.contextmanager
-def _replaced(path: Path, modified: int | None = None) -> Iterator[IO[bytes]]:
-    """Opens a file that takes the place of `path` at the end of the block, `modified` in ns."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with open(temporary, "xb") as content:
-            yield content
-        if modified is not None:
-            os.utime(temporary, ns=(modified, modified))
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 # -- compression -----------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 from jax._src.compilation_cache import reset_cache
 
+from spmdtrain.files.cache_files import keep_file
 from spmdtrain.xla import compile_cache
-from spmdtrain.xla.compile_cache import keep_file
 
 
 def test_a_program_under_the_name_of_another_is_not_run(tmp_path: Path) -> None:
