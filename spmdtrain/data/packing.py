@@ -3,9 +3,9 @@
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -13,11 +13,9 @@ from spmdtrain.data.datasets import blocks_of
 from spmdtrain.data.documents import cached, check_source, document_lengths, read_documents
 from spmdtrain.data.order import BLOCKS_PER_GROUP
 from spmdtrain.data.progress import delayed_progress
+from spmdtrain.data.sources.block_cache import BlockCache
 from spmdtrain.errors import UserError
 from spmdtrain.files.user_folders import cache_folder
-
-K = TypeVar("K", bound=Hashable)
-T = TypeVar("T")
 
 _ALGORITHM = 1  # changes with the result of `best_fit`, whose row counts are cached
 # Threads that read ahead may be in the next group of shuffled windows.
@@ -109,49 +107,37 @@ def assign(lengths: np.ndarray, capacity: int) -> Assignment:
     return Assignment(pieces, first)
 
 
-def _one(value: Any) -> int:
-    return 1
-
-
-class Lru(Generic[K, T]):
-    """The most recently used values, for several threads. A copy in another process is empty.
+class RecentDocuments:
+    """The documents that were read last, for several threads. A copy in another process is empty.
 
     Args:
-      limit: The largest sum of the values' costs; the last value is kept whatever its cost.
-      cost: Returns the cost of a value; by default 1.
+      tokens: The largest number of their tokens; the last document is kept whatever its length.
     """
 
-    def __init__(self, limit: int, cost: Callable[[T], int] = _one) -> None:
-        self._limit, self._cost = limit, cost
-        self._values: OrderedDict[K, T] = OrderedDict()
-        self._total, self._lock = 0, threading.Lock()
+    def __init__(self, tokens: int) -> None:
+        self._limit = tokens
+        self._documents: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._tokens, self._lock = 0, threading.Lock()
 
     def __reduce__(self) -> Any:
-        return type(self), (self._limit, self._cost)
+        return type(self), (self._limit,)
 
-    def find(self, key: K) -> T | None:
-        """Returns a value; None if it is not kept."""
+    def find(self, index: int) -> np.ndarray | None:
+        """Returns a document; None if it is not kept."""
         with self._lock:
-            if key in self._values:
-                self._values.move_to_end(key)
-            return self._values.get(key)
+            if index in self._documents:
+                self._documents.move_to_end(index)
+            return self._documents.get(index)
 
-    def get(self, key: K, compute: Callable[[K], T]) -> T:
-        """Returns a value, which `compute` returns for the key if it is not kept."""
-        if (value := self.find(key)) is None:
-            value = compute(key)
-            self.put(key, value)
-        return value
-
-    def put(self, key: K, value: T) -> None:
-        """Keeps a value, and drops those that were used least recently if there are too many."""
+    def put(self, index: int, document: np.ndarray) -> None:
+        """Keeps a document, and drops those that were used least recently if there are too many."""
         with self._lock:
-            if key in self._values:
+            if index in self._documents:
                 return
-            self._values[key] = value
-            self._total += self._cost(value)
-            while self._total > self._limit and len(self._values) > 1:
-                self._total -= self._cost(self._values.popitem(last=False)[1])
+            self._documents[index] = document
+            self._tokens += len(document)
+            while self._tokens > self._limit and len(self._documents) > 1:
+                self._tokens -= len(self._documents.popitem(last=False)[1])
 
 
 class Packed:
@@ -216,8 +202,8 @@ class Packed:
         self._first_rows = np.concatenate([[0], np.cumsum(self._row_counts(), dtype=np.int64)])
         self.blocks = np.unique(self._first_rows)
         self._reserve_blocks()
-        self._assignments: Lru[int, Assignment] = Lru(_WINDOWS_KEPT)
-        self._long_documents: Lru[int, np.ndarray] = Lru(_TOKENS_KEPT, len)
+        self._assignments: BlockCache[Assignment] = BlockCache(_WINDOWS_KEPT)
+        self._long_documents = RecentDocuments(_TOKENS_KEPT)
 
     def __len__(self) -> int:
         return int(self._first_rows[-1])

@@ -15,7 +15,7 @@ from spmdtrain import UserError
 from spmdtrain.data import documents as documents_module
 from spmdtrain.data.datasets import as_dataset, fingerprint
 from spmdtrain.data.documents import document_lengths
-from spmdtrain.data.packing import Lru, Packed, best_fit
+from spmdtrain.data.packing import Packed, RecentDocuments, best_fit
 from spmdtrain.data.sampling import TrainBatches
 from spmdtrain.data.sources.block_cache import BlockCache
 
@@ -192,15 +192,15 @@ def test_a_shuffled_epoch_loads_the_blocks_of_a_window_once() -> None:
     assert len(documents.loaded) <= 140, len(documents.loaded)
 
 
-def test_least_recently_used_values_are_dropped_first() -> None:
-    kept: Lru[int, str] = Lru(4, len)
-    for key, value in enumerate(("aa", "b", "c")):
-        kept.put(key, value)
-    assert kept.find(0) == "aa"
-    kept.put(3, "dd")
-    assert [kept.find(key) for key in range(4)] == ["aa", None, None, "dd"]
-    kept.put(4, "much too long")
-    assert [kept.find(key) for key in (0, 3, 4)] == [None, None, "much too long"]
+def test_the_documents_read_least_recently_are_dropped_first() -> None:
+    kept = RecentDocuments(tokens=4)
+    for index, length in enumerate((2, 1, 1)):
+        kept.put(index, np.zeros(length, np.int32))
+    assert kept.find(0) is not None
+    kept.put(3, np.zeros(2, np.int32))
+    assert [index for index in range(5) if kept.find(index) is not None] == [0, 3]
+    kept.put(4, np.zeros(9, np.int32))
+    assert [index for index in range(5) if kept.find(index) is not None] == [4]
 
 
 # -- the scan --------------------------------------------------------------------------------------
