@@ -40,7 +40,7 @@ class Config(RunConfig):
     learning_rate: float | None = 3e-3
     eval_every_steps: int | None = 500
     vocabulary: Literal["characters", "bytes"] = "characters"
-    """What a token is: one of the characters of the text, or a byte."""
+    """The tokens: characters of the text, or bytes."""
     vocabulary_rows: int | None = None
     """Rows of the embedding; by default the vocabulary's size, rounded up to a multiple of 64."""
     layers: int = 4

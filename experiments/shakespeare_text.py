@@ -55,7 +55,7 @@ class Config(RunConfig):
     learning_rate: float | None = 3e-3
     eval_every_steps: int | None = 200
     tokenizer: str = "bytes"
-    """What a token is: "bytes", a file of Hugging Face's tokenizers, or a SentencePiece model."""
+    """The tokenizer: "bytes", a file of Hugging Face's tokenizers, or a SentencePiece model."""
     end_of_document: str | None = None
     """Name or number of the token after each document; by default 256 with bytes, else none."""
     length: int = 256

@@ -81,7 +81,7 @@ class SkipBadRecords:
 
     @property
     def blocks(self) -> np.ndarray | None:
-        """Where the source's blocks begin; None if it has none."""
+        """The first record of each block, int64 (m + 1,); None if the source has no blocks."""
         if (blocks := blocks_of(self.source)) is None:
             return None
         return blocks - np.searchsorted(self.skipped, blocks)

@@ -114,7 +114,7 @@ class Subset:
 
     @property
     def blocks(self) -> np.ndarray | None:
-        """Where the dataset's blocks begin in this subset; None if its indices do not ascend."""
+        """The first example of each block, int64 (m + 1,); None if the indices do not ascend."""
         blocks, indices = blocks_of(self.dataset), np.asarray(self.indices)
         if blocks is None or (indices[1:] < indices[:-1]).any():
             return None

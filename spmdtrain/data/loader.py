@@ -129,7 +129,8 @@ def abstract_batch(
     """
     size = padded_to or batch_size
     if isinstance(dataset, ShardedStream):
-        example, count, read = dataset.first_row(augment), 0, dataset.first_row(augment)
+        example = read = dataset.first_row(augment)
+        count = 0
     else:
         batches = TrainBatches(dataset, 1, 0, False, 1, np.arange(1), augment)
         read = _Indices(batches)[0] if by_index else batches[0]

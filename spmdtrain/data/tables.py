@@ -15,7 +15,7 @@ _REMOVE = {
     "pyarrow": "data.drop_columns({})",
     "datasets": "data.remove_columns({})",
 }
-"""How to leave columns out, by library."""
+"""Code that removes columns, by library."""
 
 
 def pandas_columns(frame: Any) -> dict[str, np.ndarray]:

@@ -21,7 +21,7 @@ class ExitState:
     """State of the watching thread and of the exit of this process."""
 
     training: bool = False
-    """Whether it is training. Outside of training, no progress is not a hang."""
+    """Whether this process trains now. Outside of training, a lack of progress is not a hang."""
     failing: bool = False
     """Whether the main thread has failed."""
     on_failure: Callable[[str], None] = ignore_failure

@@ -234,7 +234,7 @@ print("second", float(step(x).sum()), time.time() - began, flush=True)
 
 
 def virtual(timeout: float) -> tuple[subprocess.CompletedProcess[str], float]:
-    """How it ends, and how long after the step with the late participant began."""
+    """Returns the exit and the seconds since the step with the late participant began."""
     ended = subprocess.run(
         [sys.executable, "-c", VIRTUAL, str(timeout)],
         env=environment(4),
@@ -360,7 +360,7 @@ print("REPORT", json.dumps(report))
 
 
 def elsewhere(python: str, module: str, topology: dict[str, str], *kinds: str) -> Any:
-    """What the compiler for another platform makes of it; skips where it is not installed."""
+    """Returns the program of another platform's compiler; skips if that is not installed."""
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     if subprocess.run([python, "-c", code], capture_output=True).returncode:
         pytest.skip(f"{module} is not installed for {python}")
