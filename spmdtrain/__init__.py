@@ -15,7 +15,7 @@ _HOMES = {
     "BATCH_AXES": "sharding.mesh",
     "CallbackContext": "train.callbacks",
     "CallbackEvent": "train.callbacks",
-    "CollectiveOptions": "config",
+    "CollectiveOptions": "config.option_groups",
     "Coordinator": "parameter_server.coordinator",
     "Dataset": "data.datasets",
     "Experiment": "train.experiment",
@@ -31,20 +31,20 @@ _HOMES = {
     "Manifest": "checkpoints.manifest",
     "MappedDataset": "data.datasets",
     "MaxSize": "parameter_server.partition",
-    "MeshSpec": "config",
+    "MeshSpec": "config.option_groups",
     "MinSize": "parameter_server.partition",
     "Mixture": "data.mixture",
     "Mode": "adapters.base",
     "NonFiniteError": "errors",
     "Packed": "data.packing",
-    "ParameterServerOptions": "config",
+    "ParameterServerOptions": "config.option_groups",
     "ParquetSource": "data.sources.parquet",
     "PerReplica": "step.per_replica",
     "PreemptedExit": "errors",
     "ReplicaError": "errors",
     "Rule": "sharding.layout",
-    "RunConfig": "config",
-    "ShardingOptions": "config",
+    "RunConfig": "config.run_config",
+    "ShardingOptions": "config.option_groups",
     "SkipBadRecords": "data.bad_records",
     "StorageError": "errors",
     "Stream": "data.streams",
@@ -154,13 +154,13 @@ if TYPE_CHECKING:
     from spmdtrain.checkpoints.load_model import load_model
     from spmdtrain.checkpoints.manifest import Manifest
     from spmdtrain.checkpoints.restore import load_params, load_variables, read_manifest
-    from spmdtrain.config import (
+    from spmdtrain.config.option_groups import (
         CollectiveOptions,
         MeshSpec,
         ParameterServerOptions,
-        RunConfig,
         ShardingOptions,
     )
+    from spmdtrain.config.run_config import RunConfig
     from spmdtrain.data.bad_records import SkipBadRecords
     from spmdtrain.data.datasets import ArrayDataset, Dataset, MappedDataset, Subset
     from spmdtrain.data.idx import find_idx, read_idx

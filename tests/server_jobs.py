@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-BOUND = 120  # seconds for what takes ten or twenty where the machine has nothing else to do
+BOUND = 300  # seconds for what takes ten or twenty where the machine has nothing else to do
 Lines = list[tuple[float, str]]
 
 

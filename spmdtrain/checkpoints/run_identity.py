@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NoReturn
 
-from spmdtrain.config import RunConfig, as_json
+from spmdtrain.config.run_config import RunConfig, as_json
 from spmdtrain.data.mixture_order import examples_per_period
 from spmdtrain.errors import UserError, foreign
 from spmdtrain.step.state import TrainState

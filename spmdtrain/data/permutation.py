@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from spmdtrain.config import Purpose, derive_seed
+from spmdtrain.config.run_config import Purpose, derive_seed
 
 _ROUNDS = 8  # of the Feistel network
 

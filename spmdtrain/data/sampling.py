@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from spmdtrain.config import Purpose, derive_seed
+from spmdtrain.config.run_config import Purpose, derive_seed
 from spmdtrain.data.datasets import Dataset, blocks_of
 from spmdtrain.data.marked_rows import with_marks
 from spmdtrain.data.mixture import mixture_of

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import Augment, augmented
 from spmdtrain.data.shard_reader import Record, ShardReader
 from spmdtrain.data.streams import Stream

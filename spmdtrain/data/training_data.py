@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data import datasets
 from spmdtrain.data.datasets import Dataset, as_dataset
 from spmdtrain.data.mixture import epoch_size

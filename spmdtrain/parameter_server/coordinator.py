@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from spmdtrain.cluster.spec import from_environment
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed.context import CONTEXT
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.distributed.progress import Phase, heartbeat, phase

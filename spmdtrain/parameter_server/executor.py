@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from spmdtrain.cluster.spec import ClusterSpec, from_environment
-from spmdtrain.config import MeshSpec, ParameterServerOptions, RunConfig
+from spmdtrain.config.option_groups import MeshSpec, ParameterServerOptions
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import Augment
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import UserError

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed.context import CONTEXT
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import UserError

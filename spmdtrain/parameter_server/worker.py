@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from spmdtrain.adapters.base import Variables
-from spmdtrain.config import ParameterServerOptions, RunConfig
+from spmdtrain.config.option_groups import ParameterServerOptions
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.loader import BatchCheck
 from spmdtrain.data.sampling import Augment, TrainBatches, all_rows

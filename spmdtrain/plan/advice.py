@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import jax
 
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError
 from spmdtrain.plan.aot import has_compiler
 from spmdtrain.plan.planner import Plan, PlannedCollective

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import ExitCode, UserError, exit_code_of
 from spmdtrain.plan import aot, json_subprocess, measurement, planner, tables, topologies
 from spmdtrain.plan.advice import advise

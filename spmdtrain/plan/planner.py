@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmdtrain.config import CollectiveOptions, RunConfig
+from spmdtrain.config.option_groups import CollectiveOptions
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.loader import abstract_batch
 from spmdtrain.data.training_data import examples_per_epoch, training_data
 from spmdtrain.errors import UserError

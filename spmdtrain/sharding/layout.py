@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from spmdtrain.config import ShardingOptions
+from spmdtrain.config.option_groups import ShardingOptions
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.sharding.mesh import BATCH_AXES, describe_devices
 from spmdtrain.sharding.placement import Placement

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from spmdtrain.config import CollectiveOptions, MeshSpec, ParameterServerOptions, RunConfig
+from spmdtrain.config.option_groups import CollectiveOptions, MeshSpec, ParameterServerOptions
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import initialize, process_group
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.sharding.mesh import (

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TypeVar
 
-from spmdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig
+from spmdtrain.config.run_config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig
 from spmdtrain.errors import UserError
 
 Config = TypeVar("Config", bound=RunConfig)

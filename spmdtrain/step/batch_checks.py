@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdtrain.adapters.base import Variables
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.uneven_batch import why_not_in_training
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import Placement

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax._src.config import trace_context
 
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.loader import abstract_batch
 from spmdtrain.data.sampling import Augment
 from spmdtrain.data.training_data import TrainingData

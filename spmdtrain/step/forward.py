@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.adapters.base import Adapter, Function, Mode, Variables
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.marked_rows import as_marked
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.layout import Layout

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Sharding
 
 from spmdtrain.adapters.base import Adapter, Function, Variables
-from spmdtrain.config import Purpose, RunConfig, derive_seed
+from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
 from spmdtrain.data.loader import batch_of_first_step, examples_of
 from spmdtrain.data.marked_rows import as_marked
 from spmdtrain.distributed.first_call import Together, call_together

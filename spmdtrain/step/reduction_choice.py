@@ -11,7 +11,7 @@ import jax
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.layout import Layout

@@ -4,7 +4,7 @@ import functools
 
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.save import Checkpoints
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.files.run_files import evaluator_metrics
 from spmdtrain.files.storage import folder_of
 

@@ -6,7 +6,7 @@ import json
 import jax
 
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import initialize, process_group
 from spmdtrain.errors import ExitCode, UserError
 from spmdtrain.files.predictions import write_predictions

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from spmdtrain.config import RunConfig
-from spmdtrain.config_checks import check_compute_dtype, unchecked_groups
+from spmdtrain.config.checks import check_compute_dtype, unchecked_groups
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError, exit_if_output_is_closed, field_meant
 from spmdtrain.sharding.mesh import cpu_devices_in_environment
 from spmdtrain.sharding.resolution import check_inherited

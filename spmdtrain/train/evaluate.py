@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from spmdtrain.adapters.base import Variables
-from spmdtrain.config import Purpose, RunConfig, derive_seed
+from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
 from spmdtrain.data.datasets import Dataset, fingerprint
 from spmdtrain.data.loader import ordered_batches
 from spmdtrain.data.mixture import components_of

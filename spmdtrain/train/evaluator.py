@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError
 from spmdtrain.checkpoints.restore import read_manifest
 from spmdtrain.checkpoints.source import Source, list_checkpoints
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset, as_dataset
 from spmdtrain.data.training_data import examples_per_epoch
 from spmdtrain.distributed import progress

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from spmdtrain.checkpoints.source import broadcast_source, list_checkpoints
 from spmdtrain.cluster.spec import ClusterSpec
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.loader import on_devices, train_batches
 from spmdtrain.data.sampling import Augment

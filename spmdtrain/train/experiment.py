@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 import optax
 
 from spmdtrain.adapters.base import Function
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import Augment
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.sharding.layout import Rule

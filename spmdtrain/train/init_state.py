@@ -13,7 +13,7 @@ from spmdtrain.adapters.base import Variables
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.restore import load_model
 from spmdtrain.checkpoints.source import find, load_latest_valid
-from spmdtrain.config import RunConfig, as_json
+from spmdtrain.config.run_config import RunConfig, as_json
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
 from spmdtrain.step.functions import StepFunctions

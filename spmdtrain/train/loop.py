@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from spmdtrain.config import Purpose, RunConfig, derive_seed
+from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
 from spmdtrain.data.loader import train_batches
 from spmdtrain.data.marked_rows import rows_of
 from spmdtrain.data.sampling import Augment

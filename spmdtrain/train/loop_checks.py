@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.step.metrics import check_names, loss_first
 from spmdtrain.step.per_replica import NotReducedError, replicas_in

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from spmdtrain.config import Purpose, RunConfig, derive_seed
+from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
 from spmdtrain.data.datasets import as_dataset
 from spmdtrain.data.loader import check_fits, ordered_batches
 from spmdtrain.data.sampling import Augment, process_rows

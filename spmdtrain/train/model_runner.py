@@ -13,7 +13,7 @@ from spmdtrain.adapters.base import Function, Variables
 from spmdtrain.checkpoints.listing import LATEST
 from spmdtrain.checkpoints.run_identity import Identity, check_same_classes
 from spmdtrain.checkpoints.source import broadcast_source, list_checkpoints
-from spmdtrain.config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig
+from spmdtrain.config.run_config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig
 from spmdtrain.data.datasets import Dataset, as_dataset, classes_of
 from spmdtrain.data.loader import IndexedBatch
 from spmdtrain.distributed import process_group

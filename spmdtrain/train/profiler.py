@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError
 from spmdtrain.files import no_follow

@@ -1,7 +1,7 @@
 """The role of a process in a job, as TF_CONFIG and the strategy decide it."""
 
 from spmdtrain.cluster.spec import Role, from_environment
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import configure_backend, local_config
 from spmdtrain.strategies import strategy

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, describe_optimizer
-from spmdtrain.config import RunConfig, as_json
+from spmdtrain.config.run_config import RunConfig, as_json
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.mixture import components_of, mixture_of
 from spmdtrain.data.training_data import TrainingData, examples_per_epoch, fingerprint

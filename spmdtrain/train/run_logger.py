@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from spmdtrain.config import RunConfig, as_json
+from spmdtrain.config.run_config import RunConfig, as_json
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError
 from spmdtrain.files.run_files import RunFiles, Split, Status

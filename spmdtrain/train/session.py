@@ -23,7 +23,7 @@ from spmdtrain.checkpoints.source import (
     list_checkpoints,
     load_latest_valid,
 )
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset, as_dataset
 from spmdtrain.data.sharded_stream import ShardedStream, StreamProgress
 from spmdtrain.data.training_data import TrainingData, examples_per_epoch, training_data

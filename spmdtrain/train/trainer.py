@@ -10,7 +10,7 @@ import optax
 
 from spmdtrain.adapters.base import Function
 from spmdtrain.checkpoints.listing import LATEST
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.sampling import Augment
 from spmdtrain.data.sharded_stream import StreamProgress

@@ -352,7 +352,7 @@ def test_a_worker_may_come_late_and_without_a_launcher(tmp_path: Path) -> None:
     names = training_tasks(3, 1)
     configs = tf_configs(names)
     line = command(
-        DIGITS, "--steps", 2500, *ASYNCHRONOUS, "--workdir", tmp_path, "--eval-every-steps", 2000
+        DIGITS, "--steps", 1500, *ASYNCHRONOUS, "--workdir", tmp_path, "--eval-every-steps", 1000
     )
     running = {}
 
@@ -373,7 +373,7 @@ def test_a_worker_may_come_late_and_without_a_launcher(tmp_path: Path) -> None:
         for name in names:
             if name != "worker 1":
                 start(name)
-        until(lambda: "step 100/" in said(), [])
+        until(lambda: "step 10/" in said(), [])
         start("worker 1")
         ended = {name: process.wait(BOUND) for name, process in running.items()}
     finally:

@@ -20,7 +20,7 @@ from test_same_numbers import trainer_on
 
 from spmdtrain import Experiment, Trainer, UserError
 from spmdtrain.checkpoints.restore import read_variables
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.loader import train_batches
 from spmdtrain.models import mobilenet

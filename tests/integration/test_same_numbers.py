@@ -16,7 +16,7 @@ from flax import nnx
 from helpers import DIGITS, LINEAR, MNIST
 
 from spmdtrain import Experiment, MeshSpec, Trainer, TrainState
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.datasets import as_dataset
 from spmdtrain.data.loader import train_batches
 from spmdtrain.sharding.resolution import resolve

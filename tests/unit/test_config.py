@@ -10,16 +10,13 @@ import hypothesis.strategies as st
 import pytest
 
 from spmdtrain import Loop
-from spmdtrain.config import (
+from spmdtrain.config.option_groups import (
     CollectiveOptions,
     MeshSpec,
     ParameterServerOptions,
-    Purpose,
-    RunConfig,
     ShardingOptions,
-    as_json,
-    derive_seed,
 )
+from spmdtrain.config.run_config import Purpose, RunConfig, as_json, derive_seed
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.resolution import resolve, scale_learning_rate
 

@@ -15,7 +15,18 @@ PACKAGE = Path(spmdtrain.__file__).parent
 # From the bottom to the top: a folder imports from the folders before it. `root` is the files at
 # the package's top. `run` and `__main__` are the commands, and nothing imports them.
 FOLDERS = (
-    *("root", "files", "cluster", "xla", "distributed", "sharding", "adapters", "launch", "data"),
+    *(
+        "root",
+        "config",
+        "files",
+        "cluster",
+        "xla",
+        "distributed",
+        "sharding",
+        "adapters",
+        "launch",
+        "data",
+    ),
     *("step", "checkpoints", "train", "parameter_server", "plan", "testing", "run"),
 )
 STANDALONE = {"models"}  # imports from the others, and nothing imports it
@@ -102,7 +113,8 @@ import jax; jax.devices(); print(len(xla_bridge._backends) > 0)
 
 
 def test_the_package_and_its_lowest_layer_do_not_import_jax() -> None:
-    code = "import sys, spmdtrain, spmdtrain.config, spmdtrain.errors; print('jax' in sys.modules)"
+    modules = "sys, spmdtrain, spmdtrain.config.run_config, spmdtrain.errors"
+    code = f"import {modules}; print('jax' in sys.modules)"
     assert python(code) == "False"
     assert python("import sys, spmdtrain; spmdtrain.Trainer; print('jax' in sys.modules)") == "True"
 

@@ -47,7 +47,7 @@ from spmdtrain.checkpoints.restore import load_state, read_variables
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, describe_optimizer
 from spmdtrain.checkpoints.save import Checkpoints
-from spmdtrain.config import as_json
+from spmdtrain.config.run_config import as_json
 from spmdtrain.models import MLP
 from spmdtrain.run import main
 from spmdtrain.sharding.layout import Rule

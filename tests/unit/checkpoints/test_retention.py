@@ -25,7 +25,8 @@ from spmdtrain.checkpoints.restore import load_state
 from spmdtrain.checkpoints.retention import CheckpointRecord, Retention
 from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, describe_optimizer
 from spmdtrain.checkpoints.save import Checkpoints
-from spmdtrain.config import MeshSpec, RunConfig, as_json
+from spmdtrain.config.option_groups import MeshSpec
+from spmdtrain.config.run_config import RunConfig, as_json
 from spmdtrain.sharding.placement import make_placement
 from spmdtrain.step.forward import model_output
 from spmdtrain.step.functions import StepFunctions

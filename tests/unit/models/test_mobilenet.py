@@ -18,7 +18,7 @@ from step_helpers import equations, on, trainer
 from spmdtrain import MeshSpec, UserError
 from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.adapters.base import Adapter, Mode, Variables
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.models import MobileNetV2, mobilenet
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import make_placement, use_placement

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from spmdtrain import MeshSpec, Trainer, UserError
-from spmdtrain.config import ShardingOptions
+from spmdtrain.config.option_groups import ShardingOptions
 from spmdtrain.data.packing import Packed
 from spmdtrain.models import MLP, TRANSFORMER_RULES, Transformer, TransformerConfig, mlp_rules
 from spmdtrain.models.transformer import is_fused, rotation

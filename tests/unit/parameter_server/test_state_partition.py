@@ -11,7 +11,7 @@ from flax import nnx
 from helpers import DIGITS
 
 from spmdtrain import Trainer
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.parameter_server.partition import FixedShards
 from spmdtrain.parameter_server.server import Server
 from spmdtrain.parameter_server.state_partition import ServerPartition, bytes_in

@@ -10,7 +10,7 @@ from helpers import events, metrics
 from hypothesis import given
 from rich.console import Console
 
-from spmdtrain.config import RunConfig
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.files.run_files import RunFiles, Split
 from spmdtrain.parameter_server.stats import StalenessStats
 from spmdtrain.sharding.resolution import resolve

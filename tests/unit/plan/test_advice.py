@@ -345,28 +345,6 @@ def test_measuring_needs_the_devices_of_the_topology() -> None:
     assert "--measure gpu:h100:1x8 needs 8 gpu devices, but this machine has" in line
 
 
-@pytest.mark.drill
-def test_the_predicted_order_of_four_configurations_is_the_measured(text: Path) -> None:
-    gpt = (GPT, "--data-dir", text, "--preset", "tiny")
-    split = ("--strategy", "fully_sharded", "--sharding.min-size", 1)
-    wide = ("--width", 128, "--heads", 8, "--batch-size-per-device", 16)
-    found = []
-    for config, *options in (
-        (DIGITS, *split),
-        (*gpt, "--batch-size-per-device", 16),
-        (*gpt, *wide),
-        (*gpt, *split, "--width", 256, "--heads", 8, "--layers", 4),
-    ):
-        asked = ("--topology", "cpu:8", "--measure", "--no-advice", "--json")
-        ended = plan(Path(str(config)), *options, *asked)
-        assert ended.returncode == 0, ended.stderr
-        one = json.loads(ended.stdout)
-        found.append((one["time"]["estimate"], one["measured"]["step"]))
-    # On a machine that does other things meanwhile both are slower, and in the same order still.
-    predicted, measured = (sorted(range(4), key=lambda x: found[x][n]) for n in (0, 1))
-    assert predicted == measured, found
-
-
 @needs_libtpu
 @pytest.mark.slow
 def test_gathers_that_a_tpu_makes_sums_of_are_found(text: Path) -> None:

@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from spmdtrain import FunctionModel, Loop, Trainer
 from spmdtrain.checkpoints.restore import load_state
-from spmdtrain.config import MeshSpec, RunConfig, ShardingOptions
+from spmdtrain.config.option_groups import MeshSpec, ShardingOptions
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.layout import GatherPolicy, Layout, Rule, check_placed, describe_sharding
 from spmdtrain.sharding.placement import Placement, make_placement

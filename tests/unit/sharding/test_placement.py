@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from spmdtrain import CallbackContext, FunctionModel, MeshSpec, RunConfig, Trainer, UserError
 from spmdtrain import constrain_sharding as exported_constrain
 from spmdtrain import current_strategy as exported_current_strategy
-from spmdtrain.config import ParameterServerOptions, ShardingOptions
+from spmdtrain.config.option_groups import ParameterServerOptions, ShardingOptions
 from spmdtrain.distributed import process_group
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import (

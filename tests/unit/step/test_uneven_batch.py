@@ -14,7 +14,8 @@ from helpers import events, metrics
 from step_helpers import SHOWS_GRADIENTS, on, tokens_batch, tokens_model, tokens_objective
 
 from spmdtrain import Loop, Trainer, UserError
-from spmdtrain.config import CollectiveOptions, RunConfig, ShardingOptions
+from spmdtrain.config.option_groups import CollectiveOptions, ShardingOptions
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.models import MLP
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves

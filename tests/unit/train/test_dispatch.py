@@ -25,7 +25,7 @@ from spmdtrain import (
     Subset,
     UserError,
 )
-from spmdtrain.config import ShardingOptions
+from spmdtrain.config.option_groups import ShardingOptions
 from spmdtrain.data.datasets import ArrayDataset
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.schedule import Schedule

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 from spmdtrain.errors import LARGEST_INTEGER, UserError, did_you_mean
 from spmdtrain.strategies import strategy
 
-if TYPE_CHECKING:  # `config` imports this module
-    from spmdtrain.config import RunConfig
+if TYPE_CHECKING:  # `run_config` imports this module
+    from spmdtrain.config.run_config import RunConfig
 
 _ABOVE_ZERO = (
     "epochs",

@@ -1,0 +1,140 @@
+"""Groups of options, each of which is one field of `RunConfig`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from spmdtrain.config.checks import (
+    check_above_zero,
+    check_values,
+    groups_are_checked,
+    not_default,
+)
+from spmdtrain.errors import UserError
+from spmdtrain.strategies import AXES
+
+
+class OptionGroup:
+    """Options that are one field of `RunConfig`. A group checks its own values."""
+
+    def __post_init__(self) -> None:
+        if groups_are_checked():
+            self.check()
+
+    def check(self) -> None:
+        """Raises `UserError` for a field with the wrong type or an invalid value."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSpec(OptionGroup):
+    """Sizes of the mesh axes, and the devices of the mesh."""
+
+    replica: int | None = None
+    """Number of device groups along the slow outer axis, which splits the batch. -1 makes one group
+    for each host or slice, or two groups if there is only one host."""
+    data: int | None = None
+    """Number of devices along the axis that splits the batch; -1 takes the remaining devices."""
+    fsdp: int | None = None
+    """Number of devices along the axis that splits the batch and can shard the state; -1 takes the
+    remaining devices."""
+    tensor: int | None = None
+    """Number of devices along the axis that can shard single tensors; -1 takes the remaining
+    devices."""
+    devices: tuple[str | int, ...] = ()
+    """Devices to use, by index (0 3) or by name (gpu:0 gpu:1). Empty means all devices."""
+
+    def given(self) -> dict[str, int | None]:
+        """Returns axis name to size, in mesh order; None if the strategy chooses the size."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def check(self) -> None:
+        check_values(self, MeshSpec, "mesh.")
+        for axis, size in self.given().items():
+            if size is not None and size < 1 and size != -1:
+                raise UserError(
+                    f"mesh.{axis} is {size}: it must be 1 or more, or -1 for the remaining devices"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingOptions(OptionGroup):
+    """Limits and choices for sharding the state."""
+
+    min_size: int = 2**14
+    """Smallest array, in elements, that is sharded. To gather a smaller one would cost more than
+    sharding saves."""
+    max_shards: int | None = None
+    """Largest number of shards of the state along fsdp; the other devices go along data."""
+    replicated_limit: int = 2**20
+    """Largest array, in bytes, that a strategy which shards the state may replicate on every device
+    without a rule that says so."""
+    offload: Literal["state", "optimizer"] | None = None
+    """Part of the state that central_storage keeps in host memory: the whole state, or only the
+    optimizer state."""
+
+    def check(self) -> None:
+        check_values(self, ShardingOptions, "sharding.")
+        check_above_zero(self, ("min_size", "max_shards", "replicated_limit"), "sharding.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterServerOptions(OptionGroup):
+    """Partitioning of the state over parameter servers, and staleness of the workers."""
+
+    partitioner: Literal["min_size", "max_size", "fixed_shards"] = "min_size"
+    """Rule for the number of shards of a parameter: as many as can have min_shard_bytes, as few as
+    keep each within max_shard_bytes, or always max_shards."""
+    min_shard_bytes: int = 256 * 1024
+    """Smallest size of a shard with min_size, in bytes. The number of shards is rounded up, so that
+    the shards of a parameter slightly above this size have half of it."""
+    max_shard_bytes: int = 4 * 1024 * 1024
+    """Largest size of a shard with max_size, in bytes. A shard consists of whole rows."""
+    max_shards: int | None = None
+    """Largest number of shards of a parameter. None means the number of servers, or
+    no limit with max_size."""
+    max_staleness: int | None = None
+    """Largest number of updates that may be applied between a worker's read of the parameters and
+    its own update. None means no limit; with 0 the result is that of mirrored."""
+    backup_task_timeout: float | None = None
+    """Seconds without a result after which a batch is also assigned to an idle worker. None
+    means three times the usual duration of a batch, and at least one second."""
+
+    def check(self) -> None:
+        check_values(self, ParameterServerOptions, "servers.")
+        sizes = ("min_shard_bytes", "max_shard_bytes", "max_shards", "backup_task_timeout")
+        check_above_zero(self, sizes, "servers.")
+        if self.max_staleness is not None and self.max_staleness < 0:
+            raise UserError(f"servers.max_staleness is {self.max_staleness}: it must be 0 or more")
+        for name, partitioner in (("min_shard_bytes", "min_size"), ("max_shard_bytes", "max_size")):
+            if name in not_default(self) and self.partitioner != partitioner:
+                raise UserError(
+                    f"servers.{name} is for {partitioner}, but servers.partitioner is "
+                    f"{self.partitioner}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveOptions(OptionGroup):
+    """Communication between devices. An option that the backend does not support is an error."""
+
+    reduction: (
+        Literal["automatic", "all_reduce", "flattened", "hierarchical", "one_device"] | None
+    ) = None
+    """Gradient reduction. automatic: XLA inserts the collectives. With the others each device
+    computes its own gradients, which are reduced once: array by array (all_reduce), concatenated
+    into one array (flattened), first within the groups of the replica axis (hierarchical), or on
+    one device that broadcasts the sums (one_device). Default: flattened on CPU if that gives the
+    same result, else automatic."""
+    reduce_dtype: Literal["bfloat16", "float16"] | None = None
+    """Dtype in which gradients are reduced. None means their own."""
+    combine_threshold_bytes: int | None = None
+    """Arrays are combined into one collective up to this total size in bytes."""
+    cpu_implementation: Literal["gloo", "mpi"] | None = None
+    """Library for collectives between CPU processes. None means gloo."""
+    timeout: float | None = None
+    """Seconds, rounded up to whole ones, that a collective of CPU devices may take before the
+    process ends."""
+
+    def check(self) -> None:
+        check_values(self, CollectiveOptions, "collectives.")
+        check_above_zero(self, ("combine_threshold_bytes", "timeout"), "collectives.")
