@@ -156,7 +156,7 @@ _OTHER_NAMES = {
     "workdir": "output_dir out_dir outdir logdir log_dir model_dir",
     "compute_dtype": "dtype precision mixed_precision",
     "steps_per_dispatch": "steps_per_execution",
-    "data_threads": "num_workers workers dataloader_num_workers",
+    "data_workers": "num_workers workers dataloader_num_workers",
     "seed": "random_seed tf_random_seed",
     "checkpoint_every_steps": "save_steps save_every save_freq save_checkpoints_steps",
     "eval_every_steps": "eval_steps eval_every validation_freq",

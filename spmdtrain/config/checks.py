@@ -73,7 +73,7 @@ def check_run(config: "RunConfig") -> None:
     for size in config.learning_rate_table:
         if size < 1:
             raise UserError(f"learning_rate_table has a batch size of {size}: it must be above 0")
-    for name in ("keep_best", "data_threads"):
+    for name in ("keep_best", "data_threads", "data_workers"):
         if getattr(config, name) < 0:
             raise UserError(f"{name} is {getattr(config, name)}: it must be 0 or more")
     for name, other in (("epochs", "steps"), ("global_batch_size", "batch_size_per_device")):
@@ -94,6 +94,11 @@ def check_run(config: "RunConfig") -> None:
         raise UserError(
             "eval_at_checkpoints is True and evaluated_by is 'evaluator': an evaluator evaluates "
             "each checkpoint anyway; leave eval_at_checkpoints out"
+        )
+    if config.data_workers and config.data_on_device:
+        raise UserError(
+            f"data_workers is {config.data_workers} and data_on_device is True: the devices hold "
+            "all examples, so processes have nothing to read; leave one of the two out"
         )
     if config.steps_per_dispatch > 1 and not config.jit:
         raise UserError(
@@ -281,6 +286,7 @@ def _check_servers(config: "RunConfig") -> None:
     for name, required, why in (
         ("steps_per_dispatch", 1, "a worker computes one step at a time"),
         ("data_on_device", False, "each worker reads the examples of the batches assigned to it"),
+        ("data_workers", 0, "each worker is a process that reads its own batches"),
         ("profile_steps", None, "the steps run in other processes"),
         ("uneven_batch", "refuse", "each worker computes whole batches on its own devices"),
     ):

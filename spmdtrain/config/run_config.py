@@ -85,6 +85,9 @@ class RunConfig:
     """Keep all training examples on each device; steps select theirs by index."""
     data_threads: int = 0
     """Threads that read batches ahead. 0 reads between steps, which suits data in memory."""
+    data_workers: int = 0
+    """Processes that read training batches ahead, for each process of the job: for decoding and
+    tokenizing that hold Python's lock. Each reads with data_threads threads."""
     stream_shards: int | None = None
     """Number of shards that a stream is read as, fixed for the run; it divides the global batch
     size. None means the greatest common divisor of that and 8."""

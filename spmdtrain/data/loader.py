@@ -1,14 +1,15 @@
 """Loading of batches, ahead of the steps.
 
-The path of a training batch: `sampling.TrainBatches` reads its rows from the dataset, `_read` does
-so in threads, `_group` collects the batches of a dispatch, `_Placer` stacks them and places them on
-the devices as global arrays, and `_prefetch` does that before they are requested. The batches of a
-stream are read by `ShardedStream.batches`, and each is accompanied by the positions after it.
+The path of a training batch: `sampling.TrainBatches` reads its rows from the dataset, `read_ahead`
+does so in threads or worker processes, `_group` collects the batches of a dispatch, `_Placer`
+stacks them and places them on the devices as global arrays, and `_prefetch` does that before they
+are requested. The batches of a stream are read by `ShardedStream.batches`, and each is accompanied
+by the positions after it.
 """
 
 import collections
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -19,11 +20,12 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.marked_rows import rows_of, with_marks
+from spmdtrain.data.read_ahead import read_ahead
 from spmdtrain.data.sampling import Augment, OrderedBatches, TrainBatches, padded_size, process_rows
 from spmdtrain.data.sharded_stream import Positions, ShardedStream, StreamProgress
 from spmdtrain.data.training_data import TrainingData
 from spmdtrain.errors import UserError
-from spmdtrain.sharding.placement import Placement, bind_strategy
+from spmdtrain.sharding.placement import Placement
 from spmdtrain.tree import named_leaves
 
 PyTree = Any
@@ -178,13 +180,14 @@ def train_batches(
     stop: int,
     augment: Augment | None = None,
     threads: int = 0,
+    workers: int = 0,
     sizes: Iterable[int] = itertools.repeat(1),
     arrays: PyTree = None,
     step_may_place: bool = False,
     padded_to: int | None = None,
     progress: StreamProgress | None = None,
-) -> Iterator[PyTree]:
-    """Returns an iterator over the training batches, placed on the devices.
+) -> Generator[PyTree, None, None]:
+    """Returns a generator of the training batches, placed on the devices.
 
     Args:
       dataset: The examples, a dataset or a stream.
@@ -195,7 +198,9 @@ def train_batches(
       start: Index of the first batch.
       stop: Index after the last batch.
       augment: Applied to each example.
-      threads: Number of threads that read ahead; with 0, batches are read when requested.
+      threads: Number of threads that read ahead, in each worker if there are workers; without both,
+        batches are read when requested.
+      workers: Number of processes that read ahead; they end when the iterator is closed.
       sizes: Number of steps of each dispatch. The batches of n > 1 steps are stacked, with a new
         leading dim of n.
       arrays: All examples on the devices (see `on_devices`); batches are then `IndexedBatch`.
@@ -222,7 +227,8 @@ def train_batches(
         )
     else:
         batches = TrainBatches(dataset, batch_size, seed, shuffle, stop, examples, augment)
-        rows = _read(batches if arrays is None else _Indices(batches), start, threads)
+        items = batches if arrays is None else _Indices(batches)
+        rows = read_ahead(items, start, threads=threads, workers=workers)
         read = ((x, {}) for x in rows)
     if size != batch_size:
         mask = (local < batch_size).astype(np.float32)
@@ -250,7 +256,7 @@ class _Dispatch:
 
 def _received(
     dispatches: Iterator[_Dispatch], step: int, progress: StreamProgress
-) -> Iterator[PyTree]:
+) -> Generator[PyTree, None, None]:
     """Yields the batches; records the positions after each when it is requested."""
     for dispatch in dispatches:
         step += dispatch.steps
@@ -284,35 +290,8 @@ def ordered_batches(
             return place_split([batch])
         return _Placer(replicated, len(batch[1]))([batch])
 
-    rows = _read(batches, 0, threads)
+    rows = read_ahead(batches, 0, threads=threads)
     return _prefetch(itertools.starmap(placed, enumerate(rows))), len(batches)
-
-
-class _InStrategy:
-    """A sequence whose items are read with the same `current_strategy` in every thread."""
-
-    def __init__(self, items: Any) -> None:
-        self._items, self._read = items, bind_strategy(items.__getitem__)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitem__(self, index: int) -> PyTree:
-        return self._read(index)
-
-
-def _read(batches: Any, start: int, threads: int) -> Iterator[PyTree]:
-    """Returns an iterator over the items from `start` on, which Grain's threads read ahead.
-
-    Without threads an item is read when it is requested, which is faster for rows in memory.
-    """
-    if threads == 0:
-        return (batches[index] for index in range(start, len(batches)))
-    import grain
-
-    dataset: Any = grain.MapDataset.source(_InStrategy(batches))
-    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
-    return iter(dataset[start:].to_iter_dataset(options))
 
 
 def _group(batches: Iterator[T], sizes: Iterable[int]) -> Iterator[Sequence[T]]:

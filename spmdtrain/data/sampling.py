@@ -4,6 +4,7 @@ The stream of training examples is the concatenation of each epoch's order, and 
 k-th slice of it. Neither devices, nor processes, nor interruptions of the run change it.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -92,6 +93,10 @@ class TrainBatches:
         # A few blocks, because threads that read ahead may be in different ones.
         self._block = functools.lru_cache(maxsize=4)(self._make_block)
         self._local_block = functools.lru_cache(maxsize=4)(self._make_local_block)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy in another process computes the order again, and begins with empty caches.
+        return TrainBatches, tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def __len__(self) -> int:
         return self.steps

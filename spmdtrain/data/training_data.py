@@ -43,11 +43,12 @@ def training_data(data: Any, config: RunConfig) -> TrainingData:
         )
     if config.data_on_device:
         raise UserError("data_on_device copies all examples of a dataset; a stream has no end")
-    if config.data_threads:
-        raise UserError(
-            f"data_threads is {config.data_threads}: threads read the batches of a dataset, and a "
-            "stream reads ahead itself (Grain: to_iter_dataset(read_options), mp_prefetch)"
-        )
+    for name, readers in (("data_threads", "threads"), ("data_workers", "worker processes")):
+        if number := getattr(config, name):
+            raise UserError(
+                f"{name} is {number}: {readers} read the batches of a dataset, and a stream reads "
+                "ahead itself (Grain: to_iter_dataset(read_options), mp_prefetch)"
+            )
     return ShardedStream(stream, shards_of(config))
 
 

@@ -1,7 +1,6 @@
 """The servers and workers of a job on Ray, as its chief uses them."""
 
 import contextlib
-import importlib.machinery
 import json
 import subprocess
 import sys
@@ -11,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdtrain.cluster.spec import ClusterSpec
+from spmdtrain.distributed.user_modules import user_modules
 from spmdtrain.errors import ClusterError, PreemptedExit, UserError, for_users
 from spmdtrain.parameter_server import ray_nodes
 from spmdtrain.parameter_server.ray_actors import ServerActor, WorkerActor
 from spmdtrain.parameter_server.state_partition import ServerPartition
 from spmdtrain.parameter_server.worker_pool import Done, Failed, PoolEvent, WorkerJoined, WorkerLost
 from spmdtrain.step.state import TrainState
-from spmdtrain.xla.hlo_parser import is_library
 
 _POLL = 0.5  # seconds between two calls of check_interrupt while waiting for servers
 RETRY_SECONDS = 1.0  # seconds until a lost worker is called again
@@ -292,21 +291,9 @@ def _reason(error: Exception) -> str:
 
 
 def _pickle_user_modules_by_value(ray: Any) -> None:
-    """Registers the user's modules to be pickled by value, because other hosts may lack the files.
-
-    Modules of libraries, and those that every new process finds, are pickled by reference.
-    """
-    path = _new_process_path()
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if file and not _is_importable(module, path) and not is_library(file):
-            ray.cloudpickle.register_pickle_by_value(module)
-
-
-def _is_importable(module: Any, path: Sequence[str]) -> bool:
-    """Returns whether a process with this `sys.path` can import a module by its name."""
-    top = module.__name__.partition(".")[0]
-    return importlib.machinery.PathFinder.find_spec(top, list(path)) is not None
+    """Registers the user's modules to be pickled by value, because other hosts may lack the files."""
+    for module in user_modules(_new_process_path()):
+        ray.cloudpickle.register_pickle_by_value(module)
 
 
 def _new_process_path() -> list[str]:

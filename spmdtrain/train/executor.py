@@ -1,5 +1,6 @@
 """Executors of train steps, and the backends of strategies that make them."""
 
+import contextlib
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -238,8 +239,9 @@ class MeshBackend:
 
     @contextmanager
     def open(self, timeout: float) -> Iterator[MakeExecutor]:
-        """Needs no resources."""
-        yield MeshExecutor
+        """Closes the executor at the end of the fit, which ends its worker processes."""
+        with contextlib.ExitStack() as stack:
+            yield lambda inputs: stack.enter_context(contextlib.closing(MeshExecutor(inputs)))
 
 
 class MeshExecutor:
@@ -263,6 +265,7 @@ class MeshExecutor:
             stop=run.schedule.total,
             augment=inputs.augment,
             threads=config.data_threads,
+            workers=config.data_workers,
             sizes=map(len, run.schedule.dispatches(first)),
             arrays=inputs.all_examples(config, run),
             step_may_place=config.jit,
@@ -288,6 +291,10 @@ class MeshExecutor:
 
     def report(self) -> None:
         """Prints nothing, because the log is complete."""
+
+    def close(self) -> None:
+        """Ends the reading of batches."""
+        self._batches.close()
 
     def _compile(self, steps: int, batch: PyTree, state: TrainState) -> StepCall:
         """Compiles the program of `steps` steps for batches like `batch`; logs its description."""

@@ -229,6 +229,7 @@ class Loop(LoopTools):
             stop=parts.run.schedule.total,
             augment=parts.augment,
             threads=config.data_threads,
+            workers=config.data_workers,
             progress=parts.run.stream_progress,
         )
         for _ in self.steps():

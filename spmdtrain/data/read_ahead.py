@@ -1,0 +1,207 @@
+"""Reading of batches ahead, in threads or worker processes of Grain."""
+
+import contextlib
+import gc
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmdtrain.distributed.user_modules import user_modules
+from spmdtrain.errors import StorageError, UserError
+from spmdtrain.sharding.placement import bind_strategy
+
+PyTree = Any
+
+_BATCHES_PER_WORKER = 2  # that wait to be taken; each worker computes another one meanwhile
+# Signals that a scheduler or a terminal sends to all processes of a job: the run has to read the
+# batches of the steps before its last save, so its workers must outlive them.
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+def read_ahead(batches: Any, start: int, *, threads: int = 0, workers: int = 0) -> Iterator[PyTree]:
+    """Returns an iterator over batches, in order.
+
+    Without threads and workers a batch is read when it is requested, which is faster for rows in
+    memory.
+
+    Args:
+      batches: A sequence. To be read by workers it must be picklable.
+      start: Index of the first batch.
+      threads: Number of threads that read ahead, in each worker if there are workers.
+      workers: Number of processes that read ahead. They end when the iterator is closed.
+
+    Raises:
+      UserError: If `batches` cannot be pickled, or an error of `batches`.
+      StorageError: If a worker dies.
+    """
+    if workers:
+        return _from_workers(batches, start, threads, workers)
+    if threads == 0:
+        return (batches[index] for index in range(start, len(batches)))
+    import grain
+
+    dataset: Any = grain.MapDataset.source(_InStrategy(batches))
+    return iter(dataset[start:].to_iter_dataset(_read_options(threads)))
+
+
+def _read_options(threads: int) -> Any:
+    import grain
+
+    return grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
+
+
+class _InStrategy:
+    """A sequence whose items are read with the same `current_strategy` in every thread."""
+
+    def __init__(self, items: Any) -> None:
+        self._items, self._read = items, bind_strategy(items.__getitem__)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> PyTree:
+        return self._read(index)
+
+
+# -- worker processes ------------------------------------------------------------------------------
+
+
+def _from_workers(batches: Any, start: int, threads: int, workers: int) -> Iterator[PyTree]:
+    """Yields batches that processes read. Worker i reads every `workers`-th batch, from i on."""
+    import grain
+    from absl import flags
+
+    workers = min(workers, len(batches) - start)
+    if workers < 1:
+        return
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # Grain reads flags of absl, which a script may not use
+    _check_picklable(batches)
+    dataset: Any = grain.MapDataset.source(_WorkerItems(batches))[start:]
+    options = grain.MultiprocessingOptions(workers, per_worker_buffer_size=_BATCHES_PER_WORKER)
+    iterator = iter(
+        dataset.to_iter_dataset(_read_options(threads)).mp_prefetch(options, _begin_worker)
+    )
+    try:
+        with _hidden_main():
+            # All workers have started once each has returned a batch.
+            first = [_result(iterator) for _ in range(workers)]
+        yield from first
+        del first
+        for _ in range(len(batches) - start - workers):
+            yield _result(iterator)
+    finally:
+        iterator.close()
+        # The error that ends each of Grain's threads refers to its last batch, in a cycle: without
+        # this, that shared memory would last until the exit, which warns of it.
+        del iterator
+        gc.collect()
+
+
+def _result(iterator: Iterator[Any]) -> PyTree:
+    """Returns the next batch; raises the error that reading it raised in the worker."""
+    try:
+        item = next(iterator)
+    except RuntimeError as error:
+        if "terminated unexpectedly" not in str(error):
+            raise
+        reason = str(error).partition(". ")[0]
+        raise StorageError(f"data_workers: {reason}: it was killed, or out of memory") from None
+    if isinstance(item, _Failure):
+        raise item.error
+    # Copied, because Grain's arrays are shared memory, which would last until the last batch that
+    # something refers to is freed, and at exit too late.
+    return jax.tree.map(np.array, item)
+
+
+class _WorkerItems:
+    """A sequence in a worker, whose errors are items, because not every exception is picklable."""
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> PyTree:
+        try:
+            return self._items[index]
+        except Exception as error:
+            return _Failure.of(error)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error in a worker."""
+
+    error: Exception
+
+    @classmethod
+    def of(cls, error: Exception) -> "_Failure":
+        lines = "".join(traceback.format_exception(error))
+        try:
+            error = pickle.loads(pickle.dumps(error))
+        except Exception:  # of a class that only this process has, or that pickles no copy
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        error.add_note(f"In a process of data_workers:\n{lines}")
+        return cls(error)
+
+
+def _check_picklable(batches: Any) -> None:
+    """Prepares the modules of the user for pickling; raises `UserError` if that is not enough."""
+    import cloudpickle
+
+    for module in user_modules(sys.path):
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        cloudpickle.dumps(batches)
+    except Exception as error:
+        raise UserError(
+            f"data_workers: the dataset cannot be sent to other processes: {error}. Open files and "
+            "connections in rows(), not in __init__, or use data_threads"
+        ) from error
+
+
+@contextlib.contextmanager
+def _hidden_main() -> Iterator[None]:
+    """Hides the script from `multiprocessing`, which would run it again in each new process.
+
+    Functions and classes of the script are pickled by value.
+    """
+    main = sys.modules["__main__"]
+    missing = object()
+    kept = {name: main.__dict__.pop(name, missing) for name in ("__spec__", "__file__")}
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        del main.__spec__
+        main.__dict__.update({k: v for k, v in kept.items() if v is not missing})
+
+
+def _begin_worker(index: int, count: int) -> None:
+    """Prepares a worker process, before it has read the dataset."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    # The devices belong to the run: JAX in a dataset computes on the CPU.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Ends this process as soon as the run's process is gone, whatever ended it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
