@@ -291,7 +291,7 @@ def _reason(error: Exception) -> str:
 
 
 def _pickle_user_modules_by_value(ray: Any) -> None:
-    """Registers the user's modules to be pickled by value, because other hosts may lack the files."""
+    """Registers the user's modules to be pickled by value: other hosts may lack the files."""
     for module in user_modules(_new_process_path()):
         ray.cloudpickle.register_pickle_by_value(module)
 
