@@ -6,6 +6,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -114,10 +115,12 @@ def _result(iterator: Iterator[Any]) -> PyTree:
     try:
         item = next(iterator)
     except RuntimeError as error:
-        if "terminated unexpectedly" not in str(error):
+        if not (ended := re.search(r"terminated unexpectedly with exit code (-?\d+)", str(error))):
             raise
-        reason = str(error).partition(". ")[0]
-        raise StorageError(f"data_workers: {reason}: it was killed, or out of memory") from None
+        raise StorageError(
+            f"data_workers: a process that reads batches ended with exit code {ended[1]}: it was "
+            "killed, or was out of memory; run again to resume"
+        ) from None
     if isinstance(item, _Failure):
         raise item.error
     # Copied, because Grain's arrays are shared memory, which would last until the last batch that

@@ -1,0 +1,126 @@
+"""Runs whose batches are read by worker processes, and their ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from helpers import environment, metrics, read_until, run, saved_steps, small_experiment, start
+
+SLOW = (
+    (
+        "def build(config):",
+        "class Slow:  # only this file has it, and no other process can import this file\n"
+        "    def __init__(self, data, seconds):\n"
+        "        self.data, self.seconds = data, seconds\n\n"
+        "    def __len__(self):\n"
+        "        return len(self.data[0])\n\n"
+        "    def rows(self, indices):\n"
+        "        time.sleep(self.seconds)\n"
+        "        return tuple(x[indices] for x in self.data)\n\n\n"
+        "def noisy(example, generator):\n"
+        "    return example[0] + generator.normal(0, 0.1, 1).astype(np.float32), example[1]\n\n\n"
+        "def build(config):",
+    ),
+    ("        train=data,", "        train=Slow(data, config.pause),\n        augment=noisy,"),
+    ("    examples: int = 64", "    pause: float = 0.0\n    examples: int = 64"),
+    ("import numpy as np", "import time\n\nimport numpy as np"),
+)
+LONG = ("--steps", 2000, "--pause", 0.05, "--log-every", 1, "--data-workers", 2)
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    """The processes that read the batches of a run."""
+    found = subprocess.run(
+        ["pgrep", "-P", str(process.pid), "-f", "spawn_main"], capture_output=True, text=True
+    )
+    return [int(number) for number in found.stdout.split()]
+
+
+def assert_gone(processes: Sequence[int]) -> None:
+    end = time.monotonic() + 10
+    while any(Path(f"/proc/{number}").exists() for number in processes):
+        assert time.monotonic() < end, processes
+        time.sleep(0.1)
+
+
+def test_workers_change_no_number_and_outlive_a_signal(tmp_path: Path) -> None:
+    experiment = small_experiment(tmp_path, *SLOW)
+    alone, workers = tmp_path / "alone", tmp_path / "workers"
+    assert run(experiment, "--steps", 60, "--workdir", alone).returncode == 0
+
+    options = ("--steps", 60, "--data-workers", 2, "--workdir", workers)
+    process = start(experiment, *options, "--pause", 0.2)
+    read_until(process, "step 10/60")
+    readers = workers_of(process)
+    assert len(readers) == 2
+    for number in (process.pid, *readers):  # as Ctrl-C in a terminal does
+        os.kill(number, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert "leaked" not in output and "Traceback" not in output
+    assert_gone(readers)
+    assert 10 <= saved_steps(workers)[-1] < 60
+    assert run(experiment, *options).returncode == 0
+    for split in ("train", "eval"):
+        found, expected = (
+            [(x["step"], x["loss"]) for x in metrics(folder, split) if x["step"] in (10, 40, 60)]
+            for folder in (workers, alone)
+        )
+        assert found == expected
+
+
+@pytest.mark.parametrize("target", ["run", "worker"])
+def test_no_process_is_left_after_a_kill(tmp_path: Path, target: str) -> None:
+    process = start(small_experiment(tmp_path, *SLOW), *LONG, "--workdir", tmp_path / "run")
+    read_until(process, "step 5/")
+    readers = workers_of(process)
+    assert len(readers) == 2
+    os.kill(process.pid if target == "run" else readers[0], signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert_gone(readers)
+    if target == "worker":
+        assert process.returncode == 1
+        assert "data_workers: a process that reads batches ended with exit code -9: " in output
+
+
+def test_a_script_is_not_run_again_by_its_workers(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import numpy as np, optax
+from flax import nnx
+from spmdtrain import Trainer
+
+print("script", flush=True)
+
+
+class Rows:
+    def __len__(self):
+        return 64
+
+    def rows(self, indices):
+        return {"x": indices[:, None].astype(np.float32)}
+
+
+def objective(model, batch):
+    return {"loss": model(batch["x"]) ** 2}
+
+
+trainer = Trainer(
+    model=nnx.Linear(1, 1, rngs=nnx.Rngs(0)), objective=objective, optimizer=optax.sgd(1e-5),
+    data_workers=2,
+)
+trainer.fit(Rows(), steps=5, global_batch_size=8)
+print("file", __file__)
+"""
+    )
+    ended = subprocess.run(
+        [sys.executable, str(script)], env=environment(), capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("script\n") == 1 and f"file {script}" in ended.stdout

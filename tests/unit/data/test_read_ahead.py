@@ -1,0 +1,94 @@
+"""Batches that processes read ahead."""
+
+import multiprocessing
+import os
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spmdtrain import Mixture, Trainer
+from spmdtrain.data.read_ahead import read_ahead
+from spmdtrain.data.sampling import TrainBatches
+from spmdtrain.errors import UserError
+
+
+@dataclass
+class Rows:
+    """The indices of examples, and the process that read them."""
+
+    fails_at: int = -1
+
+    def __len__(self) -> int:
+        return 100
+
+    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        if self.fails_at in indices:
+            raise UserError(f"example {self.fails_at} is not readable")
+        return {"x": indices.astype(np.float32), "process": np.full(len(indices), os.getpid())}
+
+
+def noisy(example: Any, generator: np.random.Generator) -> Any:
+    return {**example, "x": example["x"] + generator.normal()}
+
+
+def batches(dataset: Any, steps: int = 9) -> TrainBatches:
+    return TrainBatches(dataset, 16, 3, True, steps, np.arange(16), noisy)
+
+
+@pytest.mark.slow
+def test_processes_read_the_same_batches_and_end_with_the_iterator() -> None:
+    items = batches(Rows())
+    found = list(read_ahead(items, 2, threads=2, workers=2))
+    assert len(found) == 7
+    for step, batch in enumerate(found, 2):
+        np.testing.assert_array_equal(batch["x"], items[step]["x"])
+    readers = [int(batch["process"][0]) for batch in found]
+    assert len({*readers, os.getpid()}) == 3 and readers[0] == readers[2] != readers[1]
+
+    reading: Any = read_ahead(items, 8, workers=3)  # one batch is left, so one process is enough
+    next(reading)
+    assert len(multiprocessing.active_children()) == 1
+    reading.close()
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+def test_an_error_in_a_process_is_raised_with_its_class_and_place() -> None:
+    with pytest.raises(UserError, match=r"^example 40 is not readable\n") as caught:
+        list(read_ahead(batches(Rows(fails_at=40)), 0, workers=2))
+    assert str(caught.value) == "example 40 is not readable"  # without the note of its traceback
+    assert "in rows" in caught.value.__notes__[0]
+
+
+@pytest.mark.slow
+def test_a_mixture_keeps_its_components() -> None:
+    rows = {"x": np.arange(50, dtype=np.float32)}
+    mixture = Mixture({"a": (rows, 0.75), "b": (rows, 0.25)})
+    items = TrainBatches(mixture, 16, 3, True, 4, np.arange(16))
+    for step, batch in enumerate(read_ahead(items, 0, workers=1)):
+        assert batch.names == ("a", "b")
+        np.testing.assert_array_equal(batch.component, items[step].component)
+
+
+def test_data_that_cannot_be_sent_to_a_process_are_refused() -> None:
+    rows = Rows()
+    rows.lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=r"cannot be sent to other processes: .*pickle"):
+        next(read_ahead(batches(rows), 0, workers=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"data_on_device": True}, "data_workers is 1 and data_on_device is True"),
+        ({"strategy": "parameter_server"}, "data_workers is 1, but under parameter_server"),
+    ],
+)
+def test_options_that_leave_nothing_to_read_are_refused(
+    options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UserError, match=named):
+        Trainer(model=None, objective=None, optimizer=None, data_workers=1, **options)  # type: ignore[arg-type]
