@@ -78,6 +78,8 @@ def inputs(kind: str, workers: int) -> Line:
         return Peer(name, "inputs.py", (f"--way={way}", f"--workers={workers}"), python)
 
     peers = [peer("Grain", "grain"), peer("spmdtrain", "spmdtrain")]
+    if workers:
+        peers.append(peer("spmdtrain, processes", "processes"))
     peers.append(peer("torch.utils.data", "torch", TORCH))
     peers.append(peer("tf.data", "tensorflow", TENSORFLOW))
     work = Work(kind, 64, 200, data=str(data_input.FOLDER))

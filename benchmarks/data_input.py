@@ -1,18 +1,21 @@
 """Files for the benchmark of data input, and the memory that reading them takes.
 
-    python benchmarks/data_input.py [--gigabytes 5] [--threads 0]
+    python benchmarks/data_input.py [--gigabytes 5] [--threads 0] [--workers 0]
 
-Writes Parquet files with text and ArrayRecord files with images to .bench/inputs, once (about 100
-MB each, always the same bytes). Then reads them again and again with spmdtrain, shuffled, until the
-batches sum up to that many gigabytes, and prints the resident memory of the process after every
-tenth. `bench.py` compares the speed with other libraries (lines w8-...).
+Writes that many gigabytes of text as Parquet files, and of images as ArrayRecord files, to a
+temporary folder. Then reads each once with spmdtrain, shuffled, and prints the resident memory of
+the process after every tenth. Exits with 1 if it grows by more than 5 % from a fifth of the data to
+the end. The figures are written to benchmarks/results/w8-memory.json.
+
+`bench.py` compares the speed with other libraries (lines w8-...), on 100 MB of each kind.
 """
 
 import argparse
-import itertools
+import json
 import os
+import shutil
 import sys
-from collections.abc import Iterator
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,11 @@ sys.path.insert(0, str(HERE / "peers"))
 
 FOLDER = HERE.parent / ".bench" / "inputs"
 MEGABYTES = 100
-"""Size of the images, and of the text."""
+"""Size of the images, and of the text, for `bench.py`."""
 FILES = 8
+RESULT = "w8-memory"
+ALLOWED = 0.05
+"""Growth of the memory."""
 GROUP = 2048
 """Documents of a row group."""
 VOCABULARY = 4096
@@ -79,52 +85,71 @@ def _write_images(path: Path, draws: np.random.Generator) -> None:
     writer.close()
 
 
-def batches(kind: str, threads: int) -> Iterator[Any]:
-    """Returns endless batches of spmdtrain.
+def make_large(folder: Path, gigabytes: float) -> None:
+    """Writes the files of both kinds, copied until they have a size.
 
     Args:
-        kind: text, packed or images.
-        threads: Number of threads that read ahead.
+        folder: As for `make`.
+        gigabytes: Size of each kind.
     """
-    import inputs
-
-    return inputs.by_spmdtrain(kind, str(FOLDER), 64, threads)
+    make(folder)
+    for path in sorted(folder.iterdir()):
+        for copy in range(1, round(gigabytes * 1000 / MEGABYTES)):
+            kind, _, number = path.stem.partition("-")
+            shutil.copy(path, folder / f"{kind}-{number}-{copy}{path.suffix}")
 
 
 def resident() -> float:
-    """Returns the resident memory of this process in MB, without pages of mapped files."""
+    """Returns the resident memory of this process in MB, pages of mapped files included."""
     fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["RssAnon"].split()[0]) / 1024
+    return int(fields["VmRSS"].split()[0]) / 1024
 
 
-def measure_memory(kind: str, gigabytes: float, threads: int) -> None:
-    """Prints the resident memory while batches are read.
+def measure_memory(kind: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Prints the resident memory while batches are read; returns the figures.
 
     Args:
         kind: text, packed or images.
-        gigabytes: Size of all batches.
-        threads: Number of threads that read ahead.
+        folder: The files.
+        options: The size, and the readers.
     """
-    stream, read, printed = batches(kind, threads), 0.0, 0
+    import inputs
+
+    size = sum(path.stat().st_size for path in map(Path, inputs.paths(str(folder), kind)))
+    stream = inputs.by_spmdtrain(
+        kind, str(folder), 64, options.threads, processes=options.workers, epochs=1
+    )
+    batches = -(-len(inputs.dataset_of(kind, str(folder))) // 64)
     memory: list[float] = []
-    while read < gigabytes * 1e9:
-        read += sum(array.nbytes for array in itertools.chain(next(stream).values()))
-        if read >= (printed + 1) * gigabytes * 1e8:
-            printed += 1
+    for number, _ in enumerate(stream, 1):
+        if number >= (len(memory) + 1) * batches // 10:
             memory.append(resident())
-            print(f"{kind}: {read / 1e9:.1f} GB read, {memory[-1]:.0f} MB resident", flush=True)
+            done = size * number / batches / 1e9
+            print(f"{kind}: {done:.1f} GB read, {memory[-1]:.0f} MB resident", flush=True)
     growth = memory[-1] / memory[1] - 1
-    print(f"{kind}: {growth:+.1%} from a fifth of the batches to the last one")
+    print(f"{kind}: {growth:+.1%} from a fifth of the files to their end")
+    return {"kind": kind, "gigabytes": size / 1e9, "resident_mb": memory, "growth": growth}
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Measures the memory; returns the exit code."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import bench  # which imports this module
+
     parser = argparse.ArgumentParser()
     parser.add_argument("--gigabytes", type=float, default=5)
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", default=["text", "packed", "images"])
     options = parser.parse_args()
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    if not FOLDER.exists():
-        make(FOLDER)
-    for each in options.kinds:
-        measure_memory(each, options.gigabytes, options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        make_large(Path(folder), options.gigabytes)
+        found = [measure_memory(kind, Path(folder), options) for kind in options.kinds]
+    result = {"origin": bench.origin(), "kinds": found}
+    result |= {"threads": options.threads, "workers": options.workers}
+    (HERE / "results" / f"{RESULT}.json").write_text(json.dumps(result, indent=1) + "\n")
+    return int(any(each["growth"] > ALLOWED for each in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,6 +10,7 @@ from typing import Any
 import bench
 import checkpoints
 import compare
+import data_input
 import scaling
 from work import TRANSFORMERS, Shape
 
@@ -51,7 +52,7 @@ Written by `make bench` (`make bench-setup` before it, for PyTorch and TensorFlo
 
 Each peer is a process that lives as long as the measurement of its table. Peers start one after another and train one at a time, one segment of steps each (slow peers a fifth of it), in an order that rotates and reverses from round to round. A *ratio* is the speed of a peer relative to the first peer of the table in the same round: median, lowest and highest of the rounds. The first peer runs twice; if the two medians differ by more than 5 %, the table is marked as void. The *floor* is a hand-written loop with `jax.jit`, which places each batch while the previous step runs (`benchmarks/peers/floor.py`); on CPU it is faster to pass batches to the step without placing them, which is what spmdtrain does there. Libraries with OpenMP are configured to use all processors, as XLA does by default. "spmdtrain" is the `Trainer` with its defaults: a progress bar on a terminal, `metrics.jsonl`, TensorBoard, and a checkpoint at the end of each epoch; the tables state how many checkpoints fell into the measured segments. The floor does none of that. *CPUs* is the average number of busy processors of a peer. *first step* is the time from the start of its process to the end of its first step, with an empty compilation cache, while the other peers are idle.
 
-In W8 nothing is trained: each peer makes shuffled batches from the same files (`benchmarks/peers/inputs.py`), and the first peer is Grain alone. Workers are threads of spmdtrain (`data_threads`), Grain and tf.data, and processes of PyTorch. Images are shuffled completely; text within 8 row groups. Grain reads Parquet as a stream, and PyTorch and tf.data by PyArrow in a generator. `python benchmarks/data_input.py` prints the memory while 5 GB of batches are read.
+In W8 nothing is trained: each peer makes shuffled batches from the same files (`benchmarks/peers/inputs.py`), and the first peer is Grain alone. Workers are threads of Grain, tf.data and spmdtrain (`data_threads`), and processes of PyTorch and of "spmdtrain, processes" (`data_workers`). Images are shuffled completely; text within 8 row groups. Grain reads Parquet as a stream, and PyTorch and tf.data by PyArrow in a generator.
 """
 
 
@@ -95,6 +96,8 @@ def page(folder: Path) -> str:
             lines += saves(result)
         else:
             lines += start(result) if name == bench.START else section(name, result)
+    if (result := results.get(data_input.RESULT)) is not None:
+        lines += memory(result)
     for name in scaling.TITLES:
         if (result := results.get(f"scaling-{name}")) is not None:
             if (where := machine(result["origin"])) != current:
@@ -123,6 +126,23 @@ def saves(result: dict[str, Any]) -> list[str]:
     )
     note += f"commit {result['origin']['commit']}; `benchmarks/results/{bench.CHECKPOINTS}.json`."
     return ["## W6: how long a save blocks training", "", *lines, "", note, ""]
+
+
+def memory(result: dict[str, Any]) -> list[str]:
+    """Returns the section about the memory while files are read (W8)."""
+    rows = [
+        ["", "GB of files", "MB resident after 10 %", "20 %", "50 %", "100 %", "growth from 20 %"]
+    ]
+    for each in result["kinds"]:
+        mb = each["resident_mb"]
+        chosen = [f"{mb[tenth]:.0f}" for tenth in (0, 1, 4, -1)]
+        rows.append([each["kind"], f"{each['gigabytes']:.1f}", *chosen, f"{each['growth']:+.1%}"])
+    note = (
+        f"`python benchmarks/data_input.py`, {result['threads']} threads and {result['workers']} "
+    )
+    note += f"processes that read ahead; {result['origin']['time']}, commit "
+    note += f"{result['origin']['commit']}; `benchmarks/results/{data_input.RESULT}.json`."
+    return ["## W8: memory while an epoch is read", "", *table(rows), "", note, ""]
 
 
 def scaled(name: str, result: dict[str, Any]) -> list[str]:

@@ -38,33 +38,41 @@ def paths(folder: str, kind: str) -> list[str]:
     ]
 
 
-def by_spmdtrain(kind: str, folder: str, size: int, threads: int) -> Iterator[Any]:
+def dataset_of(kind: str, folder: str) -> Any:
+    import spmdtrain
+
+    files = paths(folder, kind)
+    if kind == "images":
+        return spmdtrain.ArrayRecordSource(files, image_of)
+    documents = spmdtrain.Tokenized(spmdtrain.ParquetSource(files), "bytes")
+    return spmdtrain.Packed(documents, TOKENS) if kind == "packed" else Cropped(documents)
+
+
+def by_spmdtrain(
+    kind: str,
+    folder: str,
+    size: int,
+    threads: int,
+    processes: int = 0,
+    epochs: int | None = None,
+) -> Iterator[Any]:
     import jax
     from jax.sharding import SingleDeviceSharding
 
-    import spmdtrain
     from spmdtrain.data.datasets import as_dataset
     from spmdtrain.data.loader import train_batches
 
-    files = paths(folder, kind)
-    data: Any
-    if kind == "images":
-        data = spmdtrain.ArrayRecordSource(files, image_of)
-    elif kind == "packed":
-        data = spmdtrain.Packed(
-            spmdtrain.Tokenized(spmdtrain.ParquetSource(files), "bytes"), TOKENS
-        )
-    else:
-        data = Cropped(spmdtrain.Tokenized(spmdtrain.ParquetSource(files), "bytes"))
+    dataset = as_dataset(dataset_of(kind, folder))
     return train_batches(
-        as_dataset(data),
+        dataset,
         size,
         SingleDeviceSharding(jax.devices()[0]),
         seed=0,
         shuffle=True,
         start=0,
-        stop=10**9,
+        stop=10**9 if epochs is None else -(-epochs * len(dataset) // size),
         threads=threads,
+        workers=processes,
         step_may_place=True,
     )
 
@@ -206,8 +214,13 @@ def by_tensorflow(kind: str, folder: str, size: int, workers: int) -> Iterator[A
     return iter(data.as_numpy_iterator())
 
 
+def by_processes(kind: str, folder: str, size: int, workers: int) -> Iterator[Any]:
+    return by_spmdtrain(kind, folder, size, 0, processes=workers)
+
+
 WAYS = {
     "spmdtrain": by_spmdtrain,
+    "processes": by_processes,
     "grain": by_grain,
     "torch": by_torch,
     "tensorflow": by_tensorflow,
