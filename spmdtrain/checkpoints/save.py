@@ -17,7 +17,7 @@ import absl.logging
 from etils import epath, epy
 
 from spmdtrain.checkpoints import manifest, replica_check, stream_positions
-from spmdtrain.checkpoints.checksums import PartSum, as_text, read_parts, start_sums
+from spmdtrain.checkpoints.checksums import PartSum, format_sums, read_parts, start_sums
 from spmdtrain.checkpoints.items import ITEMS, items_of, raw_keys, steps_in
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.retention import CheckpointRecord, Retention
@@ -299,7 +299,7 @@ class Checkpoints:
             identity=save.identity,
             metrics=None if save.metrics is None else dict(save.metrics),
             stopped=save.stopped,
-            sums=as_text(totals),
+            sums=format_sums(totals),
             files=manifest.sizes(folder),
             epoch=save.epoch,
             stream=stream,

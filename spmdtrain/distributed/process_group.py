@@ -72,7 +72,7 @@ def enter(names: Sequence[str]) -> Job:
     return CONTEXT.job
 
 
-def leave() -> None:
+def clear_job() -> None:
     """Unsets the job."""
     CONTEXT.job = None
 

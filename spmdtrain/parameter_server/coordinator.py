@@ -135,7 +135,7 @@ class Coordinator:
         configure_backend(RunConfig(strategy="parameter_server"))
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._signals)
-            self._job = stack.enter_context(ray_pool.begin(from_environment(), self._timeout))
+            self._job = stack.enter_context(ray_pool.start_job(from_environment(), self._timeout))
             self._pool = self._job.worker_pool(Runner)
             self._closed = False
             thread = threading.Thread(target=self._work, name="coordinator", daemon=True)

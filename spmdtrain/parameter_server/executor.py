@@ -270,5 +270,5 @@ class ServerBackend:
     @contextmanager
     def open(self, timeout: float) -> Iterator[MakeExecutor]:
         """Starts the job as its chief; its workers and servers end with it."""
-        with ray_pool.begin(from_environment(), timeout) as job:
+        with ray_pool.start_job(from_environment(), timeout) as job:
             yield functools.partial(ServerExecutor, job)

@@ -47,7 +47,7 @@ from spmdtrain.train.roles import refuse_evaluator
 from spmdtrain.train.run_logger import RunLogger
 from spmdtrain.train.session import RunSession
 from spmdtrain.xla import collective_options
-from spmdtrain.xla.compile_cache import compiler_options
+from spmdtrain.xla.compile_cache import merge_compiler_options
 
 PyTree = Any
 
@@ -95,7 +95,7 @@ class Loop(LoopTools):
             self.placement.devices[0].platform,
             gathers=placed.shards_params or placed.shards_optimizer,
         )
-        self._compiler_options = compiler_options(
+        self._compiler_options = merge_compiler_options(
             self.config.compiler_options, ours, self.placement.replicated
         )
         self._clock = clock

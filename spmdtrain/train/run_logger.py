@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from spmdtrain.config.run_config import RunConfig, as_json
+from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError
 from spmdtrain.files.run_files import RunFiles, Split, Status
@@ -55,7 +55,7 @@ class RunLogger:
             self.files.prepare_curves()  # now, during the compilation
             self.files.rewind(step)
             self.files.write_config(
-                as_json(self.config), mesh=placement.axes, devices=placement.devices
+                config_as_json(self.config), mesh=placement.axes, devices=placement.devices
             )
             self.files.write_status(Status.RUNNING, step)
         if self.config.workdir is not None:

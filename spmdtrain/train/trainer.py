@@ -346,7 +346,7 @@ class Trainer(ModelRunner):
         run.wait_for_save()  # if it has failed, the run must not be logged as finished
         step, logger = self.step, run.logger
         if run.test is not None and not logger.read_metrics(Split.TEST, step):
-            logger.log_evaluation(Split.TEST, step, self._evaluated(run, Split.TEST, run.test))
+            logger.log_evaluation(Split.TEST, step, self._evaluate_split(run, Split.TEST, run.test))
         for split in (Split.TRAIN, Split.EVAL):
             if not logger.latest[split]:  # no step was left: use what an earlier start has written
                 logger.read_metrics(split, step)
@@ -381,13 +381,13 @@ class Trainer(ModelRunner):
     def _run_validation(self, run: RunSession, step: int) -> Metrics | None:
         if run.validation is None:
             return None
-        reported = AddableMetrics(self._evaluated(run, Split.EVAL, run.validation))
+        reported = AddableMetrics(self._evaluate_split(run, Split.EVAL, run.validation))
         self._callbacks(CallbackEvent.EVALUATION, step, reported)
         metrics = reported.with_added()
         run.logger.log_evaluation(Split.EVAL, step, metrics)
         return metrics
 
-    def _evaluated(self, run: RunSession, split: Split, dataset: Dataset) -> Metrics:
+    def _evaluate_split(self, run: RunSession, split: Split, dataset: Dataset) -> Metrics:
         metrics = self._evaluate(dataset, run.eval_batch_size, run.signals.stop_if_received)
         run.check_finite_loss(split, self.step, metrics)
         return metrics

@@ -83,7 +83,7 @@ def processor() -> str:
 Value = str | int | bool | float
 
 
-def compiler_options(
+def merge_compiler_options(
     user: Sequence[str], ours: Mapping[str, Value], sharding: Sharding
 ) -> dict[str, Value]:
     """Returns the compiler options of the user and of the package.

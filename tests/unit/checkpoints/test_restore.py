@@ -47,7 +47,7 @@ from spmdtrain.checkpoints.restore import load_state, read_variables
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, describe_optimizer
 from spmdtrain.checkpoints.save import Checkpoints
-from spmdtrain.config.run_config import as_json
+from spmdtrain.config.run_config import config_as_json
 from spmdtrain.models import MLP
 from spmdtrain.run import main
 from spmdtrain.sharding.layout import Rule
@@ -234,7 +234,7 @@ def test_every_layout_of_the_state_is_restored_from_every_other(
     steps = steps_for(saved_as)
     state = random_state(steps)
     identity = Identity(
-        as_json(RunConfig()), {}, describe_leaves(state), describe_optimizer(state.opt_state)
+        config_as_json(RunConfig()), {}, describe_leaves(state), describe_optimizer(state.opt_state)
     )
     with contextlib.closing(Checkpoints(epath.Path(tmp_path), Retention())) as saving:
         saving.save(state, 3, identity, None)

@@ -26,7 +26,7 @@ from spmdtrain.checkpoints.retention import CheckpointRecord, Retention
 from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, describe_optimizer
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.config.option_groups import MeshSpec
-from spmdtrain.config.run_config import RunConfig, as_json
+from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.sharding.placement import make_placement
 from spmdtrain.step.forward import model_output
 from spmdtrain.step.functions import StepFunctions
@@ -189,7 +189,7 @@ def squared_error(model: Any, batch: tuple[jax.Array, jax.Array]) -> dict[str, j
 
 def identity_of(state: TrainState) -> Identity:
     optimizer = describe_optimizer(state.opt_state)
-    return Identity(as_json(RunConfig()), {}, describe_leaves(state), optimizer)
+    return Identity(config_as_json(RunConfig()), {}, describe_leaves(state), optimizer)
 
 
 def loss_at(step: int) -> float | None:

@@ -22,9 +22,9 @@ from spmdtrain.launch.exit_report import (
     CauseRank,
     Restarts,
     TaskExit,
+    cause_rank,
     describe_exit,
     hint,
-    rank,
     root_cause,
 )
 from spmdtrain.launch.stacks import main_stacks
@@ -956,7 +956,7 @@ GLOO = "RuntimeError: [external/gloo/transport/tcp/pair.cc:534] Connection close
 )
 def test_deaths_in_words(ended: TaskExit, words: str, ranked: CauseRank) -> None:
     assert describe_exit(ended) == words
-    assert rank(ended) is ranked
+    assert cause_rank(ended) is ranked
 
 
 def test_the_best_explanation_is_the_cause_and_of_equals_the_first() -> None:

@@ -332,7 +332,9 @@ def test_the_partitioners_warnings_are_read_in_both_spellings(
 def test_an_option_of_several_values_may_be_given_several_times() -> None:
     given = ["--compiler-options", "a=1", "--steps", "5", "--compiler-options=b=2", "c=3"]
     where = ["--config", str(DIGITS), "--topology", "cpu:8"]
-    config = command_line.parse([*where, *given, "--freeze", "x", "--freeze", "y"], Options).config
+    config = command_line.parse_command_line(
+        [*where, *given, "--freeze", "x", "--freeze", "y"], Options
+    ).config
     assert config.compiler_options == ("a=1", "b=2", "c=3")
     assert (config.freeze, config.steps) == (("x", "y"), 5)
 
