@@ -50,6 +50,17 @@ from spmdtrain.xla import collective_options
 from spmdtrain.xla.compile_cache import merge_compiler_options
 
 PyTree = Any
+_PURPOSES = (Purpose.INIT, Purpose.STEP)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placed:
+    """The shapes and shardings of a state, as a `Trainable`."""
+
+    abstract_state: TrainState
+    shardings: TrainState
+    initial_hyperparameters: Mapping[str, Any]
+    metric_names: None = None
 
 
 class Loop(LoopTools):
@@ -400,16 +411,3 @@ class Loop(LoopTools):
         if self._parts is None:
             raise UserError("the loop has not begun: call start(init) first")
         return self._parts
-
-
-_PURPOSES = (Purpose.INIT, Purpose.STEP)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Placed:
-    """The shapes and shardings of a state, as a `Trainable`."""
-
-    abstract_state: TrainState
-    shardings: TrainState
-    initial_hyperparameters: Mapping[str, Any]
-    metric_names: None = None
