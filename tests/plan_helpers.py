@@ -44,7 +44,7 @@ def planned(config: Path, *options: object) -> dict[str, Any]:
 
 
 def advised(config: Path, *options: object) -> list[Advice]:
-    """What would mend that plan."""
+    """Returns the advice for a plan."""
     arguments = ["--config", str(config), *map(str, options)]
     command = command_line.parse_command_line(arguments, Options)
     topology = topologies.parse(command.options.topology)

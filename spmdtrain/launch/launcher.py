@@ -32,7 +32,7 @@ from spmdtrain.launch.worker_restarter import WorkerRestarter
 _POLL_INTERVAL = 0.1  # seconds; signals and the exit of a child interrupt the sleep
 _AFTER_CHIEF = 10.0  # seconds for workers and servers to exit after their chief
 _CHIEF_TIMEOUT = 30.0  # seconds for a chief to stop the others and report why, after one failed
-_REPORT_TIMEOUT = 3.0  # seconds after a failure for the others to exit and report their reasons
+_REPORT_TIMEOUT = 3.0  # seconds that other tasks get to exit after a failure
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Launcher:
         self.deadline = math.inf
         """Time at which tasks are killed after a signal has requested their exit."""
         self.over = False
-        """Whether the training has ended and will not be restarted."""
+        """Whether the training has ended for good."""
         self.folder = tempfile.mkdtemp(prefix="spmdtrain-")
         self.reaper = Reaper(self.folder)
         self.oom_kills = out_of_memory.OomKills()

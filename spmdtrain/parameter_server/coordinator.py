@@ -298,7 +298,7 @@ class Coordinator:
             self._changed.wait(_POLL)
 
     def _check(self) -> None:
-        """Raises an error if waiting is in vain: the job is ending, or the thread has failed."""
+        """Raises an error if waiting cannot end: the job is ending, or the thread has failed."""
         if self._thread_error is not None:
             raise self._thread_error
         if self._closed:

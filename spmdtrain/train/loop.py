@@ -206,7 +206,7 @@ class Loop(LoopTools):
         run = parts.run
         self._boundary()
         parts.reader.flush()
-        # If a step was made and not recorded, it has consumed even the first state.
+        # If a step was run and not recorded, it has consumed even the first state.
         nothing = self.step == self.first_step and parts.state.step.is_deleted()
         if self.step != self._saved and not nothing:
             self._save()

@@ -225,7 +225,7 @@ class Trainer(ModelRunner):
                 self._state = None  # unusable: the next fit restores a checkpoint or initializes
                 raise
             except Exception as error:
-                # If no step was made, forget this run, so that the next fit may have other data.
+                # If no step was run, forget this run, so that the next fit may have other data.
                 if self._state is first and not isinstance(error, PreemptedExit):
                     self._state, self._identity = before
                 raise
@@ -309,7 +309,8 @@ class Trainer(ModelRunner):
         if self._callbacks.stop_requested:
             run.schedule.total = first
         if first > run.schedule.total:
-            self.terminal.line(f"step {first} is past the {run.schedule.total} asked for")
+            found = f"the run is at step {first}, and {run.schedule.total} steps are requested"
+            self.terminal.line(f"nothing to do: {found}")
 
     def _boundary_actions(
         self, run: RunSession, executor: Executor, reader: MetricsReader

@@ -94,8 +94,8 @@ def merge_compiler_options(
         sharding: Its devices are those to compile for.
 
     Raises:
-        UserError: If an option is given twice, or XLA does not know it on these devices, which is
-            checked by compiling a trivial program.
+        UserError: If an option is given twice, or XLA rejects it for these devices, which the
+            compilation of a trivial program shows.
     """
     options = dict(ours)
     for option in user:

@@ -238,7 +238,7 @@ def test_the_norms_scales_do_not_decay_and_the_rate_rises_and_falls() -> None:
 
 def untrained(of: Any, vocabulary: int) -> Transformer:
     model = Transformer(gpt.shape(of, vocabulary), rngs=nnx.Rngs(0))
-    # Sharper than it is born: what is likeliest is then no matter of rounding.
+    # Sharper than at initialization, so that rounding does not decide which token is likeliest.
     model.embedding[...] = 20 * model.embedding[...]
     model.eval()  # type: ignore[no-untyped-call]
     return model

@@ -262,7 +262,7 @@ def test_gradients_are_reduced_into_the_parts_that_the_optimizer_has(
 # -- devices and memory ----------------------------------------------------------------------------
 
 
-def test_default_knows_no_mesh() -> None:
+def test_default_has_no_mesh() -> None:
     of = program("default")
     assert of.trainer.mesh is None
     shardings = jax.tree.leaves(of.trainer.functions.shardings)

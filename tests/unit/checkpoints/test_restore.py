@@ -166,7 +166,7 @@ def averaging(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture
 def copy(plain: Run, tmp_path: Path) -> Path:
-    """A workdir to do with as one likes."""
+    """A workdir that a test may change."""
     return Path(shutil.copytree(plain.workdir, tmp_path / "copy"))
 
 
@@ -605,7 +605,7 @@ def test_every_dtype_can_be_read_again(tmp_path: Path) -> None:
     assert fitted.state is not None
     assert_same_bits(load_params(str(tmp_path / "run")), fitted.state.params)
     export_params(str(tmp_path / "run"), str(tmp_path / "x.safetensors"))
-    # Its own reader for JAX knows no float8: the file is a header in JSON, and the bytes.
+    # safetensors.flax does not support float8: the file is a header in JSON, and the bytes.
     content = (tmp_path / "x.safetensors").read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:end])

@@ -261,7 +261,7 @@ def test_fifty_saves_of_a_run_that_gets_worse_leave_n_and_m(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_metric_of_ones_own_and_its_direction_say_which_is_best(tmp_path: Path) -> None:
+def test_a_custom_metric_and_its_direction_decide_which_is_best(tmp_path: Path) -> None:
     best = {"best_metric": "loss", "best_direction": "max", "eval_every_steps": 1}
     assert worse_and_worse(tmp_path / "max", 6, keep_latest=1, **best) == [5, 6]
     close = {"best_metric": "close", "best_direction": "max", "keep_latest": 1, "keep_best": 1}

@@ -224,7 +224,7 @@ def test_bad_usage_is_one_line(
         ('["a:1"]', "TF_CONFIG"),
     ],
 )
-def test_a_cluster_of_ones_own_is_refused(
+def test_a_cluster_of_the_user_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tf_config: str,
@@ -381,7 +381,9 @@ def test_all_end_well(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_restarting_does_not_mend(tmp_path: Path, script: str, code: int, words: str) -> None:
+def test_a_failure_that_a_restart_does_not_fix(
+    tmp_path: Path, script: str, code: int, words: str
+) -> None:
     ended = launch(tmp_path, script + "\ntime.sleep(60)", "--processes", 3)
     assert ended.returncode == code
     lines_ = said(ended)
