@@ -157,7 +157,7 @@ class RayWorker:
     is_running: bool = False
     """Whether its process runs."""
     is_ready: bool = False
-    """Whether its process has made the function that processes work items."""
+    """Whether its process has created the function that processes work items."""
     losses: int = 0
     """Number of losses during initialization since it was ready."""
     retry_at: float = 0.0

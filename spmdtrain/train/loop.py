@@ -304,12 +304,12 @@ class Loop(LoopTools):
 
         Raises:
           NonFiniteError: If a fetched loss or state is NaN or infinite.
-          UserError: If an argument is wrong, or all steps of the run are made.
+          UserError: If an argument is wrong, or all steps of the run are done.
         """
         parts = self._started()
         total = parts.run.schedule.total
         if self.step >= total:
-            raise UserError(f"all {total} steps of the run are made: take them from batches()")
+            raise UserError(f"all {total} steps of the run are done: iterate over batches()")
         if not isinstance(output, StepOutput):
             raise UserError(
                 f"end_step(state, output) is given a {type(output).__name__}: the output is the "
@@ -382,7 +382,7 @@ class Loop(LoopTools):
         return BoundaryActions(
             flush=self._started().reader.flush,
             end_epoch=lambda step: None,
-            evaluate=lambda step, is_due: self._metrics(),  # the user has made it already
+            evaluate=lambda step, is_due: self._metrics(),  # the user has evaluated already
             save=lambda step, metrics: self._save(),
             report=lambda: None,
             stop_requested=lambda: self._stop,

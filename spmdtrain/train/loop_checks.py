@@ -100,7 +100,7 @@ def check_state(after: Any, before: TrainState) -> None:
     for name in [*was, *(name for name in now if name not in was)]:
         previous, current = (_described(tree.get(name)) for tree in (was, now))
         if previous != current:
-            raise UserError(f"the step made {name} of the state, {previous}, into {current}")
+            raise UserError(f"the step changed {name} of the state from {previous} to {current}")
 
 
 def _described(x: Any) -> str:

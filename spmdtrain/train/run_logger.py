@@ -114,22 +114,22 @@ class RunLogger:
         """Counts a value that a step had; the next line of training has the counts by value."""
         self._counts.setdefault(name, Counter())[value] += 1
 
-    def log_train_step(self, step: int, total: int, metrics: Metrics, *, made: int) -> None:
+    def log_train_step(self, step: int, total: int, metrics: Metrics, *, done: int) -> None:
         """Logs the metrics of a train step.
 
         Args:
           step: The step.
           total: Number of steps of the run.
           metrics: Its metrics.
-          made: The last step that is known to be done, for the speed.
+          done: The last step that is known to be done, for the speed.
         """
         self.latest[Split.TRAIN] = metrics
-        rate = self._rate.read(made)
+        rate = self._rate.read(done)
         speed: Metrics = {}
         if rate is not None:
             speed = {} if self.batch_size is None else {"examples/s": rate * self.batch_size}
             speed["steps/s"] = rate
-        wait = self._input_wait.read(made, self.seconds)
+        wait = self._input_wait.read(done, self.seconds)
         if self.files:
             curves = {f"speed/{unit.replace('/s', '_per_second')}": v for unit, v in speed.items()}
             curves |= {} if wait is None else {"speed/input_wait": wait}

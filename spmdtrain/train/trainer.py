@@ -171,7 +171,7 @@ class Trainer(ModelRunner):
         batch_size_per_device: int | None = None,
         restart: bool = False,
     ) -> FitResult:
-        """Trains until the run has made `epochs` or `steps` in total.
+        """Trains until the run has reached `epochs` or `steps` in total.
 
         It continues from the state of an earlier fit, else from the newest checkpoint of the
         workdir, else from the initial state. In an evaluator task of TF_CONFIG, it evaluates the

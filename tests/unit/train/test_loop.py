@@ -572,7 +572,7 @@ def wrong_step(change: Any) -> Any:
         (lambda s, m: (s, {"loss": m["loss"] * 1j}), r"'loss' is complex64\[\]: .* one real"),
         (
             lambda s, m: (replace(s, params=s.params | {"w": s.params["w"].T}), m),
-            r"the step made params/w of the state, float32\[16, 8\], into float32\[8, 16\]",
+            r"the step changed params/w of the state from float32\[16, 8\] to float32\[8, 16\]",
         ),
         (
             lambda s, m: (replace(s, params={"w": s.params["w"]}), m),
