@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from spmdtrain.distributed import failures, initialize, progress
 from spmdtrain.errors import ExitCode, PreemptedExit, exit_code_of
 from spmdtrain.train.command import execute
-from spmdtrain.train.command_line import parse
+from spmdtrain.train.command_line import parse_command_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given = sys.argv[1:] if arguments is None else arguments
         progress.begin()
-        code = exit_code_of(lambda: execute(parse(given)), failures.fail_with_message)
+        code = exit_code_of(lambda: execute(parse_command_line(given)), failures.fail_with_message)
         initialize.leave()
         return code
     except PreemptedExit:

@@ -13,7 +13,7 @@ from helpers import environment
 from spmdtrain.plan import planner, topologies
 from spmdtrain.plan.advice import Advice, advise
 from spmdtrain.plan.command import Options
-from spmdtrain.plan.json_report import as_json
+from spmdtrain.plan.json_report import plan_as_json
 from spmdtrain.plan.summary import Buffer, CompiledSummary, Use
 from spmdtrain.train import command_line
 from spmdtrain.xla.collectives import Carried, Collective
@@ -38,19 +38,19 @@ def planned(config: Path, *options: object) -> dict[str, Any]:
     arguments = ["--config", str(config), *map(str, options)]
     if "--topology" not in arguments:
         arguments += ["--topology", "cpu:8"]
-    command = command_line.parse(arguments, Options)
+    command = command_line.parse_command_line(arguments, Options)
     topology = topologies.parse(command.options.topology)
-    return as_json(planner.plan(command.experiment, command.config, topology))
+    return plan_as_json(planner.plan(command.experiment, command.config, topology))
 
 
 def advised(config: Path, *options: object) -> list[Advice]:
-    """What would mend that plan."""
+    """Returns the advice for a plan."""
     arguments = ["--config", str(config), *map(str, options)]
-    command = command_line.parse(arguments, Options)
+    command = command_line.parse_command_line(arguments, Options)
     topology = topologies.parse(command.options.topology)
 
     def again(more: Sequence[str]) -> planner.Plan:
-        other = command_line.parse([*arguments, *more], Options).config
+        other = command_line.parse_command_line([*arguments, *more], Options).config
         return planner.plan(command.experiment, other, topology)
 
     plan = planner.plan(command.experiment, command.config, topology)

@@ -17,7 +17,7 @@ from spmdtrain import CallbackContext, Trainer, TrainState
 from spmdtrain.sharding.placement import resolve_config
 from spmdtrain.strategies import STRATEGIES
 from spmdtrain.terminal import Terminal
-from spmdtrain.train.command_line import parse
+from spmdtrain.train.command_line import parse_command_line
 from spmdtrain.tree import named_leaves
 
 STEPS, MIDDLE = 20, 10
@@ -107,7 +107,7 @@ class StrategyRun:
     def __init__(self, row: Row, folder: Path, begin: Path | None, options: Sequence[str]) -> None:
         self.row, self.workdir, self.source = row, folder / "run", folder / "saved"
         line = [*options, *row.arguments, "--workdir", str(self.workdir)]
-        command = parse(line)
+        command = parse_command_line(line)
         config = resolve_config(command.config)
         self.experiment = command.experiment.build(config)
         self.seen: list[Where] = []

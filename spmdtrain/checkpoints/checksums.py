@@ -69,14 +69,14 @@ def read_parts(started: Mapping[str, Sequence[PartSum]]) -> dict[str, int]:
     }
 
 
-def as_text(totals: Mapping[str, int]) -> dict[str, str]:
+def format_sums(totals: Mapping[str, int]) -> dict[str, str]:
     """Returns checksums as text: eight hexadecimal digits each."""
     return {name: f"{total % 2**32:08x}" for name, total in totals.items()}
 
 
 def sums(tree: Any) -> dict[str, str]:
     """Returns the checksums of all leaves by path: NumPy arrays, or JAX arrays of this process."""
-    return as_text(read_parts(start_sums(tree)))
+    return format_sums(read_parts(start_sums(tree)))
 
 
 def is_small(leaf: Any) -> bool:

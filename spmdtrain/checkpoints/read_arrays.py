@@ -11,7 +11,7 @@ from etils import epath, epy
 
 from spmdtrain.checkpoints import stream_positions
 from spmdtrain.checkpoints.array_headers import check_headers, header_fault
-from spmdtrain.checkpoints.checksums import as_text, read_parts, start_sums, sums
+from spmdtrain.checkpoints.checksums import format_sums, read_parts, start_sums, sums
 from spmdtrain.checkpoints.items import ITEMS, raw_keys
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.distributed import process_group
@@ -66,7 +66,7 @@ def read_arrays(
 
     restored = process_group.run_on_all(read, CheckpointCorruptedError)
     arrays = {field: x for item in restored.values() for field, x in item.items()}
-    actual = as_text(process_group.summed(read_parts(start_sums(arrays))))
+    actual = format_sums(process_group.summed(read_parts(start_sums(arrays))))
     _verify_checksums(actual, manifest, arrays)
     wanted = {field: x for item in targets.values() for field, x in item.items()}
     fields: dict[str, PyTree] = jax.tree.map(_restore_key, wanted, arrays)

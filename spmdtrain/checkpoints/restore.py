@@ -51,7 +51,7 @@ def _with_sharding(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def load_model(
+def load_initial_variables(
     folder: epath.Path,
     manifest: Manifest,
     abstract: TrainState,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NoReturn
 
-from spmdtrain.config.run_config import RunConfig, as_json
+from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.data.mixture_order import examples_per_period
 from spmdtrain.errors import UserError, foreign
 from spmdtrain.step.state import TrainState
@@ -259,7 +259,10 @@ def changes(saved: Identity, now: Identity) -> list[str]:
         the default.
       now: Identity of this run.
     """
-    before, after = _fields(as_json(RunConfig())) | _fields(saved.config), _fields(now.config)
+    before, after = (
+        _fields(config_as_json(RunConfig())) | _fields(saved.config),
+        _fields(now.config),
+    )
     found = [
         f"{name}: {before.get(name)} -> {value}"
         for name, value in after.items()

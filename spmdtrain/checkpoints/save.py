@@ -17,7 +17,7 @@ import absl.logging
 from etils import epath, epy
 
 from spmdtrain.checkpoints import manifest, replica_check, stream_positions
-from spmdtrain.checkpoints.checksums import PartSum, as_text, read_parts, start_sums
+from spmdtrain.checkpoints.checksums import PartSum, format_sums, read_parts, start_sums
 from spmdtrain.checkpoints.items import ITEMS, items_of, raw_keys, steps_in
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.retention import CheckpointRecord, Retention
@@ -50,7 +50,7 @@ absl.logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pa
 
 
 def is_unfinished(name: str) -> bool:
-    """Returns whether a folder's name is that of a checkpoint that is not completely written."""
+    """Returns whether a name is that of an unfinished checkpoint."""
     return re.fullmatch(rf"\d+{re.escape(_UNFINISHED)}(-\d+)?", name) is not None
 
 
@@ -130,8 +130,8 @@ class Checkpoints:
           state: The state.
           step: Number of updates in it.
           identity: The run, for the manifest.
-          metrics: Metrics of an evaluation of this state; without them, or if the one that ranks
-            checkpoints is not finite, the checkpoint is never the best.
+          metrics: Metrics of an evaluation of this state. None, or a non-finite ranking metric,
+            excludes the checkpoint from "best".
           stopped: Whether a callback ended the run here.
           epoch: Metrics of the unfinished epoch, for the manifest.
           positions: Positions of the shards of a stream that this process reads.
@@ -144,8 +144,8 @@ class Checkpoints:
             metrics = None
         self.wait()
         now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
-        # The checksums are started before the copy, on the arrays of the devices. So they exclude
-        # what the next step writes to donated memory, and errors on the way to the disk.
+        # The checksums are started before the copy, on the arrays of the devices. Later writes to
+        # donated memory and errors while writing to disk then cannot enter the checksum.
         items = items_of(state)
         sums = start_sums({field: x for item in items.values() for field, x in item.items()})
         replica_check.check_equal(sums, step)
@@ -170,9 +170,9 @@ class Checkpoints:
             )
         with self._failing():
             if self._folder_identity() != self._opened:
-                raise FileNotFoundError("the folder is gone: removed, or no longer mounted")
+                raise FileNotFoundError("the checkpoint folder was removed or unmounted")
             if self._manager is None:
-                if not is_url(self.folder):  # of a run that was killed
+                if not is_url(self.folder):  # left by a killed run
                     self._remove_unfinished()
                 self._manager = self._open_manager()
             self._manager.save(
@@ -180,7 +180,7 @@ class Checkpoints:
                 args=ocp.args.Composite(
                     **{item: ocp.args.PyTreeSave(raw_keys(x)) for item, x in items.items()}
                 ),
-                force=True,  # the schedule has decided, which Orbax' save policies do not know
+                force=True,  # the schedule decides when to save, not Orbax's policies
             )
 
     def get_ready(self) -> None:
@@ -299,7 +299,7 @@ class Checkpoints:
             identity=save.identity,
             metrics=None if save.metrics is None else dict(save.metrics),
             stopped=save.stopped,
-            sums=as_text(totals),
+            sums=format_sums(totals),
             files=manifest.sizes(folder),
             epoch=save.epoch,
             stream=stream,

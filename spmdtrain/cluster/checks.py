@@ -72,7 +72,7 @@ def check_network(spec: ClusterSpec) -> list[Finding]:
 
     return [
         Finding(*finding)
-        for finding in network_check.examine(
+        for finding in network_check.examine_network(
             {str(task): (task.address.host, task.address.port) for task in spec.tasks},
             own=str(spec.task) if spec.task else None,
             training=[str(task) for task in spec.processes],

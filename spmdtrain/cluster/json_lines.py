@@ -37,7 +37,7 @@ def is_nonce(value: object) -> bool:
     return isinstance(value, str) and _NONCE.fullmatch(value) is not None
 
 
-def parse(text: bytes) -> dict[str, Any] | None:
+def parse_line(text: bytes) -> dict[str, Any] | None:
     """Parses a line; returns None if it is not a JSON object, or is nested too deeply."""
     depth, in_string = 0, False
     for match in _BRACKETS.finditer(text):
@@ -158,12 +158,12 @@ class Line:
 
     def _verify(self, text: bytes) -> dict[str, Any] | None:
         if not self._keys:
-            return parse(text)
+            return parse_line(text)
         other: Side = "worker" if self._side == "chief" else "chief"
         text, mac = text[: -_MAC - 1], text[-_MAC:]
         if not hmac.compare_digest(mac, self.mac(other, text)):
             return None
-        return parse(text)
+        return parse_line(text)
 
     def mac(self, side: Side, text: bytes) -> bytes:
         """Returns the authentication code of the next line of a side, and counts the line."""

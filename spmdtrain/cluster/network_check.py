@@ -15,12 +15,14 @@ CONNECT_SECONDS = 2.0
 
 Result = tuple[Literal["ok", "warning", "error"], str, str]
 Addresses = Mapping[str, tuple[str, int]]  # task to host and port
-IPs = Mapping[str, list[str] | str]  # host to the result of `resolve`
+IPs = Mapping[str, list[str] | str]  # host to the result of `resolve_host`
 K = TypeVar("K")
 V = TypeVar("V")
 
 
-def examine(addresses: Addresses, *, own: str | None, training: Sequence[str]) -> Iterator[Result]:
+def examine_network(
+    addresses: Addresses, *, own: str | None, training: Sequence[str]
+) -> Iterator[Result]:
     """Checks the network of a cluster from this machine.
 
     Args:
@@ -35,7 +37,7 @@ def examine(addresses: Addresses, *, own: str | None, training: Sequence[str]) -
         yield "ok", "network", "a local run needs none"
         return
     hosts, hostname = {host for host, _ in addresses.values()}, socket.gethostname()
-    resolved = together(resolve, hosts | {hostname}, RESOLVE_SECONDS)
+    resolved = together(resolve_host, hosts | {hostname}, RESOLVE_SECONDS)
     ips = {host: resolved[host] for host in hosts & resolved.keys()}
     yield from _names(addresses, ips)
     yield from _loopback(addresses, ips)
@@ -185,7 +187,7 @@ def _known(ips: IPs, host: str) -> list[str]:
 LISTENS, REFUSES = "listens", "refuses"
 
 
-def resolve(host: str) -> list[str] | str:
+def resolve_host(host: str) -> list[str] | str:
     """Returns the IP addresses of a host, or why it does not resolve."""
     try:
         infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

@@ -69,6 +69,13 @@ class ClusterSpec:
         return next((task for task in self.tasks if (task.type, task.index) == own), None)
 
     @property
+    def own_task(self) -> Task:
+        """The entry of this process, which has one. Raises `LookupError` otherwise."""
+        if self.task is None:
+            raise LookupError("the cluster has no task of this process")
+        return self.task
+
+    @property
     def role(self) -> Role:
         """The role of this process; a training task without other tasks is a local run."""
         if self.task_type == "evaluator":
@@ -81,8 +88,7 @@ class ClusterSpec:
     def rank(self) -> int | None:
         """The rank of this process among the training tasks: the chief first, then the workers."""
         if self.role is Role.TRAIN:
-            assert self.task is not None
-            return self.processes.index(self.task)
+            return self.processes.index(self.own_task)
         return 0 if self.role is Role.LOCAL else None
 
     @property

@@ -48,7 +48,7 @@ def groups_are_checked() -> bool:
 
 @contextmanager
 def unchecked_groups() -> Iterator[None]:
-    """Leaves the checks of option groups to the `RunConfig` that they become a part of.
+    """Defers the checks of option groups to `RunConfig`.
 
     For tyro, which constructs the groups first, and would print their `UserError` in a box instead
     of raising it.

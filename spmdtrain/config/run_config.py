@@ -305,7 +305,7 @@ class RunConfig:
         return first, last
 
 
-def as_json(config: RunConfig) -> dict[str, Any]:
+def config_as_json(config: RunConfig) -> dict[str, Any]:
     """Returns the configuration as JSON values: nested dicts, lists for tuples, string keys.
 
     Args:

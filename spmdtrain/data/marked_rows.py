@@ -1,4 +1,4 @@
-"""Rows of a batch together with what the step has to know of each row."""
+"""Rows of a batch with marks: whether a row is padding, and its component of a mixture."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -27,20 +27,20 @@ PyTree = Any
 
 
 class Mixture:
-    """Several datasets, of which each batch has examples in proportion to their weights.
+    """Several datasets, sampled in proportion to their weights.
 
-    In every 2,048 consecutive training examples the number from each component is its share of
-    the weights, rounded; rounding errors are carried over, so that the share stays exact. Each
-    component has its own epochs, so a run has none: give `steps`. An evaluation counts every
-    example of every component once.
+    In every 2,048 consecutive training examples (not in each batch) the number from each component
+    is its share of the weights, rounded; rounding errors are carried over, so that the share stays
+    exact. Each component has its own epochs, so a run has none: give `steps`. An evaluation counts
+    every example of every component once.
 
     Args:
       components: Dataset (or arrays) and weight by name. The weights hold from step 0 on.
-      stages: Other weights of all components, by the step from which on they hold.
+      stages: New weights of all components, by the step at which they take effect.
 
     Attributes:
       components: The datasets, sorted by name.
-      stages: The weights of the components by the step from which on they hold, from 0 on.
+      stages: The weights of the components, by the step at which they take effect; the first is 0.
 
     Raises:
       UserError: If a weight or a step is not valid, or the components differ in their arrays.
@@ -88,16 +88,16 @@ class Mixture:
         Args:
           indices: int64 (n,).
         """
-        of = self.component_of(indices)
-        datasets, present = list(self.components.values()), np.unique(of)
-        parts = {n: datasets[n].rows(indices[of == n] - self._offsets[n]) for n in present}
+        component = self.component_of(indices)
+        datasets, present = list(self.components.values()), np.unique(component)
+        parts = {n: datasets[n].rows(indices[component == n] - self._offsets[n]) for n in present}
         if len(parts) == 1:
             return parts[present[0]]
 
         def merged(*leaves: Any) -> np.ndarray:
             whole = np.empty((len(indices), *np.shape(leaves[0])[1:]), np.asarray(leaves[0]).dtype)
             for number, leaf in zip(present, leaves, strict=True):
-                whole[of == number] = leaf
+                whole[component == number] = leaf
             return whole
 
         return jax.tree.map(merged, *parts.values())
@@ -116,7 +116,7 @@ class Mixture:
 
         Args:
           seed: The run's seed.
-          shuffle: Whether the components are shuffled. How they are interleaved is random anyway.
+          shuffle: Whether the components are shuffled. The interleaving is random in either case.
           batch_size: Number of examples of a step.
         """
         orders = [
@@ -159,7 +159,7 @@ class Mixture:
 
 
 def mixture_of(dataset: Any) -> Mixture | None:
-    """Returns the mixture that a dataset is, or that it maps; None if there is none.
+    """Returns the mixture behind a dataset, also through `MappedDataset`; None if there is none.
 
     Args:
       dataset: A dataset.
@@ -179,10 +179,13 @@ def mixture_of(dataset: Any) -> Mixture | None:
 
 
 def components_of(dataset: Any) -> dict[str, Dataset]:
-    """Returns the components of a mixture by name, mapped as it is; {} for another dataset.
+    """Returns the components of a mixture by name, with the mixture's map function applied.
 
     Args:
       dataset: A dataset.
+
+    Returns:
+      The components; {} if `dataset` is not a mixture.
     """
     if isinstance(dataset, MappedDataset):
         parts = components_of(dataset.dataset)
@@ -201,8 +204,11 @@ def epoch_size(dataset: Dataset | None) -> int:
 
 
 def _check_components(components: Any) -> None:
-    if not isinstance(components, Mapping) or not components:
-        raise UserError("a Mixture is made of a dictionary {name: (dataset, weight)}")
+    if not isinstance(components, Mapping):
+        given = type(components).__name__
+        raise UserError(f"a Mixture needs a dictionary {{name: (dataset, weight)}}, not a {given}")
+    if not components:
+        raise UserError("a Mixture needs at least one component, and the dictionary is empty")
     for name, given in components.items():
         if not isinstance(name, str) or not name:
             raise UserError(f"a component of a Mixture is named {name!r}: use a string")

@@ -1,4 +1,4 @@
-"""The order of training: which example is at which position of the stream of examples."""
+"""The order in which training reads examples."""
 
 import functools
 from typing import Protocol
@@ -8,7 +8,7 @@ import numpy as np
 from spmdtrain.data.permutation import permuted
 
 BLOCKS_PER_GROUP = 8  # consecutive permuted blocks whose examples are shuffled together
-_CACHED_EPOCHS = 4  # whose permuted blocks are kept
+_CACHED_EPOCHS = 4  # epochs whose block permutations are cached
 
 
 class Order(Protocol):
@@ -27,7 +27,7 @@ class Order(Protocol):
 
 
 class EpochOrder:
-    """One epoch after the other, each with every example once.
+    """An order of consecutive epochs; each epoch contains every example once.
 
     With blocks, an epoch permutes the blocks, and then the examples within each group of
     `BLOCKS_PER_GROUP` consecutive permuted blocks, so that neighboring positions read few blocks.
@@ -62,7 +62,7 @@ class EpochOrder:
     def _of_epoch(self, blocks: np.ndarray, epoch: int, positions: np.ndarray) -> np.ndarray:
         """Returns the examples at positions of one epoch."""
         order, begins = self._epoch(epoch)
-        # The groups, and the position within its group.
+        # Shuffle within the group.
         ends = np.append(begins[:-1:BLOCKS_PER_GROUP], self._size)
         group = np.searchsorted(ends, positions, side="right") - 1
         first = ends[group]
@@ -73,7 +73,7 @@ class EpochOrder:
             epochs=np.asarray(epoch),
             part=group + 1,
         )
-        # The permuted block of the position that this gives.
+        # Find the block that contains the shuffled position.
         within += first
         block = np.searchsorted(begins, within, side="right") - 1
         return blocks[order[block]] + within - begins[block]

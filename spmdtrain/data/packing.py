@@ -108,10 +108,10 @@ def assign(lengths: np.ndarray, capacity: int) -> Assignment:
 
 
 class RecentDocuments:
-    """The documents that were read last, for several threads. A copy in another process is empty.
+    """A thread-safe LRU cache of documents. Pickling drops its content.
 
     Args:
-      tokens: The largest number of their tokens; the last document is kept whatever its length.
+      tokens: Capacity in tokens. The most recent document is kept even if it is longer.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -123,14 +123,14 @@ class RecentDocuments:
         return type(self), (self._limit,)
 
     def find(self, index: int) -> np.ndarray | None:
-        """Returns a document; None if it is not kept."""
+        """Returns a document; None if it is not cached."""
         with self._lock:
             if index in self._documents:
                 self._documents.move_to_end(index)
             return self._documents.get(index)
 
     def put(self, index: int, document: np.ndarray) -> None:
-        """Keeps a document, and drops those that were used least recently if there are too many."""
+        """Caches a document, and drops the least recently used ones beyond the capacity."""
         with self._lock:
             if index in self._documents:
                 return
@@ -153,10 +153,9 @@ class Packed:
     is computed when one of its rows is read. Each token is in exactly one row, whatever the order
     in which the rows are read.
 
-    Windows are cut at multiples of `window`, and not at the blocks of the documents: consecutive
-    documents are in consecutive blocks, so that a window needs at most one block more than its
-    documents fill, and small blocks do not leave rows half empty. If the documents have
-    `reserve_blocks(count)`, they keep the blocks of a group of shuffled windows in memory: 16
+    Windows have `window` documents each and ignore block boundaries, so small blocks do not leave
+    rows half empty. A window reads at most one block more than its documents fill. If the documents
+    have `reserve_blocks(count)`, they keep the blocks of a group of shuffled windows in memory: 16
     windows, with documents of 2 kB about 130 MB.
 
     A row is a dictionary: `tokens`, int32 (length,); `segments`, int32 (length,), 1 for the first
@@ -242,7 +241,7 @@ class Packed:
         return found | {"weights": (found["positions"] > 0).astype(np.float32)}
 
     def _reserve_blocks(self) -> None:
-        """Has the documents keep the blocks that a group of shuffled windows needs."""
+        """Reserves cache for the blocks of one group of shuffled windows."""
         blocks = blocks_of(self.documents)
         if blocks is None or not hasattr(self.documents, "reserve_blocks"):
             return

@@ -63,7 +63,7 @@ def examples_per_epoch(data: Any) -> int:
     return epoch_size(as_dataset(data))
 
 
-def fingerprint(data: TrainingData) -> dict[str, Any]:
+def data_fingerprint(data: TrainingData) -> dict[str, Any]:
     """Returns what identifies training data, as JSON. All processes of a job call it.
 
     Args:

@@ -45,7 +45,7 @@ def to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def begin(job: Job, hang_timeout: float) -> None:
+def start_watching(job: Job, hang_timeout: float) -> None:
     """Starts to watch the job: from now on a failure in any process ends all of them.
 
     Args:
@@ -74,7 +74,7 @@ def begin(job: Job, hang_timeout: float) -> None:
     atexit.register(stop)
 
 
-def end() -> None:
+def stop_watching() -> None:
     """Stops watching, because all processes have reached the end of the job."""
     CONTEXT.exits.stop()
     sys.excepthook, threading.excepthook = CONTEXT.exits.usual_hook, CONTEXT.exits.usual_thread_hook

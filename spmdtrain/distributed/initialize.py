@@ -162,7 +162,7 @@ def _start_watching(job: process_group.Job, hang_timeout: float) -> None:
             "at the same step: turn it on"
         )
     progress.begin(always=True)
-    failures.begin(job, hang_timeout)
+    failures.start_watching(job, hang_timeout)
 
 
 @dataclass(frozen=True)
@@ -294,6 +294,6 @@ def leave() -> None:
     if process_group.current() is not None:
         with progress.phase(progress.Phase.END):
             process_group.barrier()  # first, because a failure of a process is still noticed here
-            failures.end()
-            process_group.leave()
+            failures.stop_watching()
+            process_group.clear_job()
             jax.distributed.shutdown()

@@ -65,6 +65,14 @@ def current() -> Job | None:
     return CONTEXT.job
 
 
+def joined() -> Job:
+    """Returns the job of several processes. Raises `RuntimeError` if this process is alone."""
+    job = current()
+    if job is None:
+        raise RuntimeError("this process has not joined a job")
+    return job
+
+
 def enter(names: Sequence[str]) -> Job:
     """Sets the job to the processes of an initialized JAX cluster, and returns it."""
     state = jax_distributed.global_state
@@ -72,7 +80,7 @@ def enter(names: Sequence[str]) -> Job:
     return CONTEXT.job
 
 
-def leave() -> None:
+def clear_job() -> None:
     """Unsets the job."""
     CONTEXT.job = None
 
@@ -247,15 +255,12 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def publish(key: str, value: Any) -> None:
     """Publishes a JSON value under a name, for one call of `pop` in any process."""
-    job = current()
-    assert job is not None
-    job.client.key_value_set(f"{KEY}/named/{key}", json.dumps(value))
+    joined().client.key_value_set(f"{KEY}/named/{key}", json.dumps(value))
 
 
 def pop(key: str) -> Any:
     """Waits for a published value, deletes it from the store, and returns it."""
-    job = current()
-    assert job is not None
+    job = joined()
     value = json.loads(_get(job, f"{KEY}/named/{key}"))
     job.client.key_value_delete(f"{KEY}/named/{key}")
     return value

@@ -33,7 +33,7 @@ def is_link(path: Root) -> bool:
     return not is_url(path) and os.path.islink(path)
 
 
-def make_folder(root: Root, name: str) -> None:
+def make_subfolder(root: Root, name: str) -> None:
     """Creates a folder below `root` unless it exists.
 
     Args:

@@ -32,7 +32,7 @@ class EventFile:
     def __init__(self, folder: Path, purge_from: int | None) -> None:
         from tensorboardX.record_writer import RecordWriter
 
-        no_follow.make_folder(folder.parent, folder.name)
+        no_follow.make_subfolder(folder.parent, folder.name)
         now = time.time_ns()  # so that runs that start within the same second have different files
         name = f"events.out.tfevents.{now // 10**9}.{socket.gethostname()}.{now}"
         self._file = RecordWriter(str(folder / name))

@@ -105,7 +105,7 @@ class CauseRank(enum.IntEnum):
     """Not a failure, or caused by the launcher."""
 
 
-def rank(ended: TaskExit) -> CauseRank:
+def cause_rank(ended: TaskExit) -> CauseRank:
     """Returns how well an exit explains the others."""
     if ended.status == 0 or ended.ours:
         return CauseRank.NONE
@@ -130,15 +130,15 @@ def rank(ended: TaskExit) -> CauseRank:
 
 def root_cause(exits: Sequence[TaskExit]) -> TaskExit | None:
     """Returns the exit with the best rank, the first one of equal rank; None if none failed."""
-    failed = [ended for ended in exits if rank(ended) is not CauseRank.NONE]
-    return min(failed, key=rank, default=None)
+    failed = [ended for ended in exits if cause_rank(ended) is not CauseRank.NONE]
+    return min(failed, key=cause_rank, default=None)
 
 
 def describe_exit(ended: TaskExit) -> str:
     """Returns a line with the task, how and where it ended, and the reason if it is known."""
     where = _where(ended.record)
     because = f": {ended.message}" if ended.message else ""
-    lost = rank(ended) is CauseRank.CONSEQUENCE and ended.reason is None
+    lost = cause_rank(ended) is CauseRank.CONSEQUENCE and ended.reason is None
     if ended.signal is not None:
         how = f"{_VERBS.get(ended.signal, 'crashed')} ({ended.signal.name}){where}"
         if lost:

@@ -20,9 +20,9 @@ from spmdtrain.launch.exit_report import (
     CauseRank,
     Restarts,
     TaskExit,
+    cause_rank,
     describe_exit,
     hint,
-    rank,
     root_cause,
 )
 from spmdtrain.launch.options import Options
@@ -32,7 +32,7 @@ from spmdtrain.launch.worker_restarter import WorkerRestarter
 _POLL_INTERVAL = 0.1  # seconds; signals and the exit of a child interrupt the sleep
 _AFTER_CHIEF = 10.0  # seconds for workers and servers to exit after their chief
 _CHIEF_TIMEOUT = 30.0  # seconds for a chief to stop the others and report why, after one failed
-_REPORT_TIMEOUT = 3.0  # seconds after a failure for the others to exit and report their reasons
+_REPORT_TIMEOUT = 3.0  # seconds that other tasks get to exit after a failure
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Launcher:
         self.deadline = math.inf
         """Time at which tasks are killed after a signal has requested their exit."""
         self.over = False
-        """Whether the training has ended and will not be restarted."""
+        """Whether the training has ended for good."""
         self.folder = tempfile.mkdtemp(prefix="spmdtrain-")
         self.reaper = Reaper(self.folder)
         self.oom_kills = out_of_memory.OomKills()
@@ -164,7 +164,7 @@ class Launcher:
                 if restarter is not None:
                     is_chief = ended.task == "chief"
                     seconds = max(seconds, _AFTER_CHIEF if is_chief else _CHIEF_TIMEOUT)
-                    if is_chief and rank(ended) is CauseRank.NONE:
+                    if is_chief and cause_rank(ended) is CauseRank.NONE:
                         seconds = _AFTER_CHIEF
                 until = min(until, time.monotonic() + seconds)
             if restarter is not None and until == math.inf:
@@ -185,7 +185,7 @@ class Launcher:
     def _time_left(self, ended: TaskExit) -> float:
         """Returns the seconds that the others may continue after a task has exited."""
         seconds = {CauseRank.NONE: math.inf, CauseRank.PREEMPTED: self.options.grace}
-        return seconds.get(rank(ended), _REPORT_TIMEOUT)
+        return seconds.get(cause_rank(ended), _REPORT_TIMEOUT)
 
     def _request_stop(self, running: Sequence[Child]) -> None:
         self.deadline = time.monotonic() + self.options.grace
@@ -234,10 +234,12 @@ class Launcher:
         saved = max((ended.record.saved for ended in exits if ended.record), default=-1)
         if self.options.ps and any(x.task == "chief" and x.status == 0 for x in exits):
             # The chief has finished: tasks that were still starting then fail to connect to it.
-            exits = [ended for ended in exits if rank(ended) is not CauseRank.CONSEQUENCE]
+            exits = [ended for ended in exits if cause_rank(ended) is not CauseRank.CONSEQUENCE]
         cause = root_cause(exits)
         failures = [
-            ended for ended in exits if rank(ended) not in (CauseRank.NONE, CauseRank.PREEMPTED)
+            ended
+            for ended in exits
+            if cause_rank(ended) not in (CauseRank.NONE, CauseRank.PREEMPTED)
         ]
         for ended in failures:
             if ended is not cause:
@@ -249,7 +251,7 @@ class Launcher:
             self.log(f"killed {killed}")
         if hung is not None:
             return Outcome(ExitCode.FAILED, f"hung: {hung}", saved)
-        own = [ended for ended in failures if rank(ended) is not CauseRank.CONSEQUENCE]
+        own = [ended for ended in failures if cause_rank(ended) is not CauseRank.CONSEQUENCE]
         if self.signals.received and ours and not own:
             received = self.signals.received[0]
             words = f"killed before saving: {killed}" if killed else "exited without saving"
@@ -260,7 +262,7 @@ class Launcher:
         if advice is not None:
             self.log(advice)
         words = describe_exit(cause)
-        if stopped and rank(cause) is CauseRank.CONSEQUENCE:
+        if stopped and cause_rank(cause) is CauseRank.CONSEQUENCE:
             words += f" ({', '.join(stopped)}: stopped by a signal)"
         return Outcome(cause.code, words, saved)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from spmdtrain.distributed import progress
 from spmdtrain.errors import ExitCode
 from spmdtrain.launch.child import Child
-from spmdtrain.launch.exit_report import CauseRank, Restarts, TaskExit, describe_exit, rank
+from spmdtrain.launch.exit_report import CauseRank, Restarts, TaskExit, cause_rank, describe_exit
 
 if TYPE_CHECKING:
     from spmdtrain.launch.launcher import Launcher
@@ -38,7 +38,9 @@ class WorkerRestarter:
           Whether the other tasks continue: the worker will be restarted, or other workers remain.
         """
         final_codes = (ExitCode.DONE, ExitCode.BAD_INPUT, ExitCode.PREEMPTED)
-        final = ended.ours or ended.status in final_codes or rank(ended) is CauseRank.CONSEQUENCE
+        final = (
+            ended.ours or ended.status in final_codes or cause_rank(ended) is CauseRank.CONSEQUENCE
+        )
         if final or not ended.task.startswith("worker") or self._launcher.signals.received:
             return False
         limit = self._launcher.options.max_restarts

@@ -135,7 +135,7 @@ class Coordinator:
         configure_backend(RunConfig(strategy="parameter_server"))
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._signals)
-            self._job = stack.enter_context(ray_pool.begin(from_environment(), self._timeout))
+            self._job = stack.enter_context(ray_pool.start_job(from_environment(), self._timeout))
             self._pool = self._job.worker_pool(Runner)
             self._closed = False
             thread = threading.Thread(target=self._work, name="coordinator", daemon=True)
@@ -298,7 +298,7 @@ class Coordinator:
             self._changed.wait(_POLL)
 
     def _check(self) -> None:
-        """Raises an error if waiting is in vain: the job is ending, or the thread has failed."""
+        """Raises an error if waiting cannot end: the job is ending, or the thread has failed."""
         if self._thread_error is not None:
             raise self._thread_error
         if self._closed:

@@ -1,4 +1,7 @@
-"""The executor of strategy parameter_server: workers make the steps, servers hold the state."""
+"""The executor of strategy parameter_server.
+
+Workers compute gradients, servers hold and update the state.
+"""
 
 import dataclasses
 import functools
@@ -41,7 +44,7 @@ _ANSWER_TIMEOUT = 2.0  # seconds in which a server has to answer when no batch c
 
 
 class ServerExecutor:
-    """Makes the steps of a run by workers, each with the servers' parameters of that time.
+    """Runs the steps of a run on workers. Each step uses the servers' current parameters.
 
     Args:
       job: The servers and workers.
@@ -51,7 +54,7 @@ class ServerExecutor:
       UserError: If the optimizer cannot be split, or a server does not start in time.
     """
 
-    max_in_flight = 0  # a dispatch waits until its batch is applied, so its output is known
+    max_in_flight = 0  # because a dispatch returns after its batch is applied
 
     def __init__(self, job: RayJob, inputs: ExecutorInputs) -> None:
         run, state, functions = inputs.run, inputs.state, inputs.functions
@@ -154,7 +157,7 @@ class ServerExecutor:
         grace = max(_GRACE, 2 * (self._scheduler.slow_after() or 0.0))
         if is_empty or now - self._stop_requested_at > grace:
             self._run.logger.terminal.line(
-                "the batches in progress do not complete, without which the state cannot be saved"
+                "the state cannot be saved, because the batches in progress do not complete"
             )
             self._run.signals.stop_if_received()
 
@@ -270,5 +273,5 @@ class ServerBackend:
     @contextmanager
     def open(self, timeout: float) -> Iterator[MakeExecutor]:
         """Starts the job as its chief; its workers and servers end with it."""
-        with ray_pool.begin(from_environment(), timeout) as job:
+        with ray_pool.start_job(from_environment(), timeout) as job:
             yield functools.partial(ServerExecutor, job)

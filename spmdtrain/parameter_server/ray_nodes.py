@@ -143,8 +143,7 @@ def serve(spec: ClusterSpec, timeout: float) -> str:
       UserError: If the chief does not start in time.
     """
     import_ray(spec)
-    assert spec.task is not None
-    task = spec.task
+    task = spec.own_task
     deadline = time.monotonic() + timeout
     chief = spec.chief.address
     while not _listens(chief.host, chief.port):

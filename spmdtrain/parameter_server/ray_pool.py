@@ -116,7 +116,7 @@ class RayJob:
 
 
 @contextlib.contextmanager
-def begin(spec: ClusterSpec, timeout: float) -> Iterator[RayJob]:
+def start_job(spec: ClusterSpec, timeout: float) -> Iterator[RayJob]:
     """Starts a job as its chief. Its tasks end with the block: `finished`, `preempted` or `failed`.
 
     Args:
@@ -157,7 +157,7 @@ class RayWorker:
     is_running: bool = False
     """Whether its process runs."""
     is_ready: bool = False
-    """Whether its process has made the function that processes work items."""
+    """Whether its process has created the function that processes work items."""
     losses: int = 0
     """Number of losses during initialization since it was ready."""
     retry_at: float = 0.0
@@ -291,7 +291,7 @@ def _reason(error: Exception) -> str:
 
 
 def _pickle_user_modules_by_value(ray: Any) -> None:
-    """Registers the user's modules to be pickled by value: other hosts may lack the files."""
+    """Makes Ray pickle the user's modules by value, because other hosts may lack the files."""
     for module in user_modules(_new_process_path()):
         ray.cloudpickle.register_pickle_by_value(module)
 

@@ -19,11 +19,11 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import ExitCode, UserError, exit_code_of
 from spmdtrain.plan import aot, json_subprocess, measurement, planner, tables, topologies
 from spmdtrain.plan.advice import advise
-from spmdtrain.plan.json_report import as_json
-from spmdtrain.plan.tables import changes
+from spmdtrain.plan.json_report import plan_as_json
+from spmdtrain.plan.tables import describe_changes
 from spmdtrain.plan.topologies import Topology
 from spmdtrain.terminal import Terminal
-from spmdtrain.train.command_line import Command, parse
+from spmdtrain.train.command_line import Command, parse_command_line
 
 # Environment variables of a child process: its topology, whether it measures instead of planning,
 # and the measurement of an earlier child as JSON.
@@ -95,7 +95,7 @@ def execute(arguments: Sequence[str]) -> int:
     Raises:
         UserError: If the arguments or the experiment are invalid.
     """
-    command = parse(arguments, Options, _COMMAND, __doc__)
+    command = parse_command_line(arguments, Options, _COMMAND, __doc__)
     if command.experiment.has_own_loop:
         raise UserError(
             f"{command.experiment.path} cannot be planned: it defines its own training loop, "
@@ -117,7 +117,7 @@ def execute(arguments: Sequence[str]) -> int:
             tables.show_advice(terminal, results[-1])
     plans = [plan for plan in results if "error" not in plan]
     if quiet:
-        several = {"plans": results, "changes": changes(plans)}
+        several = {"plans": results, "changes": describe_changes(plans)}
         print(json.dumps(results[0] if len(results) == 1 else several, indent=1))
     elif len(plans) > 1:
         tables.show_scaling(terminal, plans)
@@ -197,7 +197,7 @@ def _run_child(arguments: Sequence[str]) -> int:
     if topology.chip is None or not aot.has_compiler(topology):
         jax.config.update("jax_num_cpu_devices", topology.devices)
     try:
-        command = parse(arguments, Options, _COMMAND)
+        command = parse_command_line(arguments, Options, _COMMAND)
         if _MEASURES in os.environ:
             measured = measurement.measure(command.experiment, command.config, topology)
             json_subprocess.send(_MEASURED, dataclasses.asdict(measured))
@@ -223,10 +223,10 @@ def _plan(arguments: Sequence[str], command: Command, topology: Topology) -> dic
         )
 
     def replan(options: Sequence[str]) -> planner.Plan:
-        config = parse([*arguments, *options], Options, _COMMAND).config
+        config = parse_command_line([*arguments, *options], Options, _COMMAND).config
         return plan_with(config, f"with {' '.join(options)}: ")
 
     plan = plan_with(command.config, "")
-    json_subprocess.send(_PLANNED, as_json(plan, (), measured))
+    json_subprocess.send(_PLANNED, plan_as_json(plan, (), measured))
     advised = advise(plan, command.config, topology, replan) if command.options.advice else []
-    return as_json(plan, advised, measured)
+    return plan_as_json(plan, advised, measured)

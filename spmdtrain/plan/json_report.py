@@ -16,7 +16,7 @@ from spmdtrain.sharding.table import Row
 _MOST_BUFFERS = 12
 
 
-def as_json(
+def plan_as_json(
     plan: planner.Plan, advised: Sequence[Advice] = (), measured: Measured | None = None
 ) -> dict[str, Any]:
     """Returns a plan as `--json` prints it.

@@ -26,7 +26,7 @@ def show_plan(terminal: Terminal, plan: dict[str, Any]) -> None:
 
     Args:
         terminal: Where to print.
-        plan: The plan as returned by `as_json`.
+        plan: The plan as returned by `plan_as_json`.
     """
     terminal.line(
         f"{plan['topology']}: {plan['chips']} chip{'s' if plan['chips'] > 1 else ''}, "
@@ -57,7 +57,7 @@ def show_plan(terminal: Terminal, plan: dict[str, Any]) -> None:
 
 
 def show_advice(terminal: Terminal, plan: dict[str, Any]) -> None:
-    """Prints the advice for a plan, as returned by `as_json`."""
+    """Prints the advice for a plan, as returned by `plan_as_json`."""
     for each in plan["advice"]:
         terminal.line(f"advice: {_advice(each)}")
 
@@ -77,7 +77,7 @@ def verdict(plan: dict[str, Any]) -> str:
     """Returns a sentence that says whether the step fits, and how much memory is left.
 
     Args:
-        plan: The plan as returned by `as_json`.
+        plan: The plan as returned by `plan_as_json`.
     """
     memory = plan["memory"]
     if memory["limit"] is None:
@@ -291,14 +291,14 @@ def show_scaling(terminal: Terminal, plans: Sequence[dict[str, Any]]) -> None:
 
     Args:
         terminal: Where to print.
-        plans: The plans as returned by `as_json`.
+        plans: The plans as returned by `plan_as_json`.
     """
     terminal.console.print(_side_by_side(plans))
-    for change in changes(plans):
+    for change in describe_changes(plans):
         terminal.line(change)
 
 
-def changes(plans: Sequence[dict[str, Any]]) -> list[str]:
+def describe_changes(plans: Sequence[dict[str, Any]]) -> list[str]:
     """Returns the changes from each plan to the next, as lines."""
     return [
         f"{before['topology']} to {after['topology']}: {event}"
@@ -333,7 +333,7 @@ def events(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     """Yields the qualitative changes between the plans of two topologies.
 
     Args:
-        before: A plan as returned by `as_json`.
+        before: A plan as returned by `plan_as_json`.
         after: The plan of the next topology.
     """
     if before["fits"] != after["fits"] and None not in (before["fits"], after["fits"]):

@@ -313,8 +313,7 @@ class Layout:
             )
 
     def _check_divides(self, name: str, shape: Shape, rule: Rule) -> None:
-        mesh = self._placement.mesh
-        assert mesh is not None
+        size_of = self._placement.size
         if len(rule.spec) > len(shape):
             raise UserError(
                 f"{name} has shape {shape}, {len(shape)} dims, and the rule {rule.pattern!r} gives "
@@ -322,16 +321,16 @@ class Layout:
             )
         for dim, (size, entry) in enumerate(zip(shape, rule.spec, strict=False)):
             names = _names(entry)
-            if unknown := [axis for axis in names if axis not in mesh.shape]:
+            if unknown := [axis for axis in names if axis not in AXES]:
                 raise UserError(
                     f"{name}: the rule {rule.pattern!r} splits dim {dim} over {unknown[0]!r}, "
-                    f"which is not an axis of the mesh.{did_you_mean(str(unknown[0]), mesh.shape)}"
+                    f"which is not an axis of the mesh.{did_you_mean(str(unknown[0]), AXES)}"
                 )
-            parts = math.prod(mesh.shape[axis] for axis in names)
+            parts = math.prod(map(size_of, names))
             if size % parts:
                 raise UserError(
                     f"{name}: dim {dim} of shape {shape} does not divide over "
-                    f"{' * '.join(f'{axis}={mesh.shape[axis]}' for axis in names)} "
+                    f"{' * '.join(f'{axis}={size_of(axis)}' for axis in names)} "
                     f"({_division(size, parts)})"
                 )
 

@@ -27,7 +27,7 @@ class BatchChecks:
 
     Args:
       forward: The model and its objective.
-      update: The optimizer, which knows what is trained.
+      update: The optimizer and the selection of the trained parameters.
       state: The abstract state.
       placement: The strategy and its mesh.
       config: The run's options.
@@ -100,7 +100,7 @@ class BatchChecks:
 
         why = None
         if carried := jax.tree.leaves(state.model_state):
-            why = f"the model carries state ({len(carried)} arrays: batch statistics, say)"
+            why = f"the model carries state ({len(carried)} arrays, for example batch statistics)"
         elif not self._forward.objective.mask:
             at_once = size // self._config.microbatches
             why = why_not_in_training(outputs, params, frozen, batch, at_once)

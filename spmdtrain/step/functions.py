@@ -36,7 +36,7 @@ from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import eager, make_gradient_step, make_train_step
 from spmdtrain.tree import named_leaves, path_name
 from spmdtrain.xla import collective_options
-from spmdtrain.xla.compile_cache import compiler_options
+from spmdtrain.xla.compile_cache import merge_compiler_options
 
 PyTree = Any
 
@@ -117,7 +117,9 @@ class StepFunctions:
             placement.devices[0].platform,
             gathers=placement.strategy.shards_params or placement.strategy.shards_optimizer,
         )
-        self.compiler_options = compiler_options(config.compiler_options, own_options, replicated)
+        self.compiler_options = merge_compiler_options(
+            config.compiler_options, own_options, replicated
+        )
 
         # The state is initialized directly into its shardings, and so are the arrays that a module
         # already holds: no device ever holds more than its share.

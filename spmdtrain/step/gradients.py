@@ -24,7 +24,7 @@ ON_ONE_DEVICE = Placement(DEFAULT, None)
 
 
 class GradientOutput(NamedTuple):
-    """The result of a batch.
+    """Gradients, metrics and model state of one batch.
 
     Attributes:
       gradients: Gradients of the trained parameters, in their dtypes.

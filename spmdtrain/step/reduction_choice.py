@@ -129,8 +129,8 @@ def shard_map_blocker(
     state_leaves = jax.tree.leaves(model_state)
     if state_leaves and not gradients.per_replica:
         return (
-            f"the model carries state ({len(state_leaves)} arrays: batch statistics, say), which "
-            "would differ between devices"
+            f"the model carries state ({len(state_leaves)} arrays, for example batch "
+            "statistics), which would differ between devices"
         )
     single = dataclasses.replace(gradients, reduction=None, placement=ON_ONE_DEVICE)
     key = jax.random.key(0)

@@ -75,7 +75,7 @@ def _is_own(filename: str) -> bool:
 def _prepend(error: Exception, where: str) -> None:
     first = error.args[0] if error.args else None
     if isinstance(error, KeyError) and error.args and not isinstance(first, str):
-        first = repr(first)  # a number, say
+        first = repr(first)  # for example a number
     if isinstance(first, str):
         error.args = (_Plain(f"{where}\n{first}"), *error.args[1:])
     else:

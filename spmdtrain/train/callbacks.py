@@ -121,7 +121,7 @@ def by_event(callbacks: Callbacks) -> dict[CallbackEvent, list[Callback]]:
 
 
 class CallbackRunner:
-    """Calls the callbacks of a trainer and knows which event is being handled.
+    """Calls the callbacks of a trainer and records which event is being handled.
 
     Args:
       trainer: The trainer that callbacks receive.

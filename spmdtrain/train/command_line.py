@@ -78,7 +78,7 @@ class Command:
     """Whether the workdir was given, not chosen by default."""
 
 
-def parse(
+def parse_command_line(
     arguments: Sequence[str],
     of: type = Options,
     prog: str = PROGRAM,

@@ -190,7 +190,7 @@ class _Evaluator:
                 ended = self._patiently(lambda: self.training.ended(self.checkpoints.steps))
                 resaved = self._patiently(self.checkpoints.look)
                 if resaved is not None:
-                    # The training went back and makes its steps again: the evaluations from here
+                    # The training went back and runs its steps again: the evaluations from here
                     # on are of states that no longer exist.
                     self.files.rewind(resaved - 1)
                 step = self.checkpoints.due

@@ -1,4 +1,4 @@
-"""Executors of train steps, and the backends of strategies that make them."""
+"""Executors of train steps, and the backends of strategies, which create them."""
 
 import contextlib
 import pkgutil
@@ -32,7 +32,8 @@ if TYPE_CHECKING:  # the command line imports tyro
 
 PyTree = Any
 StepCall: TypeAlias = Callable[[TrainState, PyTree], tuple[TrainState, StepOutput]]
-"""(state, batch) -> (state after the steps of a dispatch, their output), both asynchronous."""
+"""Runs one dispatch: (state, batch) -> (new state, output). Both results are asynchronous JAX
+arrays."""
 
 
 class Executor(Protocol):
@@ -143,7 +144,7 @@ class Backend(Protocol):
         ...
 
     def begin_fit(self, timeout: float, *, has_fitted: bool) -> None:
-        """Checks that a fit can begin; raises `UserError`. Else as `join`."""
+        """Raises `UserError` if a fit cannot begin; otherwise does what `join` does."""
         ...
 
     def compile_ahead(

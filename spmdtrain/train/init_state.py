@@ -11,9 +11,9 @@ from etils import epath
 
 from spmdtrain.adapters.base import Variables
 from spmdtrain.checkpoints.manifest import Manifest
-from spmdtrain.checkpoints.restore import load_model
+from spmdtrain.checkpoints.restore import load_initial_variables
 from spmdtrain.checkpoints.source import find, load_latest_valid
-from spmdtrain.config.run_config import RunConfig, as_json
+from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
 from spmdtrain.step.functions import StepFunctions
@@ -82,7 +82,9 @@ def load_values(
     """
 
     def load(folder: epath.Path, manifest: Manifest) -> Variables:
-        return load_model(folder, manifest, steps.abstract_state, steps.shardings, as_json(config))
+        return load_initial_variables(
+            folder, manifest, steps.abstract_state, steps.shardings, config_as_json(config)
+        )
 
     source = process_group.run_on_all(lambda: find(path, which), UserError)
     found = load_latest_valid(source, load, log, by_all=True)

@@ -47,9 +47,20 @@ from spmdtrain.train.roles import refuse_evaluator
 from spmdtrain.train.run_logger import RunLogger
 from spmdtrain.train.session import RunSession
 from spmdtrain.xla import collective_options
-from spmdtrain.xla.compile_cache import compiler_options
+from spmdtrain.xla.compile_cache import merge_compiler_options
 
 PyTree = Any
+_PURPOSES = (Purpose.INIT, Purpose.STEP)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placed:
+    """The shapes and shardings of a state, as a `Trainable`."""
+
+    abstract_state: TrainState
+    shardings: TrainState
+    initial_hyperparameters: Mapping[str, Any]
+    metric_names: None = None
 
 
 class Loop(LoopTools):
@@ -95,7 +106,7 @@ class Loop(LoopTools):
             self.placement.devices[0].platform,
             gathers=placed.shards_params or placed.shards_optimizer,
         )
-        self._compiler_options = compiler_options(
+        self._compiler_options = merge_compiler_options(
             self.config.compiler_options, ours, self.placement.replicated
         )
         self._clock = clock
@@ -195,7 +206,7 @@ class Loop(LoopTools):
         run = parts.run
         self._boundary()
         parts.reader.flush()
-        # If a step was made and not recorded, it has consumed even the first state.
+        # If a step was run and not recorded, it has consumed even the first state.
         nothing = self.step == self.first_step and parts.state.step.is_deleted()
         if self.step != self._saved and not nothing:
             self._save()
@@ -293,12 +304,12 @@ class Loop(LoopTools):
 
         Raises:
           NonFiniteError: If a fetched loss or state is NaN or infinite.
-          UserError: If an argument is wrong, or all steps of the run are made.
+          UserError: If an argument is wrong, or all steps of the run are done.
         """
         parts = self._started()
         total = parts.run.schedule.total
         if self.step >= total:
-            raise UserError(f"all {total} steps of the run are made: take them from batches()")
+            raise UserError(f"all {total} steps of the run are done: iterate over batches()")
         if not isinstance(output, StepOutput):
             raise UserError(
                 f"end_step(state, output) is given a {type(output).__name__}: the output is the "
@@ -371,7 +382,7 @@ class Loop(LoopTools):
         return BoundaryActions(
             flush=self._started().reader.flush,
             end_epoch=lambda step: None,
-            evaluate=lambda step, is_due: self._metrics(),  # the user has made it already
+            evaluate=lambda step, is_due: self._metrics(),  # the user has evaluated already
             save=lambda step, metrics: self._save(),
             report=lambda: None,
             stop_requested=lambda: self._stop,
@@ -400,16 +411,3 @@ class Loop(LoopTools):
         if self._parts is None:
             raise UserError("the loop has not begun: call start(init) first")
         return self._parts
-
-
-_PURPOSES = (Purpose.INIT, Purpose.STEP)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Placed:
-    """The shapes and shardings of a state, as a `Trainable`."""
-
-    abstract_state: TrainState
-    shardings: TrainState
-    initial_hyperparameters: Mapping[str, Any]
-    metric_names: None = None

@@ -100,7 +100,7 @@ def check_state(after: Any, before: TrainState) -> None:
     for name in [*was, *(name for name in now if name not in was)]:
         previous, current = (_described(tree.get(name)) for tree in (was, now))
         if previous != current:
-            raise UserError(f"the step made {name} of the state, {previous}, into {current}")
+            raise UserError(f"the step changed {name} of the state from {previous} to {current}")
 
 
 def _described(x: Any) -> str:
@@ -135,12 +135,14 @@ def _checked(metrics: Any, whose: str) -> Mapping[str, Any]:
     for name, value in metrics.items():
         what = f"{whose} metric {name!r} is"
         if replicas_in(value):
-            raise NotReducedError(f"{what} {value!r}: reduce it to one number, by sum(), say")
+            raise NotReducedError(
+                f"{what} {value!r}: reduce it to one number, for example by sum()"
+            )
         if not _is_real(value):
             raise UserError(f"{what} {_described(value)}: it must be one real number")
         if jnp.shape(value):
             raise UserError(
-                f"{what} {_described(value)}: reduce it to one number, by weighted_mean, say"
+                f"{what} {_described(value)}: reduce it to one number, for example by weighted_mean"
             )
     return metrics
 
@@ -222,16 +224,16 @@ def check_config(config: RunConfig) -> None:
         if getattr(config, name) != only:
             raise UserError(
                 f"{name} is {getattr(config, name)!r}, an option of the Trainer's own step: in a "
-                "loop of your own, the step does what you write"
+                "Loop, the step is a function that you write"
             )
     chosen = config.collectives.reduction not in (None, "automatic")
     if chosen or config.collectives.reduce_dtype:
         raise UserError(
-            "collectives.reduction and reduce_dtype are for the Trainer's own step: in a loop "
-            "of your own, per_replica(...) gives gradients to reduce as you like"
+            "collectives.reduction and reduce_dtype are for the Trainer's own step: in a Loop, "
+            "per_replica(...) returns gradients, which you reduce"
         )
     if strategy(config.strategy).by_servers:
         raise UserError(
-            "strategy parameter_server makes the Trainer's steps: a loop of your own has a "
+            "strategy parameter_server is for the Trainer's steps: for your own loop, use a "
             "Coordinator (docs/parameter-server.md)"
         )

@@ -135,8 +135,9 @@ class LoopTools:
             found = function(*args)
             if replicas_in(found):
                 raise NotReducedError(
-                    "what compile() makes gives each process all of its result: reduce a value "
-                    "for each replica within, or take jax.jit, which leaves it where it is"
+                    "the function of compile() returns a PerReplica, but each process must get the "
+                    "whole result: reduce the values in the function, or use jax.jit, which "
+                    "leaves them on their devices"
                 )
             return found
 

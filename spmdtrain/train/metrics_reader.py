@@ -152,7 +152,7 @@ class MetricsReader:
             found = loss_first({name: float(x) for name, x in metrics.items()})
             # First the callbacks, which may add metrics to the line.
             run.logger.log_train_step(
-                step, run.schedule.total, self._logged(step, found), made=last
+                step, run.schedule.total, self._logged(step, found), done=last
             )
         elif step == last:
             run.logger.terminal.advance(step)

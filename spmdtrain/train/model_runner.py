@@ -97,7 +97,7 @@ class ModelRunner:
 
     @property
     def step(self) -> int:
-        """Number of updates made so far."""
+        """Number of updates so far."""
         self._check_readable()
         return 0 if self._state is None else int(self._state.step)
 

@@ -44,7 +44,7 @@ class ProfiledSteps:
         if self._folder and self._first <= step <= self._last and not self._running:
             try:
                 for name in ("plugins", "plugins/profile"):  # where the profiler writes
-                    no_follow.make_folder(Path(self._folder).expanduser(), name)
+                    no_follow.make_subfolder(Path(self._folder).expanduser(), name)
             except OSError as error:
                 raise StorageError(f"no trace can be written: {one_line(error)}") from error
             jax.profiler.start_trace(self._folder)

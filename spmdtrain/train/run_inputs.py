@@ -7,10 +7,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, describe_optimizer
-from spmdtrain.config.run_config import RunConfig, as_json
+from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.mixture import components_of, mixture_of
-from spmdtrain.data.training_data import TrainingData, examples_per_epoch, fingerprint
+from spmdtrain.data.training_data import TrainingData, data_fingerprint, examples_per_epoch
 from spmdtrain.distributed import numeric_settings, process_group
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.files.storage import is_url
@@ -98,8 +98,8 @@ def check_inputs(
 def identity_of(config: RunConfig, train: TrainingData | None, trained: Trainable) -> Identity:
     """Returns what a run computes: configuration, data, and the shapes of its state."""
     return Identity(
-        config=as_json(config),
-        dataset={} if train is None else fingerprint(train),
+        config=config_as_json(config),
+        dataset={} if train is None else data_fingerprint(train),
         leaves=describe_leaves(trained.abstract_state),
         optimizer=describe_optimizer(trained.abstract_state.opt_state),
         hyperparameters=trained.initial_hyperparameters,
@@ -115,6 +115,6 @@ def check_same_inputs(
     inputs = dataclasses.asdict(identity)
     inputs["config"].pop("data_dir")  # the path of the data may differ, their content may not
     inputs |= numeric_settings.settings()  # a script may have changed them since the rendezvous
-    inputs["data"] = {split: fingerprint(dataset) for split, dataset in data.items()}
-    inputs["data"] |= {} if train is None else {"train": fingerprint(train)}
+    inputs["data"] = {split: data_fingerprint(dataset) for split, dataset in data.items()}
+    inputs["data"] |= {} if train is None else {"train": data_fingerprint(train)}
     process_group.check_same(inputs)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from spmdtrain.config.run_config import RunConfig, as_json
+from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError
 from spmdtrain.files.run_files import RunFiles, Split, Status
@@ -55,7 +55,7 @@ class RunLogger:
             self.files.prepare_curves()  # now, during the compilation
             self.files.rewind(step)
             self.files.write_config(
-                as_json(self.config), mesh=placement.axes, devices=placement.devices
+                config_as_json(self.config), mesh=placement.axes, devices=placement.devices
             )
             self.files.write_status(Status.RUNNING, step)
         if self.config.workdir is not None:
@@ -114,22 +114,22 @@ class RunLogger:
         """Counts a value that a step had; the next line of training has the counts by value."""
         self._counts.setdefault(name, Counter())[value] += 1
 
-    def log_train_step(self, step: int, total: int, metrics: Metrics, *, made: int) -> None:
+    def log_train_step(self, step: int, total: int, metrics: Metrics, *, done: int) -> None:
         """Logs the metrics of a train step.
 
         Args:
           step: The step.
           total: Number of steps of the run.
           metrics: Its metrics.
-          made: The last step that is known to be done, for the speed.
+          done: The last step that is known to be done, for the speed.
         """
         self.latest[Split.TRAIN] = metrics
-        rate = self._rate.read(made)
+        rate = self._rate.read(done)
         speed: Metrics = {}
         if rate is not None:
             speed = {} if self.batch_size is None else {"examples/s": rate * self.batch_size}
             speed["steps/s"] = rate
-        wait = self._input_wait.read(made, self.seconds)
+        wait = self._input_wait.read(done, self.seconds)
         if self.files:
             curves = {f"speed/{unit.replace('/s', '_per_second')}": v for unit, v in speed.items()}
             curves |= {} if wait is None else {"speed/input_wait": wait}

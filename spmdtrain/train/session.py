@@ -246,7 +246,7 @@ class RunSession:
 
         Args:
           earlier: The earlier run.
-          step: Number of steps that it has made.
+          step: Number of steps that it has run.
 
         Raises:
           UserError: If this is another run, or the workdir has a checkpoint of a later step.
@@ -261,7 +261,7 @@ class RunSession:
         if self.saved_step > step:
             raise UserError(
                 f"workdir {self.config.workdir} holds step {self.saved_step}, and this trainer has "
-                f"made {step}: another trainer has continued the run; use a new Trainer, which "
+                f"run {step}: another trainer has continued the run; use a new Trainer, which "
                 "resumes from that checkpoint"
             )
 
@@ -275,7 +275,7 @@ class RunSession:
         """Does what is due between two steps. The order of the actions matters.
 
         Args:
-          step: The last step made.
+          step: The last step that was dispatched.
           due: What was due when the step had been dispatched.
           actions: The actions of the trainer or loop.
 
@@ -316,7 +316,7 @@ class RunSession:
           UserError: If the `Loop` has none.
         """
         if self.train is None:
-            raise UserError("batches() is of the dataset that start(train=...) is given")
+            raise UserError("batches() needs a training dataset: call start(init, train=...)")
         return self.train
 
     @property
@@ -335,7 +335,7 @@ class RunSession:
         """Returns whether the evaluation of the step from which the run resumes is missing."""
         if not step or self.config.workdir is None:
             return False
-        # A save by the clock may have been due at that step.
+        # `checkpoint_every_seconds` may have triggered a save at that step.
         by_clock = self.config.checkpoint_every_seconds is not None
         saved = self.schedule.saves_by_count(step) or by_clock
         written = self.logger.read_metrics(Split.EVAL, step)  # in all processes

@@ -171,7 +171,7 @@ class Trainer(ModelRunner):
         batch_size_per_device: int | None = None,
         restart: bool = False,
     ) -> FitResult:
-        """Trains until the run has made `epochs` or `steps` in total.
+        """Trains until the run has reached `epochs` or `steps` in total.
 
         It continues from the state of an earlier fit, else from the newest checkpoint of the
         workdir, else from the initial state. In an evaluator task of TF_CONFIG, it evaluates the
@@ -225,7 +225,7 @@ class Trainer(ModelRunner):
                 self._state = None  # unusable: the next fit restores a checkpoint or initializes
                 raise
             except Exception as error:
-                # If no step was made, forget this run, so that the next fit may have other data.
+                # If no step was run, forget this run, so that the next fit may have other data.
                 if self._state is first and not isinstance(error, PreemptedExit):
                     self._state, self._identity = before
                 raise
@@ -309,7 +309,8 @@ class Trainer(ModelRunner):
         if self._callbacks.stop_requested:
             run.schedule.total = first
         if first > run.schedule.total:
-            self.terminal.line(f"step {first} is past the {run.schedule.total} asked for")
+            found = f"the run is at step {first}, and {run.schedule.total} steps are requested"
+            self.terminal.line(f"nothing to do: {found}")
 
     def _boundary_actions(
         self, run: RunSession, executor: Executor, reader: MetricsReader
@@ -346,7 +347,7 @@ class Trainer(ModelRunner):
         run.wait_for_save()  # if it has failed, the run must not be logged as finished
         step, logger = self.step, run.logger
         if run.test is not None and not logger.read_metrics(Split.TEST, step):
-            logger.log_evaluation(Split.TEST, step, self._evaluated(run, Split.TEST, run.test))
+            logger.log_evaluation(Split.TEST, step, self._evaluate_split(run, Split.TEST, run.test))
         for split in (Split.TRAIN, Split.EVAL):
             if not logger.latest[split]:  # no step was left: use what an earlier start has written
                 logger.read_metrics(split, step)
@@ -381,13 +382,13 @@ class Trainer(ModelRunner):
     def _run_validation(self, run: RunSession, step: int) -> Metrics | None:
         if run.validation is None:
             return None
-        reported = AddableMetrics(self._evaluated(run, Split.EVAL, run.validation))
+        reported = AddableMetrics(self._evaluate_split(run, Split.EVAL, run.validation))
         self._callbacks(CallbackEvent.EVALUATION, step, reported)
         metrics = reported.with_added()
         run.logger.log_evaluation(Split.EVAL, step, metrics)
         return metrics
 
-    def _evaluated(self, run: RunSession, split: Split, dataset: Dataset) -> Metrics:
+    def _evaluate_split(self, run: RunSession, split: Split, dataset: Dataset) -> Metrics:
         metrics = self._evaluate(dataset, run.eval_batch_size, run.signals.stop_if_received)
         run.check_finite_loss(split, self.step, metrics)
         return metrics

@@ -83,7 +83,7 @@ def processor() -> str:
 Value = str | int | bool | float
 
 
-def compiler_options(
+def merge_compiler_options(
     user: Sequence[str], ours: Mapping[str, Value], sharding: Sharding
 ) -> dict[str, Value]:
     """Returns the compiler options of the user and of the package.
@@ -94,8 +94,8 @@ def compiler_options(
         sharding: Its devices are those to compile for.
 
     Raises:
-        UserError: If an option is given twice, or XLA does not know it on these devices, which is
-            checked by compiling a trivial program.
+        UserError: If an option is given twice, or XLA rejects it for these devices, which the
+            compilation of a trivial program shows.
     """
     options = dict(ours)
     for option in user:

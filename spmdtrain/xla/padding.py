@@ -179,7 +179,7 @@ class _Classifier:
         return [self._checked(op, number, value) for number, value in enumerate(values)]
 
     def _checked(self, op: Op, number: int, value: Value) -> Value:
-        """Returns the class if the dims of the output depend on the batch size accordingly."""
+        """Returns the class if the output's shape is consistent with it, else `Mixed`."""
         if isinstance(value, Mixed):
             return value
         sized = op.sized(number)

@@ -166,7 +166,7 @@ def test_from_a_common_state_several_processes_compute_the_values_of_one(
     whole = rows_of(alone, 0)
     for point, workdir in workdirs.items():
         assert f"resumed from step {point} of {workdir}" in chief.output or point == 0
-        # The same examples, in the same places of the batch, and none is loaded in vain.
+        # The same examples, in the same places of the batch, and no process loads others.
         found = {rank: rows_of(workdir, rank) for rank in range(len(devices))}
         for parts in holders:
             assert all(found[rank] == found[parts[0]] for rank in parts)

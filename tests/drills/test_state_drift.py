@@ -202,6 +202,6 @@ def test_the_first_step_is_compared_as_it_was_before_its_arrays_were_donated(
     assert state["large"].is_deleted() and state["small"].is_deleted()
     first.check()
     expected = checksums.sums({"large": values, "small": values[:8]})
-    assert checksums.as_text(checksums.read_parts(compared)) == expected
+    assert checksums.format_sums(checksums.read_parts(compared)) == expected
     assert {part.holders for parts in compared.values() for part in parts} == {(0,)}
     assert len(compared["large"]) == (1 if spec == P() else 8)

@@ -29,7 +29,7 @@ from spmdtrain.run import main
 from spmdtrain.sharding.mesh import batch_sharding, build_mesh
 from spmdtrain.sharding.resolution import resolve
 from spmdtrain.strategies import strategy
-from spmdtrain.train.command_line import parse
+from spmdtrain.train.command_line import parse_command_line
 from spmdtrain.train.experiment import load_experiment
 from spmdtrain.tree import named_leaves
 
@@ -388,10 +388,10 @@ def test_a_shift_that_leaves_nothing_is_refused(pictures: Path) -> None:
 
 
 def test_the_defaults_and_the_published_preset() -> None:
-    default = parse(["--config", str(FLOWERS)]).config
+    default = parse_command_line(["--config", str(FLOWERS)]).config
     assert (default.global_batch_size, default.learning_rate) == (32, 1e-3)
     line = ["--config", str(FLOWERS), "--preset", "published"]
-    published = resolve(parse(line).config, batch_shards=8)
+    published = resolve(parse_command_line(line).config, batch_shards=8)
     found = dataclasses.asdict(published)
     expected = {"image_size": 224, "width_multiplier": 1.0, "epochs": 5, "global_batch_size": 512}
     assert {name: found[name] for name in expected} == expected

@@ -44,11 +44,13 @@ def test_both_models_learn_and_resume_with_the_same_bits(
 
 
 @pytest.mark.slow
-def test_split_parameters_give_the_same_losses(tmp_path: Path) -> None:
+def test_one_device_and_split_parameters_give_the_same_losses(tmp_path: Path) -> None:
     options = ("--steps", 6, "--log-every", 1)
     expected = trained(tmp_path / "mirrored", *options)
     split = ("--strategy", "fully_sharded", "--sharding.min-size", 64)
-    np.testing.assert_allclose(trained(tmp_path / "split", *options, *split), expected, rtol=1e-5)
+    for name, other in (("one", ("--mesh.devices", 0)), ("split", split)):
+        found = trained(tmp_path / name, *options, *other)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.drill

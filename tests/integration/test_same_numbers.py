@@ -182,7 +182,7 @@ def compiled(trainer: Trainer, experiment: Experiment, config: RunConfig) -> str
     return text
 
 
-def test_the_state_is_born_where_it_belongs() -> None:
+def test_the_state_is_initialized_directly_into_its_shardings() -> None:
     experiment, config = build(DIGITS)
     trainer = trainer_on(8, experiment, config)
     for name, leaf in named_leaves(trainer.functions.init(0)).items():

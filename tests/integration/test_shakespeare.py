@@ -35,7 +35,7 @@ from spmdtrain.config.option_groups import ShardingOptions
 from spmdtrain.models import Transformer
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import Placement, make_placement
-from spmdtrain.train.command_line import parse
+from spmdtrain.train.command_line import parse_command_line
 from spmdtrain.train.experiment import load_experiment
 from spmdtrain.tree import named_leaves
 
@@ -175,7 +175,7 @@ def test_dims_divide_over_the_default_meshes(preset: str | None) -> None:
 @functools.cache
 def placed(row: Row) -> tuple[Placement, ShardingOptions]:
     """What a row of the matrix of strategies asks for."""
-    given = parse(["--config", str(GPT), *row.arguments]).config
+    given = parse_command_line(["--config", str(GPT), *row.arguments]).config
     return make_placement(given), given.sharding
 
 
@@ -238,7 +238,7 @@ def test_the_norms_scales_do_not_decay_and_the_rate_rises_and_falls() -> None:
 
 def untrained(of: Any, vocabulary: int) -> Transformer:
     model = Transformer(gpt.shape(of, vocabulary), rngs=nnx.Rngs(0))
-    # Sharper than it is born: what is likeliest is then no matter of rounding.
+    # Sharper than at initialization, so that rounding does not decide which token is likeliest.
     model.embedding[...] = 20 * model.embedding[...]
     model.eval()  # type: ignore[no-untyped-call]
     return model

@@ -144,7 +144,7 @@ def test_restore_from_another(row: Row, runs: StrategyRuns) -> None:
     assert_same_bits(run.resume(source.source / "20", STEPS), source.state)
     assert run.trainer.state is not None
     places = expected_places(row, run.trainer.state, PLACES[row.name])
-    assert run.seen == [places]  # no step was made
+    assert run.seen == [places]  # no step was run
 
 
 # -- by the command --------------------------------------------------------------------------------

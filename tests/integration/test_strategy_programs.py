@@ -24,7 +24,7 @@ from spmdtrain.config.option_groups import CollectiveOptions, ShardingOptions
 from spmdtrain.models import MLP, mlp_rules
 from spmdtrain.terminal import Terminal
 from spmdtrain.testing.compiled_step import CompiledStep, compiled_step
-from spmdtrain.train.command_line import parse
+from spmdtrain.train.command_line import parse_command_line
 from spmdtrain.tree import named_leaves
 
 BATCH, INTO, HIDDEN, OUT, MIN_SIZE = 64, 64, 512, 16, 1024
@@ -49,7 +49,7 @@ def line(model: Any, batch: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]
 
 def trainer_of(row: Row, **options: Any) -> Trainer:
     """An MLP of two kernels and two biases, trained by SGD with momentum."""
-    config = parse(["--config", str(DIGITS), *row.arguments]).config
+    config = parse_command_line(["--config", str(DIGITS), *row.arguments]).config
     given: dict[str, Any] = {
         "model": partial(MLP, INTO, (HIDDEN,), OUT),
         "objective": squared_error,
@@ -262,7 +262,7 @@ def test_gradients_are_reduced_into_the_parts_that_the_optimizer_has(
 # -- devices and memory ----------------------------------------------------------------------------
 
 
-def test_default_knows_no_mesh() -> None:
+def test_default_has_no_mesh() -> None:
     of = program("default")
     assert of.trainer.mesh is None
     shardings = jax.tree.leaves(of.trainer.functions.shardings)

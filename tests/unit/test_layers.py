@@ -1,9 +1,11 @@
 """The shape of the code: imports point down, and importing starts no backend."""
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 import spmdtrain
 
 PACKAGE = Path(spmdtrain.__file__).parent
+TESTS = Path(__file__).parents[1]
 
 # From the bottom to the top: a folder imports from the folders before it. `root` is the files at
 # the package's top. `run` and `__main__` are the commands, and nothing imports them.
@@ -30,11 +33,15 @@ FOLDERS = (
     *("step", "checkpoints", "train", "parameter_server", "plan", "testing", "run"),
 )
 STANDALONE = {"models"}  # imports from the others, and nothing imports it
-MODULES = sorted(
-    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-    for path in PACKAGE.rglob("*.py")
-    if path.stem != "__init__"
-)
+EXPORTING = {"models", "testing"}  # for users' experiments and tests; others' `__init__` is empty
+INITS = [path for path in PACKAGE.rglob("__init__.py") if path.parent != PACKAGE]
+# All but the package's own `__init__`, which exports names lazily.
+FILES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path != PACKAGE / "__init__.py"
+}
+MODULES = list(FILES)
 
 
 def folder_of(module: str) -> str:
@@ -45,24 +52,43 @@ def folder_of(module: str) -> str:
     return parts[0] if parts and (PACKAGE / parts[0]).is_dir() else "root"
 
 
+def imported_modules(code: str, package: str) -> Iterator[str]:
+    """Yields the modules that code imports, wherever in it, also relatively and by `importlib`."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and re.search(
+            r"import_module\b|__import__", ast.unparse(node)
+        ):
+            strings = (x.value for x in ast.walk(node) if isinstance(x, ast.Constant))
+            yield from (text for text in strings if isinstance(text, str))
+
+
 def imports(module: str) -> set[str]:
-    """The folders of the package that a module imports from, wherever in it."""
-    path = PACKAGE.parent / (module.replace(".", "/") + ".py")
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "spmdtrain":
-            found |= {folder_of(f"spmdtrain.{alias.name}") for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("spmdtrain."):
-            found.add(folder_of(node.module or ""))
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-            found |= {folder_of(name) for name in names if name.startswith("spmdtrain")}
-    return found
+    """The folders of the package that a module imports from."""
+    package = module if FILES[module].stem == "__init__" else module.rpartition(".")[0]
+    found = imported_modules(FILES[module].read_text(), package)
+    return {folder_of(name) for name in found if name.split(".")[0] == "spmdtrain"}
 
 
 def test_the_check_sees_imports() -> None:
     assert {"checkpoints", "root", "data", "step"} <= imports("spmdtrain.train.session")
     assert {folder_of(module) for module in MODULES} == {*FOLDERS, *STANDALONE}
+    code = """
+import spmdtrain.run
+from spmdtrain import train
+from ..plan import flops
+from .idx import read_idx
+def later():
+    importlib.import_module("spmdtrain.step.state")
+    pool.submit(importlib.import_module, "spmdtrain.models.mlp")
+"""
+    found = set(imported_modules(code, "spmdtrain.data"))
+    assert {"spmdtrain.run", "spmdtrain.train", "spmdtrain.plan.flops"} <= found
+    assert {"spmdtrain.data.idx.read_idx", "spmdtrain.step.state", "spmdtrain.models.mlp"} <= found
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -74,11 +100,41 @@ def test_folders_import_in_one_direction(module: str) -> None:
     assert not imports(module) & above
 
 
-def test_each_folder_says_its_purpose_in_a_line() -> None:
-    for folder in {*FOLDERS, *STANDALONE} - {"root", "run"}:
-        purpose = ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text()))
-        assert purpose and purpose.splitlines()[0].endswith("."), folder
+def test_each_folder_states_its_purpose_in_one_line() -> None:
+    for path in INITS:
+        tree = ast.parse(path.read_text())
+        purpose = ast.get_docstring(tree) or ""
+        assert purpose.endswith(".") and "\n" not in purpose, path
+        assert len(tree.body) == 1 or path.parent.name in EXPORTING, path
+    assert {path.parent.name for path in INITS} >= {*FOLDERS, *STANDALONE} - {"root", "run"}
     assert len(list(PACKAGE.glob("*.py"))) <= 10
+
+
+# Public names that several modules define, and why. In all other cases a name says what it is of.
+SHARED_BY_COMMANDS = {"Options", "execute", "main"}  # the parts of each command, by one contract
+# The module's name says what it is of, so they are never imported without it.
+QUALIFIED = {
+    "create": {"job_token", "no_follow"},
+    "environment": {"aot", "measurement"},
+    "parse": {"tf_config", "topologies"},
+    "read": {"job_token", "progress", "stream_positions"},
+    "write": {"no_follow", "stream_positions"},
+}
+
+
+def test_two_modules_share_a_public_name_only_if_its_use_tells_which_is_meant() -> None:
+    homes: dict[str, set[str]] = {}
+    for module, path in FILES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, set()).add(module.rpartition(".")[2])
+    shared = {name: modules for name, modules in homes.items() if len(modules) > 1}
+    assert {name: shared[name] for name in shared.keys() - SHARED_BY_COMMANDS} == QUALIFIED
+    for path in [*FILES.values(), *TESTS.rglob("*.py")]:
+        imported = imported_modules(path.read_text(), "spmdtrain.folder")
+        found = {tuple(name.split(".")[-2:]) for name in imported if name.startswith("spmdtrain.")}
+        unqualified = [x for x in found if x[0] in QUALIFIED.get(x[1], ())]
+        assert not unqualified, path
 
 
 def test_training_asks_the_backend_and_not_for_parameter_servers() -> None:
@@ -148,5 +204,11 @@ def test_every_exported_name_is_there() -> None:
 
 
 def test_unit_tests_are_in_the_folders_of_the_package() -> None:
-    folders = {path.parent.name for path in Path(__file__).parent.glob("*/test_*.py")}
-    assert folders <= {*FOLDERS, *STANDALONE} and len(folders) > 10
+    tested = {path.parent.relative_to(TESTS / "unit") for path in TESTS.glob("unit/*/**/test_*.py")}
+    folders = {path.parent.relative_to(PACKAGE) for path in INITS}
+    # Sources are tested together with the datasets that read them.
+    assert tested == folders - {Path("data/sources")}
+
+
+def test_the_readme_is_short() -> None:
+    assert len((TESTS.parent / "README.md").read_text().splitlines()) < 150

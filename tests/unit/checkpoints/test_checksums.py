@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdtrain.checkpoints.checksums import (
-    as_text,
+    format_sums,
     host_sum,
     read_parts,
     start_sums,
@@ -227,8 +227,8 @@ def test_a_sum_begun_is_that_of_the_values_before_the_array_was_donated(
     now = {shard.data.unsafe_buffer_pointer() for shard in overwritten.addressable_shards}
     assert x.is_deleted() and now == places  # the new values stand where the old ones stood
     np.testing.assert_array_equal(overwritten, np.full_like(values, -7))
-    assert as_text(read_parts(started)) == {"x": f"{host_sum(values):08x}"}
-    assert sums({"x": overwritten}) != as_text(read_parts(started))
+    assert format_sums(read_parts(started)) == {"x": f"{host_sum(values):08x}"}
+    assert sums({"x": overwritten}) != format_sums(read_parts(started))
 
 
 def test_arrays_in_host_memory_and_in_pieces_have_the_same_sum(

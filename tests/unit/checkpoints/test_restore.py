@@ -47,7 +47,7 @@ from spmdtrain.checkpoints.restore import load_state, read_variables
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, describe_optimizer
 from spmdtrain.checkpoints.save import Checkpoints
-from spmdtrain.config.run_config import as_json
+from spmdtrain.config.run_config import config_as_json
 from spmdtrain.models import MLP
 from spmdtrain.run import main
 from spmdtrain.sharding.layout import Rule
@@ -166,7 +166,7 @@ def averaging(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture
 def copy(plain: Run, tmp_path: Path) -> Path:
-    """A workdir to do with as one likes."""
+    """A workdir that a test may change."""
     return Path(shutil.copytree(plain.workdir, tmp_path / "copy"))
 
 
@@ -234,7 +234,7 @@ def test_every_layout_of_the_state_is_restored_from_every_other(
     steps = steps_for(saved_as)
     state = random_state(steps)
     identity = Identity(
-        as_json(RunConfig()), {}, describe_leaves(state), describe_optimizer(state.opt_state)
+        config_as_json(RunConfig()), {}, describe_leaves(state), describe_optimizer(state.opt_state)
     )
     with contextlib.closing(Checkpoints(epath.Path(tmp_path), Retention())) as saving:
         saving.save(state, 3, identity, None)
@@ -605,7 +605,7 @@ def test_every_dtype_can_be_read_again(tmp_path: Path) -> None:
     assert fitted.state is not None
     assert_same_bits(load_params(str(tmp_path / "run")), fitted.state.params)
     export_params(str(tmp_path / "run"), str(tmp_path / "x.safetensors"))
-    # Its own reader for JAX knows no float8: the file is a header in JSON, and the bytes.
+    # safetensors.flax does not support float8: the file is a header in JSON, and the bytes.
     content = (tmp_path / "x.safetensors").read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:end])

@@ -26,7 +26,7 @@ from spmdtrain.checkpoints.retention import CheckpointRecord, Retention
 from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, describe_optimizer
 from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.config.option_groups import MeshSpec
-from spmdtrain.config.run_config import RunConfig, as_json
+from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.sharding.placement import make_placement
 from spmdtrain.step.forward import model_output
 from spmdtrain.step.functions import StepFunctions
@@ -189,7 +189,7 @@ def squared_error(model: Any, batch: tuple[jax.Array, jax.Array]) -> dict[str, j
 
 def identity_of(state: TrainState) -> Identity:
     optimizer = describe_optimizer(state.opt_state)
-    return Identity(as_json(RunConfig()), {}, describe_leaves(state), optimizer)
+    return Identity(config_as_json(RunConfig()), {}, describe_leaves(state), optimizer)
 
 
 def loss_at(step: int) -> float | None:
@@ -261,7 +261,7 @@ def test_fifty_saves_of_a_run_that_gets_worse_leave_n_and_m(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_metric_of_ones_own_and_its_direction_say_which_is_best(tmp_path: Path) -> None:
+def test_a_custom_metric_and_its_direction_decide_which_is_best(tmp_path: Path) -> None:
     best = {"best_metric": "loss", "best_direction": "max", "eval_every_steps": 1}
     assert worse_and_worse(tmp_path / "max", 6, keep_latest=1, **best) == [5, 6]
     close = {"best_metric": "close", "best_direction": "max", "keep_latest": 1, "keep_best": 1}

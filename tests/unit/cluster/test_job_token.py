@@ -9,8 +9,9 @@ import pytest
 from helpers import environment
 from processes import BOUND, as_task, free_port, tf_config
 
+from spmdtrain.cluster import job_token
 from spmdtrain.cluster.checks import check_token
-from spmdtrain.cluster.job_token import TOKEN, TOKEN_FILE, create, read
+from spmdtrain.cluster.job_token import TOKEN, TOKEN_FILE
 from spmdtrain.cluster.spec import from_tf_config
 from spmdtrain.distributed import failures, process_group
 from spmdtrain.distributed.context import CONTEXT
@@ -28,9 +29,9 @@ def test_the_token_comes_from_the_environment_or_a_file(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(f"{GOOD}\n")
     file.chmod(0o600)
-    assert read({TOKEN: GOOD}, warn=unheard) == GOOD.encode()
-    assert read({TOKEN_FILE: str(file), TOKEN: ""}, warn=unheard) == GOOD.encode()
-    assert read({}, warn=unheard) == b""
+    assert job_token.read({TOKEN: GOOD}, warn=unheard) == GOOD.encode()
+    assert job_token.read({TOKEN_FILE: str(file), TOKEN: ""}, warn=unheard) == GOOD.encode()
+    assert job_token.read({}, warn=unheard) == b""
 
 
 @pytest.mark.parametrize(
@@ -50,42 +51,42 @@ def test_a_file_that_holds_no_token_is_an_error(
         file.write_text(content)
         file.chmod(mode)
     with pytest.raises(UserError) as error:
-        read({TOKEN_FILE: str(file)}, warn=unheard)
+        job_token.read({TOKEN_FILE: str(file)}, warn=unheard)
     assert str(error.value).startswith(f"{TOKEN_FILE}={file}: ") and said in str(error.value)
 
 
 def test_a_short_token_is_an_error_that_does_not_show_it() -> None:
     with pytest.raises(UserError, match="6 characters") as error:
-        read({TOKEN: "hidden"}, warn=unheard)
+        job_token.read({TOKEN: "hidden"}, warn=unheard)
     assert "hidden" not in str(error.value)
 
 
 def test_both_variables_are_an_error() -> None:
     with pytest.raises(UserError, match="both set"):
-        read({TOKEN: GOOD, TOKEN_FILE: "/token"}, warn=unheard)
+        job_token.read({TOKEN: GOOD, TOKEN_FILE: "/token"}, warn=unheard)
 
 
 def test_a_file_that_everybody_can_read_is_warned_of(tmp_path: Path) -> None:
     file, said = tmp_path / "token", list[str]()
     file.write_text(GOOD)
     file.chmod(0o644)
-    assert read({TOKEN_FILE: str(file)}, warn=said.append) == GOOD.encode()
+    assert job_token.read({TOKEN_FILE: str(file)}, warn=said.append) == GOOD.encode()
     (warning,) = said
     assert "readable by all users" in warning
 
 
 def test_an_exposed_job_without_a_token_is_warned_of() -> None:
     said = list[str]()
-    assert read({}, exposed="10.0.0.1:2222", warn=said.append) == b""
+    assert job_token.read({}, exposed="10.0.0.1:2222", warn=said.append) == b""
     (warning,) = said
     assert "10.0.0.1:2222 can join or end it" in warning
-    assert read({TOKEN: GOOD}, exposed="10.0.0.1:2222", warn=unheard) == GOOD.encode()
+    assert job_token.read({TOKEN: GOOD}, exposed="10.0.0.1:2222", warn=unheard) == GOOD.encode()
 
 
 def test_tokens_differ_and_are_long_enough() -> None:
-    one, other = create(), create()
+    one, other = job_token.create(), job_token.create()
     assert one != other and len(one) == 64
-    assert read({TOKEN: one}, warn=unheard) == one.encode()
+    assert job_token.read({TOKEN: one}, warn=unheard) == one.encode()
 
 
 def test_the_launcher_gives_all_tasks_one_token() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdtrain.cluster import json_lines
-from spmdtrain.cluster.json_lines import Line, parse
+from spmdtrain.cluster.json_lines import Line, parse_line
 from spmdtrain.errors import foreign
 
 CHIEF, WORKER = "1" * 32, "2" * 32
@@ -100,13 +100,13 @@ def test_anything_else_is_none_and_raises_nothing(noise: bytes, sealed: bool) ->
     ],
 )
 def test_nesting_is_bounded(text: bytes, expected: object) -> None:
-    assert parse(text) == expected
+    assert parse_line(text) == expected
 
 
 def test_the_scan_of_a_line_takes_time_in_proportion_to_its_length() -> None:
     began = time.process_time()
     for text in (b'{"a": "' + b'\\"' * 250_000, b'"' * 500_000, b"\\" * 500_000):
-        assert parse(text) is None
+        assert parse_line(text) is None
     assert time.process_time() - began < 5
 
 

@@ -187,12 +187,12 @@ def test_a_name_that_does_not_resolve_is_an_error_for_each_task_that_has_it(free
 
 
 def test_a_slow_resolver_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    def resolve(host: str) -> list[str] | str:
+    def resolve_host(host: str) -> list[str] | str:
         if host == "slow":
             time.sleep(6)
         return ["127.0.0.1"]
 
-    monkeypatch.setattr(network_check, "resolve", resolve)
+    monkeypatch.setattr(network_check, "resolve_host", resolve_host)
     monkeypatch.setattr(network_check, "RESOLVE_SECONDS", 0.2)
     began = time.monotonic()
     found = findings("worker", 0, worker=[f"quick:{free}", "slow:1"])
@@ -204,11 +204,11 @@ def test_a_slow_resolver_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, free
 
 
 def test_names_are_asked_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def resolve(host: str) -> list[str] | str:
+    def resolve_host(host: str) -> list[str] | str:
         time.sleep(0.3)
         return [host]
 
-    monkeypatch.setattr(network_check, "resolve", resolve)
+    monkeypatch.setattr(network_check, "resolve_host", resolve_host)
     began = time.monotonic()
     found = findings("worker", 0, worker=[f"127.0.1.{i}:1" for i in range(1, 41)])
     assert time.monotonic() - began < 3  # one after the other they take 12 seconds
@@ -248,7 +248,7 @@ def test_a_machine_whose_own_name_is_loopback_is_warned_of_gloo(
     monkeypatch: pytest.MonkeyPatch, free: int, ip: str, warned: bool
 ) -> None:
     ips = {f"{ELSEWHERE}.{n}": [f"{ELSEWHERE}.{n}"] for n in (7, 8)} | {"me": [ip]}
-    monkeypatch.setattr(network_check, "resolve", ips.__getitem__)
+    monkeypatch.setattr(network_check, "resolve_host", ips.__getitem__)
     monkeypatch.setattr(socket, "gethostname", lambda: "me")
     found = findings("worker", 0, worker=[f"{ELSEWHERE}.7:{free}", f"{ELSEWHERE}.8:2222"])
     assert ("this machine" in warnings(found)) == warned
@@ -264,7 +264,7 @@ def test_a_name_that_is_loopback_here_alone_is_a_warning(
         "two": [f"{ELSEWHERE}.7"],
         socket.gethostname(): [],
     }  # as in Debian's /etc/hosts
-    monkeypatch.setattr(network_check, "resolve", ips.__getitem__)
+    monkeypatch.setattr(network_check, "resolve_host", ips.__getitem__)
     found = findings("worker", 0, worker=[f"one:{free}", "two:2222"])
     assert not errors(found)
     assert warnings(found)["worker 0"].startswith(
@@ -374,7 +374,7 @@ def test_an_unknown_option_is_exit_code_2() -> None:
 def test_the_command_ends_while_a_resolver_still_hangs() -> None:
     hang = (
         "import time; from spmdtrain.cluster import network_check; "
-        "network_check.resolve = lambda host: time.sleep(50)"
+        "network_check.resolve_host = lambda host: time.sleep(50)"
     )
     began = time.monotonic()
     done = command(text("worker", 0, worker=["a:1", "b:1"]), "--json", prelude=hang)

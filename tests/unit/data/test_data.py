@@ -133,7 +133,7 @@ def test_positions_and_epochs_that_are_handed_over_are_left_as_they_were() -> No
 
 STABLE = (
     "the order of the examples changed: an old run that is resumed would train on other data, and "
-    "see some examples of its epoch twice and others never. Mend that, or say it in the changelog"
+    "see some examples of its epoch twice and others never. Fix it, or state it in the changelog"
 )
 
 

@@ -847,7 +847,7 @@ def test_looking_for_broken_files_fills_the_cache(
     assert len(decodes) == 30
 
 
-def test_a_mended_file_is_read_again(tmp_path: Path) -> None:
+def test_a_corrected_file_is_read_again(tmp_path: Path) -> None:
     dataset = ImageFolder(folder_of(tmp_path, {"a/x.png": b""}), 2, cache="memory")
     with pytest.raises(UserError, match="is empty"):
         everything(dataset)

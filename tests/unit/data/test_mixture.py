@@ -177,7 +177,8 @@ X = np.zeros(3, np.float32)
 @pytest.mark.parametrize(
     ("components", "stages", "message"),
     [
-        ({}, None, r"dictionary \{name: \(dataset, weight\)\}"),
+        ([(X, 1)], None, r"needs a dictionary \{name: \(dataset, weight\)\}, not a list"),
+        ({}, None, "needs at least one component"),
         ({"a": X}, None, "component 'a' of a Mixture is a ndarray"),
         ({1: (X, 1)}, None, "is named 1"),
         ({"a": (X, -1)}, None, "a Mixture has the weight -1 of 'a'"),

@@ -354,7 +354,7 @@ def test_an_error_of_its_own_is_none(text: str) -> None:
         ValueError("row 7: heartbeat is not a number"),
         UserError("mesh: gloo"),
         NonFiniteError("step 3: loss not finite"),
-        OSError("Connection reset by peer"),  # of a storage, say
+        OSError("Connection reset by peer"),  # for example of a storage
         KeyError("gloo"),
     ],
 )

@@ -22,9 +22,9 @@ from spmdtrain.launch.exit_report import (
     CauseRank,
     Restarts,
     TaskExit,
+    cause_rank,
     describe_exit,
     hint,
-    rank,
     root_cause,
 )
 from spmdtrain.launch.stacks import main_stacks
@@ -224,7 +224,7 @@ def test_bad_usage_is_one_line(
         ('["a:1"]', "TF_CONFIG"),
     ],
 )
-def test_a_cluster_of_ones_own_is_refused(
+def test_a_cluster_of_the_user_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tf_config: str,
@@ -381,7 +381,9 @@ def test_all_end_well(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_restarting_does_not_mend(tmp_path: Path, script: str, code: int, words: str) -> None:
+def test_a_failure_that_a_restart_does_not_fix(
+    tmp_path: Path, script: str, code: int, words: str
+) -> None:
     ended = launch(tmp_path, script + "\ntime.sleep(60)", "--processes", 3)
     assert ended.returncode == code
     lines_ = said(ended)
@@ -956,7 +958,7 @@ GLOO = "RuntimeError: [external/gloo/transport/tcp/pair.cc:534] Connection close
 )
 def test_deaths_in_words(ended: TaskExit, words: str, ranked: CauseRank) -> None:
     assert describe_exit(ended) == words
-    assert rank(ended) is ranked
+    assert cause_rank(ended) is ranked
 
 
 def test_the_best_explanation_is_the_cause_and_of_equals_the_first() -> None:

@@ -325,7 +325,7 @@ def understood(arguments: str, monkeypatch: pytest.MonkeyPatch) -> command_line.
     words = words[words.index("-m") :]
     assert words[:2] == ["-m", "spmdtrain.run"]
     monkeypatch.chdir(REPOSITORY)
-    return command_line.parse(words[2:])
+    return command_line.parse_command_line(words[2:])
 
 
 # -- JobSet ----------------------------------------------------------------------------------------

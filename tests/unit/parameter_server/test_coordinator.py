@@ -68,13 +68,13 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> Crew:
     found = Crew("worker 0")
 
     @contextlib.contextmanager
-    def begin(spec: object, timeout: float) -> Iterator[Job]:
+    def start_job(spec: object, timeout: float) -> Iterator[Job]:
         yield Job(SimpleNamespace(cloudpickle=pickle, put=lambda x: x), found)
 
     monkeypatch.setattr(
         "spmdtrain.parameter_server.coordinator.run_task_role", lambda timeout: None
     )
-    monkeypatch.setattr("spmdtrain.parameter_server.ray_pool.begin", begin)
+    monkeypatch.setattr("spmdtrain.parameter_server.ray_pool.start_job", start_job)
     monkeypatch.setattr(CONTEXT, "has_coordinator", False)
     return found
 
@@ -203,7 +203,7 @@ def test_the_end_of_a_job_is_reported(
         lambda ray, how, coming: messages.append(how),
     )
     spec = ClusterSpec({}, None, None)
-    with contextlib.suppress(SystemExit, ValueError), ray_pool.begin(spec, 1.0):
+    with contextlib.suppress(SystemExit, ValueError), ray_pool.start_job(spec, 1.0):
         if raised is not None:
             raise raised
     assert messages == [how]

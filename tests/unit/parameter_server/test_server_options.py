@@ -76,8 +76,8 @@ def test_the_options_are_tensorflows_partitioners() -> None:
     assert make_partitioner(ParameterServerOptions(partitioner="fixed_shards"), 3) == FixedShards(3)
 
 
-def test_a_loop_of_ones_own_has_a_coordinator() -> None:
-    with pytest.raises(UserError, match="has a Coordinator"):
+def test_a_loop_is_referred_to_the_coordinator() -> None:
+    with pytest.raises(UserError, match="use a Coordinator"):
         Loop(strategy="parameter_server", steps=1)
 
 

@@ -1,4 +1,4 @@
-"""What a plan says of its figures: whose they are, what is too much, and what would mend it."""
+"""What a plan says of its figures: whose they are, what is too much, and which options fix it."""
 
 import json
 import os
@@ -144,7 +144,7 @@ def test_what_a_strategy_sends_beyond_what_it_has_to(strategy: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_embedding_that_is_used_twice_is_reduced_twice_and_how_to_mend_it(text: Path) -> None:
+def test_an_embedding_that_is_used_twice_is_reduced_twice_and_how_to_fix_it(text: Path) -> None:
     options = ("--preset", "tiny", "--data-dir", text, "--strategy", "mirrored")
     where = ("--topology", "gpu:h100:1x8")
     (one,) = advised(GPT, *options, *where)
@@ -332,7 +332,9 @@ def test_the_partitioners_warnings_are_read_in_both_spellings(
 def test_an_option_of_several_values_may_be_given_several_times() -> None:
     given = ["--compiler-options", "a=1", "--steps", "5", "--compiler-options=b=2", "c=3"]
     where = ["--config", str(DIGITS), "--topology", "cpu:8"]
-    config = command_line.parse([*where, *given, "--freeze", "x", "--freeze", "y"], Options).config
+    config = command_line.parse_command_line(
+        [*where, *given, "--freeze", "x", "--freeze", "y"], Options
+    ).config
     assert config.compiler_options == ("a=1", "b=2", "c=3")
     assert (config.freeze, config.steps) == (("x", "y"), 5)
 

@@ -206,7 +206,7 @@ def test_a_schedule_is_no_initial_value(tmp_path: Path, capsys: pytest.CaptureFi
     assert read_manifest(tmp_path).identity.hyperparameters == {"hyperparams/momentum": 0.5}
 
 
-def test_a_loop_of_ones_own_uses_it_too(tmp_path: Path) -> None:
+def test_a_loop_uses_it_too(tmp_path: Path) -> None:
     def train(rate: float, steps: int) -> float:
         optimizer = optax.inject_hyperparams(optax.sgd)(rate)
 

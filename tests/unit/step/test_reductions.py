@@ -235,7 +235,10 @@ def fit(**options: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": Normalized}, r"the model carries state \(2 arrays: batch statistics, say\)"),
+        (
+            {"model": Normalized},
+            r"the model carries state \(2 arrays, for example batch statistics\)",
+        ),
         ({"model": DROPPED}, r"the model or the objective draws random numbers"),
         ({"model": DROPPED, "microbatches": 2}, "the model or the objective draws random numbers"),
         ({"model": DROPPED, "remat": "full"}, "the model or the objective draws random numbers"),

@@ -246,7 +246,7 @@ def test_started_again_it_does_not_evaluate_twice(
     def kill() -> None:
         raise ConnectionError("killed")
 
-    # It dies after it has logged 3; 1 and 2 were in vain.
+    # It dies after it has logged 3; 1 and 2 are not logged.
     newest_first = Stage(stage.whole, stage.workdir)
     with pytest.raises(ConnectionError):
         newest_first.play(kill, which=Which.NEWEST)

@@ -557,7 +557,7 @@ def wrong_step(change: Any) -> Any:
         (lambda s, m: s, "the step returned a TrainState: it must return two things"),
         (
             lambda s, m: (replace(s, params=s.params | {"b": 1.0}), m),
-            r"made params/b of the state, float32\[8\], into a Python float",
+            r"changed params/b of the state from float32\[8\] to a Python float",
         ),
         (
             lambda s, m: (replace(s, params=PerReplica(s.params, 2)), m),
@@ -572,15 +572,15 @@ def wrong_step(change: Any) -> Any:
         (lambda s, m: (s, {"loss": m["loss"] * 1j}), r"'loss' is complex64\[\]: .* one real"),
         (
             lambda s, m: (replace(s, params=s.params | {"w": s.params["w"].T}), m),
-            r"the step made params/w of the state, float32\[16, 8\], into float32\[8, 16\]",
+            r"the step changed params/w of the state from float32\[16, 8\] to float32\[8, 16\]",
         ),
         (
             lambda s, m: (replace(s, params={"w": s.params["w"]}), m),
-            r"made params/b of the state, float32\[8\], into nothing",
+            r"changed params/b of the state from float32\[8\] to nothing",
         ),
         (
             lambda s, m: (replace(s, model_state={"n": jnp.ones(2)}), m),
-            r"made model_state/n of the state, nothing, into float32\[2\]",
+            r"changed model_state/n of the state from nothing to float32\[2\]",
         ),
         (
             lambda s, m: (s, {"step": m["loss"]}),
@@ -628,7 +628,7 @@ def test_a_loop_says_how_it_is_used() -> None:
             own.shard_batch(X[:12])
         with pytest.raises(UserError, match="int32"):
             own.shard_batch(np.full(8, 2**40))
-        with pytest.raises(UserError, match="all of its result"):
+        with pytest.raises(UserError, match="get the whole result"):
             own.compile(lambda y: per_replica(lambda y: y, y))(own.shard_batch(Y[:8]))
         with pytest.raises(NonFiniteError, match="step 0: the test loss"):
             own.log_evaluation({"loss": np.nan}, split="test")

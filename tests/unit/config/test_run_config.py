@@ -16,7 +16,7 @@ from spmdtrain.config.option_groups import (
     ParameterServerOptions,
     ShardingOptions,
 )
-from spmdtrain.config.run_config import Purpose, RunConfig, as_json, derive_seed
+from spmdtrain.config.run_config import Purpose, RunConfig, config_as_json, derive_seed
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.resolution import resolve, scale_learning_rate
 
@@ -419,7 +419,7 @@ def test_the_configuration_as_json_reads_back_as_it_was() -> None:
         mesh=MeshSpec(data=2, devices=(0, "cpu:3")),
         cache=Path("a/b"),
     )
-    plain = as_json(config)
+    plain = config_as_json(config)
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain
     assert set(plain) == {field.name for field in dataclasses.fields(Wider)}
     unsaid = {"replica": None, "fsdp": None, "tensor": None}
