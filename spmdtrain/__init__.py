@@ -13,6 +13,7 @@ _HOMES = {
     "ArrayDataset": "data.datasets",
     "ArrayRecordSource": "data.sources.array_record",
     "BATCH_AXES": "sharding.mesh",
+    "BadRecordError": "errors",
     "CallbackContext": "train.callbacks",
     "CallbackEvent": "train.callbacks",
     "CollectiveOptions": "config.option_groups",
@@ -81,6 +82,7 @@ __all__ = [
     "Adapter",
     "ArrayDataset",
     "ArrayRecordSource",
+    "BadRecordError",
     "CallbackContext",
     "CallbackEvent",
     "CollectiveOptions",
@@ -175,6 +177,7 @@ if TYPE_CHECKING:
     from spmdtrain.data.text import Tokenized
     from spmdtrain.distributed.initialize import initialize
     from spmdtrain.errors import (
+        BadRecordError,
         NonFiniteError,
         PreemptedExit,
         ReplicaError,

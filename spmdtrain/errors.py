@@ -40,6 +40,10 @@ class UserError(ValueError):
     """
 
 
+class BadRecordError(UserError):
+    """A record of a source that is corrupted or cannot be decoded: `SkipBadRecords` skips it."""
+
+
 class StateError(ArithmeticError):
     """An invalid training state, which must be neither used nor saved."""
 

@@ -73,7 +73,7 @@ def check_run(config: "RunConfig") -> None:
     for size in config.learning_rate_table:
         if size < 1:
             raise UserError(f"learning_rate_table has a batch size of {size}: it must be above 0")
-    for name in ("keep_best", "data_threads", "data_workers"):
+    for name in ("keep_best", "data_threads", "data_workers", "max_bad_records"):
         if getattr(config, name) < 0:
             raise UserError(f"{name} is {getattr(config, name)}: it must be 0 or more")
     for name, other in (("epochs", "steps"), ("global_batch_size", "batch_size_per_device")):

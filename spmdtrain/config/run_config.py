@@ -88,6 +88,11 @@ class RunConfig:
     data_workers: int = 0
     """Processes that read training batches ahead, for each process of the job: for decoding and
     tokenizing that hold Python's lock. Each reads with data_threads threads."""
+    on_bad_record: Literal["fail", "skip"] = "fail"
+    """Treatment of records that are corrupted or cannot be decoded: `fail` ends the run; `skip`
+    reads all records once at the start, and leaves out the bad ones."""
+    max_bad_records: int = 100
+    """Largest number of records of each dataset that on_bad_record=skip leaves out."""
     stream_shards: int | None = None
     """Number of shards that a stream is read as, fixed for the run; it divides the global batch
     size. None means the greatest common divisor of that and 8."""

@@ -1,30 +1,49 @@
-"""Sources without the records that cannot be read."""
+"""Sources without the records that cannot be read, and the option of a run that leaves them out."""
 
+import contextlib
+import functools
 import operator
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
+import jax
 import numpy as np
 
-from spmdtrain.data.datasets import as_dataset, blocks_of
-from spmdtrain.data.indexable import read_examples
+from spmdtrain.config.run_config import RunConfig
+from spmdtrain.data.datasets import (
+    ArrayDataset,
+    Dataset,
+    MappedDataset,
+    Subset,
+    as_dataset,
+    blocks_of,
+    sources_within,
+)
+from spmdtrain.data.image_folder import ImageFolder
+from spmdtrain.data.indexable import IndexableDataset, describe, read_examples
 from spmdtrain.data.libraries import from_library
+from spmdtrain.data.mixture import Mixture
+from spmdtrain.data.packing import Packed
 from spmdtrain.data.progress import delayed_progress
+from spmdtrain.data.scans import cached_scan, scan_folder, source_key
 from spmdtrain.distributed import process_group
-from spmdtrain.errors import UserError
+from spmdtrain.errors import BadRecordError, UserError
 
 PyTree = Any
 
 _BATCH = 1024  # records read at once
+_CHECKING = "checking records"
 
 
 class SkipBadRecords:
     """A source without the records that are corrupted or cannot be decoded.
 
-    All records are read once, at the start, in every process. So the examples of a batch do not
-    depend on when and where a bad record is read, an evaluation counts every other record once, and
-    a resume on other devices has the same batches. A failure of storage is not skipped.
+    All records are read once, at the start, by one process of each machine. So the examples of a
+    batch do not depend on when and where a bad record is read, an evaluation counts every other
+    record once, and a resume on other devices has the same batches. The result is cached in the
+    user's cache folder if the source has `fingerprint()`, by its `source_key`. Only
+    `BadRecordError` is skipped, which exceptions of a function that decodes records become.
 
     Args:
       source: An object with `__len__` and `__getitem__(int)`.
@@ -35,32 +54,35 @@ class SkipBadRecords:
       skipped: int64 (n,), the numbers of the bad records in the source, ascending.
 
     Raises:
-      UserError: If more records are bad, or no record is left.
+      UserError: If more records are bad, no record is left, or the source is not one of records.
       StorageError: If the storage of a record fails.
     """
 
     def __init__(self, source: Any, max_bad_records: int = 100) -> None:
-        if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
+        converted = from_library(source)  # refuses streams
+        is_source = hasattr(source, "__getitem__") and hasattr(source, "__len__")
+        if not is_source or isinstance(converted, dict):  # the columns of a table
             raise UserError(
                 f"SkipBadRecords needs an object with __len__ and __getitem__(int), not a "
-                f"{type(source).__name__}"
+                f"{describe(source)}"
             )
         if isinstance(max_bad_records, bool) or not isinstance(max_bad_records, int):
             raise UserError(f"max_bad_records is {max_bad_records!r}: it must be a number")
-        from_library(source)  # refuses streams
         self.source = source
-        reasons = _find_bad(source, max_bad_records)
-        self.skipped = np.array(sorted(reasons), np.int64)
+        self.skipped = _bad_records(source, max_bad_records)
         # Record i of this source is record i + (number of offsets up to i) of the other one.
         self._offsets = self.skipped - np.arange(len(self.skipped))
-        if not reasons:
+        # Without rows of its own, a source has the dtypes of the first record that can be read.
+        self._source_rows = converted if isinstance(converted, Dataset) else None
+        self._examples = IndexableDataset(self)
+        if not len(self.skipped):
             return
-        first = reasons[int(self.skipped[0])]
-        message = f"{len(reasons):,} of {len(source):,} records cannot be read; the first: {first}"
+        first = _reason(source, int(self.skipped[0]))
+        message = f"{len(self.skipped):,} of {len(source):,} records cannot be read; the first: "
         if not len(self):
-            raise UserError(f"{message}. None is left")
+            raise UserError(f"{message}{first}. None is left")
         if process_group.is_chief():
-            print(f"bad_records: {message}. They are left out", file=sys.stderr, flush=True)
+            print(f"bad_records: {message}{first}. They are left out", file=sys.stderr, flush=True)
 
     def __len__(self) -> int:
         return len(self.source) - len(self.skipped)
@@ -74,10 +96,15 @@ class SkipBadRecords:
         Args:
           indices: Their numbers.
         """
-        return read_examples(self.source, self._originals(np.asarray(indices, np.int64)).tolist())
+        originals = self._originals(np.asarray(indices, np.int64)).tolist()
+        with _checked_before():
+            return read_examples(self.source, originals)
 
     def rows(self, indices: np.ndarray) -> PyTree:
-        return as_dataset(self.source).rows(self._originals(indices))
+        if self._source_rows is None:
+            return self._examples.rows(indices)
+        with _checked_before():
+            return self._source_rows.rows(self._originals(indices))
 
     @property
     def blocks(self) -> np.ndarray | None:
@@ -123,24 +150,141 @@ class SkipBadRecords:
         return indices + np.searchsorted(self._offsets, indices, side="right")
 
 
-def _find_bad(source: Any, limit: int) -> dict[int, str]:
-    """Returns the bad records, with the message of each."""
-    bad: dict[int, str] = {}
-    with delayed_progress("checking records", len(source)) as advance:
+@contextlib.contextmanager
+def _checked_before() -> Iterator[None]:
+    """Ends the run if a record is bad that was not when all were checked."""
+    try:
+        yield
+    except BadRecordError as error:
+        raise UserError(
+            f"{error}. It could be read when all records were checked: the data, or the function "
+            f"that decodes them, have changed since then. If this is intended, delete "
+            f"{scan_folder()} and start again"
+        ) from error
+
+
+# -- the scan --------------------------------------------------------------------------------------
+
+
+def _bad_records(source: Any, limit: int) -> np.ndarray:
+    """Returns the numbers of the bad records, int64 (n,)."""
+    scan = functools.partial(_scan, source, limit)
+    if not hasattr(source, "fingerprint"):
+        return scan()
+    key = source_key(source, functools.partial(_contents, source), describe(source))
+
+    def is_valid(bad: np.ndarray) -> bool:  # the function that decodes records may be another one
+        return all(_reason(source, index) is not None for index in bad.tolist())
+
+    bad = cached_scan("bad", key, scan, _CHECKING, dtype=np.int64, is_valid=is_valid)
+    if len(bad) > limit:  # of a run with a higher limit
+        _refuse(source, limit, _reason(source, int(bad[0])))
+    return bad
+
+
+def _scan(source: Any, limit: int) -> np.ndarray:
+    bad: list[int] = []
+    with delayed_progress(_CHECKING, len(source)) as advance:
         for start in range(0, len(source), _BATCH):
             indices = range(start, min(start + _BATCH, len(source)))
             try:
                 read_examples(source, list(indices))
-            except UserError:
+            except BadRecordError:
                 for index in indices:
-                    try:
-                        read_examples(source, [index])
-                    except UserError as error:
-                        bad[index] = str(error)
+                    if _reason(source, index) is not None:
+                        bad.append(index)
                     if len(bad) > limit:
-                        raise UserError(
-                            f"over {limit} records of a {type(source).__name__} cannot be read, "
-                            f"the limit max_bad_records; the first: {next(iter(bad.values()))}"
-                        ) from None
+                        _refuse(source, limit, _reason(source, bad[0]))
             advance(indices.stop)
-    return bad
+    return np.array(bad, np.int64)
+
+
+def _reason(source: Any, index: int) -> str | None:
+    """Returns why a record cannot be read; None if it can be."""
+    try:
+        read_examples(source, [index])
+    except BadRecordError as error:
+        return str(error)
+    return None
+
+
+def _refuse(source: Any, limit: int, first: str | None) -> NoReturn:
+    raise UserError(
+        f"over {limit} records of a {describe(source)} cannot be read, the limit max_bad_records; "
+        f"the first: {first}"
+    )
+
+
+def _contents(source: Any, indices: Sequence[int]) -> Iterator[bytes]:
+    """Yields the content of records; of a bad one, the word that it is."""
+    for index in indices:
+        try:
+            (example,) = read_examples(source, [index])
+        except BadRecordError:
+            yield b"bad"
+            continue
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(example)]
+        # An array of objects holds their addresses.
+        parts = [x.tobytes() for x in leaves if x.dtype.kind != "O"]
+        yield repr([(x.dtype, x.shape) for x in leaves]).encode() + b"".join(parts)
+
+
+# -- the option of a run ---------------------------------------------------------------------------
+
+_WRITE = {
+    Packed: "Packed(SkipBadRecords(documents), length)",
+    Subset: "Subset(SkipBadRecords(source), indices)",
+    ImageFolder: "ImageFolder(..., broken='skip')",
+}
+"""What leaves out the bad records of data that read their records themselves."""
+
+_DONE = (SkipBadRecords, ArrayDataset, tuple, dict, list, np.ndarray, jax.Array)
+"""Data without bad records: they are left out, or all are in memory."""
+
+
+def run_dataset(data: Any, config: RunConfig, what: str = "the dataset") -> Dataset:
+    """Returns a dataset of a run, without its bad records if `on_bad_record` is "skip".
+
+    Args:
+      data: Anything that `as_dataset` accepts.
+      config: The configuration.
+      what: The name of `data` in error messages.
+
+    Raises:
+      UserError: As `as_dataset`, or if too many records are bad, or if the records cannot be
+        reached and are not checked already.
+    """
+    if config.on_bad_record == "skip":
+        data = _without_bad_records(data, config.max_bad_records)
+    return as_dataset(data, what)
+
+
+def _without_bad_records(data: Any, limit: int) -> Any:
+    """Returns data without their bad records; the same object if nothing has to be done."""
+    if isinstance(data, IndexableDataset):
+        data = data.source
+    if isinstance(data, MappedDataset):
+        inner = _without_bad_records(data.dataset, limit)
+        return data if inner is data.dataset else MappedDataset(inner, data.function)
+    if isinstance(data, Mixture):
+        parts = {name: _without_bad_records(x, limit) for name, x in data.components.items()}
+        if all(part is data.components[name] for name, part in parts.items()):
+            return data
+        weights = data.stages[0]
+        components = {name: (part, weights[name]) for name, part in parts.items()}
+        return Mixture(components, {step: x for step, x in data.stages.items() if step})
+    innermost = data
+    while isinstance(innermost, Subset):
+        innermost = innermost.dataset
+    if isinstance(from_library(innermost, sparse=True), _DONE):
+        return data
+    if hasattr(data, "__getitem__"):
+        return SkipBadRecords(data, limit)
+    within = list(sources_within(data))
+    if any(isinstance(x, SkipBadRecords) or getattr(x, "broken", "") == "skip" for x in within):
+        return data
+    write = _WRITE.get(type(data), "SkipBadRecords(source) around the source of its records")
+    raise UserError(
+        f"on_bad_record is 'skip', but a {describe(data)} reads its records itself: write {write} "
+        "in the experiment"
+    )

@@ -2,7 +2,7 @@
 
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from spmdtrain.data.indexable import IndexableDataset, stack
-from spmdtrain.data.libraries import NO_STREAM, from_library
+from spmdtrain.data.libraries import NO_STREAM, from_library, known_as
 from spmdtrain.errors import UserError
 from spmdtrain.tree import named_leaves
 
@@ -223,8 +223,9 @@ def blocks_of(data: Any) -> np.ndarray | None:
 def fingerprint(dataset: Dataset) -> dict[str, Any]:
     """Returns what identifies a dataset: its length, shapes, dtypes and a CRC-32 of 16 rows.
 
-    Class names are included if the dataset has any, and so are a CRC-32 of its blocks and the
-    components and weights of a mixture, which determine the order of the examples.
+    Class names are included if the dataset has any, and so are a CRC-32 of its blocks and of the
+    bad records that are left out, and the components and weights of a mixture, which determine the
+    order of the examples.
 
     Args:
       dataset: The dataset.
@@ -238,6 +239,8 @@ def fingerprint(dataset: Dataset) -> dict[str, Any]:
     given: dict[str, Any] = {"classes": list(classes)} if classes else {}
     if blocks is not None:
         given["blocks"] = f"{len(blocks) - 1} (crc32 {zlib.crc32(blocks.tobytes())})"
+    if skipped := skipped_of(dataset):
+        given["skipped"] = f"{len(skipped)} (crc32 {zlib.crc32(' '.join(skipped).encode())})"
     inner: Any = dataset
     while isinstance(inner, MappedDataset):
         inner = inner.dataset
@@ -248,6 +251,34 @@ def fingerprint(dataset: Dataset) -> dict[str, Any]:
         "arrays": {n: f"{x.dtype}{list(x.shape[1:])}" for n, x in leaves.items()},
         "crc32": functools.reduce(lambda crc, x: zlib.crc32(x.tobytes(), crc), leaves.values(), 0),
     }
+
+
+_WITHIN = ("dataset", "source", "documents", "_source")
+"""Attributes that hold what a dataset or source reads from: of spmdtrain's classes, and Grain's."""
+
+
+def sources_within(data: Any) -> Iterator[Any]:
+    """Yields a dataset or source, and all those that it reads from, as far as they are known.
+
+    Args:
+      data: A dataset or source of spmdtrain or Grain; of any other object nothing is yielded.
+    """
+    if not any(name.startswith(("spmdtrain.", "grain.")) for name in known_as(data)):
+        return
+    yield data
+    inner = [getattr(data, name, None) for name in _WITHIN]
+    components: Mapping[str, Any] = getattr(data, "components", {})
+    for each in (*inner, *getattr(data, "parents", ()), *components.values()):
+        yield from sources_within(each)
+
+
+def skipped_of(dataset: Any) -> list[str]:
+    """Returns the numbers or files of the bad records that sources of a dataset leave out.
+
+    Args:
+      dataset: A dataset.
+    """
+    return [str(x) for each in sources_within(dataset) for x in getattr(each, "skipped", ())]
 
 
 def classes_of(dataset: Any) -> Sequence[str]:

@@ -1,9 +1,6 @@
 """Documents: random access to 1-D arrays of tokens, and the lengths of all of them."""
 
-import hashlib
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,17 +8,13 @@ import numpy as np
 from spmdtrain.data.indexable import describe, read_examples
 from spmdtrain.data.libraries import from_library
 from spmdtrain.data.progress import delayed_progress
+from spmdtrain.data.scans import cached_scan, source_key
 from spmdtrain.data.tables import HuggingFaceDataset
 from spmdtrain.errors import UserError, printable
-from spmdtrain.files.cache_files import keep_file
-from spmdtrain.files.user_folders import cache_folder
 
 _BATCH = 1024  # documents read at once by a scan
-_SAMPLES = 16  # documents whose content is part of the name of a cached file
-_DIGEST = hashlib.sha256().digest_size * 2  # hexadecimal digits at the beginning of a cached file
 _LARGEST = np.iinfo(np.int32).max
-
-CACHE_DELAY = 1.0  # seconds; the result of a faster scan is not cached
+_COUNTING = "counting tokens"
 
 
 def check_source(source: Any, what: str) -> None:
@@ -98,9 +91,8 @@ def document_lengths(documents: Any, field: str | None = None) -> np.ndarray:
     """Returns the number of tokens of every document.
 
     They come from `documents.lengths()` if there is such a method. If not, all documents are read
-    once; a result that took more than a second is cached in the user's cache folder. The name of
-    the file is a hash of the number of documents, of 16 of them, and of `documents.fingerprint()`
-    if there is such a method.
+    once by one process of each machine, and the result is cached in the user's cache folder by
+    their `source_key`.
 
     Args:
       documents: A source of 1-D arrays of integers, or of records that hold one.
@@ -129,7 +121,7 @@ def document_lengths(documents: Any, field: str | None = None) -> np.ndarray:
 
     def scan() -> np.ndarray:
         lengths = np.zeros(count, np.int32)
-        with delayed_progress("counting tokens", count) as advance:
+        with delayed_progress(_COUNTING, count) as advance:
             for start in range(0, count, _BATCH):
                 indices = range(start, min(start + _BATCH, count))
                 found = read_documents(documents, indices, field)
@@ -137,59 +129,9 @@ def document_lengths(documents: Any, field: str | None = None) -> np.ndarray:
                 advance(start + len(found))
         return lengths
 
-    return cached("lengths", _fingerprint(documents, field), scan)
+    key = source_key(documents, lambda indices: _contents(documents, indices, field), field)
+    return cached_scan("lengths", key, scan, _COUNTING)
 
 
-def _fingerprint(documents: Any, field: str | None) -> bytes:
-    count = len(documents)
-    digest = hashlib.sha256(f"{count} {field}\n".encode())
-    if hasattr(documents, "fingerprint"):
-        digest.update(f"{documents.fingerprint()}\n".encode())
-    samples = np.unique(np.linspace(0, max(count - 1, 0), min(count, _SAMPLES)).astype(np.int64))
-    for tokens in read_documents(documents, samples.tolist(), field):
-        digest.update(f"{len(tokens)}\n".encode())
-        digest.update(tokens.tobytes())
-    return digest.digest()
-
-
-def cached(kind: str, key: bytes, compute: Callable[[], np.ndarray]) -> np.ndarray:
-    """Returns an array of int32 from the user's cache folder, or computes it.
-
-    Args:
-      kind: The kind of the array, which is part of the file's name.
-      key: Everything that the array depends on, or a hash of it.
-      compute: Returns the array. The result is cached if this took more than `CACHE_DELAY`.
-
-    Returns:
-      int32 (n,), read-only; a memory map if it comes from a file.
-    """
-    name = f"{kind}-{hashlib.sha256(kind.encode() + key).hexdigest()}"
-    path = cache_folder() / "data" / name
-    if (found := _load(path)) is not None:
-        return found
-    started = time.perf_counter()
-    array = compute()
-    array.flags.writeable = False
-    if time.perf_counter() - started > CACHE_DELAY:
-        keep_file(path, _digest(path, array) + array.tobytes())
-    return array
-
-
-def _load(path: Path) -> np.ndarray | None:
-    """Returns the array of a cached file; None if the file is missing, corrupted or renamed."""
-    try:
-        size = path.stat().st_size - _DIGEST
-        if not path.is_file() or size <= 0 or size % 4:
-            return None
-        array = np.memmap(path, np.int32, "r", _DIGEST)
-        with path.open("rb") as file:
-            digest = file.read(_DIGEST)
-    except OSError:
-        return None
-    return array if digest == _digest(path, array) else None
-
-
-def _digest(path: Path, array: np.ndarray) -> bytes:
-    digest = hashlib.sha256(f"{path.name}\n".encode())
-    digest.update(array.data)
-    return digest.hexdigest().encode()
+def _contents(documents: Any, indices: Sequence[int], field: str | None) -> list[bytes]:
+    return [tokens.tobytes() for tokens in read_documents(documents, indices, field)]

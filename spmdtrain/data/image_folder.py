@@ -68,6 +68,7 @@ class ImageFolder:
     Attributes:
       classes: The names of the classes' folders, sorted; the same for all splits. A label is an
         index into it.
+      broken: What happens to a file that cannot be decoded.
       files: The files of this split as paths below the folder, with "/"; sorted by class and name.
       skipped: The files left out by `broken="skip"`, with the reason.
 
@@ -102,6 +103,7 @@ class ImageFolder:
         load_pillow()
         self.folder = epath.Path(folder).expanduser()
         self.size = _height_and_width(size)
+        self.broken = broken
         self._threads = _cpu_count() if threads is None else _checked_threads(threads)
         self._disk = _image_cache(cache, cache_dir, self.size)
         self._memory: dict[str, Future[np.ndarray]] | None = {} if cache == "memory" else None

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from spmdtrain.errors import StorageError, UserError, foreign
+from spmdtrain.errors import BadRecordError, StorageError, UserError, foreign
 from spmdtrain.tree import path_name
 from spmdtrain.xla.hlo_parser import is_library
 
@@ -137,10 +137,11 @@ def read_examples(source: Any, indices: Sequence[int]) -> Sequence[Any]:
       The examples, in the order of `indices`.
 
     Raises:
-      UserError: If an example cannot be read; names its index, and the line of the user's code if
-        it failed there.
+      BadRecordError: If an example cannot be read; names its index, and the line of the user's code
+        if it failed there.
+      UserError: If the source raises one, or returns another number of examples.
       StorageError: If an example cannot be read because its storage fails.
-    """  # noqa: DOC501 (StorageError is raised by _fail)
+    """  # noqa: DOC501 (some are raised by _fail)
     # Grain's own sources have `_getitems` instead (SupportsBatchedReadRandomAccessDataSource).
     several = getattr(source, "__getitems__", None) or getattr(source, "_getitems", None)
     if several is not None:
@@ -175,7 +176,7 @@ def _fail(source: Any, which: str, error: Exception) -> NoReturn:
     message = f"{which} of a {describe(source)} cannot be read: {cause_of(error)}"
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
         raise StorageError(message) from error
-    raise UserError(message) from error
+    raise BadRecordError(message) from error
 
 
 def cause_of(error: Exception) -> str:

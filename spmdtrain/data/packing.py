@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from spmdtrain.data.datasets import blocks_of
-from spmdtrain.data.documents import cached, check_source, document_lengths, read_documents
+from spmdtrain.data.documents import check_source, document_lengths, read_documents
 from spmdtrain.data.order import BLOCKS_PER_GROUP
 from spmdtrain.data.progress import delayed_progress
+from spmdtrain.data.scans import cached_scan, scan_folder
 from spmdtrain.data.sources.block_cache import BlockCache
 from spmdtrain.errors import UserError
-from spmdtrain.files.user_folders import cache_folder
 
 _ALGORITHM = 1  # changes with the result of `best_fit`, whose row counts are cached
 # Threads that read ahead may be in the next group of shuffled windows.
@@ -284,7 +284,7 @@ class Packed:
 
         key = hashlib.sha256(f"{_ALGORITHM} {self.length} {self.window}\n".encode())
         key.update(self._lengths.data)
-        return cached("rows", key.digest(), count_rows)
+        return cached_scan("rows", key.digest(), count_rows, "packing")
 
     def _read(self, indices: np.ndarray) -> list[np.ndarray]:
         """Reads documents; those longer than a row are kept for the rows of their other pieces."""
@@ -301,7 +301,7 @@ class Packed:
                 raise UserError(
                     f"document {index} has {len(text)} tokens, but had {self._lengths[index]} when "
                     "all documents were counted: they have changed since then. If this is "
-                    f"intended, delete {cache_folder() / 'data'} and start again"
+                    f"intended, delete {scan_folder()} and start again"
                 )
             texts[index] = text
             if len(text) > self.length:

@@ -13,7 +13,7 @@ from spmdtrain.data.documents import check_source
 from spmdtrain.data.indexable import read_examples
 from spmdtrain.data.libraries import known_as
 from spmdtrain.data.tokenizer import ByteTokenizer, load_tokenizer
-from spmdtrain.errors import UserError, did_you_mean, printable
+from spmdtrain.errors import BadRecordError, UserError, did_you_mean, printable
 
 
 class Tokenized:
@@ -86,7 +86,7 @@ class Tokenized:
           indices: Their numbers.
 
         Raises:
-          UserError: If a record cannot be read or has no text.
+          BadRecordError: If a record cannot be read, has no text, or cannot be tokenized.
         """
         indices = list(indices)
         records = read_examples(self.source, indices)
@@ -152,12 +152,12 @@ class Tokenized:
         return self._tokenizer.decode(numbers)
 
     def _text(self, record: Any, index: int) -> str:
-        """Returns the text of a record. Raises `UserError` if there is none."""
+        """Returns the text of a record. Raises `BadRecordError` if there is none."""
         value = record
         if isinstance(record, dict):
             if self.field not in record:
                 names = [printable(name) for name in record]
-                raise UserError(
+                raise BadRecordError(
                     f"{self.describe(index)}: there is no field {printable(self.field)!r} with "
                     f"text.{did_you_mean(self.field, names)} Give its name: "
                     "Tokenized(source, tokenizer, field=...)"
@@ -167,7 +167,7 @@ class Tokenized:
             return value
         if not isinstance(value, bytes):
             where = f"field {printable(self.field)!r}" if value is not record else "the record"
-            raise UserError(
+            raise BadRecordError(
                 f"{self.describe(index)}: {where} is {type(value).__name__}, not text (str or "
                 "UTF-8 bytes)"
             )
@@ -176,16 +176,20 @@ class Tokenized:
         try:
             return value.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise UserError(f"{self.describe(index)}: text that is not UTF-8: {error}") from error
+            raise BadRecordError(
+                f"{self.describe(index)}: text that is not UTF-8: {error}"
+            ) from error
 
     def _find_failing(self, texts: Sequence[str], indices: Sequence[int]) -> None:
-        """Raises `UserError` for the first text that cannot be tokenized alone."""
+        """Raises `BadRecordError` for the first text that cannot be tokenized alone."""
         for text, index in zip(texts, indices, strict=True):
             try:
                 self._tokenizer.encode([text])
             except Exception as error:
                 reason = " ".join(str(error).split())
-                raise UserError(f"{self.describe(index)}: cannot be tokenized: {reason}") from error
+                raise BadRecordError(
+                    f"{self.describe(index)}: cannot be tokenized: {reason}"
+                ) from error
 
 
 def _records(source: Any, field: str) -> Any:

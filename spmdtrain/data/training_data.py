@@ -4,6 +4,7 @@ from typing import Any
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data import datasets
+from spmdtrain.data.bad_records import run_dataset
 from spmdtrain.data.datasets import Dataset, as_dataset
 from spmdtrain.data.mixture import epoch_size
 from spmdtrain.data.sharded_stream import ShardedStream, shards_of
@@ -33,13 +34,18 @@ def training_data(data: Any, config: RunConfig) -> TrainingData:
                 f"stream_shards is {config.stream_shards}: it is for streams, and a "
                 f"{type(data).__name__} has random access"
             )
-        return as_dataset(data, "train data")
+        return run_dataset(data, config, "train data")
     if config.steps is None:
         raise UserError("a stream has no number of examples, so it has no epochs: give steps")
     if strategy(config.strategy).by_servers:
         raise UserError(
             f"strategy {config.strategy} assigns batches to workers by number, and a stream has no "
             "random access: give a dataset, or use another strategy"
+        )
+    if config.on_bad_record == "skip":
+        raise UserError(
+            "on_bad_record is 'skip', and which records of a stream are bad is not known before "
+            "they are read: leave them out in the stream itself"
         )
     if config.data_on_device:
         raise UserError("data_on_device copies all examples of a dataset; a stream has no end")

@@ -1,14 +1,20 @@
-"""Files of caches, written as a whole or not at all."""
+"""Files of caches, written as a whole or not at all, by one process at a time."""
 
 import contextlib
+import fcntl
 import functools
 import os
+import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from spmdtrain.files.user_folders import make_folder
+
+NOTICE_DELAY = 1.0  # seconds that a process waits for another one before it says so
+_POLL = 0.02  # seconds
 
 
 @contextlib.contextmanager
@@ -50,3 +56,36 @@ def keep_file(path: Path, content: bytes) -> None:
         make_folder(path.parent)
         with replaced(path, mode=0o600) as file:
             file.write(content)
+
+
+@contextlib.contextmanager
+def locked(path: Path, work: str) -> Iterator[None]:
+    """Lets one process of this machine at a time make a file of a cache.
+
+    A process that waits for longer than a second says so in a line.
+
+    Args:
+      path: The file; its folder exists. The lock is a file beside it until the end of the block.
+      work: What the process does that holds the lock, such as "counting tokens".
+    """
+    lock = path.with_name(f"{path.name}.lock")
+    with open(lock, "ab") as file:
+        _acquire(file, work)
+        try:
+            yield
+        finally:
+            # Processes that wait have opened it already, and look for the result once they hold it.
+            with contextlib.suppress(OSError):
+                lock.unlink()
+
+
+def _acquire(file: IO[bytes], work: str) -> None:
+    deadline = time.monotonic() + NOTICE_DELAY
+    while time.monotonic() < deadline:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_POLL)
+    message = f"{work}: another process of this machine does it; waiting for its result"
+    print(message, file=sys.stderr, flush=True)
+    fcntl.flock(file, fcntl.LOCK_EX)

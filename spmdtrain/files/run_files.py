@@ -158,13 +158,21 @@ class RunFiles:
         """Imports the modules for event files, so that the first write is as fast as others."""
         tensorboard.import_writer()
 
-    def write_config(self, config: Mapping[str, Any], *, mesh: str, devices: Sequence[Any]) -> None:
+    def write_config(
+        self,
+        config: Mapping[str, Any],
+        *,
+        mesh: str,
+        devices: Sequence[Any],
+        skipped_records: Mapping[str, int],
+    ) -> None:
         """Writes `config.json`.
 
         Args:
           config: The resolved configuration, as JSON.
           mesh: A description of the mesh.
           devices: The devices of the run.
+          skipped_records: Numbers of bad records that are left out of the data, by split.
         """
         content = {
             "config": config,
@@ -172,6 +180,7 @@ class RunFiles:
             "mesh": mesh,
             "devices": len(devices),
             "device_kind": devices[0].device_kind,
+            "skipped_records": dict(skipped_records),
         }
         self._replace("config.json", json.dumps(content, indent=2) + "\n")
         self.sync()

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from spmdtrain.config.option_groups import CollectiveOptions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.loader import abstract_batch
-from spmdtrain.data.training_data import examples_per_epoch, training_data
+from spmdtrain.data.training_data import TrainingData, examples_per_epoch, training_data
 from spmdtrain.errors import UserError
 from spmdtrain.plan import time_model
 from spmdtrain.plan.aot import devices_of, has_compiler
@@ -176,7 +176,8 @@ def plan(
             trainer = Trainer.from_experiment(experiment, config, terminal=Terminal(quiet=True))
         except NotSplitError as error:
             raise UserError(f"{error}{_fewer_parts(experiment, config, topology)}") from error
-        batch = _batch(experiment, config, trainer.placement)
+        train = training_data(experiment.train, config)
+        batch = _batch(train, experiment, config, trainer.placement)
         on_progress("tracing")
         traced = trainer.trace_step(batch)
         flops = count_flops(traced.jaxpr)
@@ -207,7 +208,7 @@ def plan(
             batch_shards=trainer.placement.batch_shards,
             unsharded_params=trainer.unsharded_params(),
             tokens=_tokens(batch),
-            steps=config.total_steps(examples_per_epoch(experiment.train)),
+            steps=config.total_steps(examples_per_epoch(train)),
             rows=table.rows[:-1],
             memory=memory,
             buffers=summary.buffers,
@@ -246,9 +247,11 @@ def _fewer_parts(experiment: Experiment, config: RunConfig, topology: Topology) 
     return ""
 
 
-def _batch(experiment: Experiment, config: RunConfig, placement: Placement) -> Any:
+def _batch(
+    train: TrainingData, experiment: Experiment, config: RunConfig, placement: Placement
+) -> Any:
     return abstract_batch(
-        training_data(experiment.train, config),
+        train,
         config.resolved_batch_size,
         placement,
         augment=experiment.augment,

@@ -17,8 +17,9 @@ from spmdtrain.checkpoints.manifest import CheckpointCorruptedError
 from spmdtrain.checkpoints.restore import read_manifest
 from spmdtrain.checkpoints.source import Source, list_checkpoints
 from spmdtrain.config.run_config import RunConfig
-from spmdtrain.data.datasets import Dataset, as_dataset
-from spmdtrain.data.training_data import examples_per_epoch
+from spmdtrain.data.bad_records import run_dataset
+from spmdtrain.data.datasets import Dataset
+from spmdtrain.data.training_data import examples_per_epoch, training_data
 from spmdtrain.distributed import progress
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import ExitCode, PreemptedExit, StorageError, UserError
@@ -85,7 +86,9 @@ def follow(
     """
     # A batch size per device gives the total only with the devices of the training.
     known = config.batch_size_per_device is None
-    total = resolve(config, batch_shards=1).total_steps(examples_per_epoch(train))
+    resolved = resolve(config, batch_shards=1)
+    size = 0 if config.steps is not None else examples_per_epoch(training_data(train, resolved))
+    total = resolved.total_steps(size)
     return watch(trainer, validation, which=which, total_steps=total if known else None)
 
 
@@ -125,7 +128,7 @@ def watch(
         raise UserError("an evaluator needs a workdir: that of the training to evaluate")
     if validation is None:
         raise UserError("an evaluator needs a validation split, and there is none")
-    dataset = as_dataset(validation, "validation data")
+    dataset = run_dataset(validation, trainer.config, "validation data")
     with StopSignals() as signals, contextlib.closing(RunFiles(workdir, Writer.EVALUATOR)) as files:
         evaluator = _Evaluator(
             trainer=trainer,

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
-from spmdtrain.data.datasets import as_dataset
+from spmdtrain.data.bad_records import run_dataset
 from spmdtrain.data.loader import check_fits, ordered_batches
 from spmdtrain.data.sampling import Augment, process_rows
 from spmdtrain.distributed.first_call import Together
@@ -68,7 +68,7 @@ class LoopTools:
           batch: a weight for `weighted_mean`.
         """
         batches, _ = ordered_batches(
-            as_dataset(data),
+            run_dataset(data, self.config),
             self.config.eval_batch_size or self.config.resolved_batch_size,
             self.placement.batch,
             threads=self.config.data_threads,

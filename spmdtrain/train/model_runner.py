@@ -14,7 +14,8 @@ from spmdtrain.checkpoints.listing import LATEST
 from spmdtrain.checkpoints.run_identity import Identity, check_same_classes
 from spmdtrain.checkpoints.source import broadcast_source, list_checkpoints
 from spmdtrain.config.run_config import DEFAULT_GLOBAL_BATCH_SIZE, RunConfig
-from spmdtrain.data.datasets import Dataset, as_dataset, classes_of
+from spmdtrain.data.bad_records import run_dataset
+from spmdtrain.data.datasets import Dataset, classes_of
 from spmdtrain.data.loader import IndexedBatch
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.preemption import StopSignals
@@ -170,7 +171,7 @@ class ModelRunner:
           data: A dataset, or arrays in a tuple or dictionary.
           global_batch_size: By default `eval_batch_size`, or else the training's batch size.
         """
-        dataset = as_dataset(data)
+        dataset = run_dataset(data, self.config)
         self._variables()  # first: those of a checkpoint have a batch size
         batch_size = self._eval_batch(global_batch_size)
         check_same_data(dataset, batch_size)
@@ -184,7 +185,7 @@ class ModelRunner:
           data: A dataset of N examples, or arrays in a tuple or dictionary.
           global_batch_size: By default `eval_batch_size`, or else the training's batch size.
         """
-        dataset, variables = as_dataset(data), self._variables()
+        dataset, variables = run_dataset(data, self.config), self._variables()
         self._check_classes(dataset)
         batch_size = self._eval_batch(global_batch_size)
         check_same_data(dataset, batch_size)

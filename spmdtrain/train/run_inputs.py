@@ -8,7 +8,7 @@ import numpy as np
 
 from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, describe_optimizer
 from spmdtrain.config.run_config import RunConfig, config_as_json
-from spmdtrain.data.datasets import Dataset
+from spmdtrain.data.datasets import Dataset, skipped_of
 from spmdtrain.data.mixture import components_of, mixture_of
 from spmdtrain.data.training_data import TrainingData, data_fingerprint, examples_per_epoch
 from spmdtrain.distributed import numeric_settings, process_group
@@ -104,6 +104,15 @@ def identity_of(config: RunConfig, train: TrainingData | None, trained: Trainabl
         optimizer=describe_optimizer(trained.abstract_state.opt_state),
         hyperparameters=trained.initial_hyperparameters,
     )
+
+
+def count_skipped(data: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the number of bad records that are left out of each split that is a dataset.
+
+    Args:
+      data: Training data and datasets by split.
+    """
+    return {split: len(skipped_of(x)) for split, x in data.items() if isinstance(x, Dataset)}
 
 
 def check_same_inputs(

@@ -30,10 +30,18 @@ class RunLogger:
       terminal: Receives lines.
       files: The files of the workdir; None without a workdir, and in all processes but process 0.
       config: The configuration.
+      skipped_records: Numbers of bad records that are left out of the data, by split.
     """
 
-    def __init__(self, terminal: Terminal, files: RunFiles | None, config: RunConfig) -> None:
+    def __init__(
+        self,
+        terminal: Terminal,
+        files: RunFiles | None,
+        config: RunConfig,
+        skipped_records: Mapping[str, int] | None = None,
+    ) -> None:
         self.terminal, self.files, self.config = terminal, files, config
+        self._skipped_records = skipped_records or {}
         self.latest: dict[Split, Metrics] = {split: {} for split in Split}
         self.batch_size = config.global_batch_size
         """Examples in one step; in a `Loop` those of the batch that the user passes."""
@@ -55,7 +63,10 @@ class RunLogger:
             self.files.prepare_curves()  # now, during the compilation
             self.files.rewind(step)
             self.files.write_config(
-                config_as_json(self.config), mesh=placement.axes, devices=placement.devices
+                config_as_json(self.config),
+                mesh=placement.axes,
+                devices=placement.devices,
+                skipped_records=self._skipped_records,
             )
             self.files.write_status(Status.RUNNING, step)
         if self.config.workdir is not None:
@@ -65,7 +76,7 @@ class RunLogger:
                 self.written[split] = dict(process_group.broadcast(found))
 
     def log_header(self, placement: Placement, params: Any, program: str) -> None:
-        """Prints the line that describes what is about to run: devices, mesh, batch, program."""
+        """Prints what is about to run: devices, mesh, batch, program, and bad records if any."""
         batch, rate = self.batch_size, self.config.learning_rate
         devices = placement.devices
         rows = batch or 0
@@ -83,6 +94,9 @@ class RunLogger:
             + ("" if rate is None else f"learning rate {rate:g}; ")
             + f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters; {program}"
         )
+        if any(self._skipped_records.values()):
+            counts = (f"{split} {count:,}" for split, count in self._skipped_records.items())
+            self.terminal.line(f"bad records left out: {', '.join(counts)}")
 
     def restart_timer(self, step: int) -> None:
         """Counts the time from here on as training."""

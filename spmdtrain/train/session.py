@@ -24,7 +24,8 @@ from spmdtrain.checkpoints.source import (
     load_latest_valid,
 )
 from spmdtrain.config.run_config import RunConfig
-from spmdtrain.data.datasets import Dataset, as_dataset
+from spmdtrain.data.bad_records import run_dataset
+from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.sharded_stream import ShardedStream, StreamProgress
 from spmdtrain.data.training_data import TrainingData, examples_per_epoch, training_data
 from spmdtrain.distributed import failures, process_group, progress
@@ -44,7 +45,13 @@ from spmdtrain.terminal import Terminal
 from spmdtrain.train.boundary_actions import BoundaryActions
 from spmdtrain.train.checkpoints_of_run import open_checkpoints
 from spmdtrain.train.epochs import Epochs, known_rate
-from spmdtrain.train.run_inputs import Trainable, check_inputs, check_same_inputs, identity_of
+from spmdtrain.train.run_inputs import (
+    Trainable,
+    check_inputs,
+    check_same_inputs,
+    count_skipped,
+    identity_of,
+)
 from spmdtrain.train.run_logger import Metrics, RunLogger
 from spmdtrain.train.schedule import Due, Schedule
 
@@ -98,7 +105,7 @@ class RunSession:
         train = training_data(given.pop("train"), config) if "train" in given else None
         if isinstance(train, ShardedStream):
             stack.callback(train.close)
-        data = {name: as_dataset(x, f"{name} data") for name, x in given.items()}
+        data = {name: run_dataset(x, config, f"{name} data") for name, x in given.items()}
         total = check_inputs(config, train, data, trained)
         if config.evaluated_by == "evaluator":
             data.pop("validation", None)
@@ -117,7 +124,7 @@ class RunSession:
                 files = stack.enter_context(contextlib.closing(RunFiles(workdir)))
             process_group.barrier()  # the folder exists, and this run has locked it
             checkpoints = stack.enter_context(contextlib.closing(open_checkpoints(config, workdir)))
-        logger = RunLogger(terminal, files, config)
+        logger = RunLogger(terminal, files, config, count_skipped({"train": train, **data}))
         rate = known_rate(config, trained.abstract_state.opt_state)
         size = examples_per_epoch(train)
         run = cls(

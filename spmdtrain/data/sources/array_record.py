@@ -10,7 +10,7 @@ import numpy as np
 
 from spmdtrain.data.indexable import cause_of
 from spmdtrain.data.sources.files import Files, SourceFile, find_files, listed
-from spmdtrain.errors import StorageError, UserError
+from spmdtrain.errors import BadRecordError, StorageError, UserError
 from spmdtrain.files.storage import in_short, is_url
 from spmdtrain.optional import import_extra
 
@@ -72,7 +72,8 @@ class ArrayRecordSource:
           indices: Their numbers.
 
         Raises:
-          UserError: If a record is corrupted or cannot be decoded, or a file has changed.
+          BadRecordError: If a record is corrupted or cannot be decoded.
+          UserError: If a file has changed.
           StorageError: If a file cannot be read.
           IndexError: If an index is out of range.
         """  # noqa: DOC501 (MemoryError of the user's function)
@@ -89,7 +90,7 @@ class ArrayRecordSource:
             raise
         except Exception as error:
             number = len(examples)
-            raise UserError(
+            raise BadRecordError(
                 f"{self.describe(indices[number])} ({len(contents[number])} bytes) cannot be "
                 f"decoded: {cause_of(error)}"
             ) from error
@@ -151,7 +152,7 @@ def _number_of_records(file: SourceFile) -> int:
 def _raise_unreadable(file: SourceFile, error: Exception, where: str = "") -> NoReturn:
     """Raises the error for a file that has changed, or whose content is corrupted."""
     file.check_unchanged()
-    raise UserError(
+    raise (BadRecordError if where else UserError)(
         f"{file}{where}: cannot be read: {in_short(error) or 'no reason given'}. The file is "
         "truncated, corrupted or not an ArrayRecord file: write it again, or leave it out"
     ) from error

@@ -15,7 +15,7 @@ from spmdtrain.data.progress import delayed_progress
 from spmdtrain.data.sources.arrow_values import Values, has_null, python_values
 from spmdtrain.data.sources.block_cache import CACHED_BLOCKS, BlockCache
 from spmdtrain.data.sources.files import Files, SourceFile, find_files
-from spmdtrain.errors import UserError, did_you_mean, printable
+from spmdtrain.errors import BadRecordError, UserError, did_you_mean, printable
 from spmdtrain.files.storage import failures, in_short, is_url
 from spmdtrain.optional import import_extra
 
@@ -112,7 +112,8 @@ class ParquetSource:
           indices: Their numbers.
 
         Raises:
-          UserError: If a value is null, a row group is corrupted, or a file has changed.
+          BadRecordError: If a value is null or not UTF-8, or a row group is corrupted.
+          UserError: If a file has changed.
           StorageError: If a file cannot be read.
         """
         pa = _pyarrow()
@@ -242,14 +243,14 @@ class ParquetSource:
             one = taken.slice(position, 1)
             where = f"{self._row(group, row)}: column {printable(name)!r}"
             if has_null(pa, one):
-                raise UserError(
+                raise BadRecordError(
                     f"{where} is null, or holds a null: fill or remove such rows, or choose other "
                     "columns"
                 )
             try:
                 python_values(pa, one)
             except UnicodeDecodeError as error:
-                raise UserError(f"{where} is text, but not UTF-8: {error}") from error
+                raise BadRecordError(f"{where} is text, but not UTF-8: {error}") from error
         raise AssertionError("each row can be read, but all of them together cannot")
 
 
@@ -307,7 +308,7 @@ def _raise_unreadable(file: SourceFile, error: Exception, where: str = "") -> No
     is_arrows = type(error) is OSError and error.errno is None and "Forbidden" not in str(error)
     if not is_arrows and not isinstance(error, _DECODING_ERRORS):
         file.fail(error)
-    raise UserError(
+    raise (BadRecordError if where else UserError)(
         f"{file}{where}: cannot be decoded: {in_short(error)}. The file is truncated, corrupted "
         "or not a Parquet file: write it again, or leave it out"
     ) from error

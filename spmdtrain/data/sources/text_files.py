@@ -16,7 +16,7 @@ from spmdtrain.data.sources.files import Files, find_files
 from spmdtrain.data.sources.local_reader import LocalReader
 from spmdtrain.data.sources.text_cuts import LineScanner, Scanner, SeparatorScanner
 from spmdtrain.data.sources.text_index import index_files
-from spmdtrain.errors import UserError, did_you_mean, printable
+from spmdtrain.errors import BadRecordError, UserError, did_you_mean, printable
 
 LARGE = 2**30
 """Bytes of text from which on a source has blocks."""
@@ -126,7 +126,7 @@ class _TextParts:
         try:
             text = content.decode()
         except UnicodeDecodeError as error:
-            raise UserError(f"{self.describe(index)}: not UTF-8: {error}") from error
+            raise BadRecordError(f"{self.describe(index)}: not UTF-8: {error}") from error
         return text.removeprefix(_BOM if is_first else "").rstrip("\r\n")
 
     def _place(self, index: int) -> tuple[int, int]:
@@ -247,15 +247,15 @@ class JsonLinesSource(_TextParts):
         try:
             record = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{self.describe(index)}: not JSON: {error}") from error
+            raise BadRecordError(f"{self.describe(index)}: not JSON: {error}") from error
         if not isinstance(record, dict):
-            raise UserError(
+            raise BadRecordError(
                 f"{self.describe(index)}: holds {type(record).__name__}, not an object with "
                 'fields: each line must be as {"text": "..."}'
             )
         for field in self._fields or ():
             if field not in record:
-                raise UserError(
+                raise BadRecordError(
                     f"{self.describe(index)}: there is no field {printable(field)!r}."
                     f"{did_you_mean(field, record)}"
                 )

@@ -5,7 +5,6 @@ no random access.
 """
 
 import contextlib
-import fcntl
 import gzip
 import hashlib
 import os
@@ -22,7 +21,7 @@ from spmdtrain.data.progress import delayed_progress
 from spmdtrain.data.sources.files import SourceFile, find_files
 from spmdtrain.data.sources.text_cuts import Scanner
 from spmdtrain.errors import StorageError, UserError, printable
-from spmdtrain.files.cache_files import replaced
+from spmdtrain.files.cache_files import locked, replaced
 from spmdtrain.files.storage import failures, is_url, one_line
 from spmdtrain.files.user_folders import cache_folder, make_folder
 from spmdtrain.optional import import_extra
@@ -124,13 +123,10 @@ class _Index:
         try:
             if (found := self._load()) is not None:
                 return found
-            with open(self._offsets.with_suffix(".lock"), "ab") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with locked(self._offsets, f"indexing {self._file}"):
                 if (found := self._load()) is None:
                     self._scan(make_scanner(), advance)
                     found = self._load()
-            with contextlib.suppress(OSError):
-                self._offsets.with_suffix(".lock").unlink()
         except (StorageError, UserError):
             raise
         except OSError as error:

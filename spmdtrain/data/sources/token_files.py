@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from spmdtrain.data.documents import cached
 from spmdtrain.data.progress import delayed_progress
+from spmdtrain.data.scans import cached_scan
 from spmdtrain.data.sources.files import Files, SourceFile, find_files, listed
 from spmdtrain.data.sources.local_reader import LocalReader
-from spmdtrain.errors import UserError, printable
+from spmdtrain.errors import BadRecordError, UserError, printable
 from spmdtrain.files.storage import is_url, one_line
 
 _LARGEST = np.iinfo(np.int32).max
@@ -68,7 +68,7 @@ class _TokenFiles:
             outside = (tokens < 0) | (tokens > _LARGEST)
             if outside.any():
                 position = int(outside.argmax())
-                raise UserError(
+                raise BadRecordError(
                     f"{self.files[file]}: token {start + position:,} is {tokens[position]}: tokens "
                     f"are 0 to {_LARGEST:,}. Is the dtype really {layout.dtype}?"
                 )
@@ -198,7 +198,7 @@ class TokenDocuments:
         if not self._tokens.counts.any():
             raise UserError(f"{self._tokens.files[0]}: no tokens")
         key = self.fingerprint().encode()
-        self._lengths = cached("lengths", key, self._scan)
+        self._lengths = cached_scan("lengths", key, self._scan, "counting tokens")
         self._ends = np.cumsum(self._lengths, dtype=np.int64)
         self._file_ends = np.cumsum(self._tokens.counts)
 

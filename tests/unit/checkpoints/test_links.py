@@ -113,7 +113,7 @@ def test_a_linked_file_that_is_replaced_becomes_a_file(name: str, tmp_path: Path
     victim.write_text("precious\n")
     (workdir / name).symlink_to(victim)
     with contextlib.closing(RunFiles(str(workdir))) as files:
-        files.write_config({}, mesh="", devices=jax.devices())
+        files.write_config({}, mesh="", devices=jax.devices(), skipped_records={})
         files.write_status(Status.RUNNING, 3)
     assert victim.read_text() == "precious\n"
     assert "running" in (workdir / "status.json").read_text()

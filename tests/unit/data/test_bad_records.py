@@ -1,14 +1,35 @@
 """Sources without the records that cannot be read."""
 
 import itertools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
+import grain
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmdtrain import Packed, SkipBadRecords, StorageError, Tokenized, UserError
-from spmdtrain.data.datasets import as_dataset, blocks_of
+from spmdtrain import (
+    MappedDataset,
+    Mixture,
+    Packed,
+    RunConfig,
+    SkipBadRecords,
+    StorageError,
+    Subset,
+    Tokenized,
+    UserError,
+)
+from spmdtrain.data import scans
+from spmdtrain.data.bad_records import run_dataset
+from spmdtrain.data.datasets import as_dataset, blocks_of, fingerprint, skipped_of
+from spmdtrain.data.training_data import training_data
+from spmdtrain.files import cache_files
 
 
 class Numbers:
@@ -17,11 +38,13 @@ class Numbers:
     def __init__(self, count: int, bad: set[int], error: type[Exception] = ValueError) -> None:
         self.count, self.bad, self.error = count, bad, error
         self.blocks = np.append(np.arange(0, count, 4), count)
+        self.reads: list[int] = []
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index: int) -> Any:
+        self.reads.append(index)
         if index in self.bad:
             raise self.error(f"{index} is bad")
         return index
@@ -66,6 +89,8 @@ def test_the_skipped_are_counted_in_the_log_up_to_a_limit(
 def test_a_failure_of_storage_is_not_skipped() -> None:
     with pytest.raises(StorageError, match=r"example 7 .* 7 is bad"):
         SkipBadRecords(Numbers(10, {7}, TimeoutError))
+    with pytest.raises(UserError, match="has changed"):  # for all records, and not by its content
+        SkipBadRecords(Numbers(10, {7}, lambda _: UserError("the file has changed")))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="not a generator"):
         SkipBadRecords(number for number in range(3))
     with pytest.raises(UserError, match="max_bad_records is '3'"):
@@ -73,10 +98,6 @@ def test_a_failure_of_storage_is_not_skipped() -> None:
 
 
 def test_packed_documents_of_what_is_left() -> None:
-    class Documents(Numbers):
-        def __getitem__(self, index: int) -> np.ndarray:  # type: ignore[override]
-            return np.full(2, super().__getitem__(index))
-
     packed = Packed(SkipBadRecords(Documents(6, {1, 4})), 4)
     tokens = as_dataset(packed).rows(np.arange(len(packed)))["tokens"]
     assert sorted(tokens.ravel().tolist()) == [0, 0, 2, 2, 3, 3, 5, 5]
@@ -86,3 +107,185 @@ def test_records_without_text_are_left_out_around_tokenized() -> None:
     texts = ["ab", None, "c"]
     source = SkipBadRecords(Tokenized(texts, "bytes"))
     assert [source[index].tolist() for index in range(len(source))] == [[97, 98], [99]]
+
+
+# -- identity --------------------------------------------------------------------------------------
+
+
+class Documents(Numbers):
+    """Documents of two tokens."""
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.full(2, super().__getitem__(index))
+
+
+def _grain(source: Any) -> Any:
+    return grain.MapDataset.source(source).map(lambda x: x)
+
+
+WRAPPED: dict[str, Callable[[set[int]], Any]] = {
+    "alone": lambda bad: SkipBadRecords(Numbers(4000, bad)),
+    "mapped": lambda bad: MappedDataset(SkipBadRecords(Numbers(4000, bad)), lambda x: x),
+    "subset": lambda bad: Subset(SkipBadRecords(Numbers(4000, bad)), np.arange(3000)),
+    "grain": lambda bad: as_dataset(_grain(SkipBadRecords(Numbers(4000, bad)))),
+    "packed": lambda bad: Packed(SkipBadRecords(Documents(4000, bad)), 4),
+    "text": lambda bad: Packed(
+        Tokenized(SkipBadRecords(_grain(Numbers(4000, bad)).map(lambda x: "ab")), "bytes"), 4
+    ),
+    "mixture": lambda bad: Mixture({"a": (SkipBadRecords(Numbers(4000, bad)), 1.0)}),
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_the_fingerprint_has_the_bad_records(wrapped: str) -> None:
+    """Two processes that leave out different records train on different batches."""
+    one, other = (fingerprint(WRAPPED[wrapped](bad)) for bad in ({1001}, {1002}))
+    if wrapped == "mixture":
+        one, other = one["components"]["a"], other["components"]["a"]
+    assert one["skipped"].startswith("1 (crc32 ")
+    assert one.pop("skipped") != other.pop("skipped")
+    one.pop("crc32"), other.pop("crc32")
+    assert {k: v for k, v in one.items() if k != "blocks"} == {
+        k: v for k, v in other.items() if k != "blocks"
+    }
+    assert "skipped" not in fingerprint(as_dataset(SkipBadRecords(Numbers(40, set()))))
+
+
+def test_every_batch_has_the_dtypes_of_the_first_record_that_can_be_read() -> None:
+    class Halves(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            number = super().__getitem__(index)
+            return 1.5 if number == 1 else number
+
+    source = Halves(10, {0})
+    dataset = as_dataset(SkipBadRecords(source))
+    for indices in ([3, 4], [0, 5], [6]):
+        assert dataset.rows(np.array(indices)).dtype == np.float64
+    source.reads.clear()
+    dataset.rows(np.array([2, 3]))
+    assert source.reads == [3, 4]  # none for the dtypes
+
+
+# -- the cache -------------------------------------------------------------------------------------
+
+
+class Files(Numbers):
+    """Numbers of files that do not change."""
+
+    def fingerprint(self) -> str:
+        return "files"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache folder, in which the result of every scan is kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(scans, "CACHE_DELAY", 0.0)
+    return tmp_path / "spmdtrain" / "data"
+
+
+def test_the_bad_records_of_files_are_cached(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for bad in ({7, 90}, set[int]()):
+        first = SkipBadRecords(Files(1000 + len(bad), bad))
+        line = capsys.readouterr().err
+        again = Files(1000 + len(bad), bad)
+        np.testing.assert_array_equal(SkipBadRecords(again).skipped, first.skipped)
+        assert len(again.reads) == 16 + len(bad) + bool(bad)  # samples, the bad ones, a reason
+        assert capsys.readouterr().err == line
+    assert len(list(cache.iterdir())) == 2
+    with pytest.raises(UserError, match=r"over 1 records .* 7 is bad"):
+        SkipBadRecords(Files(1002, {7, 90}), 1)
+    # Other functions that decode the same files.
+    assert SkipBadRecords(Files(1002, {90})).skipped.tolist() == [90]
+    changed = SkipBadRecords(Files(1002, {90, 91}))
+    with pytest.raises(UserError, match=rf"91 is bad .*delete {cache} and start again"):
+        changed.rows(np.array([90]))
+
+
+def test_one_process_of_a_machine_scans(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cache_files, "NOTICE_DELAY", 0.05)
+    scanning, finish, scanned = threading.Event(), threading.Event(), []
+
+    def scan() -> np.ndarray:
+        scanned.append(1)
+        scanning.set()
+        assert finish.wait(10)
+        return np.array([3, 1], np.int32)
+
+    def result() -> list[int]:
+        found: list[int] = scans.cached_scan("lengths", b"key", scan, "counting tokens").tolist()
+        return found
+
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(result)
+        assert scanning.wait(10)
+        others = [pool.submit(result) for _ in range(2)]
+        lines, deadline = "", time.monotonic() + 5
+        while lines.count("\n") < 2 and time.monotonic() < deadline:
+            lines += capsys.readouterr().err
+        finish.set()
+        assert first.result() == others[0].result() == others[1].result() == [3, 1]
+    assert scanned == [1]
+    assert set(lines.splitlines()) == {
+        "counting tokens: another process of this machine does it; waiting for its result"
+    }
+    assert [path.suffix for path in cache.iterdir()] == [""]  # no lock is left
+
+
+# -- the option of a run ---------------------------------------------------------------------------
+
+SKIP = RunConfig(steps=1, on_bad_record="skip", max_bad_records=2, global_batch_size=2)
+
+
+def test_the_option_reaches_the_records_of_mapped_datasets_and_mixtures() -> None:
+    def data(bad: set[int]) -> MappedDataset:
+        return MappedDataset(Numbers(40, bad), lambda x: x + 1)
+
+    mixture = Mixture(
+        {"a": (data({5}), 1), "b": (data({6, 7}), 3), "c": (np.arange(3), 1)},
+        {9: {"a": 1, "b": 0, "c": 0}},
+    )
+    found = run_dataset(mixture, SKIP)
+    assert isinstance(found, Mixture) and found.stages == mixture.stages
+    assert skipped_of(found) == ["5", "6", "7"]
+    assert found.components["c"] is mixture.components["c"]
+    assert found.rows(np.arange(len(found))).tolist() == [
+        *(i + 1 for i in range(40) if i != 5),
+        *(i + 1 for i in range(40) if i not in (6, 7)),
+        *range(3),
+    ]
+    assert run_dataset(found, SKIP) is found  # nothing is read again
+    with pytest.raises(UserError, match="over 2 records"):
+        run_dataset(data({1, 2, 3}), SKIP)
+    assert skipped_of(run_dataset(data({1, 2, 3}), RunConfig(steps=1))) == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"x": np.arange(4)},
+        Subset(np.arange(4), np.arange(2)),
+        Packed(SkipBadRecords(Documents(6, {1})), 4),
+        Subset(SkipBadRecords(Numbers(6, {1})), np.arange(2)),
+    ],
+    ids=["arrays", "subset of arrays", "packed", "subset"],
+)
+def test_the_option_leaves_data_without_bad_records(data: Any) -> None:
+    assert skipped_of(run_dataset(data, SKIP)) == skipped_of(as_dataset(data))
+
+
+def test_the_option_is_refused_where_it_cannot_reach_the_records(tmp_path: Path) -> None:
+    for data, write in (
+        (Packed(Documents(6, set()), 4), r"Packed\(SkipBadRecords\(documents\), length\)"),
+        (Subset(Numbers(6, {1}), np.arange(2)), r"Subset\(SkipBadRecords\(source\), indices\)"),
+        (Mixture({"a": (Packed(Documents(6, set()), 4), 1)}), "Packed"),
+    ):
+        with pytest.raises(UserError, match=f"on_bad_record is 'skip', but a .* write {write}"):
+            run_dataset(data, SKIP)
+    stream = grain.MapDataset.source(np.arange(9)).to_iter_dataset()
+    with pytest.raises(UserError, match="on_bad_record is 'skip', and which records of a stream"):
+        training_data(stream, SKIP)
