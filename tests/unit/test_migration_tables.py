@@ -204,7 +204,7 @@ def run(span: str, scope: dict[str, Any], folder: Path) -> None:
 
 def with_keywords(**given: Any) -> None:
     """Checks keywords of `RunConfig`, and those of `Trainer`."""
-    needed = {"strategy": "parameter_server"} if "servers" in given else {}
+    needed: dict[str, Any] = {"strategy": "parameter_server"} if "servers" in given else {}
     RunConfig(**needed, **{name: x for name, x in given.items() if name in FIELDS})
     if others := {name: x for name, x in given.items() if name not in FIELDS}:
         make_trainer(**others)
