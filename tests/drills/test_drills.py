@@ -328,7 +328,7 @@ def test_a_late_process_with_a_taken_index_is_refused_and_the_job_continues(
     assert sums(workdir) == sums(whole)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="no mounts: not root")
+@pytest.mark.usefixtures("root")
 def test_a_workdir_that_is_not_shared_is_refused(tmp_path: Path) -> None:
     """Each process would write its part of every checkpoint into a folder of its own."""
     workdir = tmp_path / "run"
