@@ -34,6 +34,14 @@ def eight_devices() -> None:
 
 
 @pytest.fixture
+def root() -> None:
+    """Skips a drill that needs root's rights. In CI, whose drills run as root, it fails instead."""
+    if os.geteuid() != 0:
+        stop = pytest.fail if os.environ.get("CI") else pytest.skip
+        stop("only root can mount, and start a process as another user")
+
+
+@pytest.fixture
 def mnist() -> Path:
     """The folder of MNIST's files; skips where it is absent."""
     folder = DATA / "mnist"

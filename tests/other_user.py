@@ -1,17 +1,8 @@
 """Commands as another user of this machine: one without privileges or an entry in /etc/passwd."""
 
-import os
-import shutil
 from collections.abc import Sequence
 
-import pytest
-
 UID = 54321
-
-needs_root = pytest.mark.skipif(
-    os.getuid() != 0 or shutil.which("setpriv") is None,
-    reason="only root can start a process as another user, with setpriv of util-linux",
-)
 
 
 def as_stranger(command: Sequence[object]) -> list[str]:

@@ -24,12 +24,13 @@ class StopSignals:
     forwarded as SIGTERM.
 
     Attributes:
-      received: The signal that was received; None before.
+      received: The signal that any process has received; None before.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._received_at = 0.0
+        self._passed_on: signal.Signals | None = None  # the signal forwarded as SIGTERM
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -49,6 +50,7 @@ class StopSignals:
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:  # a second SIGINT ends this process; a SIGTERM does not
             self._restore()
+        self._passed_on = signal.Signals(number)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
@@ -62,7 +64,8 @@ class StopSignals:
     def stop_requested(self) -> bool:
         """Returns whether to stop: the same in all processes, which call it at the same points."""
         if self.received is None and process_group.preempted():
-            self.received = signal.SIGTERM
+            passed_on = process_group.gather(self._passed_on)
+            self.received = signal.Signals(next(filter(None, passed_on), signal.SIGTERM))
         return self.received is not None
 
     def stop_if_received(self) -> None:

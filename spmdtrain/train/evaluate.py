@@ -15,6 +15,7 @@ from spmdtrain.data.mixture import components_of
 from spmdtrain.data.sampling import padded_size
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.progress import Phase, phase
+from spmdtrain.distributed.user_modules import source_digests
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.functions import StepFunctions
@@ -147,9 +148,10 @@ class Evaluation:
 
 
 def check_same_data(dataset: Dataset, batch_size: int) -> None:
-    """Raises `UserError` if the processes of a job would not evaluate the same data."""
+    """Raises `UserError` if the processes of a job would not evaluate the same data or code."""
     if process_group.count() > 1:
-        process_group.check_same({"data": fingerprint(dataset), "global_batch_size": batch_size})
+        inputs = {"data": fingerprint(dataset), "global_batch_size": batch_size}
+        process_group.check_same(source_digests() | inputs)
 
 
 def _fetched(outputs: Iterator[Any], in_flight: int) -> Iterator[Any]:

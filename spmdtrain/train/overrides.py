@@ -1,11 +1,12 @@
 """Options of `Trainer`, `Trainer.fit` and `Loop` that replace fields of a configuration."""
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from spmdtrain.config.run_config import RunConfig
-from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.errors import UserError, did_you_mean, field_meant
 from spmdtrain.sharding.resolution import check_inherited
 
 
@@ -55,6 +56,26 @@ def validate_trainer_options(config: RunConfig, options: Mapping[str, Any]) -> R
             "the optimizer with config.learning_rate"
         )
     return config
+
+
+def refuse_fit_options(unknown: Mapping[str, Any], trainer: type) -> None:
+    """Refuses keywords that `fit` does not have.
+
+    Args:
+      unknown: The unknown keywords.
+      trainer: The class with `fit`.
+
+    Raises:
+      UserError: If there is a keyword; suggests the right one.
+    """
+    parameters = inspect.signature(trainer.fit).parameters.values()  # type: ignore[attr-defined]
+    known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    of_trainer = {field.name for field in dataclasses.fields(RunConfig)}
+    of_trainer |= set(inspect.signature(trainer).parameters)
+    for name in unknown:
+        meant = name if name in of_trainer else field_meant(name, of_trainer.difference(known))
+        hint = f" Give {meant!r} to the Trainer." if meant else did_you_mean(name, known)
+        raise UserError(f"fit has no option {name!r}.{hint}")
 
 
 def with_totals(

@@ -12,6 +12,7 @@ from spmdtrain.data.datasets import Dataset, skipped_of
 from spmdtrain.data.mixture import components_of, mixture_of
 from spmdtrain.data.training_data import TrainingData, data_fingerprint, examples_per_epoch
 from spmdtrain.distributed import numeric_settings, process_group
+from spmdtrain.distributed.user_modules import source_digests
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.files.storage import is_url
 from spmdtrain.step.metrics import component_metric
@@ -121,7 +122,7 @@ def check_same_inputs(
     """Raises `UserError` if the processes of a job have different inputs."""
     if process_group.count() == 1:
         return
-    inputs = dataclasses.asdict(identity)
+    inputs = source_digests() | dataclasses.asdict(identity)
     inputs["config"].pop("data_dir")  # the path of the data may differ, their content may not
     inputs |= numeric_settings.settings()  # a script may have changed them since the rendezvous
     inputs["data"] = {split: data_fingerprint(dataset) for split, dataset in data.items()}

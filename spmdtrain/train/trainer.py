@@ -4,7 +4,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import optax
 
@@ -39,7 +39,7 @@ from spmdtrain.train.experiment import Experiment
 from spmdtrain.train.init_state import at_step_zero, initial_state
 from spmdtrain.train.metrics_reader import MetricsReader
 from spmdtrain.train.model_runner import ModelRunner
-from spmdtrain.train.overrides import validate_trainer_options, with_totals
+from spmdtrain.train.overrides import refuse_fit_options, validate_trainer_options, with_totals
 from spmdtrain.train.profiler import profiled_steps
 from spmdtrain.train.run_logger import Metrics, no_metrics
 from spmdtrain.train.session import RunSession
@@ -170,6 +170,7 @@ class Trainer(ModelRunner):
         global_batch_size: int | None = None,
         batch_size_per_device: int | None = None,
         restart: bool = False,
+        **unknown: Never,
     ) -> FitResult:
         """Trains until the run has reached `epochs` or `steps` in total.
 
@@ -189,6 +190,7 @@ class Trainer(ModelRunner):
           restart: Whether to start a new run with the model and the optimizer's state of an
             earlier fit: steps, epochs and the position in the data count from 0. Needed for other
             data or batch sizes.
+          **unknown: None; another keyword is an error that suggests the right one.
 
         Returns:
           The last metrics and the history.
@@ -200,6 +202,7 @@ class Trainer(ModelRunner):
           SystemExit: In an evaluator task, after the training has ended.
           UserError: If an argument is wrong.
         """
+        refuse_fit_options(unknown, Trainer)
         config = with_totals(self.config, epochs, steps, global_batch_size, batch_size_per_device)
         if roles.is_evaluator():
             self.config = config

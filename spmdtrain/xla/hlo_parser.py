@@ -7,6 +7,7 @@ The text is what JAX's public `Compiled.as_text` returns. The instructions of ja
 import contextlib
 import functools
 import math
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -395,15 +396,16 @@ def _numbers(row: str, name: str) -> int:
 
 _PACKAGE = Path(__file__).parents[1]
 _MODELS = _PACKAGE / "models"
+_STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 
 def is_library(file: str) -> bool:
-    """Returns whether a source file belongs to a library or to this package, except its models.
+    """Returns whether a source file belongs to Python, a library or this package except its models.
 
     Args:
         file: Path of the file.
     """
-    if "-packages" in file or file.startswith("<frozen"):
+    if "-packages" in file or file.startswith(("<frozen", _STANDARD_LIBRARY)):
         return True
     path = Path(file)
     return path.is_relative_to(_PACKAGE) and not path.is_relative_to(_MODELS)

@@ -188,8 +188,8 @@ def test_a_nan_loss_is_exit_code_3_in_all_processes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("rank", "number"),
-    [(1, signal.SIGTERM), (0, signal.SIGINT)],
-    ids=["SIGTERM-worker", "SIGINT-chief"],
+    [(1, signal.SIGTERM), (0, signal.SIGINT), (1, signal.SIGUSR1)],
+    ids=["SIGTERM-worker", "SIGINT-chief", "SIGUSR1-worker"],
 )
 def test_a_signal_to_one_saves_at_one_step_in_all(
     tmp_path: Path, whole: Path, rank: int, number: signal.Signals
@@ -209,7 +209,8 @@ def test_a_signal_to_one_saves_at_one_step_in_all(
     step = saved_steps(workdir)[-1]
     assert 8 <= step < 20, show(ended)
     assert f"saved step {step}; run the command again to resume" in ended[0].output
-    assert (status(workdir)["status"], status(workdir)["step"]) == ("preempted", step)
+    expected = {"status": "preempted", "step": step, "reason": number.name}
+    assert status(workdir) == expected
     assert_resumes(config, workdir, whole, step)
 
 
@@ -327,7 +328,7 @@ def test_a_late_process_with_a_taken_index_is_refused_and_the_job_continues(
     assert sums(workdir) == sums(whole)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="no mounts: not root")
+@pytest.mark.usefixtures("root")
 def test_a_workdir_that_is_not_shared_is_refused(tmp_path: Path) -> None:
     """Each process would write its part of every checkpoint into a folder of its own."""
     workdir = tmp_path / "run"

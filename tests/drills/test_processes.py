@@ -426,9 +426,27 @@ def test_a_process_with_another_version_of_the_experiment_is_named(tmp_path: Pat
     assert codes(ended) == [2, 2], show(ended)
     for one in ended:
         assert re.search(
-            r"worker 0 and chief differ: the file\.drill\.py is \w{12} in worker 0 and \w{12} in",
+            r"worker 0 and chief differ: module experiment_drill \(drill\.py\) is \w{12} in "
+            r"worker 0 and \w{12} in chief",
             one.output,
         )
+
+
+@pytest.mark.drill
+def test_a_process_with_another_version_of_a_module_of_the_experiment_is_named(
+    tmp_path: Path,
+) -> None:
+    """The experiment's file is the same everywhere; what it imports from its folder is not."""
+    files = []
+    for name, scale in (("here", 3.0), ("there", 300.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "helper.py").write_text(f"SCALE = {scale}")
+        scaled = "from helper import SCALE\n\ndef objective(model, batch):"
+        files.append(drill(tmp_path / name, ("def objective(model, batch):", scaled)))
+    ended = differing(lambda rank: run_line(files[rank], "--workdir", tmp_path / "run"))
+    assert codes(ended) == [2, 2], show(ended)
+    for one in ended:
+        assert "worker 0 and chief differ: module helper (helper.py) is " in one.output
 
 
 @pytest.mark.drill

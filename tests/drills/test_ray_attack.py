@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from other_user import UID, as_stranger, needs_root
+from other_user import UID, as_stranger
 
 from spmdtrain.parameter_server import ray_auth
 
@@ -180,7 +180,7 @@ def answer(port: int, method: str) -> str:
     return subprocess.check_output([*ask, f"http://127.0.0.1:{port}/"], text=True)
 
 
-@needs_root
+@pytest.mark.usefixtures("root")
 def test_another_user_runs_code_in_a_cluster_without_a_token_and_not_in_a_job() -> None:
     pytest.importorskip("ray")
     pytest.importorskip("grpc")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import DIGITS, environment, saved_steps, status
-from other_user import UID, as_stranger, needs_root
+from other_user import UID, as_stranger
 
 from spmdtrain.launch.task_env import tf_configs
 
@@ -62,7 +62,7 @@ def check(process: subprocess.Popen[str]) -> None:
         process.kill()
 
 
-@needs_root
+@pytest.mark.usefixtures("root")
 def test_train_resume_verify_and_load(folder: Path) -> None:
     workdir = folder / "run"
     command = ["-m", "spmdtrain.run", "--config", DIGITS, "--workdir", workdir]
@@ -75,7 +75,7 @@ def test_train_resume_verify_and_load(folder: Path) -> None:
     check(start("-c", READS, workdir, tmp=folder))
 
 
-@needs_root
+@pytest.mark.usefixtures("root")
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_parameter_servers(folder: Path) -> None:
     command = ["-m", "spmdtrain.run", "--config", DIGITS, "--workdir", folder / "run"]

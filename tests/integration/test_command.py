@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from helpers import (
@@ -26,7 +27,10 @@ from helpers import (
     together,
 )
 
+from spmdtrain import load_params
+from spmdtrain.checkpoints.command import main as checkpoints
 from spmdtrain.run import main
+from spmdtrain.tree import named_leaves
 
 TRAIN, TEST, BATCH = 1297, 300, 64  # of digits_mlp: its splits, its default batch
 PARAMETERS = 64 * 16 + 16 + 16 * 10 + 10  # with one hidden layer of 16
@@ -280,7 +284,7 @@ def test_init_from_starts_with_the_other_runs_parameters(
     assert re.search(row, capsys.readouterr().out)
 
 
-def test_evaluate_takes_the_split_and_the_checkpoint_that_are_named(
+def test_commands_take_the_split_and_the_checkpoint_that_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workdir = tmp_path / "run"
@@ -296,6 +300,21 @@ def test_evaluate_takes_the_split_and_the_checkpoint_that_are_named(
         assert main([*options, *chosen, which]) == 0
         (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("{"))
         assert json.loads(line) == {"step": step, "split": "validation", "loss": losses[step]}
+    best_params = load_params(str(workdir), which=str(best))
+    capsys.readouterr()
+    assert main([*options, "--mode", "predict", "--split", "validation", *chosen[-1:], "best"]) == 0
+    assert f"parameters of step {best} from " in capsys.readouterr().out
+    # At a learning rate of 0 a run ends with the parameters that it begins with.
+    started = ["--learning-rate", "0", "--steps", "1", "--init-from", str(workdir)]
+    other = [*options[:2], "--workdir", str(tmp_path / "other"), *started]
+    assert main([*other, "--checkpoint", "best"]) == 0
+    jax.tree.map(np.testing.assert_array_equal, load_params(str(tmp_path / "other")), best_params)
+    file = tmp_path / "best.npz"
+    assert checkpoints([*("export", str(workdir), str(file)), "--checkpoint", "best"]) == 0
+    exported, leaves = np.load(file), named_leaves(best_params)
+    assert len(exported.files) == len(leaves)
+    for name, array in leaves.items():
+        np.testing.assert_array_equal(exported[name.replace("/", ".")], array)
     assert main([*options, "--mode", "evaluate", "--split", "train"]) == 0
     assert '"split": "train"' in capsys.readouterr().out
     assert main([*options, "--mode", "evaluate", "--split", "test"]) == 2

@@ -1,39 +1,19 @@
 """The code that the documentation shows."""
 
 import ast
-import dataclasses
 import importlib
-import importlib.util
-import inspect
 import re
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
-import jax
 import numpy as np
-import optax
 import pytest
 from helpers import REPOSITORY, saved_steps, status
 
 import spmdtrain
 from spmdtrain import (
-    CallbackContext,
-    CollectiveOptions,
-    Coordinator,
-    Experiment,
-    Loop,
-    MeshSpec,
-    ParameterServerOptions,
-    PerReplica,
-    RunConfig,
-    ShardingOptions,
-    Trainer,
     load_params,
 )
-from spmdtrain.errors import field_meant
-from spmdtrain.parameter_server.shared_params import Shared
-from spmdtrain.strategies import AXES, STRATEGIES
-from spmdtrain.train.command_line import Options
 from spmdtrain.tree import named_leaves
 
 DOCS = REPOSITORY / "docs"
@@ -111,177 +91,6 @@ def test_every_name_is_mapped() -> None:
     ]
     known = " ".join(rows)
     assert [name for name in NAMES.split() if not re.search(rf"\b{name}\b", known)] == []
-
-
-# -- the cells of its tables -----------------------------------------------------------------------
-
-
-def names_of(*things: Any) -> set[str]:
-    """The fields of classes and the parameters of functions."""
-    found: set[str] = set()
-    for thing in things:
-        if dataclasses.is_dataclass(thing):
-            found |= {field.name for field in dataclasses.fields(thing)}
-        found |= set(inspect.signature(thing).parameters)
-    return found
-
-
-def values_of(*classes: type) -> set[str]:
-    """The words that fields of these classes may have as values."""
-    hints = [hint for one in classes for hint in get_type_hints(one).values()]
-    parts = [part for hint in hints for part in (hint, *get_args(hint))]
-    return {str(word) for part in parts if get_origin(part) is Literal for word in get_args(part)}
-
-
-CONFIGS: tuple[type, ...] = (
-    RunConfig,
-    MeshSpec,
-    ShardingOptions,
-    ParameterServerOptions,
-    CollectiveOptions,
-)
-KEYWORDS = names_of(RunConfig, Experiment, Trainer, Trainer.fit)
-OPTIONS = names_of(RunConfig, Options)
-NAMES_HERE = KEYWORDS | names_of(*CONFIGS)
-WORDS = values_of(*CONFIGS) | {*STRATEGIES, *AXES, "disk", "memory", "best"}
-ROOTS: dict[str, Any] = {
-    "v": PerReplica,
-    "loop": Loop,
-    "trainer": Trainer,
-    "event": CallbackContext,
-    "coordinator": Coordinator,
-    "jax": jax,
-    "np": np,
-    "optax": optax,
-    "spmdtrain": spmdtrain,
-    **{name: getattr(Trainer, name) for name in ("fit", "evaluate", "predict")},
-    **{name: getattr(Shared, name) for name in ("pull", "push")},
-    **{name: getattr(Coordinator, name) for name in ("schedule", "join", "done", "fetch")},
-    **{name: getattr(PerReplica, name) for name in ("stack",)},
-    **{name: getattr(jax.lax, name) for name in ("all_gather", "axis_index", "psum")},
-    "rows": spmdtrain.Dataset.rows,
-    "__len__": spmdtrain.Dataset.__len__,
-    "TF_CONFIG": None,
-    "next": next,
-    # Names of TensorFlow and optax that a cell speaks of, and a value left out.
-    **dict.fromkeys(("f", "_", "mixed_float16", "ReduceOp", "CommunicationOptions")),
-    **dict.fromkeys(("ps", "chief", "worker", "evaluator", "accumulation_size")),
-}
-FILES = {"tensorboard/", "metrics.jsonl", "checkpoints/STEP", ".npz", ".safetensors"}
-
-
-def has(owner: Any, name: str) -> bool:
-    """Whether an object, or an instance of a class, has an attribute."""
-    if hasattr(owner, name) or not isinstance(owner, type):
-        return hasattr(owner, name)
-    fields = names_of(owner) if dataclasses.is_dataclass(owner) else set()
-    bases = [base for base in owner.__mro__ if base.__module__.startswith("spmdtrain.")]
-    source = "".join(inspect.getsource(base) for base in bases)
-    return name in fields or bool(re.search(rf"self\.{name}(:[^=\n]*)? =", source))
-
-
-def resolve(node: ast.expr) -> Any:
-    """What an expression names; None if that is not known before it runs. Raises `LookupError`."""
-    if isinstance(node, ast.Name):
-        if node.id in ROOTS:
-            return ROOTS[node.id]
-        if node.id in spmdtrain.__all__:
-            return getattr(spmdtrain, node.id)
-        if node.id in NAMES_HERE | WORDS:
-            return None
-        raise LookupError(node.id)
-    if isinstance(node, ast.Attribute):
-        owner = resolve(node.value)
-        if owner is None:
-            return None
-        if not has(owner, node.attr):
-            raise LookupError(node.attr)
-        return getattr(owner, node.attr, None) if not isinstance(owner, type) else None
-    return None
-
-
-def faults_of(span: str) -> list[str]:
-    """What in an inline code of a right-hand cell there is not."""
-    if span in FILES or (span.startswith('"') and span.strip('"') in WORDS | {"10:20"}):
-        return []
-    if span.startswith("python -m "):
-        module = span.split()[2]
-        return [] if importlib.util.find_spec(module) else [module]
-    if span.startswith("--"):
-        name = span.split()[0].removeprefix("--").split(".")[0].replace("-", "_")
-        return [] if name in OPTIONS else [span]
-    try:
-        valued = re.sub(r"=(?=[,)]|$)", "=_", span)  # `fit(validation=)`
-        tree = ast.parse(f"_({valued})", mode="eval").body
-    except SyntaxError:
-        return [f"not Python: {span}"]
-    assert isinstance(tree, ast.Call)
-    found = [keyword.arg for keyword in tree.keywords if keyword.arg not in KEYWORDS]
-    for node in ast.walk(tree):
-        if node is tree or not isinstance(node, ast.Call):
-            continue
-        try:
-            called = resolve(node.func)
-        except LookupError as error:
-            found.append(str(error))
-            continue
-        if called is not None and node.keywords:
-            takes = names_of(called)
-            options = KEYWORDS if "options" in takes else set()
-            found += [k.arg for k in node.keywords if k.arg not in takes | options]
-    for argument in tree.args:
-        try:
-            resolve(argument)
-        except LookupError as error:
-            found.append(str(error))
-    return [str(fault) for fault in found]
-
-
-def rows() -> list[tuple[int, str, str]]:
-    """The first and the last cell of each row of the tables, with its line."""
-    lines = (DOCS / "coming-from-tf-distribute.md").read_text().splitlines()
-    parts = [(n, line.split(" | ")) for n, line in enumerate(lines, 1) if line.startswith("| `")]
-    return [(number, columns[0], columns[-1].removesuffix(" |")) for number, columns in parts]
-
-
-def test_every_name_in_a_right_hand_cell_is_there() -> None:
-    faults = [
-        (number, fault)
-        for number, _, cell in rows()
-        for span in re.findall(r"`([^`]+)`", cell)
-        for fault in faults_of(span)
-    ]
-    assert len(rows()) > 80 and faults == []
-
-
-def test_a_name_that_a_field_answers_has_it_in_its_right_hand_cell() -> None:
-    """What `--lr` is answered with is what the table says."""
-    pairs = [
-        (number, name, field_meant(name, KEYWORDS), cell)
-        for number, before, cell in rows()
-        for name in re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", before)))
-    ]
-    meant = [(number, name, field, cell) for number, name, field, cell in pairs if field]
-    assert len(meant) >= 8
-    assert [(n, name, field) for n, name, field, cell in meant if field not in cell] == []
-
-
-@pytest.mark.parametrize(
-    ("span", "fault"),
-    [
-        ("steps_per_execution=n", "steps_per_execution"),
-        ('collectives=CollectiveOptions(pack="all")', "pack"),
-        ("fit(x, epoch=2)", "epoch"),
-        ("v.total()", "total"),
-        ("loop.scatter(batch)", "scatter"),
-        ("load_weights(path)", "load_weights"),
-        ("--checkpoint-secs", "--checkpoint-secs"),
-        ("python -m spmdtrain.clusters", "spmdtrain.clusters"),
-        ("keep_newest", "keep_newest"),
-    ],
-)
-def test_a_name_that_is_not_there_is_noticed(span: str, fault: str) -> None:
-    assert faults_of(span) == [fault]
 
 
 # -- what the pages refer to -----------------------------------------------------------------------

@@ -1,10 +1,12 @@
 """Licenses of the dependencies, the lock, the set-up by make, and the workflow of CI."""
 
+import json
 import os
 import re
 import runpy
 import shutil
 import subprocess
+import sys
 import tomllib
 from importlib.metadata import Distribution
 from pathlib import Path
@@ -16,6 +18,8 @@ from conftest import REPOSITORY
 from packaging.requirements import Requirement
 
 LOCK = runpy.run_path(str(REPOSITORY / ".ci" / "lock.py"))
+# Without the flags of the make that runs the tests.
+ENV = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
 WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
 
 # Permissive ones, and the MPL, which covers single files. As packages write them.
@@ -109,8 +113,12 @@ def test_actions_are_pinned_and_may_only_read(path: Path) -> None:
 
 def test_the_workflow_runs_what_the_makefile_and_the_scripts_offer() -> None:
     jobs = yaml.safe_load((REPOSITORY / ".github/workflows/test.yml").read_text())["jobs"]
-    runs = {name: job["steps"][-1]["run"].split() for name, job in jobs.items()}
-    assert runs.keys() == {"lint", "test", "integration", "drill", "lowest", "audit"}
+    runs = {
+        name: re.findall(r"(\.ci/.*)", job["steps"][-1]["run"])[0].split()
+        for name, job in jobs.items()
+    }
+    assert runs.keys() == {"lint", "test", "integration", "drill", "container", "lowest", "audit"}
+    assert jobs["drill"]["steps"][-1]["run"].startswith("sudo ")  # else its tests would be skipped
     targets = re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), re.M)
     for script, *arguments in runs.values():
         assert os.access(REPOSITORY / script, os.X_OK) and {*arguments} <= {*targets}, script
@@ -134,6 +142,53 @@ def test_issue_forms_ask_for_something(name: str) -> None:
     assert ids and len({*ids}) == len(ids)
 
 
+# -- the audit of the lock -------------------------------------------------------------------------
+
+# Makes an environment whose pip and pip-audit do what the environment variables say.
+AUDIT_PYTHON = f"""#!/bin/sh
+mkdir -p "$3/bin"
+ln -s {sys.executable} "$3/bin/python"
+printf '#!/bin/sh\\nexit $PIP_CODE\\n' > "$3/bin/pip"
+cat > "$3/bin/pip-audit" <<'END'
+#!/bin/sh
+while test "$1" != --output; do shift; done
+printf %s "$FOUND" > "$2"
+echo 'ConnectionError: no route' >&2
+test -z "$VULNERABLE" -a -n "$FOUND"
+END
+chmod +x "$3"/bin/pip*
+"""
+SOUND = {"name": "jax", "version": "0.7.0", "vulns": []}
+BAD = {"name": "pip", "version": "1.0", "vulns": [{"id": "PYSEC-1", "fix_versions": ["1.1"]}]}
+SKIPPED = {"name": "ray", "skip_reason": "timeout"}
+
+
+@pytest.mark.parametrize(
+    ("found", "pip", "ci", "code", "line"),
+    [
+        ([SOUND], 0, "", 0, "1 of 1 audited, 0 known vulnerabilities"),
+        ([SOUND, BAD], 0, "", 1, "pip 1.0: PYSEC-1; fixed in 1.1"),
+        ([SOUND, SKIPPED], 0, "", 0, "because PyPI did not answer for them: ray"),
+        ([SOUND, SKIPPED], 0, "1", 1, "because PyPI did not answer for them: ray"),
+        (None, 0, "", 0, "not audited: PyPI does not answer"),
+        (None, 0, "1", 1, "not audited: PyPI does not answer"),
+        (None, 1, "", 0, "not audited: pip-audit cannot be installed"),
+        (None, 1, "1", 1, "not audited: pip-audit cannot be installed"),
+    ],
+)
+def test_the_audit_fails_for_a_vulnerability_and_in_ci_for_no_answer(
+    tmp_path: Path, found: list[Any] | None, pip: int, ci: str, code: int, line: str
+) -> None:
+    (tmp_path / "python").write_text(AUDIT_PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    said = "" if found is None else json.dumps({"dependencies": found})
+    vulnerable = "1" if found and BAD in found else ""
+    env = ENV | {"PYTHON": str(tmp_path / "python"), "PIP_CODE": str(pip), "CI": ci}
+    env |= {"FOUND": said, "VULNERABLE": vulnerable, "TMPDIR": str(tmp_path)}
+    ended = subprocess.run([REPOSITORY / ".ci/audit"], env=env, capture_output=True, text=True)
+    assert ended.returncode == code and line in ended.stdout + ended.stderr, ended
+
+
 # -- the set-up ------------------------------------------------------------------------------------
 
 # Records its arguments. Makes a virtual environment with itself as its Python; installs nothing.
@@ -144,8 +199,6 @@ case "$*" in
   *"pip install"*) test ! -e offline ;;
 esac
 """
-# Without the flags of the make that runs the tests.
-ENV = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
 NEW, TRAINING, EVERYTHING = "venv --clear .venv", ".[examples]", ".[dev,examples,tpu,ps]"
 
 

@@ -70,7 +70,8 @@ def test_sigusr1_saves_and_exits_75(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounts need root")
+@pytest.mark.drill
+@pytest.mark.usefixtures("root")
 def test_a_folder_that_becomes_read_only_ends_the_run(tmp_path: Path) -> None:
     mount = ["mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, capture_output=True).returncode:

@@ -12,6 +12,8 @@ from helpers import metrics
 from spmdtrain import FitResult, FunctionModel, RunConfig, Trainer
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.callbacks import CallbackContext
+from spmdtrain.train.epochs import Epochs
+from spmdtrain.train.metrics_reader import MetricsReader
 
 SIZE, BATCH = 100, 16  # epochs end at steps 7, 13 and 19: batches reach over their ends
 ENDS = [0, 7, 13, 19]
@@ -27,7 +29,9 @@ def _objective(model: Any, batch: Any) -> dict[str, Any]:
     return {"loss": (found**2, batch["weight"]), "off": jnp.abs(found)}
 
 
-def fitted(optimizer: Any = None, callbacks: Any = None, **options: Any) -> FitResult:
+def fitted(
+    optimizer: Any = None, callbacks: Any = None, validation: Any = DATA, **options: Any
+) -> FitResult:
     """What a fit without shuffling returns; by default nothing changes the parameters."""
     defaults: dict[str, Any] = {
         "objective": _objective,
@@ -41,7 +45,7 @@ def fitted(optimizer: Any = None, callbacks: Any = None, **options: Any) -> FitR
         terminal=Terminal(quiet=True),
         **defaults | options,
     )
-    return trainer.fit(DATA, validation=DATA)
+    return trainer.fit(DATA, validation=validation)
 
 
 @pytest.mark.parametrize("together", [1, 4])
@@ -155,3 +159,25 @@ def test_an_epoch_in_which_the_metrics_changed_is_left_out(tmp_path: Path) -> No
 
     assert trained(10, lambda model, batch: {"loss": model(batch["x"]) ** 2}) == ENDS[1:2]
     assert trained(19, _objective) == [ENDS[1], ENDS[3]]
+
+
+def test_the_end_of_an_epoch_waits_for_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The means are of outputs that are fetched as late as in the midst of an epoch."""
+    dispatched, fetched = [0], {}
+    add, count = MetricsReader.add, Epochs.count
+
+    def counting_add(reader: MetricsReader, steps: Any, output: Any) -> None:
+        dispatched.append(steps[-1])
+        add(reader, steps, output)
+
+    def counting_count(epochs: Epochs, step: int, *rest: Any) -> None:
+        fetched[step] = dispatched[-1]
+        count(epochs, step, *rest)
+
+    monkeypatch.setattr(MetricsReader, "add", counting_add)
+    monkeypatch.setattr(Epochs, "count", counting_count)
+    result = fitted(epochs=3, log_every=100, validation=None)
+    assert [line["step"] for line in result.history.epochs] == ENDS[1:]
+    assert len(fetched) == ENDS[-1]
+    ahead = fetched[1] - 1
+    assert ahead > 0 and fetched == {s: min(s + ahead, ENDS[-1]) for s in fetched}

@@ -111,6 +111,23 @@ def test_an_unknown_moment_or_option_names_the_nearest() -> None:
         trainer(log_evry=3)
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("batch_size", "Did you mean 'global_batch_size'?"),
+        ("num_steps", "Did you mean 'steps'?"),
+        ("max_steps", "Did you mean 'steps'?"),
+        ("validation_data", "Did you mean 'validation'?"),
+        ("callbacks", "Give 'callbacks' to the Trainer."),
+        ("validation_freq", "Give 'eval_every_steps' to the Trainer."),
+    ],
+)
+def test_a_keyword_that_fit_does_not_have_gets_a_suggestion(name: str, hint: str) -> None:
+    with pytest.raises(UserError) as raised:
+        trainer().fit((X, Y), **{name: 1})  # type: ignore[arg-type]
+    assert str(raised.value) == f"fit has no option {name!r}. {hint}"
+
+
 def test_the_length_must_be_said_and_said_once() -> None:
     with pytest.raises(UserError, match="epochs or steps"):
         trainer().fit((X, Y))

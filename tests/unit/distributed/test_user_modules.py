@@ -1,0 +1,58 @@
+"""Digests of the user's modules, which the processes of a job compare."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmdtrain.distributed import process_group, user_modules
+from spmdtrain.xla.hlo_parser import is_library
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Imports a package of a user, in a process of two; returns its folder."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("from mine import scale")
+    (folder / "scale.py").write_text("SCALE = 3.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(process_group, "count", lambda: 2)
+    monkeypatch.setattr(process_group, "broadcast", lambda value: value)
+    for name in ("mine", "mine.scale"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    importlib.import_module("mine")
+    return folder
+
+
+NAMES = {"module mine (mine/__init__.py)", "module mine.scale (mine/scale.py)"}
+
+
+def test_modules_that_a_script_imports_are_compared_by_their_source(package: Path) -> None:
+    before = user_modules.source_digests()
+    assert before.keys() >= NAMES
+    (package / "scale.py").write_text("SCALE = 300.0")
+    user_modules._digest.cache_clear()
+    after = user_modules.source_digests()
+    assert {name for name in before if before[name] != after[name]} == {
+        "module mine.scale (mine/scale.py)"
+    }
+
+
+def test_a_module_that_only_some_processes_import_is_no_difference(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = {"module plots (plots.py)": "a1", "module mine.scale (mine/scale.py)": "b2"}
+    monkeypatch.setattr(process_group, "broadcast", lambda own: first)
+    found = user_modules.source_digests()
+    assert found.keys() == first.keys()
+    assert found["module plots (plots.py)"] == "a1"
+    assert found["module mine.scale (mine/scale.py)"] != "b2"
+
+
+def test_libraries_and_python_itself_are_not_among_them(package: Path) -> None:
+    assert is_library(pytest.__file__) and is_library(importlib.__file__)
+    assert not is_library(str(package / "scale.py"))
+    names = user_modules.source_digests()
+    assert not any("(json/" in name or "(numpy/" in name for name in names)
