@@ -8,7 +8,7 @@ shuffled completely; text within 8 row groups of 2,048 documents, in all librari
 import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +218,7 @@ def by_processes(kind: str, folder: str, size: int, workers: int) -> Iterator[An
     return by_spmdtrain(kind, folder, size, 0, processes=workers)
 
 
-WAYS = {
+WAYS: dict[str, Callable[[str, str, int, int], Iterator[Any]]] = {
     "spmdtrain": by_spmdtrain,
     "processes": by_processes,
     "grain": by_grain,

@@ -110,8 +110,7 @@ class Trainer(ModelRunner):
         at_steps = self._backend.state_at_steps
         self._callbacks = CallbackRunner(self, callbacks or {}, state_at_steps=at_steps)
         self._programs = Programs(self.functions, self.placement, self.config)
-        # Of earlier fits: the sums of an unfinished epoch, the metrics that were written, and the
-        # position in a stream.
+        # Of earlier fits: sums of an unfinished epoch, written metrics, the position in a stream.
         self._epoch_sums, self._written = EpochSums(), no_metrics()
         self._stream_progress = StreamProgress()
         self._all_examples = DeviceExamples(self.placement, self.terminal)
@@ -174,9 +173,9 @@ class Trainer(ModelRunner):
     ) -> FitResult:
         """Trains until the run has reached `epochs` or `steps` in total.
 
-        It continues from the state of an earlier fit, else from the newest checkpoint of the
-        workdir, else from the initial state. In an evaluator task of TF_CONFIG, it evaluates the
-        checkpoints of the workdir until the training ends, and exits the process.
+        It continues from an earlier fit, else from the workdir's newest checkpoint, else from the
+        initial state. In an evaluator task of TF_CONFIG, it evaluates the workdir's checkpoints
+        until the training ends, and exits the process.
 
         Args:
           train: A dataset, or arrays in a tuple or dictionary; so are `validation` and `test`.
@@ -187,9 +186,8 @@ class Trainer(ModelRunner):
           global_batch_size: Number of examples of a step over all devices.
           batch_size_per_device: Number of examples of a step on each device, instead of
             `global_batch_size`.
-          restart: Whether to start a new run with the model and the optimizer's state of an
-            earlier fit: steps, epochs and the position in the data count from 0. Needed for other
-            data or batch sizes.
+          restart: Whether to start a new run from the model and the optimizer's state of an earlier
+            fit; steps and data start from 0. Needed for other data or batch sizes.
           **unknown: None; another keyword is an error that suggests the right one.
 
         Returns:
@@ -209,10 +207,10 @@ class Trainer(ModelRunner):
             raise SystemExit(evaluator.follow(self, self.config, train, validation))
         self._backend.begin_fit(self._init_timeout, has_fitted=self._identity is not None)
         config = resolve(config, batch_shards=self.placement.batch_shards)
-        splits = {"train": train, "validation": validation, "test": test}
+        data = {"train": train, "validation": validation, "test": test}
         with contextlib.ExitStack() as stack:
             stack.enter_context(use_placement(self.placement))
-            run = RunSession.open(stack, config, splits, self.functions, self.terminal, self._clock)
+            run = RunSession.open(stack, config, data, self.functions, self.terminal, self._clock)
             stack.callback(setattr, self, "_fitting", False)
             self._fitting = True
             stack.callback(self._programs.wait)  # a background compilation ends before `fit` does
@@ -311,9 +309,8 @@ class Trainer(ModelRunner):
             self._run_validation(run, first)
         if self._callbacks.stop_requested:
             run.schedule.total = first
-        if first > run.schedule.total:
-            found = f"the run is at step {first}, and {run.schedule.total} steps are requested"
-            self.terminal.line(f"nothing to do: {found}")
+        if first > (total := run.schedule.total):
+            self.terminal.line(f"nothing to do: the run is at step {first} of {total} requested")
 
     def _boundary_actions(
         self, run: RunSession, executor: Executor, reader: MetricsReader
