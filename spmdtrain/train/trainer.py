@@ -185,11 +185,9 @@ class Trainer(ModelRunner):
           epochs: Total number of epochs.
           steps: Total number of steps, instead of `epochs`.
           global_batch_size: Number of examples of a step over all devices.
-          batch_size_per_device: Number of examples of a step on each device, instead of
-            `global_batch_size`.
-          restart: Whether to start a new run with the model and the optimizer's state of an
-            earlier fit: steps, epochs and the position in the data count from 0. Needed for other
-            data or batch sizes.
+          batch_size_per_device: Examples of a step on each device, instead of `global_batch_size`.
+          restart: Whether to start a new run with the model and the optimizer of an earlier fit:
+            steps, epochs and the data's position count from 0. Needed for other data or batch size.
           **unknown: None; another keyword is an error that suggests the right one.
 
         Returns:
