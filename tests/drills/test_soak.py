@@ -21,7 +21,8 @@ def test_ten_thousand_steps_on_eight_virtual_devices(tmp_path: Path) -> None:
         *("--checkpoint-every-steps", STEPS, "--workdir", tmp_path),
         *("--collectives.reduction", "flattened"),
     ]
-    command = [sys.executable, REPOSITORY / "benchmarks" / "soak.py", *map(str, options)]
+    script = REPOSITORY / "benchmarks" / "soak.py"
+    command = [sys.executable, *map(str, [script, *options])]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stderr
     losses = [line["loss"] for line in metrics(tmp_path, "train")]

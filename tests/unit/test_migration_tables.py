@@ -38,7 +38,7 @@ from spmdtrain.errors import UserError, field_meant
 from spmdtrain.parameter_server.shared_params import Shared
 from spmdtrain.strategies import AXES, strategy
 from spmdtrain.terminal import Terminal
-from spmdtrain.train.command_line import Options, parse
+from spmdtrain.train.command_line import Options, parse_command_line
 
 PAGE = REPOSITORY / "docs" / "coming-from-tf-distribute.md"
 FIELDS = {field.name for field in dataclasses.fields(RunConfig)}
@@ -180,14 +180,14 @@ def run(span: str, scope: dict[str, Any], folder: Path) -> None:
         assert importlib.util.find_spec(span.split()[2]), span
     elif span.startswith("--"):
         option, *value = span.split()
-        parse(["--config", str(DIGITS), option, *(value or [VALUES[option]])])
+        parse_command_line(["--config", str(DIGITS), option, *(value or [VALUES[option]])])
     elif span in (".npz", ".safetensors"):
-        spmdtrain.export_params(scope["path"], folder / f"exported{span}")
+        spmdtrain.export_params(scope["path"], str(folder / f"exported{span}"))
     elif re.fullmatch(r"[\w.]+/\w*|\w+\.jsonl", span):
         assert (Path(scope["path"]) / span.replace("STEP", "1")).exists(), span
     elif span == "mixed_float16":
         with pytest.raises(UserError, match="without dynamic loss scaling"):
-            RunConfig(compute_dtype=span)
+            RunConfig(compute_dtype="mixed_float16")  # type: ignore[arg-type]
     elif re.fullmatch(r"[\w+]+", span):
         if span not in {*scope, *FIELDS, *KEYWORDS, *AXES, *GROUP_FIELDS}:
             strategy(span)
@@ -249,7 +249,7 @@ def test_the_code_of_all_right_hand_cells_runs(fault_of: Callable[[str], str]) -
         "v.total()",
         "loop.scatter(batch)",
         "jax.lax.axis_size(BATCH_AXIS)",
-        "coordinator.share(params, optimiser=optimizer)",
+        "coordinator.share(params, optimizers=optimizer)",
         "push(gradients, loss, step)",
         "Subset(validation)",
         "event.trainer.stopp()",

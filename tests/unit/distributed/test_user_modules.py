@@ -29,11 +29,15 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 NAMES = {"module mine (mine/__init__.py)", "module mine.scale (mine/scale.py)"}
 
 
-def test_modules_that_a_script_imports_are_compared_by_their_source(package: Path) -> None:
+def test_modules_that_a_script_imports_are_compared_by_their_source(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = user_modules.source_digests()
     assert before.keys() >= NAMES
-    (package / "scale.py").write_text("SCALE = 300.0")
-    user_modules._digest.cache_clear()
+    other = package.parent / "there" / "mine" / "scale.py"
+    other.parent.mkdir(parents=True)
+    other.write_text("SCALE = 300.0")
+    monkeypatch.setattr(sys.modules["mine.scale"], "__file__", str(other))
     after = user_modules.source_digests()
     assert {name for name in before if before[name] != after[name]} == {
         "module mine.scale (mine/scale.py)"
