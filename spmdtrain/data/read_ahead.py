@@ -80,18 +80,18 @@ class _InStrategy:
 def _from_workers(batches: Any, start: int, threads: int, workers: int) -> Iterator[PyTree]:
     """Yields batches that processes read. Worker i reads every `workers`-th batch, from i on."""
     import grain
-    from absl import flags
 
     workers = min(workers, len(batches) - start)
     if workers < 1:
         return
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()  # Grain reads flags of absl, which a script may not use
+    prepare_workers()
     _check_picklable(batches)
     dataset: Any = grain.MapDataset.source(_WorkerItems(batches))[start:]
     options = grain.MultiprocessingOptions(workers, per_worker_buffer_size=_BATCHES_PER_WORKER)
     iterator = iter(
-        dataset.to_iter_dataset(_read_options(threads)).mp_prefetch(options, _begin_worker)
+        dataset.to_iter_dataset(_read_options(threads)).mp_prefetch(
+            options, lambda *_: begin_worker()
+        )
     )
     try:
         with _hidden_main():
@@ -114,15 +114,21 @@ def _result(iterator: Iterator[Any]) -> PyTree:
     try:
         item = next(iterator)
     except RuntimeError as error:
-        if "terminated unexpectedly" not in str(error):
-            raise
-        reason = str(error).partition(". ")[0]
-        raise StorageError(f"data_workers: {reason}: it was killed, or out of memory") from None
+        if reason := death_of_worker(error):
+            raise StorageError(f"data_workers: {reason}") from None
+        raise
     if isinstance(item, _Failure):
         raise item.error
     # Copied, because Grain's arrays are shared memory, which would last until the last batch that
     # something refers to is freed, and at exit too late.
     return jax.tree.map(np.array, item)
+
+
+def death_of_worker(error: Exception) -> str:
+    """Returns how a worker process died, if that is the error that Grain raised; else ""."""
+    if not isinstance(error, RuntimeError) or "terminated unexpectedly" not in str(error):
+        return ""
+    return f"{str(error).partition('. ')[0]}: it was killed, or out of memory"
 
 
 class _WorkerItems:
@@ -158,12 +164,26 @@ class _Failure:
         return cls(error)
 
 
-def _check_picklable(batches: Any) -> None:
-    """Prepares the modules of the user for pickling; raises `UserError` if that is not enough."""
+def parse_flags() -> None:
+    """Marks the flags of absl as parsed: Grain reads some, and a script may not use absl."""
+    from absl import flags
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+
+
+def prepare_workers() -> None:
+    """Prepares this process for worker processes of Grain."""
     import cloudpickle
 
+    parse_flags()
     for module in user_modules(sys.path):
         cloudpickle.register_pickle_by_value(module)
+
+
+def _check_picklable(batches: Any) -> None:
+    import cloudpickle
+
     try:
         cloudpickle.dumps(batches)
     except Exception as error:
@@ -190,8 +210,8 @@ def _hidden_main() -> Iterator[None]:
         main.__dict__.update({k: v for k, v in kept.items() if v is not missing})
 
 
-def _begin_worker(index: int, count: int) -> None:
-    """Prepares a worker process, before it has read the dataset."""
+def begin_worker() -> None:
+    """Prepares a worker process, before it has read the dataset; it ends with its parent."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     # The devices belong to the run: JAX in a dataset computes on the CPU.

@@ -16,6 +16,7 @@ from spmdtrain.data.shard_reader import ShardReader
 from spmdtrain.data.sharded_stream import ShardedStream, shards_of
 from spmdtrain.data.streams import as_stream
 from spmdtrain.data.training_data import examples_per_epoch, training_data
+from spmdtrain.errors import StorageError
 
 MakeShard = Callable[[int, int], Iterable[Any]]
 
@@ -38,12 +39,12 @@ class CounterIterator:
         return self
 
     def __next__(self) -> Any:
-        if self.position == len(self.counter.numbers):
+        if self.position >= len(self.counter.numbers):
             raise StopIteration
         number = self.counter.numbers[self.position]
         self.position += 1
         if number == self.counter.changes.get("fails"):
-            raise OSError("the connection is lost")
+            raise self.counter.changes["error"]("the connection is lost")
         changed = number == self.counter.changes.get("at")
         return self.counter.changes["example"] if changed else {"x": np.int32(number)}
 
@@ -236,6 +237,45 @@ def test_a_shard_of_grain_shares_the_source() -> None:
     assert [example["x"] for example in stream.make_shard(1, 4)] == [1, 5]
 
 
+# -- data that are missing -------------------------------------------------------------------------
+
+
+def changing(*lengths: int, **options: Any) -> Stream:
+    """A stream of one shard whose epochs have these lengths."""
+    remaining = list(lengths)
+    return Stream(lambda index, count: Counter(index, count, remaining.pop(0)), **options)
+
+
+def read(reader: ShardReader, count: int) -> list[int]:
+    return [reader.read()[0][0].item() for _ in range(count)]
+
+
+def test_an_epoch_that_is_shorter_than_the_first_is_an_error() -> None:
+    reader = ShardReader(changing(3, 10), 0, 1)  # a longer one is not
+    assert read(reader, 13) == [*range(3), *range(10)]
+    reader = ShardReader(changing(10, 11, 3), 0, 1)
+    position = [reader.position() for _ in read(reader, 12)][-1]
+    for same in (reader, ShardReader(changing(11, 3), 0, 1, position)):
+        with pytest.raises(UserError) as error:
+            read(same, 20)
+        assert str(error.value) == (
+            "shard 0 of 1 of the stream ends after 3 examples of epoch 2, and 10 were read before: "
+            "files are missing or truncated. If its epochs differ in length, give "
+            "Stream(make_shard, same_length=False)"
+        )
+    reader = ShardReader(changing(10, 3, 4, same_length=False), 0, 1)
+    assert read(reader, 17) == [*range(10), *range(3), *range(4)]
+
+
+def test_a_position_beyond_the_data_is_an_error() -> None:
+    reader = ShardReader(counters(48), 1, 2)
+    first = read(reader, 24)
+    position = reader.position()
+    with pytest.raises(UserError, match=r"ends after 15 examples of epoch 0, and 24 were"):
+        ShardReader(counters(30), 1, 2, position).read()
+    assert read(ShardReader(counters(48), 1, 2, position), 24) == first  # the end is no error
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 
@@ -258,25 +298,84 @@ def test_a_pipeline_that_cannot_be_divided_is_read_as_one_shard_only() -> None:
     assert len({ShardReader(stream, 0, 1).read()[0][0].item()}) == 1
 
 
-def limited() -> grain.IterDataset:
-    return grain.experimental.LimitIterDataset(filtered(), count=10)
+def interleaved(datasets: int) -> grain.IterDataset:
+    return grain.experimental.InterleaveIterDataset([filtered()] * datasets, cycle_length=2)
 
 
-def test_a_grain_pipeline_whose_shards_would_differ_from_the_whole_is_refused() -> None:
-    stream = as_stream(limited())
+UNDIVIDED: dict[str, tuple[Callable[[], grain.IterDataset], str]] = {
+    "limit": (
+        lambda: grain.experimental.LimitIterDataset(filtered(), count=10),
+        "with a limit cannot be divided",
+    ),
+    "index": (
+        lambda: filtered().map_with_index(lambda i, x: {"x": i}),
+        "with .map_with_index.* cannot be divided .* the index would count within each shard",
+    ),
+    "random": (
+        lambda: filtered().random_map(lambda x, generator: x, seed=1),
+        "with .random_map.* cannot be divided .* each shard would draw the same numbers",
+    ),
+    "interleave": (lambda: interleaved(6), "6 datasets .* into 8 shards: give --stream-shards 4"),
+    "workers": (
+        lambda: filtered().mp_prefetch(grain.MultiprocessingOptions(num_workers=3)),
+        "3 datasets or workers of mp_prefetch .* into 8 shards: give --stream-shards 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNDIVIDED)
+def test_a_grain_pipeline_whose_shards_would_differ_from_the_whole_is_refused(name: str) -> None:
+    pipeline, message = UNDIVIDED[name]
+    stream = as_stream(pipeline())
     assert stream is not None
-    with pytest.raises(UserError, match="with a limit cannot be divided"):
-        ShardReader(stream, 0, 2)
+    with pytest.raises(UserError, match=message):
+        ShardReader(stream, 0, 8)
+
+
+def test_batches_of_grain_are_refused() -> None:
+    source = grain.MapDataset.range(24)
+    workers = grain.MultiprocessingOptions(num_workers=2)
+    for batched in (
+        source.to_iter_dataset().batch(4),
+        source.batch(4).to_iter_dataset(),
+        source.to_iter_dataset().batch(4).mp_prefetch(workers),
+    ):
+        with pytest.raises(
+            UserError, match=r"grain.IterDataset with .batch\(\) has batches as its"
+        ):
+            as_stream(batched)
+    assert as_stream(source.to_iter_dataset().mp_prefetch(workers)) is not None
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "advice"),
+    [
+        ("torch.utils.data", "DataLoader", "Give its dataset, loader.dataset"),
+        ("tensorflow.python.data", "DatasetV2", "Read its files by an indexed format"),
+    ],
+)
+def test_a_pipeline_without_a_state_is_refused_with_the_dataset_to_give(
+    library: str, name: str, advice: str
+) -> None:
+    methods = {"__iter__": lambda self: iter([1]), "__len__": lambda self: 1}
+    pipeline = type(name, (), methods | {"__module__": library})
+    with pytest.raises(UserError, match=f"{name} is no stream, because its position .*: {advice}"):
+        as_stream(pipeline())
+    stateful = {"state_dict": lambda self: {}, "load_state_dict": lambda self, state: None}
+    assert as_stream(type("Stateful", (pipeline,), stateful)()) is not None
 
 
 @pytest.mark.filterwarnings("ignore::Warning")
 def test_hugging_face_pipelines_that_cannot_resume_or_divide_are_refused(tmp_path: Path) -> None:
     data = hugging_face(tmp_path)
-    with pytest.raises(UserError, match=r"num_shards=4 \(its files\), fewer than stream_shards=8"):
-        ShardReader(as_stream(data) or counters(1), 0, 8)
+    with pytest.raises(UserError, match=r"num_shards=4 .* stream_shards=6: give --stream-shards 3"):
+        ShardReader(as_stream(data) or counters(1), 0, 6)
     shuffled = as_stream(data.shuffle(seed=1, buffer_size=5)) or counters(1)
     with pytest.raises(UserError, match="its buffer is not part of its state"):
         ShardReader(shuffled, 0, 2)
+    del vars(data)["_ex_iterable"]  # as in a version of the library that renames it
+    with pytest.raises(UserError, match=r"cannot see whether .* is shuffled"):
+        ShardReader(as_stream(data) or counters(1), 0, 2)
 
 
 def test_an_iterator_without_state_is_refused() -> None:
@@ -300,11 +399,15 @@ def test_a_state_that_cannot_be_stored_is_named() -> None:
 
 
 def test_an_error_of_the_pipeline_is_raised_with_shard_and_example() -> None:
-    with pytest.raises(UserError) as error:
-        list(batches(ShardedStream(counters(40, fails=13), 4), 8, 9))
-    assert str(error.value) == (
-        "shard 1 of 4 of the stream failed at example 3 of epoch 0: OSError: the connection is lost"
-    )
+    # A launcher starts a job again that ends by a StorageError, and not one that ends by the other.
+    for failure, expected in ((OSError, StorageError), (KeyError, UserError)):
+        with pytest.raises(expected) as error:
+            list(batches(ShardedStream(counters(40, fails=13, error=failure), 4), 8, 9))
+        assert str(error.value).startswith(
+            f"shard 1 of 4 of the stream failed at example 3 of epoch 0: {failure.__name__}: "
+        )
+        assert "the connection is lost" in str(error.value)
+        assert f"({__file__}:" in str(error.value)  # the line of the user's code
 
 
 @pytest.mark.parametrize(
