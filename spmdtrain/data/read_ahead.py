@@ -6,13 +6,14 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import queue
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from spmdtrain.errors import StorageError, UserError
 from spmdtrain.sharding.placement import bind_strategy
 
 PyTree = Any
+T = TypeVar("T")
 
 _BATCHES_PER_WORKER = 2  # that wait to be taken; each worker computes another one meanwhile
 # Signals that a scheduler or a terminal sends to all processes of a job: the run has to read the
@@ -72,6 +74,43 @@ class _InStrategy:
 
     def __getitem__(self, index: int) -> PyTree:
         return self._read(index)
+
+
+def in_thread(items: Generator[T, None, None], count: int = 2) -> Generator[T, None, None]:
+    """Yields items that a thread reads ahead, in order.
+
+    Args:
+      items: A generator. The thread runs and closes all of it, because it may hold what only one
+        thread may use. Closing the result waits until the thread has read its current item.
+      count: Number of items that it reads ahead.
+    """
+    ready: queue.SimpleQueue[tuple[list[T], BaseException | None]] = queue.SimpleQueue()
+    room, closed = threading.Semaphore(count), threading.Event()
+
+    def read() -> None:
+        with contextlib.closing(items):
+            while room.acquire() and not closed.is_set():
+                try:
+                    ready.put(([next(items)], None))
+                except BaseException as error:
+                    ready.put(([], error))
+                    return
+
+    thread = threading.Thread(target=bind_strategy(read), daemon=True, name="read ahead")
+    thread.start()
+    try:
+        while True:
+            item, error = ready.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            room.release()
+            yield item.pop()
+    finally:
+        closed.set()
+        room.release()
+        thread.join()
 
 
 # -- worker processes ------------------------------------------------------------------------------

@@ -14,16 +14,17 @@ import jax
 import numpy as np
 
 from spmdtrain.config.run_config import RunConfig
+from spmdtrain.data.read_ahead import in_thread
 from spmdtrain.data.sampling import Augment, augmented
-from spmdtrain.data.shard_reader import Record, ShardReader
+from spmdtrain.data.shard_reader import Position, Record, ShardReader
 from spmdtrain.data.streams import Stream
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
 from spmdtrain.tree import named_leaves
 
 PyTree = Any
-Positions = Mapping[str, str]
-"""The position of each shard, as `ShardReader.position` returns it, by the shard's index."""
+Positions = Mapping[str, Position]
+"""The position of each shard, by its index."""
 
 
 @dataclass
@@ -38,18 +39,19 @@ class StreamProgress:
         than it has recorded steps, so two are kept.
     """
 
-    after: dict[int, Positions] = field(default_factory=dict)
+    after: dict[int, Mapping[str, Position | str]] = field(default_factory=dict)
 
-    def at(self, step: int) -> Positions:
-        """Returns the positions after a step; empty at the beginning, and for a dataset.
+    def at(self, step: int) -> Mapping[str, str]:
+        """Returns the positions after a step as text; empty at the beginning, and for a dataset.
 
         Args:
           step: The last step received, or the one before it.
         """
-        return self.after.get(step, {})
+        after = self.after.get(step, {})
+        return {i: x if isinstance(x, str) else x.text() for i, x in after.items()}
 
-    def record(self, step: int, positions: Positions) -> None:
-        """Keeps the positions after a step."""
+    def record(self, step: int, positions: Mapping[str, Position | str]) -> None:
+        """Keeps the positions after a step, as batches or `at` have them."""
         self.after[step] = positions
         while len(self.after) > 2:
             del self.after[next(iter(self.after))]
@@ -77,7 +79,9 @@ class ShardedStream:
         index = process_group.rank() * self.shards // process_group.count()
         with _closing() as readers:
             readers.append(ShardReader(self.stream, min(index, self.shards - 1), self.shards))
-            return readers[0].read()
+            first = readers[0].read()
+            readers[0].position().text()  # a state that cannot be stored is an error at the start
+            return first
 
     def first_row(self, augment: Augment | None) -> PyTree:
         """Returns the first example as arrays of leading dim 1, after `augment`."""
@@ -108,18 +112,20 @@ class ShardedStream:
         *,
         start: int,
         stop: int,
-        positions: Positions,
+        positions: Mapping[str, str],
         seed: int,
         augment: Augment | None,
     ) -> Generator[tuple[PyTree, Positions], None, None]:
-        """Returns a generator of the batches of this process, whose end closes the iterators.
+        """Returns a generator of the batches of this process, which a thread reads ahead.
+
+        Its end closes the iterators.
 
         Args:
           batch_size: Number of examples of a global batch.
           rows: Indices of the rows of each batch to load, ascending.
           start: Number of batches made before.
           stop: Number of batches after the last one.
-          positions: Positions of the shards after batch `start`.
+          positions: Positions of the shards after batch `start`, as text.
           seed: The run's seed, for `augment`.
           augment: Applied to each example.
 
@@ -142,7 +148,7 @@ class ShardedStream:
                 f"no position of shard {missing[0]} of the stream is known after step {start}"
             )
         self.close()
-        reading = self._read(
+        batches = self._read(
             {i: positions.get(str(i)) if start else None for i in own.tolist()},
             per_shard,
             np.searchsorted(order, rows),
@@ -150,6 +156,7 @@ class ShardedStream:
             seed,
             augment,
         )
+        reading = in_thread(batches)
         self._reading = weakref.ref(reading)
         return reading
 
