@@ -173,7 +173,21 @@ def _read_singly(source: Any, indices: Sequence[int]) -> Sequence[Any]:
 
 
 def _fail(source: Any, which: str, error: Exception) -> NoReturn:
-    message = f"{which} of a {describe(source)} cannot be read: {cause_of(error)}"
+    fail(f"{which} of a {describe(source)} cannot be read", error)
+
+
+def fail(what: str, error: Exception) -> NoReturn:
+    """Raises an error of the user's code again, with the place in the data.
+
+    Args:
+      what: What cannot be read.
+      error: The error.
+
+    Raises:
+      StorageError: If storage or a connection fails, so that another attempt can succeed.
+      UserError: Otherwise.
+    """
+    message = f"{what}: {cause_of(error)}"
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
         raise StorageError(message) from error
     raise BadRecordError(message) from error

@@ -1,6 +1,7 @@
 """Data of other libraries: what can be a dataset, and why anything else cannot."""
 
 import sys
+from collections.abc import Collection
 from typing import Any
 
 from spmdtrain.data.tables import HuggingFaceDataset, arrow_columns, pandas_columns
@@ -38,6 +39,16 @@ def known_as(data: Any) -> frozenset[str]:
     return frozenset(f"{c.__module__.partition('.')[0]}.{c.__name__}" for c in classes)
 
 
+def stream_advice(data: Any) -> tuple[str, str] | None:
+    """Returns the name of a known stream, and the dataset to give instead; None for other data.
+
+    Args:
+      data: Any object.
+    """
+    name = min(known_as(data) & _STREAMS.keys(), default=None)
+    return None if name is None else (name, _STREAMS[name])
+
+
 def from_library(data: Any, *, sparse: bool = False) -> Any:
     """Converts a table, and checks a collection, of a library that spmdtrain knows.
 
@@ -52,8 +63,9 @@ def from_library(data: Any, *, sparse: bool = False) -> Any:
       UserError: If `data` cannot be a dataset; says what to give instead.
     """
     names = known_as(data)
-    if streams := sorted(names & _STREAMS.keys()):
-        raise UserError(f"a {streams[0]} is no dataset: {NO_STREAM}. {_STREAMS[streams[0]]}")
+    if advice := stream_advice(data):
+        name, instead = advice
+        raise UserError(f"a {name} is no dataset: {NO_STREAM}. {instead}")
     if splits := sorted(names & {"datasets.DatasetDict", "datasets.IterableDatasetDict"}):
         raise UserError(
             f"a {splits[0]} is no dataset: it holds several splits: give one, data[name] with name "
@@ -87,13 +99,7 @@ def _check_map_dataset(data: Any, sparse: bool) -> None:
             "a grain.MapDataset that repeats without end has no epochs: leave .repeat() out; "
             "`epochs` or `steps` of the run give its length"
         )
-    batches = _transformation(data, "grain.BatchMapDataset", until="grain.FlatMapMapDataset")
-    if batches is not None:
-        raise UserError(
-            f"a grain.MapDataset with .batch() has batches as its examples ({batches}): leave "
-            ".batch() out; global_batch_size of the run gives their size. If each batch is meant "
-            "to be one example, give grain.MapDataset.source(data)"
-        )
+    check_unbatched(data, "grain.MapDataset", "grain.MapDataset.source(data)")
     removes = {"grain.FilterMapDataset": ".filter()", "grain.FlatMapMapDataset": ".flat_map()"}
     for name, call in removes.items():
         if not sparse and _transformation(data, name) is not None:
@@ -104,10 +110,45 @@ def _check_map_dataset(data: Any, sparse: bool) -> None:
             )
 
 
-def _transformation(data: Any, name: str, until: str = "") -> Any:
+def check_unbatched(data: Any, name: str, instead: str) -> None:
+    """Checks that the elements of a Grain pipeline are single examples.
+
+    Args:
+      data: A `grain.MapDataset` or `grain.IterDataset`.
+      name: Its kind, for the message.
+      instead: What to give if batches are meant to be the examples.
+
+    Raises:
+      UserError: If it has a `batch` without a later `flat_map`.
+    """
+    until = ("grain.FlatMapMapDataset", "grain.FlatMapIterDataset")
+    for batch in ("grain.BatchMapDataset", "grain.BatchIterDataset", "grain.RebatchIterDataset"):
+        if (batches := _transformation(data, batch, until)) is not None:
+            raise UserError(
+                f"a {name} with .batch() has batches as its examples ({batches}): leave .batch() "
+                "out; global_batch_size of the run gives their size. If each batch is meant to be "
+                f"one example, give {instead}"
+            )
+
+
+def inputs_of(dataset: Any) -> list[Any]:
+    """Returns the datasets that a `grain.MapDataset` or `grain.IterDataset` reads.
+
+    Args:
+      dataset: The dataset. If it interleaves datasets that are made lazily, they are left out.
+    """
+    # An InterleaveIterDataset, with which mp_prefetch begins, does not count them as its parents.
+    interleaved = getattr(dataset, "_datasets", ())
+    listed = interleaved if isinstance(interleaved, (list, tuple)) else ()
+    return [*getattr(dataset, "parents", ()), *listed]
+
+
+def _transformation(data: Any, name: str, until: Collection[str] = ()) -> Any:
     """Returns the first transformation of a class on the way to the sources; None without one."""
     names = known_as(data)
-    if name in names or until in names:
-        return data if name in names else None
-    found = (_transformation(parent, name, until) for parent in getattr(data, "parents", ()))
+    if name in names:
+        return data
+    if names & {*until}:
+        return None
+    found = (_transformation(each, name, until) for each in inputs_of(data))
     return next((each for each in found if each is not None), None)

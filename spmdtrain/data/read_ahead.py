@@ -6,14 +6,15 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import queue
 import re
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -23,8 +24,10 @@ from spmdtrain.errors import StorageError, UserError
 from spmdtrain.sharding.placement import bind_strategy
 
 PyTree = Any
+T = TypeVar("T")
 
 _BATCHES_PER_WORKER = 2  # that wait to be taken; each worker computes another one meanwhile
+_SECONDS_TO_CLOSE = 30
 # Signals that a scheduler or a terminal sends to all processes of a job: the run has to read the
 # batches of the steps before its last save, so its workers must outlive them.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -75,24 +78,62 @@ class _InStrategy:
         return self._read(index)
 
 
+def in_thread(items: Generator[T, None, None], count: int = 2) -> Generator[T, None, None]:
+    """Yields items that a thread reads ahead, in order.
+
+    Args:
+      items: A generator. The thread runs and closes all of it, because it may hold what only one
+        thread may use. Closing the result waits for the item that the thread is reading, up to a
+        limit: a connection may never answer.
+      count: Number of items that it reads ahead.
+    """
+    ready: queue.SimpleQueue[tuple[list[T], BaseException | None]] = queue.SimpleQueue()
+    room, closed = threading.Semaphore(count), threading.Event()
+
+    def read() -> None:
+        with contextlib.closing(items):
+            while room.acquire() and not closed.is_set():
+                try:
+                    ready.put(([next(items)], None))
+                except BaseException as error:
+                    ready.put(([], error))
+                    return
+
+    thread = threading.Thread(target=bind_strategy(read), daemon=True, name="read ahead")
+    thread.start()
+    try:
+        while True:
+            item, error = ready.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            room.release()
+            yield item.pop()
+    finally:
+        closed.set()
+        room.release()
+        thread.join(_SECONDS_TO_CLOSE)
+
+
 # -- worker processes ------------------------------------------------------------------------------
 
 
 def _from_workers(batches: Any, start: int, threads: int, workers: int) -> Iterator[PyTree]:
     """Yields batches that processes read. Worker i reads every `workers`-th batch, from i on."""
     import grain
-    from absl import flags
 
     workers = min(workers, len(batches) - start)
     if workers < 1:
         return
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()  # Grain reads flags of absl, which a script may not use
+    prepare_workers()
     _check_picklable(batches)
     dataset: Any = grain.MapDataset.source(_WorkerItems(batches))[start:]
     options = grain.MultiprocessingOptions(workers, per_worker_buffer_size=_BATCHES_PER_WORKER)
     iterator = iter(
-        dataset.to_iter_dataset(_read_options(threads)).mp_prefetch(options, _begin_worker)
+        dataset.to_iter_dataset(_read_options(threads)).mp_prefetch(
+            options, lambda *_: begin_worker()
+        )
     )
     try:
         with _hidden_main():
@@ -115,17 +156,25 @@ def _result(iterator: Iterator[Any]) -> PyTree:
     try:
         item = next(iterator)
     except RuntimeError as error:
-        if not (ended := re.search(r"terminated unexpectedly with exit code (-?\d+)", str(error))):
-            raise
-        raise StorageError(
-            f"data_workers: a process that reads batches ended with exit code {ended[1]}: it was "
-            "killed, or was out of memory; run again to resume"
-        ) from None
+        if reason := death_of_worker(error):
+            raise StorageError(f"data_workers: {reason}") from None
+        raise
     if isinstance(item, _Failure):
         raise item.error
     # Copied, because Grain's arrays are shared memory, which would last until the last batch that
     # something refers to is freed, and at exit too late.
     return jax.tree.map(np.array, item)
+
+
+def death_of_worker(error: Exception) -> str:
+    """Returns how a worker process died, if that is the error that Grain raised; else ""."""
+    ended = re.search(r"terminated unexpectedly with exit code (-?\d+)", str(error))
+    if ended is None or not isinstance(error, RuntimeError):
+        return ""
+    return (
+        f"a process that reads batches ended with exit code {ended[1]}: it was killed, or was out "
+        "of memory; run again to resume"
+    )
 
 
 class _WorkerItems:
@@ -161,12 +210,26 @@ class _Failure:
         return cls(error)
 
 
-def _check_picklable(batches: Any) -> None:
-    """Prepares the modules of the user for pickling; raises `UserError` if that is not enough."""
+def parse_flags() -> None:
+    """Marks the flags of absl as parsed: Grain reads some, and a script may not use absl."""
+    from absl import flags
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+
+
+def prepare_workers() -> None:
+    """Prepares this process for worker processes of Grain."""
     import cloudpickle
 
+    parse_flags()
     for module in user_modules(sys.path):
         cloudpickle.register_pickle_by_value(module)
+
+
+def _check_picklable(batches: Any) -> None:
+    import cloudpickle
+
     try:
         cloudpickle.dumps(batches)
     except Exception as error:
@@ -193,8 +256,8 @@ def _hidden_main() -> Iterator[None]:
         main.__dict__.update({k: v for k, v in kept.items() if v is not missing})
 
 
-def _begin_worker(index: int, count: int) -> None:
-    """Prepares a worker process, before it has read the dataset."""
+def begin_worker() -> None:
+    """Prepares a worker process, before it has read the dataset; it ends with its parent."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     # The devices belong to the run: JAX in a dataset computes on the CPU.

@@ -1,20 +1,56 @@
 """The reader of one shard of a stream: its examples epoch after epoch, and its position."""
 
 import contextlib
+import itertools
+import pickle
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
+from spmdtrain.data import grain_shards
+from spmdtrain.data.indexable import fail
+from spmdtrain.data.read_ahead import death_of_worker
 from spmdtrain.data.stream_state import UnsupportedStateError, as_text, from_text
 from spmdtrain.data.streams import Stream
-from spmdtrain.errors import UserError
+from spmdtrain.errors import StorageError, UserError
 from spmdtrain.tree import path_name
 
 PyTree = Any
 Record = tuple[list[np.ndarray], Any]
 """The leaves of an example and its tree structure."""
+_END = object()
+
+
+@dataclass(frozen=True)
+class Position:
+    """A position in a shard.
+
+    Attributes:
+      shard: The shard as named in messages.
+      pickled: Epoch, number of examples, length of the first epoch and the iterator's state, which
+        may change it later. Pickle copies it 20 times faster than `text` does, and each batch has
+        positions; only a save stores them, as text.
+    """
+
+    shard: str
+    pickled: bytes
+
+    def text(self) -> str:
+        """Returns the position as text.
+
+        Raises:
+          UserError: If the state of the iterator holds a value that cannot be stored.
+        """
+        try:
+            return as_text(pickle.loads(self.pickled))
+        except UnsupportedStateError as error:
+            raise UserError(
+                f"the state of {self.shard} holds {error}, which a checkpoint cannot store: it may "
+                "hold numbers, text, bytes, NumPy arrays, lists, tuples and dictionaries"
+            ) from error
 
 
 class ShardReader:
@@ -24,7 +60,7 @@ class ShardReader:
       stream: The stream.
       index: Index of the shard.
       count: Number of shards.
-      position: The position to continue from, as `position()` has returned it; None to begin.
+      position: The position to continue from, the text of `position()`; None to begin.
 
     Raises:
       UserError: If the shard cannot be made, or has no state.
@@ -36,9 +72,12 @@ class ShardReader:
         """Epoch of the shard that the last example belongs to, from 0."""
         self.number = 0
         """Number of examples read of this epoch."""
+        self._length: int | None = None  # of the first epoch that was read to its end
+        self._restored: int | None = None  # `number` of the position, until an example is read
         state = None
         if position is not None:
-            self.epoch, self.number, state = from_text(position)
+            self.epoch, self.number, self._length, state = from_text(position)
+            self._restored = self.number
         self._iterator = self._open()
         if position is not None:
             with self._named_errors("cannot continue"):
@@ -53,46 +92,72 @@ class ShardReader:
         """Returns the next example; begins the next epoch at the end of the shard.
 
         Raises:
-          UserError: If it cannot be read, is not a pytree of numbers, or the shard is empty.
+          UserError: If it cannot be read, is not a pytree of numbers, or the shard is empty or has
+            become shorter.
+          StorageError: If storage, a connection or a worker process fails.
         """
-        while True:
-            with self._named_errors("failed"):
-                try:
-                    example = next(self._iterator)
-                except StopIteration:
-                    if self.number:
-                        self.close()
-                        self.epoch, self.number = self.epoch + 1, 0
-                        self._iterator = self._open()
-                        continue
-                    raise UserError(
-                        f"{self.name} has no examples in epoch {self.epoch}: give fewer "
-                        "stream_shards, or iterables that can be read again"
-                    ) from None
-            record = self._record(example)
-            self.number += 1
-            return record
+        while (example := self._next(self._iterator)) is _END:
+            self._check_end()
+            self.close()
+            self.epoch, self.number = self.epoch + 1, 0
+            self._iterator = self._open()
+        record = self._record(example)
+        self.number += 1
+        self._restored = None
+        return record
 
-    def position(self) -> str:
-        """Returns the position after the last example, as text.
+    def _next(self, iterator: Any) -> Any:
+        with self._named_errors("failed"):
+            return next(iterator, _END)
+
+    def _check_end(self) -> None:
+        """Checks that the epoch which has ended is complete; keeps the first one's length."""
+        if not self.number:
+            raise UserError(
+                f"{self.name} has no examples in epoch {self.epoch}: give fewer stream_shards, or "
+                "iterables that can be read again"
+            )
+        if not self._stream.same_length:
+            return
+        found, before = self.number, self._length or 0
+        if self._restored is not None and self._restored > before:
+            # Nothing has followed the position: it is the end, or the shard now ends before it.
+            found, before = self._read_again(self._restored), self._restored
+        if found < before:
+            raise UserError(
+                f"{self.name} ends after {found} examples of epoch {self.epoch}, and {before} were "
+                "read before: files are missing or truncated. If its epochs differ in length, give "
+                "Stream(make_shard, same_length=False)"
+            )
+        self._length = self._length or found
+
+    def _read_again(self, most: int) -> int:
+        """Returns the number of examples of the epoch, which it reads again, up to `most`."""
+        iterator = self._open()
+        try:
+            return sum(1 for _ in itertools.islice(self._rest(iterator), most))
+        finally:
+            _close(iterator)
+
+    def _rest(self, iterator: Any) -> Iterator[Any]:
+        while (example := self._next(iterator)) is not _END:
+            yield example
+
+    def position(self) -> "Position":
+        """Returns the position after the last example.
 
         Raises:
-          UserError: If the state of the iterator holds a value that cannot be stored.
+          UserError: If the iterator cannot give its state.
         """
         with self._named_errors("has no state"):
             state = self._iterator.get_state()
-        try:
-            return as_text([self.epoch, self.number, state])
-        except UnsupportedStateError as error:
-            raise UserError(
-                f"the state of {self.name} holds {error}, which a checkpoint cannot store: it may "
-                "hold numbers, text, bytes, NumPy arrays, lists, tuples and dictionaries"
-            ) from error
+            kept = pickle.dumps([self.epoch, self.number, self._length, state])
+        return Position(self.name, kept)
 
     def close(self) -> None:
         """Ends the threads and processes of the iterator."""
-        if close := getattr(self._iterator, "close", None):
-            close()
+        _close(self._iterator)
+        self._iterator = None
 
     def _open(self) -> Any:
         """Returns the iterator of the current epoch, with `get_state` and `set_state`."""
@@ -100,6 +165,7 @@ class ShardReader:
             iterable = self._stream.make_shard(self.index, self._count)
             if set_epoch := getattr(iterable, "set_epoch", None):
                 set_epoch(self.epoch)
+            grain_shards.prepare(iterable)
             if hasattr(iterable, "state_dict") and hasattr(iterable, "load_state_dict"):
                 return _StateDictIterator(iterable)
             iterator = iter(iterable)
@@ -133,15 +199,21 @@ class ShardReader:
 
     @contextlib.contextmanager
     def _named_errors(self, what: str) -> Iterator[None]:
-        """Raises errors of the user's code as `UserError` with shard and example."""
+        """Raises errors of the user's code again, with shard and example."""
         try:
             yield
-        except (UserError, MemoryError):
+        except (UserError, StorageError, MemoryError):
             raise
         except Exception as error:
-            raise UserError(
-                f"{self.name} {what} at {self.place()}: {type(error).__name__}: {error}"
-            ) from error
+            where = f"{self.name} {what} at {self.place()}"
+            if reason := death_of_worker(error):
+                raise StorageError(f"{where}: {reason}") from None
+            fail(where, error)
+
+
+def _close(iterator: Any) -> None:
+    if close := getattr(iterator, "close", None):
+        close()
 
 
 class _StateDictIterator:

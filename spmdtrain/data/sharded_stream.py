@@ -1,8 +1,12 @@
 """Training batches of a stream that is read as a fixed number of shards."""
 
+import contextlib
 import functools
+import gc
+import multiprocessing
+import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,16 +14,17 @@ import jax
 import numpy as np
 
 from spmdtrain.config.run_config import RunConfig
+from spmdtrain.data.read_ahead import in_thread
 from spmdtrain.data.sampling import Augment, augmented
-from spmdtrain.data.shard_reader import Record, ShardReader
+from spmdtrain.data.shard_reader import Position, Record, ShardReader
 from spmdtrain.data.streams import Stream
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
 from spmdtrain.tree import named_leaves
 
 PyTree = Any
-Positions = Mapping[str, str]
-"""The position of each shard, as `ShardReader.position` returns it, by the shard's index."""
+Positions = Mapping[str, Position]
+"""The position of each shard, by its index."""
 
 
 @dataclass
@@ -34,18 +39,19 @@ class StreamProgress:
         than it has recorded steps, so two are kept.
     """
 
-    after: dict[int, Positions] = field(default_factory=dict)
+    after: dict[int, Mapping[str, Position | str]] = field(default_factory=dict)
 
-    def at(self, step: int) -> Positions:
-        """Returns the positions after a step; empty at the beginning, and for a dataset.
+    def at(self, step: int) -> Mapping[str, str]:
+        """Returns the positions after a step as text; empty at the beginning, and for a dataset.
 
         Args:
           step: The last step received, or the one before it.
         """
-        return self.after.get(step, {})
+        after = self.after.get(step, {})
+        return {i: x if isinstance(x, str) else x.text() for i, x in after.items()}
 
-    def record(self, step: int, positions: Positions) -> None:
-        """Keeps the positions after a step."""
+    def record(self, step: int, positions: Mapping[str, Position | str]) -> None:
+        """Keeps the positions after a step, as batches or `at` have them."""
         self.after[step] = positions
         while len(self.after) > 2:
             del self.after[next(iter(self.after))]
@@ -64,17 +70,18 @@ class ShardedStream:
 
     def __init__(self, stream: Stream, shards: int) -> None:
         self.stream, self.shards = stream, shards
-        self._readers: list[ShardReader] = []
+        # Refers weakly, so that a loop which is left ends the reading.
+        self._reading: Callable[[], Generator[Any, None, None] | None] = lambda: None
 
     @functools.cached_property
     def first(self) -> Record:
         """The first example of the first shard of this process, whose structure all others have."""
         index = process_group.rank() * self.shards // process_group.count()
-        reader = ShardReader(self.stream, min(index, self.shards - 1), self.shards)
-        try:
-            return reader.read()
-        finally:
-            reader.close()
+        with _closing() as readers:
+            readers.append(ShardReader(self.stream, min(index, self.shards - 1), self.shards))
+            first = readers[0].read()
+            readers[0].position().text()  # a state that cannot be stored is an error at the start
+            return first
 
     def first_row(self, augment: Augment | None) -> PyTree:
         """Returns the first example as arrays of leading dim 1, after `augment`."""
@@ -105,18 +112,20 @@ class ShardedStream:
         *,
         start: int,
         stop: int,
-        positions: Positions,
+        positions: Mapping[str, str],
         seed: int,
         augment: Augment | None,
-    ) -> Iterator[tuple[PyTree, Positions]]:
-        """Returns an iterator over the batches of this process.
+    ) -> Generator[tuple[PyTree, Positions], None, None]:
+        """Returns a generator of the batches of this process, which a thread reads ahead.
+
+        Its end closes the iterators.
 
         Args:
           batch_size: Number of examples of a global batch.
           rows: Indices of the rows of each batch to load, ascending.
           start: Number of batches made before.
           stop: Number of batches after the last one.
-          positions: Positions of the shards after batch `start`.
+          positions: Positions of the shards after batch `start`, as text.
           seed: The run's seed, for `augment`.
           augment: Applied to each example.
 
@@ -139,44 +148,51 @@ class ShardedStream:
                 f"no position of shard {missing[0]} of the stream is known after step {start}"
             )
         self.close()
-        self._readers = [
-            ShardReader(self.stream, i, self.shards, positions.get(str(i)) if start else None)
-            for i in own.tolist()
-        ]
-        return self._read(
-            per_shard, np.searchsorted(order, rows), range(start, stop), seed, augment
+        batches = self._read(
+            {i: positions.get(str(i)) if start else None for i in own.tolist()},
+            per_shard,
+            np.searchsorted(order, rows),
+            range(start, stop),
+            seed,
+            augment,
         )
+        reading = in_thread(batches)
+        self._reading = weakref.ref(reading)
+        return reading
 
     def _read(
         self,
+        positions: Mapping[int, str | None],
         per_shard: int,
         rows: np.ndarray,
         steps: Sequence[int],
         seed: int,
         augment: Augment | None,
-    ) -> Iterator[tuple[PyTree, Positions]]:
-        in_order = np.array_equal(rows, np.arange(per_shard * len(self._readers)))
-        draws = np.empty((per_shard * len(self._readers), 4), np.int64)
+    ) -> Generator[tuple[PyTree, Positions], None, None]:
+        size = per_shard * len(positions)
+        in_order = np.array_equal(rows, np.arange(size))
+        draws = np.empty((size, 4), np.int64)
         first, structure = self.first
         expected = structure, [(x.shape, x.dtype) for x in first]
-        for _ in steps:
-            columns: list[list[np.ndarray]] = [[] for _ in first]
-            number = 0
-            for shard in self._readers:
-                for _ in range(per_shard):
+        with _closing() as readers:
+            for index, position in positions.items():
+                readers.append(ShardReader(self.stream, index, self.shards, position))
+            in_rows = [reader for reader in readers for _ in range(per_shard)]
+            for _ in steps:
+                columns: list[list[np.ndarray]] = [[] for _ in first]
+                for number, shard in enumerate(in_rows):
                     leaves, found = shard.read()
                     if (found, [(x.shape, x.dtype) for x in leaves]) != expected:
                         self._refuse(shard, leaves, found)
                     for column, leaf in zip(columns, leaves, strict=True):
                         column.append(leaf)
                     draws[number] = 0, shard.index, shard.number - 1, shard.epoch
-                    number += 1
-            batch = structure.unflatten([np.stack(column) for column in columns])
-            if augment is not None:
-                batch = augmented(augment, batch, draws, seed)
-            if not in_order:
-                batch = jax.tree.map(lambda x: x[rows], batch)
-            yield batch, {str(shard.index): shard.position() for shard in self._readers}
+                batch = structure.unflatten([np.stack(column) for column in columns])
+                if augment is not None:
+                    batch = augmented(augment, batch, draws, seed)
+                if not in_order:
+                    batch = jax.tree.map(lambda x: x[rows], batch)
+                yield batch, {str(shard.index): shard.position() for shard in readers}
 
     def _refuse(self, shard: ShardReader, leaves: Sequence[np.ndarray], structure: Any) -> None:
         raise UserError(
@@ -186,10 +202,25 @@ class ShardedStream:
         )
 
     def close(self) -> None:
-        """Ends the threads and processes of the readers."""
-        for reader in self._readers:
+        """Ends the threads and processes of the iterators."""
+        if (reading := self._reading()) is not None:
+            reading.close()
+
+
+@contextlib.contextmanager
+def _closing() -> Iterator[list[ShardReader]]:
+    """Closes the readers that are added to the list."""
+    readers: list[ShardReader] = []
+    try:
+        yield readers
+    finally:
+        for reader in readers:
             reader.close()
-        self._readers = []
+        if multiprocessing.active_children():
+            # Grain does not close an iterator that it has made ahead, and a DataLoader has no
+            # close(): their processes end when they are deleted, also from reference cycles.
+            readers.clear()
+            gc.collect()
 
 
 def shards_of(config: RunConfig) -> int:

@@ -1,10 +1,11 @@
 """Streams: examples without random access, in shards whose iterators have a state."""
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from spmdtrain.data import grain_shards
+from spmdtrain.data.libraries import check_unbatched, known_as, stream_advice
 from spmdtrain.errors import UserError
 
 _NEEDED = (
@@ -12,6 +13,7 @@ _NEEDED = (
     "`index` of `count`, such as a grain.DataLoader with these ShardOptions; its iterators need "
     "get_state() and set_state(state)"
 )
+_WITHOUT_STATE = ("torch.DataLoader", "tensorflow.DatasetV2")
 
 
 @dataclass(frozen=True)
@@ -19,16 +21,20 @@ class Stream:
     """Training examples that are read in order.
 
     A run divides a stream into `stream_shards` shards and reads each by an iterator of its own. A
-    shard that ends begins its next epoch at once, so shards may differ in length.
+    shard that ends begins its next epoch at once, so shards may differ in length. An epoch of a
+    shard that is shorter than its first one is an error, because data are missing.
 
     Attributes:
       make_shard: (index, count) -> the iterable of the examples of shard `index` of `count`; called
         for every epoch. Its iterators have `get_state()` and `set_state(state)`, or it has
         `state_dict()` and `load_state_dict(state)` itself. If it has `set_epoch(epoch)`, that is
         called before each epoch, counted from 0.
+      same_length: Whether each epoch of a shard has at least as many examples as its first. False
+        for a pipeline that removes examples at random: then missing data are not noticed.
     """
 
     make_shard: Callable[[int, int], Iterable[Any]]
+    same_length: bool = True
 
 
 def is_iterable_only(data: Any) -> bool:
@@ -45,22 +51,26 @@ def as_stream(data: Any) -> Stream | None:
         iterators have a state, or any other object.
 
     Raises:
-      UserError: If it is an iterable that cannot begin again, such as a generator.
+      UserError: If it is an iterable that cannot begin again, such as a generator, or is known to
+        be no stream of single examples that can be resumed.
     """
     if isinstance(data, Stream):
         return data
     if not is_iterable_only(data):
         return None
-    name, library = type(data).__name__, type(data).__module__.partition(".")[0]
     if isinstance(data, Iterator):
         raise UserError(
-            f"a {name} is no stream, because it can be read only once and, after an interruption, "
-            f"not from the same example. {_NEEDED}"
+            f"a {type(data).__name__} is no stream, because it can be read only once and, after an "
+            f"interruption, not from the same example. {_NEEDED}"
         )
-    if library == "datasets" and hasattr(data, "num_shards"):
+    if "datasets.IterableDataset" in known_as(data):
         return Stream(lambda index, count: _shard_of_hugging_face(data, index, count))
-    if library == "grain" and hasattr(data, "parents"):
-        return Stream(lambda index, count: _shard_of_grain(data, index, count))
+    if "grain.IterDataset" in known_as(data):
+        check_unbatched(data, "grain.IterDataset", "spmdtrain.Stream(make_shard) of the batches")
+        return Stream(lambda index, count: grain_shards.shard_of(data, index, count))
+    name, instead = stream_advice(data) or ("", "")
+    if name in _WITHOUT_STATE and not hasattr(data, "state_dict"):
+        raise UserError(f"a {name} is no stream, because its position cannot be stored: {instead}")
     return Stream(lambda index, count: _whole(data, index, count))
 
 
@@ -68,56 +78,10 @@ def _whole(data: Iterable[Any], index: int, count: int) -> Iterable[Any]:
     """Returns an iterable of unknown kind if it is the only shard."""
     if count > 1:
         raise UserError(
-            f"a {type(data).__name__} cannot be divided into {count} shards. {_NEEDED}. Or give "
-            "stream_shards=1, with which one process reads all of it"
+            f"a {type(data).__name__} cannot be divided into {count} shards. {_NEEDED}. Or, if "
+            "its own iterators have both, give stream_shards=1: one process reads all of it"
         )
     return data
-
-
-# -- Grain -----------------------------------------------------------------------------------------
-
-
-def _shard_of_grain(dataset: Any, index: int, count: int) -> Iterable[Any]:
-    """Returns a shard of a `grain.IterDataset`: every `count`-th example of its random access part.
-
-    Grain divides datasets in the same way over the workers of `mp_prefetch`. The result shares all
-    data with `dataset`, because slices are views.
-    """
-    if count == 1:
-        return dataset
-    shared: dict[int, Any] = {}
-    _share_map_datasets(dataset, shared)
-    shard = copy.deepcopy(dataset, shared)
-    _slice(shard, slice(index, None, count), set())
-    return shard
-
-
-def _share_map_datasets(dataset: Any, shared: dict[int, Any]) -> None:
-    """Marks the `grain.MapDataset`s of a pipeline as not to copy."""
-    for parent in dataset.parents:
-        if hasattr(parent, "__len__"):
-            shared[id(parent)] = parent
-        else:
-            _share_map_datasets(parent, shared)
-
-
-def _slice(dataset: Any, part: slice, seen: set[int]) -> None:
-    if id(dataset) in seen:  # two branches of a pipeline may begin with the same dataset
-        return
-    seen.add(id(dataset))
-    name = type(dataset).__name__
-    if name == "LimitIterDataset":
-        raise UserError(
-            "a grain.IterDataset with a limit cannot be divided into shards, because each shard "
-            f"would have that many examples. Limit the grain.MapDataset before. {_NEEDED}"
-        )
-    if hasattr(dataset, "set_slice"):
-        dataset.set_slice(part)
-        return
-    if not dataset.parents or any(hasattr(parent, "__len__") for parent in dataset.parents):
-        raise UserError(f"a {name} of Grain cannot be divided into shards. {_NEEDED}")
-    for parent in dataset.parents:
-        _slice(parent, part, seen)
 
 
 # -- Hugging Face ----------------------------------------------------------------------------------
@@ -125,17 +89,23 @@ def _slice(dataset: Any, part: slice, seen: set[int]) -> None:
 
 def _shard_of_hugging_face(dataset: Any, index: int, count: int) -> Iterable[Any]:
     """Returns a shard of an `IterableDataset`: some of its files."""
-    if "BufferShuffledExamplesIterable" in _stages(getattr(dataset, "_ex_iterable", None)):
+    if (pipeline := getattr(dataset, "_ex_iterable", None)) is None:
+        raise UserError(
+            "spmdtrain cannot see whether this Hugging Face IterableDataset is shuffled, which "
+            "could not be resumed, because this version of datasets has another structure. "
+            f"{_NEEDED}"
+        )
+    if "BufferShuffledExamplesIterable" in _stages(pipeline):
         raise UserError(
             "shuffle() of a Hugging Face IterableDataset cannot be resumed exactly, because its "
             "buffer is not part of its state: leave it out, shuffle the files beforehand, or give "
             "a map-style dataset, which spmdtrain shuffles"
         )
     if dataset.num_shards < count:
+        fewer = grain_shards.largest_divisor(count, dataset.num_shards)
         raise UserError(
             f"the Hugging Face IterableDataset has num_shards={dataset.num_shards} (its files), "
-            f"fewer than stream_shards={count}: give --stream-shards {dataset.num_shards} or a "
-            "divisor of it, or dataset.reshard()"
+            f"fewer than stream_shards={count}: give --stream-shards {fewer}, or dataset.reshard()"
         )
     return dataset.shard(num_shards=count, index=index)
 

@@ -243,8 +243,9 @@ class Loop(LoopTools):
             workers=config.data_workers,
             progress=parts.run.stream_progress,
         )
-        for _ in self.steps():
-            yield rows_of(next_batch(batches, parts.state, parts.run.logger.count_input_wait))
+        with contextlib.closing(batches):
+            for _ in self.steps():
+                yield rows_of(next_batch(batches, parts.state, parts.run.logger.count_input_wait))
 
     def steps(self) -> Iterator[int]:
         """Yields the numbers of the steps to make, from 1; like `batches`, without a dataset.

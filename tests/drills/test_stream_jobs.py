@@ -1,8 +1,11 @@
 """Streams in jobs that are killed and continue on another number of processes."""
 
 import json
+import os
 import signal
+import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -115,6 +118,54 @@ def test_a_killed_job_continues_on_other_processes_with_the_same_examples(
     assert checksums(tmp_path / "run") == whole
     read = [shards_of(tmp_path, rank) for rank in range(processes)]
     assert read == [{*range(SHARDS)}] if processes == 1 else [{0}, {1}, {2}, {3}]
+
+
+WORKERS = """
+import grain
+import jax.numpy as jnp
+import multiprocessing
+import numpy as np
+import optax
+import os
+import signal
+
+from spmdtrain import FunctionModel, Trainer
+
+
+def kill(event):
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    numbers = grain.MapDataset.range(90).map(lambda x: {"x": np.int32(x)}).to_iter_dataset()
+    Trainer(
+        model=FunctionModel(lambda key: {"w": jnp.zeros(())}),
+        objective=lambda model, batch: {"loss": batch["x"] * model["w"]},
+        optimizer=optax.sgd(0.1),
+        callbacks={"step": kill},
+        global_batch_size=8,
+        stream_shards=2,
+    ).fit(numbers.mp_prefetch(grain.MultiprocessingOptions(num_workers=2)), steps=4)
+"""
+
+
+def test_the_workers_of_a_pipeline_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WORKERS)
+    with (tmp_path / "output").open("w") as output:  # a pipe would end with the workers only
+        # By itself, because the launcher would end the workers.
+        run = subprocess.run([sys.executable, script], stdout=output, timeout=BOUND)
+    assert run.returncode == -signal.SIGKILL
+    workers = (tmp_path / "output").read_text().splitlines()[-1].split()
+    assert len(workers) == 2
+    deadline = time.monotonic() + 20
+    while left := [pid for pid in workers if Path("/proc", pid).exists()]:
+        if time.monotonic() > deadline:
+            for pid in left:
+                os.kill(int(pid), signal.SIGKILL)
+            pytest.fail(f"{len(left)} workers were left")
+        time.sleep(0.1)
 
 
 def test_processes_that_would_divide_a_shard_are_refused(tmp_path: Path) -> None:

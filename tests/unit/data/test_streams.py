@@ -1,72 +1,32 @@
-"""Streams: their shards, the order of the examples, the positions, and what is refused."""
+"""Streams: their shards, the order of the examples, and the positions."""
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import grain
 import numpy as np
 import pytest
+from stream_helpers import (
+    Counter,
+    as_text,
+    batches,
+    counters,
+    filtered,
+    hugging_face,
+    loader,
+    mixed,
+    numbers,
+    windows,
+)
 
-from spmdtrain import RunConfig, Stream, UserError
-from spmdtrain.data.datasets import as_dataset
+from spmdtrain import Stream, UserError
 from spmdtrain.data.shard_reader import ShardReader
-from spmdtrain.data.sharded_stream import ShardedStream, shards_of
+from spmdtrain.data.sharded_stream import ShardedStream
 from spmdtrain.data.streams import as_stream
-from spmdtrain.data.training_data import examples_per_epoch, training_data
-
-MakeShard = Callable[[int, int], Iterable[Any]]
-
-
-class Counter:
-    """Numbers of a shard, as the iterable that a user writes; fails or changes at one of them."""
-
-    def __init__(self, index: int, count: int, end: int, **changes: Any) -> None:
-        self.numbers, self.changes = range(index, end, count), changes
-
-    def __iter__(self) -> "CounterIterator":
-        return CounterIterator(self)
-
-
-class CounterIterator:
-    def __init__(self, counter: Counter) -> None:
-        self.counter, self.position = counter, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if self.position == len(self.counter.numbers):
-            raise StopIteration
-        number = self.counter.numbers[self.position]
-        self.position += 1
-        if number == self.counter.changes.get("fails"):
-            raise OSError("the connection is lost")
-        changed = number == self.counter.changes.get("at")
-        return self.counter.changes["example"] if changed else {"x": np.int32(number)}
-
-    def get_state(self) -> Any:
-        return {"position": self.position, "token": b"\xff"}
-
-    def set_state(self, state: Any) -> None:
-        assert state["token"] == b"\xff"
-        self.position = state["position"]
-
-
-def counters(end: int, **changes: Any) -> Stream:
-    return Stream(lambda index, count: Counter(index, count, end, **changes))
-
-
-def numbers(batches: Iterable[Any]) -> list[list[int]]:
-    return [batch["x"].tolist() for batch, _ in batches]
-
-
-def batches(stream: ShardedStream, size: int, stop: int, **options: Any) -> Iterator[Any]:
-    defaults = {"rows": np.arange(size), "start": 0, "positions": {}, "seed": 0, "augment": None}
-    return stream.batches(size, stop=stop, **defaults | options)  # type: ignore[arg-type]
-
 
 # -- the order of the examples ---------------------------------------------------------------------
 
@@ -94,6 +54,23 @@ def test_a_process_reads_only_the_shards_of_its_rows() -> None:
     found = numbers(batches(stream, 8, 2, rows=np.array([4, 5, 6, 7])))
     assert found == [[2, 6, 3, 7], [10, 14, 11, 15]]
     assert made == [2, 3]
+
+
+def test_two_batches_are_read_ahead_by_a_thread_that_ends() -> None:
+    threads: set[threading.Thread] = set()
+    read = threading.Semaphore(0)
+
+    def make_shard(index: int, count: int) -> Counter:
+        threads.add(threading.current_thread())
+        return Counter(index, count, 400, called=read.release)
+
+    reading = batches(ShardedStream(Stream(make_shard), 2), 4, 50)
+    assert numbers([next(reading)]) == [[0, 2, 1, 3]]
+    assert all(read.acquire(timeout=20) for _ in range(13))  # the first example, and 3 batches
+    assert not read.acquire(timeout=0.1)
+    (reader,) = threads - {threading.current_thread()}
+    reading.close()  # type: ignore[attr-defined]
+    assert not reader.is_alive()
 
 
 def test_padding_rows_repeat_the_last_example() -> None:
@@ -128,52 +105,11 @@ def test_augment_draws_by_seed_shard_example_and_epoch() -> None:
     *_, (_, after) = itertools.islice(
         batches(ShardedStream(counters(8), 2), 4, 6, seed=1, augment=augment), 3
     )
-    assert drawn(1, 3, after) == first[3:]
+    assert drawn(1, 3, as_text(after)) == first[3:]
     assert drawn(2) != first
 
 
 # -- pipelines of libraries ------------------------------------------------------------------------
-
-
-def filtered(end: int = 50) -> grain.IterDataset:
-    source = grain.MapDataset.range(end).shuffle(seed=3).map(lambda x: {"x": np.int32(x)})
-    return source.to_iter_dataset().filter(lambda example: example["x"] % 3 != 0)
-
-
-def windows(end: int = 50) -> grain.IterDataset:
-    return grain.experimental.WindowShuffleIterDataset(filtered(end), window_size=5, seed=1)
-
-
-def mixed(end: int = 50) -> grain.IterDataset:
-    return grain.IterDataset.mix([filtered(end), windows(end)], [1, 2])
-
-
-def loader(index: int, count: int) -> grain.DataLoader:
-    return grain.DataLoader(
-        data_source=range(48),
-        sampler=grain.samplers.IndexSampler(48, shuffle=True, num_epochs=1, seed=0),
-        operations=[AsExample()],
-        shard_options=grain.sharding.ShardOptions(index, count),
-    )
-
-
-class AsExample(grain.transforms.Map):  # type: ignore[misc]
-    def map(self, element: int) -> Any:
-        return {"x": np.int32(element)}
-
-
-def hugging_face(folder: Path) -> Any:
-    datasets = pytest.importorskip("datasets")
-    for name in range(4):
-        lines = "".join(f'{{"x": {20 * name + n}}}\n' for n in range(7 + name))
-        (folder / f"{name}.jsonl").write_text(lines)
-
-    def read(files: list[str]) -> Iterator[Any]:
-        for file in files:
-            yield from map(json.loads, Path(file).read_text().splitlines())
-
-    files = [str(folder / f"{name}.jsonl") for name in range(4)]
-    return datasets.IterableDataset.from_generator(read, gen_kwargs={"files": files})
 
 
 SOURCES: dict[str, Callable[[Path], Any]] = {
@@ -193,7 +129,7 @@ def test_from_every_position_the_same_examples_follow(name: str, tmp_path: Path)
     assert stream is not None
     whole = list(batches(ShardedStream(stream, 2), 6, 20))
     for done in range(1, 20, 3):
-        positions = json.loads(json.dumps(whole[done - 1][1]))
+        positions = json.loads(json.dumps(as_text(whole[done - 1][1])))
         again = SOURCES[name](tmp_path)
         resumed = ShardedStream(as_stream(again) or stream, 2)
         found = batches(resumed, 6, 20, start=done, positions=positions)
@@ -236,139 +172,40 @@ def test_a_shard_of_grain_shares_the_source() -> None:
     assert [example["x"] for example in stream.make_shard(1, 4)] == [1, 5]
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- data that are missing -------------------------------------------------------------------------
 
 
-def test_a_generator_is_refused_with_what_makes_it_a_stream() -> None:
-    with pytest.raises(UserError) as error:
-        as_stream(x for x in range(3))
-    assert str(error.value) == (
-        "a generator is no stream, because it can be read only once and, after an interruption, "
-        "not from the same example. Give spmdtrain.Stream(make_shard): make_shard(index, count) "
-        "returns the iterable of shard `index` of `count`, such as a grain.DataLoader with these "
-        "ShardOptions; its iterators need get_state() and set_state(state)"
-    )
+def changing(*lengths: int, **options: Any) -> Stream:
+    """A stream of one shard whose epochs have these lengths."""
+    remaining = list(lengths)
+    return Stream(lambda index, count: Counter(index, count, remaining.pop(0)), **options)
 
 
-def test_a_pipeline_that_cannot_be_divided_is_read_as_one_shard_only() -> None:
-    stream = as_stream(loader(0, 1))
-    assert stream is not None
-    with pytest.raises(UserError, match="a DataLoader cannot be divided into 2 shards"):
-        ShardReader(stream, 0, 2)
-    assert len({ShardReader(stream, 0, 1).read()[0][0].item()}) == 1
+def read(reader: ShardReader, count: int) -> list[int]:
+    return [reader.read()[0][0].item() for _ in range(count)]
 
 
-def limited() -> grain.IterDataset:
-    return grain.experimental.LimitIterDataset(filtered(), count=10)
+def test_an_epoch_that_is_shorter_than_the_first_is_an_error() -> None:
+    reader = ShardReader(changing(3, 10), 0, 1)  # a longer one is not
+    assert read(reader, 13) == [*range(3), *range(10)]
+    reader = ShardReader(changing(10, 11, 3), 0, 1)
+    position = [reader.position().text() for _ in read(reader, 12)][-1]
+    for same in (reader, ShardReader(changing(11, 3), 0, 1, position)):
+        with pytest.raises(UserError) as error:
+            read(same, 20)
+        assert str(error.value) == (
+            "shard 0 of 1 of the stream ends after 3 examples of epoch 2, and 10 were read before: "
+            "files are missing or truncated. If its epochs differ in length, give "
+            "Stream(make_shard, same_length=False)"
+        )
+    reader = ShardReader(changing(10, 3, 4, same_length=False), 0, 1)
+    assert read(reader, 17) == [*range(10), *range(3), *range(4)]
 
 
-def test_a_grain_pipeline_whose_shards_would_differ_from_the_whole_is_refused() -> None:
-    stream = as_stream(limited())
-    assert stream is not None
-    with pytest.raises(UserError, match="with a limit cannot be divided"):
-        ShardReader(stream, 0, 2)
-
-
-@pytest.mark.filterwarnings("ignore::Warning")
-def test_hugging_face_pipelines_that_cannot_resume_or_divide_are_refused(tmp_path: Path) -> None:
-    data = hugging_face(tmp_path)
-    with pytest.raises(UserError, match=r"num_shards=4 \(its files\), fewer than stream_shards=8"):
-        ShardReader(as_stream(data) or counters(1), 0, 8)
-    shuffled = as_stream(data.shuffle(seed=1, buffer_size=5)) or counters(1)
-    with pytest.raises(UserError, match="its buffer is not part of its state"):
-        ShardReader(shuffled, 0, 2)
-
-
-def test_an_iterator_without_state_is_refused() -> None:
-    with pytest.raises(UserError, match="a list_iterator, cannot be resumed, because it lacks"):
-        ShardReader(Stream(lambda index, count: [1, 2]), 0, 2)
-
-
-def test_a_state_that_cannot_be_stored_is_named() -> None:
-    class Held(CounterIterator):
-        def get_state(self) -> Any:
-            return {"file": object()}
-
-    class Holding(Counter):
-        def __iter__(self) -> CounterIterator:
-            return Held(self)
-
-    reader = ShardReader(Stream(lambda index, count: Holding(index, count, 8)), 1, 2)
-    reader.read()
-    with pytest.raises(UserError, match=r"the state of shard 1 of 2 .* holds .* builtins.object"):
-        reader.position()
-
-
-def test_an_error_of_the_pipeline_is_raised_with_shard_and_example() -> None:
-    with pytest.raises(UserError) as error:
-        list(batches(ShardedStream(counters(40, fails=13), 4), 8, 9))
-    assert str(error.value) == (
-        "shard 1 of 4 of the stream failed at example 3 of epoch 0: OSError: the connection is lost"
-    )
-
-
-@pytest.mark.parametrize(
-    ("example", "found"),
-    [
-        ({"x": np.float32(1)}, "x float32[]"),
-        ({"x": np.zeros(2, np.int32)}, "x int32[2]"),
-        ({"y": np.int32(1)}, "y int32[]"),
-    ],
-)
-def test_an_example_of_another_structure_is_named(example: Any, found: str) -> None:
-    stream = ShardedStream(counters(40, at=14, example=example), 4)
-    with pytest.raises(UserError) as error:
-        list(batches(stream, 8, 9))
-    assert str(error.value) == (
-        f"shard 2 of 4 of the stream, example 3 of epoch 0 is {found}, and the first example is "
-        "x int32[]: all examples must have the same structure, shapes and dtypes"
-    )
-
-
-def test_text_is_refused_by_field() -> None:
-    stream = ShardedStream(counters(40, at=0, example={"x": 1, "text": "abc"}), 4)
-    with pytest.raises(UserError, match="example 0 of epoch 0: field 'text' holds <U3"):
-        stream.first  # noqa: B018
-
-
-def test_an_empty_shard_is_named_instead_of_waiting_for_ever() -> None:
-    with pytest.raises(UserError, match="shard 3 of 4 of the stream has no examples in epoch 0"):
-        list(batches(ShardedStream(counters(3), 4), 4, 1))
-
-
-def config(**options: Any) -> RunConfig:
-    return RunConfig(**{"steps": 10, "global_batch_size": 12} | options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"stream_shards": 8}, "stream_shards is 8: it must divide the global batch size, 12"),
-        ({"steps": None, "epochs": 2}, "a stream has no number of examples"),
-        ({"data_on_device": True}, "data_on_device copies"),
-        ({"data_threads": 2}, "data_threads is 2"),
-        ({"strategy": "parameter_server"}, "strategy parameter_server assigns batches"),
-    ],
-)
-def test_options_that_streams_do_not_support_are_refused(
-    options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        training_data(counters(40), config(**options))
-
-
-def test_stream_shards_is_refused_for_data_with_random_access() -> None:
-    with pytest.raises(UserError, match="stream_shards is 4: it is for streams"):
-        training_data(np.zeros(8), config(stream_shards=4))
-
-
-def test_by_default_the_number_of_shards_divides_the_batch() -> None:
-    sizes = {size: shards_of(config(global_batch_size=size)) for size in (1, 12, 30, 64)}
-    assert sizes == {1: 1, 12: 4, 30: 2, 64: 8}
-
-
-def test_a_stream_is_training_data_only() -> None:
-    assert examples_per_epoch(counters(40)) == 0
-    for stream in (counters(40), filtered()):
-        with pytest.raises(UserError, match="no number of examples, so it is training data only"):
-            as_dataset(stream)
+def test_a_position_beyond_the_data_is_an_error() -> None:
+    reader = ShardReader(counters(48), 1, 2)
+    first = read(reader, 24)
+    position = reader.position().text()
+    with pytest.raises(UserError, match=r"ends after 15 examples of epoch 0, and 24 were"):
+        ShardReader(counters(30), 1, 2, position).read()
+    assert read(ShardReader(counters(48), 1, 2, position), 24) == first  # the end is no error

@@ -1,6 +1,7 @@
 """Runs that train on a stream: their positions in checkpoints, and after interruptions."""
 
 import json
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import optax
 import pytest
 from helpers import metrics, saved_steps
 
-from spmdtrain import FunctionModel, Loop, MeshSpec, Trainer, UserError
+from spmdtrain import FunctionModel, Loop, MeshSpec, Stream, Trainer, UserError
 from spmdtrain.checkpoints import stream_positions
 from spmdtrain.checkpoints.command import main as checkpoints
 from spmdtrain.terminal import Terminal
@@ -153,3 +154,33 @@ def test_a_loop_continues_at_the_step_that_it_has_recorded(
     assert {step: total / 8 for step, total in seen.items()} == {
         step: loss for step, (loss, _) in whole.items()
     }
+
+
+def loader(index: int, count: int) -> grain.DataLoader:
+    return grain.DataLoader(
+        data_source=[{"x": np.int32(x)} for x in range(48)],
+        sampler=grain.samplers.IndexSampler(48, shuffle=True, num_epochs=1, seed=0),
+        shard_options=grain.sharding.ShardOptions(index, count),
+        worker_count=1,
+    )
+
+
+@pytest.mark.slow
+def test_the_worker_processes_of_a_pipeline_end_with_the_fit() -> None:
+    workers = stream().mp_prefetch(grain.MultiprocessingOptions(num_workers=2))
+
+    def fail(event: Any) -> None:
+        assert len(multiprocessing.active_children()) == 2
+        raise OSError("in a callback")
+
+    for data in (workers, Stream(loader)):
+        trainer(None, stream_shards=2).fit(data, steps=3)
+        assert multiprocessing.active_children() == []
+        with pytest.raises(OSError, match="in a callback"):
+            trainer(None, stream_shards=2, callbacks={"step": fail}).fit(data, steps=3)
+        assert multiprocessing.active_children() == []
+    with Loop(steps=3, global_batch_size=8, stream_shards=2, terminal=Terminal(quiet=True)) as run:
+        run.start(lambda key: {"params": {"w": jnp.zeros(())}}, train=workers)
+        for _ in run.batches():
+            break
+        assert multiprocessing.active_children() == []
