@@ -169,15 +169,15 @@ def as_dataset(data: Any, what: str = "the dataset", *, sparse: bool = False) ->
     elif isinstance(data, list) and data:
         dataset = _of_list(data)
     elif isinstance(data, str):
-        raise UserError(f"a str is no dataset: {data!r}. Give what it names, such as the arrays")
+        raise UserError(f"a str is not a dataset: {data!r}. Give what it names, such as the arrays")
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         dataset = IndexableDataset(data)
     else:
         is_stream = isinstance(data, Iterable) or hasattr(data, "make_shard")
         why = f": {NO_STREAM}" if is_stream else ""
         raise UserError(
-            f"a {type(data).__name__} is no dataset{why}. Give arrays, or an object with __len__ "
-            "and rows(indices)"
+            f"a {type(data).__name__} is not a dataset{why}. Give arrays, or an object with "
+            "__len__ and rows(indices)"
         )
     if len(dataset) < 1:
         raise UserError(f"{what} is empty: it needs at least one example")
@@ -188,7 +188,7 @@ def _of_list(records: list[Any]) -> ArrayDataset:
     """Returns a list of records or numbers, stacked."""
     if isinstance(records[0], (list, np.ndarray, jax.Array)):
         raise UserError(
-            "a list of arrays is no dataset, because it could mean several examples or several "
+            "a list of arrays is not a dataset, because it could mean several examples or several "
             "arrays: give np.stack(data) if each is an example, tuple(data) if each holds all "
             "examples of a field"
         )

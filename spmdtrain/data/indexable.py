@@ -1,7 +1,6 @@
 """Sources of single examples as datasets: examples are read by index and stacked."""
 
 import functools
-import os
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from spmdtrain.xla.hlo_parser import is_library
 PyTree = Any
 
 _NUMBERS = "biufcV"  # kinds of dtypes; V: dtypes that JAX adds, such as bfloat16
-_STANDARD_LIBRARY = os.path.dirname(os.__file__)
 _VALUES = (int, float, complex, str, bytes, np.generic)
 
 
@@ -68,7 +66,7 @@ _KEEPS_ORDER = {
 def _untransformed(source: Any) -> Any:
     """Returns the source of a `grain.MapDataset` whose examples have the same numbers there.
 
-    Grain knows no blocks. Without them, every batch would read from all row groups of a file.
+    `blocks` are an attribute of that source: without them, a batch would read from all row groups.
     """
     while type(source).__module__.startswith("grain."):
         if type(source).__name__ in _KEEPS_ORDER:
@@ -173,10 +171,10 @@ def _read_singly(source: Any, indices: Sequence[int]) -> Sequence[Any]:
 
 
 def _fail(source: Any, which: str, error: Exception) -> NoReturn:
-    fail(f"{which} of a {describe(source)} cannot be read", error)
+    raise_with_place(f"{which} of a {describe(source)} cannot be read", error)
 
 
-def fail(what: str, error: Exception) -> NoReturn:
+def raise_with_place(what: str, error: Exception) -> NoReturn:
     """Raises an error of the user's code again, with the place in the data.
 
     Args:
@@ -185,7 +183,7 @@ def fail(what: str, error: Exception) -> NoReturn:
 
     Raises:
       StorageError: If storage or a connection fails, so that another attempt can succeed.
-      UserError: Otherwise.
+      BadRecordError: Otherwise.
     """
     message = f"{what}: {cause_of(error)}"
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
@@ -196,11 +194,7 @@ def fail(what: str, error: Exception) -> NoReturn:
 def cause_of(error: Exception) -> str:
     """Returns class and message of an error, and the line of the user's code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame
-        for frame in frames
-        if not is_library(frame.filename) and not frame.filename.startswith(_STANDARD_LIBRARY)
-    ]
+    own = [frame for frame in frames if not is_library(frame.filename)]
     where = f" ({own[-1].filename}:{own[-1].lineno}, in {own[-1].name})" if own else ""
     text = f": {foreign(' '.join(str(error).split()), 500)}" if str(error) else ""
     return f"{type(error).__name__}{text}{where}"

@@ -65,11 +65,11 @@ def from_library(data: Any, *, sparse: bool = False) -> Any:
     names = known_as(data)
     if advice := stream_advice(data):
         name, instead = advice
-        raise UserError(f"a {name} is no dataset: {NO_STREAM}. {instead}")
+        raise UserError(f"a {name} is not a dataset: {NO_STREAM}. {instead}")
     if splits := sorted(names & {"datasets.DatasetDict", "datasets.IterableDatasetDict"}):
         raise UserError(
-            f"a {splits[0]} is no dataset: it holds several splits: give one, data[name] with name "
-            f"in {sorted(data)}"
+            f"a {splits[0]} is not a dataset: it holds several splits: give one, data[name] with "
+            f"name in {sorted(data)}"
         )
     if "grain.MapDataset" in names:
         _check_map_dataset(data, sparse)
@@ -81,7 +81,9 @@ def _table(data: Any, names: frozenset[str]) -> Any:
     if "pandas.DataFrame" in names:
         return pandas_columns(data)
     if "polars.LazyFrame" in names:
-        raise UserError("a polars.LazyFrame is no dataset: it has no rows yet: give data.collect()")
+        raise UserError(
+            "a polars.LazyFrame is not a dataset: it has no rows yet: give data.collect()"
+        )
     if "polars.DataFrame" in names:
         return arrow_columns(data.to_arrow(), "polars", "polars.DataFrame")
     if names & {"pandas.Series", "polars.Series"}:

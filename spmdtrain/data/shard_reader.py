@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from spmdtrain.data import grain_shards
-from spmdtrain.data.indexable import fail
+from spmdtrain.data.indexable import raise_with_place
 from spmdtrain.data.read_ahead import death_of_worker
 from spmdtrain.data.stream_state import UnsupportedStateError, as_text, from_text
 from spmdtrain.data.streams import Stream
@@ -208,7 +208,7 @@ class ShardReader:
             where = f"{self.name} {what} at {self.place()}"
             if reason := death_of_worker(error):
                 raise StorageError(f"{where}: {reason}") from None
-            fail(where, error)
+            raise_with_place(where, error)
 
 
 def _close(iterator: Any) -> None:

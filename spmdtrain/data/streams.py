@@ -60,8 +60,8 @@ def as_stream(data: Any) -> Stream | None:
         return None
     if isinstance(data, Iterator):
         raise UserError(
-            f"a {type(data).__name__} is no stream, because it can be read only once and, after an "
-            f"interruption, not from the same example. {_NEEDED}"
+            f"a {type(data).__name__} is not a stream, because it can be read only once and, after "
+            f"an interruption, not from the same example. {_NEEDED}"
         )
     if "datasets.IterableDataset" in known_as(data):
         return Stream(lambda index, count: _shard_of_hugging_face(data, index, count))
@@ -70,7 +70,9 @@ def as_stream(data: Any) -> Stream | None:
         return Stream(lambda index, count: grain_shards.shard_of(data, index, count))
     name, instead = stream_advice(data) or ("", "")
     if name in _WITHOUT_STATE and not hasattr(data, "state_dict"):
-        raise UserError(f"a {name} is no stream, because its position cannot be stored: {instead}")
+        raise UserError(
+            f"a {name} is not a stream, because its position cannot be stored: {instead}"
+        )
     return Stream(lambda index, count: _whole(data, index, count))
 
 

@@ -60,7 +60,7 @@ def test_the_way_over_from_tf_distribute(tmp_path: Path, monkeypatch: pytest.Mon
     assert saved_steps(tmp_path / "runs" / "model") == [40]
 
 
-def test_a_loop_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_of_custom_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run_in(tmp_path, monkeypatch, blocks("loops.md"))
     params = found["state"].params
     np.testing.assert_allclose(params["slope"], 3, atol=0.3)

@@ -209,7 +209,7 @@ CASES = [
         "kind of dataset",
         lambda _: as_dataset(3),
         UserError,
-        "a int is no dataset. Give arrays, or an object with __len__ and rows(indices)",
+        "a int is not a dataset. Give arrays, or an object with __len__ and rows(indices)",
     ),
     Case(
         "lengths of arrays",

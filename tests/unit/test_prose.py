@@ -18,7 +18,8 @@ PRIVATE = re.compile(
     r"what there is|is no number|are no numbers|at hand|gets? on|takes? part|the very same|"
     r"stands? (?:aside|above|beside)|comes? to (?:lie|it)|hangs? on|hush|in one's stead|anew|"
     r"go(?:es|ing|ne)? on|what it was given|looks? on|made of all that|all the same|"
-    r"makes? up for|mend\w*|in vain|born)\b|, say\b".replace(" ", r"\s+"),
+    r"makes? up for|mend\w*|in vain|born|knows no|ones own|"
+    r"is no (?:dataset|stream|path))\b|, say\b".replace(" ", r"\s+"),
     re.IGNORECASE,
 )
 

@@ -136,7 +136,7 @@ def find_files(files: Files, suffixes: Sequence[str], kind: str) -> tuple[Source
     for given in listed(files):
         if not isinstance(given, (str, os.PathLike)) or os.fspath(given) == "":
             raise UserError(
-                f"{kind}: {given!r} is no path: give a file, a folder, a pattern such as "
+                f"{kind}: {given!r} is not a path: give a file, a folder, a pattern such as "
                 f"data/*{suffixes[0]}, or a list of these"
             )
         path = os.fspath(given)

@@ -162,7 +162,7 @@ class TextSource(_TextParts):
 
     One scan finds where they begin; the positions are cached in the user's cache folder, 8 bytes
     each. Files compressed by gzip or zstd, and remote files, are copied there, decompressed. Empty
-    lines are no examples.
+    lines are skipped.
 
     Args:
       files: A file, a folder, a pattern, or a list of these: UTF-8, plain, `.gz` or `.zst`.

@@ -98,8 +98,8 @@ class _TokenFiles:
         count, rest = divmod(file.size - offset, dtype.itemsize)
         if rest:
             raise UserError(
-                f"{file}: {file.size:,} bytes are no whole number of {dtype} tokens: the file is "
-                "truncated, or has another dtype"
+                f"{file}: {file.size:,} bytes are not a whole number of {dtype} tokens: the file "
+                "is truncated, or has another dtype"
             )
         return _Layout(offset, count, dtype)
 

@@ -673,7 +673,7 @@ def test_a_stream_is_refused_with_the_reason(data: Any, name: str) -> None:
     with pytest.raises(UserError) as caught:
         as_dataset(data)
     message = str(caught.value)
-    assert f"a {name} is no dataset" in message
+    assert f"a {name} is not a dataset" in message
     assert "a stream has no number of examples" in message
     assert "__len__ and rows(indices)" in message
 
@@ -822,5 +822,5 @@ def test_a_subset_takes_only_indices_that_are_there(indices: list[Any], message:
 
 
 def test_what_is_no_collection_at_all_is_not_called_a_stream() -> None:
-    with pytest.raises(UserError, match="int is no dataset"):
+    with pytest.raises(UserError, match="int is not a dataset"):
         as_dataset(7)

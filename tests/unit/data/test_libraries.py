@@ -77,9 +77,9 @@ def test_a_map_dataset_reads_several_examples_of_its_source_at_once() -> None:
         (lambda: EXAMPLES.batch(4), r"batches .*batch_size=4.* leave .batch\(\) out"),
         (lambda: EXAMPLES.batch(4).map(operator.itemgetter("y")), r"leave .batch\(\) out"),
         (lambda: EXAMPLES.filter(lambda e: e["y"] % 2 == 1), r"\.filter\(\) .*Subset\(data, "),
-        (lambda: EXAMPLES.to_iter_dataset(), "grain.IterDataset is no dataset: a stream"),
-        (lambda: iter(EXAMPLES), "grain.DatasetIterator is no dataset: a stream"),
-        (lambda: loader(), "grain.DataLoader is no dataset: a stream .* Give its source"),
+        (lambda: EXAMPLES.to_iter_dataset(), "grain.IterDataset is not a dataset: a stream"),
+        (lambda: iter(EXAMPLES), "grain.DatasetIterator is not a dataset: a stream"),
+        (lambda: loader(), "grain.DataLoader is not a dataset: a stream .* Give its source"),
         (lambda: grain.MapDataset.source([b"a", b"b"]), r"is bytes: .*\.map\(decode\)"),
     ],
 )
@@ -119,9 +119,9 @@ def test_a_list_of_records_is_a_dataset() -> None:
 @pytest.mark.parametrize("data", [[np.zeros(4), np.zeros(4)], [[1, 2], [3, 4]]])
 def test_a_list_of_arrays_could_mean_two_things_and_is_refused(data: Any) -> None:
     assert refusal(data) == (
-        "a list of arrays is no dataset, because it could mean several examples or several arrays: "
-        "give np.stack(data) if each is an example, tuple(data) if each holds all examples of a "
-        "field"
+        "a list of arrays is not a dataset, because it could mean several examples or several "
+        "arrays: give np.stack(data) if each is an example, tuple(data) if each holds all "
+        "examples of a field"
     )
 
 
@@ -130,7 +130,7 @@ def test_a_list_of_arrays_could_mean_two_things_and_is_refused(data: Any) -> Non
     [
         (["To be", "or not"], "example 0 of a list is text"),
         ([{"x": 1}, {"x": [1, 2]}], r"'x' of a list has the shape \(\) in example 0 and \(2,\)"),
-        ("train.npz", "a str is no dataset: 'train.npz'"),
+        ("train.npz", "a str is not a dataset: 'train.npz'"),
     ],
 )
 def test_a_list_that_holds_no_numbers_is_refused(data: Any, message: str) -> None:
@@ -255,7 +255,7 @@ def test_images_of_hugging_face_are_decoded() -> None:
         (hugging_face({"t": [[1], [1, 2]]}), r"'t' \(lists of 1 to 2 values\)"),
         (hugging_face({"t": [1, None]}), r"'t' \(int64, 1 null\)"),
         (datasets.DatasetDict(train=DIGITS, test=DIGITS), r"in \['test', 'train'\]"),
-        (DIGITS.to_iterable_dataset(), "IterableDataset is no dataset: a stream"),
+        (DIGITS.to_iterable_dataset(), "IterableDataset is not a dataset: a stream"),
     ],
 )
 def test_a_dataset_of_hugging_face_without_numbers_is_refused(data: Any, message: str) -> None:

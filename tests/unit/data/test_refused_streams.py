@@ -30,7 +30,7 @@ def test_a_generator_is_refused_with_what_makes_it_a_stream() -> None:
     with pytest.raises(UserError) as error:
         as_stream(x for x in range(3))
     assert str(error.value) == (
-        "a generator is no stream, because it can be read only once and, after an interruption, "
+        "a generator is not a stream, because it can be read only once and, after an interruption, "
         "not from the same example. Give spmdtrain.Stream(make_shard): make_shard(index, count) "
         "returns the iterable of shard `index` of `count`, such as a grain.DataLoader with these "
         "ShardOptions; its iterators need get_state() and set_state(state)"
@@ -106,7 +106,7 @@ def test_a_pipeline_without_a_state_is_refused_with_the_dataset_to_give(
 ) -> None:
     methods = {"__iter__": lambda self: iter([1]), "__len__": lambda self: 1}
     pipeline = type(name, (), methods | {"__module__": library})
-    with pytest.raises(UserError, match=f"{name} is no stream, because its position .*: {advice}"):
+    with pytest.raises(UserError, match=f"{name} is not a stream, .*position .*: {advice}"):
         as_stream(pipeline())
     stateful = {"state_dict": lambda self: {}, "load_state_dict": lambda self, state: None}
     assert as_stream(type("Stateful", (pipeline,), stateful)()) is not None

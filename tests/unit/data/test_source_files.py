@@ -78,12 +78,12 @@ def test_what_is_no_file_is_refused(tmp_path: Path, given: Any, expected: str) -
 
 
 def test_a_path_of_another_type_and_a_file_that_cannot_be_opened_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"text files: 3 is no path: .* such as data/\*\.txt"):
+    with pytest.raises(UserError, match=r"text files: 3 is not a path: .* such as data/\*\.txt"):
         find_files([3], (".txt",), "text files")  # type: ignore[list-item]
     for read in (ParquetSource, ArrayRecordSource, partial(TokenFile, length=4)):
-        with pytest.raises(UserError, match="None is no path: give a file"):
+        with pytest.raises(UserError, match="None is not a path: give a file"):
             read(None)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="'' is no path"):
+    with pytest.raises(UserError, match="'' is not a path"):
         find_files("", (".txt",), "text files")
     (tmp_path / "a.txt").write_text("a")
     (file,) = find_files(tmp_path / "a.txt", (".txt",), "text files")

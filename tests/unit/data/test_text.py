@@ -207,7 +207,7 @@ def test_collections_of_other_libraries_hold_text_too() -> None:
         assert [tokens.tolist() for tokens in found] == [[99], [97, 98]], type(source)
     with pytest.raises(UserError, match=r"no column 'txt' with text\. Did you mean 'text'"):
         Tokenized(pd.DataFrame(columns), "bytes", field="txt")
-    with pytest.raises(UserError, match=r"grain.IterDataset is no dataset"):
+    with pytest.raises(UserError, match=r"grain.IterDataset is not a dataset"):
         Tokenized(grain.MapDataset.source(records).to_iter_dataset(), "bytes")
     with pytest.raises(UserError, match="repeats without end"):
         Packed(grain.MapDataset.source([[1, 2]]).repeat(), 4)

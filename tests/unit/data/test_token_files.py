@@ -153,7 +153,7 @@ def refusal(read: Callable[[], Any], kind: type[Exception] = UserError) -> str:
         ({"dtype": "float32"}, "dtype is 'float32': it must be a type of integers"),
         ({"dtype": "u17"}, "dtype is 'u17'"),
         ({"files": "gs://bucket/a.bin"}, "gs://bucket/a.bin: token files are read at random"),
-        ({"dtype": "uint32"}, "42 bytes are no whole number of uint32 tokens"),
+        ({"dtype": "uint32"}, "42 bytes are not a whole number of uint32 tokens"),
     ],
 )
 def test_wrong_options_are_named(tmp_path: Path, options: dict[str, Any], expected: str) -> None:
