@@ -39,10 +39,11 @@ _CHECKING = "checking records"
 class SkipBadRecords:
     """A source without the records that are corrupted or cannot be decoded.
 
-    All records are read once, at the start, by one process of each machine. So the examples of a
+    All records are read once, at the start. So the examples of a
     batch do not depend on when and where a bad record is read, an evaluation counts every other
-    record once, and a resume on other devices has the same batches. The result is cached in the
-    user's cache folder if the source has `fingerprint()`, by its `source_key`. Only
+    record once, and a resume on other devices has the same batches. If the source has
+    `fingerprint()`, one process of each machine reads them, and the result is cached in the user's
+    cache folder, by its `source_key`. Only
     `BadRecordError` is skipped, which exceptions of a function that decodes records become.
 
     Args:
@@ -159,7 +160,7 @@ def _checked_before() -> Iterator[None]:
         raise UserError(
             f"{error}. It could be read when all records were checked: the data, or the function "
             f"that decodes them, have changed since then. If this is intended, delete "
-            f"{scan_folder()} and start again"
+            f"{scan_folder()}/bad-* and start again"
         ) from error
 
 

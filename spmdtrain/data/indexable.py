@@ -186,9 +186,19 @@ def raise_with_place(what: str, error: Exception) -> NoReturn:
       BadRecordError: Otherwise.
     """
     message = f"{what}: {cause_of(error)}"
-    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+    is_storage = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+    if is_storage and not _is_of_decoder(error):
         raise StorageError(message) from error
     raise BadRecordError(message) from error
+
+
+def _is_of_decoder(error: Exception) -> bool:
+    """Returns whether a decoder raised an error: Pillow's and gzip's are `OSError`s, too."""
+    if getattr(error, "errno", None) is not None:  # of the operating system
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    module = frames[-1].f_globals.get("__name__", "") if frames else ""
+    return module.partition(".")[0] in ("PIL", "bz2", "gzip", "lzma", "_compression")
 
 
 def cause_of(error: Exception) -> str:

@@ -136,7 +136,7 @@ def _from_workers(batches: Any, start: int, threads: int, workers: int) -> Itera
         )
     )
     try:
-        with _hidden_main():
+        with _hidden_main(), _blocked_signals():
             # All workers have started once each has returned a batch.
             first = [_result(iterator) for _ in range(workers)]
         yield from first
@@ -231,7 +231,8 @@ def _check_picklable(batches: Any) -> None:
     import cloudpickle
 
     try:
-        cloudpickle.dumps(batches)
+        with open(os.devnull, "wb") as nowhere:  # the pickle of a large dataset would fill memory
+            cloudpickle.dump(batches, nowhere)
     except Exception as error:
         raise UserError(
             f"data_workers: the dataset cannot be sent to other processes: {error}. Open files and "
@@ -256,12 +257,26 @@ def _hidden_main() -> Iterator[None]:
         main.__dict__.update({k: v for k, v in kept.items() if v is not missing})
 
 
+@contextlib.contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """Delays the signals that workers ignore: a worker that starts does not ignore them yet.
+
+    New threads and processes inherit the mask.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def begin_worker() -> None:
     """Prepares a worker process, before it has read the dataset; it ends with its parent."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)  # blocked while the process started
     # The devices belong to the run: JAX in a dataset computes on the CPU.
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_platforms", "cpu")
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import pickle
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from spmdtrain.data.indexable import raise_with_place
 from spmdtrain.data.read_ahead import death_of_worker
 from spmdtrain.data.stream_state import UnsupportedStateError, as_text, from_text
 from spmdtrain.data.streams import Stream
+from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.tree import path_name
 
@@ -133,6 +135,9 @@ class ShardReader:
 
     def _read_again(self, most: int) -> int:
         """Returns the number of examples of the epoch, which it reads again, up to `most`."""
+        if process_group.is_chief():
+            message = f"{self.name}: reading epoch {self.epoch} again, to check that it is complete"
+            print(message, file=sys.stderr, flush=True)
         iterator = self._open()
         try:
             return sum(1 for _ in itertools.islice(self._rest(iterator), most))

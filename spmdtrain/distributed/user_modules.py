@@ -36,11 +36,12 @@ def source_digests() -> dict[str, str]:
     if process_group.count() == 1:
         return {}
     own = {
-        f"module {module.__name__} ({_path_in_root(module.__name__, file)})": _digest(file)
+        f"module {module.__name__}": f"{_path_in_root(module.__name__, file)} {file_digest(file)}"
         for file, module in _imported()
         if file.suffix == ".py" and file.is_file()
     }
-    first = process_group.broadcast(dict(list(own.items())[:_MAX_COMPARED]))
+    # Of too many, the last ones: libraries are imported before what uses them.
+    first = process_group.broadcast(dict(list(own.items())[-_MAX_COMPARED:]))
     return {name: own.get(name, digest) for name, digest in first.items()}
 
 
@@ -68,5 +69,6 @@ def _path_in_root(name: str, file: Path) -> str:
 
 
 @functools.cache  # the first digest is the closest to what was imported
-def _digest(file: Path) -> str:
+def file_digest(file: Path) -> str:
+    """Returns a digest of a file's content at the first call."""
     return hashlib.sha256(file.read_bytes()).hexdigest()[:12]

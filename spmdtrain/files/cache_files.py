@@ -86,6 +86,6 @@ def _acquire(file: IO[bytes], work: str) -> None:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(_POLL)
-    message = f"{work}: another process of this machine does it; waiting for its result"
+    message = f"{work}: another process does it; waiting for its result"
     print(message, file=sys.stderr, flush=True)
     fcntl.flock(file, fcntl.LOCK_EX)

@@ -7,7 +7,7 @@ import jax
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import initialize, process_group
-from spmdtrain.distributed.user_modules import source_digests
+from spmdtrain.distributed.user_modules import file_digest, source_digests
 from spmdtrain.errors import ExitCode, UserError
 from spmdtrain.files.predictions import write_predictions
 from spmdtrain.sharding.placement import local_config, resolve_config
@@ -31,7 +31,8 @@ def execute(command: Command) -> int:
         return run_evaluator(command)
     backend = backend_of(strategy(config.strategy))
     backend.join_command(command)
-    process_group.check_same(source_digests())
+    experiment_file = {"the file": {file.path.name: file_digest(file.path)}}
+    process_group.check_same(experiment_file | source_digests())
     if process_group.count() > 1 and not command.own_workdir:
         raise UserError("--workdir must be given with several processes: a folder that all can see")
     # Resolved before `build`, which sees the batch size and the learning rate of the run.

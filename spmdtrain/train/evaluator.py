@@ -87,9 +87,10 @@ def follow(
     # A batch size per device gives the total only with the devices of the training.
     known = config.batch_size_per_device is None
     resolved = resolve(config, batch_shards=1)
-    size = 0 if config.steps is not None else examples_per_epoch(training_data(train, resolved))
-    total = resolved.total_steps(size)
-    return watch(trainer, validation, which=which, total_steps=total if known else None)
+    needed = known and config.steps is None
+    size = examples_per_epoch(training_data(train, resolved)) if needed else 0
+    total = resolved.total_steps(size) if known else None
+    return watch(trainer, validation, which=which, total_steps=total)
 
 
 def watch(

@@ -243,6 +243,8 @@ class Loop(LoopTools):
             workers=config.data_workers,
             progress=parts.run.stream_progress,
         )
+        # Also at the end of the loop, because a traceback may keep this generator alive.
+        self._stack.callback(batches.close)
         with contextlib.closing(batches):
             for _ in self.steps():
                 yield rows_of(next_batch(batches, parts.state, parts.run.logger.count_input_wait))

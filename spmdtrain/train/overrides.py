@@ -58,15 +58,20 @@ def validate_trainer_options(config: RunConfig, options: Mapping[str, Any]) -> R
     return config
 
 
-def refuse_fit_options(unknown: Mapping[str, Any], trainer: type) -> None:
+REQUIRED: Any = object()
+"""The default of `train` in `fit`, so that a wrong keyword is named before a missing one."""
+
+
+def check_fit_arguments(train: Any, unknown: Mapping[str, Any], trainer: type) -> None:
     """Refuses keywords that `fit` does not have.
 
     Args:
+      train: The training data.
       unknown: The unknown keywords.
       trainer: The class with `fit`.
 
     Raises:
-      UserError: If there is a keyword; suggests the right one.
+      UserError: If there is a keyword, with a suggestion, or no training data.
     """
     parameters = inspect.signature(trainer.fit).parameters.values()  # type: ignore[attr-defined]
     known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
@@ -76,6 +81,8 @@ def refuse_fit_options(unknown: Mapping[str, Any], trainer: type) -> None:
         meant = name if name in of_trainer else field_meant(name, of_trainer.difference(known))
         hint = f" Give {meant!r} to the Trainer." if meant else did_you_mean(name, known)
         raise UserError(f"fit has no option {name!r}.{hint}")
+    if train is REQUIRED:
+        raise UserError("fit needs training data: fit(train, steps=...), or epochs=...")
 
 
 def with_totals(

@@ -24,7 +24,7 @@ from spmdtrain.step.compile import Programs
 from spmdtrain.step.reductions import Reduction
 from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal
-from spmdtrain.train import evaluator, roles
+from spmdtrain.train import evaluator, overrides, roles
 from spmdtrain.train.boundary_actions import BoundaryActions
 from spmdtrain.train.callbacks import (
     AddableMetrics,
@@ -39,7 +39,6 @@ from spmdtrain.train.experiment import Experiment
 from spmdtrain.train.init_state import at_step_zero, initial_state
 from spmdtrain.train.metrics_reader import MetricsReader
 from spmdtrain.train.model_runner import ModelRunner
-from spmdtrain.train.overrides import refuse_fit_options, validate_trainer_options, with_totals
 from spmdtrain.train.profiler import profiled_steps
 from spmdtrain.train.run_logger import Metrics, no_metrics
 from spmdtrain.train.session import RunSession
@@ -90,7 +89,7 @@ class Trainer(ModelRunner):
         init_timeout: float = 300.0,
         **options: Any,
     ) -> None:
-        config = validate_trainer_options(config or RunConfig(), options)
+        config = overrides.validate_trainer_options(config or RunConfig(), options)
         super().__init__(
             roles.join_job(config, init_timeout, terminal),
             terminal,
@@ -160,7 +159,7 @@ class Trainer(ModelRunner):
 
     def fit(
         self,
-        train: Any,
+        train: Any = overrides.REQUIRED,
         *,
         validation: Any = None,
         test: Any = None,
@@ -200,8 +199,9 @@ class Trainer(ModelRunner):
           SystemExit: In an evaluator task, after the training has ended.
           UserError: If an argument is wrong.
         """
-        refuse_fit_options(unknown, Trainer)
-        config = with_totals(self.config, epochs, steps, global_batch_size, batch_size_per_device)
+        overrides.check_fit_arguments(train, unknown, Trainer)
+        totals = epochs, steps, global_batch_size, batch_size_per_device
+        config = overrides.with_totals(self.config, *totals)
         if roles.is_evaluator():
             self.config = config
             raise SystemExit(evaluator.follow(self, self.config, train, validation))

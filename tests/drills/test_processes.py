@@ -426,7 +426,7 @@ def test_a_process_with_another_version_of_the_experiment_is_named(tmp_path: Pat
     assert codes(ended) == [2, 2], show(ended)
     for one in ended:
         assert re.search(
-            r"worker 0 and chief differ: module experiment_drill \(drill\.py\) is \w{12} in "
+            r"worker 0 and chief differ: the file\.drill\.py is \w{12} in "
             r"worker 0 and \w{12} in chief",
             one.output,
         )
@@ -446,7 +446,7 @@ def test_a_process_with_another_version_of_a_module_of_the_experiment_is_named(
     ended = differing(lambda rank: run_line(files[rank], "--workdir", tmp_path / "run"))
     assert codes(ended) == [2, 2], show(ended)
     for one in ended:
-        assert "worker 0 and chief differ: module helper (helper.py) is " in one.output
+        assert "worker 0 and chief differ: module helper is helper.py " in one.output
 
 
 @pytest.mark.drill

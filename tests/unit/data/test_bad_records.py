@@ -1,5 +1,6 @@
 """Sources without the records that cannot be read."""
 
+import io
 import itertools
 import threading
 import time
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from spmdtrain import (
     MappedDataset,
@@ -95,6 +97,22 @@ def test_a_failure_of_storage_is_not_skipped() -> None:
         SkipBadRecords(number for number in range(3))
     with pytest.raises(UserError, match="max_bad_records is '3'"):
         SkipBadRecords(Numbers(3, set()), "3")  # type: ignore[arg-type]
+
+
+def test_an_image_that_is_truncated_is_skipped() -> None:
+    """Pillow raises an `OSError`, which elsewhere is a failure of storage."""
+    content = io.BytesIO()
+    Image.new("RGB", (64, 64), (9, 9, 9)).save(content, "JPEG")
+    files = [content.getvalue(), content.getvalue()[:-200], b"no image", content.getvalue()]
+
+    class Pictures:
+        def __len__(self) -> int:
+            return len(files)
+
+        def __getitem__(self, index: int) -> np.ndarray:
+            return np.asarray(Image.open(io.BytesIO(files[index])))
+
+    assert SkipBadRecords(Pictures()).skipped.tolist() == [1, 2]
 
 
 def test_packed_documents_of_what_is_left() -> None:
@@ -200,7 +218,7 @@ def test_the_bad_records_of_files_are_cached(
     # Other functions that decode the same files.
     assert SkipBadRecords(Files(1002, {90})).skipped.tolist() == [90]
     changed = SkipBadRecords(Files(1002, {90, 91}))
-    with pytest.raises(UserError, match=rf"91 is bad .*delete {cache} and start again"):
+    with pytest.raises(UserError, match=rf"91 is bad .*delete {cache}/bad-\* and start again"):
         changed.rows(np.array([90]))
 
 
@@ -231,7 +249,7 @@ def test_one_process_of_a_machine_scans(
         assert first.result() == others[0].result() == others[1].result() == [3, 1]
     assert scanned == [1]
     assert set(lines.splitlines()) == {
-        "counting tokens: another process of this machine does it; waiting for its result"
+        "counting tokens: another process does it; waiting for its result"
     }
     assert [path.suffix for path in cache.iterdir()] == [""]  # no lock is left
 

@@ -126,6 +126,8 @@ def test_a_keyword_that_fit_does_not_have_gets_a_suggestion(name: str, hint: str
     with pytest.raises(UserError) as raised:
         trainer().fit((X, Y), **{name: 1})  # type: ignore[arg-type]
     assert str(raised.value) == f"fit has no option {name!r}. {hint}"
+    with pytest.raises(UserError, match="fit has no option"):  # before that train is missing
+        trainer().fit(**{name: 1})  # type: ignore[arg-type]
 
 
 def test_the_length_must_be_said_and_said_once() -> None:
