@@ -9,8 +9,8 @@ VENV = .venv
 RUN = $(VENV)/bin/python -m
 # For two cores. An idle worker takes over tests of another.
 SHARED = --numprocesses 2 --dist worksteal --durations 20
-# Drills wait for more than half of their time.
-WAITING = --numprocesses 4 --dist worksteal --durations 20
+# Drills wait for half of their time; four at a time are no faster.
+WAITING = --numprocesses 3 --dist worksteal --durations 20
 # Stamps, written after a completed installation: for training alone, and for everything.
 TRAIN = $(VENV)/.ready-train
 READY = $(VENV)/.ready
