@@ -58,6 +58,7 @@ def test_batch_statistics_are_those_of_the_global_batch_on_any_number_of_devices
         np.testing.assert_allclose(state["norm/var"], 0.9 + 0.1 * X[:BATCH].var(0), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_dropout_draws_the_same_on_any_number_of_devices_and_differs_each_step() -> None:
     losses: dict[int, list[float]] = {}
     for devices in (1, 8):

@@ -127,6 +127,7 @@ SPECS = [
 SHARDED = (jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int4, jnp.bool_, jnp.complex64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.dtype(x) for x in SHARDED], ids=str)
 def test_every_sharding_gives_the_same_sum(dtype: np.dtype) -> None:
     shape = (16, 8, 24)

@@ -1050,6 +1050,7 @@ def test_a_trainer_that_continues_from_its_own_state_is_checked_too(tmp_path: Pa
     assert fitted.fit((X, Y), steps=4).step == 4
 
 
+@pytest.mark.slow
 def test_the_command_refuses_with_the_option_that_would_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -277,6 +277,7 @@ def test_a_metric_that_no_evaluation_gives_is_refused_with_the_nearest(tmp_path:
         worse_and_worse(tmp_path, 2, best_metric="closer", eval_every_steps=1)
 
 
+@pytest.mark.slow
 def test_some_are_kept_for_good_besides(tmp_path: Path) -> None:
     options = {"keep_every_steps": 5, "keep_best": 0, "keep_latest": 1, "eval_every_steps": 100}
     every_third = {"checkpoint_every_steps": 3, **options}

@@ -148,6 +148,7 @@ def test_the_token_does_not_cross_the_wire(monkeypatch: pytest.MonkeyPatch) -> N
 # -- a wrong token ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_process_with_another_token_gets_an_error_and_process_0_names_it() -> None:
     who = parties(2, token=TOKEN)
     with gathering(who[0], timeout=1.5) as (endings, messages):
@@ -157,6 +158,7 @@ def test_a_process_with_another_token_gets_an_error_and_process_0_names_it() -> 
     assert str(endings[0]).endswith("the last from 127.0.0.1: it has another job token")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chief", [True, False])
 def test_a_token_on_one_side_only_is_reported(chief: bool) -> None:
     who = parties(2)

@@ -371,6 +371,7 @@ def test_an_unknown_option_is_exit_code_2() -> None:
     assert "--json" in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_ends_while_a_resolver_still_hangs() -> None:
     hang = (
         "import time; from spmdtrain.cluster import network_check; "

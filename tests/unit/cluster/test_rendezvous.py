@@ -119,6 +119,7 @@ def test_a_process_that_goes_away_before_the_rest_have_come_may_come_back() -> N
     assert endings == [None]
 
 
+@pytest.mark.slow
 def test_without_an_answer_after_it_has_come_back_it_counts_as_missing() -> None:
     who = parties(3)
     with gathering(who[0], timeout=2) as (endings, messages):
@@ -208,6 +209,7 @@ def test_a_name_that_does_not_resolve_is_reported_within_seconds() -> None:
     assert error.startswith("no-such-host.invalid, the host of chief, cannot be resolved from")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "difference"),
     [

@@ -706,6 +706,7 @@ def test_a_file_that_breaks_after_the_check_was_whole_before(tmp_path: Path) -> 
     assert "skip" not in str(e.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [0, 2])
 def test_a_broken_file_ends_a_run_with_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], threads: int

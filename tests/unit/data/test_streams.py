@@ -122,6 +122,7 @@ SOURCES: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::Warning")  # of the libraries
 @pytest.mark.parametrize("name", SOURCES)
 def test_from_every_position_the_same_examples_follow(name: str, tmp_path: Path) -> None:

@@ -419,6 +419,7 @@ def test_run_processes_kills_the_rest_and_prints_every_log() -> None:
     assert chief.seconds > worker.seconds + 0.4
 
 
+@pytest.mark.slow
 def test_run_processes_ends_in_time_whatever_happens() -> None:
     for check in (True, False):
         with pytest.raises(

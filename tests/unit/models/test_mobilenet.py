@@ -62,6 +62,7 @@ def forward(adapter: Adapter, variables: Variables, x: Any, mode: Mode = Mode.EV
 # -- as published ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_has_the_parameters_that_were_published() -> None:
     _, variables = abstract(1000)
     assert count(variables.params) == 3_504_872

@@ -240,6 +240,7 @@ def test_packed_documents_have_the_loss_and_the_gradients_of_single_ones(positio
     assert abs(float(without - expected[0])) > 1e-4  # without segments the loss is another
 
 
+@pytest.mark.slow
 def test_segments_and_positions_of_one_document_change_no_bit() -> None:
     for positions in ("rotary", "learned"):
         model, tokens = small(positions=positions), some_tokens()
@@ -340,6 +341,7 @@ def test_it_learns_the_same_under_strategies_and_their_products(
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hidden", [(), (8,), (8, 8)])
 def test_the_rules_of_an_mlp_fit_its_hidden_widths_only(hidden: tuple[int, ...]) -> None:
     sizes = (6, *hidden, 3)  # neither 6 nor 3 divides over 4

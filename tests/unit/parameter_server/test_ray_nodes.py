@@ -119,6 +119,7 @@ print("begun")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("is_there", "seconds", "ended"),
     [(False, 60.0, (1, "", "error: the chief is gone\n")), (True, 3.0, (0, "begun\n", ""))],

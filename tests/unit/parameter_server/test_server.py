@@ -82,6 +82,7 @@ def step_on_servers(
     return of_params.join([x.params for x in held]), of_state.join([x.opt_state for x in held])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize(
     "optimizer",
@@ -119,6 +120,7 @@ def test_servers_make_what_one_device_makes(
     equal(found_state, state, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "name", "keeps"),
     [

@@ -87,6 +87,7 @@ def test_which_tasks_are_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
         run_task_role(1.0)
 
 
+@pytest.mark.slow
 def test_without_a_cluster_it_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TF_CONFIG", raising=False)
     found = run(DIGITS, "--strategy", "parameter_server")

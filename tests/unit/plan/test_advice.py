@@ -115,6 +115,7 @@ def test_peak_memory_follows_from_the_live_ranges_of_values(tmp_path: Path) -> N
 # -- what is sent ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_mirrored_sends_what_it_has_to() -> None:
     found = planned(DIGITS)["sent"]
     assert found["least"] == pytest.approx(2 * 7 / 8 * 4 * PARAMETERS)
@@ -126,6 +127,7 @@ def test_mirrored_sends_what_it_has_to() -> None:
     assert frozen["excess"] < 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero", "fully_sharded"])
 def test_what_a_strategy_sends_beyond_what_it_has_to(strategy: str) -> None:
     """Here sums are not scattered, but added up whole on each device, and cut."""
@@ -380,6 +382,7 @@ def test_tokens_and_what_is_computed_twice(text: Path) -> None:
     assert time["utilization"] == pytest.approx(time["useful"] / time["estimate"])
 
 
+@pytest.mark.slow
 def test_what_is_made_on_several_devices_alike_counts_on_each(text: Path) -> None:
     """The rules split the kernels of an MLP, but not the last, whose 10 columns do not divide."""
     options = ("--preset", "tiny", "--data-dir", text, "--topology", "gpu:h100:1x8")

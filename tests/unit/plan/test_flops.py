@@ -80,6 +80,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_mobilenet_as_published(monkeypatch: pytest.MonkeyPatch) -> None:
     """300 million multiply-adds for a picture of 224 x 224 (Sandler et al., table 4)."""
 

@@ -207,6 +207,7 @@ def test_an_experiment_with_its_own_loop_cannot_be_planned(
     assert "train(config, loop); plan experiments that define build(config)" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "note"),
     [
@@ -226,6 +227,7 @@ def test_options_of_the_run(options: tuple[object, ...], note: str | None) -> No
     assert found["fits"] is True
 
 
+@pytest.mark.slow
 def test_a_reduction_of_one_s_own_is_not_tried_on_devices_that_are_not_there(
     tmp_path: Path,
 ) -> None:

@@ -846,6 +846,7 @@ def test_a_step_that_changes_a_sharding_stops_the_run() -> None:
     assert str(caught.value) == f"after the first step, {WRONG}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["default", "zero", "fully_sharded"])
 def test_a_state_that_is_where_it_should_be_is_trained(strategy: str) -> None:
     fitted = trainer(strategy=strategy, ema_decay=0.9)

@@ -223,6 +223,7 @@ def test_a_model_is_made_under_the_trainers_strategy_whatever_is_called_first(fi
     assert seen == {MIRRORED}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "found", "jit"),
     [

@@ -149,6 +149,7 @@ def test_all_travels_in_one_reduction() -> None:
     assert (one.kind, one.arrays) == ("all-reduce", 1)
 
 
+@pytest.mark.slow
 def test_on_one_replica_it_is_the_global_batch() -> None:
     model = partial(Nnx, dropout=0.5)
     for place in ({"mesh": on(1)}, {"mesh": MeshSpec(), "strategy": "default"}):

@@ -26,6 +26,7 @@ def places(request: pytest.FixtureRequest) -> list[NamedSharding]:
     return [NamedSharding(mesh, PartitionSpec())] * len(LEAVES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [0.0, 3e38, -3e38])
 def test_what_is_finite_is(value: float, places: list[NamedSharding]) -> None:
     assert stays_finite(tree(0.0), tree(value), places)

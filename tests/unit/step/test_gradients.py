@@ -112,6 +112,7 @@ class Normalized(nnx.Module):
         return self.norm(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [2, 8])
 def test_batch_statistics_are_those_of_each_microbatch(microbatches: int) -> None:
     x = (3 * X[:, :4] + np.arange(ROWS)[:, None]).astype(np.float32)  # no two parts are alike

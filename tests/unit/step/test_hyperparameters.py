@@ -89,6 +89,7 @@ def moved(workdir: Path, rate: float, optimizer: Any = nested, **options: Any) -
     return {n: after[n] - before[n] for n in after} | rates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["mirrored", "fully_sharded", "central_storage"])
 def test_a_changed_learning_rate_scales_the_first_update_after_a_resume(
     tmp_path: Path, strategy: str
@@ -197,6 +198,7 @@ def test_what_no_record_and_no_field_says_stays_and_is_announced(
     assert fitted(0.001, 4) == pytest.approx(0.001)  # step 3 has a record
 
 
+@pytest.mark.slow
 def test_a_schedule_is_no_initial_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rate, steps in ((0.1, 2), (0.01, 3)):
         schedule = optax.inject_hyperparams(optax.sgd)(optax.constant_schedule(rate), momentum=0.5)

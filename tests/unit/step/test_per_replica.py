@@ -51,6 +51,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize(("strategy", "mesh", "replicas"), PLACES)
 def test_each_replica_computes_its_part_of_the_batch(

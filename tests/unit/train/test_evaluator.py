@@ -511,6 +511,7 @@ def test_metrics_that_cannot_be_got_at_are_asked_for_again(
     assert f"{path} cannot be read: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("status", "reason", "code", "line"), ENDS, ids=lambda x: str(x)[:9])
 def test_how_an_earlier_training_ended_does_not_end_it(
     status: Status, reason: str | None, code: int, line: str, stage: Stage
@@ -591,6 +592,7 @@ def test_without_a_launcher_a_failed_training_ends_it_too(
     assert stage.now == 602.0
 
 
+@pytest.mark.slow
 def test_silence_is_broken_every_five_minutes(
     stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,6 +74,7 @@ def test_steps_wait_for_a_slow_dataset(tmp_path: Path, capsys: pytest.CaptureFix
     assert re.search(r"^epoch 1 .* examples/s  input_wait \d\d\.\d%$", out, re.M)
 
 
+@pytest.mark.slow
 def test_a_read_that_ends_before_the_steps_do_is_no_wait(tmp_path: Path) -> None:
     assert share_of_epoch(tmp_path / "memory", {"x": X}, slow_step, steps=20) < 0.05
     assert share_of_epoch(tmp_path / "reads", Slow(), slow_step, steps=20) < 0.1

@@ -130,6 +130,7 @@ def test_every_strategy_gives_the_same_numbers(options: dict[str, Any]) -> None:
     np.testing.assert_allclose(params["w"], expected["w"], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_state_is_where_the_strategy_says_and_the_rules() -> None:
     rules = [Rule("w", P(None, "tensor"))]
     options = {"strategy": "fully_sharded+tensor_parallel", "mesh": MeshSpec(tensor=2), **SMALL}

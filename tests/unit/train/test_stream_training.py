@@ -61,6 +61,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[float, fl
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"steps_per_dispatch": 2}, HALVES])
 def test_a_resumed_run_sees_the_same_examples(
     tmp_path: Path, whole: dict[int, tuple[float, float]], options: dict[str, Any]

@@ -197,6 +197,7 @@ def test_saving_by_seconds_follows_the_clock(tmp_path: Path) -> None:
     assert saved == [4, 8, 10]
 
 
+@pytest.mark.slow
 def test_the_best_by_the_named_metric_is_kept_beside_the_newest(tmp_path: Path) -> None:
     losses = {}
 

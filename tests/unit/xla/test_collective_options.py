@@ -394,6 +394,7 @@ def test_gpu_packs_and_dtypes_in_the_compiled_step() -> None:
     assert (found["bfloat16"], found["float16"]) == (["bf16"], ["f16"])
 
 
+@pytest.mark.slow
 def test_tpu_packs_and_dtypes_in_the_compiled_step() -> None:
     python = os.environ.get("SPMDTRAIN_TPU_PYTHON", sys.executable)
     topology = {"platform": "tpu", "topology_name": "v5e:4x4"}

@@ -50,6 +50,7 @@ def contrastive(m: Any, b: Any) -> Any:
     return {"loss": optax.softmax_cross_entropy_with_integer_labels(z @ z.T, jnp.arange(len(z)))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 3, 8])
 @pytest.mark.parametrize("objective", [mean, normalized, by_size, contrastive])
 def test_an_objective_that_mixes_examples_never_sees_padding(objective: Any, devices: int) -> None:
@@ -112,6 +113,7 @@ def drawing(m: Any, b: Any, key: jax.Array) -> Any:
     return {"loss": m["w"] * jax.random.uniform(key, b["x"].shape)}
 
 
+@pytest.mark.slow
 def test_evaluation_draws_differ_by_batch_and_are_repeated_on_any_devices() -> None:
     def predict(m: Any, b: Any, *, key: jax.Array) -> jax.Array:
         return jax.random.uniform(key, b["x"].shape)
@@ -254,6 +256,7 @@ MIXING: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_independent_rows_are_proven(name: str) -> None:
     of = INDEPENDENT[name]
