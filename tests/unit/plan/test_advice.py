@@ -1,4 +1,4 @@
-"""What a plan says of its figures: whose they are, what is too much, and which options fix it."""
+"""The advice of a plan: which options avoid excess traffic, and how its figures are labeled."""
 
 import json
 import os
