@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from typing import Any
 
 from helpers import command, environment
 
+from spmdtrain.launch.free_ports import free_ports
 from spmdtrain.testing import Command, ProcessResult, RunningJob, run_processes, start_processes
 
 BOUND = 300  # seconds for a job that takes ten where the machine has nothing else to do
@@ -226,21 +226,9 @@ def steps_in(output: str) -> list[int]:
     return [int(step) for step in re.findall(r"\bstep (\d+)/", output)]
 
 
-_given: set[int] = set()
-
-
 def free_port() -> int:
     """A port of this machine that nothing listens on, and that no other test was given."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    while True:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port: int = found.getsockname()[1]
-        # Half of the number, because Linux prefers odd ones here.
-        if port // 2 % workers == worker % workers and port not in _given:
-            _given.add(port)
-            return port
+    return free_ports(1)[0]
 
 
 def tf_config(addresses: Sequence[str], rank: int, **jobs: list[str]) -> str:

@@ -1,8 +1,6 @@
 """Environment variables of launched tasks: TF_CONFIG, job token and devices."""
 
-import contextlib
 import json
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,6 +8,7 @@ from spmdtrain.cluster import job_token
 from spmdtrain.cluster.spec import Role, from_tf_config
 from spmdtrain.distributed.progress import TASK
 from spmdtrain.errors import UserError
+from spmdtrain.launch.free_ports import free_ports
 
 EVALUATOR = "evaluator"
 _VIRTUAL_DEVICES = "--xla_force_host_platform_device_count"
@@ -34,7 +33,7 @@ def training_tasks(processes: int, ps: int = 0) -> list[str]:
 def tf_configs(names: Sequence[str]) -> dict[str, str]:
     """Returns the TF_CONFIG of each task, with free ports of this machine."""
     cluster: dict[str, list[str]] = {}
-    for name, port in zip(names, _free_ports(len(names)), strict=True):
+    for name, port in zip(names, free_ports(len(names)), strict=True):
         cluster.setdefault(name.split()[0], []).append(f"127.0.0.1:{port}")
     configs = {}
     for name in names:
@@ -42,14 +41,6 @@ def tf_configs(names: Sequence[str]) -> dict[str, str]:
         task = {"type": kind, "index": int(index or 0)}
         configs[name] = json.dumps({"cluster": cluster, "task": task})
     return configs
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:  # bound at the same time, so that the ports differ
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for bound in sockets:
-            bound.bind(("127.0.0.1", 0))
-        return [bound.getsockname()[1] for bound in sockets]
 
 
 def gpus_of(environment: Mapping[str, str]) -> list[str]:

@@ -1,0 +1,52 @@
+"""Free TCP ports of this machine for the tasks of a launched job."""
+
+import fcntl
+import itertools
+import random
+from pathlib import Path
+
+from spmdtrain.cluster.network_check import why_not_free
+from spmdtrain.errors import UserError
+from spmdtrain.files.user_folders import private_folder
+
+_FIRST = 20_000  # the ports below are those of well-known services and of Ray's workers
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_EPHEMERAL = 32_768  # on Linux; macOS starts at 49152
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports of this machine that no program listens at.
+
+    A task listens at its port only seconds later. Therefore the ports are below the ephemeral
+    ports, which the kernel gives to outgoing connections, and the launchers of a user take the
+    next ports in turn: two launchers that run at the same time use different ones.
+
+    Args:
+      count: Number of ports.
+
+    Raises:
+      UserError: If fewer ports are free.
+    """
+    ports = _below_ephemeral()
+    with (private_folder() / "next-port").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        text = file.read()
+        start = int(text) if text.isdecimal() else random.randrange(len(ports))
+        in_turn = (ports[(start + i) % len(ports)] for i in range(len(ports)))
+        free = list(itertools.islice((p for p in in_turn if why_not_free(p) is None), count))
+        if len(free) < count:
+            raise UserError(
+                f"{count} free ports are needed on this machine, but only {len(free)} of "
+                f"{ports.start} to {ports.stop - 1} are free"
+            )
+        file.truncate(0)
+        file.write(str(ports.index(free[-1]) + 1))
+    return free
+
+
+def _below_ephemeral() -> range:
+    """Returns the ports below the ephemeral ports; all high ports if those leave too few."""
+    text = _EPHEMERAL.read_text() if _EPHEMERAL.exists() else ""
+    first = int(text.split()[0]) if text else _FIRST_EPHEMERAL
+    return range(_FIRST, first if first >= _FIRST + 1000 else 65_536)
