@@ -60,6 +60,12 @@ def around(folder: Path, **changes: str) -> dict[str, str]:
     return environment() | {"TMPDIR": str(folder / "tmp")} | changes
 
 
+def left_by_launcher(folder: Path) -> list[Path]:
+    """The temporary files, without the number of the next port for the launchers of this user."""
+    kept = folder / "tmp" / f"spmdtrain-{os.getuid()}"
+    return [path for path in (folder / "tmp").rglob("*") if path not in (kept, kept / "next-port")]
+
+
 def launch(
     folder: Path, script: str, *options: object, **changes: str
 ) -> subprocess.CompletedProcess[str]:
@@ -74,7 +80,7 @@ def launch(
         timeout=2 * BOUND,
     )
     assert time.monotonic() - began < BOUND, ended.stderr
-    assert not list((folder / "tmp").iterdir())
+    assert not left_by_launcher(folder)
     assert processes_in(folder) == []
     return ended
 
@@ -650,7 +656,7 @@ while True: time.sleep(100)
         process.send_signal(number)
         assert process.wait(BOUND) == -number
         until = time.monotonic() + BOUND
-        while processes_in(tmp_path) or any((tmp_path / "tmp").iterdir()):
+        while processes_in(tmp_path) or left_by_launcher(tmp_path):
             assert time.monotonic() < until
             time.sleep(0.02)
 
