@@ -137,17 +137,30 @@ class ServerExecutor:
         with phase(Phase.STEP):
             self._scheduler.queue.stop_dispatch()
             self._scheduler.drain()
-            parts = ray_pool.answers(self._ray, [server.held.remote() for server in self._servers])
+            parts = self._answers("held")
         (step,) = {complete for _, complete in parts}
         whole = self._partition.state([held for held, _ in parts], step, self._key)
         placed: TrainState = jax.device_put(whole, self._functions.shardings)
         return placed
 
-    def _check_interrupt(self, is_empty: bool) -> None:
-        """Raises `PreemptedExit` after a signal if the batches in progress do not complete.
+    def _answers(self, method: str) -> list[Any]:
+        """Returns what a method of each server returns; reports servers that do not answer."""
+        log, wait = self._run.logger.terminal.line, ray_pool.SILENCE
+        return ray_pool.await_answers(
+            self._ray,
+            {getattr(server, method).remote(): f"ps {n}" for n, server in enumerate(self._servers)},
+            lambda names: log(f"waiting for the servers for {wait:.0f} s: no answer from {names}"),
+            lambda: self._check_interrupt(False, "the parameter servers do not answer"),
+        )
+
+    def _check_interrupt(
+        self, is_empty: bool, why: str = "the batches in progress do not complete"
+    ) -> None:
+        """Raises `PreemptedExit` after a signal if what is pending does not complete.
 
         Args:
           is_empty: Whether no worker is available.
+          why: The reason why the state cannot be saved.
         """
         if not self._run.signals.stop_requested():
             return
@@ -156,9 +169,7 @@ class ServerExecutor:
         self._scheduler.queue.stop_dispatch()  # so that idle workers compute overdue batches
         grace = max(_GRACE, 2 * (self._scheduler.slow_after() or 0.0))
         if is_empty or now - self._stop_requested_at > grace:
-            self._run.logger.terminal.line(
-                "the state cannot be saved, because the batches in progress do not complete"
-            )
+            self._run.logger.terminal.line(f"the state cannot be saved, because {why}")
             self._run.signals.stop_if_received()
 
     def _report_silence(self, seconds: float) -> None:
@@ -172,7 +183,7 @@ class ServerExecutor:
     def report(self) -> None:
         """Prints the staleness of updates, the steps of each worker and the servers' counts."""
         batches = self._scheduler.batches
-        counts = ray_pool.answers(self._ray, [server.counts.remote() for server in self._servers])
+        counts = self._answers("counts")
         servers = [
             dataclasses.asdict(count) | {"params_bytes": self._partition.params.bytes_of(n)}
             for n, count in enumerate(counts)

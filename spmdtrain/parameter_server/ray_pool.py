@@ -19,6 +19,7 @@ from spmdtrain.parameter_server.worker_pool import Done, Failed, PoolEvent, Work
 from spmdtrain.step.state import TrainState
 
 _POLL = 0.5  # seconds between two calls of check_interrupt while waiting for servers
+SILENCE = 20.0  # seconds without an answer of a server until the user is informed
 RETRY_SECONDS = 1.0  # seconds until a lost worker is called again
 _MAX_LOSSES = 4  # of a worker during its initialization
 _SHARE = 0.001  # of a task's resource that a server takes, because it may have several
@@ -272,6 +273,35 @@ def answers(ray: Any, calls: Sequence[Any]) -> list[Any]:
     except ray.exceptions.RayActorError as error:
         raise _server_lost(error) from error
     return results
+
+
+def await_answers(
+    ray: Any,
+    calls: Mapping[Any, str],
+    on_silence: Callable[[str], None],
+    check_interrupt: Callable[[], None],
+) -> list[Any]:
+    """Returns the results of calls of servers, for a wait that a signal can end.
+
+    Args:
+      ray: The module `ray`.
+      calls: References to the results, each with the name of its server.
+      on_silence: Called once with the names of the servers that have not answered for 20 s.
+      check_interrupt: Called while results are pending; may raise.
+
+    Raises:
+      ClusterError: If a server is lost.
+    """
+    missing, began, was_silent = list(calls), time.monotonic(), False
+    while missing:
+        _, missing = ray.wait(missing, num_returns=len(missing), timeout=_POLL)
+        if not missing:
+            break
+        if time.monotonic() - began > SILENCE and not was_silent:
+            on_silence(" and ".join(calls[call] for call in missing))
+            was_silent = True
+        check_interrupt()
+    return answers(ray, list(calls))
 
 
 def _server_lost(error: Exception) -> ClusterError:
