@@ -9,7 +9,7 @@ VENV = .venv
 RUN = $(VENV)/bin/python -m
 # For two cores. An idle worker takes over tests of another.
 SHARED = --numprocesses 2 --dist worksteal --durations 20
-# Drills wait for half of their time; four at a time are no faster.
+# Tests of commands and processes also wait, so there is a third; with a fourth they are no faster.
 WAITING = --numprocesses 3 --dist worksteal --durations 20
 # Stamps, written after a completed installation: for training alone, and for everything.
 TRAIN = $(VENV)/.ready-train
@@ -32,7 +32,7 @@ unit: $(READY) ## the tests of `make test`, without lint and types
 	$(RUN) pytest tests/unit $(SHARED) -m 'not slow and not drill'
 
 integration: $(READY) ## the shipped experiments and commands, and slow unit tests
-	$(RUN) pytest $(SHARED) -m 'slow and not drill'
+	$(RUN) pytest $(WAITING) -m 'slow and not drill'
 
 drill: $(READY) ## several processes, killed, stopped and restarted
 	$(RUN) pytest $(WAITING) -m drill

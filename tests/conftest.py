@@ -1,5 +1,6 @@
 """Eight virtual CPU devices for every test, set before anything touches a backend."""
 
+import gc
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -25,6 +26,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     folder = item.path.relative_to(TESTS).parts[0]
     if folder in MARKS:
         item.add_marker(MARKS[folder])
+
+
+def pytest_collection_finish() -> None:
+    """Makes garbage collections rare: among JAX's many objects they take a sixth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 100)
 
 
 @pytest.fixture(autouse=True, scope="session")

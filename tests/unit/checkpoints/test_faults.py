@@ -47,7 +47,7 @@ from spmdtrain.models import MLP
 from spmdtrain.step.state import TrainState
 
 FLIPS = 200
-KILLS = 20
+KILLS = 10
 
 
 def trainer(workdir: Path, **options: Any) -> Trainer:
@@ -484,7 +484,7 @@ def killed_again_and_again(experiment: Path, workdir: Path, seed: int, kills: in
 
 
 @pytest.mark.slow
-def test_a_run_killed_twenty_times_resumes_from_its_newest_checkpoint_with_the_same_bits(
+def test_a_run_killed_ten_times_resumes_from_its_newest_checkpoint_with_the_same_bits(
     tmp_path: Path,
 ) -> None:
     whole, one, other = (tmp_path / name for name in ("whole", "one", "other"))
