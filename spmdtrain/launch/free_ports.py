@@ -10,7 +10,7 @@ from spmdtrain.errors import UserError
 from spmdtrain.files.user_folders import private_folder
 
 _FIRST = 20_000  # the ports below are those of well-known services and of Ray's workers
-_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")  # of the ephemeral ports
 _FIRST_EPHEMERAL = 32_768  # on Linux; macOS starts at 49152
 
 
@@ -27,7 +27,7 @@ def free_ports(count: int) -> list[int]:
     Raises:
       UserError: If fewer ports are free.
     """
-    ports = _below_ephemeral()
+    ports = candidate_ports()
     with (private_folder() / "next-port").open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
@@ -45,8 +45,8 @@ def free_ports(count: int) -> list[int]:
     return free
 
 
-def _below_ephemeral() -> range:
+def candidate_ports() -> range:
     """Returns the ports below the ephemeral ports; all high ports if those leave too few."""
-    text = _EPHEMERAL.read_text() if _EPHEMERAL.exists() else ""
+    text = PORT_RANGE_FILE.read_text() if PORT_RANGE_FILE.exists() else ""
     first = int(text.split()[0]) if text else _FIRST_EPHEMERAL
     return range(_FIRST, first if first >= _FIRST + 1000 else 65_536)

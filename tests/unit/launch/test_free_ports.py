@@ -18,7 +18,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_connection_and_no_other_launcher_is_given_the_ports() -> None:
-    with ThreadPoolExecutor(8) as pool:  # each opens the file anew, as a process does
+    with ThreadPoolExecutor(8) as pool:  # each opens the file by itself, as a process does
         ports = [port for ports in pool.map(free_ports, [3] * 40) for port in ports]
     assert len(set(ports)) == 120
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -33,7 +33,7 @@ def test_a_port_that_something_listens_at_is_passed_over_and_the_turn_starts_aga
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = free_ports(1)[0]
-    monkeypatch.setattr(module, "_below_ephemeral", lambda: range(first, first + 4))
+    monkeypatch.setattr(module, "candidate_ports", lambda: range(first, first + 4))
     (private_folder() / "next-port").write_text("no number")
     with socket.create_server(("127.0.0.1", first + 2)):
         assert {*free_ports(3), *free_ports(3)} == {first, first + 1, first + 3}
@@ -46,7 +46,7 @@ def test_all_high_ports_are_taken_where_the_ephemeral_ones_leave_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setting = tmp_path / "ip_local_port_range"
-    monkeypatch.setattr(module, "_EPHEMERAL", setting)
+    monkeypatch.setattr(module, "PORT_RANGE_FILE", setting)
     for text, last in (("32768\t60999\n", 32767), ("1024\t65535\n", 65535)):
         setting.write_text(text)
-        assert module._below_ephemeral()[-1] == last
+        assert module.candidate_ports()[-1] == last

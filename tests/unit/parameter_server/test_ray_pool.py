@@ -21,13 +21,13 @@ class Ray:
     exceptions = SimpleNamespace(RayActorError=ActorLost)
 
     def __init__(self, answered_at: dict[str, float]) -> None:
-        self._answered_at, self.now = answered_at, 100.0
+        self.answered_at, self.now = answered_at, 100.0
 
     def wait(
         self, calls: Sequence[str], num_returns: int, timeout: float
     ) -> tuple[list[str], list[str]]:
         self.now += timeout
-        missing = [call for call in calls if self._answered_at[call] > self.now - 100.0]
+        missing = [call for call in calls if self.answered_at[call] > self.now - 100.0]
         return [call for call in calls if call not in missing], missing
 
     def get(self, calls: Sequence[str]) -> list[str]:
@@ -47,7 +47,7 @@ def await_from(
         if ray.now - 100.0 > stop_at:
             raise PreemptedExit("SIGTERM")
 
-    calls = {call: f"ps {n}" for n, call in enumerate(ray._answered_at)}
+    calls = {call: f"ps {n}" for n, call in enumerate(ray.answered_at)}
     try:
         return await_answers(ray, calls, silent.append, check_interrupt), silent
     except PreemptedExit:
