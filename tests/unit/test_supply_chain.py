@@ -89,6 +89,8 @@ def test_the_lock_has_all_that_the_project_asks_for() -> None:
     lines = (REPOSITORY / "requirements.lock").read_text().splitlines()
     locked = dict(line.split("==") for line in lines if not line.startswith("#"))
     needed: dict[str, Distribution] = LOCK["needed"]("spmdtrain", LOCK["EXTRAS"])
+    if any(one.version != locked.get(name, one.version) for name, one in needed.items()):
+        pytest.skip("the installed versions are not those of requirements.lock")
     assert needed.keys() - {"spmdtrain"} <= locked.keys(), "run .ci/lock.py > requirements.lock"
     for requirement in map(Requirement, needed["spmdtrain"].requires or []):
         if version := locked.get(requirement.name.lower()):
