@@ -237,7 +237,7 @@ _WRITE = {
     Subset: "Subset(SkipBadRecords(source), indices)",
     ImageFolder: "ImageFolder(..., broken='skip')",
 }
-"""What to write in the experiment, by the class of a dataset that the option cannot reach."""
+"""Code to suggest for the experiment, by the class of a dataset that the option cannot reach."""
 
 _DONE = (SkipBadRecords, ArrayDataset, tuple, dict, list, np.ndarray, jax.Array)
 """Data without bad records: they are left out, or all are in memory."""

@@ -40,6 +40,7 @@ from spmdtrain.train.session import RunSession
 PyTree = Any
 _MAX_LOOK_AHEAD = 10_000  # steps among which the next due one is searched
 _GRACE = 15.0  # minimum seconds after a signal in which batches in progress may complete
+_NOT_SAVED = "the state cannot be saved"
 _ANSWER_TIMEOUT = 2.0  # seconds in which a server has to answer when no batch completes
 
 
@@ -137,30 +138,39 @@ class ServerExecutor:
         with phase(Phase.STEP):
             self._scheduler.queue.stop_dispatch()
             self._scheduler.drain()
-            parts = self._answers("held")
+            parts = self._answers("held", _NOT_SAVED)
         (step,) = {complete for _, complete in parts}
         whole = self._partition.state([held for held, _ in parts], step, self._key)
         placed: TrainState = jax.device_put(whole, self._functions.shardings)
         return placed
 
-    def _answers(self, method: str) -> list[Any]:
-        """Returns what a method of each server returns; reports servers that do not answer."""
+    def _answers(self, method: str, otherwise: str) -> list[Any]:
+        """Returns what a method of each server returns; reports servers that do not answer.
+
+        Args:
+          method: The method.
+          otherwise: What is logged if a signal ends the wait.
+        """
         log, wait = self._run.logger.terminal.line, ray_pool.SILENCE
         return ray_pool.await_answers(
             self._ray,
             {getattr(server, method).remote(): f"ps {n}" for n, server in enumerate(self._servers)},
             lambda names: log(f"waiting for the servers for {wait:.0f} s: no answer from {names}"),
-            lambda: self._check_interrupt(False, "the parameter servers do not answer"),
+            lambda: self._check_interrupt(
+                False, f"{otherwise}, because the parameter servers do not answer"
+            ),
         )
 
     def _check_interrupt(
-        self, is_empty: bool, why: str = "the batches in progress do not complete"
+        self,
+        is_empty: bool,
+        message: str = f"{_NOT_SAVED}, because the batches in progress do not complete",
     ) -> None:
         """Raises `PreemptedExit` after a signal if what is pending does not complete.
 
         Args:
           is_empty: Whether no worker is available.
-          why: The reason why the state cannot be saved.
+          message: What is logged before.
         """
         if not self._run.signals.stop_requested():
             return
@@ -169,7 +179,7 @@ class ServerExecutor:
         self._scheduler.queue.stop_dispatch()  # so that idle workers compute overdue batches
         grace = max(_GRACE, 2 * (self._scheduler.slow_after() or 0.0))
         if is_empty or now - self._stop_requested_at > grace:
-            self._run.logger.terminal.line(f"the state cannot be saved, because {why}")
+            self._run.logger.terminal.line(message)
             self._run.signals.stop_if_received()
 
     def _report_silence(self, seconds: float) -> None:
@@ -183,7 +193,7 @@ class ServerExecutor:
     def report(self) -> None:
         """Prints the staleness of updates, the steps of each worker and the servers' counts."""
         batches = self._scheduler.batches
-        counts = self._answers("counts")
+        counts = self._answers("counts", "the counts of the servers are not known")
         servers = [
             dataclasses.asdict(count) | {"params_bytes": self._partition.params.bytes_of(n)}
             for n, count in enumerate(counts)
