@@ -5,7 +5,8 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -121,6 +122,22 @@ def saved_steps(workdir: Path) -> list[int]:
     folder = workdir / "checkpoints"
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if name.isdecimal())
+
+
+def assert_gone(processes: Iterable[int], within: float = 60.0) -> None:
+    """Waits until processes have ended. A zombie has: only its parent can remove it from /proc."""
+    end = time.monotonic() + within
+    while running := [number for number in processes if _is_running(number)]:
+        assert time.monotonic() < end, running
+        time.sleep(0.05)
+
+
+def _is_running(number: int) -> bool:
+    try:
+        stat = Path(f"/proc/{number}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def contents(workdir: Path) -> dict[str, bytes]:

@@ -4,12 +4,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from helpers import environment, metrics, read_until, run, saved_steps, small_experiment, start
+from helpers import (
+    assert_gone,
+    environment,
+    metrics,
+    read_until,
+    run,
+    saved_steps,
+    small_experiment,
+    start,
+)
 
 SLOW = (
     (
@@ -39,13 +46,6 @@ def workers_of(process: subprocess.Popen[str]) -> list[int]:
         ["pgrep", "-P", str(process.pid), "-f", "spawn_main"], capture_output=True, text=True
     )
     return [int(number) for number in found.stdout.split()]
-
-
-def assert_gone(processes: Sequence[int]) -> None:
-    end = time.monotonic() + 10
-    while any(Path(f"/proc/{number}").exists() for number in processes):
-        assert time.monotonic() < end, processes
-        time.sleep(0.1)
 
 
 def test_workers_change_no_number_and_outlive_a_signal(tmp_path: Path) -> None:
