@@ -82,12 +82,10 @@ def assert_resumes(config: Path, workdir: Path, whole: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["chief", "worker"])
-def test_an_exception_in_one_ends_all_with_it_as_the_reason(
-    tmp_path: Path, whole: Path, rank: int
-) -> None:
-    config, workdir = drill(tmp_path), tmp_path / "run"
+def test_an_exception_in_one_ends_all_with_it_as_the_reason(tmp_path: Path, rank: int) -> None:
+    workdir = tmp_path / "run"
     options = ("--workdir", workdir, *SLOWLY, "--fault", "exception", "--fault-rank", rank)
-    ended = job(config, *options, check=False)
+    ended = job(drill(tmp_path), *options, check=False)
     assert codes(ended) == [1, 1], show(ended)
     assert spread(ended) < 10, show(ended)
     failed, other = ended[rank], ended[1 - rank]
@@ -99,7 +97,6 @@ def test_an_exception_in_one_ends_all_with_it_as_the_reason(
     assert (found["status"], found["reason"]) == ("failed", reason)
     # Whether the save before is complete had not been checked yet.
     assert found["step"] in (5, 10) and saved_steps(workdir)[-1] >= found["step"]
-    assert_resumes(config, workdir, whole, saved_steps(workdir)[-1])
 
 
 def test_one_of_four_ends_all(tmp_path: Path) -> None:
@@ -192,12 +189,12 @@ def test_a_nan_loss_is_exit_code_3_in_all_processes(tmp_path: Path) -> None:
     ids=["SIGTERM-worker", "SIGINT-chief", "SIGUSR1-worker"],
 )
 def test_a_signal_to_one_saves_at_one_step_in_all(
-    tmp_path: Path, whole: Path, rank: int, number: signal.Signals
+    tmp_path: Path, rank: int, number: signal.Signals
 ) -> None:
-    config, workdir = drill(tmp_path), tmp_path / "run"
+    workdir = tmp_path / "run"
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # not ignored, as behind &
     try:
-        with start_job(config, "--workdir", workdir, *SLOWLY) as going:
+        with start_job(drill(tmp_path), "--workdir", workdir, *SLOWLY) as going:
             going[0].wait_for("step 8/", timeout=BOUND)
             sent = time.monotonic()
             going[rank].send(number)
@@ -211,18 +208,16 @@ def test_a_signal_to_one_saves_at_one_step_in_all(
     assert f"saved step {step}; run the command again to resume" in ended[0].output
     expected = {"status": "preempted", "step": step, "reason": number.name}
     assert status(workdir) == expected
-    assert_resumes(config, workdir, whole, step)
+    assert checkpoints(["verify", str(workdir)]) == 0
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["chief", "worker"])
-def test_when_one_is_killed_the_other_ends_by_itself(
-    tmp_path: Path, whole: Path, rank: int
-) -> None:
-    config, workdir = drill(tmp_path), tmp_path / "run"
+def test_when_one_is_killed_the_other_ends_by_itself(tmp_path: Path, rank: int) -> None:
+    workdir = tmp_path / "run"
     # No save is near: in its barrier a process has no connection to the others that could break,
     # so that JAX's heartbeat ends it, and it cannot say why.
     options = ("--checkpoint-every-steps", 12)
-    with start_job(config, "--workdir", workdir, *SLOWLY, *options) as going:
+    with start_job(drill(tmp_path), "--workdir", workdir, *SLOWLY, *options) as going:
         going[0].wait_for("step 14/", timeout=BOUND)
         killed = time.monotonic()
         going[rank].send(signal.SIGKILL)
@@ -233,7 +228,6 @@ def test_when_one_is_killed_the_other_ends_by_itself(
         assert "lost the connection to another process" in ended[0].output, show(ended)
         found = status(workdir)
         assert found["status"] == "failed" and "lost the connection" in found["reason"]
-    assert_resumes(config, workdir, whole, saved_steps(workdir)[-1])
 
 
 def test_one_of_four_that_is_killed_ends_all(tmp_path: Path) -> None:
@@ -333,8 +327,8 @@ def test_a_workdir_that_is_not_shared_is_refused(tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     python, *_, config, _, _ = command(drill(tmp_path), "--workdir", workdir)
     hurried = (
-        "import sys; from spmdtrain import run; from spmdtrain.checkpoints import save; "
-        "save._VISIBLE_WITHIN = 3.0; "
+        "import sys; from spmdtrain import run; from spmdtrain.checkpoints import shared_folder; "
+        "assert shared_folder._VISIBLE_WITHIN; shared_folder._VISIBLE_WITHIN = 3.0; "
         "sys.exit(run.main(sys.argv[1:]))"
     )
     line = [python, "-uc", hurried, "--config", config, "--workdir", str(workdir)]
@@ -385,17 +379,9 @@ STOPPED = (
 
 FAULTS = {
     # name: fault, rank, the launcher's options, what it says, seconds until it says it
-    "kill -9 of a worker": (
-        *("SIGKILL", 1, ()),
-        (r"worker 0 was killed \(SIGKILL\) in load at step 1[0-3]; restart 1 of 3 in 1 s", 10),
-    ),
     "kill -9 of the chief": (
         *("SIGKILL", 0, ()),
         (r"chief was killed \(SIGKILL\) in load at step 1[0-3]; restart 1 of 3 in 1 s", 10),
-    ),
-    "an exception in a worker": (
-        *("exception", 1, ()),
-        (rf"worker 0 failed at step 1[0-3]: {ROW}; restart 1 of 3 in 1 s", 15),
     ),
     "an exception in the chief": (
         *("exception", 0, ()),
@@ -481,6 +467,8 @@ def test_a_fault_that_comes_again_and_again_ends_the_job_with_its_code(tmp_path:
     options = ("--workdir", tmp_path / "run", "--fault", "exception", "--fault-at", 3)
     launched = launch(drill(tmp_path), *options, own=["--max-restarts", 1])
     assert launched.code == 1, launched.output
+    restarted = rf"worker 0 failed at step [1-3]: {ROW}; restart 1 of 1 in 1 s"
+    assert any(re.fullmatch(restarted, text) for text in launched.said), launched.output
     assert f"{ROW}; no restarts left of 1" in launched.said[-1], launched.output
 
 
@@ -516,13 +504,13 @@ def test_a_signal_to_the_launcher_saves_and_ends_and_another_launch_resumes(
 def test_a_job_that_makes_progress_between_kills_is_restarted_beyond_its_budget(
     tmp_path: Path, whole: Path
 ) -> None:
-    """Each attempt dies with its eighth batch, and each has saved something by then."""
+    """Each attempt dies with its eleventh batch, and each has saved something by then."""
     workdir = tmp_path / "run"
-    options = ("--workdir", workdir, *SLOWLY, "--fault", "SIGKILL", "--fault-at", 8)
+    options = ("--workdir", workdir, *SLOWLY, "--fault", "SIGKILL", "--fault-at", 11)
     launched = launch(drill(tmp_path), *options, own=["--max-restarts", 1], timeout=2 * BOUND)
     assert launched.code == 0, launched.output
     restarts = [text for text in launched.said if "restart 1 of 1" in text]
-    assert len(restarts) >= 3, launched.output
+    assert len(restarts) >= 2, launched.output
     assert sums(workdir) == sums(whole) and losses(workdir) == losses(whole)
 
 
@@ -540,6 +528,8 @@ def test_an_evaluator_beside_a_job_that_dies_once_sees_the_last_checkpoint(
         timeout=2 * BOUND,
     )
     assert launched.code == 0, launched.output
+    killed = r"worker 0 was killed \(SIGKILL\) in load at step 1[0-3]; restart 1 of 3 in 1 s"
+    assert any(re.fullmatch(killed, text) for text in launched.said), launched.output
     assert sums(workdir) == sums(whole)
     text = (workdir / "metrics.evaluator.jsonl").read_text()
     found = {line["step"]: line["loss"] for line in map(json.loads, text.splitlines())}
