@@ -1,6 +1,7 @@
 """Jobs with parameter servers: the lines of their launcher, and the processes of a task."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -10,6 +11,11 @@ from pathlib import Path
 
 BOUND = 300  # seconds for what takes ten or twenty where the machine has nothing else to do
 Lines = list[tuple[float, str]]
+
+# All processes that these tests start inherit it. Other tests that run at the same time have tasks
+# of the same names, also those of another pytest on this machine.
+_OWN = "SPMDTRAIN_TESTS", str(os.getpid())
+os.environ[_OWN[0]] = _OWN[1]
 
 
 def text_of(lines: Lines) -> str:
@@ -29,19 +35,35 @@ def made(lines: Lines) -> int:
     return int(found[-1]) if found else 0
 
 
+def stale_updates(workdir: Path, after: int = 0) -> int:
+    """The updates with a staleness above 0 that a run has logged for the steps after one.
+
+    With one worker at work there are none. Each of them is of one worker, and the other one has
+    made a batch meanwhile, so that of 2 N of them each of two workers has made at least N batches.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        text = (workdir / "metrics.jsonl").read_text()
+        logged = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
+        return sum(
+            updates
+            for line in logged
+            if line["step"] > after
+            for staleness, updates in line.get("staleness_counts", {}).items()
+            if int(staleness) > 0
+        )
+    return 0
+
+
 def of_task(name: str) -> dict[int, str]:
     """The processes that a launcher has begun for a task, its actors among them, by number."""
-    # Other tests that run at the same time have tasks of the same names.
-    mine = f"PYTEST_XDIST_WORKER={os.environ.get('PYTEST_XDIST_WORKER', '')}".encode()
+    expected = {f"SPMDTRAIN_TASK={name}".encode(), "=".join(_OWN).encode()}
     found = {}
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if folder.name.isdecimal():
-                variables = (folder / "environ").read_bytes().split(b"\0")
-                if f"SPMDTRAIN_TASK={name}".encode() in variables and (
-                    "PYTEST_XDIST_WORKER" not in os.environ or mine in variables
-                ):
-                    found[int(folder.name)] = (folder / "cmdline").read_text()
+            if folder.name.isdecimal() and expected <= set(
+                (folder / "environ").read_bytes().split(b"\0")
+            ):
+                found[int(folder.name)] = (folder / "cmdline").read_text()
     return found
 
 
