@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 from helpers import environment, metrics, saved_steps
+from server_jobs import BOUND
 
 from spmdtrain.launch.task_env import tf_configs
 
-BOUND = 120  # seconds
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed"
+)
 
 SCRIPT = """
 import sys
@@ -50,10 +53,15 @@ print("trained", result.step)
 
 
 def run_tasks(
-    configs: Mapping[str, str], names: Sequence[str], strategy: str, folder: Path
+    configs: Mapping[str, str],
+    names: Sequence[str],
+    strategy: str,
+    folder: Path,
+    script: str = SCRIPT,
 ) -> dict[str, tuple[int, str]]:
-    """Runs the script as these tasks; returns exit code and output of each."""
-    (folder / "script.py").write_text(SCRIPT)
+    """Runs a script as these tasks; returns exit code and output of each."""
+    folder.mkdir(exist_ok=True)
+    (folder / "script.py").write_text(script)
     line = [sys.executable, "-u", str(folder / "script.py"), strategy, str(folder / "run")]
     running = {
         name: subprocess.Popen(
@@ -84,24 +92,11 @@ def check_job(found: Mapping[str, tuple[int, str]], folder: Path, trained: set[s
     assert not metrics(folder / "run", "eval")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
-@pytest.mark.parametrize("chief", ["chief", "worker 0"])
-def test_a_script_under_parameter_server(tmp_path: Path, chief: str) -> None:
-    names = {
-        "chief": ["chief", "worker 0", "ps 0", "evaluator"],
-        "worker 0": ["worker 0", "worker 1", "ps 0"],
-    }[chief]
-    configs = tf_configs(names)
-    if "evaluator" in names:
-        check_job(
-            run_tasks(configs, names, "parameter_server", tmp_path), tmp_path, trained={chief}
-        )
-        return
-    found = run_tasks(configs, names, "parameter_server", tmp_path)
-    assert {name: code for name, (code, _) in found.items()} == dict.fromkeys(names, 0), found
-    assert [name for name, (_, text) in found.items() if "trained 20" in text] == [chief]
-    report = json.loads((tmp_path / "run" / "servers.json").read_text())
-    assert report["batches"] == {"worker 1": 20}
+@needs_ray
+def test_a_script_under_parameter_server(tmp_path: Path) -> None:
+    names = ["chief", "worker 0", "ps 0", "evaluator"]
+    found = run_tasks(tf_configs(names), names, "parameter_server", tmp_path)
+    check_job(found, tmp_path, trained={"chief"})
 
 
 def test_the_same_script_under_mirrored(tmp_path: Path) -> None:
@@ -111,3 +106,62 @@ def test_the_same_script_under_mirrored(tmp_path: Path) -> None:
     found = run_tasks(configs, names, "mirrored", tmp_path)
     check_job(found, tmp_path, trained={"chief", "worker 0"})
     assert "2 processes, mirrored" in found["chief"][1]
+
+
+AVERAGED = """
+import sys
+from functools import partial
+
+import numpy as np
+import optax
+from spmdtrain import ParameterServerOptions, Trainer
+from spmdtrain.models import MLP
+
+draw = np.random.default_rng(0)
+x = draw.normal(size=(256, 8)).astype(np.float32)
+y = x.sum(1) ** 2 / 8
+
+def objective(model, batch):
+    x, y = batch
+    return {"loss": (model(x)[:, 0] - y) ** 2}
+
+chain = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
+strategy, workdir = sys.argv[1:3]
+trainer = Trainer(
+    model=partial(MLP, 8, (16,), 1),
+    objective=objective,
+    optimizer=chain,
+    strategy=strategy,
+    workdir=workdir,
+    log_every=1,
+    ema_decay=0.9,
+    servers=ParameterServerOptions(
+        max_staleness=0 if strategy == "parameter_server" else None
+    ),
+)
+result = trainer.fit((x, y), steps=30, validation=(x, y), test=(x, y), global_batch_size=32)
+print("trained", result.step, "predicted", len(trainer.predict((x, y))))
+"""
+
+
+@needs_ray
+def test_without_a_chief_worker_0_leads_and_the_numbers_are_those_of_mirrored(
+    tmp_path: Path,
+) -> None:
+    names = ["worker 0", "worker 1", "ps 0"]
+    served, alone = tmp_path / "served", tmp_path / "alone"
+    found = run_tasks(tf_configs(names), names, "parameter_server", served, AVERAGED)
+    assert {name: code for name, (code, _) in found.items()} == dict.fromkeys(names, 0), found
+    said = {name for name, (_, text) in found.items() if "trained 30 predicted 256" in text}
+    assert said == {"worker 0"}
+    report = json.loads((served / "run" / "servers.json").read_text())
+    assert report["batches"] == {"worker 1": 30}
+    found = run_tasks({"alone": ""}, ["alone"], "mirrored", alone, AVERAGED)
+    assert found["alone"][0] == 0, found
+    own, expected = (
+        [line["loss"] for line in metrics(folder / "run", "train")] for folder in (served, alone)
+    )
+    assert own == pytest.approx(expected, rel=1e-5)
+    for split in ("epoch", "eval", "test"):  # evaluated with the moving average
+        (one,), (other,) = (metrics(folder / "run", split)[-1:] for folder in (served, alone))
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
