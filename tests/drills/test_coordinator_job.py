@@ -271,7 +271,8 @@ print("pushed:", set(shared.pull()["w"].tolist()) == {float(len(values))})
     with launching(line, *own, processes=3) as (process, lines):
         until(lambda: "begun" in said(list(lines)), lines)
         for number in range(3):
-            send(signal.SIGKILL, f"worker {number % 2}", "ray::WorkerActor")
+            # Of worker 1 it is the whole task, which the launcher starts again.
+            send(signal.SIGKILL, f"worker {number % 2}", "" if number == 1 else "ray::WorkerActor")
             until(lambda done=number: text_of(list(lines)).count(" is back") > done, lines)  # type: ignore[misc]
         begun = next(at for at, text in lines if text == "[chief] begun")
         until(lambda: time.time() - begun > hang_timeout + 1, lines)
@@ -279,4 +280,5 @@ print("pushed:", set(shared.pull()["w"].tolist()) == {float(len(values))})
         assert process.wait(BOUND) == 0, text_of(lines)
     output = said(lines)
     assert "returned: True" in output and "pushed: True" in output, output
+    assert text_of(lines).count("; restart 1 of 3 of worker 1") == 1
     assert re.search(r"worker 0 is lost .*; its call is run again", "\n".join(output))
