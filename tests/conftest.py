@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from hypothesis import HealthCheck, settings
 
 TESTS = Path(__file__).parent
 REPOSITORY = TESTS.parent
@@ -19,6 +20,11 @@ DATA = Path(os.environ.get("SPMDTRAIN_DATA", REPOSITORY.parent / "shared" / "dat
 
 # Marks of all tests in a folder. A test elsewhere that takes long bears the mark itself.
 MARKS = {"integration": pytest.mark.slow, "drills": pytest.mark.drill}
+
+
+# On a busy machine an example may take long, of which nothing follows.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

