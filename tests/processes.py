@@ -92,13 +92,13 @@ class Rows:
             and self.batches == config.fault_at
             and not os.path.exists(config.mark)
         ):
+            # So that all faults come after a complete checkpoint, also where saving is slow.
+            while config.fault_after and not os.path.exists(config.fault_after):
+                time.sleep(0.01)
             if config.mark:
                 with open(config.mark + ".new", "w") as file:
                     file.write(repr(time.time()))
                 os.rename(config.mark + ".new", config.mark)
-            # So that all faults come after a complete checkpoint, also where saving is slow.
-            while config.fault_after and not os.path.exists(config.fault_after):
-                time.sleep(0.01)
             x = self.fail(config.fault, x)
         return x, self.y[indices]
 

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.drill
 SLOWLY = ("--pause", 0.1)
 # Of runs that a signal stops: all processes agree on the step within seconds, not at once.
 STOPPABLE = ("--pause", 0.5)
-SOON = 60  # seconds within which processes end because of each other; a busy machine takes 30
+SOON = 60  # seconds until a process has started and has noticed a fault, on a busy machine
 ROW = "ValueError: there is no such row"
 
 
@@ -90,7 +90,7 @@ def test_an_exception_in_one_ends_all_with_it_as_the_reason(tmp_path: Path, rank
     options = ("--workdir", workdir, *SLOWLY, "--fault", "exception", "--fault-rank", rank)
     ended = job(drill(tmp_path), *options, check=False)
     assert codes(ended) == [1, 1], show(ended)
-    assert spread(ended) < SOON, show(ended)
+    assert spread(ended) < 30, show(ended)
     failed, other = ended[rank], ended[1 - rank]
     assert failed.output.count(ROW) == 1 and 'raise ValueError("there is no such' in failed.output
     assert f"{other.task} exits because {failed.task} failed: {ROW}" in other.output.splitlines()
@@ -106,7 +106,7 @@ def test_one_of_four_ends_all(tmp_path: Path) -> None:
     options = ("--workdir", tmp_path / "run", *SLOWLY, "--fault", "exception", "--fault-rank", 2)
     ended = job(drill(tmp_path), *options, processes=4, check=False)
     assert codes(ended) == [1] * 4, show(ended)
-    assert spread(ended) < SOON, show(ended)
+    assert spread(ended) < 30, show(ended)
     for one in ended:
         assert (f"{one.task} exits because worker 1 failed: {ROW}" in one.output) == (
             one.task != "worker 1"
@@ -124,7 +124,7 @@ def test_an_exception_before_the_training_ends_all(tmp_path: Path) -> None:
     ended = job(config, "--workdir", tmp_path / "run", check=False)
     assert ended[1].code != 0 and codes(ended)[0] == ended[1].code, show(ended)
     assert "chief exits because worker 0 failed: " in ended[0].output, show(ended)
-    assert "AssertionError" in ended[1].output and spread(ended) < SOON
+    assert "AssertionError" in ended[1].output and spread(ended) < 30
 
 
 ROWS_AND_EXIT = "    rows = Rows(config)\n    spmdtrain_processes.rank() and EXIT\n"
@@ -144,7 +144,7 @@ def test_a_script_that_gives_up_in_one_process_ends_all(tmp_path: Path, old: str
     options = ("--workdir", tmp_path / "run", "--fault", "exception")
     ended = job(drill(tmp_path, (old, leaves)), *options, check=False)
     assert codes(ended) == [1, 1], show(ended)
-    assert spread(ended) < SOON, show(ended)
+    assert spread(ended) < 30, show(ended)
     assert all("no data here" in one.output for one in ended), show(ended)
 
 
@@ -234,7 +234,6 @@ def test_one_of_four_that_is_killed_ends_all(tmp_path: Path) -> None:
     ended = job(drill(tmp_path), *options, processes=4, check=False)
     assert codes(ended)[3] == -signal.SIGKILL, show(ended)
     assert all(one.code not in (0, 2, 3, 75) for one in ended[:3]), show(ended)
-    assert spread(ended) < SOON, show(ended)
 
 
 # -- those who do not come -------------------------------------------------------------------------
@@ -291,7 +290,7 @@ def test_two_of_one_index_are_exit_2_in_all(tmp_path: Path) -> None:
         processes=3,
     )
     assert codes(ended) == [2, 2, 2], show(ended)
-    assert spread(ended) < SOON, show(ended)
+    assert spread(ended) < 30, show(ended)
     for one in ended:
         assert re.search(r"error: two processes are worker 0: .*, process \d+ and ", one.output)
 
