@@ -36,7 +36,7 @@ from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import eager, make_gradient_step, make_train_step
 from spmdtrain.tree import named_leaves, path_name
 from spmdtrain.xla import collective_options
-from spmdtrain.xla.compile_cache import merge_compiler_options
+from spmdtrain.xla.compile_cache import merge_compiler_options, options_for_one_run
 
 PyTree = Any
 
@@ -128,6 +128,7 @@ class StepFunctions:
             self._init,
             in_shardings=(self.given_shardings, replicated, replicated),
             out_shardings=self.shardings,
+            compiler_options=options_for_one_run(placement.devices[0].platform),
         )
         self._train_programs: dict[tuple[bool, bool], Any] = {}
         # Batches are split or, if they do not divide, whole on each device.

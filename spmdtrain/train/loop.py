@@ -47,7 +47,7 @@ from spmdtrain.train.roles import refuse_evaluator
 from spmdtrain.train.run_logger import RunLogger
 from spmdtrain.train.session import RunSession
 from spmdtrain.xla import collective_options
-from spmdtrain.xla.compile_cache import merge_compiler_options
+from spmdtrain.xla.compile_cache import merge_compiler_options, options_for_one_run
 
 PyTree = Any
 _PURPOSES = (Purpose.INIT, Purpose.STEP)
@@ -176,7 +176,8 @@ class Loop(LoopTools):
             self.terminal,
             self._clock,
         )
-        program = jax.jit(begin, out_shardings=layout.shardings)
+        options = options_for_one_run(self.placement.devices[0].platform)
+        program = jax.jit(begin, out_shardings=layout.shardings, compiler_options=options)
         state, is_restored = run.first_state(placed, lambda: call_together(program, *keys))
         if is_restored:
             self._saved = int(state.step)

@@ -4,9 +4,13 @@ import os
 import subprocess
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from helpers import command, environment, metrics, small_experiment, together
+from jax.nn import initializers
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from spmdtrain.xla import compile_cache
 
@@ -51,6 +55,28 @@ def test_a_second_start_compiles_nothing_and_computes_the_same(tmp_path: Path) -
     )
     assert "jit_train_step" not in second.stderr
     assert metrics(tmp_path / "first") == metrics(tmp_path / "second")
+
+
+def test_a_program_that_runs_once_computes_the_same_with_less_optimization() -> None:
+    split = NamedSharding(jax.make_mesh((8,), ("data",)), P("data"))
+
+    def init(key: jax.Array) -> list[jax.Array]:
+        keys = jax.random.split(key, 3)
+        draws = (
+            initializers.lecun_normal(),
+            initializers.truncated_normal(),
+            initializers.uniform(),
+        )
+        return [draw(key, (64, 48)) for draw, key in zip(draws, keys, strict=True)]
+
+    options = compile_cache.options_for_one_run("cpu")
+    assert options == {"xla_backend_optimization_level": 1}
+    quick, usual = (
+        jax.jit(init, out_shardings=split, compiler_options=given)(jax.random.key(3))
+        for given in (options, None)
+    )
+    for one, other in zip(quick, usual, strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
 @pytest.mark.slow
