@@ -1,5 +1,6 @@
 """Execution of trials: several processes at once, whose ends are described."""
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -45,15 +46,18 @@ class TrialLog:
 
     def __init__(self, folder: Path) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        self._file = no_follow.open_file(folder, LOG, flags)
+        self._file = os.fdopen(no_follow.open_file(folder, LOG, flags), "ab", buffering=0)
 
     def line(self, name: str, stream: str, text: bytes) -> None:
         """Appends a line of either stream."""
-        os.write(self._file, text + b"\n")
+        # A full disk does not stop the trial. A process that has outlived the trial may write after
+        # `close`.
+        with contextlib.suppress(OSError, ValueError):
+            self._file.write(text + b"\n")
 
     def close(self) -> None:
         """Closes the file."""
-        os.close(self._file)
+        self._file.close()
 
 
 @dataclass
@@ -170,7 +174,9 @@ class SweepRunner:
 
     def _prune(self, running: _Running) -> None:
         evaluations = running.metrics.evaluations
-        if evaluations and self._source.should_prune(running.trial, evaluations):
+        if not evaluations or max(evaluations) == running.metrics.total_steps:
+            return
+        if self._source.should_prune(running.trial, evaluations):
             running.pruned = True
             self._terminate(running)
 
@@ -189,11 +195,10 @@ class SweepRunner:
             trial.state = TrialState.FAILED
             trial.reason = describe_exit(ended).removeprefix(f"{trial.name} ")
         best = running.metrics.best(self._direction)
-        if trial.state is TrialState.FINISHED and best is None:
-            trial.state = TrialState.FAILED
-            trial.reason = f"finished without an evaluation of {self._metric!r}"
         self._source.record_end(trial, None if best is None else best[1])
-        result = "" if best is None else f"; best {self._metric} {number(best[1])} at step {best[0]}"
+        result = (
+            "" if best is None else f"; best {self._metric} {number(best[1])} at step {best[0]}"
+        )
         how = f"failed: {trial.reason}" if trial.state is TrialState.FAILED else trial.state
         where = "" if trial.state is TrialState.FAILED else f" at step {running.metrics.step}"
         self._table.line(f"{trial.name}: {how}{where}{result}")
@@ -217,7 +222,7 @@ class SweepRunner:
         record = progress.read(self._folder, running.trial.name)
         step = max(running.metrics.step, record.step if record else 0)
         total = running.metrics.total_steps
-        last = next(reversed(running.metrics.evaluations.values()), None)
+        last = next(reversed([*running.metrics.evaluations.values()]), None)
         now = time.monotonic()
         if step and running.first is None:
             running.first = (now, step)
