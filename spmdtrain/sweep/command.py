@@ -87,7 +87,7 @@ def execute(arguments: Sequence[str]) -> int:
     _check(options)
     settings = specification.parse_settings(options.set)
     kinds = specification.option_kinds(config)
-    specification.check_names(settings, ["preset", *kinds])
+    specification.check_option_names(settings, ["preset", *kinds])
     others = _options_of_trials(arguments)
     _check_given_once(settings, others)
     environments = trial_environments(options.jobs, options.devices_per_trial, os.environ)
@@ -97,7 +97,7 @@ def execute(arguments: Sequence[str]) -> int:
     )
     # Everything is checked before the folder is written.
     if options.search is None:
-        trials = factory.grid(specification.grid(settings))
+        trials = factory.grid(specification.grid_points(settings))
     else:
         for values in specification.corners(settings):
             factory.check(values)
@@ -114,7 +114,7 @@ def execute(arguments: Sequence[str]) -> int:
     )
     lock = _lock(folder)
     try:
-        specification.store(folder_of(str(folder)), sweep)
+        specification.store_specification(folder_of(str(folder)), sweep)
         source: TrialSource = (
             GridTrials(trials)
             if options.search is None
@@ -207,7 +207,8 @@ def _run(
             terminal.line(f"failed: {trial.name} {trial.reason}; see {log}")
     if results and all(result.value is None for result in results):
         terminal.line(f"no trial has an evaluation of {sweep.metric!r} (best_metric)")
-    _write_page(terminal, [result.trial.folder for result in results], folder / PAGE)
+    if not stopped:  # a machine that is taken away leaves little time
+        _write_page(terminal, [result.trial.folder for result in results], folder / PAGE)
     states = [trial.state for trial in source.trials]
     if stopped or TrialState.PREEMPTED in states:
         terminal.line("the sweep is not complete: the same command resumes it")

@@ -66,14 +66,14 @@ class LiveTable:
         """
         if self._live is None:
             return
-        table = Table(expand=False, caption_justify="left")
-        table.add_column("trial", overflow="ellipsis", no_wrap=True, ratio=1)
+        table = Table(caption_justify="left")
+        table.add_column("trial", overflow="fold")  # the only column that a narrow terminal wraps
         table.add_column("state", no_wrap=True)
         for heading in ("step", self._metric, "left"):
             table.add_column(heading, justify="right", no_wrap=True)
         for row in rows:
             table.add_row(
-                Text(row.name),
+                Text(row.name.replace(",", " ")),
                 row.state,
                 f"{row.step:,}/{row.total:,}" if row.total else f"{row.step:,}",
                 "" if row.metric is None else number(row.metric),

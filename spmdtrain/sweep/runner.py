@@ -25,7 +25,6 @@ from spmdtrain.sweep.trials import (
     TrialMetrics,
     TrialSource,
     TrialState,
-    make_folder,
 )
 from spmdtrain.terminal import number
 
@@ -142,7 +141,7 @@ class SweepRunner:
         for slot in sorted(free):
             if self._signals.received or (trial := self._source.next_trial()) is None:
                 return
-            make_folder(trial)
+            trial.make_folder()
             launched = {progress.LAUNCH: self._folder, progress.TASK: trial.name}
             environment = {**self._environments[slot], **launched, "PYTHONUNBUFFERED": "1"}
             log = TrialLog(trial.folder)

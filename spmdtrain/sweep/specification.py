@@ -141,7 +141,7 @@ def parse_settings(texts: Sequence[str]) -> list[Setting]:
     return settings
 
 
-def grid(settings: Sequence[Setting]) -> list[dict[str, str]]:
+def grid_points(settings: Sequence[Setting]) -> list[dict[str, str]]:
     """Returns all combinations of values, the last option varying fastest.
 
     Args:
@@ -213,7 +213,7 @@ def _fields_of(group: Any, prefix: str) -> Iterator[tuple[str, bool]]:
             yield name, types[field.name] is bool
 
 
-def check_names(settings: Sequence[Setting], known: Sequence[str]) -> None:
+def check_option_names(settings: Sequence[Setting], known: Sequence[str]) -> None:
     """Raises `UserError` if an option does not exist, with the nearest name."""
     for setting in settings:
         if setting.option not in known:
@@ -285,7 +285,7 @@ def _shown(value: str | None) -> str:
     return "missing" if value is None else value or "empty"
 
 
-def store(folder: epath.Path, specification: SweepSpecification) -> None:
+def store_specification(folder: epath.Path, specification: SweepSpecification) -> None:
     """Writes `sweep.json`, unless the folder holds the same sweep.
 
     Args:

@@ -49,6 +49,13 @@ class Trial:
     reason: str | None = None
     """The reason of a failure, in one line."""
 
+    def make_folder(self) -> None:
+        """Creates its folder; raises `UserError` if that is not possible."""
+        try:
+            self.folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.folder} cannot be created: {error.strerror}") from error
+
 
 class TrialSource(Protocol):
     """The order of the trials, and their end before their last step."""
@@ -286,11 +293,3 @@ class TrialMetrics:
         known = [(step, value) for step, value in self.evaluations.items() if value == value]
         sign = 1 if direction == "min" else -1
         return min(known, key=lambda found: sign * found[1], default=None)
-
-
-def make_folder(trial: Trial) -> None:
-    """Creates the folder of a trial; raises `UserError` if that is not possible."""
-    try:
-        trial.folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{trial.folder} cannot be created: {error.strerror}") from error

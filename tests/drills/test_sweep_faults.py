@@ -49,7 +49,7 @@ def squared_error(model, batch):
 
 def slow(event):
     if not Path(__file__).with_name("open").exists():
-        time.sleep(0.2)
+        time.sleep(0.3)
 
 
 def build(config):
@@ -88,7 +88,7 @@ def children(process: "subprocess.Popen[bytes]") -> list[int]:
 
 
 def test_a_sweep_that_is_stopped_and_killed_resumes_its_trials(tmp_path: Path) -> None:
-    options = ["--set", "learning_rate=0.1,0.01,0.001", "--jobs", "2", "--steps", "300"]
+    options = ["--set", "learning_rate=0.1,0.01,0.001", "--jobs", "2", "--steps", "200"]
     names = [f"learning_rate={rate}" for rate in ("0.1", "0.01", "0.001")]
     runs = [tmp_path / "sweep" / name for name in names]
 
@@ -119,7 +119,7 @@ def test_a_sweep_that_is_stopped_and_killed_resumes_its_trials(tmp_path: Path) -
     assert {trial["state"] for trial in results["trials"]} == {"finished"}
     assert results["best"] == names[0]
     ordinary = tmp_path / "ordinary"
-    options = ["--learning-rate", "0.01", "--steps", "300", "--workdir", str(ordinary)]
+    options = ["--learning-rate", "0.01", "--steps", "200", "--workdir", str(ordinary)]
     assert run(tmp_path / "line.py", *options).returncode == 0
     assert metrics(runs[1]) == metrics(ordinary)
 

@@ -3,28 +3,32 @@
 import dataclasses
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
 from etils import epath
+from helpers import DIGITS, REPOSITORY
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdtrain import RunConfig, UserError
+from spmdtrain.sweep.command import Options
 from spmdtrain.sweep.specification import (
     ListedValues,
     SweepSpecification,
     ValueRange,
-    check_names,
+    check_option_names,
     corners,
-    grid,
+    grid_points,
     option_kinds,
     option_words,
     parse_setting,
     parse_settings,
     readable_name,
-    store,
+    store_specification,
 )
+from spmdtrain.train.command_line import parse_command_line
 
 WORDS = st.text("abcdefgxyz_0123456789-", min_size=1, max_size=8)
 VALUES = st.lists(WORDS, min_size=1, max_size=4, unique=True)
@@ -36,7 +40,7 @@ def test_a_grid_has_each_combination_of_the_listed_values_once(
 ) -> None:
     options = dict(itertools.islice(options.items(), 4))
     settings = parse_settings([f"{name}={','.join(values)}" for name, values in options.items()])
-    points = [tuple(point[name] for name in options) for point in grid(settings)]
+    points = [tuple(point[name] for name in options) for point in grid_points(settings)]
     assert points == list(itertools.product(*options.values()))
     checked = corners(settings)
     for name, values in options.items():
@@ -46,11 +50,11 @@ def test_a_grid_has_each_combination_of_the_listed_values_once(
 @given(st.integers(-50, 50), st.integers(0, 20))
 def test_a_range_of_integers_includes_both_ends(low: int, count: int) -> None:
     (setting,) = parse_settings([f"seed={low}..{low + count}"])
-    values = [int(point["seed"]) for point in grid([setting])]
+    values = [int(point["seed"]) for point in grid_points([setting])]
     assert values == list(range(low, low + count + 1))
 
 
-def test_ranges_and_lists_are_told_apart() -> None:
+def test_ranges_and_lists_are_distinguished() -> None:
     assert parse_setting("a=log:1e-4..1e-2") == ValueRange("a", 1e-4, 1e-2, False, True)
     assert parse_setting("a-b=0..0.5") == ValueRange("a_b", 0.0, 0.5, False, False)
     assert parse_setting("a=0..2,7") == ListedValues("a", ("0", "1", "2", "7"))
@@ -69,15 +73,15 @@ def test_ranges_and_lists_are_told_apart() -> None:
 )
 def test_what_has_no_meaning_in_a_grid_is_refused(texts: list[str]) -> None:
     with pytest.raises(UserError, match="--set"):
-        grid(parse_settings(texts))
+        grid_points(parse_settings(texts))
 
 
 def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
     kinds = option_kinds(RunConfig())
     assert kinds["shuffle"] and not kinds["mesh.data"]
-    check_names(parse_settings(["mesh.data=1,2"]), list(kinds))
+    check_option_names(parse_settings(["mesh.data=1,2"]), list(kinds))
     with pytest.raises(UserError, match=r"mesh\.dat.* Did you mean 'mesh\.data'"):
-        check_names(parse_settings(["mesh.dat=1,2"]), list(kinds))
+        check_option_names(parse_settings(["mesh.dat=1,2"]), list(kinds))
 
 
 def test_options_become_words_of_a_command_line() -> None:
@@ -103,8 +107,10 @@ def test_a_folder_holds_one_sweep(tmp_path: Path) -> None:
         metric="loss",
         direction="min",
     )
-    store(folder, sweep)
-    store(folder, dataclasses.replace(sweep, search=20))  # more trials of the same search
+    store_specification(folder, sweep)
+    store_specification(
+        folder, dataclasses.replace(sweep, search=20)
+    )  # more trials of the same search
     assert json.loads((tmp_path / "sweep.json").read_text())["search"] == 20
     for other, difference in (
         (dataclasses.replace(sweep, set={"seed": "0..5"}), r"set seed is 0\.\.4 there and 0\.\.5"),
@@ -112,7 +118,36 @@ def test_a_folder_holds_one_sweep(tmp_path: Path) -> None:
         (dataclasses.replace(sweep, search=None), "a search there and a grid here"),
     ):
         with pytest.raises(UserError, match=difference):
-            store(folder, other)
+            store_specification(folder, other)
     (tmp_path / "sweep.json").write_text('{"config": 3}')
     with pytest.raises(UserError, match="not the file of a sweep"):
-        store(folder, sweep)
+        store_specification(folder, sweep)
+
+
+# -- docs/sweeps.md --------------------------------------------------------------------------------
+
+PAGE = (REPOSITORY / "docs" / "sweeps.md").read_text()
+
+
+def test_the_forms_of_values_in_the_documentation_try_what_it_says() -> None:
+    rows = re.findall(r"^\| `([a-z][\w.]*=.+)` \| (.+) \|$", PAGE, re.MULTILINE)
+    assert len(rows) == 8
+    for text, tries in rows:
+        (setting,) = parse_settings([text])
+        if tries.startswith("samples"):
+            assert isinstance(setting, ValueRange) and setting.log == ("logarithmic" in tries)
+            continue
+        assert len(grid_points([setting])) == int(tries.split()[0]), text
+
+
+def test_the_commands_in_the_documentation_are_valid() -> None:
+    commands = re.findall(r"^    python -m spmdtrain\.sweep (.*)$", PAGE, re.MULTILINE)
+    assert len(commands) == 2
+    for line in commands:
+        words = [str(DIGITS) if "digits_mlp.py" in word else word for word in line.split()]
+        command = parse_command_line(words, Options)
+        kinds = option_kinds(command.config)
+        check_option_names(parse_settings(command.options.set), list(kinds))
+        assert command.options.search or len(
+            grid_points(parse_settings(command.options.set))
+        ) == int(re.findall(r"each of the (\d+) combinations", PAGE)[0])
