@@ -3,7 +3,6 @@
 `python -m spmdtrain.sweep --config experiments/X.py --set learning_rate=1e-3,3e-3 seed=0..4`
 """
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spmdtrain.cluster.spec import Role, from_environment
-from spmdtrain.errors import ExitCode, UserError, exit_code_of
+from spmdtrain.errors import ExitCode, StorageError, UserError, exit_code_of
 from spmdtrain.files.storage import folder_of, is_url, one_line
 from spmdtrain.files.workdir_lock import WorkdirLock
 from spmdtrain.launch.child import Signals
@@ -81,6 +80,7 @@ def execute(arguments: Sequence[str]) -> int:
 
     Raises:
       UserError: If an option, the experiment or the folder is not valid.
+      StorageError: If a file of the sweep can no longer be written.
     """
     command = parse_command_line(arguments, Options, PROGRAM, __doc__)
     options, config = command.options, command.config
@@ -123,6 +123,10 @@ def execute(arguments: Sequence[str]) -> int:
             )
         )
         return _run(source, factory, environments, sweep)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {one_line(error)}") from error
     finally:
         lock.close()
 
@@ -228,13 +232,10 @@ def _write_page(terminal: Terminal, runs: Sequence[Path], page: Path) -> None:
     written = [str(run) for run in runs if (run / "config.json").exists()]
     if not written:
         return
-    if importlib.util.find_spec("altair") is None:
-        terminal.line("no report page: pip install 'spmdtrain[report]', and run this again")
-        return
     command = [sys.executable, "-m", "spmdtrain.report", *written, "--output", str(page)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
-        terminal.line(f"no report page, because it failed (code {ended.returncode}): {last}")
+    if ended.returncode:  # the message names the extra that is missing
+        *_, last = ["no message", *ended.stderr.strip().splitlines()]
+        terminal.line(f"no report page (exit code {ended.returncode}): {last}")
     else:
         terminal.line(f"report page: {page}")

@@ -141,7 +141,7 @@ class SweepRunner:
         for slot in sorted(free):
             if self._signals.received or (trial := self._source.next_trial()) is None:
                 return
-            trial.make_folder()
+            trial.folder.mkdir(exist_ok=True)
             launched = {progress.LAUNCH: self._folder, progress.TASK: trial.name}
             environment = {**self._environments[slot], **launched, "PYTHONUNBUFFERED": "1"}
             log = TrialLog(trial.folder)

@@ -10,7 +10,6 @@ from typing import Literal, Protocol
 from etils import epath
 
 from spmdtrain.config.run_config import RunConfig
-from spmdtrain.errors import UserError
 from spmdtrain.files.run_files import Split, Status, parse_metrics_line, status_of
 from spmdtrain.files.validation import LARGEST_LOG, read_bytes
 from spmdtrain.sweep.specification import option_words, readable_name
@@ -48,13 +47,6 @@ class Trial:
     state: TrialState = TrialState.WAITING
     reason: str | None = None
     """The reason of a failure, in one line."""
-
-    def make_folder(self) -> None:
-        """Creates its folder; raises `UserError` if that is not possible."""
-        try:
-            self.folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{self.folder} cannot be created: {error.strerror}") from error
 
 
 class TrialSource(Protocol):

@@ -33,23 +33,24 @@ def test_metrics_are_read_while_they_are_written_and_after_a_resume(tmp_path: Pa
     write(folder, {"step": 5, "split": "epoch", "epoch": 1, "loss": 9.0}, mode="a")
     metrics.update()
     assert dict(metrics.evaluations) == {5: 9.0}  # without a validation split, of the epochs
-    write(folder, {"step": 5, "split": "eval", "loss": 2.0}, mode="a")
-    write(folder, {"step": 10, "split": "eval", "loss": None}, mode="a")
+    write(folder, {"step": 5, "split": "eval", "loss": None}, mode="a")
+    write(folder, {"step": 10, "split": "eval", "loss": 2.0}, mode="a")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 15, "split": "eval", "lo')  # not complete yet
     metrics.update()
-    assert math.isnan(metrics.evaluations[10]) and list(metrics.evaluations) == [5, 10]
+    assert math.isnan(metrics.evaluations[5]) and list(metrics.evaluations) == [5, 10]
     assert (metrics.step, metrics.total_steps) == (10, 20)
-    assert metrics.best("min") == metrics.best("max") == (5, 2.0)
+    assert metrics.best("min") == metrics.best("max") == (10, 2.0)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('ss": 1.0}\n')
     metrics.update()
     assert metrics.best("min") == (15, 1.0)
-    # A resume replaces the file by one without the lines after its checkpoint.
-    write(tmp_path / "new", {"step": 5, "split": "eval", "loss": 2.0})
+    # A resume replaces the file by one without the lines after its checkpoint, and adds others.
+    replaced = [{"step": 5, "split": "train", "loss": n} for n in range(20)]
+    write(tmp_path / "new", *replaced, {"step": 6, "split": "eval", "loss": 3.0})
     (tmp_path / "new" / "metrics.jsonl").replace(folder / "metrics.jsonl")
     metrics.update()
-    assert (metrics.step, dict(metrics.evaluations)) == (5, {5: 2.0})
+    assert (metrics.step, dict(metrics.evaluations)) == (6, {6: 3.0})
 
 
 def trial(folder: Path, state: TrialState, loss: float | None, **values: str) -> Trial:
