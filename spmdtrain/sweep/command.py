@@ -96,11 +96,10 @@ def execute(arguments: Sequence[str]) -> int:
         options.config, others, [name for name in kinds if kinds[name]], folder, PROGRAM
     )
     # Everything is checked before the folder is written.
-    if options.search is None:
-        trials = factory.grid(specification.grid_points(settings))
-    else:
-        for values in specification.corners(settings):
-            factory.check(values)
+    combine = specification.grid_points if options.search is None else specification.corners
+    points = combine(settings)
+    for values in points:
+        factory.check(values)
     sweep = SweepSpecification(
         config=options.config,
         arguments=others,
@@ -116,7 +115,7 @@ def execute(arguments: Sequence[str]) -> int:
     try:
         specification.store_specification(folder_of(str(folder)), sweep)
         source: TrialSource = (
-            GridTrials(trials)
+            GridTrials(factory.grid(points))
             if options.search is None
             else SearchTrials(
                 folder, settings, factory, options.search, sweep.direction, sweep.metric

@@ -1,5 +1,6 @@
 """Trials of a sweep: their options and folders, and what their files say about them."""
 
+import contextlib
 import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +12,7 @@ from etils import epath
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.files.run_files import Split, Status, parse_metrics_line, status_of
-from spmdtrain.files.validation import LARGEST_LOG, read_bytes
+from spmdtrain.files.validation import LARGEST_LOG, Malformed, parse_object, read_bytes
 from spmdtrain.sweep.specification import option_words, readable_name
 from spmdtrain.train.command_line import parse_command_line
 
@@ -41,9 +42,7 @@ class Trial:
     values: Mapping[str, str]
     """The options that vary, as on a command line."""
     folder: Path
-    steps: int | None = None
-    """Length of the run in steps, if it is known before the start."""
-    epochs: int | None = None
+    """The workdir of the run."""
     state: TrialState = TrialState.WAITING
     reason: str | None = None
     """The reason of a failure, in one line."""
@@ -135,18 +134,14 @@ class TrialFactory:
         return parse_command_line(self.command_of(values, self.folder), prog=self._prog).config
 
     def create(self, number: int, values: Mapping[str, str], name: str) -> Trial:
-        """Returns a trial that has not started; raises `UserError` as `check` does."""
-        config = self.check(values)
-        return Trial(number, name, values, self.folder / name, config.steps, config.epochs)
+        """Returns a trial that has not started."""
+        return Trial(number, name, values, self.folder / name)
 
     def grid(self, points: Sequence[Mapping[str, str]]) -> list[Trial]:
         """Returns a trial for each point, with names that are unique.
 
         Args:
           points: Option name to value, for each trial.
-
-        Raises:
-          UserError: If an option or a value of one of them is not valid.
         """
         names = [readable_name(values) for values in points]
         lowered = [name.lower() for name in names]  # some file systems ignore case
@@ -218,6 +213,8 @@ class TrialMetrics:
     """The metric of the test split."""
     _evaluations: dict[int, float] = field(default_factory=dict)
     _epochs: dict[int, float] = field(default_factory=dict)
+    _steps: int | None = None  # length of the run, of which one is set
+    _epochs_of_run: int | None = None
     _steps_per_epoch: float | None = None
     _file: int = -1  # inode
     _read: int = 0  # bytes
@@ -243,6 +240,15 @@ class TrialMetrics:
             if (content := parse_metrics_line(line)) is not None:
                 self._add(content)
         self._read = max(complete, self._read)
+
+    def _read_length(self) -> None:
+        """Reads the length of the run from `config.json`, which it writes at its start."""
+        path = epath.Path(self.trial.folder / "config.json")
+        with contextlib.suppress(FileNotFoundError, Malformed):
+            config = parse_object(read_bytes(path)).get("config")
+            if isinstance(config, dict):
+                length = [config.get(name) for name in ("steps", "epochs")]
+                self._steps, self._epochs_of_run = (n if type(n) is int else None for n in length)
 
     def _add(self, line: Mapping[str, object]) -> None:
         step, split = line["step"], line["split"]
@@ -270,11 +276,13 @@ class TrialMetrics:
     @property
     def total_steps(self) -> int | None:
         """The length of the run in steps, if it is known yet."""
-        if self.trial.steps is not None:
-            return self.trial.steps
-        if self._steps_per_epoch is None or self.trial.epochs is None:
+        if self._steps is None and self._epochs_of_run is None:
+            self._read_length()
+        if self._steps is not None:
+            return self._steps
+        if self._steps_per_epoch is None or self._epochs_of_run is None:
             return None
-        return math.ceil(self._steps_per_epoch * self.trial.epochs)
+        return math.ceil(self._steps_per_epoch * self._epochs_of_run)
 
     def best(self, direction: Literal["min", "max"]) -> tuple[int, float] | None:
         """Returns step and value of the best evaluation; None without one that is a number.

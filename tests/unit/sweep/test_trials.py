@@ -26,10 +26,11 @@ def test_a_name_that_is_long_or_not_unique_begins_with_the_number() -> None:
 
 def test_metrics_are_read_while_they_are_written_and_after_a_resume(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    metrics = TrialMetrics(Trial(0, "run", {}, folder, epochs=4), "loss")
+    metrics = TrialMetrics(Trial(0, "run", {}, folder), "loss")
     metrics.update()
     assert (metrics.step, dict(metrics.evaluations), metrics.total_steps) == (0, {}, None)
     write(folder, {"step": 5, "split": "train", "loss": 0.1})
+    (folder / "config.json").write_text('{"config": {"epochs": 4, "steps": null}}')
     write(folder, {"step": 5, "split": "epoch", "epoch": 1, "loss": 9.0}, mode="a")
     metrics.update()
     assert dict(metrics.evaluations) == {5: 9.0}  # without a validation split, of the epochs
