@@ -81,4 +81,4 @@ class LiveTable:
             )
         states = [state for state in TrialState if counts.get(state) and state != "running"]
         table.caption = ", ".join(f"{counts[state]} {state}" for state in states)
-        self._live.update(table, refresh=True)
+        self._live.update(table if rows else "", refresh=True)
