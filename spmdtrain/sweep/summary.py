@@ -155,13 +155,14 @@ def _show_means(terminal: Terminal, means: Sequence[SeedMean], metric: str) -> N
     for heading in ("seeds", f"mean {metric}", "standard deviation"):
         table.add_column(heading, justify="right")
     for mean in means:
+        is_best = mean is means[0] and len(means) > 1
         table.add_row(
-            "best" if mean is means[0] else "",
+            "best" if is_best else "",
             *(Text(_short(value)) for value in mean.values.values()),
             str(mean.count),
             number(mean.mean),
             _shown(mean.deviation),
-            style="bold" if mean is means[0] else None,
+            style="bold" if is_best else None,
         )
     terminal.console.print(table)
 
