@@ -61,7 +61,10 @@ class Options:
 # Options that describe the job without TF_CONFIG, and their defaults.
 JOB_OPTIONS = (("coordinator", None), ("processes", None), ("process_id", None))
 _OF_PLANS = {"topology", "json", "advice", "measure"}
-RESERVED = frozenset({f.name for f in dataclasses.fields(Options)} | _OF_PLANS | {"help"})
+_OF_SWEEPS = {"set", "search", "jobs", "devices_per_trial"}
+RESERVED = frozenset(
+    {f.name for f in dataclasses.fields(Options)} | _OF_PLANS | _OF_SWEEPS | {"help"}
+)
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ def _check_words(arguments: Sequence[str], default: RunConfig, of: type) -> None
             raise UserError(f"{option} is not an option. Did you mean --{meant.replace('_', '-')}?")
 
 
-_LISTS = ("compiler_options", "freeze")  # options that may be repeated, one value each
+_LISTS = ("compiler_options", "freeze", "set")  # options that may be repeated, one value each
 
 
 def _together(arguments: Sequence[str]) -> list[str]:
