@@ -24,7 +24,7 @@ from spmdtrain.step.compile import Programs
 from spmdtrain.step.reductions import Reduction
 from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal
-from spmdtrain.train import evaluator, overrides, roles
+from spmdtrain.train import evaluator, later_fit, overrides, roles
 from spmdtrain.train.boundary_actions import BoundaryActions
 from spmdtrain.train.callbacks import (
     AddableMetrics,
@@ -237,7 +237,7 @@ class Trainer(ModelRunner):
         run.schedule.stops_at_epochs = self._callbacks.has(CallbackEvent.EPOCH_END)
         run.schedule.check_dispatches()
         if restart:
-            run.check_no_checkpoints()
+            later_fit.check_no_checkpoints(run)
         if self.config.checkpoint != LATEST and not self.config.init_from:
             raise UserError(
                 f"checkpoint={self.config.checkpoint} needs init_from: a run itself always resumes "
@@ -253,7 +253,7 @@ class Trainer(ModelRunner):
         elif restart:
             self._state = at_step_zero(self._state, self.functions.shardings)
         elif self._identity is not None:
-            run.check_continues(self._identity, self.step)
+            later_fit.check_continues(run, self._identity, self.step)
             run.epochs.sums, run.logger.written = self._epoch_sums, self._written
             run.stream_progress = self._stream_progress
         stack.callback(self._keep_metrics, run)

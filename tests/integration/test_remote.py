@@ -1,11 +1,9 @@
 """A workdir that is a URL: a run in a bucket is what it is in a folder."""
 
 import json
-import os
 import resource
 import subprocess
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -286,17 +284,3 @@ def test_a_full_disk_leaves_no_torn_line(tmp_path: Path) -> None:
     files.write_metrics(3, Split.TRAIN, {"loss": 1.0})
     files.close()
     assert [line["step"] for line in metrics(tmp_path)] == [1, 3]
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
-def test_curves_that_cannot_be_written_end_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    open_full = partial(open, "/dev/full", "wb")
-    monkeypatch.setattr("tensorboardX.record_writer.open_file", lambda path: open_full())
-    files = RunFiles(str(tmp_path))
-    files.write_metrics(1, Split.TRAIN, {"loss": 1.0}, {"speed": 1.0})
-    with pytest.raises(StorageError, match=r"tensorboard .*No space left"):
-        files.write_status(Status.RUNNING, 1)
-    with pytest.raises(StorageError, match="tensorboard"):
-        files.close()

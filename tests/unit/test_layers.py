@@ -30,7 +30,7 @@ FOLDERS = (
         "launch",
         "data",
     ),
-    *("step", "checkpoints", "train", "parameter_server", "plan", "testing", "run"),
+    *("step", "checkpoints", "trackers", "train", "parameter_server", "plan", "testing", "run"),
 )
 STANDALONE = {"models"}  # imports from the others, and nothing imports it
 EXPORTING = {"models", "testing"}  # for users' experiments and tests; others' `__init__` is empty
