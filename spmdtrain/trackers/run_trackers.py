@@ -16,10 +16,11 @@ from spmdtrain.files.run_files import RunFiles, Split, Status, Writer
 from spmdtrain.files.storage import failures, one_line
 from spmdtrain.files.validation import Malformed, check, parse_object, read_bytes
 from spmdtrain.trackers.base import RunInfo, Tracker
-from spmdtrain.trackers.media import Histogram, Media
+from spmdtrain.trackers.media import Histogram, Image, Media
 from spmdtrain.trackers.media_files import MediaFiles
 from spmdtrain.trackers.mlflow import MlflowTracker
 from spmdtrain.trackers.pending_media import PendingMedia
+from spmdtrain.trackers.png import check_pillow
 from spmdtrain.trackers.tensorboard import TensorBoardTracker, import_writer
 from spmdtrain.trackers.trackio import TrackioTracker
 from spmdtrain.trackers.wandb import WandbTracker
@@ -65,8 +66,6 @@ def choose_trackers(names: Sequence[str], own: Sequence[Tracker]) -> list[Tracke
 
 def check_trackers(own: Sequence[Tracker]) -> None:
     """Raises `UserError` unless the user's trackers are `Tracker`s with different names."""
-    if not isinstance(own, (list, tuple)):
-        raise UserError(f"trackers is a {type(own).__name__}: it must be a list of Trackers")
     for number, tracker in enumerate(own):
         if not isinstance(tracker, Tracker):
             kind = tracker.__name__ if isinstance(tracker, type) else type(tracker).__name__
@@ -249,7 +248,14 @@ class RunTrackers:
           step: The step.
           split: The split to which they belong.
           items: Name to media. Their arrays are fetched in the threads of the trackers.
+
+        Raises:
+          UserError: If Pillow is missing, which writes images.
         """
+        if not self._workers:
+            return
+        if any(isinstance(item, Image) for item in items.values()):
+            check_pillow()
         for name, media in items.items():
             pending = PendingMedia(media, f"{name} of step {step}", self._log)
             tag = f"{split}/{name}"
@@ -268,11 +274,6 @@ class RunTrackers:
     def rewind(self, step: int) -> None:
         """Prepares the trackers for steps after `step` that are recorded again."""
         self._add(TrackerCall(f"rewind to step {step}", lambda tracker: tracker.rewind(step)))
-
-    @property
-    def records_media(self) -> bool:
-        """Whether a tracker or the workdir receives media."""
-        return bool(self._workers)
 
     def _add(self, call: TrackerCall) -> None:
         for worker in self._workers:

@@ -364,6 +364,26 @@ class RunSession:
                 self.checkpoints.wait()
             progress.saved(self.saved_step)
 
+    def finish(self, step: int, evaluate: Callable[[Dataset], Metrics]) -> Metrics:
+        """Evaluates the test split, unless an earlier start has done so, and logs the end.
+
+        Args:
+          step: The last step.
+          evaluate: Returns the metrics of the test split.
+
+        Returns:
+          The metrics of the test split; none without one.
+        """
+        self.wait_for_save()  # if it has failed, the run must not be logged as finished
+        logger = self.logger
+        if self.test is not None and not logger.read_metrics(Split.TEST, step):
+            logger.log_evaluation(Split.TEST, step, evaluate(self.test))
+        for split in (Split.TRAIN, Split.EVAL):
+            if not logger.latest[split]:  # no step was left: use what an earlier start has written
+                logger.read_metrics(split, step)
+        logger.log_end(Status.FINISHED, step)
+        return logger.latest[Split.TEST]
+
     @contextlib.contextmanager
     def record_outcome(self) -> Iterator[None]:
         """Logs the reason if the run ends before its last step."""
