@@ -29,6 +29,9 @@ class TrackerCall:
     size: int = 1
 
 
+_DONE = TrackerCall("", lambda tracker: None)
+
+
 class TrackerWorker:
     """Calls a tracker in a thread of its own, so that training never waits for it.
 
@@ -78,22 +81,20 @@ class TrackerWorker:
             self._over = True
             self._queue.put(status)
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: float, spent: float = 0.0) -> None:
         """Waits until the tracker is closed, and prints what is lost if it takes too long.
 
         Args:
-          timeout: Seconds; by default those of the tracker.
+          timeout: Seconds to wait.
+          spent: Seconds of them that have passed already.
         """
-        name, seconds = self.tracker.name, self.tracker.close_timeout
-        seconds = seconds if timeout is None else min(timeout, seconds)
-        self._thread.join(seconds)
+        name = self.tracker.name
+        self._thread.join(max(0.0, timeout - spent))
         if self._thread.is_alive() and not self._failed:
             self._failed = True
-            left = max(0, self._queue.qsize() - 1)
-            self._log(
-                f"{name}: not done within {seconds:g} s, in {self._current or 'nothing'}; it and "
-                f"{left} later calls are lost"
-            )
+            left = max(0, self._queue.qsize() - 1)  # without the end
+            lost = f"{self._current} and {left} later calls are" if left else f"{self._current} is"
+            self._log(f"{name}: not done after {timeout:g} s: {lost} lost")
         if self._dropped:
             self._log(f"{name}: {self._dropped:,} calls were dropped")
             self._dropped = 0
@@ -112,8 +113,10 @@ class TrackerWorker:
                         self.tracker.flush()
             except BaseException as error:  # also a SystemExit, which would end the thread
                 self._fail(error)
+            # Freed before the next call arrives, because it may hold arrays of the devices.
+            size, call = call.size, _DONE
             with self._lock:
-                self._pending -= call.size
+                self._pending -= size
 
     def _close(self, status: Status) -> None:
         self._current = "its end"
@@ -144,6 +147,6 @@ def wait_for_all(workers: list[TrackerWorker], timeout: float | None) -> None:
     """
     began = time.monotonic()
     for worker in workers:
-        spent = time.monotonic() - began
-        limit = worker.tracker.close_timeout if timeout is None else timeout
-        worker.wait(max(0.0, limit - spent))
+        own = worker.tracker.close_timeout
+        limit = own if timeout is None else min(own, timeout)
+        worker.wait(limit, time.monotonic() - began)
