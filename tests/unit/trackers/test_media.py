@@ -87,7 +87,8 @@ def test_media_pass_through_jit_with_their_order_and_texts() -> None:
 def test_what_was_logged_is_what_it_was_at_the_call() -> None:
     numpy, text = np.zeros((2, 2)), ["before"]
     jax_array = jnp.zeros((2, 2))
-    kept = [Image(numpy).detach(), Image(jax_array).detach(), Table({"a": text}).detach()]
+    kept: list[Media] = [Image(numpy), Image(jax_array), Table({"a": text})]
+    kept = [media.detach() for media in kept]
     numpy[:], text[0] = 1, "after"
     jax_array.delete()  # as the next step does with the state
     first, second, third = (each.on_host() for each in kept)
@@ -116,7 +117,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: Histogram(np.ones(2), 513), "513 bins"),
     (lambda: Histogram(["a"]), "it takes numbers"),
     (lambda: Histogram(edges=[1, 2], counts=[1, 2]), r"\(n \+ 1,\)"),
-    (lambda: Table([[1, 2]]), "takes columns by name"),
+    (lambda: Table([[1, 2]]), "takes columns by name"),  # type: ignore[arg-type]
     (lambda: Table({"a": [1], "b": [1, 2]}), "different lengths: {'a': 1, 'b': 2}"),
     (lambda: Table({"a": np.zeros(10_001)}), "10,001 rows"),
     (lambda: Table({"a": np.zeros((2, 2))}), r"column 'a'.*float64\[2, 2\]"),

@@ -1,6 +1,7 @@
 """Media of runs: declared for evaluations, and logged by callbacks and loops."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def test_a_loop_logs_for_its_last_step(tmp_path: Path) -> None:
 
 def test_wrong_calls_are_refused(tmp_path: Path) -> None:
     def refused(event: Any) -> None:
-        cases = {
+        cases: dict[str, Callable[[], object]] = {
             "there is no split 'evl'.*'eval'": lambda: event.trainer.log({}, split="evl"),
             "step is -1": lambda: event.trainer.log({}, -1),
             "0.5|is a float": lambda: event.log({"a": 0.5}),
