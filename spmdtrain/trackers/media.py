@@ -46,7 +46,11 @@ class Image:
     kind = "image"
 
     def check(self) -> None:
-        """Raises `UserError` if it cannot be logged."""
+        """Checks that it can be logged, by shapes and dtypes alone.
+
+        Raises:
+          UserError: If it cannot; names what is wrong.
+        """
         shape, dtype = _shape_and_dtype(self.array, "an Image takes an array")
         if not (dtype in (np.uint8, np.bool_) or jnp.issubdtype(dtype, jnp.floating)):
             raise UserError(
@@ -110,7 +114,11 @@ class Text:
     kind = "text"
 
     def check(self) -> None:
-        """Raises `UserError` if it cannot be logged."""
+        """Checks that it can be logged, by shapes and dtypes alone.
+
+        Raises:
+          UserError: If it cannot; names what is wrong.
+        """
         if texts := _strings(self.value):
             if (size := sum(map(len, texts))) > MAX_CHARACTERS:
                 raise UserError(f"a Text of {size:,} characters: the limit is {MAX_CHARACTERS:,}")
@@ -161,7 +169,11 @@ class Histogram:
     kind = "histogram"
 
     def check(self) -> None:
-        """Raises `UserError` if it cannot be logged."""
+        """Checks that it can be logged, by shapes and dtypes alone.
+
+        Raises:
+          UserError: If it cannot; names what is wrong.
+        """
         counted = self.edges is not None and self.counts is not None
         if (self.values is None) != counted or (self.edges is None) != (self.counts is None):
             raise UserError("a Histogram takes values, or edges and counts")
@@ -231,7 +243,11 @@ class Table:
     kind = "table"
 
     def check(self) -> None:
-        """Raises `UserError` if it cannot be logged."""
+        """Checks that it can be logged, by shapes and dtypes alone.
+
+        Raises:
+          UserError: If it cannot; names what is wrong.
+        """
         if not isinstance(self.columns, Mapping) or not self.columns:
             raise UserError('a Table takes columns by name: Table({"label": labels, ...})')
         if len(self.columns) > MAX_COLUMNS:
@@ -300,7 +316,11 @@ class Figure:
     kind = "figure"
 
     def check(self) -> None:
-        """Raises `UserError` if it cannot be logged."""
+        """Checks that it can be logged, by shapes and dtypes alone.
+
+        Raises:
+          UserError: If it cannot; names what is wrong.
+        """
         if hasattr(self.content, "savefig"):
             return
         if not isinstance(self.content, (bytes, str)):
