@@ -33,6 +33,10 @@ class WandbTracker(Tracker):
         """Begins the run, or continues that of an earlier start."""
         import wandb
 
+        mode = self._options.get("mode") or wandb.setup().settings.mode
+        # The client would ask on a terminal, which shows the progress of the run.
+        if mode == "online" and not wandb.login(prompt=False, verify=False):
+            raise ValueError("no API key: call `wandb login` first, or set WANDB_MODE=offline")
         defaults = {
             "project": os.environ.get("WANDB_PROJECT", PROJECT),
             "name": run.name,
