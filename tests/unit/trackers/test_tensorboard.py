@@ -1,15 +1,21 @@
-"""TensorBoard's event files: their imports, and a full disk."""
+"""TensorBoard's event files: their imports, a full disk, and media."""
 
+import contextlib
 import os
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
-from helpers import metrics, small_experiment
+from helpers import events, metrics, small_experiment
 
+from spmdtrain import Figure, Histogram, Image, Table, Text
+from spmdtrain.files.run_files import RunFiles, Split
 from spmdtrain.run import main
+from spmdtrain.trackers.media import Media
+from spmdtrain.trackers.run_trackers import RunTrackers
 
 IMPORTS = """
 import sys
@@ -39,3 +45,30 @@ def test_event_files_that_cannot_be_written_are_named_and_end_no_run(
     assert lines[0].startswith("tensorboard: metrics of step 1: OSError: [Errno 28] No space left")
     assert lines[0].endswith("; the run continues without it")
     assert [line["step"] for line in metrics(tmp_path, "train")] == [1, 4]
+
+
+def test_media_are_images_texts_and_histograms(tmp_path: Path) -> None:
+    found = {}
+    with contextlib.closing(RunFiles(str(tmp_path))) as files:
+        trackers = RunTrackers((), files, print, event_files="tensorboard")
+        with contextlib.closing(trackers):
+            trackers.start(0, {})
+            media: dict[str, Media] = {
+                "image": Image(np.zeros((2, 3, 5), np.uint8)),
+                "text": Text("two\nlines"),
+                "table": Table({"a": [1], "b": ["x"]}),
+                "histogram": Histogram(edges=[0, 1, 3], counts=[0, 2]),
+                "svg": Figure("<svg></svg>"),  # which TensorBoard does not show
+            }
+            trackers.media(7, Split.EVAL, media)
+    for event in events(tmp_path):
+        found |= {(value.tag, event.step): value for value in event.summary.value}
+    assert found.keys() == {(f"eval/{n}", 7) for n in ("image", "text", "table", "histogram")}
+    image = found["eval/image", 7].image
+    assert (image.width, image.height) == (10, 3) and image.encoded_image_string[1:4] == b"PNG"
+    assert found["eval/text", 7].tensor.string_val == [b"    two\n    lines"]
+    assert found["eval/text", 7].metadata.plugin_data.plugin_name == "text"
+    assert found["eval/table", 7].tensor.string_val == [b"| a | b |\n| --- | --- |\n| 1 | x |"]
+    histogram = found["eval/histogram", 7].histo
+    assert (histogram.num, histogram.sum, histogram.min) == (2, 4, 2)
+    assert list(histogram.bucket) == [0, 0, 2] and list(histogram.bucket_limit) == [0, 1, 3]

@@ -199,3 +199,16 @@ def test_wrong_trackers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for call, message in cases:
         with pytest.raises(UserError, match=message):
             call()
+
+
+def test_calls_that_were_pending_at_a_failure_are_dropped() -> None:
+    lines: list[str] = []
+    tracker = Recorder(hangs="start", fails="scalars")
+    trackers = RunTrackers([tracker], None, lines.append)
+    trackers.start(0, {})
+    for step in (1, 2, 3):
+        trackers.scalars(step, {})
+    tracker.released.set()
+    trackers.close()
+    assert [call[0] for call in tracker.calls] == ["start", "scalars", "close"]
+    assert len(lines) == 1 and "metrics of step 1: RuntimeError" in lines[0]
