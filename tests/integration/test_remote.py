@@ -23,10 +23,12 @@ from helpers import (
     status,
 )
 
+from spmdtrain import Figure, RunInfo, Text, Tracker
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files.run_files import RunFiles, Split, Status
 from spmdtrain.files.storage import folder_of
 from spmdtrain.run import main
+from spmdtrain.trackers.run_trackers import RunTrackers
 
 pytestmark = pytest.mark.slow  # to a bucket, simulated, every file takes its time
 
@@ -203,6 +205,32 @@ def test_a_bucket_keeps_the_lines_of_a_run_before(storage: FakeGcs) -> None:
     files.close()
     lines = storage.under("run/")["metrics.jsonl"].decode().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_media_and_ids_of_trackers_reach_a_bucket_and_are_continued(storage: FakeGcs) -> None:
+    class Kept(Tracker):
+        def start(self, run: RunInfo) -> str:
+            earlier.append(run.earlier)
+            return "one"
+
+    earlier: list[str | None] = []
+    for first, last in ((0, 3), (2, 2)):
+        files = RunFiles("gs://bucket/run")
+        trackers = RunTrackers([Kept()], files, print, event_files="tensorboard", writes_media=True)
+        trackers.start(first, {})
+        for step in range(first + 1, last + 1):
+            figure = Figure(f"<svg>{step}</svg>")
+            trackers.media(step, Split.EVAL, {"drawn": figure, "said": Text("yes")})
+        trackers.close()
+        files.close()
+        if last == 3:
+            assert storage.under("run/")["media/eval-drawn-00000003.svg"] == b"<svg>3</svg>"
+    lines = storage.under("run/")["media.jsonl"].decode().splitlines()
+    assert [(line["step"], line["kind"]) for line in map(json.loads, lines)] == [
+        *((1, "figure"), (1, "text"), (2, "figure"), (2, "text"))
+    ]
+    assert earlier == [None, "one"]
+    assert any(name.startswith("tensorboard/") for name in storage.under("run/"))
 
 
 def test_what_others_write_into_a_bucket_is_seen(storage: FakeGcs) -> None:
