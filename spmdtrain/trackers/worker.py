@@ -51,7 +51,7 @@ class TrackerWorker:
         self._dropped = 0
         self._lock = threading.Lock()
         self._current = ""  # what the thread is doing
-        self._failed = self._over = False
+        self._begun = self._failed = self._over = False
         self._thread = threading.Thread(
             target=self._run, name=f"tracker {tracker.name}", daemon=True
         )
@@ -105,7 +105,7 @@ class TrackerWorker:
             if isinstance(call, Status):
                 self._close(call)
                 return
-            self._current = call.what
+            self._current, self._begun = call.what, True
             try:
                 if not self._failed:
                     call.run(self.tracker)
@@ -119,6 +119,8 @@ class TrackerWorker:
                 self._pending -= size
 
     def _close(self, status: Status) -> None:
+        if not self._begun:  # the run failed before its start
+            return
         self._current = "its end"
         try:
             self.tracker.close(status)

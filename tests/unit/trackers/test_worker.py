@@ -12,10 +12,10 @@ import pytest
 from flax import nnx
 from helpers import metrics
 
-from spmdtrain import RunInfo, Tracker, Trainer, UserError
-from spmdtrain.files.run_files import Split, Status
+from spmdtrain import RunConfig, RunInfo, Tracker, Trainer, UserError
+from spmdtrain.files.run_files import RunFiles, Split, Status, Writer
 from spmdtrain.trackers.media import Text
-from spmdtrain.trackers.run_trackers import RunTrackers, choose_trackers
+from spmdtrain.trackers.run_trackers import RunTrackers, choose_trackers, evaluator_trackers
 from spmdtrain.trackers.worker import MAX_PENDING
 
 X = np.arange(32, dtype=np.float32).reshape(32, 1) / 32
@@ -188,6 +188,24 @@ def test_ids_are_not_written_through_a_link(tmp_path: Path) -> None:
 def missing_library(monkeypatch: pytest.MonkeyPatch) -> list[Tracker]:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     return choose_trackers(["tensorboard", "wandb"], ())
+
+
+def test_a_run_that_cannot_begin_calls_no_tracker(tmp_path: Path) -> None:
+    tracker = Recorder()
+    with pytest.raises(UserError, match="resume is 'must'"):
+        fit(tracker, tmp_path, resume="must")
+    assert tracker.calls == []
+
+
+def test_an_evaluator_names_the_trackers_that_it_does_not_write_to(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with contextlib.closing(RunFiles(str(tmp_path), Writer.EVALUATOR)) as files:
+        config = RunConfig(trackers=("mlflow", "tensorboard", "wandb"))
+        with contextlib.closing(evaluator_trackers(config, files, lines.append)) as trackers:
+            trackers.start(0, {})
+            trackers.scalars(1, {"eval/loss": 1.0})
+    assert lines == ["evaluator: writes to TensorBoard alone, not to mlflow, wandb"]
+    assert len(list((tmp_path / "tensorboard.evaluator").iterdir())) == 1
 
 
 def test_wrong_trackers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from spmdtrain import (
+    Experiment,
     Figure,
     Histogram,
     Image,
@@ -163,6 +164,11 @@ def test_trackers_are_given_by_name_and_as_objects(tmp_path: Path) -> None:
     assert with_trackers(default, [])[0].trackers == ()
     config, own = with_trackers(default, ["wandb", mine])
     assert config.trackers == ("wandb",) and own == [mine]
+    parts: dict[str, Any] = {"model": nnx.Linear(1, 1, rngs=nnx.Rngs(0)), "train": (X, Y)}
+    parts |= {"objective": lambda model, batch: {"loss": batch[0]}, "optimizer": optax.sgd(0.1)}
+    for own in ([], [mine]):  # those of the experiment are next to those of the configuration
+        made = Trainer.from_experiment(Experiment(**parts, trackers=own), config)
+        assert made.config.trackers == ("wandb",)
     trainer(workdir=str(tmp_path), trackers=[]).fit((X, Y), steps=1)
     assert not (tmp_path / "tensorboard").exists()
 
