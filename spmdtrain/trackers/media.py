@@ -16,6 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdtrain.errors import UserError
+from spmdtrain.trackers.media_arrays import (
+    check_numbers,
+    detached_array,
+    plain_cell,
+    shape_and_dtype,
+)
 
 MAX_IMAGES = 64
 MAX_PIXELS = 2**24
@@ -51,7 +57,7 @@ class Image:
         Raises:
           UserError: If it cannot; names what is wrong.
         """
-        shape, dtype = _shape_and_dtype(self.array, "an Image takes an array")
+        shape, dtype = shape_and_dtype(self.array, "an Image takes an array")
         if not (dtype in (np.uint8, np.bool_) or jnp.issubdtype(dtype, jnp.floating)):
             raise UserError(
                 f"an Image of dtype {dtype}: it must be uint8 (0 to 255), bool or floats (0 to 1)"
@@ -78,7 +84,7 @@ class Image:
 
     def detach(self) -> "Image":
         """Returns a copy whose array nothing else changes."""
-        return Image(_detached(self.array), tuple(map(str, self.captions)))
+        return Image(detached_array(self.array), tuple(map(str, self.captions)))
 
     def on_host(self) -> "Image":
         """Returns it with a uint8 array (N, H, W, C)."""
@@ -123,7 +129,7 @@ class Text:
             if (size := sum(map(len, texts))) > MAX_CHARACTERS:
                 raise UserError(f"a Text of {size:,} characters: the limit is {MAX_CHARACTERS:,}")
             return
-        shape, dtype = _shape_and_dtype(self.value, "a Text takes strings or an array of tokens")
+        shape, dtype = shape_and_dtype(self.value, "a Text takes strings or an array of tokens")
         if not jnp.issubdtype(dtype, jnp.integer) or len(shape) not in (1, 2) or 0 in shape:
             raise UserError(
                 f"a Text of an array {dtype}{list(shape)}: tokens must be integers of shape (T,) "
@@ -136,7 +142,7 @@ class Text:
 
     def detach(self) -> "Text":
         """Returns a copy whose array nothing else changes."""
-        return Text(_strings(self.value) or _detached(self.value), self.decode)
+        return Text(_strings(self.value) or detached_array(self.value), self.decode)
 
     def on_host(self) -> "Text":
         """Returns it with a tuple of strings."""
@@ -178,19 +184,19 @@ class Histogram:
         if (self.values is None) != counted or (self.edges is None) != (self.counts is None):
             raise UserError("a Histogram takes values, or edges and counts")
         if self.values is not None:
-            shape, dtype = _shape_and_dtype(self.values, "a Histogram takes an array of values")
+            shape, dtype = shape_and_dtype(self.values, "a Histogram takes an array of values")
             size = int(np.prod(shape))
-            _check_numbers(dtype, "a Histogram of values")
+            check_numbers(dtype, "a Histogram of values")
             if not 1 <= size <= MAX_VALUES:
                 raise UserError(f"a Histogram of {size:,} values: it takes 1 to {MAX_VALUES:,}")
             if not 1 <= self.bins <= MAX_BINS:
                 raise UserError(f"a Histogram of {self.bins} bins: it takes 1 to {MAX_BINS}")
             return
         (edges, _), (counts, dtype) = (
-            _shape_and_dtype(array, "a Histogram takes arrays of edges and counts")
+            shape_and_dtype(array, "a Histogram takes arrays of edges and counts")
             for array in (self.edges, self.counts)
         )
-        _check_numbers(dtype, "a Histogram of counts")
+        check_numbers(dtype, "a Histogram of counts")
         if len(counts) != 1 or edges != (counts[0] + 1,) or not 1 <= counts[0] <= MAX_BINS:
             raise UserError(
                 f"a Histogram with edges of shape {edges} and counts of shape {counts}: they must "
@@ -199,7 +205,7 @@ class Histogram:
 
     def detach(self) -> "Histogram":
         """Returns a copy whose arrays nothing else changes."""
-        arrays = (_detached(x) for x in (self.values, self.edges, self.counts))
+        arrays = (detached_array(x) for x in (self.values, self.edges, self.counts))
         values, edges, counts = arrays
         return Histogram(values, self.bins, edges, counts)
 
@@ -264,7 +270,7 @@ class Table:
                 lengths[name] = len(column)
                 continue
             what = f"column {name!r} of a Table takes an array or a list"
-            shape, dtype = _shape_and_dtype(column, what)
+            shape, dtype = shape_and_dtype(column, what)
             if len(shape) != 1 or np.dtype(dtype).kind == "O":
                 raise UserError(
                     f"column {name!r} of a Table is an array {dtype}{list(shape)}: it must be one "
@@ -281,7 +287,7 @@ class Table:
         """Returns a copy whose arrays nothing else changes."""
         return Table(
             {
-                name: tuple(x) if isinstance(x, (list, tuple)) else _detached(x)
+                name: tuple(x) if isinstance(x, (list, tuple)) else detached_array(x)
                 for name, x in self.columns.items()
             }
         )
@@ -290,9 +296,9 @@ class Table:
         """Returns it with lists of Python numbers and strings."""
         return Table(
             {
-                str(name): [_plain(x) for x in column]
+                str(name): [plain_cell(x) for x in column]
                 if isinstance(column, (list, tuple))
-                else [_plain(x) for x in np.asarray(column)]
+                else [plain_cell(x) for x in np.asarray(column)]
                 for name, column in self.columns.items()
             }
         )
@@ -355,7 +361,6 @@ class Figure:
 
 
 Media: TypeAlias = Image | Text | Histogram | Table | Figure
-MEDIA = (Image, Text, Histogram, Table, Figure)
 _CELLS = (str, int, float, bool, type(None), np.generic)
 
 
@@ -380,47 +385,6 @@ def _image_shape(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
         return (1, *shape) if shape[-1] in _CHANNELS else (*shape, 1)
     number, height, width, channels = shape
     return number, height, width, channels
-
-
-def _shape_and_dtype(array: Any, expected: str) -> tuple[tuple[int, ...], Any]:
-    """Returns shape and dtype of an array; raises `UserError` with `expected` if it is none."""
-    if isinstance(array, (list, tuple)):
-        array = np.asarray(array)
-    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-        raise UserError(f"{expected}, and not a {type(array).__name__}")
-    if (
-        isinstance(array, jax.Array)
-        and not isinstance(array, jax.core.Tracer)
-        and not (array.is_fully_addressable or array.is_fully_replicated)
-    ):
-        raise UserError(
-            f"an array of shape {array.shape} is split over processes: gather it first, for "
-            "example by a jitted function whose result is replicated"
-        )
-    return tuple(array.shape), array.dtype
-
-
-def _check_numbers(dtype: Any, what: str) -> None:
-    if not (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_):
-        raise UserError(f"{what} of dtype {dtype}: it takes numbers")
-
-
-def _detached(array: Any) -> Any:
-    """Returns a copy of an array. That of a JAX array begins to be copied to the host."""
-    if array is None:
-        return None
-    if not isinstance(array, jax.Array):
-        return np.array(array)
-    if array.is_fully_replicated:
-        array = array.addressable_data(0)  # so that this process alone can copy it
-    copy = jnp.copy(array)  # the array itself may be donated to the next step
-    copy.copy_to_host_async()
-    return copy
-
-
-def _plain(value: Any) -> Any:
-    """Returns a Python number or string for a cell of a table."""
-    return value.item() if isinstance(value, np.generic) else value
 
 
 def _register(cls: type, arrays: Sequence[str]) -> None:

@@ -94,11 +94,13 @@ def open_trackers(
     if not process_group.is_chief():
         check_trackers(own)
         return RunTrackers.none()
+    events = TensorBoardTracker.name
+    writes_events = events in config.trackers and events not in {each.name for each in own}
     return RunTrackers(
         choose_trackers(config.trackers, own),
         files,
         log,
-        event_files="tensorboard" if "tensorboard" in config.trackers else None,
+        event_files=events if writes_events else None,
         writes_media=True,
     )
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ def test_event_files_that_cannot_be_written_are_named_and_end_no_run(
 
 
 def test_media_are_images_texts_and_histograms(tmp_path: Path) -> None:
-    found = {}
+    found: dict[tuple[str, int], Any] = {}
     with contextlib.closing(RunFiles(str(tmp_path))) as files:
         trackers = RunTrackers((), files, print, event_files="tensorboard")
         with contextlib.closing(trackers):
