@@ -120,10 +120,11 @@ class Evaluation:
         if self._functions.media is None:
             return None
         first = Subset(dataset, np.arange(min(batch_size, len(dataset))))
-        batches, _ = ordered_batches(first, len(first), self._placement.batch, padded=False)
-        (rows, mask), *_ = batches
         draw = np.array([derive_seed(self._config.seed, Purpose.EVAL), 0], np.uint32)
-        found: Mapping[str, Media] = self._functions.media(variables, rows, mask, draw)
+        with phase(Phase.EVALUATE):
+            batches, _ = ordered_batches(first, len(first), self._placement.batch, padded=False)
+            (rows, mask), *_ = batches
+            found: Mapping[str, Media] = self._functions.media(variables, rows, mask, draw)
         return found
 
     def predict(
