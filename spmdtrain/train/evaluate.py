@@ -95,6 +95,8 @@ class Evaluation:
         Raises:
           UserError: If they cannot be logged.
         """
+        if self._functions.media is None:
+            return
         number = min(batch_size, len(dataset))
         self._functions.check_media(
             jax.tree.map(
