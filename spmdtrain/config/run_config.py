@@ -147,6 +147,9 @@ class RunConfig:
     newest valid one), best (by best_metric) or a step."""
     log_every: int = 10
     """Steps between two lines of training metrics."""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
+    """Where metrics and media go, besides the files of the workdir: tensorboard, wandb, mlflow,
+    trackio. A tracker that fails does not stop the run."""
     eval_every_steps: int | None = None
     """Steps between two evaluations. None means at the end of each epoch."""
     eval_at_checkpoints: bool = False

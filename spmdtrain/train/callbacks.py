@@ -7,6 +7,8 @@ from typing import Any
 
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.files.run_files import Split
+from spmdtrain.trackers.media import Media
 from spmdtrain.train.loop_checks import as_floats
 
 
@@ -31,6 +33,15 @@ class CallbackContext:
     step: int
     metrics: dict[str, float]
     """The metrics of the event; callbacks of `log` and `evaluation` may add others."""
+
+    def log(self, media: Mapping[str, Media]) -> None:
+        """Logs media for the step of the event; see `Trainer.log`.
+
+        Args:
+          media: Name to `Image`, `Text`, `Histogram`, `Table` or `Figure`.
+        """
+        splits = {CallbackEvent.EVALUATION: Split.EVAL, CallbackEvent.FIT_END: Split.TEST}
+        self.trainer.log(media, self.step, split=splits.get(self.event, Split.TRAIN))
 
     def __setattr__(self, name: str, value: Any) -> None:
         # `event.metrics |= {...}` adds to the dictionary, and assigns it again.
@@ -137,6 +148,8 @@ class CallbackRunner:
         self._functions = by_event(callbacks)
         self.event: CallbackEvent | None = None
         """The event whose callbacks are running."""
+        self.step = 0
+        """The step of the last event."""
         self.stop_requested = False
         """Whether `Trainer.stop` was called since the fit began; the same in all processes."""
 
@@ -177,7 +190,7 @@ class CallbackRunner:
           step: The step that it belongs to.
           metrics: Its metrics; none by default.
         """
-        self.event = event
+        self.event, self.step = event, step
         values = FrozenMetrics({}) if metrics is None else metrics
         try:
             for function in self._functions[event]:

@@ -27,6 +27,8 @@ from spmdtrain.step.hyperparameters import initial_values
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.terminal import Terminal
+from spmdtrain.trackers.base import Tracker
+from spmdtrain.trackers.run_trackers import RunTrackers
 from spmdtrain.train.boundary_actions import BoundaryActions
 from spmdtrain.train.executor import max_in_flight
 from spmdtrain.train.input_wait import next_batch
@@ -41,8 +43,9 @@ from spmdtrain.train.loop_checks import (
 )
 from spmdtrain.train.loop_step import LoopStep, make_program
 from spmdtrain.train.loop_tools import LoopTools, StartedLoop
+from spmdtrain.train.media_log import MediaLogger
 from spmdtrain.train.metrics_reader import MetricsReader
-from spmdtrain.train.overrides import with_options
+from spmdtrain.train.overrides import with_options, with_trackers
 from spmdtrain.train.roles import refuse_evaluator
 from spmdtrain.train.run_logger import RunLogger
 from spmdtrain.train.session import RunSession
@@ -63,7 +66,7 @@ class _Placed:
     metric_names: None = None
 
 
-class Loop(LoopTools):
+class Loop(LoopTools, MediaLogger):
     """The parts of a run, for a training loop that the user writes.
 
         with Loop(strategy="mirrored", steps=1000, workdir="runs/mine") as loop:
@@ -77,6 +80,7 @@ class Loop(LoopTools):
       config: The configuration.
       terminal: Shows progress; by default the standard output of process 0.
       clock: Returns seconds.
+      trackers: Names of trackers, in place of those of `config`, and objects of own ones.
       **options: Fields of `RunConfig`, in place of those of `config`.
 
     Raises:
@@ -89,9 +93,11 @@ class Loop(LoopTools):
         *,
         terminal: Terminal | None = None,
         clock: Callable[[], float] = time.monotonic,
+        trackers: Sequence[Tracker | str] | None = None,
         **options: Any,
     ) -> None:
         config = with_options(config or RunConfig(), options, "Loop")
+        config, self._own_trackers = with_trackers(config, trackers)
         check_config(config)
         refuse_evaluator("a Loop")
         configure_backend(config)
@@ -175,6 +181,7 @@ class Loop(LoopTools):
             placed,
             self.terminal,
             self._clock,
+            self._own_trackers,
         )
         options = options_for_one_run(self.placement.devices[0].platform)
         program = jax.jit(begin, out_shardings=layout.shardings, compiler_options=options)
@@ -361,6 +368,10 @@ class Loop(LoopTools):
         logger = parts.run.logger
         if not logger.read_metrics(Split(split), self.step):
             logger.log_evaluation(Split(split), self.step, metrics)
+
+    @property
+    def _trackers_and_step(self) -> tuple[RunTrackers, int]:
+        return self._started().run.logger.trackers, self.step
 
     def stop(self) -> None:
         """Makes the last recorded step the last one of the run. All processes call it.

@@ -10,12 +10,15 @@ import jax
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError
-from spmdtrain.files.run_files import RunFiles, Split, Status
+from spmdtrain.files.run_files import COUNTS_SUFFIX, RunFiles, Split, Status
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.terminal import Rate, Terminal, duration, number
+from spmdtrain.trackers.run_trackers import RunTrackers
 from spmdtrain.train.input_wait import InputWait
 
 Metrics = dict[str, float]
+_NO_CURVES: Mapping[str, float] = {}
+_NO_COUNTS: Mapping[str, Mapping[int, int]] = {}
 
 
 def no_metrics() -> dict[Split, dict[int, Metrics]]:
@@ -31,6 +34,7 @@ class RunLogger:
       files: The files of the workdir; None without a workdir, and in all processes but process 0.
       config: The configuration.
       skipped_records: Numbers of bad records that are left out of the data, by split.
+      trackers: Receive the metrics, in process 0; by default there are none.
     """
 
     def __init__(
@@ -39,9 +43,11 @@ class RunLogger:
         files: RunFiles | None,
         config: RunConfig,
         skipped_records: Mapping[str, int] | None = None,
+        trackers: RunTrackers | None = None,
     ) -> None:
         self.terminal, self.files, self.config = terminal, files, config
         self._skipped_records = skipped_records or {}
+        self.trackers = RunTrackers.none() if trackers is None else trackers
         self.latest: dict[Split, Metrics] = {split: {} for split in Split}
         self.batch_size = config.global_batch_size
         """Examples in one step; in a `Loop` those of the batch that the user passes."""
@@ -60,7 +66,6 @@ class RunLogger:
           placement: Is written to the configuration file.
         """
         if self.files:
-            self.files.prepare_curves()  # now, during the compilation
             self.files.rewind(step)
             self.files.write_config(
                 config_as_json(self.config),
@@ -69,6 +74,7 @@ class RunLogger:
                 skipped_records=self._skipped_records,
             )
             self.files.write_status(Status.RUNNING, step)
+        self.trackers.start(step, config_as_json(self.config))  # now, during the compilation
         if self.config.workdir is not None:
             for split in self.written:
                 found = list(self.files.history(split).items()) if self.files else []
@@ -144,10 +150,9 @@ class RunLogger:
             speed = {} if self.batch_size is None else {"examples/s": rate * self.batch_size}
             speed["steps/s"] = rate
         wait = self._input_wait.read(done, self.seconds)
-        if self.files:
-            curves = {f"speed/{unit.replace('/s', '_per_second')}": v for unit, v in speed.items()}
-            curves |= {} if wait is None else {"speed/input_wait": wait}
-            self.files.write_metrics(step, Split.TRAIN, metrics, curves, self._counts)
+        curves = {f"speed/{unit.replace('/s', '_per_second')}": v for unit, v in speed.items()}
+        curves |= {} if wait is None else {"speed/input_wait": wait}
+        self._write(step, Split.TRAIN, metrics, curves, self._counts)
         self._counts = {}
         text = "  ".join([_words(metrics), *(f"{number(v)} {unit}" for unit, v in speed.items())])
         text += "" if wait is None else f"  input_wait {wait:.1%}"
@@ -160,8 +165,7 @@ class RunLogger:
     def log_evaluation(self, split: Split, step: int, metrics: Metrics) -> None:
         """Logs the metrics of an evaluation of the state after `step`."""
         self.latest[split] = metrics
-        if self.files:
-            self.files.write_metrics(step, split, metrics)
+        self._write(step, split, metrics)
         if split in self.written:
             self.written[split][step] = metrics
         self.terminal.line(f"{split} at step {step}: {_words(metrics)}")
@@ -169,8 +173,7 @@ class RunLogger:
     def log_epoch(self, step: int, metrics: Metrics) -> None:
         """Logs the means of the epoch that ends at `step`; "epoch" among them is its number."""
         self.written[Split.EPOCH][step] = metrics
-        if self.files:
-            self.files.write_metrics(step, Split.EPOCH, metrics)
+        self._write(step, Split.EPOCH, metrics)
         units = {"seconds": "s", "examples_per_second": "examples/s"}
         apart = {"epoch", "input_wait", *units}
         shown = {k: x for k, x in metrics.items() if k not in apart}
@@ -178,6 +181,29 @@ class RunLogger:
         speed += [f"input_wait {metrics['input_wait']:.1%}"] if "input_wait" in metrics else []
         text = "  ".join([_words(shown), *speed])
         self.terminal.line(f"epoch {metrics['epoch']:.0f} at step {step}: {text}")
+
+    def _write(
+        self,
+        step: int,
+        split: Split,
+        metrics: Metrics,
+        curves: Mapping[str, float] = _NO_CURVES,
+        counts: Mapping[str, Mapping[int, int]] = _NO_COUNTS,
+    ) -> None:
+        """Writes a line of metrics, and passes it to the trackers.
+
+        Args:
+          step: The step.
+          split: The split.
+          metrics: Metric name to value.
+          curves: Further values, only for the trackers: tag to value.
+          counts: Name to the count of each integer.
+        """
+        if self.files:
+            self.files.write_metrics(step, split, metrics, counts)
+        values = {f"{split}/{name}": value for name, value in metrics.items()}
+        tagged = {f"{split}/{name}{COUNTS_SUFFIX}": count for name, count in counts.items()}
+        self.trackers.scalars(step, values | dict(curves), tagged)
 
     def read_metrics(self, split: Split, step: int) -> Metrics:
         """Returns the metrics that this or an earlier start wrote of a split at a step."""
@@ -206,6 +232,7 @@ class RunLogger:
         Raises:
           StorageError: If the files of a finished run cannot be written.
         """
+        self.trackers.status = status
         if self.files:
             try:
                 self.files.write_status(status, step, reason)
