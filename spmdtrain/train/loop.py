@@ -16,7 +16,6 @@ from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
 from spmdtrain.data.loader import train_batches
 from spmdtrain.data.marked_rows import rows_of
 from spmdtrain.data.sampling import Augment
-from spmdtrain.distributed import process_group
 from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
 from spmdtrain.files.run_files import Split, Status
@@ -46,6 +45,7 @@ from spmdtrain.train.overrides import with_options
 from spmdtrain.train.roles import refuse_evaluator
 from spmdtrain.train.run_logger import RunLogger
 from spmdtrain.train.session import RunSession
+from spmdtrain.train.terminal_of_run import terminal_of
 from spmdtrain.xla import collective_options
 from spmdtrain.xla.compile_cache import merge_compiler_options
 
@@ -97,7 +97,7 @@ class Loop(LoopTools):
         configure_backend(config)
         self.placement = make_placement(config)
         self.config = resolve(config, batch_shards=self.placement.batch_shards)
-        self.terminal = terminal or Terminal(quiet=not process_group.is_chief())
+        self.terminal = terminal or terminal_of(config)
         self.step = 0
         """Number of steps of the whole run that `end_step` has recorded."""
         placed = self.placement.strategy
