@@ -133,7 +133,7 @@ class _BarColumn(ProgressColumn):
         self._steps, self._left = MofNCompleteColumn(), TimeRemainingColumn()
 
     def render(self, task: Task) -> "_BarLine":
-        return _BarLine(task, self._steps(task), self._left(task))
+        return _BarLine(task, self._steps.render(task), self._left.render(task))
 
 
 class _BarLine:
