@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from spmdtrain import __version__
-from spmdtrain.errors import ExitCode, did_you_mean, exit_if_output_is_closed
+from spmdtrain.errors import ExitCode, did_you_mean, exit_code_of, exit_if_output_is_closed
 
 COMMANDS = {
     "run": "train, evaluate or predict with an experiment",
@@ -64,7 +64,7 @@ def main() -> int:
     elif name == "--version":
         print(f"spmdtrain {__version__}")
     elif name.replace("_", "-") == _COMPLETION:
-        write_completion(sys.argv[2:])
+        return exit_code_of(lambda: write_completion(sys.argv[2:]))
     elif not name:
         print(HELP, file=sys.stderr)
         return ExitCode.BAD_INPUT
@@ -75,13 +75,19 @@ def main() -> int:
     return ExitCode.DONE
 
 
-def write_completion(arguments: Sequence[str]) -> None:
+def write_completion(arguments: Sequence[str]) -> int:
     """Writes a completion file for the command `spmdtrain`, its subcommands and their options.
 
     The options of an experiment of its own are included if `--config FILE` follows.
 
     Args:
       arguments: The shell, and the file to write.
+
+    Returns:
+      The exit code.
+
+    Raises:
+      SystemExit: If an argument is wrong.
     """
     import argparse
 
@@ -121,6 +127,7 @@ def write_completion(arguments: Sequence[str]) -> None:
     spec = "COMPLETION_SPEC = "
     lines = (x.replace("\\n", " ") if x.startswith(spec) else x for x in script)
     file.write_text("\n".join(lines))
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":

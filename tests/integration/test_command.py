@@ -75,14 +75,14 @@ def shown(number: float) -> str:
 # -- a run from beginning to end -------------------------------------------------------------------
 
 
-def test_the_start_up_line_says_what_runs(ended: subprocess.CompletedProcess[str]) -> None:
+def test_the_start_up_lines_say_what_runs(ended: subprocess.CompletedProcess[str]) -> None:
     assert re.search(
-        rf"^8 x cpu, mirrored, mesh data=8; global batch {BATCH} \(8 per device\); "
-        rf"learning rate 0.002; {PARAMETERS:,} parameters; step compiled in [\d.]+ s: "
+        r"^8 x cpu, mirrored, mesh data=8\n"
+        rf"global batch {BATCH} \(8 per device\), learning rate 0.002, {PARAMETERS:,} parameters\n"
         # the gradients and two numbers, loss and accuracy
-        rf"1 all-reduce, {4 * (PARAMETERS + 2) / 1000:.2f} kB, over data=8; "
-        r"reduced by XLA, because the model or the objective draws random numbers \(dropout\), "
-        r"which would differ between devices$",
+        rf"step compiled in [\d.]+ s: 1 all-reduce, {4 * (PARAMETERS + 2) / 1000:.2f} kB, over "
+        r"data=8\nreduced by XLA, because the model or the objective draws random numbers\n"
+        r"  \(dropout\), which would differ between devices$",
         ended.stdout,
         re.MULTILINE,
     ), ended.stdout
@@ -341,8 +341,8 @@ def test_steps_and_a_per_device_batch_replace_their_defaults_and_are_stored_reso
     )
     assert ended.returncode == 0, ended.stderr
     # the environment's number of devices comes before the experiment's own
-    assert "4 x cpu, mirrored, mesh data=4; global batch 16 (4 per device);" in ended.stdout
-    assert "learning rate 0.00025;" in ended.stdout
+    assert "4 x cpu, mirrored, mesh data=4\nglobal batch 16 (4 per device), " in ended.stdout
+    assert "learning rate 0.00025," in ended.stdout
     config = resolved(tmp_path)
     assert (config["steps"], config["epochs"]) == (3, None)
     assert (config["global_batch_size"], config["batch_size_per_device"]) == (16, None)
@@ -365,7 +365,7 @@ def build"""
     path, workdir = small_experiment(tmp_path, ("def build", presets)), tmp_path / "run"
     options = ["--preset", "quick", "--examples", "48", "--epochs", "1"]
     assert main(["--config", str(path), "--workdir", str(workdir), *options]) == 0
-    line = "global batch 8 (1 per device); learning rate 0.25; 2 parameters;"
+    line = "global batch 8 (1 per device), learning rate 0.25, 2 parameters\n"
     assert line in capsys.readouterr().out
     config = resolved(workdir)
     assert (config["examples"], config["learning_rate"]) == (48, 0.25)
@@ -435,8 +435,9 @@ def test_help_lists_the_options_of_every_run_and_the_experiments_own(
     for option in ("--mode", "--preset", "--steps", "--mesh.data", "--keep-best", "--init-from"):
         assert option in text
     assert "A small multi-layer perceptron on 1,797 real handwritten digits" in text
-    assert re.search(r"--hidden \[INT.*Widths of the hidden layers.*\(default: 128 128\)", text)
-    assert re.search(r"--dropout FLOAT .*\(default: 0.1\)", text)
+    assert re.search(r"--hidden INT .*Widths of the hidden layers.*\[default: 128 128\]", text)
+    assert re.search(r"--dropout FLOAT .*\[default: 0.1\]", text)
+    assert text.index("--hidden") < text.index("--mode")
 
 
 # -- a loss that is none ---------------------------------------------------------------------------
