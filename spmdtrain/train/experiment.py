@@ -55,7 +55,7 @@ class Experiment:
     format_predictions: Callable[[PyTree], Iterable[str]] | None = None
     """Predictions -> the lines that --mode predict prints."""
     callbacks: Callbacks = field(default_factory=dict)
-    """Functions by event (see `CallbackEvent`)."""
+    """Functions by event (see `CallbackEvent`), or a list of callback objects."""
 
     def trainer_arguments(self) -> dict[str, Any]:
         """Returns the arguments of `Trainer`; `fit` and `predict` take the other parts."""

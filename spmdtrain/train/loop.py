@@ -27,6 +27,13 @@ from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.boundary_actions import BoundaryActions
+from spmdtrain.train.callbacks import (
+    AddableMetrics,
+    CallbackEvent,
+    CallbackRunner,
+    Callbacks,
+    FrozenMetrics,
+)
 from spmdtrain.train.executor import max_in_flight
 from spmdtrain.train.input_wait import next_batch
 from spmdtrain.train.loop_checks import (
@@ -75,6 +82,8 @@ class Loop(LoopTools):
 
     Args:
       config: The configuration.
+      callbacks: Functions by event, or a list of callback objects. A loop has the events
+        `fit_start`, `evaluation` (`log_evaluation`), `checkpoint` and `fit_end`.
       terminal: Shows progress; by default the standard output of process 0.
       clock: Returns seconds.
       **options: Fields of `RunConfig`, in place of those of `config`.
@@ -87,6 +96,7 @@ class Loop(LoopTools):
         self,
         config: RunConfig | None = None,
         *,
+        callbacks: Callbacks | None = None,
         terminal: Terminal | None = None,
         clock: Callable[[], float] = time.monotonic,
         **options: Any,
@@ -109,6 +119,8 @@ class Loop(LoopTools):
         self._compiler_options = merge_compiler_options(
             self.config.compiler_options, ours, self.placement.replicated
         )
+        self._callbacks = CallbackRunner(self, callbacks or {}, state_at_steps=True)
+        self._callbacks.check_events({"step", "log", "epoch_end"}, "a Loop")
         self._clock = clock
         self._stack = contextlib.ExitStack()
         self._entered = False
@@ -176,6 +188,7 @@ class Loop(LoopTools):
             self.terminal,
             self._clock,
         )
+        run.callback_states = self._callbacks.states
         program = jax.jit(begin, out_shardings=layout.shardings)
         state, is_restored = run.first_state(placed, lambda: call_together(program, *keys))
         if is_restored:
@@ -185,6 +198,7 @@ class Loop(LoopTools):
         self.step = self.first_step = self._done = int(state.step)
         run.logger.begin(self.step, self.placement)
         self._stack.enter_context(run.record_outcome())
+        self._callbacks(CallbackEvent.FIT_START, self.step)
         if run.should_save_at_start(self.step):
             self._save()
         return state
@@ -217,6 +231,7 @@ class Loop(LoopTools):
             run.logger.log_end(Status.PREEMPTED, self.step, why, saved=self.step == self._saved)
         else:
             run.logger.log_end(Status.FINISHED, self.step)
+        self._callbacks(CallbackEvent.FIT_END, self.step)
 
     # -- data ----------------------------------------------------------------------------------
 
@@ -354,6 +369,9 @@ class Loop(LoopTools):
                 "of its metrics at once"
             )
         if split == Split.EVAL:
+            reported = AddableMetrics(metrics)
+            self._callbacks(CallbackEvent.EVALUATION, self.step, reported)
+            metrics = reported.with_added()
             check_best(self.config, metrics, first=not self._evaluated, log=self.terminal.line)
             self._last_eval = self.step, metrics
         self._evaluated.add((split, self.step))
@@ -397,6 +415,9 @@ class Loop(LoopTools):
         parts.reader.flush()
         parts.run.save(parts.state, self.step, self._metrics(), stopped=self._stop)
         self._saved = self.step
+        if parts.run.checkpoints is not None:
+            metrics = FrozenMetrics(self._metrics() or {})
+            self._callbacks(CallbackEvent.CHECKPOINT, self.step, metrics)
 
     def _metrics(self) -> dict[str, float] | None:
         """Returns the metrics of the last step's evaluation, if there was one."""
