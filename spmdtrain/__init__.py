@@ -19,6 +19,7 @@ _HOMES = {
     "CollectiveOptions": "config.option_groups",
     "Coordinator": "parameter_server.coordinator",
     "Dataset": "data.datasets",
+    "EarlyStopping": "train.stopping",
     "Experiment": "train.experiment",
     "FitResult": "train.epochs",
     "FixedShards": "parameter_server.partition",
@@ -28,6 +29,7 @@ _HOMES = {
     "JsonLinesSource": "data.sources.text_files",
     "KerasModel": "adapters.keras",
     "LinenModel": "adapters.linen",
+    "LogSamples": "train.log_samples",
     "Loop": "train.loop",
     "Manifest": "checkpoints.manifest",
     "MappedDataset": "data.datasets",
@@ -42,11 +44,13 @@ _HOMES = {
     "ParquetSource": "data.sources.parquet",
     "PerReplica": "step.per_replica",
     "PreemptedExit": "errors",
+    "ReduceOnPlateau": "train.reduce_on_plateau",
     "ReplicaError": "errors",
     "Rule": "sharding.layout",
     "RunConfig": "config.run_config",
     "ShardingOptions": "config.option_groups",
     "SkipBadRecords": "data.bad_records",
+    "StopAtThreshold": "train.stopping",
     "StorageError": "errors",
     "Stream": "data.streams",
     "Subset": "data.datasets",
@@ -56,6 +60,7 @@ _HOMES = {
     "Tokenized": "data.text",
     "TrainState": "step.state",
     "Trainer": "train.trainer",
+    "UploadCheckpoints": "train.upload_checkpoints",
     "UserError": "errors",
     "Variables": "adapters.base",
     "WeightedValues": "step.metrics",
@@ -88,6 +93,7 @@ __all__ = [
     "CollectiveOptions",
     "Coordinator",
     "Dataset",
+    "EarlyStopping",
     "Experiment",
     "FitResult",
     "FixedShards",
@@ -97,6 +103,7 @@ __all__ = [
     "JsonLinesSource",
     "KerasModel",
     "LinenModel",
+    "LogSamples",
     "Loop",
     "Manifest",
     "MappedDataset",
@@ -111,11 +118,13 @@ __all__ = [
     "ParquetSource",
     "PerReplica",
     "PreemptedExit",
+    "ReduceOnPlateau",
     "ReplicaError",
     "Rule",
     "RunConfig",
     "ShardingOptions",
     "SkipBadRecords",
+    "StopAtThreshold",
     "StorageError",
     "Stream",
     "Subset",
@@ -125,6 +134,7 @@ __all__ = [
     "Tokenized",
     "TrainState",
     "Trainer",
+    "UploadCheckpoints",
     "UserError",
     "Variables",
     "WeightedValues",
@@ -196,8 +206,12 @@ if TYPE_CHECKING:
     from spmdtrain.train.callbacks import CallbackContext, CallbackEvent
     from spmdtrain.train.epochs import FitResult
     from spmdtrain.train.experiment import Experiment
+    from spmdtrain.train.log_samples import LogSamples
     from spmdtrain.train.loop import Loop
+    from spmdtrain.train.reduce_on_plateau import ReduceOnPlateau
+    from spmdtrain.train.stopping import EarlyStopping, StopAtThreshold
     from spmdtrain.train.trainer import Trainer
+    from spmdtrain.train.upload_checkpoints import UploadCheckpoints
 
 
 def __getattr__(name: str) -> Any:

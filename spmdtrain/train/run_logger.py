@@ -89,15 +89,16 @@ class RunLogger:
             else [f"global batch {batch}{padded} ({rows // placement.batch_shards} per device)"]
         )
         facts += [] if rate is None else [f"learning rate {rate:g}"]
-        facts.append(f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters")
-        self.terminal.lines(
-            [
-                f"{len(devices)} x {devices[0].device_kind}{_processes()}, {placement.name}, "
-                f"mesh {placement.axes}",
-                ", ".join(facts),
-                *program.split("; "),
-            ]
-        )
+        compiled, *reasons = program.split("; ")
+        count = sum(leaf.size for leaf in jax.tree.leaves(params))
+        lines = [
+            f"{len(devices)} x {devices[0].device_kind}{_processes()}, {placement.name}, "
+            f"mesh {placement.axes}",
+            ", ".join(facts),
+            f"{count:,} parameters; {compiled}",
+            *reasons,
+        ]
+        self.terminal.lines([line for line in lines if line])
         if any(self._skipped_records.values()):
             counts = (f"{split} {count:,}" for split, count in self._skipped_records.items())
             self.terminal.line(f"bad records left out: {', '.join(counts)}", Tone.WARNING)

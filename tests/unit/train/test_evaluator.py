@@ -191,7 +191,7 @@ def test_it_finds_what_the_training_found(
     assert curve(workdir) == expected
     output = capsys.readouterr().out
     assert f"evaluator: waiting for checkpoints in {workdir}\n" in output
-    assert f"eval at step 3: loss {losses(whole)[3]:.4g}  best\n" in output
+    assert f"eval at step 3: loss {losses(whole)[3]:.4g}\n" in output
     assert "evaluator: the training has finished at step 4\n" in output
     assert "best: step 4" in output and "last: step 4" in output
 
