@@ -53,6 +53,9 @@ def learning_rate(opt_state: PyTree) -> jax.Array | None:
 def changeable_learning_rate(opt_state: PyTree) -> float:
     """Returns the injected learning rate, which `with_learning_rate` can replace.
 
+    Args:
+      opt_state: The optimizer's state.
+
     Raises:
       UserError: If the optimizer has no injected learning rate, has several, or a schedule computes
         it.

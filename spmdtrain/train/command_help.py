@@ -34,7 +34,7 @@ _OF_NONE = re.compile(r"None means (.+?)\.(?:\s|$)")  # in a docstring
 
 @dataclass(frozen=True)
 class OptionHelp:
-    """What the help says about an option.
+    """The help of one option.
 
     Attributes:
       name: The name of the field; a nested one has a dot.
@@ -128,12 +128,12 @@ def _is_in(name: str, names: Sequence[str] | set[str]) -> bool:
 
 
 def option_help(of: type, default: Any, prefix: str = "") -> Iterator[OptionHelp]:
-    """Yields what is known about the options that tyro makes of a dataclass.
+    """Yields the help of the options that tyro makes of a dataclass.
 
     Args:
       of: The dataclass.
       default: An instance with the default values; None takes those of the class.
-      prefix: What the names of its options begin with.
+      prefix: The beginning of the names of its options.
     """
     docs, kinds = field_docs(of), get_type_hints(of, include_extras=True)
     for field in dataclasses.fields(of):

@@ -43,14 +43,25 @@ class LogSamples:
         self.name = name
 
     def fit_start(self, event: CallbackContext) -> None:
-        """Checks that the run can predict."""
+        """Checks that the run can predict.
+
+        Args:
+          event: The event.
+
+        Raises:
+          UserError: If the run cannot have this callback.
+        """
         if not hasattr(event.trainer, "predict"):
             raise UserError(
                 "LogSamples is for a Trainer, which can predict: in a Loop, log your own samples"
             )
 
     def evaluation(self, event: CallbackContext) -> None:
-        """Predicts and logs; all processes predict together."""
+        """Predicts and logs; all processes predict together.
+
+        Args:
+          event: The event.
+        """
         lines = list(self._format(event.trainer.predict(self._examples)))
         for line in [f"{self.name} at step {event.step}:", *lines]:
             event.trainer.terminal.line(line)

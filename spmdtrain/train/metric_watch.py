@@ -3,6 +3,7 @@
 import math
 from typing import Any, Literal, TypedDict
 
+from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.files.validation import check
 from spmdtrain.terminal import Tone
@@ -56,7 +57,14 @@ class MetricWatch:
         self._step = -1  # of the last evaluation that was counted
 
     def fit_start(self, event: CallbackContext) -> None:
-        """Checks that the run evaluates."""
+        """Checks that the run evaluates.
+
+        Args:
+          event: The event.
+
+        Raises:
+          UserError: If the run cannot have this callback.
+        """
         if event.trainer.config.evaluated_by == "evaluator":
             raise UserError(
                 f"{self.name} needs the evaluations of the training, and evaluated_by is "
@@ -64,7 +72,11 @@ class MetricWatch:
             )
 
     def evaluation(self, event: CallbackContext) -> None:
-        """Counts an evaluation."""
+        """Counts an evaluation.
+
+        Args:
+          event: The event.
+        """
         value = metric_of(event, self.metric, self.name)
         if event.step <= self._step:
             return  # it is repeated after an interruption, and is counted already
@@ -80,11 +92,19 @@ class MetricWatch:
             self.on_patience_end(event)
 
     def on_patience_end(self, event: CallbackContext) -> None:
-        """Is called at each evaluation from `patience` ones without an improvement on."""
+        """Is called at each evaluation from `patience` ones without an improvement on.
+
+        Args:
+          event: The event.
+        """
         raise NotImplementedError
 
     def fit_end(self, event: CallbackContext) -> None:
-        """Prints a warning if there was no evaluation."""
+        """Prints a warning if there was no evaluation.
+
+        Args:
+          event: The event.
+        """
         if self._step < 0:
             text = f"{self.name} had no effect, because the run has no evaluation (validation=...)"
             event.trainer.terminal.line(text, Tone.WARNING)
@@ -96,14 +116,20 @@ class MetricWatch:
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a state that `state_dict` returned."""
+        """Continues from a state that `state_dict` returned.
+
+        Args:
+          state: The state.
+        """
         check(state, _State, self.name)
         self.best, self.best_step = state["best"], state["best_step"]
         self.waited, self._step = state["waited"], state["step"]
 
 
 def metric_of(event: CallbackContext, metric: str, name: str) -> float:
-    """Returns a metric of an evaluation.
+    """Returns a metric of an evaluation, that of process 0 in all processes.
+
+    A metric that a callback has added may differ between processes, which have to decide the same.
 
     Args:
       event: The evaluation.
@@ -117,4 +143,4 @@ def metric_of(event: CallbackContext, metric: str, name: str) -> float:
         raise UserError(
             f"{name}: the evaluation has no metric {metric!r}.{did_you_mean(metric, event.metrics)}"
         )
-    return float(event.metrics[metric])
+    return process_group.broadcast(float(event.metrics[metric]))

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
 from spmdtrain.files.validation import check
 from spmdtrain.step import hyperparameters
@@ -52,7 +51,14 @@ class ReduceOnPlateau(MetricWatch):
         self._cooling = 0  # evaluations that are left of the cooldown
 
     def fit_start(self, event: CallbackContext) -> None:
-        """Checks that the learning rate can be changed."""
+        """Checks that the learning rate can be changed.
+
+        Args:
+          event: The event.
+
+        Raises:
+          UserError: If the run cannot have this callback.
+        """
         super().fit_start(event)
         trainer = event.trainer
         if not hasattr(trainer, "state"):
@@ -68,20 +74,27 @@ class ReduceOnPlateau(MetricWatch):
         hyperparameters.changeable_learning_rate(trainer.state.opt_state)
 
     def evaluation(self, event: CallbackContext) -> None:
-        """Counts an evaluation, unless it belongs to the cooldown."""
+        """Counts an evaluation, unless it belongs to the cooldown.
+
+        Args:
+          event: The event.
+        """
         before, cooling = self._step, self._cooling
         super().evaluation(event)
         if cooling and self._step != before:
             self._cooling, self.waited = cooling - 1, 0
 
     def on_patience_end(self, event: CallbackContext) -> None:
-        """Reduces the learning rate."""
+        """Reduces the learning rate.
+
+        Args:
+          event: The event.
+        """
         if self._cooling:
             return
         trainer = event.trainer
         old = hyperparameters.changeable_learning_rate(trainer.state.opt_state)
-        # Process 0 decides, because the value must be the same in all processes.
-        new = process_group.broadcast(max(old * self.factor, self.min_learning_rate))
+        new = max(old * self.factor, self.min_learning_rate)
         waited, self.waited, self._cooling = self.waited, 0, self.cooldown
         if new >= old:
             return
@@ -96,7 +109,11 @@ class ReduceOnPlateau(MetricWatch):
         return super().state_dict() | {"cooling": self._cooling}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a state that `state_dict` returned."""
+        """Continues from a state that `state_dict` returned.
+
+        Args:
+          state: The state.
+        """
         rest = dict(state)
         cooling = rest.pop("cooling", None)
         check(cooling, int, f"{self.name}: cooling")

@@ -30,7 +30,11 @@ class EarlyStopping(MetricWatch):
         super().__init__(metric, patience=patience, min_delta=min_delta, direction=direction)
 
     def on_patience_end(self, event: CallbackContext) -> None:
-        """Ends the run."""
+        """Ends the run.
+
+        Args:
+          event: The event.
+        """
         best = "" if self.best is None else f" (best: {number(self.best)} at {self.best_step})"
         event.trainer.terminal.line(
             f"early stopping at step {event.step}: {self.metric} has not improved for "
@@ -60,7 +64,11 @@ class StopAtThreshold:
         self.name = f"StopAtThreshold({metric})"
 
     def evaluation(self, event: CallbackContext) -> None:
-        """Ends the run if the value is reached."""
+        """Ends the run if the value is reached.
+
+        Args:
+          event: The event.
+        """
         value = metric_of(event, self.metric, self.name)
         if self.at_least is not None:
             reached = value >= self.at_least

@@ -23,10 +23,10 @@ _COMMITTED = "commit_success.txt"  # makes a checkpoint in a bucket complete, fo
 
 
 class UploadCheckpoints:
-    """Uploads each complete checkpoint in a thread of process 0, while the training goes on.
+    """Uploads each complete checkpoint in a thread of process 0, while the training continues.
 
     An upload that fails is repeated; if it keeps failing, a line names the checkpoint and the
-    reason, and the training goes on. The end of the run waits for the uploads. Those that an
+    reason, and the training continues. The end of the run waits for the uploads. Those that an
     interruption has cut off are made by the next start.
 
     Args:
@@ -64,7 +64,14 @@ class UploadCheckpoints:
         self._thread: threading.Thread | None = None
 
     def fit_start(self, event: CallbackContext) -> None:
-        """Starts the thread, and uploads checkpoints of which an earlier start did not."""
+        """Starts the thread, and uploads checkpoints of which an earlier start did not.
+
+        Args:
+          event: The event.
+
+        Raises:
+          UserError: If the run cannot have this callback.
+        """
         workdir = event.trainer.config.workdir
         if workdir is None:
             raise UserError("UploadCheckpoints needs a workdir: without one nothing is saved")
@@ -87,11 +94,19 @@ class UploadCheckpoints:
         self._thread.start()
 
     def checkpoint(self, event: CallbackContext) -> None:
-        """Uploads the checkpoint once it is complete: its save has only begun."""
+        """Uploads the checkpoint once it is complete: its save has only begun.
+
+        Args:
+          event: The event.
+        """
         self._steps.put(event.step)
 
     def fit_end(self, event: CallbackContext) -> None:
-        """Waits for the uploads."""
+        """Waits for the uploads.
+
+        Args:
+          event: The event.
+        """
         if self._thread is not None:
             self._steps.put(None)
             with event.trainer.terminal.waiting("uploading checkpoints"):
@@ -104,7 +119,11 @@ class UploadCheckpoints:
             return {"uploaded": sorted(self._uploaded)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a state that `state_dict` returned."""
+        """Continues from a state that `state_dict` returned.
+
+        Args:
+          state: The state.
+        """
         check(state, dict[str, list[int]], self.name)
         with self._lock:
             self._uploaded = set(state["uploaded"])

@@ -382,7 +382,7 @@ def test_a_table_gives_the_learning_rate_of_the_largest_batch_not_above(
     table = ["--learning-rate-table", "8", "0.5", "32", "0.125", "64", "0.75"]
     options = ["--config", str(small_experiment(tmp_path)), "--workdir", str(tmp_path / "run")]
     assert main([*options, *table, "--global-batch-size", "48"]) == 0
-    assert "learning rate 0.125;" in capsys.readouterr().out
+    assert "learning rate 0.125\n" in capsys.readouterr().out
     assert resolved(tmp_path / "run")["learning_rate"] == 0.125
 
 

@@ -72,7 +72,7 @@ def test_docstrings_of_fields_are_found_in_all_forms() -> None:
         kept: int = 1
         changed: int = 1
         """Said
-        anew."""
+        again."""
         beside: int = 0  # Said beside it.
         # Said above it,
         # in two lines.
@@ -81,7 +81,7 @@ def test_docstrings_of_fields_are_found_in_all_forms() -> None:
 
     assert field_docs(Config) == {
         "kept": "Said by the base.",
-        "changed": "Said anew.",
+        "changed": "Said again.",
         "beside": "Said beside it.",
         "above": "Said above it, in two lines.",
     }
