@@ -66,9 +66,10 @@ def show_help(
     """
     terminal = Terminal()
     width = min(terminal.console.width, 100 if terminal.console.is_terminal else LINE_WIDTH)
-    usage = f"usage: {prog} --config FILE [--preset NAME] [OPTIONS]"
-    lines = [Text(usage), Text(), *map(Text, _paragraphs(description, width)), Text()]
     own = list(option_help(of, None))
+    required = [f"--{x.name} {x.name.upper()}" for x in own if x.is_required]
+    usage = textwrap.wrap(" ".join(["usage:", prog, *required, "[OPTIONS]"]), width)
+    lines = [*map(Text, usage), Text(), *map(Text, _paragraphs(description, width)), Text()]
     inherited = {field.name for field in dataclasses.fields(RunConfig)}
     options = [*own, *option_help(type(default), default)]
     of_experiment = [x for x in options[len(own) :] if x.name.split(".")[0] not in inherited]
@@ -87,8 +88,9 @@ def show_help(
         hidden += len(members) - len(shown)
         if shown:
             lines.append(Text(title, _HEADING))
+            complete = all_options or title in (experiment, "Command")
             for option in shown:
-                lines += _entry(option, width, complete=all_options)
+                lines += _entry(option, width, complete=complete)
             lines.append(Text())
     rest = (
         f"--help-all shows {hidden} more options, and complete descriptions."

@@ -82,8 +82,6 @@ class Loop(LoopTools):
 
     Args:
       config: The configuration.
-      callbacks: Functions by event, or a list of callback objects. A loop has the events
-        `fit_start`, `evaluation` (`log_evaluation`), `checkpoint` and `fit_end`.
       terminal: Shows progress; by default the standard output of process 0.
       clock: Returns seconds.
       **options: Fields of `RunConfig`, in place of those of `config`.
@@ -96,7 +94,6 @@ class Loop(LoopTools):
         self,
         config: RunConfig | None = None,
         *,
-        callbacks: Callbacks | None = None,
         terminal: Terminal | None = None,
         clock: Callable[[], float] = time.monotonic,
         **options: Any,
@@ -119,8 +116,7 @@ class Loop(LoopTools):
         self._compiler_options = merge_compiler_options(
             self.config.compiler_options, ours, self.placement.replicated
         )
-        self._callbacks = CallbackRunner(self, callbacks or {}, state_at_steps=True)
-        self._callbacks.check_events({"step", "log", "epoch_end"}, "a Loop")
+        self._callbacks = CallbackRunner(self, {}, state_at_steps=True)  # until `start`
         self._clock = clock
         self._stack = contextlib.ExitStack()
         self._entered = False
@@ -159,6 +155,7 @@ class Loop(LoopTools):
         train: Any = None,
         rules: Sequence[Rule] = (),
         augment: Augment | None = None,
+        callbacks: Callbacks | None = None,
     ) -> TrainState:
         """Returns the state to begin with: the workdir's newest checkpoint, or the initial one.
 
@@ -168,12 +165,16 @@ class Loop(LoopTools):
           train: A dataset or arrays, for `batches`.
           rules: Sharding rules; the first that matches a path counts.
           augment: (example, NumPy generator) -> example.
+          callbacks: Functions by event, or a list of callback objects. A loop has the events
+            `fit_start`, `evaluation` (`log_evaluation`), `checkpoint` and `fit_end`.
 
         Raises:
           UserError: If an argument is wrong, or this is not the first call.
         """
         if not self._entered or self._parts is not None:
             raise UserError("start() is called once, within `with Loop(...) as loop:`")
+        self._callbacks = CallbackRunner(self, callbacks or {}, state_at_steps=True)
+        self._callbacks.check_events({"step", "log", "epoch_end"}, "a Loop")
         keys = [jax.random.key(derive_seed(self.config.seed, p)) for p in _PURPOSES]
         begin = make_initial_state(init)
         abstract = jax.eval_shape(begin, *keys)

@@ -443,6 +443,19 @@ def test_help_lists_the_options_of_every_run_and_the_experiments_own(
     assert text.index("--hidden") < text.index("--mode")
 
 
+def test_quiet_commands_print_only_the_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--config", str(small_experiment(tmp_path)), "--workdir", str(tmp_path / "run")]
+    assert main([*options, "--quiet"]) == 0
+    (line,) = metrics(tmp_path / "run", "eval")
+    assert capsys.readouterr().out == f"eval at step 4: loss {shown(line['loss'])}\n"
+    assert main([*options, "--mode", "evaluate", "--quiet"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"step": 4, "split": "validation", "loss": line["loss"]}
+    assert printed.err == ""
+
+
 # -- a loss that is none ---------------------------------------------------------------------------
 
 

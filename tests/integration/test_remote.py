@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -300,3 +301,23 @@ def test_curves_that_cannot_be_written_end_a_run(
         files.write_status(Status.RUNNING, 1)
     with pytest.raises(StorageError, match="tensorboard"):
         files.close()
+
+
+def test_checkpoints_of_a_local_run_are_uploaded(tmp_path: Path) -> None:
+    uploads = "callbacks=[UploadCheckpoints('gs://bucket/copies')],\n        model="
+    config = small_experiment(
+        tmp_path,
+        ("        model=", f"        {uploads}"),
+        ("import Experiment, RunConfig", "import Experiment, RunConfig, UploadCheckpoints"),
+    )
+    with fake_gcs() as storage:
+        env = environment() | storage.environment()
+        options = ("--workdir", tmp_path / "run", "--steps", 4, *OFTEN)
+        ended = subprocess.run(
+            command(config, *options), env=env, capture_output=True, text=True, timeout=200
+        )
+        assert ended.returncode == 0 and "not uploaded" not in ended.stdout, ended
+        verify = (sys.executable, "-m", "spmdtrain.checkpoints", "verify", "gs://bucket/copies/2")
+        verified = subprocess.run(verify, env=env, capture_output=True, text=True, timeout=200)
+        assert verified.returncode == 0, verified
+        assert len(storage.under("copies/4/")) > 3
