@@ -268,7 +268,7 @@ class Terminal:
     def results(self, rows: Mapping[str, Mapping[str, float]], step: int | None = None) -> None:
         """Prints a table with a row for each split and a column for each metric.
 
-        With `results_only`, prints only the last row, as a line.
+        If the terminal is too narrow for that, it has a row for each metric. With `results_only`, prints only the last row, as a line.
 
         Args:
           rows: Split name to metric name to value.
@@ -280,13 +280,26 @@ class Terminal:
                 self.result(f"{split}{where}: {'  '.join(metric_texts(rows[split]))}")
             return
         names = list(dict.fromkeys(name for metrics in rows.values() for name in metrics))
-        table = Table()
-        table.add_column("")
-        for name in names:
-            table.add_column(name, justify="right")
-        for split, metrics in rows.items():
-            table.add_row(split, *(number(metrics[n]) if n in metrics else "" for n in names))
+        table = _table(names, rows)
+        if self.console.measure(table).maximum > self.console.width:
+            # A narrow terminal: a row for each metric, because there are more of them.
+            by_metric = {
+                name: {split: found[name] for split, found in rows.items() if name in found}
+                for name in names
+            }
+            table = _table(list(rows), by_metric)
         self.console.print(table)
+
+
+def _table(columns: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> Table:
+    """Returns a table of numbers; rows may lack some columns."""
+    table = Table()
+    table.add_column("")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for title, values in rows.items():
+        table.add_row(title, *(number(values[x]) if x in values else "" for x in columns))
+    return table
 
 
 def _console(*, quiet: bool) -> Console:

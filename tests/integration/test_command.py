@@ -448,7 +448,7 @@ def test_quiet_commands_print_only_the_result(
 ) -> None:
     options = ["--config", str(small_experiment(tmp_path)), "--workdir", str(tmp_path / "run")]
     assert main([*options, "--quiet"]) == 0
-    (line,) = metrics(tmp_path / "run", "eval")
+    line = metrics(tmp_path / "run", "eval")[-1]
     assert capsys.readouterr().out == f"eval at step 4: loss {shown(line['loss'])}\n"
     assert main([*options, "--mode", "evaluate", "--quiet"]) == 0
     printed = capsys.readouterr()

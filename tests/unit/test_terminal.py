@@ -67,6 +67,17 @@ def test_lines_of_the_start_fit_80_columns() -> None:
     assert " ".join(line.strip() for line in lines[1:]) == long.strip()
 
 
+def test_a_narrow_table_has_a_row_for_each_metric(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = {"train": {"loss": 0.5}, "test": {"loss": 0.25, "accuracy": 0.75, "perplexity": 1.5}}
+    in_terminal(monkeypatch, 40).results(rows)
+    wide = capsys.readouterr().out
+    assert re.search("train .*0.5.*\n.*test .*0.25.* 0.75.* 1.5", wide)
+    in_terminal(monkeypatch, 30).results(rows)
+    assert re.search(r"loss .*0.5.* 0.25.*\n.*accuracy .* 0.75.*\n", capsys.readouterr().out)
+
+
 def test_a_quiet_trainer_prints_the_last_metrics_only(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = linear_model.trainer(quiet=True, terminal=None)
     result = trainer.fit((X, Y), epochs=2, validation=(X, Y))
