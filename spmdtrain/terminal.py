@@ -268,7 +268,8 @@ class Terminal:
     def results(self, rows: Mapping[str, Mapping[str, float]], step: int | None = None) -> None:
         """Prints a table with a row for each split and a column for each metric.
 
-        If the terminal is too narrow for that, it has a row for each metric. With `results_only`, prints only the last row, as a line.
+        If the terminal is too narrow for that, it has a row for each metric. With `results_only`,
+        prints only the last row, as a line.
 
         Args:
           rows: Split name to metric name to value.
@@ -281,7 +282,8 @@ class Terminal:
             return
         names = list(dict.fromkeys(name for metrics in rows.values() for name in metrics))
         table = _table(names, rows)
-        if self.console.measure(table).maximum > self.console.width:
+        unlimited = self.console.options.update(max_width=10_000)
+        if self.console.measure(table, options=unlimited).maximum > self.console.width:
             # A narrow terminal: a row for each metric, because there are more of them.
             by_metric = {
                 name: {split: found[name] for split, found in rows.items() if name in found}
