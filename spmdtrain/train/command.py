@@ -6,6 +6,7 @@ import jax
 
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
 from spmdtrain.config.run_config import RunConfig
+from spmdtrain.data.progress import hide_progress
 from spmdtrain.distributed import initialize, process_group
 from spmdtrain.distributed.user_modules import file_digest, source_digests
 from spmdtrain.errors import ExitCode, UserError
@@ -39,6 +40,7 @@ def execute(command: Command) -> int:
     # Resolved before `build`, which sees the batch size and the learning rate of the run.
     config = resolve_config(config)
     terminal = terminal_of(config)
+    hide_progress(hidden=config.quiet)
     if unused := backend.unused_tasks(spec):
         terminal.line(unused)
     if file.has_own_loop and options.mode == "train" and not options.show_sharding:

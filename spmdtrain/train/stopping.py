@@ -35,7 +35,7 @@ class EarlyStopping(MetricWatch):
         Args:
           event: The event.
         """
-        best = "" if self.best is None else f" (best: {number(self.best)} at {self.best_step})"
+        best = "" if self.best is None else f" (best: {number(self.best)} at step {self.best_step})"
         event.trainer.terminal.line(
             f"early stopping at step {event.step}: {self.metric} has not improved for "
             f"{self.waited} evaluations{best}"

@@ -19,6 +19,7 @@ from spmdtrain.terminal import Tone
 from spmdtrain.train.callbacks import CallbackContext
 
 _LOOK_INTERVAL = 0.5  # seconds between two looks whether a save is complete
+_REMEMBERED = 1000  # uploaded checkpoints in the state; most older ones are removed by then
 _COMMITTED = "commit_success.txt"  # makes a checkpoint in a bucket complete, for Orbax
 
 
@@ -116,7 +117,7 @@ class UploadCheckpoints:
     def state_dict(self) -> dict[str, Any]:
         """Returns the steps of the uploaded checkpoints."""
         with self._lock:
-            return {"uploaded": sorted(self._uploaded)}
+            return {"uploaded": sorted(self._uploaded)[-_REMEMBERED:]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a state that `state_dict` returned.
@@ -141,9 +142,10 @@ class UploadCheckpoints:
                         self._uploaded.add(step)
                     continue
                 why = "it was removed before, or was never complete"
-            except Exception as error:  # the user's function, or any storage
-                gone = not (folder / str(step)).exists()
-                why = "it was removed during the upload" if gone else one_line(error)
+            except Exception as error:  # of the user's function, or of any storage
+                why = "it was removed during the upload"
+                if _may_exist(folder / str(step)):
+                    why = one_line(error)
             log(f"checkpoint {step} was not uploaded to {self._where}: {why}", Tone.WARNING)
 
     def _await_save(self, folder: epath.Path, step: int, steps: "queue.Queue[int | None]") -> bool:
@@ -160,7 +162,7 @@ class UploadCheckpoints:
             try:
                 return self._upload(path, step)
             except Exception:
-                if attempt == self._attempts or not path.exists():
+                if attempt == self._attempts or not _may_exist(path):
                     raise
             time.sleep(self._pause * 2 ** (attempt - 1))
 
@@ -184,6 +186,14 @@ def copy_checkpoint(source: epath.Path, target: epath.Path) -> None:
         (source / name).copy(target / name, overwrite=True)
     if is_url(target) and _COMMITTED not in names:
         (target / _COMMITTED).write_text(f"Checkpoint commit was successful to {target}")
+
+
+def _may_exist(path: epath.Path) -> bool:
+    """Returns False if a path does not exist, and True if that cannot be found out."""
+    try:
+        return path.exists()
+    except Exception:
+        return True
 
 
 def _files(folder: epath.Path, prefix: str = "") -> Iterator[str]:
