@@ -19,6 +19,7 @@ _HOMES = {
     "CollectiveOptions": "config.option_groups",
     "Coordinator": "parameter_server.coordinator",
     "Dataset": "data.datasets",
+    "EarlyStopping": "train.stopping",
     "Experiment": "train.experiment",
     "Figure": "trackers.media",
     "FitResult": "train.epochs",
@@ -31,6 +32,7 @@ _HOMES = {
     "JsonLinesSource": "data.sources.text_files",
     "KerasModel": "adapters.keras",
     "LinenModel": "adapters.linen",
+    "LogSamples": "train.log_samples",
     "Loop": "train.loop",
     "Manifest": "checkpoints.manifest",
     "MappedDataset": "data.datasets",
@@ -45,12 +47,14 @@ _HOMES = {
     "ParquetSource": "data.sources.parquet",
     "PerReplica": "step.per_replica",
     "PreemptedExit": "errors",
+    "ReduceOnPlateau": "train.reduce_on_plateau",
     "ReplicaError": "errors",
     "Rule": "sharding.layout",
     "RunConfig": "config.run_config",
     "RunInfo": "trackers.base",
     "ShardingOptions": "config.option_groups",
     "SkipBadRecords": "data.bad_records",
+    "StopAtThreshold": "train.stopping",
     "StorageError": "errors",
     "Stream": "data.streams",
     "Subset": "data.datasets",
@@ -63,6 +67,7 @@ _HOMES = {
     "Tracker": "trackers.base",
     "TrainState": "step.state",
     "Trainer": "train.trainer",
+    "UploadCheckpoints": "train.upload_checkpoints",
     "UserError": "errors",
     "Variables": "adapters.base",
     "WeightedValues": "step.metrics",
@@ -95,6 +100,7 @@ __all__ = [
     "CollectiveOptions",
     "Coordinator",
     "Dataset",
+    "EarlyStopping",
     "Experiment",
     "Figure",
     "FitResult",
@@ -107,6 +113,7 @@ __all__ = [
     "JsonLinesSource",
     "KerasModel",
     "LinenModel",
+    "LogSamples",
     "Loop",
     "Manifest",
     "MappedDataset",
@@ -121,12 +128,14 @@ __all__ = [
     "ParquetSource",
     "PerReplica",
     "PreemptedExit",
+    "ReduceOnPlateau",
     "ReplicaError",
     "Rule",
     "RunConfig",
     "RunInfo",
     "ShardingOptions",
     "SkipBadRecords",
+    "StopAtThreshold",
     "StorageError",
     "Stream",
     "Subset",
@@ -139,6 +148,7 @@ __all__ = [
     "Tracker",
     "TrainState",
     "Trainer",
+    "UploadCheckpoints",
     "UserError",
     "Variables",
     "WeightedValues",
@@ -212,8 +222,12 @@ if TYPE_CHECKING:
     from spmdtrain.train.callbacks import CallbackContext, CallbackEvent
     from spmdtrain.train.epochs import FitResult
     from spmdtrain.train.experiment import Experiment
+    from spmdtrain.train.log_samples import LogSamples
     from spmdtrain.train.loop import Loop
+    from spmdtrain.train.reduce_on_plateau import ReduceOnPlateau
+    from spmdtrain.train.stopping import EarlyStopping, StopAtThreshold
     from spmdtrain.train.trainer import Trainer
+    from spmdtrain.train.upload_checkpoints import UploadCheckpoints
 
 
 def __getattr__(name: str) -> Any:

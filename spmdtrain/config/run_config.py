@@ -172,6 +172,8 @@ class RunConfig:
     """Evaluation metric by which the best checkpoint is chosen."""
     best_direction: Literal["min", "max"] = "min"
     """Whether a low (min) or a high (max) best_metric is better."""
+    quiet: bool = False
+    """Print only errors and the result: the metrics of the last evaluation, or the predictions."""
     profile_steps: str | None = None
     """Range of steps to profile, A:B, both included. Writes a profiler trace into the workdir."""
 

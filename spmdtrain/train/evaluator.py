@@ -182,7 +182,7 @@ class _Evaluator:
             while (step := self._await_checkpoint()) is not None:
                 self._evaluate(step)
         except PreemptedExit as stop:
-            terminal.line(f"evaluator: {stop.signal}; run the command again to resume")
+            terminal.result(f"evaluator: {stop.signal}; run the command again to resume")
             return ExitCode.PREEMPTED
         terminal.line(f"evaluator: {self.training.describe()}")
         if found := best_and_last(self.files.history(Split.EVAL), self.trainer.config):

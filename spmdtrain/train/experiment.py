@@ -56,7 +56,7 @@ class Experiment:
     format_predictions: Callable[[PyTree], Iterable[str]] | None = None
     """Predictions -> the lines that --mode predict prints."""
     callbacks: Callbacks = field(default_factory=dict)
-    """Functions by event (see `CallbackEvent`)."""
+    """Functions by event (see `CallbackEvent`), or a list of callback objects."""
     media: Function | None = None
     """(model, batch) -> media by name, to log at each evaluation for its first batch."""
     trackers: Sequence[Tracker] = ()

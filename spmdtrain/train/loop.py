@@ -16,7 +16,6 @@ from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
 from spmdtrain.data.loader import train_batches
 from spmdtrain.data.marked_rows import rows_of
 from spmdtrain.data.sampling import Augment
-from spmdtrain.distributed import process_group
 from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
 from spmdtrain.files.run_files import Split, Status
@@ -30,6 +29,13 @@ from spmdtrain.terminal import Terminal
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.trackers.run_trackers import RunTrackers
 from spmdtrain.train.boundary_actions import BoundaryActions
+from spmdtrain.train.callbacks import (
+    AddableMetrics,
+    CallbackEvent,
+    CallbackRunner,
+    Callbacks,
+    FrozenMetrics,
+)
 from spmdtrain.train.executor import max_in_flight
 from spmdtrain.train.input_wait import next_batch
 from spmdtrain.train.loop_checks import (
@@ -49,6 +55,7 @@ from spmdtrain.train.overrides import with_options, with_trackers
 from spmdtrain.train.roles import refuse_evaluator
 from spmdtrain.train.run_logger import RunLogger
 from spmdtrain.train.session import RunSession
+from spmdtrain.train.terminal_of_run import terminal_of
 from spmdtrain.xla import collective_options
 from spmdtrain.xla.compile_cache import merge_compiler_options, options_for_one_run
 
@@ -103,7 +110,7 @@ class Loop(LoopTools, MediaLogger):
         configure_backend(config)
         self.placement = make_placement(config)
         self.config = resolve(config, batch_shards=self.placement.batch_shards)
-        self.terminal = terminal or Terminal(quiet=not process_group.is_chief())
+        self.terminal = terminal or terminal_of(config)
         self.step = 0
         """Number of steps of the whole run that `end_step` has recorded."""
         placed = self.placement.strategy
@@ -115,6 +122,7 @@ class Loop(LoopTools, MediaLogger):
         self._compiler_options = merge_compiler_options(
             self.config.compiler_options, ours, self.placement.replicated
         )
+        self._callbacks = CallbackRunner(self, {}, state_at_steps=True)  # until `start`
         self._clock = clock
         self._stack = contextlib.ExitStack()
         self._entered = False
@@ -153,6 +161,7 @@ class Loop(LoopTools, MediaLogger):
         train: Any = None,
         rules: Sequence[Rule] = (),
         augment: Augment | None = None,
+        callbacks: Callbacks | None = None,
     ) -> TrainState:
         """Returns the state to begin with: the workdir's newest checkpoint, or the initial one.
 
@@ -162,12 +171,16 @@ class Loop(LoopTools, MediaLogger):
           train: A dataset or arrays, for `batches`.
           rules: Sharding rules; the first that matches a path counts.
           augment: (example, NumPy generator) -> example.
+          callbacks: Functions by event, or a list of callback objects. A loop has the events
+            `fit_start`, `evaluation` (`log_evaluation`), `checkpoint` and `fit_end`.
 
         Raises:
           UserError: If an argument is wrong, or this is not the first call.
         """
         if not self._entered or self._parts is not None:
             raise UserError("start() is called once, within `with Loop(...) as loop:`")
+        self._callbacks = CallbackRunner(self, callbacks or {}, state_at_steps=True)
+        self._callbacks.check_events({"step", "log", "epoch_end"}, "a Loop")
         keys = [jax.random.key(derive_seed(self.config.seed, p)) for p in _PURPOSES]
         begin = make_initial_state(init)
         abstract = jax.eval_shape(begin, *keys)
@@ -183,6 +196,7 @@ class Loop(LoopTools, MediaLogger):
             self._clock,
             self._own_trackers,
         )
+        run.callback_states = self._callbacks.states
         options = options_for_one_run(self.placement.devices[0].platform)
         program = jax.jit(begin, out_shardings=layout.shardings, compiler_options=options)
         state, is_restored = run.first_state(placed, lambda: call_together(program, *keys))
@@ -193,6 +207,7 @@ class Loop(LoopTools, MediaLogger):
         self.step = self.first_step = self._done = int(state.step)
         run.logger.begin(self.step, self.placement)
         self._stack.enter_context(run.record_outcome())
+        self._callbacks(CallbackEvent.FIT_START, self.step)
         if run.should_save_at_start(self.step):
             self._save()
         return state
@@ -225,6 +240,7 @@ class Loop(LoopTools, MediaLogger):
             run.logger.log_end(Status.PREEMPTED, self.step, why, saved=self.step == self._saved)
         else:
             run.logger.log_end(Status.FINISHED, self.step)
+        self._callbacks(CallbackEvent.FIT_END, self.step)
 
     # -- data ----------------------------------------------------------------------------------
 
@@ -362,6 +378,9 @@ class Loop(LoopTools, MediaLogger):
                 "of its metrics at once"
             )
         if split == Split.EVAL:
+            reported = AddableMetrics(metrics)
+            self._callbacks(CallbackEvent.EVALUATION, self.step, reported)
+            metrics = reported.with_added()
             check_best(self.config, metrics, first=not self._evaluated, log=self.terminal.line)
             self._last_eval = self.step, metrics
         self._evaluated.add((split, self.step))
@@ -409,6 +428,9 @@ class Loop(LoopTools, MediaLogger):
         parts.reader.flush()
         parts.run.save(parts.state, self.step, self._metrics(), stopped=self._stop)
         self._saved = self.step
+        if parts.run.checkpoints is not None:
+            metrics = FrozenMetrics(self._metrics() or {})
+            self._callbacks(CallbackEvent.CHECKPOINT, self.step, metrics)
 
     def _metrics(self) -> dict[str, float] | None:
         """Returns the metrics of the last step's evaluation, if there was one."""

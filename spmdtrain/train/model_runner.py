@@ -34,6 +34,7 @@ from spmdtrain.train.executor import backend_of
 from spmdtrain.train.init_state import load_values
 from spmdtrain.train.media_log import checked_media
 from spmdtrain.train.run_logger import Metrics
+from spmdtrain.train.terminal_of_run import terminal_of
 
 PyTree = Any
 
@@ -67,7 +68,7 @@ class ModelRunner:
         media: Function | None,
     ) -> None:
         self.config = config
-        self.terminal = terminal or Terminal(quiet=not process_group.is_chief())
+        self.terminal = terminal or terminal_of(config)
         self._backend = backend_of(strategy(config.strategy))
         self.placement = placement = self._backend.make_placement(config)
         self.check_interrupt: Callable[[], None] = _nothing

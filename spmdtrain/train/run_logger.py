@@ -12,7 +12,7 @@ from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError
 from spmdtrain.files.run_files import COUNTS_SUFFIX, RunFiles, Split, Status
 from spmdtrain.sharding.placement import Placement
-from spmdtrain.terminal import Rate, Terminal, duration, number
+from spmdtrain.terminal import Rate, Terminal, Tone, duration, metric_texts, number
 from spmdtrain.trackers.run_trackers import RunTrackers
 from spmdtrain.train.input_wait import InputWait
 
@@ -89,20 +89,25 @@ class RunLogger:
         if batch == self.config.global_batch_size is not None:
             rows = self.config.padded_batch_size(placement.batch_shards)
         padded = f" padded to {rows}" if rows != batch else ""
-        self.terminal.line(
-            f"{len(devices)} x {devices[0].device_kind}{_processes()}, {placement.name}, "
-            f"mesh {placement.axes}; "
-            + (
-                ""
-                if batch is None
-                else f"global batch {batch}{padded} ({rows // placement.batch_shards} per device); "
-            )
-            + ("" if rate is None else f"learning rate {rate:g}; ")
-            + f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters; {program}"
+        facts = (
+            []
+            if batch is None
+            else [f"global batch {batch}{padded} ({rows // placement.batch_shards} per device)"]
         )
+        facts += [] if rate is None else [f"learning rate {rate:g}"]
+        compiled, *reasons = program.split("; ")
+        count = sum(leaf.size for leaf in jax.tree.leaves(params))
+        lines = [
+            f"{len(devices)} x {devices[0].device_kind}{_processes()}, {placement.name}, "
+            f"mesh {placement.axes}",
+            ", ".join(facts),
+            f"{count:,} parameters; {compiled}",
+            *reasons,
+        ]
+        self.terminal.lines([line for line in lines if line])
         if any(self._skipped_records.values()):
             counts = (f"{split} {count:,}" for split, count in self._skipped_records.items())
-            self.terminal.line(f"bad records left out: {', '.join(counts)}")
+            self.terminal.line(f"bad records left out: {', '.join(counts)}", Tone.WARNING)
 
     def restart_timer(self, step: int) -> None:
         """Counts the time from here on as training."""
@@ -154,21 +159,30 @@ class RunLogger:
         curves |= {} if wait is None else {"speed/input_wait": wait}
         self._write(step, Split.TRAIN, metrics, curves, self._counts)
         self._counts = {}
-        text = "  ".join([_words(metrics), *(f"{number(v)} {unit}" for unit, v in speed.items())])
-        text += "" if wait is None else f"  input_wait {wait:.1%}"
+        texts = metric_texts(metrics) + [f"{number(v)} {unit}" for unit, v in speed.items()]
+        texts += [] if wait is None else [f"input_wait {wait:.1%}"]
         if self.terminal.has_bar:
-            self.terminal.advance(step, text)
+            self.terminal.advance(step, texts)
         else:
-            left = "" if rate is None else f"  {duration((total - step) / rate)} left"
-            self.terminal.line(f"step {step}/{total}  {text}{left}")
+            texts += [] if rate is None else [f"{duration((total - step) / rate)} left"]
+            self.terminal.line("  ".join([f"step {step}/{total}", *texts]))
 
     def log_evaluation(self, split: Split, step: int, metrics: Metrics) -> None:
         """Logs the metrics of an evaluation of the state after `step`."""
         self.latest[split] = metrics
         self._write(step, split, metrics)
+        best = split is Split.EVAL and self._is_best(metrics)
         if split in self.written:
             self.written[split][step] = metrics
-        self.terminal.line(f"{split} at step {step}: {_words(metrics)}")
+        texts = metric_texts(metrics) + (["best"] if best else [])
+        tone = Tone.SUCCESS if best else Tone.PLAIN
+        self.terminal.line(f"{split} at step {step}: {'  '.join(texts)}", tone)
+
+    def _is_best(self, metrics: Metrics) -> bool:
+        """Returns whether an evaluation is better than all earlier ones; there must be some."""
+        name, sign = self.config.best_metric, 1 if self.config.best_direction == "min" else -1
+        earlier = [m[name] * sign for m in self.written[Split.EVAL].values() if name in m]
+        return bool(earlier) and name in metrics and metrics[name] * sign < min(earlier)
 
     def log_epoch(self, step: int, metrics: Metrics) -> None:
         """Logs the means of the epoch that ends at `step`; "epoch" among them is its number."""
@@ -179,7 +193,7 @@ class RunLogger:
         shown = {k: x for k, x in metrics.items() if k not in apart}
         speed = [f"{number(metrics[name])} {of}" for name, of in units.items() if name in metrics]
         speed += [f"input_wait {metrics['input_wait']:.1%}"] if "input_wait" in metrics else []
-        text = "  ".join([_words(shown), *speed])
+        text = "  ".join([*metric_texts(shown), *speed])
         self.terminal.line(f"epoch {metrics['epoch']:.0f} at step {step}: {text}")
 
     def _write(
@@ -244,17 +258,14 @@ class RunLogger:
             done = f"saved step {step:,}; run the command again to resume"
             if not (self.config.workdir and saved):
                 done = "nothing saved" + (" (no workdir)" if not self.config.workdir else "")
-            self.terminal.line(f"{reason}: {done}")
+            self.terminal.result(f"{reason}: {done}", Tone.WARNING)
         if status is Status.FINISHED:
             where = f"; files in {self.config.workdir}" if self.files else ""
-            self.terminal.line(f"finished at step {step:,}{where}")
-            self.terminal.results({str(s): found for s, found in self.latest.items() if found})
+            self.terminal.line(f"finished at step {step:,}{where}", Tone.SUCCESS)
+            rows = {str(split): found for split, found in self.latest.items() if found}
+            self.terminal.results(rows, step)
 
 
 def _processes() -> str:
     count = process_group.count()
     return f" of {count} processes" if count > 1 else ""
-
-
-def _words(metrics: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {number(value)}" for name, value in metrics.items())

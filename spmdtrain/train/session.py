@@ -45,6 +45,7 @@ from spmdtrain.terminal import Terminal
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.trackers.run_trackers import open_trackers
 from spmdtrain.train.boundary_actions import BoundaryActions
+from spmdtrain.train.callback_states import CallbackStates
 from spmdtrain.train.checkpoints_of_run import open_checkpoints
 from spmdtrain.train.epochs import Epochs, known_rate
 from spmdtrain.train.run_inputs import (
@@ -76,6 +77,7 @@ class RunSession:
     signals: StopSignals
     epochs: Epochs
     stream_progress: StreamProgress = field(default_factory=StreamProgress)
+    callback_states: CallbackStates = field(default_factory=lambda: CallbackStates(()))
 
     @classmethod
     def open(
@@ -228,6 +230,7 @@ class RunSession:
         state, positions = loaded.value
         self.stream_progress.record(saved.step, positions)
         self.epochs.restore(saved.epoch)
+        self.callback_states.restore(saved.callbacks, log)
         before, now = saved.identity.config, self.identity.config
         if saved.stopped and all(before[name] == now[name] for name in ("epochs", "steps")):
             # A callback ended the run here, and the totals have not changed since.
@@ -351,6 +354,7 @@ class RunSession:
                 metrics,
                 stopped=stopped,
                 epoch=self.epochs.to_json(),
+                callbacks=self.callback_states.to_json(),
                 positions=self.stream_progress.at(step),
             )
         progress.saved(self.saved_step)

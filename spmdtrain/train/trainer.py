@@ -63,7 +63,7 @@ class Trainer(ModelRunner, MediaLogger):
       rules: Sharding rules; the first one that matches a parameter's path applies.
       reduction: (gradients of a device's part of the batch, mesh axes) -> their sums over the
         axes; called under `shard_map`. By default XLA or a built-in function reduces them.
-      callbacks: Functions by `CallbackEvent`.
+      callbacks: Functions by `CallbackEvent`, or a list of callback objects.
       media: (model, batch) -> media by name, logged at each evaluation for its first batch.
       trackers: Names of trackers, in place of those of `config`, and objects of own ones.
       config: The configuration; without a `workdir` nothing is written.
@@ -246,7 +246,7 @@ class Trainer(ModelRunner, MediaLogger):
                 f"checkpoint={self.config.checkpoint} needs init_from: a run itself always resumes "
                 "from its latest checkpoint"
             )
-        self._callbacks.stop_requested = False
+        run.callback_states = self._callbacks.begin(from_step_zero=restart or self._state is None)
         self._restored = None  # `evaluate` and `predict` use the trained state from here on
         if self._state is None:
             self._backend.compile_ahead(run, self._programs, self.functions, self._augment)

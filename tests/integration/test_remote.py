@@ -3,6 +3,7 @@
 import json
 import resource
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -312,3 +313,23 @@ def test_a_full_disk_leaves_no_torn_line(tmp_path: Path) -> None:
     files.write_metrics(3, Split.TRAIN, {"loss": 1.0})
     files.close()
     assert [line["step"] for line in metrics(tmp_path)] == [1, 3]
+
+
+def test_checkpoints_of_a_local_run_are_uploaded(tmp_path: Path) -> None:
+    uploads = "callbacks=[UploadCheckpoints('gs://bucket/copies')],\n        model="
+    config = small_experiment(
+        tmp_path,
+        ("        model=", f"        {uploads}"),
+        ("import Experiment, RunConfig", "import Experiment, RunConfig, UploadCheckpoints"),
+    )
+    with fake_gcs() as storage:
+        env = environment() | storage.environment()
+        options = ("--workdir", tmp_path / "run", "--steps", 4, *OFTEN)
+        ended = subprocess.run(
+            command(config, *options), env=env, capture_output=True, text=True, timeout=200
+        )
+        assert ended.returncode == 0 and "not uploaded" not in ended.stdout, ended
+        verify = (sys.executable, "-m", "spmdtrain.checkpoints", "verify", "gs://bucket/copies/2")
+        verified = subprocess.run(verify, env=env, capture_output=True, text=True, timeout=200)
+        assert verified.returncode == 0, verified
+        assert len(storage.under("copies/4/")) > 3

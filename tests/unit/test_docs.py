@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import json
 import re
 from pathlib import Path
@@ -55,8 +56,25 @@ def test_the_way_over_from_tf_distribute(tmp_path: Path, monkeypatch: pytest.Mon
     for name, array in first.items():
         np.testing.assert_allclose(own[name], array, rtol=1e-4, atol=1e-6, err_msg=name)
     assert status(tmp_path / "runs" / "best")["status"] == "finished"
-    assert len(found["losses"]) <= 20
     assert saved_steps(tmp_path / "runs" / "model") == [40]
+
+
+def test_the_page_of_callbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run_in(tmp_path, monkeypatch, blocks("callbacks.md"))
+    result = found["result"]
+    assert result.step < 400 and result.validation["loss"] < 1e-4
+    assert result.validation["evaluations"] == found["counter"].count == result.step // 4
+    assert saved_steps(tmp_path / "runs" / "callbacks") == [result.step]
+    assert (tmp_path / "backup" / str(result.step) / "manifest.json").exists()
+    # Every shipped callback of the page is in its table, with its defaults.
+    shown = re.findall(r"^\| `(\w+)\((.*?)\)`", (DOCS / "callbacks.md").read_text(), re.M)
+    assert len(shown) == 5
+    for name, arguments in shown:
+        parameters = inspect.signature(getattr(spmdtrain, name)).parameters
+        for given in arguments.split(", "):
+            argument, _, value = given.partition("=")
+            default = parameters[argument].default
+            assert value in ("", "...") or ast.literal_eval(value) == default, (name, given)
 
 
 def test_the_page_of_custom_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,8 @@ ALLOWED = set(
     """
     0bsd|3-clause bsd license|afl-2.1|apache 2.0|apache license|apache license 2.0|apache-2.0
     apache software license|bsd|bsd license|bsd-2-clause|bsd-3-clause|cc0-1.0|dfsg approved|isc
-    isc license (iscl)|mit|mit license|mit-0|mit-cmu|mozilla public license 2.0 (mpl 2.0)|mpl-2.0|psf-2.0
+    isc license (iscl)
+    mit|mit license|mit-0|mit-cmu|mozilla public license 2.0 (mpl 2.0)|mpl-2.0|psf-2.0
     python software foundation license|unlicense|zlib
     """.strip()
     .replace("\n", "|")

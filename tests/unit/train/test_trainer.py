@@ -549,7 +549,7 @@ def evaluated_steps(workdir: Path) -> list[int]:
     ("callbacks", "words"),
     [
         (print, "callbacks is a builtin_function_or_method: it must be a dictionary of events"),
-        ([print], "callbacks is a list: it must be a dictionary"),
+        ([print], "a callback is a builtin_function_or_method, which has no method named after"),
         ({"log": 3}, r"callbacks\['log'\] is a int: it must be a function"),
         ({"log": [print, None]}, r"callbacks\['log'\] is a NoneType"),
     ],
