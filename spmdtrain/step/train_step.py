@@ -15,6 +15,7 @@ from spmdtrain.step import hyperparameters, metrics
 from spmdtrain.step.finite import finite_flags
 from spmdtrain.step.gradients import Gradients
 from spmdtrain.step.model_state import difference
+from spmdtrain.step.norms import GRADIENT_NORM, PARAMETER_NORM, global_norm
 from spmdtrain.step.optimizer import Update, clipped
 from spmdtrain.step.state import TrainState
 
@@ -32,8 +33,9 @@ class StepOutput:
       number: int32, the number of the step. Only the step of a `Loop` sets it, to check that its
         outputs are recorded in order.
       sums: f32 (metrics by sorted name, 2), weighted sums and weights.
-      rate: The learning rate of the update, if the optimizer's state contains it
-        (`optax.inject_hyperparams`).
+      rate: The learning rate of the update, if it is known (see `update_rate`).
+      norms: f32 scalars by name: `gradient_norm` of the mean gradients of the trained parameters,
+        before the optimizer transforms them, and `parameter_norm` of all updated parameters.
     """
 
     metrics: dict[str, jax.Array]
@@ -41,6 +43,7 @@ class StepOutput:
     number: jax.Array | None = None
     sums: jax.Array | None = None
     rate: jax.Array | None = None
+    norms: dict[str, jax.Array] | None = None
 
 
 def make_train_step(
@@ -87,8 +90,12 @@ def make_train_step(
 
         # The finite flags of this loss and state. They are read before this state is saved.
         finite = finite_flags(means["loss"], state, after, layout.shardings)
+        norms = {
+            GRADIENT_NORM: global_norm(reduced, layout.on_device.params),
+            PARAMETER_NORM: global_norm(params, layout.on_device.params),
+        }
         sums, rate = metrics.stacked(computed.metrics), hyperparameters.learning_rate(opt_state)
-        return after, StepOutput(means, finite, sums=sums, rate=rate)
+        return after, StepOutput(means, finite, sums=sums, rate=rate, norms=norms)
 
     def train_steps(state: TrainState, batches: PyTree) -> tuple[TrainState, StepOutput]:
         if isinstance(batches, IndexedBatch):  # only the indices have a leading dim of steps
