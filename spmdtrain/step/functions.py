@@ -230,6 +230,7 @@ class StepFunctions:
                 self._placement,
                 steps=steps,
                 by_index=by_index,
+                log_every=self._config.log_every,
                 jit=self._config.jit,
                 compiler_options=self.compiler_options,
             )
