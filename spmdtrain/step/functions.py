@@ -297,6 +297,11 @@ class StepFunctions:
         return f"; reduced by XLA, because {blocker}" if blocker else ""
 
     @property
+    def loss_is_of_tokens(self) -> bool:
+        """Whether the loss has a value for each token, once a train step has been traced."""
+        return self._forward.loss_is_of_tokens
+
+    @property
     def reduction(self) -> Reduction | None:
         """The reduction of the gradients under `shard_map`; None if XLA reduces them."""
         return self._gradients.reduction

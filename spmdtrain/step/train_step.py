@@ -17,6 +17,7 @@ from spmdtrain.step.gradients import Gradients
 from spmdtrain.step.model_state import difference
 from spmdtrain.step.norms import step_norms
 from spmdtrain.step.optimizer import Update, clipped
+from spmdtrain.step.schedules import scheduled_rate
 from spmdtrain.step.state import TrainState
 
 PyTree = Any
@@ -33,7 +34,8 @@ class StepOutput:
       number: int32, the number of the step. Only the step of a `Loop` sets it, to check that its
         outputs are recorded in order.
       sums: f32 (metrics by sorted name, 2), weighted sums and weights.
-      rate: The learning rate of the update, if it is known (see `update_rate`).
+      rate: The learning rate of the update, if the optimizer's state contains it
+        (`optax.inject_hyperparams`) or a schedule determines it (see `scheduled_rate`).
       norms: f32 (2,), the norms of `NORMS`: of all updated parameters, and of the mean gradients of
         the trained ones before the optimizer transforms them. They are meaningless if `has_norms`
         is false for the step. The step of a `Loop` has the first only.
@@ -94,7 +96,10 @@ def make_train_step(
         # The finite flags of this loss and state. They are read before this state is saved.
         finite = finite_flags(means["loss"], state, after, layout.shardings)
         norms = step_norms(reduced, params, layout, after.step, log_every)
-        sums, rate = metrics.stacked(computed.metrics), hyperparameters.learning_rate(opt_state)
+        sums = metrics.stacked(computed.metrics)
+        rate = hyperparameters.learning_rate(opt_state)
+        if rate is None:
+            rate = scheduled_rate(update.optimizer, state.opt_state)
         return after, StepOutput(means, finite, sums=sums, rate=rate, norms=norms)
 
     def train_steps(state: TrainState, batches: PyTree) -> tuple[TrainState, StepOutput]:

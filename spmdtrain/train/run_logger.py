@@ -12,10 +12,15 @@ from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError
 from spmdtrain.files.run_files import RunFiles, Split, Status
 from spmdtrain.sharding.placement import Placement
+from spmdtrain.step.norms import NORMS
 from spmdtrain.terminal import Rate, Terminal, duration, number
 from spmdtrain.train.input_wait import InputWait
+from spmdtrain.train.performance import PerformanceLog
+from spmdtrain.train.time_account import TimeAccount, summary
 
 Metrics = dict[str, float]
+LEARNING_RATE = "learning_rate"
+"""The name of the learning rate in a line of training."""
 
 
 def no_metrics() -> dict[Split, dict[int, Metrics]]:
@@ -48,6 +53,8 @@ class RunLogger:
         self.written = no_metrics()
         """The metrics written of epochs and evaluations, by split and step."""
         self._rate, self._input_wait = Rate(), InputWait()
+        self.performance, self.times = PerformanceLog(files), TimeAccount(files)
+        self._devices: list[jax.Device] = []  # of this process
         self._seconds = 0.0  # of training, up to the last pause
         self._since: float | None = None  # when the timer was restarted
         self._counts: dict[str, Counter[int]] = {}  # since the last line of training
@@ -59,6 +66,9 @@ class RunLogger:
           step: The step from which the run resumes.
           placement: Is written to the configuration file.
         """
+        self.times.begin(step, len(placement.devices))
+        rank = jax.process_index()
+        self._devices = [device for device in placement.devices if device.process_index == rank]
         if self.files:
             self.files.prepare_curves()  # now, during the compilation
             self.files.rewind(step)
@@ -145,11 +155,12 @@ class RunLogger:
             speed["steps/s"] = rate
         wait = self._input_wait.read(done, self.seconds)
         if self.files:
-            curves = {f"speed/{unit.replace('/s', '_per_second')}": v for unit, v in speed.items()}
-            curves |= {} if wait is None else {"speed/input_wait": wait}
+            curves = self._log_performance(step, done, speed, wait)
             self.files.write_metrics(step, Split.TRAIN, metrics, curves, self._counts)
         self._counts = {}
-        text = "  ".join([_words(metrics), *(f"{number(v)} {unit}" for unit, v in speed.items())])
+        text = "  ".join(
+            [_words(self._shown(metrics)), *(f"{number(v)} {unit}" for unit, v in speed.items())]
+        )
         text += "" if wait is None else f"  input_wait {wait:.1%}"
         if self.terminal.has_bar:
             self.terminal.advance(step, text)
@@ -157,11 +168,30 @@ class RunLogger:
             left = "" if rate is None else f"  {duration((total - step) / rate)} left"
             self.terminal.line(f"step {step}/{total}  {text}{left}")
 
+    def _log_performance(self, step: int, done: int, speed: Metrics, wait: float | None) -> Metrics:
+        """Writes a line of performance; returns its values as curves."""
+        times = self.times.measure(done)
+        goodput = None if times is None else times.goodput
+        examples, steps = speed.get("examples/s"), speed.get("steps/s")
+        return self.performance.record(step, examples, steps, wait, goodput, self._devices)
+
+    def _shown(self, metrics: Metrics) -> Metrics:
+        """Returns the metrics for the terminal: without norms, and without a constant rate."""
+        hidden = {*NORMS} | (
+            {LEARNING_RATE} if metrics.get(LEARNING_RATE) == self.config.learning_rate else set()
+        )
+        return {name: value for name, value in metrics.items() if name not in hidden}
+
+    def log_checkpoint(self, step: int) -> None:
+        """Logs that the state after `step` is being saved."""
+        self.times.log("checkpoint", step)
+
     def log_evaluation(self, split: Split, step: int, metrics: Metrics) -> None:
         """Logs the metrics of an evaluation of the state after `step`."""
         self.latest[split] = metrics
         if self.files:
             self.files.write_metrics(step, split, metrics)
+        self.times.log("evaluation", step)
         if split in self.written:
             self.written[split][step] = metrics
         self.terminal.line(f"{split} at step {step}: {_words(metrics)}")
@@ -208,6 +238,8 @@ class RunLogger:
         """
         if self.files:
             try:
+                self.performance.write_program(wait=status is Status.FINISHED)
+                self.times.end(status, reason)
                 self.files.write_status(status, step, reason)
             except StorageError as error:
                 if status is Status.FINISHED:
@@ -221,6 +253,8 @@ class RunLogger:
         if status is Status.FINISHED:
             where = f"; files in {self.config.workdir}" if self.files else ""
             self.terminal.line(f"finished at step {step:,}{where}")
+            if times := self.times.measure(step):
+                self.terminal.line(summary(times))
             self.terminal.results({str(s): found for s, found in self.latest.items() if found})
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmdtrain.plan.flops import count_flops
+from spmdtrain.step.flops import count_flops
 from spmdtrain.plan.matmul_flops import products
 from spmdtrain.xla.hlo_parser import Module
 
