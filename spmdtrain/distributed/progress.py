@@ -135,7 +135,10 @@ class _TimedScope:
         self._phase = phase
 
     def __enter__(self) -> None:
-        before = self._clock.switch(self._phase)
+        clock = self._clock
+        # An evaluation includes the reading of its batches.
+        inside = self._phase is Phase.LOAD and clock.phase == Phase.EVALUATE
+        before = clock.switch(Phase.EVALUATE if inside else self._phase)
         # A process that enters a phase has started.
         self._before = Phase.HOST if before == Phase.START else before
 
@@ -236,7 +239,8 @@ def local_record(task: str) -> "ProgressRecord | None":
 def phase(phase: Phase, step: int | None = None) -> AbstractContextManager[None]:
     """Publishes `phase` while entered, and the outer phase again on exit (HOST at the outermost).
 
-    The time is counted as that of the phase, also without a launcher (see `PhaseClock`). Only the thread that trains may use it.
+    The time is counted as that of the phase, also without a launcher (see `PhaseClock`). Only the
+    thread that trains may use it.
 
     Args:
       phase: The phase of this process while entered.

@@ -37,6 +37,7 @@ def read_events(workdir: str) -> list[RunEvent]:
 
     Raises:
       StorageError: If the file cannot be read.
+      UserError: If it is not a regular file.
     """
     path = folder_of(workdir) / EVENTS_FILE
     try:

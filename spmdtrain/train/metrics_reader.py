@@ -113,6 +113,7 @@ class MetricsReader:
         sums = None if output.sums is None else np.asarray(output.sums)
         if len(steps) == 1:
             present = self._present(output.metrics, sums)
+            self._count_weight(output, sums)
             self._read_one(last, last, finite, present, output.rate, output.norms)
             if sums is not None:
                 self._count(last, output, sums, output.rate)
@@ -125,6 +126,7 @@ class MetricsReader:
             present = self._present(of_step, None if sums is None else sums[number])
             rate = None if rates is None else rates[number]
             of_norms = None if norms is None else norms[number]
+            self._count_weight(output, None if sums is None else sums[number])
             self._read_one(step, last, finite[number], present, rate, of_norms)
             if sums is not None:
                 self._count(step, output, sums[number], rate)
@@ -136,10 +138,13 @@ class MetricsReader:
         weights = dict(zip(sorted(metrics), sums[:, 1], strict=True))
         return {n: x for n, x in metrics.items() if weights[n] or n not in self._of_components}
 
+    def _count_weight(self, output: StepOutput, sums: np.ndarray | None) -> None:
+        if sums is not None:
+            loss = sorted(output.metrics).index("loss")
+            self._run.logger.performance.count_weight(float(sums[loss, 1]))
+
     def _count(self, step: int, output: StepOutput, sums: np.ndarray, rate: Any) -> None:
-        names = sorted(output.metrics)
-        self._run.epochs.count(step, names, sums, rate)
-        self._run.logger.performance.count_weight(float(sums[names.index("loss"), 1]))
+        self._run.epochs.count(step, sorted(output.metrics), sums, rate)
 
     def _read_one(
         self,

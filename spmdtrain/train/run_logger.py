@@ -158,9 +158,8 @@ class RunLogger:
             curves = self._log_performance(step, done, speed, wait)
             self.files.write_metrics(step, Split.TRAIN, metrics, curves, self._counts)
         self._counts = {}
-        text = "  ".join(
-            [_words(self._shown(metrics)), *(f"{number(v)} {unit}" for unit, v in speed.items())]
-        )
+        speeds = (f"{number(v)} {unit}" for unit, v in speed.items())
+        text = "  ".join([_words(self._shown(metrics)), *speeds])
         text += "" if wait is None else f"  input_wait {wait:.1%}"
         if self.terminal.has_bar:
             self.terminal.advance(step, text)
@@ -255,7 +254,9 @@ class RunLogger:
             self.terminal.line(f"finished at step {step:,}{where}")
             if times := self.times.measure(step):
                 self.terminal.line(summary(times))
-            self.terminal.results({str(s): found for s, found in self.latest.items() if found})
+            self.terminal.results(
+                {str(split): self._shown(found) for split, found in self.latest.items() if found}
+            )
 
 
 def _processes() -> str:
