@@ -1,4 +1,4 @@
-"""Files of JSON lines that grow while a run goes on."""
+"""Files of JSON lines that grow during a run."""
 
 import json
 import os

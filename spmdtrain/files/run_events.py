@@ -94,7 +94,7 @@ class _Start:
 
 @dataclass(frozen=True)
 class RunTimes:
-    """Where the time of a run went, over all of its starts.
+    """Seconds of a run by use, over all of its starts.
 
     Attributes:
       wall: Seconds since the first start.
@@ -120,7 +120,7 @@ def last_step(events: list[RunEvent]) -> int:
 
 
 def run_times(events: list[RunEvent], now: float | None = None, done: int = 0) -> RunTimes:
-    """Returns where the time of a run went.
+    """Returns the seconds of a run by use.
 
     A start that was killed has no line "end": it counts up to its last line, and the time from
     then to the next start is "down".

@@ -95,6 +95,10 @@ def uses_products(x: jax.Array, place: Sharding) -> bool:
 
     XLA:CPU compares elements one by one, which makes a step of a small network a quarter slower. A
     product with zeros, which is NaN if an element is not finite, costs next to nothing.
+
+    Args:
+      x: The array.
+      place: Its sharding.
     """
     device: Any = next(iter(place.device_set))
     whole, widths = place.is_fully_replicated, (jnp.float32, jnp.float64)

@@ -1,4 +1,4 @@
-"""The file `performance.jsonl`: speed, utilization, memory and goodput while a run goes on."""
+"""The file `performance.jsonl`: speed, utilization, memory and goodput during a run."""
 
 import time
 from typing import Any

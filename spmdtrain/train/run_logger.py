@@ -16,7 +16,7 @@ from spmdtrain.step.norms import NORMS
 from spmdtrain.terminal import Rate, Terminal, duration, number
 from spmdtrain.train.input_wait import InputWait
 from spmdtrain.train.performance import PerformanceLog
-from spmdtrain.train.time_account import TimeAccount, summary
+from spmdtrain.train.time_account import TimeAccount, goodput_line
 
 Metrics = dict[str, float]
 LEARNING_RATE = "learning_rate"
@@ -253,7 +253,7 @@ class RunLogger:
             where = f"; files in {self.config.workdir}" if self.files else ""
             self.terminal.line(f"finished at step {step:,}{where}")
             if times := self.times.measure(step):
-                self.terminal.line(summary(times))
+                self.terminal.line(goodput_line(times))
             self.terminal.results(
                 {str(split): self._shown(found) for split, found in self.latest.items() if found}
             )

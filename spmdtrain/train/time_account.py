@@ -134,7 +134,7 @@ _PHASES = (
 )
 
 
-def summary(times: RunTimes) -> str:
+def goodput_line(times: RunTimes) -> str:
     """Returns a line about the goodput and what ate the rest: at most 80 characters.
 
     Args:
