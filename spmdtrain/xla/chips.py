@@ -157,8 +157,8 @@ CHIPS = {
     )
 }
 
-# Patterns of the names that JAX gives to the devices (`device_kind`).
-_KINDS = (
+
+KINDS = (
     (r"TPU v3", "v3"),
     (r"TPU v4", "v4"),
     (r"TPU v5 ?lite|TPU v5e", "v5e"),
@@ -169,6 +169,7 @@ _KINDS = (
     (r"NVIDIA H100\b(?!.*(PCIe|NVL)).*", "h100"),
     (r"NVIDIA H200\b(?!.*NVL).*", "h200"),
 )
+"""Patterns of the names that JAX gives to devices (`device_kind`), with the names of their chips."""
 
 
 def chip_of(device_kind: str) -> Chip | None:
@@ -177,7 +178,7 @@ def chip_of(device_kind: str) -> Chip | None:
     Args:
         device_kind: `jax.Device.device_kind`, for example "TPU v5 lite".
     """
-    for pattern, name in _KINDS:
+    for pattern, name in KINDS:
         if re.fullmatch(pattern, device_kind):
             return CHIPS[name]
     return None
