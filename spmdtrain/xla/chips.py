@@ -169,7 +169,7 @@ KINDS = (
     (r"NVIDIA H100\b(?!.*(PCIe|NVL)).*", "h100"),
     (r"NVIDIA H200\b(?!.*NVL).*", "h200"),
 )
-"""Patterns of the names that JAX gives to devices (`device_kind`), with the names of their chips."""
+"""Patterns of `device_kind`, the name that JAX gives to a device, with the name of its chip."""
 
 
 def chip_of(device_kind: str) -> Chip | None:
