@@ -42,19 +42,22 @@ def step_norms(
       every: The cadence of the log (see `has_norms`).
     """
     places = layout.on_device.params
-    count = 1 if gradients is None else 2
-
-    def computed() -> jax.Array:
-        norms = [global_norm(params, places)]
-        if gradients is not None:
-            norms.append(global_norm(gradients, None if layout.splits_gradients else places))
-        return jnp.stack(norms)
-
-    if every == 1 or _platform(places) != "cpu":
-        return computed()
-    skipped = jnp.zeros(count, jnp.float32)
-    found: jax.Array = jax.lax.cond(has_norms(step, every), computed, lambda: skipped)
-    return found
+    of_gradients = None if layout.splits_gradients else places
+    zero = jnp.zeros((), jnp.float32)
+    needed = has_norms(step, every)
+    if _platform(places) != "cpu":
+        norm = global_norm(params, places)
+        return jnp.stack(
+            [norm] if gradients is None else [norm, global_norm(gradients, of_gradients)]
+        )
+    norm = jax.lax.cond(needed, lambda: global_norm(params, places), lambda: zero)
+    if gradients is None:
+        return norm[None]
+    # A loop of one iteration or none, because with a `cond` XLA fuses the update with other
+    # operations, so that the parameters would differ in their last bits from those without norms.
+    times = needed.astype(jnp.int32)
+    found = jax.lax.fori_loop(0, times, lambda *_: global_norm(gradients, of_gradients), zero)
+    return jnp.stack([norm, found])
 
 
 def global_norm(tree: PyTree, places: PyTree | None) -> jax.Array:
