@@ -1,6 +1,7 @@
 """The files beside the metrics: performance, events and the report of the program."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import REPOSITORY, metrics
 
 from spmdtrain import FunctionModel, Trainer
 from spmdtrain.files.run_events import RunTimes, read_events, run_times
@@ -56,6 +58,8 @@ def test_a_run_of_two_starts_writes_its_speed_its_events_and_its_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chips, "KINDS", (("cpu", "v3"), *chips.KINDS))
+    monkeypatch.chdir(tmp_path)
+    tmp_path = tmp_path / "runs" / "mine"
     fit(tmp_path, 4)
     fit(tmp_path, 8)
 
@@ -99,6 +103,19 @@ def test_a_run_of_two_starts_writes_its_speed_its_events_and_its_program(
     assert times.productive + sum(times.lost.values()) == pytest.approx(times.wall, rel=0.05)
     line = goodput_line(times)
     assert line.startswith("goodput ") and len(line) <= 80
+
+    # The page describes every key, and its code reads these files.
+    page = (REPOSITORY / "docs" / "logging.md").read_text()
+    described = set(re.findall(r"`(\w+)`", page))
+    of_events = {key for event in events for key in event.get("seconds", {})}
+    cells = set(re.findall(r"^\| `(\w+)` \|", page, re.M))
+    assert of_events <= cells
+    assert {*of_speed[-1], *program} <= described | {"step", "time"}
+    assert {"gradient_norm", "parameter_norm"} <= cells & {*metrics(tmp_path)[0]}
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    found: dict[str, Any] = {}
+    exec(code, found)
+    assert found["times"] == times
 
 
 def test_the_line_names_what_ate_the_rest_in_at_most_80_characters() -> None:
