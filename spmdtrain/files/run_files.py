@@ -21,6 +21,7 @@ from etils import epath
 
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files import no_follow
+from spmdtrain.files.lines_file import LinesFile
 from spmdtrain.files.storage import failures, folder_of, is_url, one_line
 from spmdtrain.files.validation import (
     LARGEST_LOG,
@@ -184,6 +185,10 @@ class RunFiles:
         """Raises `StorageError` if the workdir's lock is gone: another run may be using it."""
         if self._lock is not None:
             self._lock.check()
+
+    def lines_file(self, name: str) -> LinesFile:
+        """Returns a further file of JSON lines, which `sync` copies as it copies the metrics."""
+        return LinesFile(self.local, name, self.folder)
 
     def write_report(self, name: str, content: Mapping[str, Any]) -> None:
         """Writes `NAME.json`: a JSON report of a part of the run."""

@@ -18,7 +18,6 @@ from spmdtrain.data.training_data import TrainingData, examples_per_epoch, train
 from spmdtrain.errors import UserError
 from spmdtrain.plan import time_model
 from spmdtrain.plan.aot import devices_of, has_compiler
-from spmdtrain.plan.flops import Flops, count_flops
 from spmdtrain.plan.memory import Memory, state_memory, with_program
 from spmdtrain.plan.notes import notes_of, used_chips
 from spmdtrain.plan.summary import Buffer, CompiledSummary, Rematerialized, summarize_compiled
@@ -28,6 +27,7 @@ from spmdtrain.sharding import mesh
 from spmdtrain.sharding.layout import NotSplitError, field_of
 from spmdtrain.sharding.placement import Placement, resolve_config
 from spmdtrain.sharding.table import MemoryUse, Row
+from spmdtrain.step.flops import Flops, count_flops
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal, byte_size

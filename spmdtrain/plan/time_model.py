@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmdtrain.plan.chips import Chip
 from spmdtrain.plan.topologies import Topology
+from spmdtrain.xla.chips import Chip
 
 _HOP = 1e-6  # seconds from a chip to its neighbor, "How to Scale Your Model" (jax-ml.github.io)
 _RING = {"v3": 32, "v5e": 16, "v6e": 16}  # chips in a dim that is a ring

@@ -240,6 +240,7 @@ class StepFunctions:
                 self._placement,
                 steps=steps,
                 by_index=by_index,
+                log_every=self._config.log_every,
                 jit=self._config.jit,
                 compiler_options=self.compiler_options,
             )
@@ -304,6 +305,11 @@ class StepFunctions:
             self._train_programs.clear()
             self._gradients = dataclasses.replace(self._gradients, reduction=reduction)
         return f"; reduced by XLA, because {blocker}" if blocker else ""
+
+    @property
+    def loss_is_of_tokens(self) -> bool:
+        """Whether the loss has a value for each token, once a train step has been traced."""
+        return self._forward.loss_is_of_tokens
 
     @property
     def reduction(self) -> Reduction | None:

@@ -316,7 +316,12 @@ class Loop(LoopTools, MediaLogger):
         parts = self._started()
         abstract = jax.tree.map(jax.typeof, parts.state)
         program = make_program(
-            function, abstract, parts.layout, self.placement, self._compiler_options
+            function,
+            abstract,
+            parts.layout,
+            self.placement,
+            self._compiler_options,
+            self.config.log_every,
         )
         return LoopStep(self, program, parts.layout.shardings)
 

@@ -12,13 +12,18 @@ from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError
 from spmdtrain.files.run_files import COUNTS_SUFFIX, RunFiles, Split, Status
 from spmdtrain.sharding.placement import Placement
+from spmdtrain.step.norms import NORMS
 from spmdtrain.terminal import Rate, Terminal, Tone, duration, metric_texts, number
 from spmdtrain.trackers.run_trackers import RunTrackers
 from spmdtrain.train.input_wait import InputWait
+from spmdtrain.train.performance import PerformanceLog
+from spmdtrain.train.time_account import TimeAccount, goodput_line
 
 Metrics = dict[str, float]
 _NO_CURVES: Mapping[str, float] = {}
 _NO_COUNTS: Mapping[str, Mapping[int, int]] = {}
+LEARNING_RATE = "learning_rate"
+"""The name of the learning rate in a line of training."""
 
 
 def no_metrics() -> dict[Split, dict[int, Metrics]]:
@@ -54,6 +59,8 @@ class RunLogger:
         self.written = no_metrics()
         """The metrics written of epochs and evaluations, by split and step."""
         self._rate, self._input_wait = Rate(), InputWait()
+        self.performance, self.times = PerformanceLog(files), TimeAccount(files)
+        self._devices: list[jax.Device] = []  # of this process
         self._seconds = 0.0  # of training, up to the last pause
         self._since: float | None = None  # when the timer was restarted
         self._counts: dict[str, Counter[int]] = {}  # since the last line of training
@@ -65,6 +72,9 @@ class RunLogger:
           step: The step from which the run resumes.
           placement: Is written to the configuration file.
         """
+        self.times.begin(step, len(placement.devices))
+        rank = jax.process_index()
+        self._devices = [device for device in placement.devices if device.process_index == rank]
         if self.files:
             self.files.rewind(step)
             self.files.write_config(
@@ -155,11 +165,11 @@ class RunLogger:
             speed = {} if self.batch_size is None else {"examples/s": rate * self.batch_size}
             speed["steps/s"] = rate
         wait = self._input_wait.read(done, self.seconds)
-        curves = {f"speed/{unit.replace('/s', '_per_second')}": v for unit, v in speed.items()}
-        curves |= {} if wait is None else {"speed/input_wait": wait}
+        curves = self._log_performance(step, done, speed, wait) if self.files else {}
         self._write(step, Split.TRAIN, metrics, curves, self._counts)
         self._counts = {}
-        texts = metric_texts(metrics) + [f"{number(v)} {unit}" for unit, v in speed.items()]
+        texts = metric_texts(self._shown(metrics))
+        texts += [f"{number(v)} {unit}" for unit, v in speed.items()]
         texts += [] if wait is None else [f"input_wait {wait:.1%}"]
         if self.terminal.has_bar:
             self.terminal.advance(step, texts)
@@ -167,10 +177,29 @@ class RunLogger:
             texts += [] if rate is None else [f"{duration((total - step) / rate)} left"]
             self.terminal.line("  ".join([f"step {step}/{total}", *texts]))
 
+    def _log_performance(self, step: int, done: int, speed: Metrics, wait: float | None) -> Metrics:
+        """Writes a line of performance; returns its values as curves."""
+        times = self.times.measure(done)
+        goodput = None if times is None else times.goodput
+        examples, steps = speed.get("examples/s"), speed.get("steps/s")
+        return self.performance.record(step, examples, steps, wait, goodput, self._devices)
+
+    def _shown(self, metrics: Metrics) -> Metrics:
+        """Returns the metrics for the terminal: without norms, and without a constant rate."""
+        hidden = {*NORMS} | (
+            {LEARNING_RATE} if metrics.get(LEARNING_RATE) == self.config.learning_rate else set()
+        )
+        return {name: value for name, value in metrics.items() if name not in hidden}
+
+    def log_checkpoint(self, step: int) -> None:
+        """Logs that the state after `step` is being saved."""
+        self.times.log("checkpoint", step)
+
     def log_evaluation(self, split: Split, step: int, metrics: Metrics) -> None:
         """Logs the metrics of an evaluation of the state after `step`."""
         self.latest[split] = metrics
         self._write(step, split, metrics)
+        self.times.log("evaluation", step)
         best = split is Split.EVAL and self._is_best(metrics)
         if split in self.written:
             self.written[split][step] = metrics
@@ -249,6 +278,8 @@ class RunLogger:
         self.trackers.status = status
         if self.files:
             try:
+                self.performance.write_program(wait=status is Status.FINISHED)
+                self.times.end(status, reason)
                 self.files.write_status(status, step, reason)
             except StorageError as error:
                 if status is Status.FINISHED:
@@ -262,7 +293,9 @@ class RunLogger:
         if status is Status.FINISHED:
             where = f"; files in {self.config.workdir}" if self.files else ""
             self.terminal.line(f"finished at step {step:,}{where}", Tone.SUCCESS)
-            rows = {str(split): found for split, found in self.latest.items() if found}
+            if times := self.times.measure(step):
+                self.terminal.line(goodput_line(times))
+            rows = {str(s): self._shown(found) for s, found in self.latest.items() if found}
             self.terminal.results(rows, step)
 
 

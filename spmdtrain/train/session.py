@@ -359,6 +359,7 @@ class RunSession:
             )
         progress.saved(self.saved_step)
         self.schedule.saved()
+        self.logger.log_checkpoint(step)
         self.logger.log_save(self.saved_step)
 
     def wait_for_save(self) -> None:
