@@ -83,7 +83,7 @@ class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
 class _Handler(http.server.BaseHTTPRequestHandler):
     page_server: PageServer
 
-    def do_GET(self) -> None:  # noqa: N802 (the name is that of the base class)
+    def do_GET(self) -> None:
         hosts = {f"{name}:{self.page_server.port}" for name in (ADDRESS, "localhost")}
         if self.headers.get("Host") not in hosts:
             # A name that resolves to this machine: a foreign web page could read the run by it.
