@@ -20,7 +20,7 @@ _MOST_CHARTS = 80
 
 _EVALUATOR = "evaluator"
 _COLOURS = {Split.TRAIN: 0, Split.EPOCH: 6, Split.EVAL: 1, _EVALUATOR: 4, Split.TEST: 2}
-_LABELS = {Split.EPOCH: "train, mean over an epoch", _EVALUATOR: "eval by the evaluator"}
+_LABELS = {Split.EPOCH: "epoch mean", _EVALUATOR: "evaluator"}
 _OF_EPOCH = {"epoch", "learning_rate", "seconds", "examples_per_second", "input_wait"}
 _OF_OPTIMIZER = {
     "learning_rate": "learning rate",
@@ -131,7 +131,7 @@ def _of_runs(runs: Sequence[RunData]) -> list[_Plot]:
     splits = list(_COLOURS)
     ordered = sorted(found, key=lambda key: (names.index(key[0]), splits.index(key[1])))
     return [
-        _Plot(f"{name}, {_LABELS.get(split, split)}", found[name, split])
+        _Plot(f"{name} ({_LABELS.get(split, split)})", found[name, split])
         for name, split in ordered
         # The result of the test is a single value, which stands in the table of the runs.
         if split != Split.TEST or any(len(c.column.steps) > 1 for c in found[name, split])
@@ -159,7 +159,7 @@ def _optimizer(runs: Sequence[RunData]) -> list[_Plot]:
             if column is None and name == "learning_rate":
                 column = run.metrics.get(Split.EPOCH, name)
             if column is not None:
-                curves.append(_Curve(run.name, column, colour))
+                curves.append(_Curve(run.name if len(runs) > 1 else "", column, colour))
         if curves:
             plots.append(_Plot(title, curves))
     return plots
@@ -174,7 +174,7 @@ def _performance(runs: Sequence[RunData]) -> list[_Plot]:
             if column is None and name in _OF_EPOCH:  # versions without performance.jsonl
                 column = run.metrics.get(Split.EPOCH, name)
             if column is not None:
-                curves.append(_Curve(run.name, column, colour))
+                curves.append(_Curve(run.name if len(runs) > 1 else "", column, colour))
         if curves:
             plots.append(_Plot(quantity.title, curves, quantity))
     return plots

@@ -90,7 +90,9 @@ def _configuration(fields: Mapping[str, str]) -> list[Block]:
     changed = [
         Fact(name, value, f"default: {defaults.get(name, _ABSENT)}")
         for name, value in fields.items()
-        if name.split(".")[0] in groups and defaults.get(name, _ABSENT) != value
+        if name not in _HIDDEN
+        and name.split(".")[0] in groups
+        and defaults.get(name, _ABSENT) != value
     ]
     found: list[Block] = []
     if own:

@@ -49,10 +49,6 @@ def reduce_curve(
     return [x[n] for n in chosen], [y[n] if n in ends else _rounded(y[n]) for n in chosen]
 
 
-def _gaps(values: np.ndarray) -> bool:
-    return bool(np.isnan(values).any())
-
-
 def _rounded(value: float | None) -> float | None:
     """Returns a value with 6 significant digits, which take half the space in the file."""
     return None if value is None else float(f"{value:.{_DIGITS}g}")
