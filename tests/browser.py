@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,6 +17,15 @@ from typing import Any
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+# Executes a command with two given descriptors as 3 and 4, where the protocol reads and writes.
+# `preexec_fn` would fork this process, which has JAX's threads.
+EXECUTE = """
+import fcntl, os, sys
+reads, writes = (fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3])
+os.dup2(reads, 3)
+os.dup2(writes, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 PATIENCE = 60.0  # seconds; far more than any page takes
 
 
@@ -126,17 +136,12 @@ def chromium() -> Iterator[Browser]:
     flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --no-first-run"
     ours, theirs = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-
-        def descriptors() -> None:  # the protocol's: 3 is read, 4 is written
-            reads, writes = os.dup(ours[0]), os.dup(theirs[1])
-            os.dup2(reads, 3)
-            os.dup2(writes, 4)
-
+        command = [sys.executable, "-S", "-c", EXECUTE, str(ours[0]), str(theirs[1]), found]
+        command += [*flags.split(), "--remote-debugging-pipe", f"--user-data-dir={profile}"]
         process = subprocess.Popen(
-            [found, *flags.split(), "--remote-debugging-pipe", f"--user-data-dir={profile}"],
+            command,
             stderr=subprocess.DEVNULL,
-            preexec_fn=descriptors,
-            close_fds=False,
+            pass_fds=(ours[0], theirs[1]),
         )
         os.close(ours[0])
         os.close(theirs[1])
