@@ -17,13 +17,15 @@ from typing import Any
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-# Executes a command with two given descriptors as 3 and 4, where the protocol reads and writes.
-# `preexec_fn` would fork this process, which has JAX's threads.
-EXECUTE = """
-import fcntl, os, sys
-reads, writes = (fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3])
+# Makes the pipes the protocol's descriptors: 3 is read, 4 is written. A function that runs after a
+# fork would do the same, but JAX warns of forks.
+LAUNCH = """
+import os, sys
+reads, writes = (os.dup(int(number)) for number in sys.argv[1:3])
 os.dup2(reads, 3)
 os.dup2(writes, 4)
+os.set_inheritable(3, True)  # which `dup2` leaves as it is if the numbers are equal
+os.set_inheritable(4, True)
 os.execv(sys.argv[3], sys.argv[3:])
 """
 PATIENCE = 60.0  # seconds; far more than any page takes
@@ -136,10 +138,10 @@ def chromium() -> Iterator[Browser]:
     flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --no-first-run"
     ours, theirs = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        command = [sys.executable, "-S", "-c", EXECUTE, str(ours[0]), str(theirs[1]), found]
-        command += [*flags.split(), "--remote-debugging-pipe", f"--user-data-dir={profile}"]
+        browser_command = [found, *flags.split(), "--remote-debugging-pipe"]
+        browser_command.append(f"--user-data-dir={profile}")
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-IS", "-c", LAUNCH, f"{ours[0]}", f"{theirs[1]}", *browser_command],
             stderr=subprocess.DEVNULL,
             pass_fds=(ours[0], theirs[1]),
         )
