@@ -19,8 +19,8 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import ExitCode, UserError, exit_code_of
 from spmdtrain.plan import aot, json_subprocess, measurement, planner, tables, topologies
 from spmdtrain.plan.advice import advise
+from spmdtrain.plan.changes import describe_changes
 from spmdtrain.plan.json_report import plan_as_json
-from spmdtrain.plan.tables import describe_changes
 from spmdtrain.plan.topologies import Topology
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.command_line import Command, parse_command_line
