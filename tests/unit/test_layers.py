@@ -30,7 +30,17 @@ FOLDERS = (
         "launch",
         "data",
     ),
-    *("step", "checkpoints", "train", "parameter_server", "plan", "testing", "run"),
+    *(
+        "step",
+        "checkpoints",
+        "train",
+        "parameter_server",
+        "page",
+        "plan",
+        "report",
+        "testing",
+        "run",
+    ),
 )
 STANDALONE = {"models"}  # imports from the others, and nothing imports it
 EXPORTING = {"models", "testing"}  # for users' experiments and tests; others' `__init__` is empty

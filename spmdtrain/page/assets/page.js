@@ -1,0 +1,231 @@
+(() => {
+  "use strict";
+  const POLL_MS = 2000;
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const first = JSON.parse(document.getElementById("page-data").textContent);
+  let charts = first.charts;
+  const drawn = new Map(); // id of a chart -> {json, view, element}
+
+  function config() {
+    const style = getComputedStyle(document.documentElement);
+    const colour = (name) => style.getPropertyValue(`--${name}`).trim();
+    const category = Array.from({ length: 10 }, (_, n) => colour(`colour-${n}`));
+    const font = getComputedStyle(document.body).fontFamily;
+    const label = { labelColor: colour("muted"), titleColor: colour("muted") };
+    return {
+      background: null,
+      font,
+      padding: { left: 0, right: 6, top: 6, bottom: 4 },
+      view: { stroke: null },
+      range: { category },
+      mark: { color: category[0] },
+      rule: { color: colour("muted") },
+      text: { color: colour("text") },
+      axis: {
+        ...label, gridColor: colour("line"), domainColor: colour("strong-line"),
+        tickColor: colour("strong-line"), labelFontSize: 11, titleFontSize: 11,
+        titleFontWeight: 400, labelOverlap: "greedy", titlePadding: 6,
+      },
+      axisX: { tickCount: 8 },
+      axisY: { domain: false, ticks: false, labelPadding: 6, minExtent: 34 },
+      legend: { ...label, labelFontSize: 12, orient: "top", title: null, symbolType: "square", labelLimit: 260, columnPadding: 14 },
+      header: label,
+      title: { color: colour("text"), fontSize: 12, fontWeight: 600, anchor: "start" },
+    };
+  }
+
+  function rowsOf(dataset) {
+    if (dataset.rows) return dataset.rows;
+    const rows = [];
+    for (const { name, colour, marked, x, y } of dataset.series) {
+      for (let i = 0; i < x.length; i++) {
+        // A value between two gaps has no line, so it gets a mark.
+        const alone = y[i] !== null && (i === 0 || y[i - 1] === null) && (y[i + 1] ?? null) === null;
+        rows.push({ x: x[i], y: y[i], series: name, colour, marked: y[i] !== null && (marked || alone) });
+      }
+    }
+    return rows;
+  }
+
+  function datasets(chart) {
+    return Object.fromEntries(Object.entries(chart.data).map(([name, of]) => [name, rowsOf(of)]));
+  }
+
+  async function draw(id) {
+    const element = document.getElementById(id);
+    const chart = charts[id];
+    if (!element || !chart || drawn.has(id)) return;
+    const entry = { json: JSON.stringify(chart.spec), element };
+    drawn.set(id, entry);
+    try {
+      const spec = { ...chart.spec, datasets: datasets(chart) };
+      const result = await vegaEmbed(element, spec, {
+        mode: "vega-lite", actions: false, renderer: "svg", ast: true, config: config(),
+        tooltip: { disableDefaultStyle: false, theme: "custom" },
+      });
+      entry.view = result.view;
+      if (chart.hover) followPointer(id, entry);
+      element.dataset.drawn = "yes";
+    } catch (error) {
+      element.textContent = `This chart cannot be drawn: ${error.message}`;
+    }
+  }
+
+  // -- values at the pointer ------------------------------------------------------------------
+
+  const short = (value) => {
+    if (Number.isInteger(value)) return value.toLocaleString("en-US");
+    const size = Math.abs(value);
+    if (size >= 10000) return Math.round(value).toLocaleString("en-US");
+    return size < 0.001 ? value.toExponential(3) : String(Number(value.toPrecision(5)));
+  };
+
+  function nearest(x, target) {
+    let low = 0, high = x.length - 1;
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (x[middle] <= target) low = middle; else high = middle;
+    }
+    return Math.abs(x[high] - target) < Math.abs(x[low] - target) ? high : low;
+  }
+
+  function followPointer(id, entry) {
+    const { element } = entry;
+    const box = document.createElement("div");
+    box.className = "pointer";
+    box.hidden = true;
+    element.append(box);
+    const set = (rows) => {
+      const all = vega.changeset().remove(() => true).insert(rows);
+      entry.view.change("hover", all).runAsync();
+    };
+    const leave = () => { box.hidden = true; set([]); };
+    element.onpointerleave = leave;
+    element.onpointermove = (event) => {
+      const view = entry.view;
+      const bounds = element.querySelector("svg").getBoundingClientRect();
+      const at = event.clientX - bounds.left - view.origin()[0];
+      if (at < -8 || at > view.width() + 8) return leave();
+      const target = view.scale("x").invert(at);
+      const rows = [];
+      for (const { name, colour, x, y } of charts[id].data.series.series) {
+        if (!x.length || target < x[0] && x.length > 1 && view.scale("x")(x[0]) - at > 24) continue;
+        const i = nearest(x, target);
+        if (Math.abs(view.scale("x")(x[i]) - at) > 48) continue;
+        if (y[i] !== null) rows.push({ x: x[i], y: y[i], series: name, colour });
+      }
+      if (!rows.length) return leave();
+      set(rows);
+      const step = rows.reduce((a, b) =>
+        Math.abs(b.x - target) < Math.abs(a.x - target) ? b : a).x;
+      const line = (mark, text, value) => {
+        const row = document.createElement("div");
+        if (mark !== null) {
+          const dot = document.createElement("i");
+          dot.className = `colour-${mark}`;
+          row.append(dot);
+        }
+        row.append(text);
+        if (value !== null) {
+          const strong = document.createElement("b");
+          strong.textContent = value;
+          row.append(strong);
+        }
+        return row;
+      };
+      const title = entry.xTitle ?? (entry.xTitle = charts[id].spec.layer?.[0].encoding.x.title ?? "");
+      box.replaceChildren(
+        line(null, `${title} ${short(step)}`, null),
+        ...rows.map((row) => line(row.colour, row.series, short(row.y))));
+      box.hidden = false;
+      const left = event.clientX - element.getBoundingClientRect().left;
+      const right = left > element.clientWidth / 2;
+      box.style.left = right ? "" : `${left + 14}px`;
+      box.style.right = right ? `${element.clientWidth - left + 14}px` : "";
+    };
+  }
+
+  // -- drawing: what is visible first, the rest when the browser is idle --------------------------
+
+  let observer = null;
+  const later = window.requestIdleCallback ?? ((run) => setTimeout(run, 20));
+
+  function drawAll() {
+    observer?.disconnect();
+    observer = new IntersectionObserver((entries) => {
+      for (const entry of entries) if (entry.isIntersecting) draw(entry.target.id);
+    }, { rootMargin: "300px" });
+    for (const id of Object.keys(charts)) {
+      const element = document.getElementById(id);
+      if (element && !drawn.has(id)) observer.observe(element);
+    }
+    later(drawNext);
+  }
+
+  async function drawNext() {
+    const id = Object.keys(charts).find((name) => !drawn.has(name) && document.getElementById(name));
+    if (id === undefined) {
+      document.documentElement.dataset.drawn = "yes";
+      return;
+    }
+    await draw(id);
+    later(drawNext);
+  }
+
+  function redraw() {
+    for (const { view, element } of drawn.values()) {
+      view?.finalize();
+      element.replaceChildren();
+    }
+    drawn.clear();
+    drawAll();
+  }
+
+  dark.addEventListener("change", redraw);
+  addEventListener("beforeprint", () => Object.keys(charts).forEach(draw));
+
+  // -- a run that goes on -----------------------------------------------------------------------
+
+  function show(update) {
+    const open = new Set([...document.querySelectorAll("details[open]")].map((x) => x.id));
+    const main = document.getElementById("page");
+    const { scrollX, scrollY } = window;
+    charts = update.charts;
+    document.title = update.title;
+    main.innerHTML = update.main; // all text in it is escaped, and the policy allows no script
+    for (const details of main.querySelectorAll("details")) details.open = open.has(details.id);
+    for (const [id, entry] of drawn) {
+      const place = document.getElementById(id);
+      if (!place || !entry.view || entry.json !== JSON.stringify(charts[id]?.spec)) {
+        entry.view?.finalize();
+        drawn.delete(id);
+        continue;
+      }
+      place.replaceWith(entry.element); // the drawn chart moves to the new page
+      for (const [name, rows] of Object.entries(datasets(charts[id]))) {
+        entry.view.change(name, vega.changeset().remove(() => true).insert(rows));
+      }
+      entry.view.runAsync();
+    }
+    scrollTo(scrollX, scrollY);
+    drawAll();
+  }
+
+  async function poll(version) {
+    try {
+      const answer = await fetch(`update?version=${encodeURIComponent(version)}`);
+      if (answer.status === 200) {
+        const update = await answer.json();
+        show(update);
+        version = update.version;
+      }
+      document.documentElement.dataset.connected = "yes";
+    } catch {
+      document.documentElement.dataset.connected = "no"; // the server has ended
+    }
+    setTimeout(poll, POLL_MS, version);
+  }
+
+  drawAll();
+  if (first.version !== null) setTimeout(poll, POLL_MS, first.version);
+})();

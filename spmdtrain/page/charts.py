@@ -1,0 +1,178 @@
+"""Charts of a page: Vega-Lite specifications made with Altair.
+
+The page's stylesheet has the colours for light and dark; its script gives them to Vega. A chart
+uses `COLOURS` numbers of colours or the names of values in the order of the scale's domain, and
+never a colour itself.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from spmdtrain.errors import foreign
+from spmdtrain.optional import import_extra
+
+COLOURS = 10
+"""Number of different colours of series. The stylesheet defines them."""
+_POINTS_BELOW = 60  # a series with fewer values has a mark at each of them
+_LONGEST_NAME = 120
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line of a chart.
+
+    Attributes:
+      name: The name in the legend.
+      x: Positions in ascending order.
+      y: Values; None is a gap.
+      colour: The number of its colour, from 0; the same number is the same colour in all charts.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    colour: int = 0
+
+
+@dataclass(frozen=True)
+class LegendEntry:
+    """The name of a series beside its colour, and its last value."""
+
+    name: str
+    colour: int
+    value: str = ""
+
+
+@dataclass(frozen=True)
+class ChartBlock:
+    """A chart.
+
+    Attributes:
+      title: The title above the chart; untrusted text.
+      spec: The Vega-Lite specification as JSON. It has `"width": "container"`.
+      data: The datasets that the specification names: rows, or series of `line_chart`.
+      legend: Entries above the chart; charts of Vega-Lite's own legend have none.
+      note: A line below the chart.
+      full_width: Whether it takes all columns of the page.
+      hover: Whether the values next to the pointer are shown for each series (`line_chart` only).
+        The other charts show the `tooltip` of their encoding.
+    """
+
+    title: str
+    spec: Mapping[str, Any]
+    data: Mapping[str, Any] = field(default_factory=dict)
+    legend: Sequence[LegendEntry] = ()
+    note: str = ""
+    full_width: bool = False
+    hover: bool = False
+    kind: ClassVar[str] = "chart"
+
+    @property
+    def width(self) -> str:
+        """The columns that the chart takes on a wide screen."""
+        return "full" if self.full_width else "column"
+
+
+def altair() -> Any:
+    """Returns the module `altair`.
+
+    Raises:
+      UserError: If it is not installed.
+    """
+    return import_extra("altair", "report", "charts")
+
+
+def chart_block(
+    title: str,
+    chart: Any,
+    rows: Mapping[str, Sequence[Mapping[str, Any]]],
+    *,
+    height: int | None = None,
+    note: str = "",
+    full_width: bool = True,
+) -> ChartBlock:
+    """Returns a chart of a page.
+
+    Args:
+      title: The title.
+      chart: An Altair chart. Its data are `altair.NamedData(NAME)`, and its encodings have a
+        `tooltip`.
+      rows: NAME to the rows of the dataset.
+      height: The height in pixels; None keeps that of the chart.
+      note: A line below the chart.
+      full_width: Whether it takes all columns of the page.
+    """
+    size = {"width": "container"} | ({} if height is None else {"height": height})
+    spec = chart.properties(**size).to_dict()
+    data = {name: {"rows": [dict(row) for row in of]} for name, of in rows.items()}
+    return ChartBlock(title, _without_config(spec), data, note=note, full_width=full_width)
+
+
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    *,
+    values: Sequence[str] = (),
+    x_title: str = "step",
+    y_format: str = "~s",
+    zero: bool = False,
+    height: int = 220,
+    note: str = "",
+) -> ChartBlock:
+    """Returns a chart of lines over a common axis, with a legend and the values at the pointer.
+
+    Args:
+      title: The title.
+      series: The lines.
+      values: The text beside each name in the legend, such as the last value.
+      x_title: The title of the horizontal axis.
+      y_format: The format of the vertical axis, in the notation of d3-format.
+      zero: Whether the vertical axis starts at zero.
+      height: The height in pixels.
+      note: A line below the chart.
+    """
+    alt = altair()
+    names = [foreign(line.name, _LONGEST_NAME) for line in series]
+    x = alt.X("x:Q", title=x_title, scale=alt.Scale(nice=False), axis=alt.Axis(grid=False))
+    axis = alt.Axis(format=y_format, tickCount=5, title=None)
+    y = alt.Y("y:Q", scale=alt.Scale(zero=zero, nice=True), axis=axis)
+    colour = alt.Color("colour:N", legend=None, scale=alt.Scale(domain=list(range(COLOURS))))
+    lines = alt.Chart(alt.NamedData("series")).encode(x=x, y=y, color=colour, detail="series:N")
+    pointer = alt.Chart(alt.NamedData("hover")).encode(x=x)
+    layers = [
+        lines.mark_line(strokeWidth=1.6, strokeJoin="round"),
+        lines.mark_point(filled=True, size=28, opacity=1).transform_filter("datum.marked"),
+        pointer.mark_rule(strokeWidth=1, opacity=0.35),
+        pointer.mark_point(filled=True, size=52, opacity=1).encode(y=y, color=colour),
+    ]
+    spec = alt.layer(*layers).properties(width="container", height=height).to_dict()
+    data = [
+        {
+            "name": name,
+            "colour": line.colour % COLOURS,
+            "marked": len(line.x) < _POINTS_BELOW,
+            "x": list(line.x),
+            "y": [None if v is None or not math.isfinite(v) else v for v in line.y],
+        }
+        for name, line in zip(names, series, strict=True)
+    ]
+    texts = values or [""] * len(names)
+    legend = [
+        LegendEntry(name, line.colour % COLOURS, text)
+        for name, line, text in zip(names, series, texts, strict=True)
+    ]
+    return ChartBlock(
+        title,
+        _without_config(spec),
+        {"series": {"series": data}, "hover": {"rows": []}},
+        legend=legend,
+        note=note,
+        hover=True,
+    )
+
+
+def _without_config(spec: dict[str, Any]) -> dict[str, Any]:
+    """Returns a specification without Altair's own theme and without an address."""
+    return {name: value for name, value in spec.items() if name not in ("config", "$schema")}
