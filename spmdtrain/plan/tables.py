@@ -7,7 +7,6 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from spmdtrain.plan.changes import describe_changes
 from spmdtrain.plan.phrases import (
     advice_figures,
     all_notes,
@@ -159,15 +158,18 @@ def _advice(advice: dict[str, Any]) -> str:
 # -- several topologies ----------------------------------------------------------------------------
 
 
-def show_scaling(terminal: Terminal, plans: Sequence[dict[str, Any]]) -> None:
+def show_scaling(
+    terminal: Terminal, plans: Sequence[dict[str, Any]], changes: Sequence[str]
+) -> None:
     """Prints a table of several topologies and the changes from each to the next.
 
     Args:
         terminal: Where to print.
         plans: The plans as returned by `plan_as_json`.
+        changes: Their changes, from `describe_changes`.
     """
     terminal.console.print(_side_by_side(plans))
-    for change in describe_changes(plans):
+    for change in changes:
         terminal.line(change)
 
 

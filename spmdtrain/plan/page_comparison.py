@@ -1,0 +1,201 @@
+"""Charts and tables of a plan's page: the comparison of several topologies."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from spmdtrain.page.blocks import Block, Fact, FactsBlock, TableBlock, Width
+from spmdtrain.page.charts import COLOURS, ChartBlock, LegendEntry, altair, chart_block
+from spmdtrain.plan.page_memory import BYTES_LABEL, MEMORY_COLOURS
+from spmdtrain.plan.page_time import PART_COLOURS, Part, time_unit
+from spmdtrain.plan.phrases import memory_by_kind, step_seconds, uses_measured_rates
+from spmdtrain.terminal import byte_size, duration
+
+_VISIBLE = 0.05  # fraction of the limit from which on memory is shown as a part of it
+_ROW_HEIGHT = 34  # pixels
+
+
+def comparison_blocks(plans: Sequence[dict[str, Any]], changes: Sequence[str]) -> list[Block]:
+    """Returns the blocks that compare topologies.
+
+    Args:
+        plans: The plans as returned by `plan_as_json`, without those that failed.
+        changes: The qualitative changes from each to the next.
+    """
+    blocks: list[Block] = [_table(plans)]
+    if any(plan["time"] for plan in plans):
+        blocks.append(_times(plans))
+    blocks.append(_memory(plans))
+    if changes:
+        facts = [Fact(*change.partition(": ")[::2]) for change in changes]
+        blocks.append(FactsBlock(facts, title="What changes", width=Width.FULL))
+    return blocks
+
+
+def _table(plans: Sequence[dict[str, Any]]) -> TableBlock:
+    names = ("topology", "chips", "fits", "memory", "of", "lower bound", "estimate", "examples/s")
+    return TableBlock(
+        (*names, "tokens/s", "MFU", "all steps", "chip-hours", "sent", "collectives"),
+        list(map(_row, plans)),
+        numeric=frozenset({1, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}),
+        title="Topologies",
+    )
+
+
+def _row(plan: dict[str, Any]) -> tuple[str, ...]:
+    time, memory = plan["time"], plan["memory"]
+    kinds: dict[str, float] = defaultdict(float)
+    for each in plan["collectives"]:
+        kinds[each["kind"]] += each["bytes"] * each["times"]
+    timed = ("",) * 7
+    if time:
+        on_cpu = uses_measured_rates(plan)
+        tokens, utilization = time["tokens_per_second"], time["utilization"]
+        timed = (
+            step_seconds(time["bound"]),
+            step_seconds(time["estimate"]),
+            f"{time['examples_per_second']:,.0f}",
+            f"{tokens:,.0f}" if tokens else "",
+            "" if utilization is None or on_cpu else f"{utilization:.1%}",
+            duration(time["run"]),
+            "" if on_cpu else f"{time['chip_hours']:,.3g}",
+        )
+    return (
+        plan["topology"],
+        f"{plan['chips']:,}",
+        {True: "yes", False: "no", None: "?"}[plan["fits"]],
+        byte_size(memory["peak"]),
+        "?" if memory["limit"] is None else byte_size(memory["limit"]),
+        *timed,
+        byte_size(round(plan["sent"]["bytes"])),
+        ", ".join(f"{kind} {byte_size(round(size))}" for kind, size in kinds.items()),
+    )
+
+
+def _times(plans: Sequence[dict[str, Any]]) -> ChartBlock:
+    """Returns bars of the estimates, divided into exposed collectives and everything else."""
+    alt = altair()
+    timed = [plan for plan in plans if plan["time"]]
+    unit, scale = time_unit(max(plan["time"]["estimate"] for plan in timed))
+    rows = []
+    for plan in timed:
+        time = plan["time"]
+        # The estimate is at least the bound, and then more than its parts.
+        busy = max(time["estimate"] - time["waiting"], 0.0)
+        for part, colour, start, end in (
+            ("other work", PART_COLOURS[Part.PRODUCTS], 0.0, busy),
+            (Part.EXPOSED, PART_COLOURS[Part.EXPOSED], busy, time["estimate"]),
+        ):
+            rows.append(
+                {
+                    "topology": plan["topology"],
+                    "part": part,
+                    "colour": colour,
+                    "start": start * scale,
+                    "end": end * scale,
+                    "time": step_seconds(end - start),
+                    "mostly": time["rules"],
+                }
+            )
+    bounds = [
+        {
+            "topology": plan["topology"],
+            "bound": plan["time"]["bound"] * scale,
+            "time": step_seconds(plan["time"]["bound"]),
+        }
+        for plan in timed
+    ]
+    order = [plan["topology"] for plan in timed]
+    y = alt.Y("topology:N", sort=order, title=None)
+    bars = (
+        alt.Chart(alt.NamedData("times"))
+        .mark_bar(height={"band": 0.6})
+        .encode(
+            x=alt.X("start:Q", axis=alt.Axis(title=unit), scale=alt.Scale(zero=True)),
+            x2="end:Q",
+            y=y,
+            color=_colour(alt),
+            tooltip=["topology:N", "part:N", "time:N", "mostly:N"],
+        )
+    )
+    ticks = (
+        alt.Chart(alt.NamedData("bounds"))
+        .mark_tick(thickness=2, height={"band": 0.8})
+        .encode(
+            x="bound:Q",
+            y=y,
+            color=alt.datum(COLOURS - 1, type="nominal"),
+            tooltip=["topology:N", alt.Tooltip("time:N", title="lower bound")],
+        )
+    )
+    block = chart_block(
+        "Time of a step",
+        alt.layer(bars, ticks),
+        {"times": rows, "bounds": bounds},
+        height=_ROW_HEIGHT * len(order),
+        full_width=False,
+    )
+    legend = [
+        LegendEntry("products, memory, overlapped collectives", PART_COLOURS[Part.PRODUCTS]),
+        LegendEntry("exposed collectives", PART_COLOURS[Part.EXPOSED]),
+        LegendEntry("lower bound", COLOURS - 1),
+    ]
+    return dataclasses.replace(block, legend=legend)
+
+
+def _memory(plans: Sequence[dict[str, Any]]) -> ChartBlock:
+    """Returns bars of the memory of a device, as a part of the limit unless that is tiny."""
+    alt = altair()
+    limits = [plan["memory"]["limit"] for plan in plans]
+    parts = [
+        plan["memory"]["peak"] / limit for plan, limit in zip(plans, limits, strict=True) if limit
+    ]
+    is_part = len(parts) == len(plans) and max(parts) >= _VISIBLE
+    rows = []
+    legend: dict[str, LegendEntry] = {}
+    for plan in plans:
+        start = 0.0
+        whole = plan["memory"]["limit"] if is_part else 1
+        for kind, size in memory_by_kind(plan["memory"]).items():
+            end = start + (size or 0) / whole
+            rows.append(
+                {
+                    "topology": plan["topology"],
+                    "kind": kind,
+                    "colour": MEMORY_COLOURS[kind],
+                    "start": start,
+                    "end": end,
+                    "size": "unknown" if size is None else byte_size(size),
+                }
+            )
+            start = end
+            if size and size >= 0.01 * plan["memory"]["peak"]:
+                legend.setdefault(kind, LegendEntry(kind, MEMORY_COLOURS[kind]))
+    label = {"format": "%"} if is_part else {"labelExpr": BYTES_LABEL}
+    order = [plan["topology"] for plan in plans]
+    bars = (
+        alt.Chart(alt.NamedData("memory"))
+        .mark_bar(height={"band": 0.6})
+        .encode(
+            x=alt.X("start:Q", axis=alt.Axis(title=None, **label), scale=alt.Scale(zero=True)),
+            x2="end:Q",
+            y=alt.Y("topology:N", sort=order, title=None),
+            color=_colour(alt),
+            tooltip=["topology:N", "kind:N", alt.Tooltip("size:N", title="bytes")],
+        )
+    )
+    limit = alt.Chart(alt.NamedData("limit")).mark_rule(strokeWidth=2, strokeDash=[5, 3])
+    block = chart_block(
+        "Memory of a device, of the limit" if is_part else "Memory of a device",
+        alt.layer(bars, limit.encode(x="limit:Q")),
+        {"memory": rows, "limit": [{"limit": 1}] if is_part else []},
+        height=_ROW_HEIGHT * len(order),
+        full_width=False,
+    )
+    return dataclasses.replace(block, legend=list(legend.values()))
+
+
+def _colour(alt: Any) -> Any:
+    scale = alt.Scale(domain=list(range(COLOURS)))
+    return alt.Color("colour:N", legend=None, scale=scale)

@@ -1,0 +1,205 @@
+"""Charts and tables of a plan's page: the time of a step."""
+
+import dataclasses
+import enum
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from spmdtrain.page.blocks import Block, Fact, FactsBlock, TableBlock, Width
+from spmdtrain.page.charts import COLOURS, ChartBlock, LegendEntry, altair, chart_block
+from spmdtrain.plan.phrases import assumptions, short_line, step_seconds, uses_measured_rates
+from spmdtrain.terminal import duration
+
+_MOST_ROWS = 8  # of collectives; the others share one
+_MOST_LINES = 10  # source lines
+_ROW_HEIGHT = 30  # pixels
+
+
+class Part(enum.StrEnum):
+    """What a segment of the timeline is."""
+
+    PRODUCTS = "products"
+    MEMORY = "memory traffic"
+    OVERLAPPED = "overlapped collectives"
+    EXPOSED = "exposed collectives"
+
+
+PART_COLOURS = {Part.PRODUCTS: 0, Part.MEMORY: 2, Part.OVERLAPPED: 6, Part.EXPOSED: 7}
+"""The number of a colour for each part of a step."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a step in the time model.
+
+    Attributes:
+        row: The row of the timeline.
+        part: What it is.
+        start: Seconds from the start of the step.
+        end: The same.
+    """
+
+    row: str
+    part: Part
+    start: float
+    end: float
+
+
+def timeline(plan: dict[str, Any]) -> list[Segment]:
+    """Returns the segments of a step as the time model adds them up.
+
+    Products, memory traffic and overlapped collectives begin together, or follow each other if the
+    model says so; then come the exposed collectives. The order within each of them is arbitrary.
+
+    Args:
+        plan: The plan as returned by `plan_as_json`, with times.
+    """
+    time = plan["time"]
+    serial = time["serial"]
+    segments = [Segment("products", Part.PRODUCTS, 0.0, time["compute"])]
+    start = time["compute"] if serial else 0.0
+    segments.append(Segment("memory", Part.MEMORY, start, start + time["memory"]))
+    start += time["memory"] if serial else 0.0
+    classes: dict[tuple[str, bool], float] = defaultdict(float)
+    for each in plan["collectives"]:
+        if each["seconds"]:
+            name = f"{each['kind']} over {', '.join(each['axes']) or 'unknown axes'}"
+            classes[name, each["overlapped"]] += each["seconds"]
+    totals: dict[str, float] = defaultdict(float)
+    for (name, _), seconds in classes.items():
+        totals[name] += seconds
+    shown = sorted(totals, key=lambda name: -totals[name])[:_MOST_ROWS]
+    ends = {True: start, False: start + time["overlapped"] if serial else _busy(time)}
+    for (name, overlapped), seconds in sorted(classes.items(), key=lambda item: -item[1]):
+        part = Part.OVERLAPPED if overlapped else Part.EXPOSED
+        row = name if name in shown else "other collectives"
+        segments.append(Segment(row, part, ends[overlapped], ends[overlapped] + seconds))
+        ends[overlapped] += seconds
+    return segments
+
+
+def _busy(time: dict[str, Any]) -> float:
+    """Returns the seconds until the exposed collectives begin."""
+    return float(max(time["compute"], time["memory"], time["overlapped"]))
+
+
+def time_blocks(plan: dict[str, Any]) -> list[Block]:
+    """Returns the blocks that show the time of a step and its FLOPs.
+
+    Args:
+        plan: The plan as returned by `plan_as_json`.
+    """
+    blocks: list[Block] = []
+    if plan["time"]:
+        blocks += [_chart(plan), _facts(plan)]
+    if plan["flops"]["by_line"]:
+        blocks.append(_flops(plan["flops"]))
+    return blocks
+
+
+def _chart(plan: dict[str, Any]) -> ChartBlock:
+    alt = altair()
+    time, segments = plan["time"], timeline(plan)
+    unit, scale = time_unit(time["estimate"])
+    rows = [
+        {
+            "row": segment.row,
+            "part": segment.part,
+            "colour": PART_COLOURS[segment.part],
+            "start": segment.start * scale,
+            "end": segment.end * scale,
+            "time": step_seconds(segment.end - segment.start),
+        }
+        for segment in segments
+    ]
+    order = list(dict.fromkeys(segment.row for segment in segments))
+    end = 1.01 * scale * max(time["estimate"], *(segment.end for segment in segments))
+    axis = alt.Axis(title=unit, grid=True)
+    bars = (
+        alt.Chart(alt.NamedData("parts"))
+        .mark_bar(height={"band": 0.7})
+        .encode(
+            x=alt.X("start:Q", axis=axis, scale=alt.Scale(domain=[0, end], nice=False)),
+            x2="end:Q",
+            y=alt.Y("row:N", sort=order, title=None, axis=alt.Axis(labelLimit=150)),
+            color=alt.Color("colour:N", legend=None, scale=alt.Scale(domain=list(range(COLOURS)))),
+            tooltip=[alt.Tooltip("row:N"), alt.Tooltip("part:N"), alt.Tooltip("time:N")],
+        )
+    )
+    marks = [
+        {"name": name, "at": time[key] * scale, "time": step_seconds(time[key])}
+        for name, key in (("lower bound", "bound"), ("estimate", "estimate"))
+    ]
+    rules = (
+        alt.Chart(alt.NamedData("marks"))
+        .mark_rule(strokeWidth=2, strokeDash=[5, 3])
+        .encode(x="at:Q", tooltip=[alt.Tooltip("name:N"), alt.Tooltip("time:N")])
+    )
+    used = dict.fromkeys(segment.part for segment in segments if segment.end > segment.start)
+    totals = {
+        Part.PRODUCTS: time["compute"],
+        Part.MEMORY: time["memory"],
+        Part.OVERLAPPED: time["overlapped"],
+        Part.EXPOSED: time["waiting"],
+    }
+    legend = [LegendEntry(part, PART_COLOURS[part], step_seconds(totals[part])) for part in used]
+    block = chart_block(
+        "A step in the time model",
+        alt.layer(bars, rules),
+        {"parts": rows, "marks": marks},
+        height=_ROW_HEIGHT * len(order),
+        note=(
+            f"Dashed: the lower bound, {step_seconds(time['bound'])}, and the estimate, "
+            f"{step_seconds(time['estimate'])}. The order of collectives is not that of the "
+            "program. " + assumptions(plan)
+        ),
+    )
+    return dataclasses.replace(block, legend=legend)
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """Returns the unit of an axis up to a time, and the units in a second."""
+    if seconds >= 1:
+        return "s", 1.0
+    return ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
+
+
+def _facts(plan: dict[str, Any]) -> FactsBlock:
+    time, flops = plan["time"], plan["flops"]
+    on_cpu = uses_measured_rates(plan)
+    facts = [
+        Fact("estimate", step_seconds(time["estimate"]), f"mostly {time['rules']}"),
+        Fact("lower bound", step_seconds(time["bound"])),
+        Fact("FLOPs of a step", f"{flops['step'] - flops['again']:.4g}", "on all devices"),
+    ]
+    if flops["again"]:
+        facts.append(Fact("recomputed FLOPs", f"{flops['again']:.4g}"))
+    if time["utilization"] is not None and not on_cpu:
+        facts.append(Fact("MFU, at most", f"{time['utilization']:.1%}"))
+    facts.append(Fact("examples/s", f"{time['examples_per_second']:,.0f}"))
+    if time["tokens_per_second"]:
+        facts.append(Fact("tokens/s", f"{time['tokens_per_second']:,.0f}"))
+    facts.append(Fact(f"all {time['steps']:,} steps", duration(time["run"])))
+    if not on_cpu:
+        facts.append(Fact("chip-hours", f"{time['chip_hours']:,.3g}"))
+    return FactsBlock(facts, title="Speed")
+
+
+def _flops(flops: dict[str, Any]) -> TableBlock:
+    lines = sorted(flops["by_line"].items(), key=lambda item: -item[1])
+    rows = [
+        (short_line(line), f"{count:.3g}", f"{count / flops['step']:.1%}")
+        for line, count in lines[:_MOST_LINES]
+    ]
+    if len(lines) > _MOST_LINES:
+        rest = sum(count for _, count in lines[_MOST_LINES:])
+        more = f"{len(lines) - _MOST_LINES} more"
+        rows.append((more, f"{rest:.3g}", f"{rest / flops['step']:.1%}"))
+    return TableBlock(
+        ("source line", "FLOPs", "part"),
+        rows,
+        numeric=frozenset({1, 2}),
+        title="FLOPs by source line",
+        width=Width.COLUMN,
+    )
