@@ -25,12 +25,13 @@ from spmdtrain.plan.page_time import time_blocks
 from spmdtrain.plan.phrases import (
     advice_figures,
     all_notes,
+    chip_hours,
     measured_sentence,
+    run_time,
     step_seconds,
     uses_measured_rates,
-    verdict,
 )
-from spmdtrain.terminal import byte_size, duration
+from spmdtrain.terminal import byte_size
 
 _PACKAGES = ("spmdtrain", "jax", "libtpu", "jax-cuda12-plugin")
 _FULL = 0.9  # fraction of the limit from which on memory is marked as scarce
@@ -139,17 +140,23 @@ def _stats(plan: dict[str, Any]) -> StatsBlock:
         if time["utilization"] is not None and not on_cpu:
             detail = f"at most; mostly {time['rules']}"
             facts.append(Fact("MFU", f"{time['utilization']:.1%}", detail))
-        hours = "" if on_cpu else f"{time['chip_hours']:,.3g} chip-hours"
-        facts.append(Fact(f"all {time['steps']:,} steps", duration(time["run"]), hours))
+        hours = "" if on_cpu else f"{chip_hours(time)} chip-hours"
+        facts.append(Fact(f"all {time['steps']:,} steps", run_time(time["run"]), hours))
     least = sent["least"]
     needed = "" if least is None else f"the strategy needs {byte_size(round(least))}"
-    facts.append(Fact("sent by a device, a step", byte_size(round(sent["bytes"])), needed))
+    facts.append(Fact("sent by each device", byte_size(round(sent["bytes"])), needed))
     return StatsBlock(facts)
 
 
 def _limit(plan: dict[str, Any]) -> str:
-    """Returns the verdict without the figure that stands above it."""
-    return verdict(plan).replace(f"{byte_size(plan['memory']['peak'])} ", "")
+    memory = plan["memory"]
+    if memory["limit"] is None:
+        return "the limit is unknown"
+    if plan["fits"]:
+        left = 1 - memory["peak"] / memory["limit"]
+        return f"of {byte_size(memory['limit'])}: fits, {left:.0%} left"
+    least = ", without temporaries" if memory["temporaries"] is None else ""
+    return f"of {byte_size(memory['limit'])}: does not fit{least}"
 
 
 def _advice(plan: dict[str, Any]) -> list[Block]:
@@ -163,6 +170,7 @@ def _advice(plan: dict[str, Any]) -> list[Block]:
                     ("", "now", "with the options"),
                     rows,
                     numeric=frozenset({1, 2}),
+                    width=Width.COLUMN,
                     title=f"With {each['options']}",
                 )
             )
@@ -171,5 +179,5 @@ def _advice(plan: dict[str, Any]) -> list[Block]:
             blocks.append(NoteBlock(text, Tone.WARNING))
         if each["tried"]:
             facts = [Fact(*tried.partition(": ")[::2]) for tried in each["tried"]]
-            blocks.append(FactsBlock(facts, title="Tried without success", width=Width.FULL))
+            blocks.append(FactsBlock(facts, title="Tried without success"))
     return blocks

@@ -8,9 +8,15 @@ from typing import Any
 from spmdtrain.page.blocks import Block, Fact, FactsBlock, TableBlock, Width
 from spmdtrain.page.charts import COLOURS, ChartBlock, LegendEntry, altair, chart_block
 from spmdtrain.plan.page_memory import BYTES_LABEL, MEMORY_COLOURS
-from spmdtrain.plan.page_time import PART_COLOURS, Part, time_unit
-from spmdtrain.plan.phrases import memory_by_kind, step_seconds, uses_measured_rates
-from spmdtrain.terminal import byte_size, duration
+from spmdtrain.plan.page_time import PART_COLOURS, Part, time_axis, time_unit
+from spmdtrain.plan.phrases import (
+    chip_hours,
+    memory_by_kind,
+    run_time,
+    step_seconds,
+    uses_measured_rates,
+)
+from spmdtrain.terminal import byte_size
 
 _VISIBLE = 0.05  # fraction of the limit from which on memory is shown as a part of it
 _ROW_HEIGHT = 34  # pixels
@@ -58,8 +64,8 @@ def _row(plan: dict[str, Any]) -> tuple[str, ...]:
             f"{time['examples_per_second']:,.0f}",
             f"{tokens:,.0f}" if tokens else "",
             "" if utilization is None or on_cpu else f"{utilization:.1%}",
-            duration(time["run"]),
-            "" if on_cpu else f"{time['chip_hours']:,.3g}",
+            run_time(time["run"]),
+            "" if on_cpu else chip_hours(time),
         )
     return (
         plan["topology"],
@@ -112,7 +118,7 @@ def _times(plans: Sequence[dict[str, Any]]) -> ChartBlock:
         alt.Chart(alt.NamedData("times"))
         .mark_bar(height={"band": 0.6})
         .encode(
-            x=alt.X("start:Q", axis=alt.Axis(title=unit), scale=alt.Scale(zero=True)),
+            x=alt.X("start:Q", axis=time_axis(alt, unit), scale=alt.Scale(zero=True)),
             x2="end:Q",
             y=y,
             color=_colour(alt),

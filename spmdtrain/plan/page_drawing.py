@@ -12,7 +12,7 @@ _MOST_DRAWN = 5  # chips along a dim, hosts or slices; of more, the first three 
 _STUB = 0.45  # length of the line that stands for the link around a ring
 # The directions in which the dims of a torus are drawn.
 _DIRECTIONS = {"x": (1.0, 0.0), "y": (0.0, 1.0), "z": (0.42, 0.36)}
-_NETWORKS = ("the network between hosts", "the network between slices")
+NETWORKS = ("the network between hosts", "the network between slices")
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Drawing:
     links: list[DrawnLink] = field(default_factory=list)
 
     @property
-    def size(self) -> tuple[float, float]:
-        """Width and height."""
+    def corners(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """The lowest and the highest x and y."""
         points = [*self.chips, *(p for link in self.links for p in (link.start, link.end))]
         xs, ys = zip(*points, strict=True)
-        return max(xs) - min(xs), max(ys) - min(ys)
+        return (min(xs), min(ys)), (max(xs), max(ys))
 
 
 def draw_topology(links: Sequence[dict[str, Any]]) -> Drawing | None:
@@ -53,7 +53,7 @@ def draw_topology(links: Sequence[dict[str, Any]]) -> Drawing | None:
     sizes = {link["name"]: link["size"] for link in links}
     rings = {link["name"] for link in links if link["ring"]}
     dims = [name for name in _DIRECTIONS if name in sizes]
-    network = next((name for name in _NETWORKS if name in sizes), None)
+    network = next((name for name in NETWORKS if name in sizes), None)
     if dims:
         group = _torus(dims, sizes, rings)
     elif "NVLink" in sizes or network:
@@ -116,10 +116,11 @@ def _host(gpus: int) -> Drawing:
 
 def _side_by_side(group: Drawing, network: str, count: int) -> Drawing:
     """Returns hosts or slices beside each other, connected by a network below them."""
-    width, height = group.size
+    (left, bottom), (right, top) = group.corners
+    width, height = right - left, top - bottom
     step = width + max(1.0, 0.35 * width)
-    floor = min(y for _, y in group.chips) - 0.35 * max(1.0, height)
     low = min([*(y for _, y in group.chips), *(link.end[1] for link in group.links)])
+    floor = low - 0.35 * max(1.0, height)
     drawing = Drawing()
     columns: list[tuple[float, bool]] = []
     for n, skips in _drawn(count):
@@ -137,6 +138,6 @@ def _side_by_side(group: Drawing, network: str, count: int) -> Drawing:
         middle = shift + sum(x for x, _ in group.chips) / len(group.chips)
         columns.append((middle, skips))
         drawing.links.append(DrawnLink(network, (middle, low), (middle, floor)))
-    for (left, _), (right, skips) in itertools.pairwise(columns):
-        drawing.links.append(DrawnLink(network, (left, floor), (right, floor), skips=skips))
+    for (one, _), (next_one, skips) in itertools.pairwise(columns):
+        drawing.links.append(DrawnLink(network, (one, floor), (next_one, floor), skips=skips))
     return drawing

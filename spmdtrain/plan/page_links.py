@@ -6,7 +6,7 @@ from typing import Any
 
 from spmdtrain.page.blocks import Block, NoteBlock, TableBlock, Width
 from spmdtrain.page.charts import COLOURS, ChartBlock, LegendEntry, altair, chart_block
-from spmdtrain.plan.page_drawing import Drawing, draw_topology
+from spmdtrain.plan.page_drawing import NETWORKS, Drawing, draw_topology
 from spmdtrain.plan.phrases import group_collectives, sent_sentence, step_seconds
 from spmdtrain.terminal import byte_size
 
@@ -24,8 +24,9 @@ LINK_COLOURS = {
 _CHIP_COLOUR = 9
 _MOST_ROWS = 12  # of collectives
 _MOST_PARAMETERS = 8  # with excess traffic
-_LOWEST, _HIGHEST = 150, 320  # height of a drawing in pixels
-_DRAWN_WIDTH = 520  # pixels of a drawing on a wide screen
+_WIDTH, _LOWEST, _HIGHEST = 520, 120, 300  # pixels of a drawing on a wide screen
+_MARGIN = 22  # pixels
+_LONGEST_LINK = 90  # pixels between two chips
 
 
 @dataclass(frozen=True)
@@ -112,11 +113,10 @@ def _chart(plan: dict[str, Any], drawing: Drawing, loads: dict[str, LinkLoad]) -
         for line in drawing.links
     ]
     chips = [{"x": x, "y": y, "topology": plan["topology"]} for x, y in drawing.chips]
-    width, height = drawing.size
-    pixels = int(min(_HIGHEST, max(_LOWEST, _DRAWN_WIDTH * height / max(width, 1e-9))))
-    scale, none = alt.Scale(zero=False, nice=False, padding=14), None
-    x = alt.X("x:Q", axis=none, scale=scale)
-    y = alt.Y("y:Q", axis=none, scale=scale)
+    columns, rows, pixels = _domains(drawing)
+    none = None
+    x = alt.X("x:Q", axis=none, scale=alt.Scale(domain=columns, nice=False))
+    y = alt.Y("y:Q", axis=none, scale=alt.Scale(domain=rows, nice=False))
     rules = (
         alt.Chart(alt.NamedData("links"))
         .mark_rule(strokeCap="round")
@@ -140,11 +140,13 @@ def _chart(plan: dict[str, Any], drawing: Drawing, loads: dict[str, LinkLoad]) -
         .encode(x=x, y=y, color=alt.datum(_CHIP_COLOUR, type="nominal"))
     )
     legend = [
-        LegendEntry(f"{_dim(name)}, {sizes[name]}", LINK_COLOURS[name], texts[name])
+        LegendEntry(_connects(name, sizes[name]), LINK_COLOURS[name], texts[name])
         for name in sizes
         if any(line.link == name for line in drawing.links)
     ]
     note = "Lines are wider, the more bytes a device sends over them in a step."
+    if any(loads[name].sent for name in NETWORKS if name in loads):
+        note += " A collective over the network is counted there alone."
     if any(line.skips for line in drawing.links):
         note += " Dashed lines lead to chips that are not drawn, or around a ring."
     block = chart_block(
@@ -158,9 +160,31 @@ def _chart(plan: dict[str, Any], drawing: Drawing, loads: dict[str, LinkLoad]) -
     return dataclasses.replace(block, legend=legend)
 
 
+def _domains(drawing: Drawing) -> tuple[list[float], list[float], int]:
+    """Returns the domains of x and y, with equal units on a wide screen, and the height."""
+    (left, bottom), (right, top) = drawing.corners
+    width, height = right - left, top - bottom
+    wide = (_WIDTH - 2 * _MARGIN) / max(width, 1e-9)
+    high = (_HIGHEST - 2 * _MARGIN) / max(height, 1e-9)
+    unit = min(_LONGEST_LINK, wide, high)
+    pixels = max(_LOWEST, round(unit * height) + 2 * _MARGIN)
+    columns = [(left + right + sign * _WIDTH / unit) / 2 for sign in (-1, 1)]
+    rows = [(bottom + top + sign * pixels / unit) / 2 for sign in (-1, 1)]
+    return columns, rows, pixels
+
+
+def _connects(name: str, size: int) -> str:
+    """Returns the name of a link with what it connects."""
+    if name == "NVLink":
+        return f"NVLink, {size:,} GPUs"
+    if name in NETWORKS:
+        return f"network, {size:,} {name.rpartition(' ')[2]}"
+    return f"{_dim(name)}, {size:,} chips" if len(name) == 1 else f"{name}, {size:,} devices"
+
+
 def _load_text(load: LinkLoad) -> str:
     if not load.sent:
-        return "unused"
+        return "0 B"
     time = "" if load.seconds is None else f" in {step_seconds(load.seconds)}"
     return f"{byte_size(round(load.sent))}{time}"
 
@@ -172,8 +196,7 @@ def _links(plan: dict[str, Any], loads: dict[str, LinkLoad], width: Width) -> Ta
         bandwidth = link["bandwidth"]
         rows.append(
             (
-                _dim(link["name"]),
-                f"{link['size']:,}" + (", a ring" if link["ring"] else ""),
+                _connects(link["name"], link["size"]) + (", a ring" if link["ring"] else ""),
                 "unknown" if bandwidth is None else f"{byte_size(round(bandwidth))}/s",
                 byte_size(round(load.sent)) if load.sent else "",
                 step_seconds(load.seconds) if load.seconds else "",
@@ -181,9 +204,9 @@ def _links(plan: dict[str, Any], loads: dict[str, LinkLoad], width: Width) -> Ta
             )
         )
     return TableBlock(
-        ("link", "connects", "bandwidth", "sent", "time", "collectives"),
+        ("link", "bandwidth", "sent", "time", "collectives"),
         rows,
-        numeric=frozenset({2, 3, 4}),
+        numeric=frozenset({1, 2, 3}),
         title="Bytes of a device and time of a step, by link",
         width=width,
     )

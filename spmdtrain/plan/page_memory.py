@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from spmdtrain.page.blocks import Block, TableBlock, Width
+from spmdtrain.page.blocks import Block, TableBlock
 from spmdtrain.page.charts import COLOURS, ChartBlock, LegendEntry, altair, chart_block
 from spmdtrain.plan.phrases import buffer_source, memory_by_kind
 from spmdtrain.terminal import byte_size
@@ -23,6 +23,7 @@ MEMORY_COLOURS = {
     "gaps and compiler internals": 9,
     "results": 6,
     "program": 8,
+    "padding of state and inputs": 9,
 }
 BYTES_LABEL = "format(datum.value, '~s') + 'B'"
 """Vega expression for the label of an axis in bytes."""
@@ -37,23 +38,6 @@ def memory_blocks(plan: dict[str, Any]) -> list[Block]:
     """
     memory = plan["memory"]
     blocks: list[Block] = [_chart(memory)]
-    peak = memory["peak"]
-    rows = [
-        (kind, "unknown" if size is None else byte_size(size), _percent(size, peak))
-        for kind, size in memory_by_kind(memory).items()
-    ]
-    rows.append(("peak", byte_size(peak), ""))
-    if memory["limit"] is not None:
-        rows.append(("limit", byte_size(memory["limit"]), ""))
-    blocks.append(
-        TableBlock(
-            ("memory of a device", "bytes", "of the peak"),
-            rows,
-            numeric=frozenset({1, 2}),
-            title="By kind",
-            width=Width.COLUMN,
-        )
-    )
     if memory["buffers"]:
         blocks.append(_buffers(memory["buffers"]))
     return blocks
@@ -130,5 +114,4 @@ def _buffers(buffers: list[dict[str, Any]]) -> TableBlock:
         rows,
         numeric=frozenset({1}),
         title="Largest temporary arrays",
-        width=Width.COLUMN,
     )

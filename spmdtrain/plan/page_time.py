@@ -8,8 +8,15 @@ from typing import Any
 
 from spmdtrain.page.blocks import Block, Fact, FactsBlock, TableBlock, Width
 from spmdtrain.page.charts import COLOURS, ChartBlock, LegendEntry, altair, chart_block
-from spmdtrain.plan.phrases import assumptions, short_line, step_seconds, uses_measured_rates
-from spmdtrain.terminal import duration
+from spmdtrain.plan.phrases import (
+    assumptions,
+    chip_hours,
+    run_time,
+    scaled,
+    short_line,
+    step_seconds,
+    uses_measured_rates,
+)
 
 _MOST_ROWS = 8  # of collectives; the others share one
 _MOST_LINES = 10  # source lines
@@ -115,12 +122,14 @@ def _chart(plan: dict[str, Any]) -> ChartBlock:
     ]
     order = list(dict.fromkeys(segment.row for segment in segments))
     end = 1.01 * scale * max(time["estimate"], *(segment.end for segment in segments))
-    axis = alt.Axis(title=unit, grid=True)
+    scale_of_x = alt.Scale(domain=[0, end], nice=False)
     bars = (
         alt.Chart(alt.NamedData("parts"))
         .mark_bar(height={"band": 0.7})
         .encode(
-            x=alt.X("start:Q", axis=axis, scale=alt.Scale(domain=[0, end], nice=False)),
+            x=alt.X(
+                "start:Q", axis=time_axis(alt, unit), scale=alt.Scale(domain=[0, end], nice=False)
+            ),
             x2="end:Q",
             y=alt.Y("row:N", sort=order, title=None, axis=alt.Axis(labelLimit=150)),
             color=alt.Color("colour:N", legend=None, scale=alt.Scale(domain=list(range(COLOURS)))),
@@ -131,11 +140,15 @@ def _chart(plan: dict[str, Any]) -> ChartBlock:
         {"name": name, "at": time[key] * scale, "time": step_seconds(time[key])}
         for name, key in (("lower bound", "bound"), ("estimate", "estimate"))
     ]
-    rules = (
-        alt.Chart(alt.NamedData("marks"))
-        .mark_rule(strokeWidth=2, strokeDash=[5, 3])
-        .encode(x="at:Q", tooltip=[alt.Tooltip("name:N"), alt.Tooltip("time:N")])
+    at = alt.Chart(alt.NamedData("marks")).encode(
+        x="at:Q", tooltip=[alt.Tooltip("name:N"), alt.Tooltip("time:N")]
     )
+    rules = [at.mark_rule(strokeWidth=2, strokeDash=[5, 3])]
+    for mark, height in zip(marks, (-18, -4), strict=True):  # above the plot, in two lines
+        align = "left" if mark["at"] < end / 2 else "right"
+        text = at.transform_filter(alt.datum.name == mark["name"])
+        text = text.mark_text(align=align, baseline="bottom", y=height)
+        rules.append(text.encode(text="name:N"))
     used = dict.fromkeys(segment.part for segment in segments if segment.end > segment.start)
     totals = {
         Part.PRODUCTS: time["compute"],
@@ -146,7 +159,7 @@ def _chart(plan: dict[str, Any]) -> ChartBlock:
     legend = [LegendEntry(part, PART_COLOURS[part], step_seconds(totals[part])) for part in used]
     block = chart_block(
         "A step in the time model",
-        alt.layer(bars, rules),
+        alt.layer(bars, *rules),
         {"parts": rows, "marks": marks},
         height=_ROW_HEIGHT * len(order),
         note=(
@@ -156,6 +169,11 @@ def _chart(plan: dict[str, Any]) -> ChartBlock:
         ),
     )
     return dataclasses.replace(block, legend=legend)
+
+
+def time_axis(alt: Any, unit: str) -> Any:
+    """Returns an axis of times in a unit."""
+    return alt.Axis(title=None, labelExpr=f"datum.label + ' {unit}'")
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
@@ -171,31 +189,31 @@ def _facts(plan: dict[str, Any]) -> FactsBlock:
     facts = [
         Fact("estimate", step_seconds(time["estimate"]), f"mostly {time['rules']}"),
         Fact("lower bound", step_seconds(time["bound"])),
-        Fact("FLOPs of a step", f"{flops['step'] - flops['again']:.4g}", "on all devices"),
+        Fact("FLOPs of a step", scaled(flops["step"] - flops["again"]), "on all devices"),
     ]
     if flops["again"]:
-        facts.append(Fact("recomputed FLOPs", f"{flops['again']:.4g}"))
+        facts.append(Fact("recomputed FLOPs", scaled(flops["again"])))
     if time["utilization"] is not None and not on_cpu:
         facts.append(Fact("MFU, at most", f"{time['utilization']:.1%}"))
     facts.append(Fact("examples/s", f"{time['examples_per_second']:,.0f}"))
     if time["tokens_per_second"]:
         facts.append(Fact("tokens/s", f"{time['tokens_per_second']:,.0f}"))
-    facts.append(Fact(f"all {time['steps']:,} steps", duration(time["run"])))
+    facts.append(Fact(f"all {time['steps']:,} steps", run_time(time["run"])))
     if not on_cpu:
-        facts.append(Fact("chip-hours", f"{time['chip_hours']:,.3g}"))
+        facts.append(Fact("chip-hours", chip_hours(time)))
     return FactsBlock(facts, title="Speed")
 
 
 def _flops(flops: dict[str, Any]) -> TableBlock:
     lines = sorted(flops["by_line"].items(), key=lambda item: -item[1])
     rows = [
-        (short_line(line), f"{count:.3g}", f"{count / flops['step']:.1%}")
+        (short_line(line), scaled(count), f"{count / flops['step']:.1%}")
         for line, count in lines[:_MOST_LINES]
     ]
     if len(lines) > _MOST_LINES:
         rest = sum(count for _, count in lines[_MOST_LINES:])
         more = f"{len(lines) - _MOST_LINES} more"
-        rows.append((more, f"{rest:.3g}", f"{rest / flops['step']:.1%}"))
+        rows.append((more, scaled(rest), f"{rest / flops['step']:.1%}"))
     return TableBlock(
         ("source line", "FLOPs", "part"),
         rows,

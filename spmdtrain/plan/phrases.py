@@ -3,17 +3,21 @@
 A plan is a dict as returned by `plan_as_json`.
 """
 
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmdtrain.terminal import byte_size
+from spmdtrain.terminal import byte_size, duration
 
 _MOST_PARTS = 4  # parameters with excess traffic
 _LONGEST_NAME = 40
 _LARGE_PART = 0.05  # fraction of the excess traffic from which on a parameter is listed
+_SHORT = 10.0  # seconds
+_FEW_HOURS = 0.001
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 _MEASURED_HERE = (
     "All times are estimates from the speed of products, memory and all-reduces measured on this "
     "machine; they omit the time to start a step, and that convolutions are slower than products."
@@ -90,7 +94,11 @@ def memory_by_kind(memory: dict[str, Any]) -> dict[str, int | None]:
         "results": memory["results"],
         "program": memory["code"],
     }
-    return {kind: size for kind, size in rows.items() if size or size is None}
+    # A compiler may pad the state and the batch to the tiles of its layout.
+    known = [size for size in rows.values() if size is not None]
+    if len(known) == len(rows):
+        rows["padding of state and inputs"] = memory["peak"] - sum(known)
+    return {kind: size for kind, size in rows.items() if size is None or size > 0}
 
 
 def _temporaries(memory: dict[str, Any]) -> dict[str, int | None]:
@@ -169,6 +177,23 @@ def step_seconds(seconds: float) -> str:
     if seconds < below * 1e-3:
         unit, scale = "us", 1e6
     return f"{seconds * scale:#.3g}".rstrip(".") + f" {unit}"
+
+
+def run_time(seconds: float) -> str:
+    """Returns the duration of a run: `1:05`, or `0.65 ms` if it is a matter of seconds."""
+    return duration(seconds) if seconds >= _SHORT else step_seconds(seconds)
+
+
+def chip_hours(time: dict[str, Any]) -> str:
+    """Returns the chip-hours of a run; tiny ones only as that."""
+    hours = time["chip_hours"]
+    return f"{hours:,.3g}" if hours >= _FEW_HOURS else f"< {_FEW_HOURS:g}"
+
+
+def scaled(count: float) -> str:
+    """Returns a count with three digits and an SI prefix: `34.2 T`."""
+    power = min(max(0, int(math.log10(count)) // 3), len(_PREFIXES) - 1) if count else 0
+    return f"{count / 1000**power:.3g} {_PREFIXES[power]}".rstrip()
 
 
 def sent_sentence(sent: dict[str, Any]) -> str:
