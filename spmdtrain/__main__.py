@@ -11,6 +11,7 @@ COMMANDS = {
     "run": "train, evaluate or predict with an experiment",
     "launch": "start, watch and restart the processes of a job",
     "plan": "check if a run fits on other devices, and estimate its speed there",
+    "report": "write a page with curves, failures, checkpoints and samples of runs",
     "cluster": "check TF_CONFIG and the network between its tasks",
     "checkpoints": "verify, show or export the checkpoints of a run",
 }

@@ -69,6 +69,7 @@ class TableBlock:
       marked: The rows that are highlighted.
       title: The title.
       folded: Whether the table is shown only after a click on the title.
+      colours: The number of a colour for each row, which is shown in its first cell.
     """
 
     columns: Sequence[str]
@@ -77,6 +78,7 @@ class TableBlock:
     marked: frozenset[int] = frozenset()
     title: str = ""
     folded: bool = False
+    colours: Sequence[int] = ()
     width: Width = Width.FULL
     kind: ClassVar[str] = "table"
 
@@ -135,7 +137,26 @@ class ImageBlock:
         return f"data:{self.media_type};base64,{base64.b64encode(self.content).decode()}"
 
 
-Block = StatsBlock | FactsBlock | TableBlock | TextBlock | NoteBlock | ImageBlock | ChartBlock
+@dataclass(frozen=True)
+class GalleryBlock:
+    """Small pictures beside one another, such as the samples of one evaluation."""
+
+    images: Sequence[ImageBlock]
+    title: str = ""
+    width: ClassVar[Width] = Width.FULL
+    kind: ClassVar[str] = "gallery"
+
+
+Block = (
+    GalleryBlock
+    | StatsBlock
+    | FactsBlock
+    | TableBlock
+    | TextBlock
+    | NoteBlock
+    | ImageBlock
+    | ChartBlock
+)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@
     try {
       const spec = { ...chart.spec, datasets: datasets(chart) };
       const result = await vegaEmbed(element, spec, {
-        mode: "vega-lite", actions: false, renderer: "svg", ast: true, config: config(),
+        mode: "vega-lite", actions: false, renderer: "svg", ast: true, config: config(), logLevel: vega.Error,
         tooltip: { disableDefaultStyle: false, theme: "custom" },
       });
       entry.view = result.view;
@@ -145,31 +145,29 @@
     };
   }
 
-  // -- drawing: what is visible first, the rest when the browser is idle --------------------------
+  // -- drawing: what is visible first, the rest one after the other ---------------------------------
 
-  let observer = null;
-  const later = window.requestIdleCallback ?? ((run) => setTimeout(run, 20));
+  let isDrawing = false;
 
-  function drawAll() {
-    observer?.disconnect();
-    observer = new IntersectionObserver((entries) => {
-      for (const entry of entries) if (entry.isIntersecting) draw(entry.target.id);
-    }, { rootMargin: "300px" });
-    for (const id of Object.keys(charts)) {
-      const element = document.getElementById(id);
-      if (element && !drawn.has(id)) observer.observe(element);
-    }
-    later(drawNext);
+  function distance(id) {
+    const { top, bottom } = document.getElementById(id).getBoundingClientRect();
+    return top > innerHeight ? top - innerHeight : Math.max(0, -bottom);
   }
 
-  async function drawNext() {
-    const id = Object.keys(charts).find((name) => !drawn.has(name) && document.getElementById(name));
-    if (id === undefined) {
-      document.documentElement.dataset.drawn = "yes";
-      return;
+  async function drawAll() {
+    if (isDrawing) return;
+    isDrawing = true;
+    for (;;) {
+      const left = Object.keys(charts).filter((id) => !drawn.has(id) && document.getElementById(id));
+      if (!left.length) break;
+      const next = left.reduce((a, b) => (distance(b) < distance(a) ? b : a));
+      const isVisible = distance(next) === 0;
+      await draw(next);
+      // The browser can scroll between two charts.
+      if (!isVisible) await new Promise((resolve) => setTimeout(resolve, 10));
     }
-    await draw(id);
-    later(drawNext);
+    isDrawing = false;
+    document.documentElement.dataset.drawn = "yes";
   }
 
   function redraw() {
