@@ -107,7 +107,9 @@ def png(shade: int = 128, side: int = 8) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + check
 
     header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
-    rows = b"".join(b"\0" + bytes(min(255, shade + 8 * x) for x in range(side)) for _ in range(side))
+    rows = b"".join(
+        b"\0" + bytes(min(255, shade + 8 * x) for x in range(side)) for _ in range(side)
+    )
     parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + parts
 

@@ -1,7 +1,6 @@
 """Charts and tables of a plan's page: the comparison of several topologies."""
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,29 +39,28 @@ def comparison_blocks(plans: Sequence[dict[str, Any]], changes: Sequence[str]) -
 
 
 def _table(plans: Sequence[dict[str, Any]]) -> TableBlock:
-    names = ("topology", "chips", "fits", "memory", "of", "lower bound", "estimate", "examples/s")
+    has_tokens = any(plan["time"] and plan["time"]["tokens_per_second"] for plan in plans)
+    names = ("topology", "chips", "fits", "memory", "limit", "lower bound", "estimate")
+    rate = "tokens/s" if has_tokens else "examples/s"
     return TableBlock(
-        (*names, "tokens/s", "MFU", "all steps", "chip-hours", "sent", "collectives"),
-        list(map(_row, plans)),
-        numeric=frozenset({1, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}),
+        (*names, rate, "MFU", "all steps", "chip-hours", "sent"),
+        [_row(plan, has_tokens=has_tokens) for plan in plans],
+        numeric=frozenset({1, *range(3, 12)}),
         title="Topologies",
     )
 
 
-def _row(plan: dict[str, Any]) -> tuple[str, ...]:
+def _row(plan: dict[str, Any], *, has_tokens: bool) -> tuple[str, ...]:
     time, memory = plan["time"], plan["memory"]
-    kinds: dict[str, float] = defaultdict(float)
-    for each in plan["collectives"]:
-        kinds[each["kind"]] += each["bytes"] * each["times"]
-    timed = ("",) * 7
+    timed = ("",) * 6
     if time:
         on_cpu = uses_measured_rates(plan)
-        tokens, utilization = time["tokens_per_second"], time["utilization"]
+        rate = time["tokens_per_second"] if has_tokens else time["examples_per_second"]
+        utilization = time["utilization"]
         timed = (
             step_seconds(time["bound"]),
             step_seconds(time["estimate"]),
-            f"{time['examples_per_second']:,.0f}",
-            f"{tokens:,.0f}" if tokens else "",
+            f"{rate:,.0f}" if rate else "",
             "" if utilization is None or on_cpu else f"{utilization:.1%}",
             run_time(time["run"]),
             "" if on_cpu else chip_hours(time),
@@ -70,12 +68,11 @@ def _row(plan: dict[str, Any]) -> tuple[str, ...]:
     return (
         plan["topology"],
         f"{plan['chips']:,}",
-        {True: "yes", False: "no", None: "?"}[plan["fits"]],
+        {True: "yes", False: "no", None: "unknown"}[plan["fits"]],
         byte_size(memory["peak"]),
-        "?" if memory["limit"] is None else byte_size(memory["limit"]),
+        "unknown" if memory["limit"] is None else byte_size(memory["limit"]),
         *timed,
         byte_size(round(plan["sent"]["bytes"])),
-        ", ".join(f"{kind} {byte_size(round(size))}" for kind, size in kinds.items()),
     )
 
 

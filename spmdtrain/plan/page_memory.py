@@ -23,7 +23,7 @@ MEMORY_COLOURS = {
     "gaps and compiler internals": 9,
     "results": 6,
     "program": 8,
-    "padding of state and inputs": 9,
+    "padding of state and inputs": 5,
 }
 BYTES_LABEL = "format(datum.value, '~s') + 'B'"
 """Vega expression for the label of an axis in bytes."""

@@ -8,15 +8,8 @@ from spmdtrain.terminal import byte_size
 _MOST_ROWS = 16  # parameters that are visible without a click
 _MOST_FOLDED = 1000
 _COLUMNS = (
-    "parameter",
-    "shape",
-    "dtype",
-    "sharding",
-    "parts",
-    "bytes",
-    "optimizer",
-    "parts",
-    "all",
+    *("parameter", "shape", "dtype", "sharding", "parts", "bytes"),
+    *("optimizer", "its parts", "together"),
 )
 
 

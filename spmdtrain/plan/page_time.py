@@ -10,12 +10,9 @@ from spmdtrain.page.blocks import Block, Fact, FactsBlock, TableBlock, Width
 from spmdtrain.page.charts import COLOURS, ChartBlock, LegendEntry, altair, chart_block
 from spmdtrain.plan.phrases import (
     assumptions,
-    chip_hours,
-    run_time,
     scaled,
     short_line,
     step_seconds,
-    uses_measured_rates,
 )
 
 _MOST_ROWS = 8  # of collectives; the others share one
@@ -99,7 +96,9 @@ def time_blocks(plan: dict[str, Any]) -> list[Block]:
     """
     blocks: list[Block] = []
     if plan["time"]:
-        blocks += [_chart(plan), _facts(plan)]
+        blocks.append(_chart(plan))
+    if plan["flops"]["step"]:
+        blocks.append(_facts(plan))
     if plan["flops"]["by_line"]:
         blocks.append(_flops(plan["flops"]))
     return blocks
@@ -127,9 +126,7 @@ def _chart(plan: dict[str, Any]) -> ChartBlock:
         alt.Chart(alt.NamedData("parts"))
         .mark_bar(height={"band": 0.7})
         .encode(
-            x=alt.X(
-                "start:Q", axis=time_axis(alt, unit), scale=alt.Scale(domain=[0, end], nice=False)
-            ),
+            x=alt.X("start:Q", axis=time_axis(alt, unit), scale=scale_of_x),
             x2="end:Q",
             y=alt.Y("row:N", sort=order, title=None, axis=alt.Axis(labelLimit=150)),
             color=alt.Color("colour:N", legend=None, scale=alt.Scale(domain=list(range(COLOURS)))),
@@ -184,38 +181,35 @@ def time_unit(seconds: float) -> tuple[str, float]:
 
 
 def _facts(plan: dict[str, Any]) -> FactsBlock:
-    time, flops = plan["time"], plan["flops"]
-    on_cpu = uses_measured_rates(plan)
-    facts = [
-        Fact("estimate", step_seconds(time["estimate"]), f"mostly {time['rules']}"),
-        Fact("lower bound", step_seconds(time["bound"])),
-        Fact("FLOPs of a step", scaled(flops["step"] - flops["again"]), "on all devices"),
-    ]
+    """Returns the counted FLOPs and the rates that the times follow from."""
+    flops, chip = plan["flops"], plan["chip"]
+    facts = [Fact("of the model", f"{scaled(flops['step'] - flops['again'])}FLOP", "all devices")]
     if flops["again"]:
-        facts.append(Fact("recomputed FLOPs", scaled(flops["again"])))
-    if time["utilization"] is not None and not on_cpu:
-        facts.append(Fact("MFU, at most", f"{time['utilization']:.1%}"))
-    facts.append(Fact("examples/s", f"{time['examples_per_second']:,.0f}"))
-    if time["tokens_per_second"]:
-        facts.append(Fact("tokens/s", f"{time['tokens_per_second']:,.0f}"))
-    facts.append(Fact(f"all {time['steps']:,} steps", run_time(time["run"])))
-    if not on_cpu:
-        facts.append(Fact("chip-hours", chip_hours(time)))
-    return FactsBlock(facts, title="Speed")
+        facts.append(Fact("recomputed", f"{scaled(flops['again'])}FLOP", "all devices"))
+    if flops["device"] is not None:
+        facts.append(Fact("compiled program", f"{scaled(flops['device'])}FLOP", "a device"))
+    if chip is not None:
+        per = "a chip" if chip["devices"] == 1 else f"a chip of {chip['devices']} devices"
+        facts += [
+            Fact("bfloat16 peak", f"{scaled(chip['flops'])}FLOP/s", per),
+            Fact("memory bandwidth", f"{scaled(chip['bandwidth'])}B/s", per),
+            Fact("source", chip["source"]),
+        ]
+    return FactsBlock(facts, title="FLOPs of a step, and rates")
 
 
 def _flops(flops: dict[str, Any]) -> TableBlock:
     lines = sorted(flops["by_line"].items(), key=lambda item: -item[1])
     rows = [
-        (short_line(line), scaled(count), f"{count / flops['step']:.1%}")
+        (short_line(line), f"{scaled(count)}FLOP", f"{count / flops['step']:.1%}")
         for line, count in lines[:_MOST_LINES]
     ]
     if len(lines) > _MOST_LINES:
         rest = sum(count for _, count in lines[_MOST_LINES:])
         more = f"{len(lines) - _MOST_LINES} more"
-        rows.append((more, scaled(rest), f"{rest / flops['step']:.1%}"))
+        rows.append((more, f"{scaled(rest)}FLOP", f"{rest / flops['step']:.1%}"))
     return TableBlock(
-        ("source line", "FLOPs", "part"),
+        ("source line", "all devices", "part"),
         rows,
         numeric=frozenset({1, 2}),
         title="FLOPs by source line",

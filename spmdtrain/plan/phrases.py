@@ -191,9 +191,9 @@ def chip_hours(time: dict[str, Any]) -> str:
 
 
 def scaled(count: float) -> str:
-    """Returns a count with three digits and an SI prefix: `34.2 T`."""
+    """Returns a count with three digits and an SI prefix, before a unit: `34.2 T`, `512 `."""
     power = min(max(0, int(math.log10(count)) // 3), len(_PREFIXES) - 1) if count else 0
-    return f"{count / 1000**power:.3g} {_PREFIXES[power]}".rstrip()
+    return f"{count / 1000**power:.3g} {_PREFIXES[power]}"
 
 
 def sent_sentence(sent: dict[str, Any]) -> str:
