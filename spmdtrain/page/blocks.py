@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from spmdtrain.page.charts import ChartBlock
+from spmdtrain.page.widths import Width
 
 
 class Tone(enum.StrEnum):
@@ -20,13 +21,6 @@ class Tone(enum.StrEnum):
     ACTIVE = "active"
     WARNING = "warning"
     BAD = "bad"
-
-
-class Width(enum.StrEnum):
-    """The columns that a block takes on a wide screen; on a phone there is one column."""
-
-    COLUMN = "column"
-    FULL = "full"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ uses `COLOURS` numbers of colours or the names of values in the order of the sca
 never a colour itself.
 """
 
+import copy
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +14,13 @@ from typing import Any, ClassVar
 
 from spmdtrain.errors import foreign
 from spmdtrain.optional import import_extra
+from spmdtrain.page.widths import Width
 
 COLOURS = 10
 """Number of different colours of series. The stylesheet defines them."""
 _POINTS_BELOW = 60  # a series with fewer values has a mark at each of them
 _LONGEST_NAME = 120
+_LOGARITHMIC_FROM = 8
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,10 @@ class ChartBlock:
       data: The datasets that the specification names: rows, or series of `line_chart`.
       legend: Entries above the chart; charts of Vega-Lite's own legend have none.
       note: A line below the chart.
-      full_width: Whether it takes all columns of the page.
+      width: The columns that it takes on a wide screen.
       hover: Whether the values next to the pointer are shown for each series (`line_chart` only).
         The other charts show the `tooltip` of their encoding.
+      logarithmic: Whether a button offers a logarithmic axis (`line_chart` only).
     """
 
     title: str
@@ -65,14 +70,10 @@ class ChartBlock:
     data: Mapping[str, Any] = field(default_factory=dict)
     legend: Sequence[LegendEntry] = ()
     note: str = ""
-    full_width: bool = False
+    width: Width = Width.COLUMN
     hover: bool = False
+    logarithmic: bool = False
     kind: ClassVar[str] = "chart"
-
-    @property
-    def width(self) -> str:
-        """The columns that the chart takes on a wide screen."""
-        return "full" if self.full_width else "column"
 
 
 def altair() -> Any:
@@ -91,7 +92,8 @@ def chart_block(
     *,
     height: int | None = None,
     note: str = "",
-    full_width: bool = True,
+    width: Width = Width.FULL,
+    legend: Sequence[LegendEntry] = (),
 ) -> ChartBlock:
     """Returns a chart of a page.
 
@@ -102,12 +104,14 @@ def chart_block(
       rows: NAME to the rows of the dataset.
       height: The height in pixels; None keeps that of the chart.
       note: A line below the chart.
-      full_width: Whether it takes all columns of the page.
+      width: The columns that it takes on a wide screen.
+      legend: Entries above the chart. They wrap on a phone, where one of Vega-Lite's own legends
+        would be cut off: the encoding then has `legend=None`.
     """
     size = {"width": "container"} | ({} if height is None else {"height": height})
     spec = chart.properties(**size).to_dict()
     data = {name: {"rows": [dict(row) for row in of]} for name, of in rows.items()}
-    return ChartBlock(title, _without_config(spec), data, note=note, full_width=full_width)
+    return ChartBlock(title, _without_config(spec), data, legend, note, width)
 
 
 def line_chart(
@@ -120,6 +124,7 @@ def line_chart(
     zero: bool = False,
     height: int = 220,
     note: str = "",
+    width: Width = Width.COLUMN,
 ) -> ChartBlock:
     """Returns a chart of lines over a common axis, with a legend and the values at the pointer.
 
@@ -132,22 +137,9 @@ def line_chart(
       zero: Whether the vertical axis starts at zero.
       height: The height in pixels.
       note: A line below the chart.
+      width: The columns that it takes on a wide screen.
     """
-    alt = altair()
     names = [foreign(line.name, _LONGEST_NAME) for line in series]
-    x = alt.X("x:Q", title=x_title, scale=alt.Scale(nice=False), axis=alt.Axis(grid=False))
-    axis = alt.Axis(format=y_format, tickCount=5, title=None)
-    y = alt.Y("y:Q", scale=alt.Scale(zero=zero, nice=True), axis=axis)
-    colour = alt.Color("colour:N", legend=None, scale=alt.Scale(domain=list(range(COLOURS))))
-    lines = alt.Chart(alt.NamedData("series")).encode(x=x, y=y, color=colour, detail="series:N")
-    pointer = alt.Chart(alt.NamedData("hover")).encode(x=x)
-    layers = [
-        lines.mark_line(strokeWidth=1.6, strokeJoin="round"),
-        lines.mark_point(filled=True, size=28, opacity=1).transform_filter("datum.marked"),
-        pointer.mark_rule(strokeWidth=1, opacity=0.35),
-        pointer.mark_point(filled=True, size=52, opacity=1).encode(y=y, color=colour),
-    ]
-    spec = alt.layer(*layers).properties(width="container", height=height).to_dict()
     data = [
         {
             "name": name,
@@ -165,11 +157,41 @@ def line_chart(
     ]
     return ChartBlock(
         title,
-        _without_config(spec),
+        copy.deepcopy(_line_spec(x_title, y_format, zero, height)),
         {"series": {"series": data}, "hover": {"rows": []}},
         legend=legend,
         note=note,
         hover=True,
+        width=width,
+        logarithmic=_spans_magnitudes(series),
+    )
+
+
+def _spans_magnitudes(series: Sequence[Series]) -> bool:
+    """Returns whether all values are positive, and the largest is a multiple of the smallest."""
+    values = [y for line in series for y in line.y if y is not None and math.isfinite(y)]
+    return bool(values) and min(values) > 0 and max(values) > _LOGARITHMIC_FROM * min(values)
+
+
+@functools.cache
+def _line_spec(x_title: str, y_format: str, zero: bool, height: int) -> dict[str, Any]:
+    """Returns the specification of `line_chart`; to make and to check one takes Altair 50 ms."""
+    alt = altair()
+    x = alt.X("x:Q", title=x_title, scale=alt.Scale(nice=False), axis=alt.Axis(grid=False))
+    label = "datum.value === 0 ? '0' : datum.label"  # d3 writes `0k` and `0%`
+    axis = alt.Axis(format=y_format, tickCount=5, title=None, labelExpr=label)
+    y = alt.Y("y:Q", scale=alt.Scale(zero=zero, nice=True), axis=axis)
+    colour = alt.Color("colour:N", legend=None, scale=alt.Scale(domain=list(range(COLOURS))))
+    lines = alt.Chart(alt.NamedData("series")).encode(x=x, y=y, color=colour, detail="series:N")
+    pointer = alt.Chart(alt.NamedData("hover")).encode(x=x)
+    layers = [
+        lines.mark_line(strokeWidth=1.6, strokeJoin="round"),
+        lines.mark_point(filled=True, size=28, opacity=1).transform_filter("datum.marked"),
+        pointer.mark_rule(strokeWidth=1, opacity=0.35),
+        pointer.mark_point(filled=True, size=52, opacity=1).encode(y=y, color=colour),
+    ]
+    return _without_config(
+        alt.layer(*layers).properties(width="container", height=height).to_dict()
     )
 
 

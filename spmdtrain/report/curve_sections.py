@@ -3,11 +3,11 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from spmdtrain.files.run_files import Split
 from spmdtrain.page.blocks import Block, NoteBlock, Section
-from spmdtrain.page.charts import Series, line_chart
+from spmdtrain.page.charts import ChartBlock, Series, line_chart
+from spmdtrain.page.widths import Width
 from spmdtrain.report.metric_columns import Column
 from spmdtrain.report.reduction import reduce_curve
 from spmdtrain.report.run_data import RunData
@@ -18,6 +18,7 @@ _FEWEST_POINTS = 100
 _ALL_POINTS = 60_000  # of a page: about 1.3 MB
 _MOST_CHARTS = 80
 
+_METRICS = "Curves"
 _EVALUATOR = "evaluator"
 _COLOURS = {Split.TRAIN: 0, Split.EPOCH: 6, Split.EVAL: 1, _EVALUATOR: 4, Split.TEST: 2}
 _LABELS = {Split.EPOCH: "epoch mean", _EVALUATOR: "evaluator"}
@@ -52,9 +53,9 @@ _QUANTITIES = {
     "steps_per_second": _Quantity("steps per second"),
     "tokens_per_second": _Quantity("tokens per second"),
     "model_flops_utilization": _Quantity("model FLOPs utilization", is_share=True),
-    "input_wait": _Quantity("input wait, share of the training time", is_share=True),
-    "device_memory_bytes": _Quantity("memory of the fullest device, peak in GB", unit=1e9),
-    "goodput": _Quantity("goodput, share of the wall-clock time in new steps", is_share=True),
+    "input_wait": _Quantity("input wait", is_share=True),
+    "device_memory_bytes": _Quantity("device memory, GB", unit=1e9),
+    "goodput": _Quantity("goodput", is_share=True),
 }
 
 
@@ -83,7 +84,7 @@ def curve_sections(runs: Sequence[RunData]) -> list[Section]:
       runs: The runs. The curves of several are in the same charts, with a colour for each run.
     """
     groups = {
-        "Curves": _of_one_run(runs[0]) if len(runs) == 1 else _of_runs(runs),
+        _METRICS: _of_one_run(runs[0]) if len(runs) == 1 else _of_runs(runs),
         "Optimizer": _optimizer(runs),
         "Speed and resources": _performance(runs),
     }
@@ -91,7 +92,10 @@ def curve_sections(runs: Sequence[RunData]) -> list[Section]:
     most = max(_FEWEST_POINTS, min(MOST_POINTS, _ALL_POINTS // max(1, count)))
     sections = []
     for title, plots in groups.items():
-        blocks: list[Block] = [_chart(plot, most) for plot in plots[:_MOST_CHARTS]]
+        # The metrics are what a reader looks at first.
+        width, height = (Width.COLUMN, 220) if title == _METRICS else (Width.THIRD, 150)
+        shown = plots[:_MOST_CHARTS]
+        blocks: list[Block] = [_chart(plot, most, width, height) for plot in shown]
         if (left_out := len(plots) - _MOST_CHARTS) and left_out > 0:
             blocks.append(NoteBlock(f"{left_out} more metrics are in metrics.jsonl."))
         if blocks:
@@ -180,7 +184,7 @@ def _performance(runs: Sequence[RunData]) -> list[_Plot]:
     return plots
 
 
-def _chart(plot: _Plot, most: int) -> Any:
+def _chart(plot: _Plot, most: int, width: Width, height: int) -> ChartBlock:
     quantity = plot.quantity
     unit = quantity.unit if quantity else 1.0
     series, texts = [], []
@@ -198,6 +202,8 @@ def _chart(plot: _Plot, most: int) -> Any:
         values=texts,
         y_format=quantity.y_format if quantity else _format([s.y for s in series]),
         zero=quantity is not None,
+        width=width,
+        height=height,
     )
 
 

@@ -1,10 +1,10 @@
 """The starts of the runs as a timeline, and what their time went into."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmdtrain.page.blocks import Block, Section, TableBlock
-from spmdtrain.page.charts import ChartBlock, altair, chart_block
+from spmdtrain.page.charts import ChartBlock, LegendEntry, altair, chart_block
 from spmdtrain.report.overview import clock, length
 from spmdtrain.report.run_data import RunData
 from spmdtrain.report.starts import Activity, RunStart, Span, shares, spans
@@ -13,7 +13,7 @@ _MOST_STARTS = 20
 _DOWN_SHARE = 0.25  # of the time up: a longer time down is drawn shorter
 _ROW = 26  # pixels
 # The colours by number: what is useful is blue, what repeats it orange, waiting grey.
-_ORDER = {
+_COLOURS = {
     Activity.STEP: 0,
     Activity.REPEATED: 1,
     Activity.EVALUATE: 2,
@@ -43,55 +43,54 @@ def history_section(runs: Sequence[RunData]) -> Section:
 
 def _shares(runs: Sequence[RunData]) -> ChartBlock:
     """Returns a bar for each run, divided by activity."""
-    rows, texts = [], []
+    rows, legend = [], {}
     for run in runs:
         seconds = shares(spans(run.events.starts))
         total = sum(seconds.values()) or 1.0
         at = 0.0
-        for activity in _ORDER:
+        for activity in _COLOURS:
             if (part := seconds.get(activity, 0.0)) > 0:
-                rows.append(
-                    {
-                        "run": run.name,
-                        "what": activity,
-                        "begin": at,
-                        "end": at + part / total,
-                        "share": f"{part / total:.1%}",
-                        "time": length(part),
-                    }
-                )
+                share, time = f"{part / total:.1%}", length(part)
+                row = {"run": run.name, "what": activity, "share": share, "time": time}
+                rows.append(row | {"begin": at, "end": at + part / total})
+                legend[activity] = f"{share}, {time}" if len(runs) == 1 else ""
                 at += part / total
-        parts = [f"{what} {part / total:.1%} ({length(part)})" for what, part in seconds.items()]
-        texts.append(", ".join(parts))
     alt = altair()
+    names = [run.name for run in runs]
     chart = (
         alt.Chart(alt.NamedData("shares"))
         .mark_bar(height={"band": 0.8})
         .encode(
             x=alt.X("begin:Q", title=None, axis=alt.Axis(format="%"), scale=alt.Scale(nice=False)),
             x2="end:Q",
-            y=_rows_axis("run", [run.name for run in runs], hidden=len(runs) == 1),
-            color=_colour([row["what"] for row in rows]),
-            tooltip=["what:N", "share:N", "time:N"],
+            y=_rows_axis("run", names, hidden=len(runs) == 1),
+            color=_colour(),
+            tooltip=["run:N", "what:N", "share:N", "time:N"],
         )
     )
-    note = texts[0] if len(runs) == 1 else ""
-    height = max(1, len(runs)) * _ROW + 10
     return chart_block(
-        "Share of the wall-clock time", chart, {"shares": rows}, height=height, note=note
+        "Share of the wall-clock time",
+        chart,
+        {"shares": rows},
+        height=len(runs) * _ROW + 10,
+        legend=_legend(legend),
     )
 
 
-def _colour(present: Sequence[Any]) -> Any:
-    """Returns the encoding of activities as colours, with a legend of those that are present."""
+def _legend(values: Mapping[Activity, str]) -> list[LegendEntry]:
+    """Returns the legend of the activities that are present, each with a text."""
+    return [
+        LegendEntry(activity, colour, values[activity])
+        for activity, colour in _COLOURS.items()
+        if activity in values
+    ]
+
+
+def _colour() -> Any:
+    """Returns the encoding of activities as colours."""
     alt = altair()
-    by_colour = sorted(_ORDER, key=lambda activity: _ORDER[activity])
-    shown = [activity.value for activity in _ORDER if activity in present]
-    return alt.Color(
-        "what:N",
-        scale=alt.Scale(domain=[activity.value for activity in by_colour]),
-        legend=alt.Legend(values=shown, title=None),
-    )
+    domain = sorted(_COLOURS, key=lambda activity: _COLOURS[activity])
+    return alt.Color("what:N", scale=alt.Scale(domain=[str(x) for x in domain]), legend=None)
 
 
 def _rows_axis(name: str, order: Sequence[str], *, hidden: bool) -> Any:
@@ -128,7 +127,7 @@ def _timeline(starts: Sequence[RunStart], name: str) -> ChartBlock:
             x=alt.X("begin:Q", title=unit_name, scale=alt.Scale(nice=False)),
             x2="end:Q",
             y=_rows_axis("start", labels, hidden=False),
-            color=_colour([row["what"] for row in rows]),
+            color=_colour(),
             tooltip=["start:N", "what:N", "time:N", alt.Tooltip("step:N", title="up to step")],
         )
     )
@@ -142,7 +141,8 @@ def _timeline(starts: Sequence[RunStart], name: str) -> ChartBlock:
         note += f" The first {first:,} starts are left out."
     title = f"Starts over time{name}"
     height = len(labels) * _ROW + 10
-    return chart_block(title, chart, {"spans": rows}, height=height, note=note)
+    legend = _legend(dict.fromkeys((span.activity for span in found), ""))
+    return chart_block(title, chart, {"spans": rows}, height=height, note=note, legend=legend)
 
 
 def _shortened(found: Sequence[Span]) -> tuple[list[tuple[float, float]], bool]:

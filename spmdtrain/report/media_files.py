@@ -109,7 +109,7 @@ def _parse_item(content: Mapping[str, Any]) -> MediaItem:
     if type(step) is not int or step < 0 or kind not in tuple(MediaKind):
         raise Malformed("not an item")
     split, name = (foreign(content.get(key) or "", _LONGEST_NAME) for key in ("split", "name"))
-    item = {"step": step, "split": split, "name": name, "kind": MediaKind(kind)}
+    item: dict[str, Any] = {"step": step, "split": split, "name": name, "kind": MediaKind(kind)}
     match MediaKind(kind):
         case MediaKind.IMAGE | MediaKind.FIGURE:
             return MediaItem(**item, file=_inner_path(content.get("file")))

@@ -16,6 +16,7 @@ from spmdtrain.page.blocks import (
     Tone,
 )
 from spmdtrain.page.charts import ChartBlock, altair, chart_block
+from spmdtrain.page.widths import Width
 from spmdtrain.report.media_files import MediaItem, MediaKind, read_picture
 from spmdtrain.report.run_data import RunData
 
@@ -97,7 +98,7 @@ def _histogram(item: MediaItem, title: str) -> ChartBlock:
             tooltip=["from:Q", "to:Q", "count:Q"],
         )
     )
-    return chart_block(title, chart, {"bins": rows}, height=160, full_width=False)
+    return chart_block(title, chart, {"bins": rows}, height=160, width=Width.THIRD)
 
 
 def _table(item: MediaItem, title: str) -> TableBlock:

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from spmdtrain.files.run_files import parse_metrics_line
 from spmdtrain.files.validation import Malformed, parse_object
@@ -24,25 +23,29 @@ PERFORMANCE = (
 """The values of a line of `performance.jsonl`, beside its step and time."""
 
 
-@dataclass
 class Column:
     """The values of one metric. None is a value that was NaN or infinite."""
 
-    steps: list[int] = field(default_factory=list)
-    values: list[float | None] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.values: list[float | None] = []
+        self._is_ordered = True
 
     def add(self, step: int, value: float | None) -> None:
         """Appends a value."""
+        if self.steps and step <= self.steps[-1]:
+            self._is_ordered = False
         self.steps.append(step)
         self.values.append(None if value is None or not math.isfinite(value) else value)
 
     def by_step(self) -> tuple[Steps, Values]:
         """Returns the values in the order of their steps; of equal steps the newest value."""
-        if all(a < b for a, b in zip(self.steps, self.steps[1:], strict=False)):
-            return self.steps, self.values
-        newest = dict(zip(self.steps, self.values, strict=True))
-        steps = sorted(newest)
-        return steps, [newest[step] for step in steps]
+        if not self._is_ordered:
+            newest = dict(zip(self.steps, self.values, strict=True))
+            self.steps = sorted(newest)
+            self.values = [newest[step] for step in self.steps]
+            self._is_ordered = True
+        return self.steps, self.values
 
     @property
     def last(self) -> tuple[int, float] | None:
@@ -111,14 +114,13 @@ class PerformanceColumns:
         if type(step) is not int or step < 0 or not is_number(time):
             self.invalid += 1
             return
-        assert time is not None
         self.times.add(step, float(time))
         for name in PERFORMANCE:
             if is_number(value := content.get(name)):
                 self.columns.setdefault(name, Column()).add(step, value)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Returns whether a JSON value is a finite number, which excludes true and false."""
     return type(value) in (int, float) and math.isfinite(value)
 

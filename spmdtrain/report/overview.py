@@ -19,7 +19,7 @@ TONES = {
     Status.FAILED: Tone.BAD,
     Status.PREEMPTED: Tone.WARNING,
 }
-_MOST_METRICS = 4
+_MOST_METRICS = 3
 
 
 def overview(runs: Sequence[RunData]) -> Section:
@@ -50,18 +50,16 @@ def _facts(run: RunData) -> list[Fact]:
         facts.append(Fact("duration", length(taken[0]), taken[1]))
     if (best := best_value(run)) is not None:
         name, step, value = best
-        facts.append(Fact(f"best {name}", number(value), f"evaluation at step {step:,}"))
+        facts.append(Fact(f"best {name}", number(value), f"at step {step:,}"))
     for name, value in list(last_values(run, Split.TEST).items())[:_MOST_METRICS]:
         facts.append(Fact(f"test {name}", number(value)))
     speed = run.performance.columns.get("examples_per_second") or run.metrics.get(
         Split.EPOCH, "examples_per_second"
     )
     if speed is not None and speed.last is not None:
-        facts.append(Fact("examples per second", number(speed.last[1]), "at the last reading"))
+        facts.append(Fact("examples/s", number(speed.last[1])))
     if (share := goodput(run)) is not None:
-        facts.append(Fact("goodput", f"{share:.0%}", "of the time in new steps"))
-    if (restarts := len(run.events.starts) - 1) and restarts > 0:
-        facts.append(Fact("restarts", f"{restarts:,}", tone=Tone.WARNING))
+        facts.append(Fact("goodput", f"{share:.0%}", "in new steps"))
     return facts
 
 
@@ -99,7 +97,10 @@ def duration_of(run: RunData) -> tuple[float, str] | None:
     if starts := run.events.starts:
         first, last = starts[0].time, max(start.last_time for start in starts)
         down = shares(spans(starts)).get(Activity.DOWN, 0.0)
-        return last - first, f"{length(down)} of it down" if down >= 1 else f"since {clock(first)}"
+        restarts = len(starts) - 1
+        detail = [f"{restarts:,} restart" + ("s" if restarts > 1 else "")] if restarts else []
+        detail += [f"{length(down)} down"] if down >= 1 else []
+        return last - first, ", ".join(detail) or f"since {clock(first)}"
     seconds = run.metrics.get(Split.EPOCH, "seconds")
     if seconds is None:
         return None

@@ -7,7 +7,8 @@ from typing import Any
 
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.errors import foreign
-from spmdtrain.page.blocks import Block, Fact, FactsBlock, Section, TableBlock, Width
+from spmdtrain.page.blocks import Block, Fact, FactsBlock, Section, TableBlock
+from spmdtrain.page.widths import Width
 from spmdtrain.report.metric_columns import is_number
 from spmdtrain.report.run_data import RunData, object_in
 from spmdtrain.terminal import byte_size, number

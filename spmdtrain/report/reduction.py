@@ -34,10 +34,8 @@ def reduce_curve(
         ]
     values = np.array([math.nan if value is None else value for value in y], dtype=np.float64)
     kept = {0, count - 1}
-    # Up to 3 points for each part, and the two ends.
-    for part in np.array_split(
-        np.arange(count), (most - 2) // 3 if _gaps(values) else most // 2 - 1
-    ):
+    parts = (most - 2) // (3 if np.isnan(values).any() else 2)
+    for part in np.array_split(np.arange(count), parts):
         inside = values[part]
         missing = np.isnan(inside)
         if missing.any():

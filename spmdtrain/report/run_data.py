@@ -15,12 +15,13 @@ from spmdtrain.report.metric_columns import MetricColumns, PerformanceColumns
 from spmdtrain.report.starts import EventLog
 
 _OBJECTS = ("config.json", "status.json", "program.json")
-_LOGS = {
-    "metrics.jsonl": MetricColumns,
-    Writer.EVALUATOR.file("metrics", ".jsonl"): MetricColumns,
-    "performance.jsonl": PerformanceColumns,
-    "events.jsonl": EventLog,
-    "media.jsonl": MediaLog,
+# The logs: file name to attribute of `RunData`, and the class that collects its lines.
+_LOGS: Mapping[str, tuple[str, Callable[[], Any]]] = {
+    "metrics.jsonl": ("metrics", MetricColumns),
+    Writer.EVALUATOR.file("metrics", ".jsonl"): ("evaluator", MetricColumns),
+    "performance.jsonl": ("performance", PerformanceColumns),
+    "events.jsonl": ("events", EventLog),
+    "media.jsonl": ("media", MediaLog),
 }
 
 
@@ -131,19 +132,18 @@ class RunReader:
             objects.append(content or {})
             faults += [fault] if fault else []
         data.config_file, data.status, data.program = objects
-        collected = [data.metrics, data.evaluator, data.performance, data.events, data.media]
-        for number, (name, log) in enumerate(self._logs.items()):
+        for name, (attribute, new) in _LOGS.items():
+            log = self._logs[name]
             if (found := log.read()) is not None:
                 replaced, lines = found
                 if replaced:
-                    collected[number] = _LOGS[name]()
-                in_chunks(lines, collected[number].add, on_bytes)
+                    setattr(data, attribute, new())
+                in_chunks(lines, getattr(data, attribute).add, on_bytes)
             if log.fault:
                 faults.append(log.fault)
-            if invalid := collected[number].invalid:
+            if invalid := getattr(data, attribute).invalid:
                 lines_are = "line is" if invalid == 1 else "lines are"
                 faults.append(f"{name}: {invalid:,} {lines_are} not valid and left out")
-        data.metrics, data.evaluator, data.performance, data.events, data.media = collected  # type: ignore[assignment]
         times = data.performance.times
         data.events.extend(
             (time, step)

@@ -119,7 +119,6 @@ class EventLog:
         if not is_number(time) or not isinstance(event, str):
             self.invalid += 1
             return
-        assert time is not None
         step = content.get("step")
         number = step if type(step) is int and step >= 0 else None
         if event == "start":
@@ -190,7 +189,8 @@ def spans(starts: Sequence[RunStart], most_per_start: int = 40) -> list[Span]:
             found.append(
                 Span(number, Activity.DOWN, previous_end - began, begin - began, start.step)
             )
-        at, before, step = begin, {}, start.step
+        at, step = begin, start.step
+        before: dict[str, float] = {}
         for reading in _thinned(start.readings, most_per_start):
             for activity, seconds in _interval(before, reading, step, reached):
                 end = min(at + seconds, max(start.last_time, at))

@@ -4,6 +4,7 @@
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const first = JSON.parse(document.getElementById("page-data").textContent);
   let charts = first.charts;
+  const logarithmic = new Set(); // ids of charts
   const drawn = new Map(); // id of a chart -> {json, view, element}
 
   function config() {
@@ -47,6 +48,16 @@
     return rows;
   }
 
+  function specOf(id) {
+    const spec = structuredClone(charts[id].spec);
+    if (logarithmic.has(id)) {
+      for (const { encoding } of spec.layer) {
+        if (encoding.y) encoding.y.scale = { type: "log", nice: true };
+      }
+    }
+    return spec;
+  }
+
   function datasets(chart) {
     return Object.fromEntries(Object.entries(chart.data).map(([name, of]) => [name, rowsOf(of)]));
   }
@@ -55,12 +66,12 @@
     const element = document.getElementById(id);
     const chart = charts[id];
     if (!element || !chart || drawn.has(id)) return;
-    const entry = { json: JSON.stringify(chart.spec), element };
+    const entry = { json: JSON.stringify(specOf(id)), element };
     drawn.set(id, entry);
     try {
-      const spec = { ...chart.spec, datasets: datasets(chart) };
+      const spec = { ...specOf(id), datasets: datasets(chart) };
       const result = await vegaEmbed(element, spec, {
-        mode: "vega-lite", actions: false, renderer: "svg", ast: true, config: config(), logLevel: vega.Error,
+        mode: "vega-lite", actions: false, renderer: "svg", ast: true, config: config(), logLevel: 1 /* errors */,
         tooltip: { disableDefaultStyle: false, theme: "custom" },
       });
       entry.view = result.view;
@@ -95,10 +106,7 @@
     box.className = "pointer";
     box.hidden = true;
     element.append(box);
-    const set = (rows) => {
-      const all = vega.changeset().remove(() => true).insert(rows);
-      entry.view.change("hover", all).runAsync();
-    };
+    const set = (rows) => entry.view.data("hover", rows).runAsync();
     const leave = () => { box.hidden = true; set([]); };
     element.onpointerleave = leave;
     element.onpointermove = (event) => {
@@ -170,16 +178,31 @@
     document.documentElement.dataset.drawn = "yes";
   }
 
-  function redraw() {
-    for (const { view, element } of drawn.values()) {
+  function redraw(ids) {
+    for (const id of ids) {
+      const { view, element } = drawn.get(id);
       view?.finalize();
       element.replaceChildren();
+      drawn.delete(id);
     }
-    drawn.clear();
     drawAll();
   }
 
-  dark.addEventListener("change", redraw);
+  function showButtons() {
+    for (const button of document.querySelectorAll("button.log")) {
+      button.setAttribute("aria-pressed", logarithmic.has(button.dataset.chart));
+    }
+  }
+
+  document.addEventListener("click", (event) => {
+    const id = event.target.closest?.("button.log")?.dataset.chart;
+    if (!id) return;
+    if (!logarithmic.delete(id)) logarithmic.add(id);
+    showButtons();
+    if (drawn.has(id)) redraw([id]);
+  });
+
+  dark.addEventListener("change", () => redraw([...drawn.keys()]));
   addEventListener("beforeprint", () => Object.keys(charts).forEach(draw));
 
   // -- a run that goes on -----------------------------------------------------------------------
@@ -194,17 +217,18 @@
     for (const details of main.querySelectorAll("details")) details.open = open.has(details.id);
     for (const [id, entry] of drawn) {
       const place = document.getElementById(id);
-      if (!place || !entry.view || entry.json !== JSON.stringify(charts[id]?.spec)) {
+      if (!place || !entry.view || !charts[id] || entry.json !== JSON.stringify(specOf(id))) {
         entry.view?.finalize();
         drawn.delete(id);
         continue;
       }
       place.replaceWith(entry.element); // the drawn chart moves to the new page
       for (const [name, rows] of Object.entries(datasets(charts[id]))) {
-        entry.view.change(name, vega.changeset().remove(() => true).insert(rows));
+        entry.view.data(name, rows);
       }
       entry.view.runAsync();
     }
+    showButtons();
     scrollTo(scrollX, scrollY);
     drawAll();
   }
