@@ -15,8 +15,8 @@ from spmdtrain.page.blocks import (
     StatsBlock,
     TableBlock,
     Tone,
-    Width,
 )
+from spmdtrain.page.widths import Width
 from spmdtrain.plan.page_comparison import comparison_blocks
 from spmdtrain.plan.page_links import link_blocks
 from spmdtrain.plan.page_memory import memory_blocks
@@ -142,9 +142,10 @@ def _stats(plan: dict[str, Any]) -> StatsBlock:
             facts.append(Fact("MFU", f"{time['utilization']:.1%}", detail))
         hours = "" if on_cpu else f"{chip_hours(time)} chip-hours"
         facts.append(Fact(f"all {time['steps']:,} steps", run_time(time["run"]), hours))
-    least = sent["least"]
-    needed = "" if least is None else f"the strategy needs {byte_size(round(least))}"
-    facts.append(Fact("sent by each device", byte_size(round(sent["bytes"])), needed))
+    if plan["flops"]["device"] is not None:  # the step is compiled
+        least = sent["least"]
+        needed = "" if least is None else f"the strategy needs {byte_size(round(least))}"
+        facts.append(Fact("sent by each device", byte_size(round(sent["bytes"])), needed))
     return StatsBlock(facts)
 
 

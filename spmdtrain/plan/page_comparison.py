@@ -1,11 +1,11 @@
 """Charts and tables of a plan's page: the comparison of several topologies."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from spmdtrain.page.blocks import Block, Fact, FactsBlock, TableBlock, Width
+from spmdtrain.page.blocks import Block, Fact, FactsBlock, TableBlock
 from spmdtrain.page.charts import COLOURS, ChartBlock, LegendEntry, altair, chart_block
+from spmdtrain.page.widths import Width
 from spmdtrain.plan.page_memory import BYTES_LABEL, MEMORY_COLOURS
 from spmdtrain.plan.page_time import PART_COLOURS, Part, time_axis, time_unit
 from spmdtrain.plan.phrases import (
@@ -124,7 +124,7 @@ def _times(plans: Sequence[dict[str, Any]]) -> ChartBlock:
     )
     ticks = (
         alt.Chart(alt.NamedData("bounds"))
-        .mark_tick(thickness=2, height={"band": 0.8})
+        .mark_tick(thickness=3, height={"band": 0.95})
         .encode(
             x="bound:Q",
             y=y,
@@ -132,19 +132,18 @@ def _times(plans: Sequence[dict[str, Any]]) -> ChartBlock:
             tooltip=["topology:N", alt.Tooltip("time:N", title="lower bound")],
         )
     )
-    block = chart_block(
+    return chart_block(
         "Time of a step",
         alt.layer(bars, ticks),
         {"times": rows, "bounds": bounds},
         height=_ROW_HEIGHT * len(order),
-        full_width=False,
+        width=Width.COLUMN,
+        legend=[
+            LegendEntry("products, memory, overlapped collectives", PART_COLOURS[Part.PRODUCTS]),
+            LegendEntry("exposed collectives", PART_COLOURS[Part.EXPOSED]),
+            LegendEntry("lower bound", COLOURS - 1),
+        ],
     )
-    legend = [
-        LegendEntry("products, memory, overlapped collectives", PART_COLOURS[Part.PRODUCTS]),
-        LegendEntry("exposed collectives", PART_COLOURS[Part.EXPOSED]),
-        LegendEntry("lower bound", COLOURS - 1),
-    ]
-    return dataclasses.replace(block, legend=legend)
 
 
 def _memory(plans: Sequence[dict[str, Any]]) -> ChartBlock:
@@ -189,14 +188,14 @@ def _memory(plans: Sequence[dict[str, Any]]) -> ChartBlock:
         )
     )
     limit = alt.Chart(alt.NamedData("limit")).mark_rule(strokeWidth=2, strokeDash=[5, 3])
-    block = chart_block(
+    return chart_block(
         "Memory of a device, of the limit" if is_part else "Memory of a device",
         alt.layer(bars, limit.encode(x="limit:Q")),
         {"memory": rows, "limit": [{"limit": 1}] if is_part else []},
         height=_ROW_HEIGHT * len(order),
-        full_width=False,
+        width=Width.COLUMN,
+        legend=list(legend.values()),
     )
-    return dataclasses.replace(block, legend=list(legend.values()))
 
 
 def _colour(alt: Any) -> Any:

@@ -1,6 +1,7 @@
 """A drawing of a topology: chips as points, links as lines.
 
-Of a dim with many chips only the first and the last are drawn.
+Of a dim with many chips only the first and the last are drawn, and of a torus of three dims only
+the faces in front, above and on the right.
 """
 
 import itertools
@@ -81,18 +82,27 @@ def _torus(dims: Sequence[str], sizes: dict[str, int], rings: set[str]) -> Drawi
         steps = list(zip(position, directions, strict=True))
         return sum(n * d[0] for n, d in steps), sum(n * d[1] for n, d in steps)
 
+    def is_visible(*cells: Sequence[tuple[int, bool]]) -> bool:
+        """Returns whether chips are on one of the visible faces."""
+        front, above, right = drawn[2][0], drawn[1][-1], drawn[0][-1]
+        ends = ((2, front), (1, above), (0, right))
+        return any(all(cell[dim] == end for cell in cells) for dim, end in ends)
+
+    is_cube = len(dims) == len(_DIRECTIONS)
     for cell in itertools.product(*drawn):
+        if is_cube and not is_visible(cell):
+            continue
         at = [float(n) for n, _ in cell]
         drawing.chips.append(place(at))
         for dim, name in enumerate(dims):
             axis = drawn[dim]
             index = axis.index(cell[dim])
-            if index:  # the link from the chip before
-                before = [*at]
-                before[dim] = float(axis[index - 1][0])
+            previous = (*cell[:dim], axis[index - 1], *cell[dim + 1 :])
+            if index and not (is_cube and not is_visible(cell, previous)):
+                before = [float(n) for n, _ in previous]
                 line = DrawnLink(name, place(before), place(at), skips=cell[dim][1])
                 drawing.links.append(line)
-            if name in rings and index in (0, len(axis) - 1):
+            if name in rings and not is_cube and index in (0, len(axis) - 1):
                 beyond = [*at]
                 beyond[dim] += -_STUB if index == 0 else _STUB
                 drawing.links.append(DrawnLink(name, place(at), place(beyond), skips=True))

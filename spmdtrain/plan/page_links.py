@@ -1,11 +1,11 @@
 """Charts and tables of a plan's page: collectives and the links that they use."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from spmdtrain.page.blocks import Block, NoteBlock, TableBlock, Width
+from spmdtrain.page.blocks import Block, NoteBlock, TableBlock
 from spmdtrain.page.charts import COLOURS, ChartBlock, LegendEntry, altair, chart_block
+from spmdtrain.page.widths import Width
 from spmdtrain.plan.page_drawing import NETWORKS, Drawing, draw_topology
 from spmdtrain.plan.phrases import group_collectives, sent_sentence, step_seconds
 from spmdtrain.terminal import byte_size
@@ -26,7 +26,7 @@ _MOST_ROWS = 12  # of collectives
 _MOST_PARAMETERS = 8  # with excess traffic
 _WIDTH, _LOWEST, _HIGHEST = 520, 120, 300  # pixels of a drawing on a wide screen
 _MARGIN = 22  # pixels
-_LONGEST_LINK = 90  # pixels between two chips
+_LONGEST_LINK = 64  # pixels between two chips
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,8 @@ def link_blocks(plan: dict[str, Any]) -> list[Block]:
         plan: The plan as returned by `plan_as_json`.
     """
     if not plan["collectives"]:
+        if plan["flops"]["device"] is None:
+            return [NoteBlock("Unknown, because the step was not compiled.")]
         return [NoteBlock("A step has no collectives: the devices send each other nothing.")]
     loads = link_loads(plan)
     blocks: list[Block] = [NoteBlock(_sentence(sent_sentence(plan["sent"])))]
@@ -95,8 +97,10 @@ def _dim(name: str) -> str:
 
 def _chart(plan: dict[str, Any], drawing: Drawing, loads: dict[str, LinkLoad]) -> ChartBlock:
     alt = altair()
-    sizes = {link["name"]: link["size"] for link in plan["links"]}
-    most = max((load.sent for load in loads.values()), default=0)
+    use = {
+        name: load.sent if load.seconds is None else load.seconds for name, load in loads.items()
+    }
+    most = max(use.values(), default=0)
     texts = {name: _load_text(load) for name, load in loads.items()}
     lines = [
         {
@@ -108,7 +112,7 @@ def _chart(plan: dict[str, Any], drawing: Drawing, loads: dict[str, LinkLoad]) -
             "x2": line.end[0],
             "y2": line.end[1],
             "skips": line.skips,
-            "used": loads[line.link].sent / most if most else 0.0,
+            "used": use[line.link] / most if most else 0.0,
         }
         for line in drawing.links
     ]
@@ -140,24 +144,24 @@ def _chart(plan: dict[str, Any], drawing: Drawing, loads: dict[str, LinkLoad]) -
         .encode(x=x, y=y, color=alt.datum(_CHIP_COLOUR, type="nominal"))
     )
     legend = [
-        LegendEntry(_connects(name, sizes[name]), LINK_COLOURS[name], texts[name])
-        for name in sizes
-        if any(line.link == name for line in drawing.links)
+        LegendEntry(_connects(link), LINK_COLOURS[link["name"]], texts[link["name"]])
+        for link in plan["links"]
+        if any(line.link == link["name"] for line in drawing.links)
     ]
-    note = "Lines are wider, the more bytes a device sends over them in a step."
+    note = "Lines are wider, the longer collectives use them in a step."
     if any(loads[name].sent for name in NETWORKS if name in loads):
         note += " A collective over the network is counted there alone."
     if any(line.skips for line in drawing.links):
         note += " Dashed lines lead to chips that are not drawn, or around a ring."
-    block = chart_block(
+    return chart_block(
         f"Links of {plan['topology']}",
         alt.layer(rules, points),
         {"links": lines, "chips": chips},
         height=pixels,
         note=note,
-        full_width=False,
+        width=Width.COLUMN,
+        legend=legend,
     )
-    return dataclasses.replace(block, legend=legend)
 
 
 def _domains(drawing: Drawing) -> tuple[list[float], list[float], int]:
@@ -173,13 +177,14 @@ def _domains(drawing: Drawing) -> tuple[list[float], list[float], int]:
     return columns, rows, pixels
 
 
-def _connects(name: str, size: int) -> str:
+def _connects(link: dict[str, Any]) -> str:
     """Returns the name of a link with what it connects."""
+    name, size, ring = link["name"], link["size"], ", a ring" if link["ring"] else ""
     if name == "NVLink":
         return f"NVLink, {size:,} GPUs"
     if name in NETWORKS:
         return f"network, {size:,} {name.rpartition(' ')[2]}"
-    return f"{_dim(name)}, {size:,} chips" if len(name) == 1 else f"{name}, {size:,} devices"
+    return f"{_dim(name)}, {size:,} chips{ring}" if len(name) == 1 else f"{name}, {size:,} devices"
 
 
 def _load_text(load: LinkLoad) -> str:
@@ -196,7 +201,7 @@ def _links(plan: dict[str, Any], loads: dict[str, LinkLoad], width: Width) -> Ta
         bandwidth = link["bandwidth"]
         rows.append(
             (
-                _connects(link["name"], link["size"]) + (", a ring" if link["ring"] else ""),
+                _connects(link),
                 "unknown" if bandwidth is None else f"{byte_size(round(bandwidth))}/s",
                 byte_size(round(load.sent)) if load.sent else "",
                 step_seconds(load.seconds) if load.seconds else "",

@@ -1,6 +1,5 @@
 """Charts and tables of a plan's page: the memory of a device."""
 
-import dataclasses
 from typing import Any
 
 from spmdtrain.page.blocks import Block, TableBlock
@@ -25,7 +24,7 @@ MEMORY_COLOURS = {
     "program": 8,
     "padding of state and inputs": 5,
 }
-BYTES_LABEL = "format(datum.value, '~s') + 'B'"
+BYTES_LABEL = "datum.value === 0 ? '0' : format(datum.value, '~s') + 'B'"
 """Vega expression for the label of an axis in bytes."""
 _LIMIT_SHOWN = 0.1  # fraction of the limit from which on the axis reaches to the limit
 
@@ -90,7 +89,7 @@ def _chart(memory: dict[str, Any]) -> ChartBlock:
         limits = [{"limit": limit, "text": f"limit {byte_size(limit)}"}]
     rule = alt.Chart(alt.NamedData("limit")).encode(x="limit:Q")
     marks = rule.mark_rule(strokeWidth=2, strokeDash=[5, 3])
-    text = rule.mark_text(align="right", dx=-7, fontWeight="bold").encode(text="text:N")
+    text = rule.mark_text(align="right", baseline="bottom", dx=4, y=-3).encode(text="text:N")
     note = "The limit is unknown." if limit is None else ""
     if limit is not None and not shows_limit:
         note = (
@@ -99,8 +98,8 @@ def _chart(memory: dict[str, Any]) -> ChartBlock:
         )
     chart = alt.layer(bars, marks, text)
     data = {"memory": rows, "limit": limits}
-    block = chart_block("Memory of a device at the peak", chart, data, height=64, note=note)
-    return dataclasses.replace(block, legend=legend)
+    title = "Memory of a device at the peak"
+    return chart_block(title, chart, data, height=64, note=note, legend=legend)
 
 
 def _buffers(buffers: list[dict[str, Any]]) -> TableBlock:

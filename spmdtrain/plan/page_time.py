@@ -1,13 +1,13 @@
 """Charts and tables of a plan's page: the time of a step."""
 
-import dataclasses
 import enum
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from spmdtrain.page.blocks import Block, Fact, FactsBlock, TableBlock, Width
+from spmdtrain.page.blocks import Block, Fact, FactsBlock, TableBlock
 from spmdtrain.page.charts import COLOURS, ChartBlock, LegendEntry, altair, chart_block
+from spmdtrain.page.widths import Width
 from spmdtrain.plan.phrases import (
     assumptions,
     scaled,
@@ -17,7 +17,8 @@ from spmdtrain.plan.phrases import (
 
 _MOST_ROWS = 8  # of collectives; the others share one
 _MOST_LINES = 10  # source lines
-_ROW_HEIGHT = 30  # pixels
+_ROW_HEIGHT = 34  # pixels
+_TWO_LINES = "split(replace(datum.label, ' over ', '\\nover '), '\\n')"  # a Vega expression
 
 
 class Part(enum.StrEnum):
@@ -128,7 +129,7 @@ def _chart(plan: dict[str, Any]) -> ChartBlock:
         .encode(
             x=alt.X("start:Q", axis=time_axis(alt, unit), scale=scale_of_x),
             x2="end:Q",
-            y=alt.Y("row:N", sort=order, title=None, axis=alt.Axis(labelLimit=150)),
+            y=alt.Y("row:N", sort=order, title=None, axis=alt.Axis(labelExpr=_TWO_LINES)),
             color=alt.Color("colour:N", legend=None, scale=alt.Scale(domain=list(range(COLOURS)))),
             tooltip=[alt.Tooltip("row:N"), alt.Tooltip("part:N"), alt.Tooltip("time:N")],
         )
@@ -154,7 +155,7 @@ def _chart(plan: dict[str, Any]) -> ChartBlock:
         Part.EXPOSED: time["waiting"],
     }
     legend = [LegendEntry(part, PART_COLOURS[part], step_seconds(totals[part])) for part in used]
-    block = chart_block(
+    return chart_block(
         "A step in the time model",
         alt.layer(bars, *rules),
         {"parts": rows, "marks": marks},
@@ -164,13 +165,13 @@ def _chart(plan: dict[str, Any]) -> ChartBlock:
             f"{step_seconds(time['estimate'])}. The order of collectives is not that of the "
             "program. " + assumptions(plan)
         ),
+        legend=legend,
     )
-    return dataclasses.replace(block, legend=legend)
 
 
 def time_axis(alt: Any, unit: str) -> Any:
     """Returns an axis of times in a unit."""
-    return alt.Axis(title=None, labelExpr=f"datum.label + ' {unit}'")
+    return alt.Axis(title=None, labelExpr=f"datum.value === 0 ? '0' : datum.label + ' {unit}'")
 
 
 def time_unit(seconds: float) -> tuple[str, float]:

@@ -10,7 +10,6 @@ from helpers import DIGITS
 
 from spmdtrain.errors import UserError
 from spmdtrain.page.blocks import TableBlock
-from spmdtrain.page.render import render_page
 from spmdtrain.plan import command, page_file, topologies
 from spmdtrain.plan.json_report import plan_as_json
 from spmdtrain.plan.memory import Memory
@@ -150,6 +149,8 @@ def test_links_of_a_topology(name: str, links: list[tuple[Any, ...]]) -> None:
         ("v5e:4x4", 16, {"x": 12, "y": 12}),
         # Four of sixteen are drawn along x, with the two ends of the ring in each of two rows.
         ("v5e:16x2", 8, {"x": 6 + 4, "y": 4}),
+        # Of 64 chips, 37 are on the three faces in sight.
+        ("v5p:4x4x4", 37, {"x": 21, "y": 21, "z": 21}),
         ("gpu:h100:2x4", 8, {"NVLink": 2 * (4 + 3), "the network between hosts": 3}),
         ("v5e:2x1@3", 6, {"x": 3, "the network between slices": 5}),
     ],
