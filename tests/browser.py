@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,6 +17,17 @@ from typing import Any
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+# Makes the pipes the protocol's descriptors: 3 is read, 4 is written. A function that runs after a
+# fork would do the same, but JAX warns of forks.
+LAUNCH = """
+import os, sys
+reads, writes = (os.dup(int(number)) for number in sys.argv[1:3])
+os.dup2(reads, 3)
+os.dup2(writes, 4)
+os.set_inheritable(3, True)  # which `dup2` leaves as it is if the numbers are equal
+os.set_inheritable(4, True)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 PATIENCE = 60.0  # seconds; far more than any page takes
 
 
@@ -126,17 +138,12 @@ def chromium() -> Iterator[Browser]:
     flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --no-first-run"
     ours, theirs = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-
-        def descriptors() -> None:  # the protocol's: 3 is read, 4 is written
-            reads, writes = os.dup(ours[0]), os.dup(theirs[1])
-            os.dup2(reads, 3)
-            os.dup2(writes, 4)
-
+        browser_command = [found, *flags.split(), "--remote-debugging-pipe"]
+        browser_command.append(f"--user-data-dir={profile}")
         process = subprocess.Popen(
-            [found, *flags.split(), "--remote-debugging-pipe", f"--user-data-dir={profile}"],
+            [sys.executable, "-IS", "-c", LAUNCH, f"{ours[0]}", f"{theirs[1]}", *browser_command],
             stderr=subprocess.DEVNULL,
-            preexec_fn=descriptors,
-            close_fds=False,
+            pass_fds=(ours[0], theirs[1]),
         )
         os.close(ours[0])
         os.close(theirs[1])

@@ -8,7 +8,6 @@ from typing import Any
 from spmdtrain.page.blocks import (
     Block,
     Fact,
-    FactsBlock,
     NoteBlock,
     Page,
     Section,
@@ -179,6 +178,13 @@ def _advice(plan: dict[str, Any]) -> list[Block]:
             text = f"{_sentence(each['finding'])} No known option fixes it."
             blocks.append(NoteBlock(text, Tone.WARNING))
         if each["tried"]:
-            facts = [Fact(*tried.partition(": ")[::2]) for tried in each["tried"]]
-            blocks.append(FactsBlock(facts, title="Tried without success"))
+            tried = [text.partition(": ")[::2] for text in each["tried"]]
+            blocks.append(
+                TableBlock(
+                    ("options", "result"),
+                    tried,
+                    title="Tried without success",
+                    width=Width.FULL if each["with_options"] is None else Width.COLUMN,
+                )
+            )
     return blocks

@@ -153,6 +153,8 @@ def _chart(plan: dict[str, Any], drawing: Drawing, loads: dict[str, LinkLoad]) -
         note += " A collective over the network is counted there alone."
     if any(line.skips for line in drawing.links):
         note += " Dashed lines lead to chips that are not drawn, or around a ring."
+    if {"x", "y", "z"} <= loads.keys():
+        note += " Chips inside and behind the cube are not drawn."
     return chart_block(
         f"Links of {plan['topology']}",
         alt.layer(rules, points),

@@ -1,15 +1,18 @@
 """The page of plans: values that it shows, and what it is drawn from."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import chromium
 from helpers import DIGITS
 
 from spmdtrain.errors import UserError
 from spmdtrain.page.blocks import TableBlock
+from spmdtrain.page.render import render_page
 from spmdtrain.plan import command, page_file, topologies
 from spmdtrain.plan.json_report import plan_as_json
 from spmdtrain.plan.memory import Memory
@@ -26,6 +29,22 @@ from spmdtrain.xla.collectives import Carried
 
 MB = 10**6
 HOSTILE = '</script><script>document.title = "broken"</script>'
+
+
+MEMORY = Memory(
+    params=101 * MB,
+    optimizer=202 * MB,
+    average=0,
+    other=0,
+    inputs=7 * MB,
+    temporaries=690 * MB,
+    results=0,
+    code=0,
+    peak=1000 * MB,
+    limit=16_900 * MB,
+    uses={Use.ACTIVATION: 690 * MB},
+)
+OF_PLAN = "#v5e-4x4"
 
 
 def collective(kind: str, *, overlapped: bool, seconds: float, **sent: float) -> PlannedCollective:
@@ -66,19 +85,7 @@ def report(name: str = "v5e:4x4", **changes: Any) -> dict[str, Any]:
                 ("kernel", (MemoryUse(100 * MB), MemoryUse(200 * MB), MemoryUse())),
             )
         ],
-        "memory": Memory(
-            params=101 * MB,
-            optimizer=202 * MB,
-            average=0,
-            other=0,
-            inputs=7 * MB,
-            temporaries=690 * MB,
-            results=0,
-            code=0,
-            peak=1000 * MB,
-            limit=16_900 * MB,
-            uses={Use.ACTIVATION: 690 * MB},
-        ),
+        "memory": MEMORY,
         "buffers": [],
         "collectives": [
             collective("all-reduce", overlapped=False, seconds=3e-3, x=15 * MB, y=30 * MB),
@@ -104,6 +111,43 @@ def report(name: str = "v5e:4x4", **changes: Any) -> dict[str, Any]:
     }
     stored: dict[str, Any] = json.loads(json.dumps(plan_as_json(Plan(**(fields | changes)))))
     return stored
+
+
+def test_a_browser_shows_the_values_of_the_plans_and_requests_nothing(tmp_path: Path) -> None:
+    larger = report("v5p:4x4x4", memory=dataclasses.replace(MEMORY, peak=2000 * MB))
+    broken = {"topology": "v5e:8x8", "error": "batch 64 " + HOSTILE}
+    changes = ["v5e:4x4 to v5p:4x4x4: no longer fits"]
+    page = plan_page([report(), larger, broken], changes, "Plan of digits", "command " + HOSTILE)
+    file = tmp_path / "plan.html"
+    file.write_text(render_page(page))
+    with chromium() as browser:
+        for width, dark in ((1280, False), (390, True)):
+            browser.dark(dark)
+            browser.open(file, width)
+            browser.drawn()
+            assert browser.messages == [] and browser.requests == [file.as_uri()]
+            assert browser.evaluate("document.title") == "Plan of digits"
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        drawn = (
+            "[...document.querySelectorAll('.plot')].map(x => x.querySelectorAll('path').length)"
+        )
+        assert len(counts := browser.evaluate(drawn)) == 2 + 2 * 3 and min(counts) > 5
+        names, values = (browser.texts(f"{OF_PLAN} .stat {x}") for x in ("dt", "dt + dd"))
+        facts = dict(zip(names, values, strict=True))
+        assert facts["memory of a device"] == "1.00 GB" and facts["a step"] == "5.00 ms"
+        assert facts["all 1,000 steps"] == "5.00 s" and facts["examples/s"] == "12,800"
+        rows = [row.split("\t") for row in browser.texts(f"{OF_PLAN} tbody tr")]
+        (reduced,) = (row for row in rows if row[0] == "all-reduce")
+        assert reduced[1:8] == ["data", "dim x, dim y", "1", "24.0 MB", "45.0 MB", "3.00 ms", "no"]
+        legend = browser.texts(f"{OF_PLAN} .legend li")
+        assert any(re.fullmatch(r"activations\s+690 MB", entry) for entry in legend)
+        compared = [row.split("\t") for row in browser.texts("#comparison tbody tr")]
+        assert [(row[0], row[3], row[6]) for row in compared] == [
+            ("v5e:4x4", "1.00 GB", "5.00 ms"),
+            ("v5p:4x4x4", "2.00 GB", "5.00 ms"),
+        ]
+        assert "no longer fits" in browser.texts("#comparison")[0]
+        assert browser.texts("#v5e-8x8 .note") == [f"Error: {broken['error']}"]
 
 
 def test_a_step_is_its_parallel_parts_and_then_what_nothing_overlaps() -> None:
@@ -133,7 +177,8 @@ def test_each_link_has_the_bytes_and_seconds_of_the_collectives_that_use_it() ->
         ("v5p:4x4x1", [("x", 4, 100e9, False), ("y", 4, 100e9, False)]),
         ("tpu7x:4x4x4@2", [("the chip", 2, 7380e9, False), *((d, 4, 200e9, True) for d in "xyz"),
                            ("the network between slices", 2, 12.5e9, False)]),
-        ("gpu:h100:2x8", [("NVLink", 8, 450e9, False), ("the network between hosts", 2, 50e9, False)]),
+        ("gpu:h100:2x8", [("NVLink", 8, 450e9, False),
+                          ("the network between hosts", 2, 50e9, False)]),
         ("gpu:h100:1x8", [("NVLink", 8, 450e9, False)]),
         ("cpu:8", [("memory", 8, None, False)]),
     ],
