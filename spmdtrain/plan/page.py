@@ -179,12 +179,6 @@ def _advice(plan: dict[str, Any]) -> list[Block]:
             blocks.append(NoteBlock(text, Tone.WARNING))
         if each["tried"]:
             tried = [text.partition(": ")[::2] for text in each["tried"]]
-            blocks.append(
-                TableBlock(
-                    ("options", "result"),
-                    tried,
-                    title="Tried without success",
-                    width=Width.FULL if each["with_options"] is None else Width.COLUMN,
-                )
-            )
+            title = f"{len(tried)} tried without success"
+            blocks.append(TableBlock(("options", "result"), tried, title=title, folded=True))
     return blocks

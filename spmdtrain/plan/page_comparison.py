@@ -180,7 +180,11 @@ def _memory(plans: Sequence[dict[str, Any]]) -> ChartBlock:
         alt.Chart(alt.NamedData("memory"))
         .mark_bar(height={"band": 0.6})
         .encode(
-            x=alt.X("start:Q", axis=alt.Axis(title=None, **label), scale=alt.Scale(zero=True)),
+            x=alt.X(
+                "start:Q",
+                axis=alt.Axis(title=None, labelSeparation=8, **label),
+                scale=alt.Scale(zero=True),
+            ),
             x2="end:Q",
             y=alt.Y("topology:N", sort=order, title=None),
             color=_colour(alt),

@@ -26,6 +26,7 @@ MEMORY_COLOURS = {
 }
 BYTES_LABEL = "datum.value === 0 ? '0' : format(datum.value, '~s') + 'B'"
 """Vega expression for the label of an axis in bytes."""
+_FULL = 0.8  # fraction of the limit from which on the largest temporaries are unfolded
 _LIMIT_SHOWN = 0.1  # fraction of the limit from which on the axis reaches to the limit
 
 
@@ -38,7 +39,8 @@ def memory_blocks(plan: dict[str, Any]) -> list[Block]:
     memory = plan["memory"]
     blocks: list[Block] = [_chart(memory)]
     if memory["buffers"]:
-        blocks.append(_buffers(memory["buffers"]))
+        is_full = memory["limit"] is not None and memory["peak"] > _FULL * memory["limit"]
+        blocks.append(_buffers(memory["buffers"], folded=not is_full))
     return blocks
 
 
@@ -68,7 +70,7 @@ def _chart(memory: dict[str, Any]) -> ChartBlock:
         legend.append(LegendEntry(kind, MEMORY_COLOURS[kind], text))
     shows_limit = limit is not None and peak >= _LIMIT_SHOWN * limit
     end = max(peak, start, limit if shows_limit else 0)
-    axis = alt.Axis(labelExpr=BYTES_LABEL, grid=False)
+    axis = alt.Axis(labelExpr=BYTES_LABEL, labelSeparation=8, grid=False)
     x = alt.X("start:Q", title=None, axis=axis, scale=alt.Scale(domain=[0, end * 1.02], nice=False))
     bars = (
         alt.Chart(alt.NamedData("memory"))
@@ -102,7 +104,7 @@ def _chart(memory: dict[str, Any]) -> ChartBlock:
     return chart_block(title, chart, data, height=64, note=note, legend=legend)
 
 
-def _buffers(buffers: list[dict[str, Any]]) -> TableBlock:
+def _buffers(buffers: list[dict[str, Any]], *, folded: bool) -> TableBlock:
     rows = []
     for buffer in buffers:
         times = f"{buffer['count']} x " if buffer["count"] > 1 else ""
@@ -113,4 +115,5 @@ def _buffers(buffers: list[dict[str, Any]]) -> TableBlock:
         rows,
         numeric=frozenset({1}),
         title="Largest temporary arrays",
+        folded=folded,
     )

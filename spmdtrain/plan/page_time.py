@@ -171,7 +171,11 @@ def _chart(plan: dict[str, Any]) -> ChartBlock:
 
 def time_axis(alt: Any, unit: str) -> Any:
     """Returns an axis of times in a unit."""
-    return alt.Axis(title=None, labelExpr=f"datum.value === 0 ? '0' : datum.label + ' {unit}'")
+    return alt.Axis(
+        title=None,
+        labelSeparation=8,
+        labelExpr=f"datum.value === 0 ? '0' : datum.label + ' {unit}'",
+    )
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
