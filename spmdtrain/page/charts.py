@@ -21,6 +21,7 @@ COLOURS = 10
 _POINTS_BELOW = 60  # a series with fewer values has a mark at each of them
 _LONGEST_NAME = 120
 _LOGARITHMIC_FROM = 8
+_FAINT = 0.35
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,15 @@ class Series:
       x: Positions in ascending order.
       y: Values; None is a gap.
       colour: The number of its colour, from 0; the same number is the same colour in all charts.
+      mean: Positions and values of a second line, the mean of many values. The line itself is then
+        drawn faintly.
     """
 
     name: str
     x: Sequence[float]
     y: Sequence[float | None]
     colour: int = 0
+    mean: tuple[Sequence[float], Sequence[float]] | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,9 @@ def line_chart(
             "colour": line.colour % COLOURS,
             "marked": len(line.x) < _POINTS_BELOW,
             "x": list(line.x),
+            "mean": None
+            if line.mean is None
+            else dict(zip("xy", map(list, line.mean), strict=True)),
             "y": [None if v is None or not math.isfinite(v) else v for v in line.y],
         }
         for name, line in zip(names, series, strict=True)
@@ -182,11 +189,15 @@ def _line_spec(x_title: str, y_format: str, zero: bool, height: int) -> dict[str
     axis = alt.Axis(format=y_format, tickCount=5, title=None, labelExpr=label)
     y = alt.Y("y:Q", scale=alt.Scale(zero=zero, nice=True), axis=axis)
     colour = alt.Color("colour:N", legend=None, scale=alt.Scale(domain=list(range(COLOURS))))
-    lines = alt.Chart(alt.NamedData("series")).encode(x=x, y=y, color=colour, detail="series:N")
+    lines = alt.Chart(alt.NamedData("series")).encode(x=x, y=y, color=colour)
+    lines = lines.encode(
+        detail=["series:N", "faint:N"],
+        opacity=alt.condition("datum.faint", alt.value(_FAINT), alt.value(1)),
+    )
     pointer = alt.Chart(alt.NamedData("hover")).encode(x=x)
     layers = [
         lines.mark_line(strokeWidth=1.6, strokeJoin="round"),
-        lines.mark_point(filled=True, size=28, opacity=1).transform_filter("datum.marked"),
+        lines.mark_point(filled=True, size=28).transform_filter("datum.marked"),
         pointer.mark_rule(strokeWidth=1, opacity=0.35),
         pointer.mark_point(filled=True, size=52, opacity=1).encode(y=y, color=colour),
     ]

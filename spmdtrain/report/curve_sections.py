@@ -9,7 +9,7 @@ from spmdtrain.page.blocks import Block, NoteBlock, Section
 from spmdtrain.page.charts import ChartBlock, Series, line_chart
 from spmdtrain.page.widths import Width
 from spmdtrain.report.metric_columns import Column
-from spmdtrain.report.reduction import reduce_curve
+from spmdtrain.report.reduction import mean_curve, reduce_curve
 from spmdtrain.report.run_data import RunData
 from spmdtrain.terminal import byte_size, number
 
@@ -17,6 +17,7 @@ MOST_POINTS = 2000  # of a curve
 _FEWEST_POINTS = 100
 _ALL_POINTS = 60_000  # of a page: about 1.3 MB
 _MOST_CHARTS = 80
+_MEAN_FROM, _MEANS = 600, 150  # a longer curve is faint, and has a line of so many means
 
 _METRICS = "Curves"
 _EVALUATOR = "evaluator"
@@ -99,7 +100,8 @@ def curve_sections(runs: Sequence[RunData]) -> list[Section]:
         if (left_out := len(plots) - _MOST_CHARTS) and left_out > 0:
             blocks.append(NoteBlock(f"{left_out} more metrics are in metrics.jsonl."))
         if blocks:
-            sections.append(Section(title, blocks, _note(plots, most)))
+            note = "" if sections else _note([p for of in groups.values() for p in of], most)
+            sections.append(Section(title, blocks, note))
     return sections
 
 
@@ -109,7 +111,7 @@ def _note(plots: Sequence[_Plot], most: int) -> str:
         return ""
     return (
         f"Curves of up to {longest:,} values are drawn with {most:,} points, which keep each "
-        "minimum and maximum."
+        "minimum and maximum, and with their mean."
     )
 
 
@@ -192,7 +194,10 @@ def _chart(plot: _Plot, most: int, width: Width, height: int) -> ChartBlock:
         steps, values = curve.column.by_step()
         x, y = reduce_curve(steps, values, most)
         scaled = [None if v is None else v / unit for v in y] if unit != 1 else y
-        series.append(Series(curve.name, x, scaled, curve.colour))
+        mean = mean_curve(steps, values, _MEANS) if len(steps) > _MEAN_FROM else None
+        if mean is not None and unit != 1:
+            mean = mean[0], [v / unit for v in mean[1]]
+        series.append(Series(curve.name, x, scaled, curve.colour, mean))
         last = curve.column.last
         text = "" if last is None else (quantity.text if quantity else number)(last[1])
         texts.append(text)

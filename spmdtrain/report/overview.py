@@ -65,15 +65,12 @@ def _facts(run: RunData) -> list[Fact]:
 
 def _progress(run: RunData) -> Fact:
     total, epochs = run.config.get("steps"), run.config.get("epochs")
-    of = f" / {total:,}" if type(total) is int else ""
     column = run.metrics.get(Split.EPOCH, "epoch")
     last = None if column is None else column.last
-    detail = ""
-    if last is not None and type(epochs) is int:
-        detail = f"epoch {last[1]:.0f} of {epochs:,}"
-    elif type(epochs) is int:
-        detail = f"of {epochs:,} epochs"
-    return Fact("step", f"{run.step:,}{of}", detail)
+    detail = f"of {total:,}" if type(total) is int else ""
+    if type(epochs) is int:
+        detail = f"of {epochs:,} epochs" if last is None else f"epoch {last[1]:.0f} of {epochs:,}"
+    return Fact("step", f"{run.step:,}", detail)
 
 
 def best_value(run: RunData) -> tuple[str, int, float] | None:

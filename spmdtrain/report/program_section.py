@@ -16,6 +16,7 @@ from spmdtrain.terminal import byte_size, number
 _ABSENT = "not set"
 _MOST_LEAVES = 400
 _FOLDED_ABOVE = 12  # rows of a table
+_MOST_DIFFERENCES = 30  # without a click
 _HIDDEN = {"workdir"}
 
 
@@ -29,7 +30,9 @@ def program_section(runs: Sequence[RunData]) -> Section:
     fields = [flat_fields(run.config) for run in runs]
     if len(runs) > 1 and (rows := _differences(fields)):
         names = [run.name for run in runs]
-        blocks.append(TableBlock(["field", *names], rows, title="Differences between the runs"))
+        title = f"Differences between the runs ({len(rows)} fields)"
+        folded = len(rows) > _MOST_DIFFERENCES
+        blocks.append(TableBlock(["field", *names], rows, title=title, folded=folded))
     elif len(runs) > 1 and all(fields):
         blocks.append(FactsBlock([Fact("differences between the runs", "none")], width=Width.FULL))
     if len(runs) == 1 and fields[0]:

@@ -28,25 +28,49 @@ def reduce_curve(
     """
     assert most >= 8, most
     count = len(x)
-    if count <= most:
-        return list(x), [
-            value if n in (0, count - 1) else _rounded(value) for n, value in enumerate(y)
-        ]
+    kept = set(range(count)) if count <= most else _extremes(y, most)
+    ends = (0, count - 1)
+    chosen = sorted(kept)
+    values = [y[n] for n in chosen]
+    return [x[n] for n in chosen], [
+        value if value is None or n in ends else _rounded(value)
+        for n, value in zip(chosen, values, strict=True)
+    ]
+
+
+def _extremes(y: Sequence[float | None], most: int) -> set[int]:
+    """Returns the indices of the values that are kept of a long curve."""
     values = np.array([math.nan if value is None else value for value in y], dtype=np.float64)
-    kept = {0, count - 1}
+    kept = {0, len(y) - 1}
     parts = (most - 2) // (3 if np.isnan(values).any() else 2)
-    for part in np.array_split(np.arange(count), parts):
+    for part in np.array_split(np.arange(len(y)), parts):
         inside = values[part]
         missing = np.isnan(inside)
         if missing.any():
             kept.add(int(part[missing.argmax()]))
         if not missing.all():
             kept |= {int(part[np.nanargmin(inside)]), int(part[np.nanargmax(inside)])}
-    chosen = sorted(kept)
-    ends = (0, count - 1)
-    return [x[n] for n in chosen], [y[n] if n in ends else _rounded(y[n]) for n in chosen]
+    return kept
 
 
-def _rounded(value: float | None) -> float | None:
+def mean_curve(
+    x: Sequence[float], y: Sequence[float | None], parts: int
+) -> tuple[list[float], list[float]]:
+    """Returns the mean of each part of a curve, at the part's mean position.
+
+    Args:
+      x: Positions in ascending order.
+      y: Values; None is left out of the means.
+      parts: The number of parts, of equally many points.
+    """
+    found = [(at, value) for at, value in zip(x, y, strict=True) if value is not None]
+    if not found:
+        return [], []
+    points = np.array(found, dtype=np.float64)
+    means = [part.mean(axis=0) for part in np.array_split(points, min(parts, len(points)))]
+    return [round(float(m[0]), 1) for m in means], [_rounded(float(m[1])) for m in means]
+
+
+def _rounded(value: float) -> float:
     """Returns a value with 6 significant digits, which take half the space in the file."""
-    return None if value is None else float(f"{value:.{_DIGITS}g}")
+    return float(f"{value:.{_DIGITS}g}")

@@ -38,11 +38,17 @@
   function rowsOf(dataset) {
     if (dataset.rows) return dataset.rows;
     const rows = [];
-    for (const { name, colour, marked, x, y } of dataset.series) {
+    for (const { name, colour, marked, x, y, mean } of dataset.series) {
+      const faint = mean !== null;
       for (let i = 0; i < x.length; i++) {
         // A value between two gaps has no line, so it gets a mark.
         const alone = y[i] !== null && (i === 0 || y[i - 1] === null) && (y[i + 1] ?? null) === null;
-        rows.push({ x: x[i], y: y[i], series: name, colour, marked: y[i] !== null && (marked || alone) });
+        rows.push({ x: x[i], y: y[i], series: name, colour, faint, marked: y[i] !== null && (marked || alone) });
+      }
+      if (faint) {
+        mean.x.forEach((at, i) => {
+          rows.push({ x: at, y: mean.y[i], series: name, colour, faint: false, marked: false });
+        });
       }
     }
     return rows;
@@ -163,6 +169,7 @@
   }
 
   async function drawAll() {
+    delete document.documentElement.dataset.drawn;
     if (isDrawing) return;
     isDrawing = true;
     for (;;) {
