@@ -25,6 +25,8 @@ def parameter_blocks(plan: dict[str, Any]) -> list[Block]:
     if rest:
         size = byte_size(sum(map(_bytes, rest)))
         title = f"{len(rest):,} smaller parameters, {size} with their optimizer state"
+        if len(rest) > _MOST_FOLDED:
+            title += f"; the largest {_MOST_FOLDED:,}"
         blocks.append(_table(rest[:_MOST_FOLDED], title, folded=True))
     return blocks
 
