@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import tyro
 
@@ -31,7 +32,7 @@ FILE_NAME = "report.html"
 class Options:
     """Options of the command."""
 
-    runs: tyro.conf.Positional[tuple[str, ...]]
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
     """The workdirs of the runs: folders or gs:// URLs."""
     output: str | None = None
     """The file to write. Default: report.html in the workdir, or in the current folder for several

@@ -167,7 +167,7 @@ def _count(content: dict[str, Any], name: str) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-def spans(starts: Sequence[RunStart], most_per_start: int = 40) -> list[Span]:
+def spans(starts: Sequence[RunStart], most_per_start: int = 12) -> list[Span]:
     """Returns the parts of the wall-clock time of a run, in their order.
 
     Between two events `phases` the order of the phases is not known: they stand in the order in

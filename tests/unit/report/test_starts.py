@@ -39,7 +39,7 @@ def test_many_readings_are_merged_and_keep_their_sum() -> None:
     readings = [phases(n, n, 0, 0, 0, n * 0.9, 0, n * 0.1, 0, 0) for n in range(1, 1001)]
     log = log_of({"time": BEGAN, "event": "start", "step": 0}, *readings)
     found = spans(log.starts)
-    assert len(found) <= 2 * 40
+    assert len(found) <= 2 * 12
     seconds = shares(found)
     assert seconds[Activity.STEP] == pytest.approx(900)
     assert seconds[Activity.EVALUATE] == pytest.approx(100)
