@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmdtrain.page.blocks import Block, Fact, FactsBlock, TableBlock
-from spmdtrain.page.charts import COLOURS, ChartBlock, LegendEntry, altair, chart_block
+from spmdtrain.page.charts import ChartBlock, LegendEntry, altair, chart_block
 from spmdtrain.page.widths import Width
-from spmdtrain.plan.page_memory import BYTES_LABEL, MEMORY_COLOURS
-from spmdtrain.plan.page_time import PART_COLOURS, Part, time_axis, time_unit
+from spmdtrain.plan.page_memory import MEMORY_COLORS
+from spmdtrain.plan.page_scales import BYTES_LABEL, MUTED, color_scale, time_axis, time_unit
+from spmdtrain.plan.page_time import PART_COLORS, Part
 from spmdtrain.plan.phrases import (
     chip_hours,
     memory_by_kind,
@@ -86,15 +87,15 @@ def _times(plans: Sequence[dict[str, Any]]) -> ChartBlock:
         time = plan["time"]
         # The estimate is at least the bound, and then more than its parts.
         busy = max(time["estimate"] - time["waiting"], 0.0)
-        for part, colour, start, end in (
-            ("other work", PART_COLOURS[Part.PRODUCTS], 0.0, busy),
-            (Part.EXPOSED, PART_COLOURS[Part.EXPOSED], busy, time["estimate"]),
+        for part, color, start, end in (
+            ("other work", PART_COLORS[Part.PRODUCTS], 0.0, busy),
+            (Part.EXPOSED, PART_COLORS[Part.EXPOSED], busy, time["estimate"]),
         ):
             rows.append(
                 {
                     "topology": plan["topology"],
                     "part": part,
-                    "colour": colour,
+                    "color": color,
                     "start": start * scale,
                     "end": end * scale,
                     "time": step_seconds(end - start),
@@ -118,7 +119,7 @@ def _times(plans: Sequence[dict[str, Any]]) -> ChartBlock:
             x=alt.X("start:Q", axis=time_axis(alt, unit), scale=alt.Scale(zero=True)),
             x2="end:Q",
             y=y,
-            color=_colour(alt),
+            color=color_scale(alt),
             tooltip=["topology:N", "part:N", "time:N", "mostly:N"],
         )
     )
@@ -128,7 +129,7 @@ def _times(plans: Sequence[dict[str, Any]]) -> ChartBlock:
         .encode(
             x="bound:Q",
             y=y,
-            color=alt.datum(COLOURS - 1, type="nominal"),
+            color=alt.datum(MUTED, type="nominal"),
             tooltip=["topology:N", alt.Tooltip("time:N", title="lower bound")],
         )
     )
@@ -139,9 +140,9 @@ def _times(plans: Sequence[dict[str, Any]]) -> ChartBlock:
         height=_ROW_HEIGHT * len(order),
         width=Width.COLUMN,
         legend=[
-            LegendEntry("products, memory, overlapped collectives", PART_COLOURS[Part.PRODUCTS]),
-            LegendEntry("exposed collectives", PART_COLOURS[Part.EXPOSED]),
-            LegendEntry("lower bound", COLOURS - 1),
+            LegendEntry("products, memory, overlapped collectives", PART_COLORS[Part.PRODUCTS]),
+            LegendEntry("exposed collectives", PART_COLORS[Part.EXPOSED]),
+            LegendEntry("lower bound", MUTED),
         ],
     )
 
@@ -165,7 +166,7 @@ def _memory(plans: Sequence[dict[str, Any]]) -> ChartBlock:
                 {
                     "topology": plan["topology"],
                     "kind": kind,
-                    "colour": MEMORY_COLOURS[kind],
+                    "color": MEMORY_COLORS[kind],
                     "start": start,
                     "end": end,
                     "size": "unknown" if size is None else byte_size(size),
@@ -173,7 +174,7 @@ def _memory(plans: Sequence[dict[str, Any]]) -> ChartBlock:
             )
             start = end
             if size and size >= 0.01 * plan["memory"]["peak"]:
-                legend.setdefault(kind, LegendEntry(kind, MEMORY_COLOURS[kind]))
+                legend.setdefault(kind, LegendEntry(kind, MEMORY_COLORS[kind]))
     label = {"format": "%"} if is_part else {"labelExpr": BYTES_LABEL}
     order = [plan["topology"] for plan in plans]
     bars = (
@@ -187,7 +188,7 @@ def _memory(plans: Sequence[dict[str, Any]]) -> ChartBlock:
             ),
             x2="end:Q",
             y=alt.Y("topology:N", sort=order, title=None),
-            color=_colour(alt),
+            color=color_scale(alt),
             tooltip=["topology:N", "kind:N", alt.Tooltip("size:N", title="bytes")],
         )
     )
@@ -200,8 +201,3 @@ def _memory(plans: Sequence[dict[str, Any]]) -> ChartBlock:
         width=Width.COLUMN,
         legend=list(legend.values()),
     )
-
-
-def _colour(alt: Any) -> Any:
-    scale = alt.Scale(domain=list(range(COLOURS)))
-    return alt.Color("colour:N", legend=None, scale=scale)

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdtrain.page.blocks import Block, NoteBlock, TableBlock
-from spmdtrain.page.charts import COLOURS, ChartBlock, LegendEntry, altair, chart_block
+from spmdtrain.page.charts import ChartBlock, LegendEntry, altair, chart_block
 from spmdtrain.page.widths import Width
 from spmdtrain.plan.page_drawing import NETWORKS, Drawing, draw_topology
+from spmdtrain.plan.page_scales import MUTED, color_scale
 from spmdtrain.plan.phrases import group_collectives, sent_sentence, step_seconds
 from spmdtrain.terminal import byte_size
 
-LINK_COLOURS = {
+LINK_COLORS = {
     "x": 0,
     "y": 1,
     "z": 2,
@@ -20,8 +21,7 @@ LINK_COLOURS = {
     "the chip": 8,
     "memory": 8,
 }
-"""The number of a colour for each link of a topology."""
-_CHIP_COLOUR = 9
+"""The number of a color for each link of a topology."""
 _MOST_ROWS = 12  # of collectives
 _MOST_PARAMETERS = 8  # with excess traffic
 _WIDTH, _LOWEST, _HIGHEST = 520, 120, 300  # pixels of a drawing on a wide screen
@@ -31,7 +31,7 @@ _LONGEST_LINK = 64  # pixels between two chips
 
 @dataclass(frozen=True)
 class LinkLoad:
-    """What the collectives of a step send over one link of the topology.
+    """Bytes and seconds of the collectives of a step on one link of the topology.
 
     Attributes:
         name: Name of the link, as `TopologyLink.name`.
@@ -106,7 +106,7 @@ def _chart(plan: dict[str, Any], drawing: Drawing, loads: dict[str, LinkLoad]) -
         {
             "link": _dim(line.link),
             "load": texts[line.link],
-            "colour": LINK_COLOURS[line.link],
+            "color": LINK_COLORS[line.link],
             "x": line.start[0],
             "y": line.start[1],
             "x2": line.end[0],
@@ -129,7 +129,7 @@ def _chart(plan: dict[str, Any], drawing: Drawing, loads: dict[str, LinkLoad]) -
             y=y,
             x2="x2:Q",
             y2="y2:Q",
-            color=alt.Color("colour:N", legend=none, scale=alt.Scale(domain=list(range(COLOURS)))),
+            color=color_scale(alt),
             strokeWidth=alt.StrokeWidth(
                 "used:Q", legend=none, scale=alt.Scale(domain=[0, 1], range=[1.2, 4])
             ),
@@ -141,10 +141,10 @@ def _chart(plan: dict[str, Any], drawing: Drawing, loads: dict[str, LinkLoad]) -
     points = (
         alt.Chart(alt.NamedData("chips"))
         .mark_point(filled=True, size=70, opacity=1)
-        .encode(x=x, y=y, color=alt.datum(_CHIP_COLOUR, type="nominal"))
+        .encode(x=x, y=y, color=alt.datum(MUTED, type="nominal"))
     )
     legend = [
-        LegendEntry(_connects(link), LINK_COLOURS[link["name"]], texts[link["name"]])
+        LegendEntry(_connects(link), LINK_COLORS[link["name"]], texts[link["name"]])
         for link in plan["links"]
         if any(line.link == link["name"] for line in drawing.links)
     ]

@@ -3,12 +3,13 @@
 from typing import Any
 
 from spmdtrain.page.blocks import Block, TableBlock
-from spmdtrain.page.charts import COLOURS, ChartBlock, LegendEntry, altair, chart_block
+from spmdtrain.page.charts import ChartBlock, LegendEntry, altair, chart_block
+from spmdtrain.plan.page_scales import BYTES_LABEL, color_scale
 from spmdtrain.plan.phrases import buffer_source, memory_by_kind
 from spmdtrain.terminal import byte_size
 
-# The number of a colour for each kind. Kinds of the same colour are rarely both visible.
-MEMORY_COLOURS = {
+# The number of a color for each kind. Kinds of the same color are rarely both visible.
+MEMORY_COLORS = {
     "parameters": 0,
     "optimizer state": 4,
     "moving average": 6,
@@ -24,8 +25,6 @@ MEMORY_COLOURS = {
     "program": 8,
     "padding of state and inputs": 5,
 }
-BYTES_LABEL = "datum.value === 0 ? '0' : format(datum.value, '~s') + 'B'"
-"""Vega expression for the label of an axis in bytes."""
 _FULL = 0.8  # fraction of the limit from which on the largest temporaries are unfolded
 _LIMIT_SHOWN = 0.1  # fraction of the limit from which on the axis reaches to the limit
 
@@ -59,7 +58,7 @@ def _chart(memory: dict[str, Any]) -> ChartBlock:
         rows.append(
             {
                 "kind": kind,
-                "colour": MEMORY_COLOURS[kind],
+                "color": MEMORY_COLORS[kind],
                 "start": start,
                 "end": start + (size or 0),
                 "size": text,
@@ -67,7 +66,7 @@ def _chart(memory: dict[str, Any]) -> ChartBlock:
             }
         )
         start += size or 0
-        legend.append(LegendEntry(kind, MEMORY_COLOURS[kind], text))
+        legend.append(LegendEntry(kind, MEMORY_COLORS[kind], text))
     shows_limit = limit is not None and peak >= _LIMIT_SHOWN * limit
     end = max(peak, start, limit if shows_limit else 0)
     axis = alt.Axis(labelExpr=BYTES_LABEL, labelSeparation=8, grid=False)
@@ -78,7 +77,7 @@ def _chart(memory: dict[str, Any]) -> ChartBlock:
         .encode(
             x=x,
             x2="end:Q",
-            color=alt.Color("colour:N", legend=None, scale=alt.Scale(domain=list(range(COLOURS)))),
+            color=color_scale(alt),
             tooltip=[
                 alt.Tooltip("kind:N"),
                 alt.Tooltip("size:N", title="bytes"),

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdtrain.page.blocks import Block, Fact, FactsBlock, TableBlock
-from spmdtrain.page.charts import COLOURS, ChartBlock, LegendEntry, altair, chart_block
+from spmdtrain.page.charts import ChartBlock, LegendEntry, altair, chart_block
 from spmdtrain.page.widths import Width
+from spmdtrain.plan.page_scales import color_scale, time_axis, time_unit
 from spmdtrain.plan.phrases import (
     assumptions,
     scaled,
@@ -22,7 +23,7 @@ _TWO_LINES = "split(replace(datum.label, ' over ', '\\nover '), '\\n')"  # a Veg
 
 
 class Part(enum.StrEnum):
-    """What a segment of the timeline is."""
+    """The kind of a segment of the timeline."""
 
     PRODUCTS = "products"
     MEMORY = "memory traffic"
@@ -30,8 +31,8 @@ class Part(enum.StrEnum):
     EXPOSED = "exposed collectives"
 
 
-PART_COLOURS = {Part.PRODUCTS: 0, Part.MEMORY: 2, Part.OVERLAPPED: 6, Part.EXPOSED: 7}
-"""The number of a colour for each part of a step."""
+PART_COLORS = {Part.PRODUCTS: 0, Part.MEMORY: 2, Part.OVERLAPPED: 6, Part.EXPOSED: 7}
+"""The number of a color for each part of a step."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def _chart(plan: dict[str, Any]) -> ChartBlock:
         {
             "row": segment.row,
             "part": segment.part,
-            "colour": PART_COLOURS[segment.part],
+            "color": PART_COLORS[segment.part],
             "start": segment.start * scale,
             "end": segment.end * scale,
             "time": step_seconds(segment.end - segment.start),
@@ -130,7 +131,7 @@ def _chart(plan: dict[str, Any]) -> ChartBlock:
             x=alt.X("start:Q", axis=time_axis(alt, unit), scale=scale_of_x),
             x2="end:Q",
             y=alt.Y("row:N", sort=order, title=None, axis=alt.Axis(labelExpr=_TWO_LINES)),
-            color=alt.Color("colour:N", legend=None, scale=alt.Scale(domain=list(range(COLOURS)))),
+            color=color_scale(alt),
             tooltip=[alt.Tooltip("row:N"), alt.Tooltip("part:N"), alt.Tooltip("time:N")],
         )
     )
@@ -154,7 +155,7 @@ def _chart(plan: dict[str, Any]) -> ChartBlock:
         Part.OVERLAPPED: time["overlapped"],
         Part.EXPOSED: time["waiting"],
     }
-    legend = [LegendEntry(part, PART_COLOURS[part], step_seconds(totals[part])) for part in used]
+    legend = [LegendEntry(part, PART_COLORS[part], step_seconds(totals[part])) for part in used]
     return chart_block(
         "A step in the time model",
         alt.layer(bars, *rules),
@@ -167,22 +168,6 @@ def _chart(plan: dict[str, Any]) -> ChartBlock:
         ),
         legend=legend,
     )
-
-
-def time_axis(alt: Any, unit: str) -> Any:
-    """Returns an axis of times in a unit."""
-    return alt.Axis(
-        title=None,
-        labelSeparation=8,
-        labelExpr=f"datum.value === 0 ? '0' : datum.label + ' {unit}'",
-    )
-
-
-def time_unit(seconds: float) -> tuple[str, float]:
-    """Returns the unit of an axis up to a time, and the units in a second."""
-    if seconds >= 1:
-        return "s", 1.0
-    return ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
 
 
 def _facts(plan: dict[str, Any]) -> FactsBlock:

@@ -83,6 +83,9 @@ def memory_by_kind(memory: dict[str, Any]) -> dict[str, int | None]:
     """Returns the bytes of a device by kind, the temporaries by use; None if unknown.
 
     Kinds without bytes are omitted.
+
+    Args:
+        memory: The memory of a plan.
     """
     rows = {
         "parameters": memory["params"],
@@ -241,6 +244,9 @@ def advice_figures(advice: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Returns the figures that the options of an advice change: name, without, with.
 
     A figure without the options is "" if it is unknown.
+
+    Args:
+        advice: One entry of a plan's advice, with options that solve the problem.
     """
     before, after = advice["without"], advice["with_options"]
     figures = [("memory", byte_size(before["peak"]), byte_size(after["peak"]))]
