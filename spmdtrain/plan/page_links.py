@@ -106,6 +106,7 @@ def _chart(plan: dict[str, Any], drawing: Drawing, loads: dict[str, LinkLoad]) -
         {
             "link": _dim(line.link),
             "load": texts[line.link],
+            "collectives": ", ".join(loads[line.link].kinds),
             "color": LINK_COLORS[line.link],
             "x": line.start[0],
             "y": line.start[1],
@@ -135,7 +136,7 @@ def _chart(plan: dict[str, Any], drawing: Drawing, loads: dict[str, LinkLoad]) -
             ),
             strokeDash=alt.condition("datum.skips", alt.value([3, 4]), alt.value([1, 0])),
             opacity=alt.condition("datum.used > 0", alt.value(0.9), alt.value(0.35)),
-            tooltip=[alt.Tooltip("link:N"), alt.Tooltip("load:N")],
+            tooltip=[alt.Tooltip("link:N"), alt.Tooltip("load:N"), alt.Tooltip("collectives:N")],
         )
     )
     points = (
@@ -207,11 +208,10 @@ def _links(plan: dict[str, Any], loads: dict[str, LinkLoad], width: Width) -> Ta
                 "unknown" if bandwidth is None else f"{byte_size(round(bandwidth))}/s",
                 byte_size(round(load.sent)) if load.sent else "",
                 step_seconds(load.seconds) if load.seconds else "",
-                ", ".join(load.kinds),
             )
         )
     return TableBlock(
-        ("link", "bandwidth", "sent", "time", "collectives"),
+        ("link", "bandwidth", "sent", "time"),
         rows,
         numeric=frozenset({1, 2, 3}),
         title="Bytes of a device and time of a step, by link",

@@ -89,7 +89,7 @@ def _chart(memory: dict[str, Any]) -> ChartBlock:
     if shows_limit:
         limits = [{"limit": limit, "text": f"limit {byte_size(limit)}"}]
     rule = alt.Chart(alt.NamedData("limit")).encode(x="limit:Q")
-    marks = rule.mark_rule(strokeWidth=2, strokeDash=[5, 3])
+    marks = rule.mark_rule(strokeWidth=3)
     text = rule.mark_text(align="right", baseline="bottom", dx=4, y=-3).encode(text="text:N")
     note = "The limit is unknown." if limit is None else ""
     if limit is not None and not shows_limit:
