@@ -8,7 +8,7 @@ from etils import epath
 
 from spmdtrain.errors import UserError
 from spmdtrain.files import no_follow
-from spmdtrain.files.storage import failures, folder_of, one_line
+from spmdtrain.files.storage import failures, folder_of, is_url, one_line
 from spmdtrain.optional import import_extra
 
 _LIBRARIES = ("altair", "jinja2", "vl_convert")
@@ -55,9 +55,10 @@ def open_page_file(path: str) -> PageFile:
     with _explaining(target):
         if not name or (target.exists() and not target.is_file()):
             raise UserError(f"--html {path} is not a file: give the name of a file to write")
-        probe = f".{name}.check"
-        no_follow.write(target.parent, probe, lambda file: None)
-        no_follow.remove(target.parent, probe)
+        if not is_url(target):  # `folder_of` has accessed the bucket of a URL
+            probe = f".{name}.check"
+            no_follow.write(target.parent, probe, lambda file: None)
+            no_follow.remove(target.parent, probe)
     return PageFile(target)
 
 
@@ -69,4 +70,8 @@ def _explaining(target: epath.Path) -> Iterator[None]:
     except UserError:
         raise
     except failures(target) as error:
-        raise UserError(f"--html {target} cannot be written: {one_line(error)}") from error
+        why = (isinstance(error, OSError) and error.strerror) or one_line(error)
+        raise UserError(
+            f"--html {target} cannot be written: {why}; give a file in a folder that exists and is "
+            "writable"
+        ) from error

@@ -235,7 +235,8 @@ def test_a_missing_library_is_known_before_the_plan_is_made(
 
 def test_a_file_that_cannot_be_written_is_known_before_the_plan_is_made(tmp_path: Path) -> None:
     missing = tmp_path / "missing" / "plan.html"
-    for target, message in ((missing, "cannot be written"), (tmp_path, "is not a file")):
+    why = "cannot be written: No such file or directory; give"
+    for target, message in ((missing, why), (tmp_path, "is not a file")):
         options = ["--config", str(DIGITS), "--topology", "v5e:4x4", "--html", str(target)]
         with pytest.raises(UserError, match=f"--html {re.escape(str(target))} {message}"):
             command.execute(options)
