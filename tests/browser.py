@@ -82,7 +82,7 @@ class Browser:
         return answer
 
     def open(self, address: str | Path, width: int = 1280, height: int = 900) -> None:
-        """Opens a page, whose messages and requests are then collected anew."""
+        """Opens a page, whose messages and requests are collected from now on."""
         self.messages, self.requests = [], []
         self._call(
             "Emulation.setDeviceMetricsOverride",

@@ -100,7 +100,7 @@ CONFIG = {
 
 
 def png(shade: int = 128, side: int = 8) -> bytes:
-    """A grey square."""
+    """A gray square."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         check = struct.pack(">I", zlib.crc32(kind + content))

@@ -14,7 +14,7 @@ from spmdtrain.page.widths import Width
 
 
 class Tone(enum.StrEnum):
-    """What a colour of the page means."""
+    """The meaning of a color of the page."""
 
     PLAIN = "plain"
     GOOD = "good"
@@ -63,7 +63,7 @@ class TableBlock:
       marked: The rows that are highlighted.
       title: The title.
       folded: Whether the table is shown only after a click on the title.
-      colours: The number of a colour for each row, which is shown in its first cell.
+      colors: The number of a color for each row, which is shown in its first cell.
     """
 
     columns: Sequence[str]
@@ -72,7 +72,7 @@ class TableBlock:
     marked: frozenset[int] = frozenset()
     title: str = ""
     folded: bool = False
-    colours: Sequence[int] = ()
+    colors: Sequence[int] = ()
     width: Width = Width.FULL
     kind: ClassVar[str] = "table"
 

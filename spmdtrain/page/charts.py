@@ -1,8 +1,8 @@
 """Charts of a page: Vega-Lite specifications made with Altair.
 
-The page's stylesheet has the colours for light and dark; its script gives them to Vega. A chart
-uses `COLOURS` numbers of colours or the names of values in the order of the scale's domain, and
-never a colour itself.
+The page's stylesheet has the colors for light and dark; its script gives them to Vega. A chart
+uses `COLORS` numbers of colors or the names of values in the order of the scale's domain, and
+never a color itself.
 """
 
 import copy
@@ -16,8 +16,8 @@ from spmdtrain.errors import foreign
 from spmdtrain.optional import import_extra
 from spmdtrain.page.widths import Width
 
-COLOURS = 10
-"""Number of different colours of series. The stylesheet defines them."""
+COLORS = 10
+"""Number of different colors of series. The stylesheet defines them."""
 _POINTS_BELOW = 60  # a series with fewer values has a mark at each of them
 _LONGEST_NAME = 120
 _LOGARITHMIC_FROM = 8
@@ -32,7 +32,7 @@ class Series:
       name: The name in the legend.
       x: Positions in ascending order.
       y: Values; None is a gap.
-      colour: The number of its colour, from 0; the same number is the same colour in all charts.
+      color: The number of its color, from 0; the same number is the same color in all charts.
       mean: Positions and values of a second line, the mean of many values. The line itself is then
         drawn faintly.
     """
@@ -40,16 +40,16 @@ class Series:
     name: str
     x: Sequence[float]
     y: Sequence[float | None]
-    colour: int = 0
+    color: int = 0
     mean: tuple[Sequence[float], Sequence[float]] | None = None
 
 
 @dataclass(frozen=True)
 class LegendEntry:
-    """The name of a series beside its colour, and its last value."""
+    """The name of a series beside its color, and its last value."""
 
     name: str
-    colour: int
+    color: int
     value: str = ""
 
 
@@ -147,7 +147,7 @@ def line_chart(
     data = [
         {
             "name": name,
-            "colour": line.colour % COLOURS,
+            "color": line.color % COLORS,
             "marked": len(line.x) < _POINTS_BELOW,
             "x": list(line.x),
             "mean": None
@@ -159,7 +159,7 @@ def line_chart(
     ]
     texts = values or [""] * len(names)
     legend = [
-        LegendEntry(name, line.colour % COLOURS, text)
+        LegendEntry(name, line.color % COLORS, text)
         for name, line, text in zip(names, series, texts, strict=True)
     ]
     return ChartBlock(
@@ -188,8 +188,8 @@ def _line_spec(x_title: str, y_format: str, zero: bool, height: int) -> dict[str
     label = "datum.value === 0 ? '0' : datum.label"  # d3 writes `0k` and `0%`
     axis = alt.Axis(format=y_format, tickCount=5, title=None, labelExpr=label)
     y = alt.Y("y:Q", scale=alt.Scale(zero=zero, nice=True), axis=axis)
-    colour = alt.Color("colour:N", legend=None, scale=alt.Scale(domain=list(range(COLOURS))))
-    lines = alt.Chart(alt.NamedData("series")).encode(x=x, y=y, color=colour)
+    color = alt.Color("color:N", legend=None, scale=alt.Scale(domain=list(range(COLORS))))
+    lines = alt.Chart(alt.NamedData("series")).encode(x=x, y=y, color=color)
     lines = lines.encode(
         detail=["series:N", "faint:N"],
         opacity=alt.condition("datum.faint", alt.value(_FAINT), alt.value(1)),
@@ -199,7 +199,7 @@ def _line_spec(x_title: str, y_format: str, zero: bool, height: int) -> dict[str
         lines.mark_line(strokeWidth=1.6, strokeJoin="round"),
         lines.mark_point(filled=True, size=28).transform_filter("datum.marked"),
         pointer.mark_rule(strokeWidth=1, opacity=0.35),
-        pointer.mark_point(filled=True, size=52, opacity=1).encode(y=y, color=colour),
+        pointer.mark_point(filled=True, size=52, opacity=1).encode(y=y, color=color),
     ]
     return _without_config(
         alt.layer(*layers).properties(width="container", height=height).to_dict()

@@ -38,8 +38,8 @@ class Options:
     """The file to write. Default: report.html in the workdir, or in the current folder for several
     runs."""
     follow: bool = False
-    """Serve the page on 127.0.0.1 until Ctrl-C, and refresh it while the runs go on, instead of
-    writing a file."""
+    """Serve the page on 127.0.0.1 until Ctrl-C and refresh it when the runs write.
+    No file is written."""
     port: int = 0
     """The port of --follow; 0 chooses a free one."""
 
@@ -85,7 +85,7 @@ def execute(options: Options, terminal: Terminal) -> int:
     if options.follow:
         if options.output is not None:
             raise UserError("--follow serves the page and writes no file: leave out --output")
-        return follow(report, options.port, terminal)
+        return follow_runs(report, options.port, terminal)
     began = time.monotonic()
     report.refresh(terminal)
     html = render_page(report.page())
@@ -146,7 +146,7 @@ class RunReport:
         return self.page(), f"{id(self)}-{self._version}"
 
 
-def follow(report: RunReport, port: int, terminal: Terminal) -> int:
+def follow_runs(report: RunReport, port: int, terminal: Terminal) -> int:
     """Serves the page until Ctrl-C.
 
     Args:

@@ -21,7 +21,7 @@ _MEAN_FROM, _MEANS = 600, 150  # a longer curve is faint, and has a line of so m
 
 _METRICS = "Curves"
 _EVALUATOR = "evaluator"
-_COLOURS = {Split.TRAIN: 0, Split.EPOCH: 6, Split.EVAL: 1, _EVALUATOR: 4, Split.TEST: 2}
+_COLORS = {Split.TRAIN: 0, Split.EPOCH: 4, Split.EVAL: 1, _EVALUATOR: 3, Split.TEST: 2}
 _LABELS = {Split.EPOCH: "epoch mean", _EVALUATOR: "evaluator"}
 _OF_EPOCH = {"epoch", "learning_rate", "seconds", "examples_per_second", "input_wait"}
 _OF_OPTIMIZER = {
@@ -33,7 +33,7 @@ _OF_OPTIMIZER = {
 
 @dataclass(frozen=True)
 class _Quantity:
-    """How a value of `performance.jsonl` is shown."""
+    """The title and format of a value of `performance.jsonl`."""
 
     title: str
     is_share: bool = False
@@ -66,7 +66,7 @@ class _Curve:
 
     name: str
     column: Column
-    colour: int
+    color: int
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def curve_sections(runs: Sequence[RunData]) -> list[Section]:
     """Returns the sections of curves, without empty ones.
 
     Args:
-      runs: The runs. The curves of several are in the same charts, with a colour for each run.
+      runs: The runs. The curves of several are in the same charts, with a color for each run.
     """
     groups = {
         _METRICS: _of_one_run(runs[0]) if len(runs) == 1 else _of_runs(runs),
@@ -91,7 +91,7 @@ def curve_sections(runs: Sequence[RunData]) -> list[Section]:
     }
     count = sum(len(plot.curves) for plots in groups.values() for plot in plots)
     most = max(_FEWEST_POINTS, min(MOST_POINTS, _ALL_POINTS // max(1, count)))
-    sections = []
+    sections: list[Section] = []
     for title, plots in groups.items():
         # The metrics are what a reader looks at first.
         width, height = (Width.COLUMN, 220) if title == _METRICS else (Width.THIRD, 150)
@@ -119,22 +119,22 @@ def _of_one_run(run: RunData) -> list[_Plot]:
     """Returns a plot for each metric, with a curve for each split."""
     found: dict[str, list[_Curve]] = {}
     for (split, name), column in _metrics_of(run):
-        curve = _Curve(_LABELS.get(split, split), column, _COLOURS[split])
+        curve = _Curve(_LABELS.get(split, split), column, _COLORS[split])
         found.setdefault(name, []).append(curve)
-    order = list(_COLOURS.values())
+    order = list(_COLORS.values())
     for curves in found.values():
-        curves.sort(key=lambda curve: order.index(curve.colour))
+        curves.sort(key=lambda curve: order.index(curve.color))
     return [_Plot(name, curves) for name, curves in found.items()]
 
 
 def _of_runs(runs: Sequence[RunData]) -> list[_Plot]:
     """Returns a plot for each metric of each split, with a curve for each run."""
     found: dict[tuple[str, str], list[_Curve]] = {}
-    for colour, run in enumerate(runs):
+    for color, run in enumerate(runs):
         for (split, name), column in _metrics_of(run):
-            found.setdefault((name, split), []).append(_Curve(run.name, column, colour))
+            found.setdefault((name, split), []).append(_Curve(run.name, column, color))
     names = list(dict.fromkeys(name for name, _ in found))
-    splits = list(_COLOURS)
+    splits = list(_COLORS)
     ordered = sorted(found, key=lambda key: (names.index(key[0]), splits.index(key[1])))
     return [
         _Plot(f"{name} ({_LABELS.get(split, split)})", found[name, split])
@@ -160,12 +160,12 @@ def _optimizer(runs: Sequence[RunData]) -> list[_Plot]:
     plots = []
     for name, title in _OF_OPTIMIZER.items():
         curves = []
-        for colour, run in enumerate(runs):
+        for color, run in enumerate(runs):
             column = run.metrics.get(Split.TRAIN, name)
             if column is None and name == "learning_rate":
                 column = run.metrics.get(Split.EPOCH, name)
             if column is not None:
-                curves.append(_Curve(run.name if len(runs) > 1 else "", column, colour))
+                curves.append(_Curve(run.name if len(runs) > 1 else "", column, color))
         if curves:
             plots.append(_Plot(title, curves))
     return plots
@@ -175,12 +175,12 @@ def _performance(runs: Sequence[RunData]) -> list[_Plot]:
     plots = []
     for name, quantity in _QUANTITIES.items():
         curves = []
-        for colour, run in enumerate(runs):
+        for color, run in enumerate(runs):
             column = run.performance.columns.get(name)
             if column is None and name in _OF_EPOCH:  # versions without performance.jsonl
                 column = run.metrics.get(Split.EPOCH, name)
             if column is not None:
-                curves.append(_Curve(run.name if len(runs) > 1 else "", column, colour))
+                curves.append(_Curve(run.name if len(runs) > 1 else "", column, color))
         if curves:
             plots.append(_Plot(quantity.title, curves, quantity))
     return plots
@@ -197,7 +197,7 @@ def _chart(plot: _Plot, most: int, width: Width, height: int) -> ChartBlock:
         mean = mean_curve(steps, values, _MEANS) if len(steps) > _MEAN_FROM else None
         if mean is not None and unit != 1:
             mean = mean[0], [v / unit for v in mean[1]]
-        series.append(Series(curve.name, x, scaled, curve.colour, mean))
+        series.append(Series(curve.name, x, scaled, curve.color, mean))
         last = curve.column.last
         text = "" if last is None else (quantity.text if quantity else number)(last[1])
         texts.append(text)

@@ -12,8 +12,8 @@ from spmdtrain.report.starts import Activity, RunStart, Span, shares, spans
 _MOST_STARTS = 20
 _DOWN_SHARE = 0.25  # of the time up: a longer time down is drawn shorter
 _ROW = 26  # pixels
-# The colours by number: what is useful is blue, what repeats it orange, waiting grey.
-_COLOURS = {
+# The colors by number: what is useful is blue, what repeats it orange, waiting gray.
+_COLORS = {
     Activity.STEP: 0,
     Activity.REPEATED: 1,
     Activity.EVALUATE: 2,
@@ -48,7 +48,7 @@ def _shares(runs: Sequence[RunData]) -> ChartBlock:
         seconds = shares(spans(run.events.starts))
         total = sum(seconds.values()) or 1.0
         at = 0.0
-        for activity in _COLOURS:
+        for activity in _COLORS:
             if (part := seconds.get(activity, 0.0)) > 0:
                 share, time = f"{part / total:.1%}", length(part)
                 row = {"run": run.name, "what": activity, "share": share, "time": time}
@@ -64,7 +64,7 @@ def _shares(runs: Sequence[RunData]) -> ChartBlock:
             x=alt.X("begin:Q", title=None, axis=alt.Axis(format="%"), scale=alt.Scale(nice=False)),
             x2="end:Q",
             y=_rows_axis("run", names, hidden=len(runs) == 1),
-            color=_colour(),
+            color=_color(),
             tooltip=["run:N", "what:N", "share:N", "time:N"],
         )
     )
@@ -80,16 +80,16 @@ def _shares(runs: Sequence[RunData]) -> ChartBlock:
 def _legend(values: Mapping[Activity, str]) -> list[LegendEntry]:
     """Returns the legend of the activities that are present, each with a text."""
     return [
-        LegendEntry(activity, colour, values[activity])
-        for activity, colour in _COLOURS.items()
+        LegendEntry(activity, color, values[activity])
+        for activity, color in _COLORS.items()
         if activity in values
     ]
 
 
-def _colour() -> Any:
-    """Returns the encoding of activities as colours."""
+def _color() -> Any:
+    """Returns the encoding of activities as colors."""
     alt = altair()
-    domain = sorted(_COLOURS, key=lambda activity: _COLOURS[activity])
+    domain = sorted(_COLORS, key=lambda activity: _COLORS[activity])
     return alt.Color("what:N", scale=alt.Scale(domain=[str(x) for x in domain]), legend=None)
 
 
@@ -127,7 +127,7 @@ def _timeline(starts: Sequence[RunStart], name: str) -> ChartBlock:
             x=alt.X("begin:Q", title=unit_name, scale=alt.Scale(nice=False)),
             x2="end:Q",
             y=_rows_axis("start", labels, hidden=False),
-            color=_colour(),
+            color=_color(),
             tooltip=["start:N", "what:N", "time:N", alt.Tooltip("step:N", title="up to step")],
         )
     )

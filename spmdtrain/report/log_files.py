@@ -17,7 +17,7 @@ _CHUNK = 2**20  # bytes between two reports of the progress
 
 @dataclass(frozen=True)
 class FileState:
-    """What tells whether a file has changed: identity, size in bytes, and time."""
+    """Identity, size in bytes and time of a file, one of which changes if the file does."""
 
     inode: int
     size: int

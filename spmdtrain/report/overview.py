@@ -141,7 +141,7 @@ def _table(runs: Sequence[RunData]) -> TableBlock:
         rows,
         numeric=frozenset(range(2, len(columns) + len(tests))),
         marked=frozenset([marked] if marked is not None else []),
-        colours=list(range(len(runs))),
+        colors=list(range(len(runs))),
     )
     return block if metric else _without(block, {4, 5})
 
@@ -152,7 +152,7 @@ def _without(block: TableBlock, left_out: set[int]) -> TableBlock:
         [block.columns[n] for n in kept],
         [[row[n] for n in kept] for row in block.rows],
         numeric=frozenset(range(2, len(kept))),
-        colours=block.colours,
+        colors=block.colors,
     )
 
 

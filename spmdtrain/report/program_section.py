@@ -1,4 +1,4 @@
-"""What was run: configuration, versions, devices, parameters, shardings and collectives."""
+"""The section about the program: configuration, versions, devices, shardings, collectives."""
 
 import json
 import math

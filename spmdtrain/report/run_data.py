@@ -1,4 +1,4 @@
-"""What is known of a run, read from the files in its workdir."""
+"""The content of a workdir, and its repeated reading."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ _LOGS: Mapping[str, tuple[str, Callable[[], Any]]] = {
 
 @dataclass
 class RunData:
-    """The content of a workdir. Objects that are missing or damaged are empty.
+    """The content of a workdir. Objects that are missing or malformed are empty.
 
     Attributes:
       workdir: The path as the user gave it.
@@ -41,7 +41,7 @@ class RunData:
       events: The lines of `events.jsonl`.
       media: The items of `media.jsonl`.
       checkpoints: The checkpoints; None if they cannot be listed.
-      faults: What could not be read, a sentence for each file.
+      faults: Files that could not be read, a sentence for each file.
     """
 
     workdir: str

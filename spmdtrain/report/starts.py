@@ -1,4 +1,4 @@
-"""The starts of a run and where their time went, from `events.jsonl`."""
+"""The starts of a run and the uses of their time, from `events.jsonl`."""
 
 import bisect
 import enum
@@ -14,7 +14,7 @@ _LONGEST_REASON = 500
 
 
 class Activity(enum.StrEnum):
-    """What the time of a run went into, in the order of the legend."""
+    """A use of the time of a run, in the order of the legend."""
 
     STEP = "steps"
     REPEATED = "repeated steps"
@@ -61,7 +61,7 @@ class RunStart:
       readings: The events `phases`.
       last_time: The time of its last event.
       last_step: The last step that is known.
-      status: How it ended; empty if its end is not recorded, because it was killed or goes on.
+      status: How it ended; empty if its end is not recorded, because it was killed or is running.
       reason: Why it ended early.
       checkpoints: The number of checkpoints.
     """

@@ -94,9 +94,9 @@ def test_it_fits_a_phone_and_follows_light_and_dark(browser: Browser, tmp_path: 
     workdir = write_run(tmp_path / ("a-long-name-of-a-run" * 5))
     report(workdir, "--output", tmp_path / "page.html")
     widths = "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
-    colours = """[getComputedStyle(document.body).backgroundColor,
+    colors = """[getComputedStyle(document.body).backgroundColor,
         document.querySelector('.mark-line path').getAttribute('stroke')]"""
-    theme = "getComputedStyle(document.documentElement).getPropertyValue('--colour-0').trim()"
+    theme = "getComputedStyle(document.documentElement).getPropertyValue('--color-0').trim()"
     found = []
     for width in (390, 1280):
         browser.open(tmp_path / "page.html", width=width)
@@ -109,8 +109,8 @@ def test_it_fits_a_phone_and_follows_light_and_dark(browser: Browser, tmp_path: 
         assert browser.evaluate(cut) == 0
         for dark in (False, True):
             browser.dark(dark)
-            browser.wait(f"({colours})[1] === {theme}")
-            found.append(tuple(browser.evaluate(colours)))
+            browser.wait(f"({colors})[1] === {theme}")
+            found.append(tuple(browser.evaluate(colors)))
         browser.dark(False)
     assert found[:2] == found[2:] and found[0][0] != found[1][0] and found[0][1] != found[1][1]
 

@@ -9,10 +9,10 @@
 
   function config() {
     const style = getComputedStyle(document.documentElement);
-    const colour = (name) => style.getPropertyValue(`--${name}`).trim();
-    const category = Array.from({ length: 10 }, (_, n) => colour(`colour-${n}`));
+    const color = (name) => style.getPropertyValue(`--${name}`).trim();
+    const category = Array.from({ length: 10 }, (_, n) => color(`color-${n}`));
     const font = getComputedStyle(document.body).fontFamily;
-    const label = { labelColor: colour("muted"), titleColor: colour("muted") };
+    const label = { labelColor: color("muted"), titleColor: color("muted") };
     return {
       background: null,
       font,
@@ -20,34 +20,34 @@
       view: { stroke: null },
       range: { category },
       mark: { color: category[0] },
-      rule: { color: colour("muted") },
-      text: { color: colour("text") },
+      rule: { color: color("muted") },
+      text: { color: color("text") },
       axis: {
-        ...label, gridColor: colour("line"), domainColor: colour("strong-line"),
-        tickColor: colour("strong-line"), labelFontSize: 11, titleFontSize: 11,
+        ...label, gridColor: color("line"), domainColor: color("strong-line"),
+        tickColor: color("strong-line"), labelFontSize: 11, titleFontSize: 11,
         titleFontWeight: 400, labelOverlap: "greedy", titlePadding: 6,
       },
       axisX: { tickCount: 8 },
       axisY: { domain: false, ticks: false, labelPadding: 6, minExtent: 34 },
       legend: { ...label, labelFontSize: 12, orient: "top", title: null, symbolType: "square", labelLimit: 260, columnPadding: 14 },
       header: label,
-      title: { color: colour("text"), fontSize: 12, fontWeight: 600, anchor: "start" },
+      title: { color: color("text"), fontSize: 12, fontWeight: 600, anchor: "start" },
     };
   }
 
   function rowsOf(dataset) {
     if (dataset.rows) return dataset.rows;
     const rows = [];
-    for (const { name, colour, marked, x, y, mean } of dataset.series) {
+    for (const { name, color, marked, x, y, mean } of dataset.series) {
       const faint = mean !== null;
       for (let i = 0; i < x.length; i++) {
         // A value between two gaps has no line, so it gets a mark.
         const alone = y[i] !== null && (i === 0 || y[i - 1] === null) && (y[i + 1] ?? null) === null;
-        rows.push({ x: x[i], y: y[i], series: name, colour, faint, marked: y[i] !== null && (marked || alone) });
+        rows.push({ x: x[i], y: y[i], series: name, color, faint, marked: y[i] !== null && (marked || alone) });
       }
       if (faint) {
         mean.x.forEach((at, i) => {
-          rows.push({ x: at, y: mean.y[i], series: name, colour, faint: false, marked: false });
+          rows.push({ x: at, y: mean.y[i], series: name, color, faint: false, marked: false });
         });
       }
     }
@@ -94,7 +94,7 @@
     if (Number.isInteger(value)) return value.toLocaleString("en-US");
     const size = Math.abs(value);
     if (size >= 10000) return Math.round(value).toLocaleString("en-US");
-    return size < 0.001 ? value.toExponential(3) : String(Number(value.toPrecision(5)));
+    return size && size < 0.0001 ? value.toExponential(3) : String(Number(value.toPrecision(5)));
   };
 
   function nearest(x, target) {
@@ -122,11 +122,11 @@
       if (at < -8 || at > view.width() + 8) return leave();
       const target = view.scale("x").invert(at);
       const rows = [];
-      for (const { name, colour, x, y } of charts[id].data.series.series) {
+      for (const { name, color, x, y } of charts[id].data.series.series) {
         if (!x.length || target < x[0] && x.length > 1 && view.scale("x")(x[0]) - at > 24) continue;
         const i = nearest(x, target);
         if (Math.abs(view.scale("x")(x[i]) - at) > 48) continue;
-        if (y[i] !== null) rows.push({ x: x[i], y: y[i], series: name, colour });
+        if (y[i] !== null) rows.push({ x: x[i], y: y[i], series: name, color });
       }
       if (!rows.length) return leave();
       set(rows);
@@ -136,7 +136,7 @@
         const row = document.createElement("div");
         if (mark !== null) {
           const dot = document.createElement("i");
-          dot.className = `colour-${mark}`;
+          dot.className = `color-${mark}`;
           row.append(dot);
         }
         row.append(text);
@@ -150,7 +150,7 @@
       const title = entry.xTitle ?? (entry.xTitle = charts[id].spec.layer?.[0].encoding.x.title ?? "");
       box.replaceChildren(
         line(null, `${title} ${short(step)}`, null),
-        ...rows.map((row) => line(row.colour, row.series, short(row.y))));
+        ...rows.map((row) => line(row.color, row.series, short(row.y))));
       box.hidden = false;
       const left = event.clientX - element.getBoundingClientRect().left;
       const right = left > element.clientWidth / 2;
@@ -212,7 +212,7 @@
   dark.addEventListener("change", () => redraw([...drawn.keys()]));
   addEventListener("beforeprint", () => Object.keys(charts).forEach(draw));
 
-  // -- a run that goes on -----------------------------------------------------------------------
+  // -- a page that is followed -----------------------------------------------------------------------
 
   function show(update) {
     const open = new Set([...document.querySelectorAll("details[open]")].map((x) => x.id));

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from report_files import png
 
 from spmdtrain.page.blocks import (
+    Block,
     Fact,
     FactsBlock,
     GalleryBlock,
@@ -59,7 +60,7 @@ def page_of(text: str) -> Page:
     alt = altair()
     bars = alt.Chart(alt.NamedData("bars")).mark_bar().encode(x="v:Q", y="k:N", tooltip=["k:N"])
     image = ImageBlock(png(), title=text)
-    blocks = [
+    blocks: list[Block] = [
         StatsBlock([fact]),
         FactsBlock([fact], text),
         TableBlock([text], [[text]], title=text),

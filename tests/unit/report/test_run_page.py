@@ -1,4 +1,4 @@
-"""The page of runs, from files that are complete, old, damaged or forged."""
+"""The page of runs, from files that are complete, old, malformed or forged."""
 
 import json
 import os
@@ -86,7 +86,7 @@ def test_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
     ]
     charts = {chart.title: chart for chart in blocks(page, ChartBlock, "Curves")}
     assert {"loss (train)", "loss (eval)", "accuracy (epoch mean)"} <= charts.keys()
-    names = [(entry.name, entry.colour) for entry in charts["loss (train)"].legend]
+    names = [(entry.name, entry.color) for entry in charts["loss (train)"].legend]
     assert names == [("first", 0), ("second", 1)]
     best = [
         min(x["loss"] for x in metric_lines(600, 10, n) if x["split"] == "eval") for n in (0, 1)
@@ -131,7 +131,12 @@ def forge_media(run: Path) -> None:
     os.symlink("/etc/passwd", run / "media" / "link.png")
     (run / "media" / "text.png").write_text("no picture")
     base = {"step": 1, "split": "eval", "name": "x", "kind": "image"}
-    names = ["media/link.png", "media/text.png", "media/gone.png", "media/../config.json"]
+    names: list[object] = [
+        "media/link.png",
+        "media/text.png",
+        "media/gone.png",
+        "media/../config.json",
+    ]
     names += ["/etc/passwd", "config.json", "media", 5]
     bins = {"edges": [0, 1e308, -1e308], "counts": [1e308, -1]}
     others = [{**base, "kind": "histogram", **bins}, {**base, "kind": "video"}]
@@ -151,7 +156,7 @@ def break_checkpoints(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "note"),
+    ("change", "note"),
     [
         (forge_program, "config.json: not JSON"),
         (forge_lines, "metrics.jsonl: 3 lines are not valid and left out"),
@@ -160,11 +165,11 @@ def break_checkpoints(run: Path) -> None:
         (break_checkpoints, "manifest.json is malformed"),
     ],
 )
-def test_damaged_and_forged_files_give_a_page_with_a_note(
-    damage: Callable[[Path], None], note: str, tmp_path: Path
+def test_malformed_and_forged_files_give_a_page_with_a_note(
+    change: Callable[[Path], None], note: str, tmp_path: Path
 ) -> None:
     run = write_run(tmp_path / "run")
-    damage(run)
+    change(run)
     page = page_of(run)
     content = page_content(page)
     json.dumps(content["charts"], allow_nan=False)
