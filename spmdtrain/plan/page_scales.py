@@ -2,17 +2,17 @@
 
 from typing import Any
 
-from spmdtrain.page.charts import COLOURS
+from spmdtrain.page.charts import COLORS
 
 BYTES_LABEL = "datum.value === 0 ? '0' : format(datum.value, '~s') + 'B'"
 """Vega expression for the label of an axis in bytes."""
-MUTED = COLOURS - 1
+MUTED = COLORS - 1
 """The number of a color that does not stand out."""
 
 
 def color_scale(alt: Any) -> Any:
     """Returns the encoding of a column `color`, the number of a color of the page."""
-    scale = alt.Scale(domain=list(range(COLOURS)))
+    scale = alt.Scale(domain=list(range(COLORS)))
     return alt.Color("color:N", legend=None, scale=scale)
 
 
