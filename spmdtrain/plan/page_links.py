@@ -95,6 +95,11 @@ def _dim(name: str) -> str:
     return f"dim {name}" if len(name) == 1 else name
 
 
+def _short(name: str) -> str:
+    """Returns the name of a link in a narrow column."""
+    return "network" if name in NETWORKS else name
+
+
 def _chart(plan: dict[str, Any], drawing: Drawing, loads: dict[str, LinkLoad]) -> ChartBlock:
     alt = altair()
     use = {
@@ -225,14 +230,14 @@ def _collectives(plan: dict[str, Any]) -> TableBlock:
         (
             group.kind,
             ", ".join(group.axes) or "?",
-            ", ".join(map(_dim, group.sent)) or "unknown",
+            ", ".join(map(_short, group.sent)) or "unknown",
             f"{group.times:g}",
             byte_size(round(group.bytes)),
             byte_size(round(sum(group.sent.values()))),
             "" if group.seconds is None else step_seconds(group.seconds),
             "yes" if group.overlapped else "no",
             group.carries,
-            group.source,
+            group.source.partition(" (")[0],  # without the function
         )
         for group in groups[:_MOST_ROWS]
     ]

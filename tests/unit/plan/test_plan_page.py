@@ -138,7 +138,7 @@ def test_a_browser_shows_the_values_of_the_plans_and_requests_nothing(tmp_path: 
         assert facts["all 1,000 steps"] == "5.00 s" and facts["examples/s"] == "12,800"
         rows = [row.split("\t") for row in browser.texts(f"{OF_PLAN} tbody tr")]
         (reduced,) = (row for row in rows if row[0] == "all-reduce")
-        assert reduced[1:8] == ["data", "dim x, dim y", "1", "24.0 MB", "45.0 MB", "3.00 ms", "no"]
+        assert reduced[1:8] == ["data", "x, y", "1", "24.0 MB", "45.0 MB", "3.00 ms", "no"]
         legend = browser.texts(f"{OF_PLAN} .legend li")
         assert any(re.fullmatch(r"activations\s+690 MB", entry) for entry in legend)
         compared = [row.split("\t") for row in browser.texts("#comparison tbody tr")]
