@@ -66,6 +66,8 @@ _OF_SWEEPS = {"set", "search", "jobs", "devices_per_trial"}
 RESERVED = frozenset(
     {f.name for f in dataclasses.fields(Options)} | _OF_PLANS | _OF_SWEEPS | {"help", "help_all"}
 )
+_OF_PLANS = {"topology", "json", "advice", "measure", "html"}
+RESERVED = frozenset({f.name for f in dataclasses.fields(Options)} | _OF_PLANS | {"help"})
 
 
 @dataclass(frozen=True)
