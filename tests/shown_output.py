@@ -18,7 +18,8 @@ FENCE = re.compile(r"^```(\w+)(?: title=\"([\w.]+)\")?\n(.*?)^```$", re.M | re.S
 # Measured values, which differ between runs.
 MEASURED = re.compile(
     r"[\d,.]+ (?:examples|steps|tokens)/s|input_wait [\d.]+%|[\d:]+ left|\b[\d.]+ s\b|"
-    r"peak host memory of [\w ]+ was [\d.]+ \w+"
+    # Which checkpoint is complete when a process is killed depends on the speed of the disk.
+    r"peak host memory of [\w ]+ was [\d.]+ \w+|resumed from step \d+"
 )
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 
@@ -61,8 +62,16 @@ def printed(command: str, folder: Path) -> str:
         name, _, value = words.pop(0).partition("=")
         env[name] = value
     words = [sys.executable if word == "python" else word for word in words]
-    ended = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    ended = subprocess.run(
+        words,
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stdout
     return ended.stdout
 
 
@@ -89,17 +98,22 @@ def missing(shown: str, output: str) -> list[str]:
 
 
 def update(page: Path, outputs: dict[str, str]) -> None:
-    """Writes outputs into a page; where it shows `...`, as many lines around it as before."""
+    """Writes outputs into a page.
+
+    Where it shows `...`, as many lines before the first and after the last one as it has now; the
+    lines between two of them stay.
+    """
 
     def block(match: re.Match[str]) -> str:
         if match[1] != "console":
             return match[0]
         command, _, old = match[3].removeprefix("$ ").partition("\n")
-        lines = [line.rstrip() for line in outputs[command].splitlines()]
+        # gloo sometimes reports its connections.
+        lines = [x.rstrip() for x in outputs[command].splitlines() if "peer ranks" not in x]
         shown = old.splitlines()
         if "..." in shown:
-            at = shown.index("...")
-            lines = [*lines[:at], "...", *lines[at + 1 - len(shown) :]]
+            first, last = (shown.index("..."), len(shown) - shown[::-1].index("..."))
+            lines = [*lines[:first], *shown[first:last], *lines[last - len(shown) :]]
         return "\n".join(["```console", f"$ {command}", *lines, "```"])
 
     page.write_text(FENCE.sub(block, page.read_text()))
