@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: pages from outside docs/, the API reference, and links to the repository's files.
+"""Hooks of MkDocs: pages from outside docs/, the API reference, links to files of the repository.
 
 The pages of docs/ and the README are written for GitHub: their links are relative paths of files in
 the repository. Here, a link to a file that is a page of the site becomes a link to that page, and
@@ -6,6 +6,7 @@ any other one a link to the file in the repository. A link to a file that does n
 is, and the strict build reports it.
 """
 
+import importlib
 import json
 import posixpath
 import re
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 import spmdtrain
@@ -49,16 +51,26 @@ REFERENCE = {
 # Folders whose own names are public: they are imported as spmdtrain.testing.NAME.
 PACKAGES = ("models", "testing")
 
+# What a browser would load from elsewhere when it shows a page.
+EXTERNAL = re.compile(
+    r"<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//[^>]*>"
+)
+
 LINK = re.compile(r"(!?\[[^\]\n]*\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
 
 
-def exported(folder: str) -> list[str]:
-    """Returns the names that the package exports from a folder, in full, classes first."""
-    if folder in PACKAGES:
-        module = __import__(f"spmdtrain.{folder}", fromlist=["__all__"])
-        return [f"spmdtrain.{folder}.{name}" for name in module.__all__]
-    names = [x for x in spmdtrain.__all__ if spmdtrain._HOMES[x].split(".")[0] == folder]
-    return [f"spmdtrain.{name}" for name in names]
+def names_of(folders: list[str]) -> list[str]:
+    """Returns the names that the package exports from folders, in full."""
+    names = []
+    for folder in folders:
+        if folder in PACKAGES:
+            module = importlib.import_module(f"spmdtrain.{folder}")
+            names += [f"{module.__name__}.{name}" for name in module.__all__]
+        else:
+            homes = spmdtrain._HOMES
+            of_folder = [x for x in spmdtrain.__all__ if homes[x].split(".")[0] == folder]
+            names += [f"spmdtrain.{name}" for name in of_folder]
+    return names
 
 
 def reference() -> dict[str, str]:
@@ -73,11 +85,11 @@ def reference() -> dict[str, str]:
         raise ValueError(f"no page of REFERENCE in .ci/site.py shows the folders {missing}")
     pages = {}
     for page, (title, folders) in REFERENCE.items():
-        names = [name for folder in folders for name in exported(folder)]
-        pages[f"reference/{page}.md"] = f"# {title}\n\n" + "\n\n".join(f"::: {x}" for x in names)
+        blocks = [f"# {title}", *(f"::: {name}" for name in names_of(folders))]
+        pages[f"reference/{page}.md"] = "\n\n".join(blocks) + "\n"
     rows = [
         f"| [{title}]({page}.md) | "
-        + ", ".join(f"[`{x.rpartition('.')[2]}`]({page}.md#{x})" for f in folders for x in exported(f))
+        + ", ".join(f"[`{x.rpartition('.')[2]}`]({page}.md#{x})" for x in names_of(folders))
         + " |"
         for page, (title, folders) in REFERENCE.items()
     ]
@@ -164,3 +176,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     if name.startswith("reference/"):
         return markdown
     return links_of_site(markdown, PAGES.get(name, f"docs/{name}"), name)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> None:
+    """Checks that a page loads nothing from other hosts.
+
+    Raises:
+      PluginError: If it does.
+    """
+    if found := EXTERNAL.search(output):
+        raise PluginError(f"{page.file.src_uri} would load from another host: {found[0]}")
