@@ -35,7 +35,8 @@ PAGES = {
 }
 
 # The pages of the reference: title, and the folders of the package whose exported names they show.
-# A folder that exports a name and is missing here is an error of the build.
+# A folder that exports a name and is missing here is an error of the build; a page without names is
+# left out.
 REFERENCE = {
     "training": ("Training", ["train"]),
     "models": ("Models and objectives", ["adapters", "models"]),
@@ -43,7 +44,8 @@ REFERENCE = {
     "sharding": ("Strategies and sharding", ["sharding"]),
     "step": ("The train step", ["step"]),
     "configuration": ("Configuration", ["config"]),
-    "checkpoints": ("Checkpoints", ["checkpoints"]),
+    "checkpoints": ("Checkpoints", ["checkpoints", "files"]),
+    "logs": ("Trackers, pages and sweeps", ["trackers", "page", "report", "plan", "sweep"]),
     "distributed": ("Several processes", ["distributed", "parameter_server"]),
     "errors": ("Errors", ["errors"]),
     "testing": ("Tests of your own code", ["testing"]),
@@ -73,6 +75,12 @@ def names_of(folders: list[str]) -> list[str]:
     return names
 
 
+def pages_of_reference() -> list[tuple[str, str, list[str]]]:
+    """Returns name, title and public names of each page of the reference."""
+    pages = [(page, title, names_of(folders)) for page, (title, folders) in REFERENCE.items()]
+    return [(page, title, names) for page, title, names in pages if names]
+
+
 def reference() -> dict[str, str]:
     """Returns the pages of the API reference, by path below docs/.
 
@@ -84,14 +92,14 @@ def reference() -> dict[str, str]:
     if missing := sorted(homes - shown):
         raise ValueError(f"no page of REFERENCE in .ci/site.py shows the folders {missing}")
     pages = {}
-    for page, (title, folders) in REFERENCE.items():
-        blocks = [f"# {title}", *(f"::: {name}" for name in names_of(folders))]
+    for page, title, names in pages_of_reference():
+        blocks = [f"# {title}", *(f"::: {name}" for name in names)]
         pages[f"reference/{page}.md"] = "\n\n".join(blocks) + "\n"
     rows = [
         f"| [{title}]({page}.md) | "
-        + ", ".join(f"[`{x.rpartition('.')[2]}`]({page}.md#{x})" for x in names_of(folders))
+        + ", ".join(f"[`{x.rpartition('.')[2]}`]({page}.md#{x})" for x in names)
         + " |"
-        for page, (title, folders) in REFERENCE.items()
+        for page, title, names in pages_of_reference()
     ]
     pages["reference/index.md"] = (
         "# Reference\n\nWhat `import spmdtrain` exports, and the packages `spmdtrain.models` and "
@@ -146,7 +154,7 @@ def links_of_site(text: str, source: str, page: str) -> str:
 def nav_of_reference() -> Iterator[dict[str, str]]:
     """Yields the entries of the reference for the navigation."""
     yield {"Overview": "reference/index.md"}
-    for page, (title, _) in REFERENCE.items():
+    for page, title, _ in pages_of_reference():
         yield {title: f"reference/{page}.md"}
 
 

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,16 @@ def test_what_a_page_imports_from_the_package_exists(page: Path) -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("spmdtrain"):
                 module = importlib.import_module(node.module or "")
                 assert [x.name for x in node.names if not hasattr(module, x.name)] == []
+
+
+def test_the_newest_release_of_the_changelog_is_the_version_of_the_package() -> None:
+    text = (REPOSITORY / "CHANGELOG.md").read_text()
+    unreleased, *released = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", text, re.M)
+    assert unreleased == ("Unreleased", "")
+    assert [version for version, _ in released][0] == spmdtrain.__version__
+    assert all(date for _, date in released)
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert project["version"] == spmdtrain.__version__
 
 
 def test_every_invariant_names_its_tests() -> None:
