@@ -174,7 +174,7 @@ def test_the_newest_release_of_the_changelog_is_the_version_of_the_package() -> 
     text = (REPOSITORY / "CHANGELOG.md").read_text()
     unreleased, *released = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", text, re.M)
     assert unreleased == ("Unreleased", "")
-    assert [version for version, _ in released][0] == spmdtrain.__version__
+    assert next(version for version, _ in released) == spmdtrain.__version__
     assert all(date for _, date in released)
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert project["version"] == spmdtrain.__version__

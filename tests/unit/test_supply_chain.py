@@ -27,8 +27,8 @@ ALLOWED = set(
     """
     0bsd|3-clause bsd license|afl-2.1|apache 2.0|apache license|apache license 2.0|apache-2.0
     apache software license|bsd|bsd license|bsd-2-clause|bsd-3-clause|cc0-1.0|dfsg approved|isc
-    isc license (iscl)|mit|mit license|mit-0|mit-cmu|mozilla public license 2.0 (mpl 2.0)|mpl-2.0|psf-2.0
-    python software foundation license|unlicense|zlib
+    isc license (iscl)|mit|mit license|mit-0|mit-cmu|mozilla public license 2.0 (mpl 2.0)|mpl-2.0
+    psf-2.0|python software foundation license|unlicense|zlib
     """.strip()
     .replace("\n", "|")
     .split("|")
@@ -285,7 +285,7 @@ def test_ci_installs_a_browser_if_it_can_and_never_fails_without_one(
 ) -> None:
     for name, text in {
         "id": f"echo {user}",
-        **{name: f'echo "$1" >> {tmp_path}/asked; exit {code}' for name in programs},
+        **dict.fromkeys(programs, f'echo "$1" >> {tmp_path}/asked; exit {code}'),
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
