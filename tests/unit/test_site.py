@@ -24,8 +24,8 @@ def test_the_reference_shows_every_public_name_once() -> None:
 def test_a_name_from_a_folder_without_a_page_stops_the_build(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(spmdtrain._HOMES, "Novelty", "novelties.novelty")
-    with pytest.raises(ValueError, match=r"REFERENCE .* \['novelties'\]"):
+    monkeypatch.delitem(SITE["REFERENCE"], "errors")
+    with pytest.raises(ValueError, match=r"REFERENCE .* \['errors'\]"):
         SITE["reference"]()
 
 

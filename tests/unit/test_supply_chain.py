@@ -291,7 +291,7 @@ def test_ci_installs_a_browser_if_it_can_and_never_fails_without_one(
         (tmp_path / name).chmod(0o755)
     bash = shutil.which("bash")
     assert bash is not None
-    command = [bash, REPOSITORY / ".ci" / "browser"]
+    command = [bash, str(REPOSITORY / ".ci" / "browser")]
     ended = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.endswith(printed) and bool(ended.stdout) == bool(printed)
