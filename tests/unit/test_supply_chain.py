@@ -17,6 +17,8 @@ import yaml  # type: ignore[import-untyped]
 from conftest import REPOSITORY
 from packaging.requirements import Requirement
 
+import spmdtrain
+
 LOCK = runpy.run_path(str(REPOSITORY / ".ci" / "lock.py"))
 # Without the flags of the make that runs the tests.
 ENV = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
@@ -146,6 +148,16 @@ def test_issue_forms_ask_for_something(name: str) -> None:
     assert {"name", "description", "body"} <= form.keys()
     ids = [field["id"] for field in form["body"] if field["type"] != "markdown"]
     assert ids and len({*ids}) == len(ids)
+
+
+def test_the_newest_release_of_the_changelog_is_the_version_of_the_package() -> None:
+    text = (REPOSITORY / "CHANGELOG.md").read_text()
+    unreleased, *released = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", text, re.M)
+    assert unreleased == ("Unreleased", "")
+    assert next(version for version, _ in released) == spmdtrain.__version__
+    assert all(date for _, date in released)
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert project["version"] == spmdtrain.__version__
 
 
 # -- the audit of the lock -------------------------------------------------------------------------
