@@ -38,7 +38,7 @@ drill: $(READY) ## several processes, killed, stopped and restarted
 	$(RUN) pytest $(WAITING) -m drill
 
 docs: $(READY) ## the site of the documentation, in build/site; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build
 
 fuzz: $(READY) ## corrupted and forged input for ten minutes; FUZZ_SECONDS=3600 for longer
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-600} FUZZ_SEED=$${FUZZ_SEED:-$$(date +%s)} \
