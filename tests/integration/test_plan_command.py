@@ -77,7 +77,6 @@ def build(config):
     [
         (signal.SIGINT, 130, "interrupted"),
         (signal.SIGTERM, 143, ""),
-        (signal.SIGHUP, 129, ""),
         (signal.SIGKILL, -9, ""),
     ],
 )
