@@ -99,6 +99,8 @@ def write_completion(arguments: Sequence[str]) -> int:
     import spmdtrain.cluster.command as cluster
     import spmdtrain.launch.options as launch
     import spmdtrain.plan.command as plan
+    import spmdtrain.report.command as report
+    import spmdtrain.sweep.command as sweep
     from spmdtrain.train import command_line
 
     parser = argparse.ArgumentParser(prog=f"spmdtrain {_COMPLETION}")
@@ -110,6 +112,8 @@ def write_completion(arguments: Sequence[str]) -> int:
         "run": command_line.command_type(given.config),
         "launch": launch.Options,
         "plan": command_line.command_type(given.config, plan.Options),
+        "sweep": command_line.command_type(given.config, sweep.Options),
+        "report": report.Options,
         "cluster": cluster.Options,
         "checkpoints": checkpoints.SUBCOMMANDS,
     }

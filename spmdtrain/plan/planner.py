@@ -18,8 +18,6 @@ from spmdtrain.data.training_data import TrainingData, examples_per_epoch, train
 from spmdtrain.errors import UserError
 from spmdtrain.plan import time_model
 from spmdtrain.plan.aot import devices_of, has_compiler
-from spmdtrain.plan.chips import Chip
-from spmdtrain.plan.flops import Flops, count_flops
 from spmdtrain.plan.memory import Memory, state_memory, with_program
 from spmdtrain.plan.notes import notes_of, used_chips
 from spmdtrain.plan.summary import Buffer, CompiledSummary, Rematerialized, summarize_compiled

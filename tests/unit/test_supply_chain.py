@@ -29,9 +29,6 @@ ALLOWED = set(
     """
     0bsd|3-clause bsd license|afl-2.1|apache 2.0|apache license|apache license 2.0|apache-2.0
     apache software license|bsd|bsd license|bsd-2-clause|bsd-3-clause|cc0-1.0|dfsg approved|isc
-    isc license (iscl)
-    mit|mit license|mit-0|mit-cmu|mozilla public license 2.0 (mpl 2.0)|mpl-2.0|psf-2.0
-    python software foundation license|unlicense|zlib
     isc license (iscl)|mit|mit license|mit-0|mit-cmu|mozilla public license 2.0 (mpl 2.0)|mpl-2.0
     psf-2.0|python software foundation license|unlicense|zlib
     """.strip()
@@ -46,7 +43,6 @@ EXCEPTIONS = {
     "docutils": "Public Domain AND BSD License AND GNU General Public License (GPL)",
     "crc32c": "GNU Lesser General Public License v2 or later (LGPLv2+)",  # imported, unchanged
     # Of twine alone, which checks the wheel; its Emacs mode is the part under the GPL.
-    "docutils": "Public Domain AND BSD License AND GNU General Public License (GPL)",
     "libtpu": "Google Cloud Platform Terms of Service",  # not open; of the extra `tpu` alone
     "namex": "",  # of Keras; Apache-2.0 by its repository, its metadata has nothing
 }

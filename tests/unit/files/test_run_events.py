@@ -56,7 +56,7 @@ def test_damaged_and_forged_lines_are_left_out(tmp_path: Path) -> None:
         "[" * 1000,
         '"start"',
     ]
-    whole = [KILLED[0], *forged, *KILLED[1:]]
+    whole: list[str | dict[str, object]] = [KILLED[0], *forged, *KILLED[1:]]
     assert read_events(written(tmp_path, *whole)) == KILLED
     assert run_times([]).goodput == 0
     overlapping = [KILLED[0], {**KILLED[1], "seconds": {"step": 1e9}}]

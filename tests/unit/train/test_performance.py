@@ -101,8 +101,8 @@ def test_a_run_of_two_starts_writes_its_speed_its_events_and_its_program(
     times = run_times(events)
     assert times.lost["repeated"] == 0 and times.lost["compile"] > 0
     assert times.productive + sum(times.lost.values()) == pytest.approx(times.wall, rel=0.05)
-    line = goodput_line(times)
-    assert line.startswith("goodput ") and len(line) <= 80
+    shown = goodput_line(times)
+    assert shown.startswith("goodput ") and len(shown) <= 80
 
     # The page describes every key, and its code reads these files.
     page = (REPOSITORY / "docs" / "logging.md").read_text()
