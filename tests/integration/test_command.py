@@ -75,15 +75,14 @@ def shown(number: float) -> str:
 # -- a run from beginning to end -------------------------------------------------------------------
 
 
-def test_the_start_up_lines_say_what_runs(ended: subprocess.CompletedProcess[str]) -> None:
+def test_the_start_up_line_says_what_runs(ended: subprocess.CompletedProcess[str]) -> None:
     assert re.search(
-        r"^8 x cpu, mirrored, mesh data=8\n"
-        rf"global batch {BATCH} \(8 per device\), learning rate 0.002\n"
-        rf"{PARAMETERS:,} parameters; step compiled in [\d.]+ s: 1 all-reduce, "
+        rf"^8 x cpu, mirrored, mesh data=8; global batch {BATCH} \(8 per device\); "
+        rf"learning rate 0.002; {PARAMETERS:,} parameters; step compiled in [\d.]+ s: "
         # the gradients and two numbers, loss and accuracy
-        rf"{4 * (PARAMETERS + 2) / 1000:.2f} kB, over data=8\n"
-        r"reduced by XLA, because the model or the objective draws random numbers\n"
-        r"  \(dropout\), which would differ between devices$",
+        rf"1 all-reduce, {4 * (PARAMETERS + 2) / 1000:.2f} kB, over data=8; "
+        r"reduced by XLA, because the model or the objective draws random numbers \(dropout\), "
+        r"which would differ between devices$",
         ended.stdout,
         re.MULTILINE,
     ), ended.stdout
@@ -342,10 +341,8 @@ def test_steps_and_a_per_device_batch_replace_their_defaults_and_are_stored_reso
     )
     assert ended.returncode == 0, ended.stderr
     # the environment's number of devices comes before the experiment's own
-    assert (
-        "4 x cpu, mirrored, mesh data=4\nglobal batch 16 (4 per device), learning rate 0.00025\n"
-        in ended.stdout
-    )
+    assert "4 x cpu, mirrored, mesh data=4; global batch 16 (4 per device);" in ended.stdout
+    assert "learning rate 0.00025;" in ended.stdout
     config = resolved(tmp_path)
     assert (config["steps"], config["epochs"]) == (3, None)
     assert (config["global_batch_size"], config["batch_size_per_device"]) == (16, None)
@@ -368,7 +365,7 @@ def build"""
     path, workdir = small_experiment(tmp_path, ("def build", presets)), tmp_path / "run"
     options = ["--preset", "quick", "--examples", "48", "--epochs", "1"]
     assert main(["--config", str(path), "--workdir", str(workdir), *options]) == 0
-    line = "global batch 8 (1 per device), learning rate 0.25\n2 parameters;"
+    line = "global batch 8 (1 per device); learning rate 0.25; 2 parameters;"
     assert line in capsys.readouterr().out
     config = resolved(workdir)
     assert (config["examples"], config["learning_rate"]) == (48, 0.25)
@@ -382,7 +379,7 @@ def test_a_table_gives_the_learning_rate_of_the_largest_batch_not_above(
     table = ["--learning-rate-table", "8", "0.5", "32", "0.125", "64", "0.75"]
     options = ["--config", str(small_experiment(tmp_path)), "--workdir", str(tmp_path / "run")]
     assert main([*options, *table, "--global-batch-size", "48"]) == 0
-    assert "learning rate 0.125\n" in capsys.readouterr().out
+    assert "learning rate 0.125;" in capsys.readouterr().out
     assert resolved(tmp_path / "run")["learning_rate"] == 0.125
 
 
@@ -438,22 +435,8 @@ def test_help_lists_the_options_of_every_run_and_the_experiments_own(
     for option in ("--mode", "--preset", "--steps", "--mesh.data", "--keep-best", "--init-from"):
         assert option in text
     assert "A small multi-layer perceptron on 1,797 real handwritten digits" in text
-    assert re.search(r"--hidden INT .*Widths of the hidden layers.*\[default: 128 128\]", text)
-    assert re.search(r"--dropout FLOAT .*\[default: 0.1\]", text)
-    assert text.index("--hidden") < text.index("--mode")
-
-
-def test_quiet_commands_print_only_the_result(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--config", str(small_experiment(tmp_path)), "--workdir", str(tmp_path / "run")]
-    assert main([*options, "--quiet"]) == 0
-    line = metrics(tmp_path / "run", "eval")[-1]
-    assert capsys.readouterr().out == f"eval at step 4: loss {shown(line['loss'])}\n"
-    assert main([*options, "--mode", "evaluate", "--quiet"]) == 0
-    printed = capsys.readouterr()
-    assert json.loads(printed.out) == {"step": 4, "split": "validation", "loss": line["loss"]}
-    assert printed.err == ""
+    assert re.search(r"--hidden \[INT.*Widths of the hidden layers.*\(default: 128 128\)", text)
+    assert re.search(r"--dropout FLOAT .*\(default: 0.1\)", text)
 
 
 # -- a loss that is none ---------------------------------------------------------------------------
