@@ -1,1 +1,0 @@
-"""The page of one or several runs: curves, what was run, checkpoints, failures and samples."""

@@ -1,1 +1,0 @@
-"""Sweeps: many runs of an experiment with different options, and their comparison."""
