@@ -17,7 +17,7 @@ READY = $(VENV)/.ready
 
 # With -j, two installations would write to .venv at the same time.
 .NOTPARALLEL:
-.PHONY: help train test unit integration drill fuzz audit bench bench-setup lint format clean
+.PHONY: help train test unit integration drill docs fuzz audit bench bench-setup lint format clean
 
 help: ## list the targets
 	@echo 'usage: make TARGET [PYTHON=python3.12] [LOCK=requirements.lock] [ARGS="--steps 100"]'
@@ -36,6 +36,9 @@ integration: $(READY) ## the shipped experiments and commands, and slow unit tes
 
 drill: $(READY) ## several processes, killed, stopped and restarted
 	$(RUN) pytest $(WAITING) -m drill
+
+docs: $(READY) ## the site of the documentation, in build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build
 
 fuzz: $(READY) ## corrupted and forged input for ten minutes; FUZZ_SECONDS=3600 for longer
 	FUZZ_SECONDS=$${FUZZ_SECONDS:-600} FUZZ_SEED=$${FUZZ_SEED:-$$(date +%s)} \

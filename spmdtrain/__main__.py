@@ -1,16 +1,23 @@
 """The command `spmdtrain`, also `python -m spmdtrain`."""
 
+import functools
+import operator
 import os
+import pathlib
 import runpy
 import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 from spmdtrain import __version__
-from spmdtrain.errors import ExitCode, did_you_mean, exit_if_output_is_closed
+from spmdtrain.errors import ExitCode, did_you_mean, exit_code_of, exit_if_output_is_closed
 
 COMMANDS = {
     "run": "train, evaluate or predict with an experiment",
     "launch": "start, watch and restart the processes of a job",
     "plan": "check if a run fits on other devices, and estimate its speed there",
+    "sweep": "train with many configurations, and compare them",
+    "report": "write a page with curves, failures, checkpoints and samples of runs",
     "cluster": "check TF_CONFIG and the network between its tasks",
     "checkpoints": "verify, show or export the checkpoints of a run",
 }
@@ -28,8 +35,11 @@ HELP = "\n".join(
         "options:",
         "  -h, --help   show this text and exit; `spmdtrain COMMAND --help` describes a command",
         "  --version    show the version and exit",
+        "  --tyro-write-completion {bash,zsh,fish} FILE",
+        "               write a file for the shell's completion of commands and options",
     ]
 )
+_COMPLETION = "--tyro-write-completion"
 
 
 def main() -> int:
@@ -55,6 +65,8 @@ def main() -> int:
             print(HELP)
     elif name == "--version":
         print(f"spmdtrain {__version__}")
+    elif name.replace("_", "-") == _COMPLETION:
+        return exit_code_of(lambda: write_completion(sys.argv[2:]))
     elif not name:
         print(HELP, file=sys.stderr)
         return ExitCode.BAD_INPUT
@@ -62,6 +74,65 @@ def main() -> int:
         line = f"error: {name!r} is not a command of spmdtrain.{did_you_mean(name, COMMANDS)}"
         print(line, file=sys.stderr)
         return ExitCode.BAD_INPUT
+    return ExitCode.DONE
+
+
+def write_completion(arguments: Sequence[str]) -> int:
+    """Writes a completion file for the command `spmdtrain`, its subcommands and their options.
+
+    The options of an experiment of its own are included if `--config FILE` follows.
+
+    Args:
+      arguments: The shell, and the file to write.
+
+    Returns:
+      The exit code.
+
+    Raises:
+      SystemExit: If an argument is wrong.
+    """
+    import argparse
+
+    import tyro
+
+    import spmdtrain.checkpoints.command as checkpoints
+    import spmdtrain.cluster.command as cluster
+    import spmdtrain.launch.options as launch
+    import spmdtrain.plan.command as plan
+    import spmdtrain.report.command as report
+    import spmdtrain.sweep.command as sweep
+    from spmdtrain.train import command_line
+
+    parser = argparse.ArgumentParser(prog=f"spmdtrain {_COMPLETION}")
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+    parser.add_argument("file")
+    parser.add_argument("--config", help="an experiment whose own options are completed, too")
+    given = parser.parse_args(arguments)
+    commands: dict[str, Any] = {
+        "run": command_line.command_type(given.config),
+        "launch": launch.Options,
+        "plan": command_line.command_type(given.config, plan.Options),
+        "sweep": command_line.command_type(given.config, sweep.Options),
+        "report": report.Options,
+        "cluster": cluster.Options,
+        "checkpoints": checkpoints.SUBCOMMANDS,
+    }
+    parts = [
+        Annotated[kind, tyro.conf.subcommand(name, prefix_name=False, description=COMMANDS[name])]
+        for name, kind in commands.items()
+    ]
+    command: Any = Annotated[functools.reduce(operator.or_, parts), tyro.conf.arg(name="")]
+    try:
+        tyro.cli(command, args=[_COMPLETION, given.shell, given.file], prog="spmdtrain")
+    except SystemExit as end:
+        if end.code:
+            raise
+    # A description of several lines would be completed as several words.
+    file = pathlib.Path(given.file)
+    script = file.read_text().split("\n")
+    spec = "COMPLETION_SPEC = "
+    lines = (x.replace("\\n", " ") if x.startswith(spec) else x for x in script)
+    file.write_text("\n".join(lines))
     return ExitCode.DONE
 
 

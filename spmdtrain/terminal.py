@@ -1,21 +1,29 @@
 """Output for people: a progress bar on a terminal, lines in a log file, a table of results."""
 
 import contextlib
+import enum
+import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import (
-    BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TaskID,
-    TextColumn,
     TimeRemainingColumn,
 )
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+LINE_WIDTH = 80
+"""Columns that lines about the start of a run use at most."""
+
+_SHORTEST_BAR = 5  # columns; with less space there is no bar
 _REFRESH = 0.25  # seconds; a shorter interval is not visible, and each refresh takes time
 
 
@@ -42,6 +50,34 @@ def byte_size(count: int) -> str:
         if value < 999.5:  # a larger value would be rounded to 1000
             return f"{value:#.3g}".rstrip(".") + f" {unit}"
     return f"{value:.0f} GB"
+
+
+def metric_texts(metrics: Mapping[str, float]) -> list[str]:
+    """Returns the text of each metric: `loss 0.1234`."""
+    return [f"{name} {number(value)}" for name, value in metrics.items()]
+
+
+def short_lines(parts: Sequence[str]) -> list[str]:
+    """Returns each part as one line; a part of more than `LINE_WIDTH` columns becomes several."""
+    return [
+        line
+        for part in parts
+        for line in textwrap.wrap(
+            part,
+            LINE_WIDTH,
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    ]
+
+
+class Tone(enum.StrEnum):
+    """Color of a line, as a style of rich."""
+
+    PLAIN = ""
+    SUCCESS = "green"  # the run is finished, an evaluation is the best so far
+    WARNING = "yellow"
 
 
 class Rate:
@@ -83,26 +119,85 @@ class _Since:
         return Text(f"{self._text}, {time.monotonic() - self._began:.0f} s")
 
 
+class _BarColumn(ProgressColumn):
+    """The whole line of a progress bar: description, bar, steps, metrics and the time left.
+
+    On a narrow terminal, first the bar is shortened, then metrics are left out from the right, then
+    the description. The steps and the time left are always shown.
+    """
+
+    max_refresh = None  # every change is shown
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps, self._left = MofNCompleteColumn(), TimeRemainingColumn()
+
+    def render(self, task: Task) -> "_BarLine":
+        return _BarLine(task, self._steps.render(task), self._left.render(task))
+
+
+class _BarLine:
+    def __init__(self, task: Task, steps: Text, left: Text) -> None:
+        self._task, self._steps, self._left = task, steps, left
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
+        task, width = self._task, options.max_width
+        parts: Sequence[str] = task.fields["texts"]
+        free = width - self._steps.cell_len - self._left.cell_len - 1
+        description = task.description if cell_len(task.description) < free else ""
+        free -= cell_len(description) + 1 if description else 0
+        shown = 0
+        while shown < len(parts) and cell_len("  ".join(parts[: shown + 1])) < free:
+            shown += 1
+        text = "  ".join(parts[:shown])
+        bar = free - (cell_len(text) + 1 if text else 0) - 1
+        cells: list[Text | ProgressBar] = [Text(description)] if description else []
+        if bar >= _SHORTEST_BAR:
+            cells.append(
+                ProgressBar(
+                    task.total, task.completed, bar, pulse=not task.started, animation_time=0
+                )
+            )
+        cells += [self._steps, *([Text(text)] if text else []), self._left]
+        line = Table.grid(padding=(0, 1, 0, 0))
+        for cell in cells:
+            line.add_column(
+                no_wrap=True, width=cell.width if isinstance(cell, ProgressBar) else None
+            )
+        line.add_row(*cells)
+        yield line
+
+
 class Terminal:
     """Standard output: a terminal with a progress bar, or a file with lines only.
 
+    Colors follow the environment: none in a file, or if NO_COLOR is set.
+
     Args:
       quiet: Write nothing.
+      results_only: Write only what `result` and `results` print (the option `quiet` of a run).
     """
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        self.console = Console(quiet=quiet, highlight=False, soft_wrap=True, emoji=False)
-        if not self.console.is_terminal:
-            self.console.width = 1000  # rich would otherwise cut a wide table off in a file
+    def __init__(self, *, quiet: bool = False, results_only: bool = False) -> None:
+        self.results_only = results_only
+        self.console = _console(quiet=quiet or results_only)
+        self._results = _console(quiet=quiet)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._shown = 0.0
 
-    def line(self, text: str) -> None:
+    def line(self, text: str, tone: Tone = Tone.PLAIN) -> None:
         """Prints a line, above the progress bar; escapes characters the encoding lacks."""
-        encoding = self.console.encoding
-        text = text.encode(encoding, "backslashreplace").decode(encoding)
-        self.console.print(text, markup=False)
+        _print(self.console, text, tone)
+
+    def lines(self, parts: Sequence[str], tone: Tone = Tone.PLAIN) -> None:
+        """Prints each part as a line of at most `LINE_WIDTH` columns, or as several."""
+        for line in short_lines(parts):
+            self.line(line, tone)
+
+    def result(self, text: str, tone: Tone = Tone.PLAIN) -> None:
+        """Prints a line that also a quiet run prints."""
+        _print(self._results if self.results_only else self.console, text, tone)
 
     @contextlib.contextmanager
     def waiting(self, text: str) -> Iterator[Callable[[str], None]]:
@@ -128,11 +223,7 @@ class Terminal:
         outer, outer_task = self._progress, self._task
         if outer is None:
             self._progress = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[text]}"),
-                TimeRemainingColumn(),
+                _BarColumn(),
                 console=self.console,
                 expand=True,
                 refresh_per_second=1 / _REFRESH,  # a refresh takes 1-2 ms
@@ -140,7 +231,7 @@ class Terminal:
             self._progress.start()
         assert self._progress is not None
         self._task = self._progress.add_task(
-            description, total=total, completed=done, text="", visible=outer is None
+            description, total=total, completed=done, texts=(), visible=outer is None
         )
         self._shown = time.perf_counter()
         try:
@@ -152,13 +243,18 @@ class Terminal:
                 self._progress.remove_task(self._task)
             self._progress, self._task = outer, outer_task
 
-    def advance(self, done: int, text: str | None = None) -> None:
-        """Moves the bar to `done`, and replaces the text after it unless `text` is None."""
+    def advance(self, done: int, texts: Sequence[str] | None = None) -> None:
+        """Moves the bar to `done`.
+
+        Args:
+          done: Number of steps that are done.
+          texts: Replace the texts after the bar, the most important one first, unless None.
+        """
         if self._progress is None or self._task is None:
             return
         now = time.perf_counter()
-        if text is not None:
-            self._progress.update(self._task, completed=done, text=text)
+        if texts is not None:
+            self._progress.update(self._task, completed=done, texts=texts)
         elif now - self._shown >= _REFRESH:
             # A nested bar becomes visible only here, so that a quick evaluation shows none.
             self._progress.update(self._task, completed=done, visible=True)
@@ -169,17 +265,52 @@ class Terminal:
         """Whether a progress bar is shown, so that log lines are not needed."""
         return self._progress is not None
 
-    def results(self, rows: Mapping[str, Mapping[str, float]]) -> None:
+    def results(self, rows: Mapping[str, Mapping[str, float]], step: int | None = None) -> None:
         """Prints a table with a row for each split and a column for each metric.
+
+        If the terminal is too narrow for that, it has a row for each metric. With `results_only`,
+        prints only the last row, as a line.
 
         Args:
           rows: Split name to metric name to value.
+          step: The step, for that line.
         """
+        if self.results_only:
+            for split in list(rows)[-1:]:
+                where = "" if step is None else f" at step {step}"
+                self.result(f"{split}{where}: {'  '.join(metric_texts(rows[split]))}")
+            return
         names = list(dict.fromkeys(name for metrics in rows.values() for name in metrics))
-        table = Table()
-        table.add_column("")
-        for name in names:
-            table.add_column(name, justify="right")
-        for split, metrics in rows.items():
-            table.add_row(split, *(number(metrics[n]) if n in metrics else "" for n in names))
+        table = _table(names, rows)
+        unlimited = self.console.options.update(max_width=10_000)
+        if self.console.measure(table, options=unlimited).maximum > self.console.width:
+            # A narrow terminal: a row for each metric, because there are more of them.
+            by_metric = {
+                name: {split: found[name] for split, found in rows.items() if name in found}
+                for name in names
+            }
+            table = _table(list(rows), by_metric)
         self.console.print(table)
+
+
+def _table(columns: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> Table:
+    """Returns a table of numbers; rows may lack some columns."""
+    table = Table()
+    table.add_column("")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for title, values in rows.items():
+        table.add_row(title, *(number(values[x]) if x in values else "" for x in columns))
+    return table
+
+
+def _console(*, quiet: bool) -> Console:
+    console = Console(quiet=quiet, highlight=False, soft_wrap=True, emoji=False)
+    if not console.is_terminal:
+        console.width = 1000  # rich would otherwise cut a wide table off in a file
+    return console
+
+
+def _print(console: Console, text: str, tone: Tone) -> None:
+    text = text.encode(console.encoding, "backslashreplace").decode(console.encoding)
+    console.print(text, markup=False, style=tone or None)

@@ -64,6 +64,10 @@ class Export:
     """Export the trained parameters if the run kept an average of them."""
 
 
+SUBCOMMANDS: Any = Annotated[Verify | Show | Export, tyro.conf.arg(name="")]
+"""The command line, for tyro."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command.
 
@@ -75,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     with exit_if_output_is_closed():
         command: Any = tyro.cli(
-            Annotated[Verify | Show | Export, tyro.conf.arg(name="")],
+            SUBCOMMANDS,
             args=arguments,
             prog="python -m spmdtrain.checkpoints",
             description=__doc__,

@@ -89,6 +89,8 @@ class Manifest:
     """Size of every file in bytes; empty on object stores, which verify sizes themselves."""
     epoch: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Metrics of the current epoch up to this step (`Epochs.so_far`); empty if not recorded."""
+    callbacks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """States of the callbacks by name (`CallbackStates.to_json`)."""
     stream: str = ""
     """SHA-256 digest of the positions in a stream (`stream_positions`); empty without a stream."""
 

@@ -19,7 +19,11 @@ _FIXED = ("seed", "global_batch_size", "shuffle")
 _INSTEAD = {"global_batch_size": " (and no --batch-size-per-device)"}
 _MAX_MESSAGE = 4000  # characters, because a message can list two optimizers
 _COMMON = frozenset(f.name for f in dataclasses.fields(RunConfig))
-_NO_CHANGE = ("workdir", "resume", "init_from", "checkpoint", "data_dir", "compilation_cache")
+# Fields that change nothing of what is computed, so that a change is not printed.
+_NO_CHANGE = (
+    *("workdir", "resume", "init_from", "checkpoint", "data_dir", "compilation_cache"),
+    *("trackers", "quiet"),
+)
 
 
 @dataclass(frozen=True)

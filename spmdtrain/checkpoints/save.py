@@ -122,6 +122,7 @@ class Checkpoints:
         *,
         stopped: bool = False,
         epoch: Mapping[str, Any] = _NOTHING,
+        callbacks: Mapping[str, Any] = _NOTHING,
         positions: Mapping[str, str] = _NOTHING,
     ) -> None:
         """Saves a state asynchronously. Returns when it is copied to the host.
@@ -134,6 +135,7 @@ class Checkpoints:
             excludes the checkpoint from "best".
           stopped: Whether a callback ended the run here.
           epoch: Metrics of the unfinished epoch, for the manifest.
+          callbacks: States of the callbacks, for the manifest.
           positions: Positions of the shards of a stream that this process reads.
 
         Raises:
@@ -158,6 +160,7 @@ class Checkpoints:
             stopped,
             sums,
             epoch,
+            callbacks,
             positions,
         )
         if process_group.is_chief():
@@ -302,6 +305,7 @@ class Checkpoints:
             sums=format_sums(totals),
             files=manifest.sizes(folder),
             epoch=save.epoch,
+            callbacks=save.callbacks,
             stream=stream,
         ).write(folder)
 
@@ -418,6 +422,7 @@ class _Save:
     stopped: bool
     sums: Mapping[str, Sequence[PartSum]]
     epoch: Mapping[str, Any]
+    callbacks: Mapping[str, Any]
     positions: Mapping[str, str]
 
     def key_of(self, rank: int | None = None) -> str:

@@ -194,6 +194,9 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
             raise UserError(f"{name} is {value!r}: it must be a tuple")
         if kind == tuple[str, ...] and not all(isinstance(item, str) for item in value):
             raise UserError(f"{name} is {value!r}: it must be a tuple of strings")
+        if get_origin(kind) is tuple and get_origin(choice := get_args(kind)[0]) is Literal:
+            for item in value:
+                _check_type(name, item, choice)
         if kind is str and not isinstance(value, str):
             raise UserError(f"{name} is {value!r}: it must be a string")
 

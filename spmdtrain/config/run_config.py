@@ -147,6 +147,9 @@ class RunConfig:
     newest valid one), best (by best_metric) or a step."""
     log_every: int = 10
     """Steps between two lines of training metrics."""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
+    """Where metrics and media go, besides the files of the workdir: tensorboard, wandb, mlflow,
+    trackio. A tracker that fails does not stop the run."""
     eval_every_steps: int | None = None
     """Steps between two evaluations. None means at the end of each epoch."""
     eval_at_checkpoints: bool = False
@@ -169,6 +172,8 @@ class RunConfig:
     """Evaluation metric by which the best checkpoint is chosen."""
     best_direction: Literal["min", "max"] = "min"
     """Whether a low (min) or a high (max) best_metric is better."""
+    quiet: bool = False
+    """Print only errors and the result: the metrics of the last evaluation, or the predictions."""
     profile_steps: str | None = None
     """Range of steps to profile, A:B, both included. Writes a profiler trace into the workdir."""
 

@@ -8,6 +8,18 @@ from spmdtrain.distributed import process_group
 from spmdtrain.terminal import Terminal
 
 PROGRESS_DELAY = 3.0  # seconds before a bar appears
+_hidden = False
+"""Whether bars are hidden in this process. Datasets show them, which have no configuration."""
+
+
+def hide_progress(*, hidden: bool) -> None:
+    """Hides or shows the bars of datasets, as the option `quiet` of a command says.
+
+    Args:
+      hidden: Whether to hide them.
+    """
+    global _hidden
+    _hidden = hidden
 
 
 @contextmanager
@@ -21,7 +33,7 @@ def delayed_progress(description: str, total: int) -> Iterator[Callable[[int], N
     Yields:
       A function of the amount that is done, to be called in one thread.
     """
-    terminal = Terminal(quiet=not process_group.is_chief())
+    terminal = Terminal(quiet=_hidden or not process_group.is_chief())
     started, has_bar = time.perf_counter(), False
     with ExitStack() as stack:
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from spmdtrain.distributed.phase_clock import PhaseClock
     from spmdtrain.distributed.process_group import Job
     from spmdtrain.distributed.progress import Channel
 
@@ -49,6 +50,8 @@ class ProcessContext:
     """A call of `initialize` that waits for the name of the strategy (`initialize`)."""
     channel: "Channel | None" = None
     """Publishes the progress of this process; None without a launcher (`progress`)."""
+    clock: "PhaseClock | None" = None
+    """The seconds of this process in each phase; None before `progress.begin` or a run."""
     exits: ExitState = field(default_factory=ExitState)
     """State of the exit after a failure in this or another process (`failures`)."""
     reserve: mmap.mmap | None = None

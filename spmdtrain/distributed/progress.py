@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from spmdtrain.distributed.context import CONTEXT
+from spmdtrain.distributed.phase_clock import PhaseClock
 
 LAUNCH = "SPMDTRAIN_LAUNCH"
 """Environment variable with the folder of the job's files."""
@@ -120,24 +121,50 @@ class Channel:
         self._memory[_RECORD.size + _SAVED.size :] = _SEALING.pack(step)
 
 
-class _PhaseScope:
-    """Publishes a phase on entry and the outer phase on exit.
+class _TimedScope:
+    """Counts the time between entry and exit as that of a phase.
 
     A class, because a context manager from a generator takes three times as long, and a loop enters
     several of these per step.
     """
 
-    __slots__ = ("_channel", "_outer", "_phase", "_step")
+    __slots__ = ("_before", "_clock", "_phase")
 
-    def __init__(self, channel: Channel, phase: Phase, step: int | None) -> None:
-        self._channel = channel
+    def __init__(self, clock: PhaseClock, phase: Phase) -> None:
+        self._clock = clock
         self._phase = phase
+
+    def __enter__(self) -> None:
+        clock = self._clock
+        # An evaluation includes the reading of its batches.
+        inside = self._phase is Phase.LOAD and clock.phase == Phase.EVALUATE
+        before = clock.switch(Phase.EVALUATE if inside else self._phase)
+        # A process that enters a phase has started.
+        self._before = Phase.HOST if before == Phase.START else before
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._clock.switch(self._before)
+
+
+class _PhaseScope(_TimedScope):
+    """Publishes a phase on entry and the outer phase on exit, and counts the time."""
+
+    __slots__ = ("_channel", "_outer", "_step")
+
+    def __init__(self, clock: PhaseClock, channel: Channel, phase: Phase, step: int | None) -> None:
+        super().__init__(clock, phase)
+        self._channel = channel
         self._step = step
 
     def __enter__(self) -> None:
+        super().__enter__()
         channel = self._channel
         outer = channel.phase
-        # A process that enters a phase has started.
         self._outer = Phase.HOST if outer is Phase.START else outer
         channel.publish(self._phase, channel.step if self._step is None else self._step)
 
@@ -147,10 +174,8 @@ class _PhaseScope:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        super().__exit__(kind, error, trace)
         self._channel.publish(self._outer, self._channel.step)
-
-
-_NO_SCOPE = contextlib.nullcontext()
 
 
 def begin(*, always: bool = False) -> None:
@@ -162,6 +187,8 @@ def begin(*, always: bool = False) -> None:
       always: Publish also without a launcher, for `local_record` in this process.
     """
     folder, task = os.environ.get(LAUNCH), os.environ.get(TASK)
+    if CONTEXT.clock is None:
+        CONTEXT.clock = PhaseClock(Phase.START)
     if CONTEXT.channel is not None:
         return
     if not folder or not task:
@@ -212,7 +239,8 @@ def local_record(task: str) -> "ProgressRecord | None":
 def phase(phase: Phase, step: int | None = None) -> AbstractContextManager[None]:
     """Publishes `phase` while entered, and the outer phase again on exit (HOST at the outermost).
 
-    Only the thread that trains may use it.
+    The time is counted as that of the phase, also without a launcher (see `PhaseClock`). Only the
+    thread that trains may use it.
 
     Args:
       phase: The phase of this process while entered.
@@ -221,8 +249,29 @@ def phase(phase: Phase, step: int | None = None) -> AbstractContextManager[None]
     Returns:
       The context manager to enter.
     """
-    channel = CONTEXT.channel
-    return _NO_SCOPE if channel is None else _PhaseScope(channel, phase, step)
+    channel, clock = CONTEXT.channel, CONTEXT.clock
+    if clock is None:
+        clock = CONTEXT.clock = PhaseClock(Phase.START)
+    return (
+        _TimedScope(clock, phase) if channel is None else _PhaseScope(clock, channel, phase, step)
+    )
+
+
+def count_overlapped(phase: Phase, seconds: float) -> None:
+    """Counts time of a phase as time of steps, because devices ran steps meanwhile."""
+    if CONTEXT.clock is not None:
+        CONTEXT.clock.move(seconds, phase, Phase.STEP)
+
+
+def take_clock() -> PhaseClock:
+    """Returns the clock of the phases for a new run, which gets the time since `begin`.
+
+    A later run in the same process gets a new clock.
+    """
+    clock = CONTEXT.clock
+    if clock is None or clock.phase != Phase.START:
+        clock = CONTEXT.clock = PhaseClock(Phase.START)
+    return clock
 
 
 def heartbeat() -> None:

@@ -73,6 +73,24 @@ def open_file(root: Root, name: str, flags: int) -> int:
         return file
 
 
+def read_file(root: Root, name: str, most: int) -> bytes:
+    """Returns the content of a regular file below `root`.
+
+    Args:
+      root: The folder.
+      name: The file's path below it.
+      most: The largest size in bytes.
+
+    Raises:
+      OSError: If the file is a link, is not a regular file, is larger, or cannot be read.
+    """
+    with os.fdopen(open_file(root, name, os.O_RDONLY), "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(Path(root, name)))
+    return content
+
+
 def create(root: Root, name: str) -> IO[bytes]:
     """Returns a new file below `root`, open for writing.
 

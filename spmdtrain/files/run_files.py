@@ -1,4 +1,4 @@
-"""Files of a run in its workdir: configuration, metrics, status, curves and predictions.
+"""Files of a run in its workdir: configuration, metrics, status and reports.
 
 Other tools may rely on their names and formats.
 """
@@ -20,7 +20,8 @@ from typing import IO, Any, Literal, NotRequired, TypedDict
 from etils import epath
 
 from spmdtrain.errors import StorageError, UserError
-from spmdtrain.files import no_follow, tensorboard
+from spmdtrain.files import no_follow
+from spmdtrain.files.lines_file import LinesFile
 from spmdtrain.files.storage import failures, folder_of, is_url, one_line
 from spmdtrain.files.validation import (
     LARGEST_LOG,
@@ -31,6 +32,8 @@ from spmdtrain.files.validation import (
 )
 from spmdtrain.files.workdir_lock import WorkdirLock
 
+MEDIA_LINES = "media.jsonl"
+"""File with a line for each logged image, text, histogram, table and figure."""
 _LARGEST_STATUS = 2**20  # bytes; it has 100, and a message
 _VERSIONS = ("spmdtrain", "jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -72,18 +75,18 @@ class Writer(enum.StrEnum):
         return f"{stem}{extension}" if self is Writer.TRAINING else f"{stem}.{self}{extension}"
 
 
-_NO_METRICS: Mapping[str, float] = {}
 _NO_COUNTS: Mapping[str, Mapping[int, int]] = {}
-_COUNTS_SUFFIX = "_counts"  # of the names of counts in a metrics line
+COUNTS_SUFFIX = "_counts"
+"""End of the names of counts in a metrics line."""
 
 
 class RunFiles:
-    """The files `config.json`, `metrics.jsonl`, `status.json` and `tensorboard/` of a workdir.
+    """The files `config.json`, `metrics.jsonl` and `status.json` of a workdir.
 
-    Only the training writes `config.json` and `status.json`; each writer has its own metrics and
-    curves. Object stores cannot append: if the workdir is a URL, the metrics and curves are written
-    to a temporary folder, which `sync` copies. Methods raise `StorageError` if a file can no longer
-    be written.
+    Only the training writes `config.json` and `status.json`; each writer has its own metrics.
+    Object stores cannot append: if the workdir is a URL, the metrics and the files of trackers are
+    written to a temporary folder, which `sync` copies. Methods raise `StorageError` if a file can
+    no longer be written.
 
     Args:
       workdir: Folder or URL, which is created.
@@ -101,14 +104,9 @@ class RunFiles:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lines_name = writer.file("metrics", ".jsonl")
-        # The evaluator has its own folder, because TensorBoard follows only one file in each.
-        self._curves_name = writer.file("tensorboard")
         self.folder = folder_of(workdir)
         self._lock: WorkdirLock | None = None
         self._lines = self.folder / self._lines_name
-        self._all_curves = self.folder / self._curves_name
-        self._curves: tensorboard.EventFile | None = None
-        self._purge_from: int | None = None
         self._parsed: list[dict[str, Any]] | None = None  # the lines that the file has
         self._status_lock, self._failed = threading.Lock(), False
         self._synced: dict[Path, tuple[int, int]] = {}  # size and mtime of each copied file
@@ -123,8 +121,10 @@ class RunFiles:
                 else:
                     self._lock = WorkdirLock(self.folder, writer.file(".lock"), writer)
                     stack.callback(self._lock.close)
-                self._local = self._local_folder(stack)
-                self._metrics = self._local / self._lines_name
+                self.local = self._local_folder(stack)
+                """The local folder whose files `sync` copies to a remote workdir; otherwise the
+                workdir itself."""
+                self._metrics = self.local / self._lines_name
                 self._complete = self._complete_size()
             except (FileExistsError, NotADirectoryError) as error:
                 raise UserError(f"workdir {workdir} is not a folder: {one_line(error)}") from error
@@ -135,12 +135,13 @@ class RunFiles:
             self._closing = stack.pop_all()
 
     def _local_folder(self, stack: contextlib.ExitStack) -> Path:
-        """Returns the local folder of metrics and curves; `stack` deletes it if it is temporary."""
+        """Returns the local folder of metrics and media; `stack` deletes it if it is temporary."""
         if not is_url(self.folder):
             return Path(self.folder)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spmdtrain-")))
-        if (metrics := self.folder / self._lines_name).exists():
-            (folder / metrics.name).write_bytes(read_bytes(metrics, LARGEST_LOG))
+        for name in (self._lines_name, MEDIA_LINES):
+            if (lines := self.folder / name).exists():
+                (folder / name).write_bytes(read_bytes(lines, LARGEST_LOG))
         return folder
 
     def _complete_size(self) -> int:
@@ -152,11 +153,6 @@ class RunFiles:
             return read_bytes(epath.Path(self._metrics), LARGEST_LOG)
         except FileNotFoundError:
             return b""
-
-    @staticmethod
-    def prepare_curves() -> None:
-        """Imports the modules for event files, so that the first write is as fast as others."""
-        tensorboard.import_writer()
 
     def write_config(
         self,
@@ -190,6 +186,10 @@ class RunFiles:
         if self._lock is not None:
             self._lock.check()
 
+    def lines_file(self, name: str) -> LinesFile:
+        """Returns a further file of JSON lines, which `sync` copies as it copies the metrics."""
+        return LinesFile(self.local, name, self.folder)
+
     def write_report(self, name: str, content: Mapping[str, Any]) -> None:
         """Writes `NAME.json`: a JSON report of a part of the run."""
         self._replace(f"{name}.json", json.dumps(content, indent=2) + "\n")
@@ -218,22 +218,20 @@ class RunFiles:
         step: int,
         split: Split,
         metrics: Mapping[str, float],
-        curves: Mapping[str, float] = _NO_METRICS,
         counts: Mapping[str, Mapping[int, int]] = _NO_COUNTS,
     ) -> None:
-        """Appends a line to the metrics and adds its values to the curves.
+        """Appends a line to the metrics.
 
         Args:
           step: The step.
           split: The split.
           metrics: Metric name to value. A non-finite value is null in the line.
-          curves: Further values, only for the curves: tag to value.
           counts: Name to the count of each integer. In the line they are objects with the integers
-            as keys, in the curves histograms.
+            as keys.
         """
         finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
         sorted_counts = {
-            name + _COUNTS_SUFFIX: dict(sorted(count.items())) for name, count in counts.items()
+            name + COUNTS_SUFFIX: dict(sorted(count.items())) for name, count in counts.items()
         }
         line = json.dumps({"step": step, "split": split} | finite | sorted_counts) + "\n"
         self._parsed = None
@@ -244,39 +242,30 @@ class RunFiles:
             file.write(line.encode())
             file.flush()
             self._complete = file.tell()
-        own = {f"{split}/{name}": value for name, value in metrics.items()}
-        histograms = {f"{split}/{name}{_COUNTS_SUFFIX}": count for name, count in counts.items()}
-        self._write_curves(step, own | dict(curves), histograms)
         if self._clock() - self._synced_at >= _SYNC_SECONDS[split]:
             self.sync()
 
     def _appended(self) -> IO[bytes]:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        return os.fdopen(no_follow.open_file(self._local, self._lines_name, flags), "ab")
-
-    def _write_curves(
-        self, step: int, points: Mapping[str, float], histograms: Mapping[str, Mapping[int, int]]
-    ) -> None:
-        with _storage_errors(self._all_curves):
-            if self._curves is None:
-                curves = tensorboard.EventFile(self._local / self._curves_name, self._purge_from)
-                self._curves = self._closing.enter_context(contextlib.closing(curves))
-            self._curves.add(step, points, histograms)
+        return os.fdopen(no_follow.open_file(self.local, self._lines_name, flags), "ab")
 
     def sync(self) -> None:
-        """Flushes the curves, and copies metrics and curves to a remote workdir."""
+        """Copies metrics and the files of trackers to a remote workdir."""
         self._synced_at = self._clock()
-        if self._curves is not None:
-            with _storage_errors(self.folder / self._curves_name):
-                self._curves.flush()
         if not is_url(self.folder):
             return
-        for path in sorted(path for path in self._local.rglob("*") if path.is_file()):
-            target = self.folder / path.relative_to(self._local)
+        files = (path for path in self.local.rglob("*") if path.is_file())
+        # A file whose name begins with a dot is being written by a tracker.
+        for path in sorted(path for path in files if not path.name.startswith(".")):
+            target = self.folder / path.relative_to(self.local)
             with _storage_errors(target):
-                state = (path.stat().st_size, path.stat().st_mtime_ns)
-                if self._synced.get(path) != state:
-                    target.write_bytes(path.read_bytes())
+                try:
+                    state = (path.stat().st_size, path.stat().st_mtime_ns)
+                    content = None if self._synced.get(path) == state else path.read_bytes()
+                except FileNotFoundError:  # a tracker has removed it
+                    continue
+                if content is not None:
+                    target.write_bytes(content)
                     self._synced[path] = state
 
     def lines(self) -> list[dict[str, Any]]:
@@ -304,18 +293,13 @@ class RunFiles:
         return _by_step(self.lines(), split)
 
     def rewind(self, step: int) -> None:
-        """Removes the metrics and curves of later steps, because the run resumes at `step`."""
+        """Removes the metrics of later steps, because the run resumes at `step`."""
         kept = [line for line in self.lines() if line["step"] <= step]
         content = "".join(json.dumps(line) + "\n" for line in kept).encode()
         with _storage_errors(self._lines):
-            no_follow.write(self._local, self._lines_name, lambda file: file.write(content))
+            no_follow.write(self.local, self._lines_name, lambda file: file.write(content))
         self._parsed = kept
         self._complete = self._complete_size()
-        if self._curves is not None:
-            with _storage_errors(self.folder / self._curves_name):
-                self._curves.purge(step + 1)
-        elif (self.folder / self._curves_name).exists():
-            self._purge_from = step + 1
 
     def close(self) -> None:
         """Syncs and closes all files, and unlocks the workdir."""

@@ -40,7 +40,7 @@ class OtherFields(Malformed):
     """Content with missing or unknown fields, perhaps written by another version."""
 
 
-def read_bytes(path: epath.Path, most: int = LARGEST) -> bytes:
+def read_bytes(path: epath.Path, most: int = LARGEST, start: int = 0) -> bytes:
     """Returns the content of a regular file, or of an object at a URL.
 
     Symbolic links are followed. A FIFO, a device or a socket is refused without blocking.
@@ -48,6 +48,7 @@ def read_bytes(path: epath.Path, most: int = LARGEST) -> bytes:
     Args:
       path: The file.
       most: The largest size in bytes.
+      start: The first byte to return; the ones before it are not read from a local file.
 
     Raises:
       Malformed: If it is not a regular file, is larger, or is a symbolic link to itself.
@@ -56,7 +57,7 @@ def read_bytes(path: epath.Path, most: int = LARGEST) -> bytes:
     if is_url(path):
         _check_size(path, path.stat().length, most)
         content: bytes = path.read_bytes()
-        return content
+        return content[start:]
     try:
         handle = os.open(path, _OPEN)
     except OSError as error:
@@ -69,6 +70,7 @@ def read_bytes(path: epath.Path, most: int = LARGEST) -> bytes:
             raise Malformed(f"{path} is not a regular file")
         _check_size(path, status.st_size, most)
         with os.fdopen(handle, "rb", closefd=False) as file:
+            file.seek(start)
             return file.read(most)
     finally:
         os.close(handle)

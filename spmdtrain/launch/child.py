@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
+from typing import Protocol
 
 from spmdtrain.distributed import out_of_memory
 
@@ -93,6 +94,19 @@ class Reaper:
         self._process.wait()
 
 
+class LineWriter(Protocol):
+    """Receives the lines of children, in several threads."""
+
+    def line(self, name: str, stream: str, text: bytes) -> None:
+        """Writes a line.
+
+        Args:
+          name: The child.
+          stream: `stdout` or `stderr`.
+          text: The line, without its line feed.
+        """
+
+
 class Output:
     """Standard output and error of the launcher, to which many threads write whole lines.
 
@@ -150,7 +164,7 @@ class Child:
         name: str,
         command: Sequence[str],
         environment: Mapping[str, str],
-        output: Output,
+        output: LineWriter,
         reaper: Reaper,
     ) -> None:
         self.name = name

@@ -35,6 +35,7 @@ from spmdtrain.step.train_step import StepOutput
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.command_line import JOB_OPTIONS, Command
 from spmdtrain.train.executor import ExecutorInputs, MakeExecutor, StepCall
+from spmdtrain.train.program_report import StepProgram
 from spmdtrain.train.session import RunSession
 
 PyTree = Any
@@ -97,6 +98,9 @@ class ServerExecutor:
             state.params,
             f"workers: {job.workers}, parameter servers: {job.servers}",
         )
+        program = StepProgram(None, 1, "each worker compiles its own step")
+        placement = make_placement(run.config)
+        run.logger.performance.describe(program, state.params, None, placement)
         run.logger.restart_timer(first)
 
     def load(self, steps: Sequence[int], state: TrainState) -> tuple[StepCall, int]:

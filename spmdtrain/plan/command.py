@@ -6,6 +6,7 @@
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -17,10 +18,13 @@ import jax
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import ExitCode, UserError, exit_code_of
+from spmdtrain.page.render import render_page
 from spmdtrain.plan import aot, json_subprocess, measurement, planner, tables, topologies
 from spmdtrain.plan.advice import advise
+from spmdtrain.plan.changes import describe_changes
 from spmdtrain.plan.json_report import plan_as_json
-from spmdtrain.plan.tables import describe_changes
+from spmdtrain.plan.page import plan_page
+from spmdtrain.plan.page_file import open_page_file
 from spmdtrain.plan.topologies import Topology
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.command_line import Command, parse_command_line
@@ -51,6 +55,8 @@ class Options:
     changes between them."""
     advice: bool = True
     """Look for known problems and try options that fix them; each try compiles again."""
+    html: str | None = None
+    """File to write: a page with the plans, which needs no network (extra `report`)."""
     measure: bool = False
     """Also train for a few seconds on this machine, which must have the devices of the topology
     (cpu:N always works)."""
@@ -102,6 +108,7 @@ def execute(arguments: Sequence[str]) -> int:
             "train(config, loop); plan experiments that define build(config)"
         )
     requested = [topologies.parse(text.strip()) for text in command.options.topology.split(",")]
+    file = None if command.options.html is None else open_page_file(command.options.html)
     quiet = command.options.json
     if os.environ.get("XLA_FLAGS"):
         print("XLA_FLAGS is ignored in plans: use --compiler-options instead", file=sys.stderr)
@@ -116,11 +123,17 @@ def execute(arguments: Sequence[str]) -> int:
         else:
             tables.show_advice(terminal, results[-1])
     plans = [plan for plan in results if "error" not in plan]
+    changes = describe_changes(plans)
     if quiet:
-        several = {"plans": results, "changes": describe_changes(plans)}
+        several = {"plans": results, "changes": changes}
         print(json.dumps(results[0] if len(results) == 1 else several, indent=1))
     elif len(plans) > 1:
-        tables.show_scaling(terminal, plans)
+        tables.show_scaling(terminal, plans, changes)
+    if file is not None:
+        title = f"Plan of {command.experiment.name}"
+        page = plan_page(results, changes, title, f"{_COMMAND} {shlex.join(arguments)}")
+        file.write(render_page(page))
+        terminal.line(f"page: {file.path}")
     if any("failed" in plan for plan in results):
         return ExitCode.FAILED
     if len(plans) < len(results):

@@ -48,6 +48,8 @@ def plan_as_json(
             "by_line": plan.flops_by_line,
         },
         "time": None,
+        "chip": None if plan.chip is None else dataclasses.asdict(plan.chip),
+        "links": list(map(dataclasses.asdict, plan.links)),
         "measured": None if measured is None else dataclasses.asdict(measured),
         "advice": list(map(dataclasses.asdict, advised)),
         "notes": plan.notes,
@@ -78,10 +80,12 @@ def _parameter(row: Row) -> dict[str, Any]:
         "name": row.name,
         "shape": row.shape,
         "dtype": row.dtype,
+        "spec": row.spec,
         "bytes": row.own.device,
         "parts": row.own.parts,
         "optimizer_bytes": row.optimizer.device,
         "optimizer_parts": row.optimizer.parts,
+        "average_bytes": row.average.device,
     }
 
 

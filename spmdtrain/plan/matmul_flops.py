@@ -24,7 +24,7 @@ _OPAQUE = ("__cud", "__cublas", "__onednn", "__triton", "tpu_custom_call", "trit
 def products(module: Module) -> float:
     """Returns the floating-point operations of all products of a step on one device.
 
-    As in `spmdtrain.plan.flops`, each multiply-add counts as two; padding and dilation of a
+    As in `spmdtrain.step.flops`, each multiply-add counts as two; padding and dilation of a
     convolution do not count.
 
     Args:

@@ -14,13 +14,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError
-from spmdtrain.plan.chips import Chip
 from spmdtrain.plan.time_model import wire_bytes
 from spmdtrain.plan.topologies import Topology
 from spmdtrain.sharding.placement import configure_backend, resolve_config
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.experiment import ExperimentFile
 from spmdtrain.train.trainer import Trainer
+from spmdtrain.xla.chips import Chip
 from spmdtrain.xla.compile_cache import OFF
 
 _SECONDS = 4.0  # of training, at least

@@ -2,10 +2,10 @@
 
 from spmdtrain.plan.aot import other_compiler
 from spmdtrain.plan.compiler_log import short
-from spmdtrain.plan.flops import Flops
 from spmdtrain.plan.memory import Memory
 from spmdtrain.plan.summary import CompiledSummary
 from spmdtrain.plan.topologies import Topology
+from spmdtrain.step.flops import Flops
 from spmdtrain.terminal import byte_size
 from spmdtrain.train.trainer import Trainer
 

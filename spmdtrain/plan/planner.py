@@ -18,7 +18,6 @@ from spmdtrain.data.training_data import TrainingData, examples_per_epoch, train
 from spmdtrain.errors import UserError
 from spmdtrain.plan import time_model
 from spmdtrain.plan.aot import devices_of, has_compiler
-from spmdtrain.plan.flops import Flops, count_flops
 from spmdtrain.plan.memory import Memory, state_memory, with_program
 from spmdtrain.plan.notes import notes_of, used_chips
 from spmdtrain.plan.summary import Buffer, CompiledSummary, Rematerialized, summarize_compiled
@@ -28,6 +27,7 @@ from spmdtrain.sharding import mesh
 from spmdtrain.sharding.layout import NotSplitError, field_of
 from spmdtrain.sharding.placement import Placement, resolve_config
 from spmdtrain.sharding.table import MemoryUse, Row
+from spmdtrain.step.flops import Flops, count_flops
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal, byte_size
@@ -50,6 +50,8 @@ class PlannedCollective:
         times: Number of executions in a step.
         overlapped: Whether XLA runs other instructions at the same time.
         link: Name of the link that it uses, or "unknown".
+        sent: Bytes that each device sends in all its executions in a step, by the name of the
+            topology's link (`TopologyLink`); with an unknown group none.
         seconds: Minimum time of all its executions in a step; NaN if unknown.
         op_name: JAX operation that it comes from, or "".
         line: Source line that it comes from, or "".
@@ -67,6 +69,7 @@ class PlannedCollective:
     op_name: str
     line: str
     carries: tuple[Carried, ...] = ()
+    sent: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,10 @@ class Plan:
     """Floating-point operations of the compiled program on one device; NaN if unknown."""
     times: time_model.Times | None
     """None if the rates of the devices are unknown."""
+    chip: Chip | None = None
+    """Peak rates; None if they are unknown."""
+    links: list[time_model.TopologyLink] = field(default_factory=list)
+    """Links of the topology."""
     notes: list[str] = field(default_factory=list)
     """Limitations of the figures, as sentences for the user."""
 
@@ -220,6 +227,8 @@ def plan(
             flops_by_line=dict(flops.by_line.most_common()),
             products=summary.products if is_compiled else math.nan,
             times=_times(topology, flops, trainer, planned, summary) if is_compiled else None,
+            chip=topology.chip,
+            links=time_model.topology_links(topology),
             notes=notes_of(
                 trainer, topology, flops, memory, summary, _total(trainer).host, virtual=virtual
             ),
@@ -341,16 +350,20 @@ def _traffic(
 
 
 def _planned(collective: Collective, placement: Placement, topology: Topology) -> PlannedCollective:
-    seconds, name = math.nan, "unknown"
+    seconds, name, shares = math.nan, "unknown", {}
     if topology.chip is None:
         name = "memory"
+        shares = {name: 1.0}
     elif collective.group:
         group = [placement.devices[number] for number in collective.group]
         link = time_model.link_between(collective.kind, group, topology, topology.chip)
-        name = link.name
+        name, shares = link.name, dict(link.shares)
         seconds = collective.times * time_model.seconds(
             collective.kind, collective.bytes, collective.group_size, link
         )
+    sent = collective.times * time_model.wire_bytes(
+        collective.kind, collective.bytes, collective.group_size
+    )
     return PlannedCollective(
         kind=collective.kind,
         axes=collective.axes,
@@ -363,6 +376,7 @@ def _planned(collective: Collective, placement: Placement, topology: Topology) -
         op_name=collective.op_name,
         line=collective.line,
         carries=collective.carries,
+        sent={each: share * sent for each, share in shares.items()},
     )
 
 

@@ -6,12 +6,12 @@ each instruction reads and writes, and assumes that everything overlaps that XLA
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from spmdtrain.plan.chips import Chip
 from spmdtrain.plan.topologies import Topology
+from spmdtrain.xla.chips import Chip
 
 _HOP = 1e-6  # seconds from a chip to its neighbor, "How to Scale Your Model" (jax-ml.github.io)
 _RING = {"v3": 32, "v5e": 16, "v6e": 16}  # chips in a dim that is a ring
@@ -19,6 +19,44 @@ _RING = {"v3": 32, "v5e": 16, "v6e": 16}  # chips in a dim that is a ring
 
 WITHIN = "the chip"
 """Name of the link between two devices of one chip."""
+_MEMORY, _NVLINK = "memory", "NVLink"
+_HOSTS, _SLICES = "the network between hosts", "the network between slices"
+_DIMS = "xyz"
+
+
+@dataclass(frozen=True)
+class TopologyLink:
+    """Links of one kind in a topology: those along a dim of a torus, NVLink, or a network.
+
+    Attributes:
+        name: "x", "y" or "z" for a dim of a torus, otherwise the name of the link.
+        size: Number of chips, hosts, slices or devices that they connect.
+        bandwidth: Bytes per second that a chip sends over them, in both directions of a ring; None
+            if unknown.
+        ring: Whether they close to a ring.
+    """
+
+    name: str
+    size: int
+    bandwidth: float | None
+    ring: bool = False
+
+
+def topology_links(topology: Topology) -> list[TopologyLink]:
+    """Returns the links of a topology, from the fastest kind to the slowest."""
+    chip, links = topology.chip, []
+    if chip is None or topology.platform == "cpu":
+        return [TopologyLink(_MEMORY, topology.devices, None if chip is None else chip.link)]
+    if topology.platform == "gpu":
+        hosts, gpus = topology.shape
+        links = [TopologyLink(_NVLINK, gpus, chip.link), TopologyLink(_HOSTS, hosts, chip.network)]
+    else:
+        links = [TopologyLink(WITHIN, chip.devices, chip.bandwidth)]
+        for name, size in zip(_DIMS, topology.shape, strict=False):
+            ring = _closes(size, topology, chip)
+            links.append(TopologyLink(name, size, chip.link * (2 if ring else 1), ring))
+        links.append(TopologyLink(_SLICES, topology.slices, chip.network))
+    return [link for link in links if link.size > 1]
 
 
 @dataclass(frozen=True)
@@ -30,12 +68,15 @@ class Link:
         hops: Hops from one end of the group to the other.
         name: Name for the user.
         latency: Seconds that each collective takes in addition to the transfer.
+        shares: Fraction of the bytes that a device sends over each link of the topology, by the
+            name of the `TopologyLink`.
     """
 
     bandwidth: float
     hops: int
     name: str
     latency: float = 0.0
+    shares: Mapping[str, float] = field(default_factory=dict)
 
 
 def link_between(kind: str, devices: Sequence[Any], topology: Topology, chip: Chip) -> Link:
@@ -52,32 +93,34 @@ def link_between(kind: str, devices: Sequence[Any], topology: Topology, chip: Ch
         chip: The chip of the topology.
     """
     if topology.platform == "cpu":
-        return Link(chip.link, 0, "memory", chip.latency)
+        return Link(chip.link, 0, _MEMORY, chip.latency, {_MEMORY: 1.0})
     if topology.platform == "gpu":
         hosts = Counter(device.id // topology.shape[1] for device in devices)
         if len(hosts) > 1:
-            return _between(hosts, chip, "the network between hosts")
-        return Link(chip.link, 1, "NVLink")
+            return _between(hosts, chip, _HOSTS)
+        return Link(chip.link, 1, _NVLINK, shares={_NVLINK: 1.0})
     slices = Counter(getattr(device, "slice_index", 0) for device in devices)
     if len(slices) > 1:
-        return _between(slices, chip, "the network between slices")
-    bandwidth, hops, across = 0.0, 0, math.inf
+        return _between(slices, chip, _SLICES)
+    hops, across, along = 0, math.inf, dict[str, float]()
     for dim, size in enumerate(topology.shape):
         places = {device.coords[dim] for device in devices}
         if len(places) == 1:
             continue
         closed = len(places) == size and _closes(size, topology, chip)
-        bandwidth += chip.link * (2 if closed else 1)
+        along[_DIMS[dim]] = chip.link * (2 if closed else 1)
         hops += len(places) // 2 if closed else max(places) - min(places)
         # Half of an all-to-all's bytes cross the middle of the dim, where a ring has two links.
         across = min(across, chip.link * (8 if closed else 4) / len(places))
-    if not bandwidth:  # two devices of a chip
-        return Link(chip.bandwidth, 0, WITHIN)
+    if not along:  # two devices of a chip
+        return Link(chip.bandwidth, 0, WITHIN, shares={WITHIN: 1.0})
+    bandwidth = sum(along.values())
+    shares = {name: each / bandwidth for name, each in along.items()}
     if kind == "collective-permute":
-        return Link(chip.link, 1, "a link")
+        return Link(chip.link, 1, "a link", shares=shares)
     if kind in ("all-to-all", "ragged-all-to-all"):
-        return Link(min(bandwidth, across), hops, "links")
-    return Link(bandwidth, hops, "links")
+        bandwidth = min(bandwidth, across)
+    return Link(bandwidth, hops, "links", shares=shares)
 
 
 def _closes(size: int, topology: Topology, chip: Chip) -> bool:
@@ -94,7 +137,8 @@ def _closes(size: int, topology: Topology, chip: Chip) -> bool:
 
 def _between(groups: Counter[int], chip: Chip, name: str) -> Link:
     """Returns a network link on which the devices of one host or slice send in parallel."""
-    return Link(min(chip.network * max(groups.values()), chip.links * chip.link), 1, name)
+    bandwidth = min(chip.network * max(groups.values()), chip.links * chip.link)
+    return Link(bandwidth, 1, name, shares={name: 1.0})
 
 
 def wire_bytes(kind: str, whole: float, group: int) -> float:

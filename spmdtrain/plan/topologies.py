@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from spmdtrain.errors import UserError, did_you_mean
-from spmdtrain.plan.chips import CHIPS, Chip
+from spmdtrain.xla.chips import CHIPS, Chip
 
 _SHAPE = re.compile(r"[0-9]+(x[0-9]+)*")
 MOST_CPU_DEVICES = 4096

@@ -194,10 +194,13 @@ class Layout:
         Args:
           gradients: The gradients.
         """
+        return self._constrain(gradients, self._gradient) if self.splits_gradients else gradients
+
+    @property
+    def splits_gradients(self) -> bool:
+        """Whether `gradients` splits arrays that may be whole among the parameters."""
         strategy = self._placement.strategy
-        if not (strategy.shards_params or strategy.shards_optimizer):
-            return gradients
-        return self._constrain(gradients, self._gradient)
+        return strategy.shards_params or strategy.shards_optimizer
 
     def at_rest(self, params: PyTree) -> PyTree:
         """Returns updated parameters constrained to their shardings. Traced under `jit`.

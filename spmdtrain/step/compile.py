@@ -16,7 +16,7 @@ from spmdtrain.data.training_data import TrainingData
 from spmdtrain.distributed import process_group
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step.functions import StepFunctions
-from spmdtrain.xla import collectives
+from spmdtrain.xla.collectives import Collective, describe_found, find_collectives
 
 PyTree = Any
 
@@ -29,11 +29,18 @@ class Program:
       call: The function (state, batch) -> (state, output).
       summary: The compile time and the collectives of the program, for the log.
       lowered: The program before XLA compiled it; None if it is not compiled.
+      jaxpr: The operations of the program, for `count_flops`; None if it is not compiled.
+      steps: The number of steps of a call.
+      collectives: The collectives of the compiled program, or the reason why they are not known.
+        Only process 0 has them.
     """
 
     call: Callable[..., Any]
     summary: str
     lowered: jax.stages.Lowered | None
+    jaxpr: Any = None
+    steps: int = 1
+    collectives: list[Collective] | str = "the step is not compiled"
 
 
 class Programs:
@@ -123,13 +130,16 @@ class Programs:
                 return Program(call, "steps are not compiled", None)
             # With the shardings of the real arguments, so that the jitted function finds the
             # program in its cache. Its calls are dispatched faster than those of `compiled`.
-            lowered = call.lower(self._steps.placed_state, batch)
+            traced = call.trace(self._steps.placed_state, batch)
+            lowered = traced.lower()
             compiled = lowered.compile()
         summary = f"step compiled in {time.perf_counter() - started:.1f} s"
+        found: list[Collective] | str = []
         if process_group.is_chief():  # the only process that logs it
-            text = collectives.describe_program(compiled.as_text() or "", self._placement.mesh)
-            summary += f": {text}{choice}"
-        return Program(call, summary, lowered)
+            mesh = self._placement.mesh
+            found = find_collectives(compiled.as_text() or "", mesh)
+            summary += f": {describe_found(found, mesh)}{choice}"
+        return Program(call, summary, lowered, traced.jaxpr, steps, found)
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

@@ -74,7 +74,7 @@ def stays_finite(
             continue
         if arrays_too or y.ndim == 0:
             flags.append((jnp.isfinite(y) | (jnp.isinf(x) & ~jnp.isnan(y))).all())
-        elif not _uses_products(y, place):
+        elif not uses_products(y, place):
             flags.append(jnp.isfinite(y).all())
         elif y.size > _SMALL:
             flags.append(_is_finite(y.reshape(-1, y.shape[-1])))
@@ -90,11 +90,15 @@ def stays_finite(
 _SMALL = 2**14  # elements up to which the copy into one array takes next to no time
 
 
-def _uses_products(x: jax.Array, place: Sharding) -> bool:
+def uses_products(x: jax.Array, place: Sharding) -> bool:
     """Returns whether a product is the fastest check of an array.
 
     XLA:CPU compares elements one by one, which makes a step of a small network a quarter slower. A
     product with zeros, which is NaN if an element is not finite, costs next to nothing.
+
+    Args:
+      x: The array.
+      place: Its sharding.
     """
     device: Any = next(iter(place.device_set))
     whole, widths = place.is_fully_replicated, (jnp.float32, jnp.float64)

@@ -79,6 +79,8 @@ class Forward:
         self._adapter, self._layout = adapter, layout
         self._remat, self._per_replica = config.remat, config.batch_statistics == "replica"
         self._abstract_params = abstract_params
+        self.loss_is_of_tokens = False
+        """Whether the loss has a value for each token; known once `training_sums` was traced."""
 
     # -- training ------------------------------------------------------------------------------
 
@@ -106,6 +108,7 @@ class Forward:
         outputs, after = with_policy(run, self._remat, params, model_state, key)
         sums = self._sums(outputs, rows, mask)
         metrics.check_no_pairs(outputs, rows)
+        self.loss_is_of_tokens = metrics.is_of_tokens(outputs["loss"], rows)
         if marked.component is not None:
             sums |= metrics.component_losses(outputs, marked.component, marked.names, mask)
         return sums, after

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from spmdtrain.sharding.layout import Layout, Rule
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.batch_checks import ABSTRACT_DRAW, BatchChecks
+from spmdtrain.step.declared_arguments import Declared
 from spmdtrain.step.forward import Forward
 from spmdtrain.step.gradients import Gradients
 from spmdtrain.step.optimizer import Update
@@ -34,6 +36,7 @@ from spmdtrain.step.reduction_choice import (
 from spmdtrain.step.reductions import Reduction, flattened
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import eager, make_gradient_step, make_train_step
+from spmdtrain.step.user_frames import locate_errors
 from spmdtrain.tree import named_leaves, path_name
 from spmdtrain.xla import collective_options
 from spmdtrain.xla.compile_cache import merge_compiler_options, options_for_one_run
@@ -55,6 +58,7 @@ class StepFunctions:
       placement: The strategy and its mesh.
       rules: Sharding rules for the state; the first match counts.
       reduction: Reduces the gradients under `shard_map`. By default the configuration decides.
+      media: Returns a pytree of arrays to log for (model, batch).
       config: The run's options. Without `jit`, functions run operation by operation.
 
     Attributes:
@@ -78,6 +82,7 @@ class StepFunctions:
         placement: Placement,
         rules: Sequence[Rule] = (),
         reduction: Reduction | None = None,
+        media: Function | None = None,
         config: RunConfig,
     ) -> None:
         self._adapter = adapter
@@ -136,6 +141,10 @@ class StepFunctions:
         self.evaluate = self._compile(self._forward.evaluate, places)
         # Replicated predictions, because every process returns all of them.
         self.predict = self._compile(self._forward.predictions, places)
+        declared = None if media is None else Declared.of(locate_errors(media))
+        self._media = None if declared is None else partial(self._forward.in_eval, declared)
+        self.media = None if self._media is None else self._compile(self._media, places)
+        """As `predict`, for the media to log; None if none are declared."""
 
     # -- the state -----------------------------------------------------------------------------
 
@@ -231,6 +240,7 @@ class StepFunctions:
                 self._placement,
                 steps=steps,
                 by_index=by_index,
+                log_every=self._config.log_every,
                 jit=self._config.jit,
                 compiler_options=self.compiler_options,
             )
@@ -297,6 +307,11 @@ class StepFunctions:
         return f"; reduced by XLA, because {blocker}" if blocker else ""
 
     @property
+    def loss_is_of_tokens(self) -> bool:
+        """Whether the loss has a value for each token, once a train step has been traced."""
+        return self._forward.loss_is_of_tokens
+
+    @property
     def reduction(self) -> Reduction | None:
         """The reduction of the gradients under `shard_map`; None if XLA reduces them."""
         return self._gradients.reduction
@@ -312,6 +327,19 @@ class StepFunctions:
         mask = jnp.ones(jax.tree.leaves(rows)[0].shape[0], bool)
         variables = self.abstract_state.variables
         return list(jax.eval_shape(self._forward.evaluate, variables, rows, mask, ABSTRACT_DRAW))
+
+    def check_media(self, rows: PyTree) -> None:
+        """Traces `media`, so that its errors are raised now. Nothing is computed.
+
+        Args:
+          rows: Arrays of leading dim N, or their shapes.
+        """
+        if self._media is not None:
+            mask = jnp.ones(jax.tree.leaves(rows)[0].shape[0], bool)
+            with use_placement(self._placement):
+                jax.eval_shape(
+                    self._media, self.abstract_state.variables, rows, mask, ABSTRACT_DRAW
+                )
 
     def why_not_padded(self, rows: PyTree, size: int, *, predict: bool = False) -> str | None:
         """Returns why padding rows could change an evaluation; None if they cannot.

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.interpreters import partial_eval
 
+from spmdtrain.errors import UserError
 from spmdtrain.step.state import TrainState
 from spmdtrain.tree import path_name
 
@@ -47,6 +48,50 @@ def learning_rate(opt_state: PyTree) -> jax.Array | None:
     """Returns the injected learning rate; None if there is none, or more than one."""
     rates = [x for name, x in injected(opt_state).items() if _is_rate(name)]
     return rates[0] if len(rates) == 1 and rates[0].ndim == 0 else None
+
+
+def changeable_learning_rate(opt_state: PyTree) -> float:
+    """Returns the injected learning rate, which `with_learning_rate` can replace.
+
+    Args:
+      opt_state: The optimizer's state.
+
+    Raises:
+      UserError: If the optimizer has no injected learning rate, has several, or a schedule computes
+        it.
+    """
+    rate = _constants(opt_state)[_rate_name(opt_state)]
+    return float(np.asarray(rate.addressable_data(0)))
+
+
+def _rate_name(opt_state: PyTree) -> str:
+    rates = {name: x for name, x in _constants(opt_state).items() if _is_rate(name)}
+    if len(rates) != 1 or next(iter(rates.values())).ndim:
+        count = f"{len(rates)} injected learning rates" if rates else "no injected learning rate"
+        raise UserError(
+            f"the learning rate cannot be changed during the run, because the optimizer has {count}"
+            ": make it as optax.inject_hyperparams(optax.adam)(learning_rate=0.001), with a number"
+        )
+    return next(iter(rates))
+
+
+def with_learning_rate(state: TrainState, rate: float) -> TrainState:
+    """Returns a state with another injected learning rate. All processes call it.
+
+    Args:
+      state: The state; see `changeable_learning_rate`.
+      rate: The new value, the same in all processes.
+    """
+    rate_name = _rate_name(state.opt_state)
+
+    def replace(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        if path_name(path) != rate_name:
+            return leaf
+        value = np.full(leaf.shape, rate, leaf.dtype)
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: value[index])
+
+    opt_state = jax.tree_util.tree_map_with_path(replace, state.opt_state)
+    return dataclasses.replace(state, opt_state=opt_state)
 
 
 def initial_values(init: Callable[..., PyTree], *arguments: PyTree) -> dict[str, Any]:

@@ -179,6 +179,27 @@ def check_no_pairs(outputs: Mapping[str, Any], batch: Any) -> None:
             )
 
 
+def is_of_tokens(loss: Any, batch: Any) -> bool:
+    """Returns whether a loss has a value for each token of the examples.
+
+    That is, it has shape (B, T) with T > 1, and an array of the batch holds integers of shape
+    (B, T) or (B, more than T). The sum of its weights is then the number of tokens trained on.
+
+    Args:
+      loss: The objective's loss, with weights or without.
+      batch: The batch.
+    """
+    shape = jnp.shape(loss[0] if isinstance(loss, tuple) else loss)
+    return (
+        len(shape) == 2
+        and shape[1] > 1
+        and any(
+            jnp.issubdtype(x.dtype, jnp.integer) and x.ndim == 2 and x.shape[1] >= shape[1]
+            for x in jax.tree.leaves(batch)
+        )
+    )
+
+
 def check_precise(outputs: Mapping[str, Any]) -> None:
     """Checks that the loss is not computed in 16 bits.
 

@@ -15,7 +15,9 @@ from spmdtrain.step import hyperparameters, metrics
 from spmdtrain.step.finite import finite_flags
 from spmdtrain.step.gradients import Gradients
 from spmdtrain.step.model_state import difference
+from spmdtrain.step.norms import step_norms
 from spmdtrain.step.optimizer import Update, clipped
+from spmdtrain.step.schedules import scheduled_rate
 from spmdtrain.step.state import TrainState
 
 PyTree = Any
@@ -33,7 +35,10 @@ class StepOutput:
         outputs are recorded in order.
       sums: f32 (metrics by sorted name, 2), weighted sums and weights.
       rate: The learning rate of the update, if the optimizer's state contains it
-        (`optax.inject_hyperparams`).
+        (`optax.inject_hyperparams`) or a schedule determines it (see `scheduled_rate`).
+      norms: f32 (2,), the norms of `NORMS`: of all updated parameters, and of the mean gradients of
+        the trained ones before the optimizer transforms them. They are meaningless if `has_norms`
+        is false for the step. The step of a `Loop` has the first only.
     """
 
     metrics: dict[str, jax.Array]
@@ -41,6 +46,7 @@ class StepOutput:
     number: jax.Array | None = None
     sums: jax.Array | None = None
     rate: jax.Array | None = None
+    norms: jax.Array | None = None
 
 
 def make_train_step(
@@ -51,6 +57,7 @@ def make_train_step(
     *,
     steps: int = 1,
     by_index: bool = False,
+    log_every: int = 1,
     jit: bool = True,
     compiler_options: dict[str, Any] | None = None,
 ) -> Any:
@@ -64,6 +71,7 @@ def make_train_step(
       steps: Number of steps of one call. If above 1, they run in a `jax.lax.scan`, and the arrays
         of batch and output have a leading dim of `steps`.
       by_index: Whether the batch is an `IndexedBatch`.
+      log_every: The cadence of the log, for `step_norms`.
       jit: Whether to compile. If not, operations run one by one.
       compiler_options: Options for XLA.
     """
@@ -87,8 +95,12 @@ def make_train_step(
 
         # The finite flags of this loss and state. They are read before this state is saved.
         finite = finite_flags(means["loss"], state, after, layout.shardings)
-        sums, rate = metrics.stacked(computed.metrics), hyperparameters.learning_rate(opt_state)
-        return after, StepOutput(means, finite, sums=sums, rate=rate)
+        norms = step_norms(reduced, params, layout, after.step, log_every)
+        sums = metrics.stacked(computed.metrics)
+        rate = hyperparameters.learning_rate(opt_state)
+        if rate is None:
+            rate = scheduled_rate(update.optimizer, state.opt_state)
+        return after, StepOutput(means, finite, sums=sums, rate=rate, norms=norms)
 
     def train_steps(state: TrainState, batches: PyTree) -> tuple[TrainState, StepOutput]:
         if isinstance(batches, IndexedBatch):  # only the indices have a leading dim of steps

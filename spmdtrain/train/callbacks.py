@@ -1,12 +1,15 @@
-"""Callbacks: functions that a run calls at events."""
+"""Callbacks: functions and objects that a run calls at events."""
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.files.run_files import Split
+from spmdtrain.trackers.media import Media
+from spmdtrain.train.callback_states import CallbackStates
 from spmdtrain.train.loop_checks import as_floats
 
 
@@ -26,11 +29,20 @@ class CallbackEvent(enum.StrEnum):
 class CallbackContext:
     """The argument of a callback. `trainer.stop()` ends the run after this step."""
 
-    trainer: Any  # a Trainer; this module cannot import it
+    trainer: Any  # a Trainer or a Loop; this module cannot import them
     event: CallbackEvent
     step: int
     metrics: dict[str, float]
     """The metrics of the event; callbacks of `log` and `evaluation` may add others."""
+
+    def log(self, media: Mapping[str, Media]) -> None:
+        """Logs media for the step of the event; see `Trainer.log`.
+
+        Args:
+          media: Name to `Image`, `Text`, `Histogram`, `Table` or `Figure`.
+        """
+        splits = {CallbackEvent.EVALUATION: Split.EVAL, CallbackEvent.FIT_END: Split.TEST}
+        self.trainer.log(media, self.step, split=splits.get(self.event, Split.TRAIN))
 
     def __setattr__(self, name: str, value: Any) -> None:
         # `event.metrics |= {...}` adds to the dictionary, and assigns it again.
@@ -87,25 +99,57 @@ class AddableMetrics(FrozenMetrics):
 
 
 Callback = Callable[[CallbackContext], None]
-Callbacks = Mapping[str, Callback | list[Callback]]
+CallbackFunctions: TypeAlias = Mapping[str, Callback | list[Callback]]
 """One function or several, by the name of a `CallbackEvent`."""
+Callbacks: TypeAlias = CallbackFunctions | Sequence[Any]
+"""`CallbackFunctions`, or a list of objects and `CallbackFunctions`. The methods of an object that
+are named after events are called at these; its state is saved if it has the methods `state_dict`
+and `load_state_dict`."""
 
 
 def by_event(callbacks: Callbacks) -> dict[CallbackEvent, list[Callback]]:
     """Returns the functions of every event.
 
     Args:
-      callbacks: One function or several, by the name of an event.
+      callbacks: Functions by the name of an event, or a list of such and of objects.
 
     Raises:
-      UserError: If an event does not exist, or a callback is no function.
+      UserError: If an event does not exist, a callback is no function, or an object has no method
+        named after an event.
     """
-    if not isinstance(callbacks, Mapping):
-        raise UserError(
-            f"callbacks is a {type(callbacks).__name__}: it must be a dictionary of events, for "
-            f'example {{"log": f}}. The events are: {", ".join(CallbackEvent)}'
-        )
-    found: dict[CallbackEvent, list[Callback]] = {moment: [] for moment in CallbackEvent}
+    found: dict[CallbackEvent, list[Callback]] = {event: [] for event in CallbackEvent}
+    for each in [callbacks] if isinstance(callbacks, Mapping) else _listed(callbacks):
+        functions = each if isinstance(each, Mapping) else _methods(each)
+        for event, added in _functions_by_event(functions).items():
+            found[event] += added
+    return found
+
+
+def _listed(callbacks: Any) -> Sequence[Any]:
+    if isinstance(callbacks, list | tuple):
+        return callbacks
+    raise UserError(
+        f"callbacks is a {type(callbacks).__name__}: it must be a dictionary of events, for "
+        'example {"log": f}, or a list of callback objects, for example [EarlyStopping()]. '
+        f"The events are: {', '.join(CallbackEvent)}"
+    )
+
+
+def _methods(callback: Any) -> CallbackFunctions:
+    """Returns the methods of a callback object by the name of their event."""
+    if isinstance(callback, type):
+        raise UserError(f"the callback {callback.__name__} is a class: give {callback.__name__}()")
+    methods: dict[str, Any] = {str(name): getattr(callback, name, None) for name in CallbackEvent}
+    if functions := {name: method for name, method in methods.items() if callable(method)}:
+        return functions
+    raise UserError(
+        f"a callback is a {type(callback).__name__}, which has no method named after an event: "
+        f"{', '.join(CallbackEvent)}. A function is given with its event: {{'log': f}}"
+    )
+
+
+def _functions_by_event(callbacks: CallbackFunctions) -> dict[CallbackEvent, list[Callback]]:
+    found: dict[CallbackEvent, list[Callback]] = {event: [] for event in CallbackEvent}
     for name, functions in callbacks.items():
         if name not in found:
             raise UserError(f"there is no event {name!r} for callbacks.{did_you_mean(name, found)}")
@@ -121,24 +165,58 @@ def by_event(callbacks: Callbacks) -> dict[CallbackEvent, list[Callback]]:
 
 
 class CallbackRunner:
-    """Calls the callbacks of a trainer and records which event is being handled.
+    """Calls the callbacks of a trainer or loop, and records which event is being handled.
 
     Args:
-      trainer: The trainer that callbacks receive.
-      callbacks: Functions by event.
+      trainer: The trainer or loop that callbacks receive.
+      callbacks: Functions by event, or objects.
       state_at_steps: Whether the trainer has the state after each step (see `Backend`).
 
     Raises:
-      UserError: If an event does not exist, or a callback is no function.
+      UserError: If an event does not exist, or a callback is no function and no such object.
     """
 
     def __init__(self, trainer: Any, callbacks: Callbacks, *, state_at_steps: bool) -> None:
         self._trainer, self._state_at_steps = trainer, state_at_steps
         self._functions = by_event(callbacks)
+        given = [] if isinstance(callbacks, Mapping) else callbacks
+        self.states = CallbackStates([x for x in given if not isinstance(x, Mapping)])
+        """The states of callback objects."""
         self.event: CallbackEvent | None = None
         """The event whose callbacks are running."""
+        self.step = 0
+        """The step of the last event."""
         self.stop_requested = False
         """Whether `Trainer.stop` was called since the fit began; the same in all processes."""
+
+    def begin(self, *, from_step_zero: bool) -> CallbackStates:
+        """Forgets that a stop was requested, and returns the states of the callback objects.
+
+        Args:
+          from_step_zero: Whether a run begins, so that the objects have their initial states.
+
+        Returns:
+          The states.
+        """
+        self.stop_requested = False
+        if from_step_zero:
+            self.states.reset()
+        return self.states
+
+    def check_events(self, missing: set[str], what: str) -> None:
+        """Checks that there are callbacks only of events that exist.
+
+        Args:
+          missing: The names of the events that do not exist.
+          what: The object that does not have them.
+
+        Raises:
+          UserError: If an event has callbacks and does not exist.
+        """
+        for event in sorted(missing):
+            if self.has(CallbackEvent(event)):
+                have = ", ".join(each for each in CallbackEvent if each not in missing)
+                raise UserError(f"{what} has no event {event!r} for callbacks, but has {have}")
 
     def has(self, event: CallbackEvent) -> bool:
         """Returns whether an event has callbacks."""
@@ -177,7 +255,7 @@ class CallbackRunner:
           step: The step that it belongs to.
           metrics: Its metrics; none by default.
         """
-        self.event = event
+        self.event, self.step = event, step
         values = FrozenMetrics({}) if metrics is None else metrics
         try:
             for function in self._functions[event]:

@@ -6,6 +6,7 @@ import jax
 
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
 from spmdtrain.config.run_config import RunConfig
+from spmdtrain.data.progress import hide_progress
 from spmdtrain.distributed import initialize, process_group
 from spmdtrain.distributed.user_modules import file_digest, source_digests
 from spmdtrain.errors import ExitCode, UserError
@@ -19,6 +20,7 @@ from spmdtrain.train.command_line import JOB_OPTIONS, Command
 from spmdtrain.train.executor import backend_of
 from spmdtrain.train.experiment import Experiment, ExperimentFile
 from spmdtrain.train.loop import Loop
+from spmdtrain.train.terminal_of_run import terminal_of
 from spmdtrain.train.trainer import Trainer
 
 
@@ -37,7 +39,8 @@ def execute(command: Command) -> int:
         raise UserError("--workdir must be given with several processes: a folder that all can see")
     # Resolved before `build`, which sees the batch size and the learning rate of the run.
     config = resolve_config(config)
-    terminal = Terminal(quiet=not process_group.is_chief())
+    terminal = terminal_of(config)
+    hide_progress(hidden=config.quiet)
     if unused := backend.unused_tasks(spec):
         terminal.line(unused)
     if file.has_own_loop and options.mode == "train" and not options.show_sharding:
@@ -93,8 +96,9 @@ def _evaluate_or_predict(command: Command, experiment: Experiment, trainer: Trai
     step = trainer.restore(command.source, which=trainer.config.checkpoint)
     if options.mode == "evaluate":
         metrics = trainer.evaluate(splits[name])
-        trainer.terminal.line(json.dumps({"step": step, "split": name, **metrics}))
-        trainer.terminal.results({f"{name} at step {step}": metrics})
+        trainer.terminal.result(json.dumps({"step": step, "split": name, **metrics}))
+        if not trainer.terminal.results_only:
+            trainer.terminal.results({f"{name} at step {step}": metrics})
         return
     predictions = trainer.predict(splits[name])
     if not process_group.is_chief():
@@ -103,9 +107,9 @@ def _evaluate_or_predict(command: Command, experiment: Experiment, trainer: Trai
     file = write_predictions(trainer.config.workdir, predictions)
     if experiment.format_predictions is not None:
         for line in experiment.format_predictions(predictions):
-            trainer.terminal.line(line)
+            trainer.terminal.result(line)
     rows = jax.tree.leaves(predictions)[0].shape[0]
-    trainer.terminal.line(f"predictions for the {rows:,} examples of {name}: {file}")
+    trainer.terminal.result(f"predictions for the {rows:,} examples of {name}: {file}")
 
 
 def run_evaluator(command: Command) -> int:
@@ -120,7 +124,7 @@ def run_evaluator(command: Command) -> int:
             option = f"--{name}".replace("_", "-")
             raise UserError(f"{option} does not apply to an evaluator: it does not join the job")
     initialize.set_single_process()
-    config = local_config(command.config, Terminal().line)
+    config = local_config(command.config, terminal_of(command.config).line)
     experiment = command.experiment.build(resolve(config, batch_shards=1))
     return evaluator.follow(
         Trainer.from_experiment(experiment, config),

@@ -14,6 +14,7 @@ from spmdtrain.errors import UserError, exit_if_output_is_closed, field_meant
 from spmdtrain.sharding.mesh import cpu_devices_in_environment
 from spmdtrain.sharding.resolution import check_inherited
 from spmdtrain.train import evaluator
+from spmdtrain.train.command_help import HELP, HELP_ALL, show_help
 from spmdtrain.train.experiment import ExperimentFile, load_experiment
 
 PROGRAM = "python -m spmdtrain.run"
@@ -37,7 +38,7 @@ class Options:
     role: Literal["train", "evaluate"] | None = None
     """The role of this process if TF_CONFIG does not set it: with evaluate it evaluates the
     checkpoints of a training that runs in another job."""
-    evaluate_which: evaluator.Which = evaluator.Which.EACH
+    evaluate_which: tyro.conf.EnumChoicesFromValues[evaluator.Which] = evaluator.Which.EACH
     """The checkpoints that an evaluator evaluates."""
     cluster: Literal["tf_config", "auto"] = "tf_config"
     """How the other processes are found; auto also detects TPU pods, Slurm, Open MPI and
@@ -60,8 +61,11 @@ class Options:
 
 # Options that describe the job without TF_CONFIG, and their defaults.
 JOB_OPTIONS = (("coordinator", None), ("processes", None), ("process_id", None))
-_OF_PLANS = {"topology", "json", "advice", "measure"}
-RESERVED = frozenset({f.name for f in dataclasses.fields(Options)} | _OF_PLANS | {"help"})
+_OF_PLANS = {"topology", "json", "advice", "measure", "html"}
+_OF_SWEEPS = {"set", "search", "jobs", "devices_per_trial"}
+RESERVED = frozenset(
+    {f.name for f in dataclasses.fields(Options)} | _OF_PLANS | _OF_SWEEPS | {"help", "help_all"}
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def parse_command_line(
 
     Raises:
       UserError: If an option or the experiment is wrong.
-      SystemExit: After `--help`, or if the parser finds an error.
+      SystemExit: After `--help` or `--help-all`, or if the parser finds an error.
     """  # noqa: DOC501 (the AssertionError is never reached)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--config")
@@ -106,13 +110,23 @@ def parse_command_line(
         known, _ = first.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise UserError(str(error)) from error
+    help_all = any(argument in HELP_ALL for argument in arguments)
+    asks_help = help_all or any(argument in HELP for argument in arguments)
     if known.config is None:
+        if asks_help:
+            text = description or ""
+            show_help(RunConfig(), of, prog, text, experiment="", all_options=help_all)
+            raise SystemExit(0)
         _parse(_command(RunConfig(), description, of), arguments, prog)
         raise AssertionError("tyro exits if --config is missing")
     experiment = load_experiment(known.config, RESERVED)
     default = experiment.preset(known.preset)
     given = {a.split("=")[0].lstrip("-").replace("-", "_") for a in arguments if a[:2] == "--"}
     default = _without_replaced(default, given)
+    if asks_help:
+        name = f"Experiment {experiment.name}"
+        show_help(default, of, prog, experiment.doc, experiment=name, all_options=help_all)
+        raise SystemExit(0)
     _check_words(arguments, default, of)
     arguments = _together(arguments)
     with unchecked_groups():  # their errors would be printed by tyro, in a box
@@ -126,6 +140,19 @@ def parse_command_line(
         config = dataclasses.replace(config, workdir=f"runs/{experiment.name}")
     source = config.init_from if "init_from" in given else None
     return Command(command, experiment, config, source, own_workdir)
+
+
+def command_type(config: str | None, of: type = Options) -> Any:
+    """Returns the dataclass of all options of a command, for tyro.
+
+    Args:
+      config: The experiment's file; None leaves out the options of its own.
+      of: The dataclass of the command's own options.
+    """
+    if config is None:
+        return _command(RunConfig(), None, of)
+    experiment = load_experiment(config, RESERVED)
+    return _command(experiment.preset(None), None, of)
 
 
 def _command(default: RunConfig, description: str | None, of: type) -> Any:
@@ -160,7 +187,7 @@ def _check_words(arguments: Sequence[str], default: RunConfig, of: type) -> None
             raise UserError(f"{option} is not an option. Did you mean --{meant.replace('_', '-')}?")
 
 
-_LISTS = ("compiler_options", "freeze")  # options that may be repeated, one value each
+_LISTS = ("compiler_options", "freeze", "set")  # options that may be repeated, one value each
 
 
 def _together(arguments: Sequence[str]) -> list[str]:

@@ -7,17 +7,15 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.files.run_files import Split
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.metrics import Means
+from spmdtrain.step.schedules import scales_updates
 from spmdtrain.train.run_logger import Metrics, RunLogger
 
 PyTree = Any
-# Fields of optax's states whose values scale the updates.
-_RATES = frozenset({"scale", "learning_rate", "estim_lr"})
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class Epochs:
         self, config: RunConfig, num_examples: int, logger: RunLogger, fixed_rate: float | None
     ) -> None:
         self._config, self._size, self._logger = config, num_examples, logger
-        self._fixed_rate = fixed_rate
+        self.fixed_rate = fixed_rate
         self._counted = 0.0  # seconds of training that were added to the sums of an epoch
         self._before = 0.0, 0.0  # seconds of training and of input waits before the epoch
         self._epoch = range(0)  # its steps
@@ -125,7 +123,7 @@ class Epochs:
         self.sums = EpochSums()
         if epoch.steps != len(self._epoch):
             return
-        used = self._fixed_rate if rate is None else float(rate)
+        used = self.fixed_rate if rate is None else float(rate)
         measured = {} if used is None else {"learning_rate": used}
         measured["seconds"] = epoch.seconds
         if epoch.seconds > 0:
@@ -183,10 +181,5 @@ def known_rate(config: RunConfig, opt_state: PyTree) -> float | None:
         config: The configuration.
         opt_state: The optimizer's state, or its shapes.
     """
-
-    def scales(node: Any) -> bool:
-        named = not _RATES.isdisjoint(getattr(node, "_fields", ()))
-        return named or isinstance(node, optax.ScaleByScheduleState)
-
-    scaled = any(map(scales, jax.tree.leaves(opt_state, is_leaf=scales)))
+    scaled = scales_updates(opt_state)
     return None if scaled or hyperparameters.injected(opt_state) else config.learning_rate

@@ -1,7 +1,7 @@
 """Evaluation and prediction: one pass over a dataset in its order."""
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 
 from spmdtrain.adapters.base import Variables
 from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
-from spmdtrain.data.datasets import Dataset, fingerprint
+from spmdtrain.data.datasets import Dataset, Subset, fingerprint
 from spmdtrain.data.loader import ordered_batches
 from spmdtrain.data.mixture import components_of
 from spmdtrain.data.sampling import padded_size
@@ -21,6 +21,7 @@ from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.metrics import Means, component_metric, loss_first
 from spmdtrain.terminal import Terminal
+from spmdtrain.trackers.media import Media
 from spmdtrain.train.executor import max_in_flight
 
 PyTree = Any
@@ -83,6 +84,50 @@ class Evaluation:
                 of_part = means.result().items()
                 found |= {component_metric(metric, name): value for metric, value in of_part}
         return loss_first(whole.result() | found)
+
+    def check_media(self, dataset: Dataset, batch_size: int) -> None:
+        """Traces the declared media with the shapes of the batch of `media`.
+
+        Args:
+          dataset: The examples.
+          batch_size: The global batch size.
+
+        Raises:
+          UserError: If they cannot be logged.
+        """
+        if self._functions.media is None:
+            return
+        number = min(batch_size, len(dataset))
+        self._functions.check_media(
+            jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(
+                    (number, *np.shape(x)[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
+                ),
+                dataset.rows(np.arange(1)),
+            )
+        )
+
+    def media(
+        self, variables: Variables, dataset: Dataset, batch_size: int
+    ) -> Mapping[str, Media] | None:
+        """Returns the declared media for the first batch of a dataset, on the devices.
+
+        The batch has no padding rows: if it does not divide over the devices, each has all of it.
+
+        Args:
+          variables: The model's values.
+          dataset: The examples.
+          batch_size: The global batch size.
+        """
+        if self._functions.media is None:
+            return None
+        first = Subset(dataset, np.arange(min(batch_size, len(dataset))))
+        draw = np.array([derive_seed(self._config.seed, Purpose.EVAL), 0], np.uint32)
+        with phase(Phase.EVALUATE):
+            batches, _ = ordered_batches(first, len(first), self._placement.batch, padded=False)
+            (rows, mask), *_ = batches
+            found: Mapping[str, Media] = self._functions.media(variables, rows, mask, draw)
+        return found
 
     def predict(
         self,

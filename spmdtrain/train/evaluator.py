@@ -27,6 +27,7 @@ from spmdtrain.files.run_files import RunFiles, Split, Status, Writer, status_of
 from spmdtrain.files.storage import failures, folder_of, one_line, size_and_time
 from spmdtrain.sharding.resolution import resolve
 from spmdtrain.terminal import Terminal
+from spmdtrain.trackers.run_trackers import evaluator_trackers
 from spmdtrain.train.run_logger import Metrics, RunLogger
 
 T = TypeVar("T")
@@ -130,11 +131,17 @@ def watch(
     if validation is None:
         raise UserError("an evaluator needs a validation split, and there is none")
     dataset = run_dataset(validation, trainer.config, "validation data")
-    with StopSignals() as signals, contextlib.closing(RunFiles(workdir, Writer.EVALUATOR)) as files:
+    log = trainer.terminal.line
+    with (
+        StopSignals() as signals,
+        contextlib.closing(RunFiles(workdir, Writer.EVALUATOR)) as files,
+        contextlib.closing(evaluator_trackers(trainer.config, files, log)) as trackers,
+    ):
         evaluator = _Evaluator(
             trainer=trainer,
             dataset=dataset,
             files=files,
+            logger=RunLogger(trainer.terminal, files, trainer.config, trackers=trackers),
             signals=signals,
             training=_Training(workdir, total_steps, clock),
             checkpoints=_Checkpoints(workdir, Which(which)),
@@ -142,6 +149,7 @@ def watch(
             clock=clock,
             sleep=sleep,
         )
+        trackers.start(max(files.history(Split.EVAL), default=0), {})
         before, trainer.check_interrupt = trainer.check_interrupt, signals.stop_if_received
         try:
             return evaluator.run()
@@ -156,6 +164,7 @@ class _Evaluator:
     trainer: Model
     dataset: Dataset
     files: RunFiles
+    logger: RunLogger
     signals: StopSignals
     training: "_Training"
     checkpoints: "_Checkpoints"
@@ -173,7 +182,7 @@ class _Evaluator:
             while (step := self._await_checkpoint()) is not None:
                 self._evaluate(step)
         except PreemptedExit as stop:
-            terminal.line(f"evaluator: {stop.signal}; run the command again to resume")
+            terminal.result(f"evaluator: {stop.signal}; run the command again to resume")
             return ExitCode.PREEMPTED
         terminal.line(f"evaluator: {self.training.describe()}")
         if found := best_and_last(self.files.history(Split.EVAL), self.trainer.config):
@@ -197,6 +206,7 @@ class _Evaluator:
                     # The training went back and runs its steps again: the evaluations from here
                     # on are of states that no longer exist.
                     self.files.rewind(resaved - 1)
+                    self.logger.trackers.rewind(resaved - 1)
                 step = self.checkpoints.due
                 if step is not None or ended:
                     return step
@@ -226,8 +236,7 @@ class _Evaluator:
                 return
             metrics = self.trainer.evaluate(self.dataset)
         self.files.check_lock()
-        logger = RunLogger(self.trainer.terminal, self.files, self.trainer.config)
-        logger.log_evaluation(Split.EVAL, step, metrics)
+        self.logger.log_evaluation(Split.EVAL, step, metrics)
         self._patiently(lambda: checkpoints.settle(step, mark, evaluated=True))
 
     def _patiently(self, read: Callable[[], T]) -> T:

@@ -25,6 +25,7 @@ from spmdtrain.step.train_step import StepOutput
 from spmdtrain.strategies import Strategy
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.input_wait import next_batch
+from spmdtrain.train.program_report import StepProgram
 from spmdtrain.train.session import RunSession
 
 if TYPE_CHECKING:  # the command line imports tyro
@@ -252,6 +253,7 @@ class MeshExecutor:
         run, placement = inputs.run, inputs.placement
         config, first = run.config, int(inputs.state.step)
         self._run, self._programs, self._placement = run, inputs.programs, placement
+        self._functions = inputs.functions
         # On virtual devices, many pending steps can abort XLA's in-process all-reduce.
         several = config.steps_per_dispatch > 1
         self.max_in_flight = 2 if several else max_in_flight(placement)
@@ -304,6 +306,11 @@ class MeshExecutor:
             program = self._programs.get(steps, batch)
             await_compiled(program.lowered)
         logger.log_header(self._placement, state.params, program.summary)
+        found = StepProgram(program.jaxpr, program.steps, program.collectives)
+        functions = self._functions
+        params, places = functions.abstract_state.params, functions.shardings.params
+        logger.performance.describe(found, params, places, self._placement)
+        logger.performance.loss_is_of_tokens = functions.loss_is_of_tokens
         return program.call
 
 

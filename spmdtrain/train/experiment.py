@@ -18,6 +18,7 @@ from spmdtrain.data.sampling import Augment
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.sharding.layout import Rule
 from spmdtrain.step.reductions import Reduction
+from spmdtrain.trackers.base import Tracker
 from spmdtrain.train.callbacks import Callbacks
 
 PyTree = Any
@@ -55,13 +56,17 @@ class Experiment:
     format_predictions: Callable[[PyTree], Iterable[str]] | None = None
     """Predictions -> the lines that --mode predict prints."""
     callbacks: Callbacks = field(default_factory=dict)
-    """Functions by event (see `CallbackEvent`)."""
+    """Functions by event (see `CallbackEvent`), or a list of callback objects."""
+    media: Function | None = None
+    """(model, batch) -> media by name, to log at each evaluation for its first batch."""
+    trackers: Sequence[Tracker] = ()
+    """Trackers besides those of the option `trackers`."""
 
     def trainer_arguments(self) -> dict[str, Any]:
         """Returns the arguments of `Trainer`; `fit` and `predict` take the other parts."""
         others = {"train", "validation", "test", "prompts", "format_predictions"}
         names = {field.name for field in dataclasses.fields(self)} - others
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"trackers": self.trackers or None}
 
 
 @dataclass(frozen=True)

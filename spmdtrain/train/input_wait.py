@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from spmdtrain.distributed.progress import Phase, phase
+from spmdtrain.distributed.progress import Phase, count_overlapped, phase
 from spmdtrain.step.state import TrainState
 
 PyTree = Any
@@ -75,5 +75,8 @@ def next_batch(
         batch = next(batches)
     newest: Any = state.step
     pending = not newest.is_deleted() and not newest.is_ready()
-    count(0.0 if pending else time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    if pending:
+        count_overlapped(Phase.LOAD, seconds)
+    count(0.0 if pending else seconds)
     return batch

@@ -16,7 +16,6 @@ from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
 from spmdtrain.data.loader import train_batches
 from spmdtrain.data.marked_rows import rows_of
 from spmdtrain.data.sampling import Augment
-from spmdtrain.distributed import process_group
 from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
 from spmdtrain.files.run_files import Split, Status
@@ -27,7 +26,16 @@ from spmdtrain.step.hyperparameters import initial_values
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.terminal import Terminal
+from spmdtrain.trackers.base import Tracker
+from spmdtrain.trackers.run_trackers import RunTrackers
 from spmdtrain.train.boundary_actions import BoundaryActions
+from spmdtrain.train.callbacks import (
+    AddableMetrics,
+    CallbackEvent,
+    CallbackRunner,
+    Callbacks,
+    FrozenMetrics,
+)
 from spmdtrain.train.executor import max_in_flight
 from spmdtrain.train.input_wait import next_batch
 from spmdtrain.train.loop_checks import (
@@ -41,11 +49,13 @@ from spmdtrain.train.loop_checks import (
 )
 from spmdtrain.train.loop_step import LoopStep, make_program
 from spmdtrain.train.loop_tools import LoopTools, StartedLoop
+from spmdtrain.train.media_log import MediaLogger
 from spmdtrain.train.metrics_reader import MetricsReader
-from spmdtrain.train.overrides import with_options
+from spmdtrain.train.overrides import with_options, with_trackers
 from spmdtrain.train.roles import refuse_evaluator
 from spmdtrain.train.run_logger import RunLogger
 from spmdtrain.train.session import RunSession
+from spmdtrain.train.terminal_of_run import terminal_of
 from spmdtrain.xla import collective_options
 from spmdtrain.xla.compile_cache import merge_compiler_options, options_for_one_run
 
@@ -63,7 +73,7 @@ class _Placed:
     metric_names: None = None
 
 
-class Loop(LoopTools):
+class Loop(LoopTools, MediaLogger):
     """The parts of a run, for a training loop that the user writes.
 
         with Loop(strategy="mirrored", steps=1000, workdir="runs/mine") as loop:
@@ -77,6 +87,7 @@ class Loop(LoopTools):
       config: The configuration.
       terminal: Shows progress; by default the standard output of process 0.
       clock: Returns seconds.
+      trackers: Names of trackers, in place of those of `config`, and objects of own ones.
       **options: Fields of `RunConfig`, in place of those of `config`.
 
     Raises:
@@ -89,15 +100,17 @@ class Loop(LoopTools):
         *,
         terminal: Terminal | None = None,
         clock: Callable[[], float] = time.monotonic,
+        trackers: Sequence[Tracker | str] | None = None,
         **options: Any,
     ) -> None:
         config = with_options(config or RunConfig(), options, "Loop")
+        config, self._own_trackers = with_trackers(config, trackers)
         check_config(config)
         refuse_evaluator("a Loop")
         configure_backend(config)
         self.placement = make_placement(config)
         self.config = resolve(config, batch_shards=self.placement.batch_shards)
-        self.terminal = terminal or Terminal(quiet=not process_group.is_chief())
+        self.terminal = terminal or terminal_of(config)
         self.step = 0
         """Number of steps of the whole run that `end_step` has recorded."""
         placed = self.placement.strategy
@@ -109,6 +122,7 @@ class Loop(LoopTools):
         self._compiler_options = merge_compiler_options(
             self.config.compiler_options, ours, self.placement.replicated
         )
+        self._callbacks = CallbackRunner(self, {}, state_at_steps=True)  # until `start`
         self._clock = clock
         self._stack = contextlib.ExitStack()
         self._entered = False
@@ -147,6 +161,7 @@ class Loop(LoopTools):
         train: Any = None,
         rules: Sequence[Rule] = (),
         augment: Augment | None = None,
+        callbacks: Callbacks | None = None,
     ) -> TrainState:
         """Returns the state to begin with: the workdir's newest checkpoint, or the initial one.
 
@@ -156,12 +171,16 @@ class Loop(LoopTools):
           train: A dataset or arrays, for `batches`.
           rules: Sharding rules; the first that matches a path counts.
           augment: (example, NumPy generator) -> example.
+          callbacks: Functions by event, or a list of callback objects. A loop has the events
+            `fit_start`, `evaluation` (`log_evaluation`), `checkpoint` and `fit_end`.
 
         Raises:
           UserError: If an argument is wrong, or this is not the first call.
         """
         if not self._entered or self._parts is not None:
             raise UserError("start() is called once, within `with Loop(...) as loop:`")
+        self._callbacks = CallbackRunner(self, callbacks or {}, state_at_steps=True)
+        self._callbacks.check_events({"step", "log", "epoch_end"}, "a Loop")
         keys = [jax.random.key(derive_seed(self.config.seed, p)) for p in _PURPOSES]
         begin = make_initial_state(init)
         abstract = jax.eval_shape(begin, *keys)
@@ -175,7 +194,9 @@ class Loop(LoopTools):
             placed,
             self.terminal,
             self._clock,
+            self._own_trackers,
         )
+        run.callback_states = self._callbacks.states
         options = options_for_one_run(self.placement.devices[0].platform)
         program = jax.jit(begin, out_shardings=layout.shardings, compiler_options=options)
         state, is_restored = run.first_state(placed, lambda: call_together(program, *keys))
@@ -186,6 +207,7 @@ class Loop(LoopTools):
         self.step = self.first_step = self._done = int(state.step)
         run.logger.begin(self.step, self.placement)
         self._stack.enter_context(run.record_outcome())
+        self._callbacks(CallbackEvent.FIT_START, self.step)
         if run.should_save_at_start(self.step):
             self._save()
         return state
@@ -218,6 +240,7 @@ class Loop(LoopTools):
             run.logger.log_end(Status.PREEMPTED, self.step, why, saved=self.step == self._saved)
         else:
             run.logger.log_end(Status.FINISHED, self.step)
+        self._callbacks(CallbackEvent.FIT_END, self.step)
 
     # -- data ----------------------------------------------------------------------------------
 
@@ -293,7 +316,12 @@ class Loop(LoopTools):
         parts = self._started()
         abstract = jax.tree.map(jax.typeof, parts.state)
         program = make_program(
-            function, abstract, parts.layout, self.placement, self._compiler_options
+            function,
+            abstract,
+            parts.layout,
+            self.placement,
+            self._compiler_options,
+            self.config.log_every,
         )
         return LoopStep(self, program, parts.layout.shardings)
 
@@ -355,12 +383,19 @@ class Loop(LoopTools):
                 "of its metrics at once"
             )
         if split == Split.EVAL:
+            reported = AddableMetrics(metrics)
+            self._callbacks(CallbackEvent.EVALUATION, self.step, reported)
+            metrics = reported.with_added()
             check_best(self.config, metrics, first=not self._evaluated, log=self.terminal.line)
             self._last_eval = self.step, metrics
         self._evaluated.add((split, self.step))
         logger = parts.run.logger
         if not logger.read_metrics(Split(split), self.step):
             logger.log_evaluation(Split(split), self.step, metrics)
+
+    @property
+    def _trackers_and_step(self) -> tuple[RunTrackers, int]:
+        return self._started().run.logger.trackers, self.step
 
     def stop(self) -> None:
         """Makes the last recorded step the last one of the run. All processes call it.
@@ -398,6 +433,9 @@ class Loop(LoopTools):
         parts.reader.flush()
         parts.run.save(parts.state, self.step, self._metrics(), stopped=self._stop)
         self._saved = self.step
+        if parts.run.checkpoints is not None:
+            metrics = FrozenMetrics(self._metrics() or {})
+            self._callbacks(CallbackEvent.CHECKPOINT, self.step, metrics)
 
     def _metrics(self) -> dict[str, float] | None:
         """Returns the metrics of the last step's evaluation, if there was one."""

@@ -15,6 +15,8 @@ from spmdtrain.errors import UserError
 from spmdtrain.sharding.layout import Layout, check_placed
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.finite import finite_flags
+from spmdtrain.step.hyperparameters import learning_rate
+from spmdtrain.step.norms import step_norms
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.terminal import Terminal
@@ -25,8 +27,9 @@ from spmdtrain.train.loop_checks import (
     check_state,
     state_and_metrics,
 )
+from spmdtrain.train.program_report import StepProgram
 from spmdtrain.train.run_logger import RunLogger
-from spmdtrain.xla import collectives
+from spmdtrain.xla.collectives import describe_found, find_collectives
 
 PyTree = Any
 
@@ -37,6 +40,7 @@ def make_program(
     layout: Layout,
     placement: Placement,
     compiler_options: Mapping[str, Any],
+    log_every: int,
 ) -> Any:
     """Returns the jitted program of a user's step: (state, batch) -> (state, output).
 
@@ -46,6 +50,7 @@ def make_program(
       layout: The shardings of the state, before and after the step.
       placement: The shardings of the batch and of the output.
       compiler_options: Options for XLA.
+      log_every: The cadence of the log, for `step_norms`.
     """
 
     def program(state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
@@ -59,7 +64,9 @@ def make_program(
         after = dataclasses.replace(after, step=state.step + 1, key=state.key)
         means = as_scalars(metrics)
         finite = finite_flags(jnp.stack(list(means.values())), state, after, layout.shardings)
-        return after, StepOutput(means, finite, after.step)
+        norms = step_norms(None, after.params, layout, after.step, log_every)
+        rate = learning_rate(after.opt_state)
+        return after, StepOutput(means, finite, after.step, rate=rate, norms=norms)
 
     return jax.jit(
         program,
@@ -115,12 +122,19 @@ class LoopStep:
     def _compile(self, state: TrainState, batch: PyTree) -> None:
         began, loop = time.perf_counter(), self._loop
         with loop.terminal.waiting("compiling the step"), phase(Phase.COMPILE):
-            lowered = self._program.lower(state, batch)
+            traced = self._program.trace(state, batch)
+            lowered = traced.lower()
             compiled = lowered.compile()
             await_compiled(lowered)
         if process_group.is_chief():
-            contents = collectives.describe_program(compiled.as_text(), loop.placement.mesh)
+            mesh = loop.placement.mesh
+            found = find_collectives(compiled.as_text(), mesh)
             seconds = time.perf_counter() - began
-            text = f"step compiled in {seconds:.1f} s: {contents}"
+            text = f"step compiled in {seconds:.1f} s: {describe_found(found, mesh)}"
             loop.logger.log_header(loop.placement, state.params, text)
+            program = StepProgram(traced.jaxpr, 1, found)
+            params = jax.tree.map(jax.typeof, state.params)
+            loop.logger.performance.describe(
+                program, params, self._shardings.params, loop.placement
+            )
         loop.logger.restart_timer(loop.step)

@@ -14,8 +14,10 @@ from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import NonFiniteError, ReplicaError, StateError, UserError
 from spmdtrain.step.finite import FLAGS, first_non_finite
 from spmdtrain.step.metrics import component_metric, loss_first
+from spmdtrain.step.norms import NORMS, has_norms
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
+from spmdtrain.train.run_logger import LEARNING_RATE
 from spmdtrain.train.session import RunSession
 
 Logged = Callable[[int, dict[str, float]], dict[str, float]]
@@ -110,18 +112,23 @@ class MetricsReader:
         last = steps[-1]
         sums = None if output.sums is None else np.asarray(output.sums)
         if len(steps) == 1:
-            self._read_one(last, last, finite, self._present(output.metrics, sums))
+            present = self._present(output.metrics, sums)
+            self._count_weight(output, sums)
+            self._read_one(last, last, finite, present, output.rate, output.norms)
             if sums is not None:
                 self._count(last, output, sums, output.rate)
             return
         metrics = {name: np.asarray(x) for name, x in output.metrics.items()}
         rates = None if output.rate is None else np.asarray(output.rate)
+        norms = None if output.norms is None else np.asarray(output.norms)
         for number, step in enumerate(steps):
             of_step = {name: values[number] for name, values in metrics.items()}
             present = self._present(of_step, None if sums is None else sums[number])
-            self._read_one(step, last, finite[number], present)
+            rate = None if rates is None else rates[number]
+            of_norms = None if norms is None else norms[number]
+            self._count_weight(output, None if sums is None else sums[number])
+            self._read_one(step, last, finite[number], present, rate, of_norms)
             if sums is not None:
-                rate = None if rates is None else rates[number]
                 self._count(step, output, sums[number], rate)
 
     def _present(self, metrics: Mapping[str, Any], sums: np.ndarray | None) -> Mapping[str, Any]:
@@ -131,11 +138,22 @@ class MetricsReader:
         weights = dict(zip(sorted(metrics), sums[:, 1], strict=True))
         return {n: x for n, x in metrics.items() if weights[n] or n not in self._of_components}
 
+    def _count_weight(self, output: StepOutput, sums: np.ndarray | None) -> None:
+        if sums is not None:
+            loss = sorted(output.metrics).index("loss")
+            self._run.logger.performance.count_weight(float(sums[loss, 1]))
+
     def _count(self, step: int, output: StepOutput, sums: np.ndarray, rate: Any) -> None:
         self._run.epochs.count(step, sorted(output.metrics), sums, rate)
 
     def _read_one(
-        self, step: int, last: int, finite: np.ndarray, metrics: Mapping[str, Any]
+        self,
+        step: int,
+        last: int,
+        finite: np.ndarray,
+        metrics: Mapping[str, Any],
+        rate: Any,
+        norms: Any,
     ) -> None:
         run = self._run
         if not finite.all():
@@ -150,9 +168,20 @@ class MetricsReader:
             raise self._failed
         if run.config.logs_at(step, run.schedule.total):
             found = loss_first({name: float(x) for name, x in metrics.items()})
+            # A metric of the objective takes precedence over a value of the same name.
+            found |= self._beside(step, rate, norms) | found
             # First the callbacks, which may add metrics to the line.
             run.logger.log_train_step(
                 step, run.schedule.total, self._logged(step, found), done=last
             )
         elif step == last:
             run.logger.terminal.advance(step)
+
+    def _beside(self, step: int, rate: Any, norms: Any) -> dict[str, float]:
+        """Returns the learning rate and the norms of a step, those of them that are known."""
+        used = self._run.epochs.fixed_rate if rate is None else float(rate)
+        found = {} if used is None else {LEARNING_RATE: used}
+        if norms is not None and has_norms(step, self._run.config.log_every):
+            known = dict(zip(NORMS, np.asarray(norms).tolist(), strict=False))
+            found |= {name: known[name] for name in sorted(known)}
+        return found

@@ -32,7 +32,9 @@ from spmdtrain.terminal import Terminal
 from spmdtrain.train.evaluate import Evaluation, check_same_data
 from spmdtrain.train.executor import backend_of
 from spmdtrain.train.init_state import load_values
+from spmdtrain.train.media_log import checked_media
 from spmdtrain.train.run_logger import Metrics
+from spmdtrain.train.terminal_of_run import terminal_of
 
 PyTree = Any
 
@@ -49,6 +51,7 @@ class ModelRunner:
       predict: Gives predictions.
       rules: Sharding rules.
       reduction: Reduces gradients.
+      media: Gives media to log.
     """
 
     def __init__(
@@ -62,9 +65,10 @@ class ModelRunner:
         predict: Function | None,
         rules: Sequence[Rule],
         reduction: Reduction | None,
+        media: Function | None,
     ) -> None:
         self.config = config
-        self.terminal = terminal or Terminal(quiet=not process_group.is_chief())
+        self.terminal = terminal or terminal_of(config)
         self._backend = backend_of(strategy(config.strategy))
         self.placement = placement = self._backend.make_placement(config)
         self.check_interrupt: Callable[[], None] = _nothing
@@ -84,6 +88,7 @@ class ModelRunner:
                 "optimizer": optimizer,
                 "rules": rules,
                 "reduction": reduction,
+                "media": checked_media(media),
             },
         )
         self.functions = self._make_functions(config, placement)
@@ -101,6 +106,27 @@ class ModelRunner:
         """Number of updates so far."""
         self._check_readable()
         return 0 if self._state is None else int(self._state.step)
+
+    @property
+    def state(self) -> TrainState | None:
+        """The state after `step` updates; None before `fit`.
+
+        Raises:
+          UserError: In a callback whose step has another state (see `CallbackEvent`).
+        """
+        self._check_readable()
+        return self._state
+
+    @state.setter
+    def state(self, state: TrainState | None) -> None:
+        self._check_readable()
+        self._state = state
+
+    @property
+    def _current(self) -> TrainState:
+        """The state; it exists during a fit."""
+        assert self._state is not None
+        return self._state
 
     @property
     def model(self) -> Any:

@@ -2,12 +2,14 @@
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError, did_you_mean, field_meant
 from spmdtrain.sharding.resolution import check_inherited
+from spmdtrain.trackers.base import Tracker
+from spmdtrain.trackers.run_trackers import check_trackers
 
 
 def with_options(config: RunConfig, options: Mapping[str, Any], of: str) -> RunConfig:
@@ -56,6 +58,33 @@ def validate_trainer_options(config: RunConfig, options: Mapping[str, Any]) -> R
             "the optimizer with config.learning_rate"
         )
     return config
+
+
+def with_trackers(
+    config: RunConfig, given: Sequence[Tracker | str] | None
+) -> tuple[RunConfig, list[Tracker]]:
+    """Returns the configuration with the named trackers, and those that are objects.
+
+    Args:
+      config: The configuration. Its `trackers` stay if objects alone are given.
+      given: Names and objects; None for those of the configuration.
+
+    Raises:
+      UserError: If a name is unknown, or an object is no `Tracker`.
+    """
+    if given is None:
+        return config, []
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise UserError(
+            f"trackers is {given!r}: it must be a list of names and Trackers, for example "
+            '["tensorboard", "wandb"]'
+        )
+    names = tuple(each for each in given if isinstance(each, str))
+    own = [each for each in given if not isinstance(each, str)]
+    check_trackers(own)
+    if names or not given:
+        config = dataclasses.replace(config, trackers=names)  # type: ignore[arg-type]
+    return config, own
 
 
 REQUIRED: Any = object()

@@ -7,6 +7,7 @@ from spmdtrain.sharding.placement import configure_backend, local_config
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.executor import backend_of
+from spmdtrain.train.terminal_of_run import terminal_of
 
 
 def is_evaluator() -> bool:
@@ -33,7 +34,7 @@ def join_job(config: RunConfig, timeout: float, terminal: Terminal | None) -> Ru
       SystemExit: In a worker or parameter server, when the job has ended.
     """
     if is_evaluator():
-        return local_config(config, (terminal or Terminal()).line)
+        return local_config(config, (terminal or terminal_of(config)).line)
     backend_of(strategy(config.strategy)).join(timeout)
     configure_backend(config)
     return config

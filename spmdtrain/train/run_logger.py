@@ -10,12 +10,20 @@ import jax
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import StorageError
-from spmdtrain.files.run_files import RunFiles, Split, Status
+from spmdtrain.files.run_files import COUNTS_SUFFIX, RunFiles, Split, Status
 from spmdtrain.sharding.placement import Placement
-from spmdtrain.terminal import Rate, Terminal, duration, number
+from spmdtrain.step.norms import NORMS
+from spmdtrain.terminal import Rate, Terminal, Tone, duration, metric_texts, number
+from spmdtrain.trackers.run_trackers import RunTrackers
 from spmdtrain.train.input_wait import InputWait
+from spmdtrain.train.performance import PerformanceLog
+from spmdtrain.train.time_account import TimeAccount, goodput_line
 
 Metrics = dict[str, float]
+_NO_CURVES: Mapping[str, float] = {}
+_NO_COUNTS: Mapping[str, Mapping[int, int]] = {}
+LEARNING_RATE = "learning_rate"
+"""The name of the learning rate in a line of training."""
 
 
 def no_metrics() -> dict[Split, dict[int, Metrics]]:
@@ -31,6 +39,7 @@ class RunLogger:
       files: The files of the workdir; None without a workdir, and in all processes but process 0.
       config: The configuration.
       skipped_records: Numbers of bad records that are left out of the data, by split.
+      trackers: Receive the metrics, in process 0; by default there are none.
     """
 
     def __init__(
@@ -39,15 +48,19 @@ class RunLogger:
         files: RunFiles | None,
         config: RunConfig,
         skipped_records: Mapping[str, int] | None = None,
+        trackers: RunTrackers | None = None,
     ) -> None:
         self.terminal, self.files, self.config = terminal, files, config
         self._skipped_records = skipped_records or {}
+        self.trackers = RunTrackers.none() if trackers is None else trackers
         self.latest: dict[Split, Metrics] = {split: {} for split in Split}
         self.batch_size = config.global_batch_size
         """Examples in one step; in a `Loop` those of the batch that the user passes."""
         self.written = no_metrics()
         """The metrics written of epochs and evaluations, by split and step."""
         self._rate, self._input_wait = Rate(), InputWait()
+        self.performance, self.times = PerformanceLog(files), TimeAccount(files)
+        self._devices: list[jax.Device] = []  # of this process
         self._seconds = 0.0  # of training, up to the last pause
         self._since: float | None = None  # when the timer was restarted
         self._counts: dict[str, Counter[int]] = {}  # since the last line of training
@@ -59,8 +72,10 @@ class RunLogger:
           step: The step from which the run resumes.
           placement: Is written to the configuration file.
         """
+        self.times.begin(step, len(placement.devices))
+        rank = jax.process_index()
+        self._devices = [device for device in placement.devices if device.process_index == rank]
         if self.files:
-            self.files.prepare_curves()  # now, during the compilation
             self.files.rewind(step)
             self.files.write_config(
                 config_as_json(self.config),
@@ -69,6 +84,7 @@ class RunLogger:
                 skipped_records=self._skipped_records,
             )
             self.files.write_status(Status.RUNNING, step)
+        self.trackers.start(step, config_as_json(self.config))  # now, during the compilation
         if self.config.workdir is not None:
             for split in self.written:
                 found = list(self.files.history(split).items()) if self.files else []
@@ -83,20 +99,25 @@ class RunLogger:
         if batch == self.config.global_batch_size is not None:
             rows = self.config.padded_batch_size(placement.batch_shards)
         padded = f" padded to {rows}" if rows != batch else ""
-        self.terminal.line(
-            f"{len(devices)} x {devices[0].device_kind}{_processes()}, {placement.name}, "
-            f"mesh {placement.axes}; "
-            + (
-                ""
-                if batch is None
-                else f"global batch {batch}{padded} ({rows // placement.batch_shards} per device); "
-            )
-            + ("" if rate is None else f"learning rate {rate:g}; ")
-            + f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters; {program}"
+        facts = (
+            []
+            if batch is None
+            else [f"global batch {batch}{padded} ({rows // placement.batch_shards} per device)"]
         )
+        facts += [] if rate is None else [f"learning rate {rate:g}"]
+        compiled, *reasons = program.split("; ")
+        count = sum(leaf.size for leaf in jax.tree.leaves(params))
+        lines = [
+            f"{len(devices)} x {devices[0].device_kind}{_processes()}, {placement.name}, "
+            f"mesh {placement.axes}",
+            ", ".join(facts),
+            f"{count:,} parameters; {compiled}",
+            *reasons,
+        ]
+        self.terminal.lines([line for line in lines if line])
         if any(self._skipped_records.values()):
             counts = (f"{split} {count:,}" for split, count in self._skipped_records.items())
-            self.terminal.line(f"bad records left out: {', '.join(counts)}")
+            self.terminal.line(f"bad records left out: {', '.join(counts)}", Tone.WARNING)
 
     def restart_timer(self, step: int) -> None:
         """Counts the time from here on as training."""
@@ -144,40 +165,88 @@ class RunLogger:
             speed = {} if self.batch_size is None else {"examples/s": rate * self.batch_size}
             speed["steps/s"] = rate
         wait = self._input_wait.read(done, self.seconds)
-        if self.files:
-            curves = {f"speed/{unit.replace('/s', '_per_second')}": v for unit, v in speed.items()}
-            curves |= {} if wait is None else {"speed/input_wait": wait}
-            self.files.write_metrics(step, Split.TRAIN, metrics, curves, self._counts)
+        curves = self._log_performance(step, done, speed, wait) if self.files else {}
+        self._write(step, Split.TRAIN, metrics, curves, self._counts)
         self._counts = {}
-        text = "  ".join([_words(metrics), *(f"{number(v)} {unit}" for unit, v in speed.items())])
-        text += "" if wait is None else f"  input_wait {wait:.1%}"
+        texts = metric_texts(self._shown(metrics))
+        texts += [f"{number(v)} {unit}" for unit, v in speed.items()]
+        texts += [] if wait is None else [f"input_wait {wait:.1%}"]
         if self.terminal.has_bar:
-            self.terminal.advance(step, text)
+            self.terminal.advance(step, texts)
         else:
-            left = "" if rate is None else f"  {duration((total - step) / rate)} left"
-            self.terminal.line(f"step {step}/{total}  {text}{left}")
+            texts += [] if rate is None else [f"{duration((total - step) / rate)} left"]
+            self.terminal.line("  ".join([f"step {step}/{total}", *texts]))
+
+    def _log_performance(self, step: int, done: int, speed: Metrics, wait: float | None) -> Metrics:
+        """Writes a line of performance; returns its values as curves."""
+        times = self.times.measure(done)
+        goodput = None if times is None else times.goodput
+        examples, steps = speed.get("examples/s"), speed.get("steps/s")
+        return self.performance.record(step, examples, steps, wait, goodput, self._devices)
+
+    def _shown(self, metrics: Metrics) -> Metrics:
+        """Returns the metrics for the terminal: without norms, and without a constant rate."""
+        hidden = {*NORMS} | (
+            {LEARNING_RATE} if metrics.get(LEARNING_RATE) == self.config.learning_rate else set()
+        )
+        return {name: value for name, value in metrics.items() if name not in hidden}
+
+    def log_checkpoint(self, step: int) -> None:
+        """Logs that the state after `step` is being saved."""
+        self.times.log("checkpoint", step)
 
     def log_evaluation(self, split: Split, step: int, metrics: Metrics) -> None:
         """Logs the metrics of an evaluation of the state after `step`."""
         self.latest[split] = metrics
-        if self.files:
-            self.files.write_metrics(step, split, metrics)
+        self._write(step, split, metrics)
+        self.times.log("evaluation", step)
+        best = split is Split.EVAL and self._is_best(metrics)
         if split in self.written:
             self.written[split][step] = metrics
-        self.terminal.line(f"{split} at step {step}: {_words(metrics)}")
+        texts = metric_texts(metrics) + (["best"] if best else [])
+        tone = Tone.SUCCESS if best else Tone.PLAIN
+        self.terminal.line(f"{split} at step {step}: {'  '.join(texts)}", tone)
+
+    def _is_best(self, metrics: Metrics) -> bool:
+        """Returns whether an evaluation is better than all earlier ones; there must be some."""
+        name, sign = self.config.best_metric, 1 if self.config.best_direction == "min" else -1
+        earlier = [m[name] * sign for m in self.written[Split.EVAL].values() if name in m]
+        return bool(earlier) and name in metrics and metrics[name] * sign < min(earlier)
 
     def log_epoch(self, step: int, metrics: Metrics) -> None:
         """Logs the means of the epoch that ends at `step`; "epoch" among them is its number."""
         self.written[Split.EPOCH][step] = metrics
-        if self.files:
-            self.files.write_metrics(step, Split.EPOCH, metrics)
+        self._write(step, Split.EPOCH, metrics)
         units = {"seconds": "s", "examples_per_second": "examples/s"}
         apart = {"epoch", "input_wait", *units}
         shown = {k: x for k, x in metrics.items() if k not in apart}
         speed = [f"{number(metrics[name])} {of}" for name, of in units.items() if name in metrics]
         speed += [f"input_wait {metrics['input_wait']:.1%}"] if "input_wait" in metrics else []
-        text = "  ".join([_words(shown), *speed])
+        text = "  ".join([*metric_texts(shown), *speed])
         self.terminal.line(f"epoch {metrics['epoch']:.0f} at step {step}: {text}")
+
+    def _write(
+        self,
+        step: int,
+        split: Split,
+        metrics: Metrics,
+        curves: Mapping[str, float] = _NO_CURVES,
+        counts: Mapping[str, Mapping[int, int]] = _NO_COUNTS,
+    ) -> None:
+        """Writes a line of metrics, and passes it to the trackers.
+
+        Args:
+          step: The step.
+          split: The split.
+          metrics: Metric name to value.
+          curves: Further values, only for the trackers: tag to value.
+          counts: Name to the count of each integer.
+        """
+        if self.files:
+            self.files.write_metrics(step, split, metrics, counts)
+        values = {f"{split}/{name}": value for name, value in metrics.items()}
+        tagged = {f"{split}/{name}{COUNTS_SUFFIX}": count for name, count in counts.items()}
+        self.trackers.scalars(step, values | dict(curves), tagged)
 
     def read_metrics(self, split: Split, step: int) -> Metrics:
         """Returns the metrics that this or an earlier start wrote of a split at a step."""
@@ -206,8 +275,11 @@ class RunLogger:
         Raises:
           StorageError: If the files of a finished run cannot be written.
         """
+        self.trackers.status = status
         if self.files:
             try:
+                self.performance.write_program(wait=status is Status.FINISHED)
+                self.times.end(status, reason)
                 self.files.write_status(status, step, reason)
             except StorageError as error:
                 if status is Status.FINISHED:
@@ -217,17 +289,16 @@ class RunLogger:
             done = f"saved step {step:,}; run the command again to resume"
             if not (self.config.workdir and saved):
                 done = "nothing saved" + (" (no workdir)" if not self.config.workdir else "")
-            self.terminal.line(f"{reason}: {done}")
+            self.terminal.result(f"{reason}: {done}", Tone.WARNING)
         if status is Status.FINISHED:
             where = f"; files in {self.config.workdir}" if self.files else ""
-            self.terminal.line(f"finished at step {step:,}{where}")
-            self.terminal.results({str(s): found for s, found in self.latest.items() if found})
+            self.terminal.line(f"finished at step {step:,}{where}", Tone.SUCCESS)
+            if times := self.times.measure(step):
+                self.terminal.line(goodput_line(times))
+            rows = {str(s): self._shown(found) for s, found in self.latest.items() if found}
+            self.terminal.results(rows, step)
 
 
 def _processes() -> str:
     count = process_group.count()
     return f" of {count} processes" if count > 1 else ""
-
-
-def _words(metrics: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {number(value)}" for name, value in metrics.items())

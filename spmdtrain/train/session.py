@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,10 @@ from spmdtrain.sharding.layout import check_placed
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal
+from spmdtrain.trackers.base import Tracker
+from spmdtrain.trackers.run_trackers import open_trackers
 from spmdtrain.train.boundary_actions import BoundaryActions
+from spmdtrain.train.callback_states import CallbackStates
 from spmdtrain.train.checkpoints_of_run import open_checkpoints
 from spmdtrain.train.epochs import Epochs, known_rate
 from spmdtrain.train.run_inputs import (
@@ -74,6 +77,7 @@ class RunSession:
     signals: StopSignals
     epochs: Epochs
     stream_progress: StreamProgress = field(default_factory=StreamProgress)
+    callback_states: CallbackStates = field(default_factory=lambda: CallbackStates(()))
 
     @classmethod
     def open(
@@ -84,6 +88,7 @@ class RunSession:
         trained: Trainable,
         terminal: Terminal,
         clock: Callable[[], float],
+        trackers: Sequence[Tracker] = (),
     ) -> "RunSession":
         """Checks the inputs of a run and opens its files.
 
@@ -94,6 +99,7 @@ class RunSession:
           trained: Gives the abstract state (shapes and dtypes) and its shardings.
           terminal: Receives the log.
           clock: Returns seconds, for `checkpoint_every_seconds`.
+          trackers: The user's own trackers.
 
         Returns:
           The session of the run.
@@ -124,7 +130,9 @@ class RunSession:
                 files = stack.enter_context(contextlib.closing(RunFiles(workdir)))
             process_group.barrier()  # the folder exists, and this run has locked it
             checkpoints = stack.enter_context(contextlib.closing(open_checkpoints(config, workdir)))
-        logger = RunLogger(terminal, files, config, count_skipped({"train": train, **data}))
+        kept = open_trackers(config, trackers, files, terminal.line)
+        stack.callback(kept.close)
+        logger = RunLogger(terminal, files, config, count_skipped({"train": train, **data}), kept)
         rate = known_rate(config, trained.abstract_state.opt_state)
         size = examples_per_epoch(train)
         run = cls(
@@ -222,6 +230,7 @@ class RunSession:
         state, positions = loaded.value
         self.stream_progress.record(saved.step, positions)
         self.epochs.restore(saved.epoch)
+        self.callback_states.restore(saved.callbacks, log)
         before, now = saved.identity.config, self.identity.config
         if saved.stopped and all(before[name] == now[name] for name in ("epochs", "steps")):
             # A callback ended the run here, and the totals have not changed since.
@@ -237,40 +246,6 @@ class RunSession:
             log,
             rate_changed=before.get("learning_rate") != now["learning_rate"],
         )
-
-    def check_no_checkpoints(self) -> None:
-        """Raises `UserError` if the workdir has checkpoints: a restart would repeat their steps."""
-        if self.checkpoints is not None and (self.saved_step or self.checkpoints.holds(0)):
-            where = self.config.workdir
-            raise UserError(
-                f"restart=True counts steps from 0, and workdir {where} holds checkpoints up to "
-                f"step {self.saved_step}: use a Trainer without a workdir, or a new Trainer "
-                f"with another workdir and init_from={where!r} (its optimizer state is new)"
-            )
-
-    def check_continues(self, earlier: Identity, step: int) -> None:
-        """Checks that this run continues an earlier one, and that no other trainer has done so.
-
-        Args:
-          earlier: The earlier run.
-          step: Number of steps that it has run.
-
-        Raises:
-          UserError: If this is another run, or the workdir has a checkpoint of a later step.
-        """
-        try:
-            check_same_run(earlier, self.identity, f"this trainer at step {step}", step)
-        except UserError as error:
-            raise UserError(
-                f"{error}. To keep the model and the optimizer's state and count steps from 0, "
-                "call fit(..., restart=True)"
-            ) from None
-        if self.saved_step > step:
-            raise UserError(
-                f"workdir {self.config.workdir} holds step {self.saved_step}, and this trainer has "
-                f"run {step}: another trainer has continued the run; use a new Trainer, which "
-                "resumes from that checkpoint"
-            )
 
     # -- the boundary between steps ------------------------------------------------------------
 
@@ -379,10 +354,12 @@ class RunSession:
                 metrics,
                 stopped=stopped,
                 epoch=self.epochs.to_json(),
+                callbacks=self.callback_states.to_json(),
                 positions=self.stream_progress.at(step),
             )
         progress.saved(self.saved_step)
         self.schedule.saved()
+        self.logger.log_checkpoint(step)
         self.logger.log_save(self.saved_step)
 
     def wait_for_save(self) -> None:
@@ -391,6 +368,26 @@ class RunSession:
             with progress.phase(progress.Phase.SAVE):
                 self.checkpoints.wait()
             progress.saved(self.saved_step)
+
+    def finish(self, step: int, evaluate: Callable[[Dataset], Metrics]) -> Metrics:
+        """Evaluates the test split, unless an earlier start has done so, and logs the end.
+
+        Args:
+          step: The last step.
+          evaluate: Returns the metrics of the test split.
+
+        Returns:
+          The metrics of the test split; none without one.
+        """
+        self.wait_for_save()  # if it has failed, the run must not be logged as finished
+        logger = self.logger
+        if self.test is not None and not logger.read_metrics(Split.TEST, step):
+            logger.log_evaluation(Split.TEST, step, evaluate(self.test))
+        for split in (Split.TRAIN, Split.EVAL):
+            if not logger.latest[split]:  # no step was left: use what an earlier start has written
+                logger.read_metrics(split, step)
+        logger.log_end(Status.FINISHED, step)
+        return logger.latest[Split.TEST]
 
     @contextlib.contextmanager
     def record_outcome(self) -> Iterator[None]:
@@ -428,6 +425,7 @@ class RunSession:
     def log_failure_elsewhere(self, reason: str) -> None:
         """Logs that another process has failed, before this process exits because of it."""
         self.logger.log_end(Status.FAILED, self.saved_step, reason)
+        self.logger.trackers.close(timeout=5.0)
 
     @property
     def saved_step(self) -> int:

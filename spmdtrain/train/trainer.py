@@ -16,15 +16,16 @@ from spmdtrain.data.sampling import Augment
 from spmdtrain.data.sharded_stream import StreamProgress
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import PreemptedExit, StateError, UserError
-from spmdtrain.files.run_files import Split, Status
+from spmdtrain.files.run_files import Split
 from spmdtrain.sharding.layout import Rule
 from spmdtrain.sharding.placement import use_placement
 from spmdtrain.sharding.resolution import resolve
 from spmdtrain.step.compile import Programs
 from spmdtrain.step.reductions import Reduction
-from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal
-from spmdtrain.train import evaluator, overrides, roles
+from spmdtrain.trackers.base import Tracker
+from spmdtrain.trackers.run_trackers import RunTrackers
+from spmdtrain.train import evaluator, later_fit, overrides, roles
 from spmdtrain.train.boundary_actions import BoundaryActions
 from spmdtrain.train.callbacks import (
     AddableMetrics,
@@ -37,6 +38,7 @@ from spmdtrain.train.epochs import EpochSums, FitResult
 from spmdtrain.train.executor import DeviceExamples, Executor, ExecutorInputs, MakeExecutor
 from spmdtrain.train.experiment import Experiment
 from spmdtrain.train.init_state import at_step_zero, initial_state
+from spmdtrain.train.media_log import MediaLogger
 from spmdtrain.train.metrics_reader import MetricsReader
 from spmdtrain.train.model_runner import ModelRunner
 from spmdtrain.train.profiler import profiled_steps
@@ -46,7 +48,7 @@ from spmdtrain.train.session import RunSession
 PyTree = Any
 
 
-class Trainer(ModelRunner):
+class Trainer(ModelRunner, MediaLogger):
     """Trains, evaluates and predicts with one model on one device mesh.
 
     Args:
@@ -61,7 +63,9 @@ class Trainer(ModelRunner):
       rules: Sharding rules; the first one that matches a parameter's path applies.
       reduction: (gradients of a device's part of the batch, mesh axes) -> their sums over the
         axes; called under `shard_map`. By default XLA or a built-in function reduces them.
-      callbacks: Functions by `CallbackEvent`.
+      callbacks: Functions by `CallbackEvent`, or a list of callback objects.
+      media: (model, batch) -> media by name, logged at each evaluation for its first batch.
+      trackers: Names of trackers, in place of those of `config`, and objects of own ones.
       config: The configuration; without a `workdir` nothing is written.
       terminal: Shows progress; by default the standard output of process 0.
       clock: Returns seconds.
@@ -83,6 +87,8 @@ class Trainer(ModelRunner):
         rules: Sequence[Rule] = (),
         reduction: Reduction | None = None,
         callbacks: Callbacks | None = None,
+        media: Function | None = None,
+        trackers: Sequence[Tracker | str] | None = None,
         config: RunConfig | None = None,
         terminal: Terminal | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -90,6 +96,7 @@ class Trainer(ModelRunner):
         **options: Any,
     ) -> None:
         config = overrides.validate_trainer_options(config or RunConfig(), options)
+        config, self._own_trackers = overrides.with_trackers(config, trackers)
         super().__init__(
             roles.join_job(config, init_timeout, terminal),
             terminal,
@@ -99,6 +106,7 @@ class Trainer(ModelRunner):
             predict=predict,
             rules=rules,
             reduction=reduction,
+            media=media,
         )
         if augment is not None and self.config.data_on_device:
             raise UserError(
@@ -113,6 +121,7 @@ class Trainer(ModelRunner):
         self._epoch_sums, self._written = EpochSums(), no_metrics()
         self._stream_progress = StreamProgress()
         self._all_examples = DeviceExamples(self.placement, self.terminal)
+        self._trackers: RunTrackers | None = None  # during a fit
 
     @classmethod
     def from_experiment(
@@ -127,21 +136,6 @@ class Trainer(ModelRunner):
         """
         return cls(**{"config": config, **experiment.trainer_arguments(), **keywords})
 
-    @property
-    def state(self) -> TrainState | None:
-        """The state after `step` updates; None before `fit`.
-
-        Raises:
-          UserError: In a callback whose step has another state (see `CallbackEvent`).
-        """
-        self._check_readable()
-        return self._state
-
-    @state.setter
-    def state(self, state: TrainState | None) -> None:
-        self._check_readable()
-        self._state = state
-
     def _check_readable(self) -> None:
         self._callbacks.check_readable()
 
@@ -154,6 +148,12 @@ class Trainer(ModelRunner):
           UserError: If several processes train and this is not a callback.
         """
         self._callbacks.request_stop()
+
+    @property
+    def _trackers_and_step(self) -> tuple[RunTrackers, int]:
+        if self._trackers is None:
+            raise UserError("log() was called outside of fit: call event.log() in a callback")
+        return self._trackers, self._callbacks.step
 
     # -- fit -----------------------------------------------------------------------------------
 
@@ -210,9 +210,10 @@ class Trainer(ModelRunner):
         data = {"train": train, "validation": validation, "test": test}
         with contextlib.ExitStack() as stack:
             stack.enter_context(use_placement(self.placement))
-            run = RunSession.open(stack, config, data, self.functions, self.terminal, self._clock)
-            stack.callback(setattr, self, "_fitting", False)
-            self._fitting = True
+            given = self.functions, self.terminal, self._clock, self._own_trackers
+            run = RunSession.open(stack, config, data, *given)
+            stack.callback(self._end_fit)
+            self._fitting, self._trackers = True, run.logger.trackers
             stack.callback(self._programs.wait)  # a background compilation ends before `fit` does
             make_executor = stack.enter_context(self._backend.open(self._init_timeout))
             before = self._state, self._identity
@@ -236,14 +237,16 @@ class Trainer(ModelRunner):
         """Sets the first state: of an earlier fit, restored from a checkpoint, or initialized."""
         run.schedule.stops_at_epochs = self._callbacks.has(CallbackEvent.EPOCH_END)
         run.schedule.check_dispatches()
+        if run.validation is not None:
+            self._evaluation.check_media(run.validation, run.eval_batch_size)
         if restart:
-            run.check_no_checkpoints()
+            later_fit.check_no_checkpoints(run)
         if self.config.checkpoint != LATEST and not self.config.init_from:
             raise UserError(
                 f"checkpoint={self.config.checkpoint} needs init_from: a run itself always resumes "
                 "from its latest checkpoint"
             )
-        self._callbacks.stop_requested = False
+        run.callback_states = self._callbacks.begin(from_step_zero=restart or self._state is None)
         self._restored = None  # `evaluate` and `predict` use the trained state from here on
         if self._state is None:
             self._backend.compile_ahead(run, self._programs, self.functions, self._augment)
@@ -253,12 +256,15 @@ class Trainer(ModelRunner):
         elif restart:
             self._state = at_step_zero(self._state, self.functions.shardings)
         elif self._identity is not None:
-            run.check_continues(self._identity, self.step)
+            later_fit.check_continues(run, self._identity, self.step)
             run.epochs.sums, run.logger.written = self._epoch_sums, self._written
             run.stream_progress = self._stream_progress
         stack.callback(self._keep_metrics, run)
         self._identity = run.identity
         run.logger.begin(self.step, self.placement)
+
+    def _end_fit(self) -> None:
+        self._fitting, self._trackers = False, None
 
     def _keep_metrics(self, run: RunSession) -> None:
         self._epoch_sums, self._written = run.epochs.sums, run.logger.written
@@ -343,16 +349,8 @@ class Trainer(ModelRunner):
         )
 
     def _finish(self, run: RunSession) -> None:
-        """Evaluates the test split on the final state, unless an earlier start has done so."""
-        run.wait_for_save()  # if it has failed, the run must not be logged as finished
-        step, logger = self.step, run.logger
-        if run.test is not None and not logger.read_metrics(Split.TEST, step):
-            logger.log_evaluation(Split.TEST, step, self._evaluate_split(run, Split.TEST, run.test))
-        for split in (Split.TRAIN, Split.EVAL):
-            if not logger.latest[split]:  # no step was left: use what an earlier start has written
-                logger.read_metrics(split, step)
-        logger.log_end(Status.FINISHED, step)
-        self._callbacks(CallbackEvent.FIT_END, step, FrozenMetrics(logger.latest[Split.TEST]))
+        found = run.finish(self.step, lambda data: self._evaluate_split(run, Split.TEST, data))
+        self._callbacks(CallbackEvent.FIT_END, self.step, FrozenMetrics(found))
 
     def _executor_inputs(self, run: RunSession) -> ExecutorInputs:
         """Returns the inputs of the executor of a run."""
@@ -367,12 +365,6 @@ class Trainer(ModelRunner):
             all_examples=self._all_examples,
         )
 
-    @property
-    def _current(self) -> TrainState:
-        """The state; it exists during a fit."""
-        assert self._state is not None
-        return self._state
-
     def _log(self, step: int, metrics: Mapping[str, float]) -> Metrics:
         """Calls the log callbacks; returns the metrics with those that they added."""
         reported = AddableMetrics(metrics)
@@ -383,6 +375,9 @@ class Trainer(ModelRunner):
         if run.validation is None:
             return None
         reported = AddableMetrics(self._evaluate_split(run, Split.EVAL, run.validation))
+        inputs = self._variables(), run.validation, run.eval_batch_size
+        if (media := self._evaluation.media(*inputs)) is not None:
+            run.logger.trackers.media(step, Split.EVAL, media)
         self._callbacks(CallbackEvent.EVALUATION, step, reported)
         metrics = reported.with_added()
         run.logger.log_evaluation(Split.EVAL, step, metrics)

@@ -38,6 +38,7 @@ _BETWEEN_SLICES = re.compile(
 )
 _IS_SYNC = '"is_sync":true'
 
+_MOST_TEXT = 2**27  # characters of a program; reading so many takes a minute
 _MOST_DEVICES = 2**24  # of a program; a larger number in its text is invalid
 _LISTS = re.compile(r"(replica_groups|source_target_pairs)=\{([\d,{} ]*)\}")
 _IOTA = re.compile(r"replica_groups=(\[[\d,]+\])<=(\[[\d,]+\](?:T\([\d,]+\))?)")
@@ -258,19 +259,28 @@ def describe_collectives(step: Sequence[Collective], mesh: Mesh) -> str:
     return "; ".join(parts) or "no collectives"
 
 
-def describe_program(hlo_text: str, mesh: Mesh | None) -> str:
-    """Returns a line about the collectives of a compiled step, without raising an error.
+def find_collectives(hlo_text: str, mesh: Mesh | None) -> "list[Collective] | str":
+    """Returns the collectives of a compiled step, or the reason why they are not known.
 
     Args:
         hlo_text: Optimized HLO.
         mesh: Mesh of the step; without one the step has no collectives.
     """
     if mesh is None:
-        return "no collectives"
+        return []
+    if len(hlo_text) > _MOST_TEXT:
+        return f"the compiled step has {len(hlo_text):,} characters, more than {_MOST_TEXT:,}"
     try:
-        return describe_collectives(collectives(hlo_text, mesh), mesh)
+        return collectives(hlo_text, mesh)
     except UnreadableProgramError as error:  # a report must not end a run
-        return f"collectives unknown: {error}"
+        return str(error)
+
+
+def describe_found(found: "list[Collective] | str", mesh: Mesh | None) -> str:
+    """Returns a line about what `find_collectives` returned."""
+    if isinstance(found, str):
+        return f"collectives unknown: {found}"
+    return "no collectives" if mesh is None else describe_collectives(found, mesh)
 
 
 def _payload(shape: str, kind: str, started: bool) -> list[Array]:

@@ -154,7 +154,7 @@ class Origins:
 
     def _value(self, instruction: Instruction, within: Computation, index: int) -> _Value:
         """Returns the result with an index; a started collective has one result per operand."""
-        several = instruction.shape.startswith("(")
+        several = instruction.shape.startswith("(") and bool(instruction.arrays)
         if instruction.opcode.endswith("-start"):
             several = len(instruction.operands) > 1 and _base(instruction.opcode) in _SIDE_BY_SIDE
         return _Value(within.name, instruction.name, (index,) if several else ())

@@ -26,7 +26,6 @@ def of_other_keras(folder: Path) -> str:
     ("variable", "value", "named"),
     [
         ("JAX_THREEFRY_PARTITIONABLE", "0", "jax_threefry_partitionable is False there and True"),
-        ("JAX_ENABLE_X64", "1", "jax_enable_x64 is True there and False here"),
         (
             "XLA_FLAGS",
             "--xla_dump_to=/nowhere --xla_cpu_enable_fast_math=true",
@@ -34,7 +33,7 @@ def of_other_keras(folder: Path) -> str:
         ),
         ("PYTHONPATH", "", f"keras is 0.0.1 there and {version('keras')} here"),
     ],
-    ids=["threefry", "x64", "fast math", "library"],
+    ids=["threefry", "fast math", "library"],
 )
 def test_a_process_of_another_meaning_ends_all_before_the_training(
     tmp_path: Path, variable: str, value: str, named: str

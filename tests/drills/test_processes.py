@@ -139,7 +139,6 @@ TOPOLOGIES = {
     "2x4": ((4, 4), 1, [[0], [1]]),
     "4x2": ((2, 2, 2, 2), 1, [[0], [1], [2], [3]]),
     "1+3": ((1, 3), 1, [[0], [1]]),
-    "2x1-tensor": ((1, 1), 2, [[0, 1]]),
     "4x2-tensor": ((2, 2, 2, 2), 4, [[0, 1], [2, 3]]),
 }
 
@@ -249,16 +248,15 @@ def by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize(("processes", "devices"), [(1, 4), (4, 1), (1, 1)])
-def test_a_checkpoint_of_two_processes_is_restored_by_any_number_with_equal_values(
-    tmp_path: Path, by_two: Path, processes: int, devices: int
+def test_a_checkpoint_of_two_processes_is_restored_by_four_with_equal_values(
+    tmp_path: Path, by_two: Path
 ) -> None:
     assert checkpoints(["verify", str(by_two)]) == 0
     workdir = tmp_path / "run"
     shutil.copytree(by_two, workdir)
     # One step more, which at this learning rate leaves the parameters as they are.
     options = ("--workdir", workdir, "--steps", 13, "--learning-rate", 0)
-    (chief, *_) = job(drill(tmp_path), *options, processes=processes, devices=devices)
+    (chief, *_) = job(drill(tmp_path), *options, processes=4, devices=1)
     assert "resumed from step 12 of" in chief.output
     before, after = sums(workdir, 12), sums(workdir, 13)
     changed = {name.split("/")[0] for name in before if before[name] != after[name]}
@@ -391,23 +389,6 @@ def test_processes_started_with_other_options_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.drill
-def test_a_process_with_other_data_is_named(tmp_path: Path) -> None:
-    """The same file and options, and other data on the machine."""
-    config = drill(tmp_path, ("draw.normal(size=(", 'draw.normal(size=(int(os.environ["MORE"]) + '))
-    ended = differing(
-        lambda rank: [
-            *("env", f"MORE={rank * 7}"),
-            *run_line(config, "--workdir", tmp_path / "run"),
-        ]
-    )
-    assert codes(ended) == [2, 2], show(ended)
-    for one in ended:
-        assert (
-            "worker 0 and chief differ: dataset.examples is 207 in worker 0 and 200" in one.output
-        )
-
-
-@pytest.mark.drill
 def test_a_process_with_other_contents_of_its_data_is_named(tmp_path: Path) -> None:
     config = drill(tmp_path, ("default_rng(0)", 'default_rng(int(os.environ["MORE"]))'))
     ended = differing(
@@ -467,14 +448,6 @@ def test_a_mesh_that_does_not_fit_is_refused_with_the_counts(tmp_path: Path) -> 
 
 
 @pytest.mark.drill
-def test_a_batch_that_does_not_divide_is_refused_by_all(tmp_path: Path) -> None:
-    options = ("--workdir", tmp_path / "run", "--global-batch-size", 25)
-    ended = job(drill(tmp_path), *options, check=False)
-    assert codes(ended) == [2, 2], show(ended)
-    assert any("25" in one.output and "Traceback" not in one.output for one in ended)
-
-
-@pytest.mark.drill
 def test_several_processes_need_a_workdir_that_all_can_see(tmp_path: Path) -> None:
     ended = job(drill(tmp_path), check=False)
     assert codes(ended) == [2, 2], show(ended)
@@ -519,9 +492,8 @@ def test_beside_parameter_servers_the_training_is_synchronous_and_says_so(tmp_pa
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("host", ["localhost", "[::1]"])
-def test_they_train_at_addresses_of_other_kinds(tmp_path: Path, host: str) -> None:
-    addresses = [f"{host}:{free_port()}" for _ in range(2)]
+def test_they_train_at_addresses_of_another_kind(tmp_path: Path) -> None:
+    addresses = [f"{host}:{free_port()}" for host in ("localhost", "[::1]")]
     config = drill(tmp_path)
     options = ("--workdir", tmp_path / "run", "--steps", 3)
     ended = differing(lambda rank: as_task(tf_config(addresses, rank), run_line(config, *options)))

@@ -30,6 +30,7 @@ from helpers import (
 from spmdtrain import load_params
 from spmdtrain.checkpoints.command import main as checkpoints
 from spmdtrain.run import main
+from spmdtrain.step.norms import NORMS
 from spmdtrain.tree import named_leaves
 
 TRAIN, TEST, BATCH = 1297, 300, 64  # of digits_mlp: its splits, its default batch
@@ -75,14 +76,15 @@ def shown(number: float) -> str:
 # -- a run from beginning to end -------------------------------------------------------------------
 
 
-def test_the_start_up_line_says_what_runs(ended: subprocess.CompletedProcess[str]) -> None:
+def test_the_start_up_lines_say_what_runs(ended: subprocess.CompletedProcess[str]) -> None:
     assert re.search(
-        rf"^8 x cpu, mirrored, mesh data=8; global batch {BATCH} \(8 per device\); "
-        rf"learning rate 0.002; {PARAMETERS:,} parameters; step compiled in [\d.]+ s: "
+        r"^8 x cpu, mirrored, mesh data=8\n"
+        rf"global batch {BATCH} \(8 per device\), learning rate 0.002\n"
+        rf"{PARAMETERS:,} parameters; step compiled in [\d.]+ s: 1 all-reduce, "
         # the gradients and two numbers, loss and accuracy
-        rf"1 all-reduce, {4 * (PARAMETERS + 2) / 1000:.2f} kB, over data=8; "
-        r"reduced by XLA, because the model or the objective draws random numbers \(dropout\), "
-        r"which would differ between devices$",
+        rf"{4 * (PARAMETERS + 2) / 1000:.2f} kB, over data=8\n"
+        r"reduced by XLA, because the model or the objective draws random numbers\n"
+        r"  \(dropout\), which would differ between devices$",
         ended.stdout,
         re.MULTILINE,
     ), ended.stdout
@@ -146,7 +148,10 @@ def test_metrics_jsonl_holds_the_first_the_last_and_every_fifth_step_and_each_ep
         line["step"] for line in lines
     )
     for line in lines:
-        more = ["learning_rate"] if line["split"] == "epoch" else []
+        more = ["learning_rate"] if line["split"] in ("epoch", "train") else []
+        # Step 41 is logged because it is the last one.
+        has_norms = line["split"] == "train" and line["step"] != 41
+        more += ["gradient_norm", "parameter_norm"] if has_norms else []
         names = [name for name in line if name != "epoch"]
         assert names == ["step", "split", "loss", "accuracy", *more]
     first, last = metrics(finished, "train")[0], metrics(finished, "train")[-1]
@@ -166,7 +171,10 @@ def test_the_workdir_holds_what_other_tools_rely_on(finished: Path) -> None:
         ".lock",
         "checkpoints",
         "config.json",
+        "events.jsonl",
         "metrics.jsonl",
+        "performance.jsonl",
+        "program.json",
         "status.json",
         "tensorboard",
     ]
@@ -184,14 +192,13 @@ def curves(workdir: Path) -> dict[tuple[str, int], float]:
 def test_the_curves_are_the_metrics(finished: Path) -> None:
     points = curves(finished)
     for line in metrics(finished):
-        for name in ("loss", "accuracy"):
+        for name in line.keys() & {"loss", "accuracy", "learning_rate", *NORMS}:
             point = points.pop((f"{line['split']}/{name}", line["step"]))
             assert point == np.float32(line[name])
     points = {tag: point for tag, point in points.items() if not tag[0].startswith("epoch/")}
     speeds = {tag for tag, _ in points}
-    assert speeds == {
-        f"speed/{x}" for x in ("examples_per_second", "steps_per_second", "input_wait")
-    }
+    of_speed = {f"speed/{x}" for x in ("examples_per_second", "steps_per_second", "input_wait")}
+    assert speeds == {*of_speed, "time/goodput"}
     assert all(value > 0 or tag == "speed/input_wait" for (tag, _), value in points.items())
 
 
@@ -220,7 +227,9 @@ def test_a_finished_run_started_again_repeats_its_test_and_adds_nothing(
     for workdir in (whole, untested):
         after = contents(workdir)
         for name, content in before.items():
-            if name != "config.json":  # workdir and resume are others
+            if name == "events.jsonl":  # has the second start, too
+                assert after.pop(name).startswith(content)
+            elif name != "config.json":  # workdir and resume are others
                 assert after.pop(name) == content, name
         assert all(name.split("/")[0] in ("config.json", "tensorboard") for name in after)
 
@@ -341,8 +350,10 @@ def test_steps_and_a_per_device_batch_replace_their_defaults_and_are_stored_reso
     )
     assert ended.returncode == 0, ended.stderr
     # the environment's number of devices comes before the experiment's own
-    assert "4 x cpu, mirrored, mesh data=4; global batch 16 (4 per device);" in ended.stdout
-    assert "learning rate 0.00025;" in ended.stdout
+    assert (
+        "4 x cpu, mirrored, mesh data=4\nglobal batch 16 (4 per device), learning rate 0.00025\n"
+        in ended.stdout
+    )
     config = resolved(tmp_path)
     assert (config["steps"], config["epochs"]) == (3, None)
     assert (config["global_batch_size"], config["batch_size_per_device"]) == (16, None)
@@ -365,7 +376,7 @@ def build"""
     path, workdir = small_experiment(tmp_path, ("def build", presets)), tmp_path / "run"
     options = ["--preset", "quick", "--examples", "48", "--epochs", "1"]
     assert main(["--config", str(path), "--workdir", str(workdir), *options]) == 0
-    line = "global batch 8 (1 per device); learning rate 0.25; 2 parameters;"
+    line = "global batch 8 (1 per device), learning rate 0.25\n2 parameters;"
     assert line in capsys.readouterr().out
     config = resolved(workdir)
     assert (config["examples"], config["learning_rate"]) == (48, 0.25)
@@ -379,7 +390,7 @@ def test_a_table_gives_the_learning_rate_of_the_largest_batch_not_above(
     table = ["--learning-rate-table", "8", "0.5", "32", "0.125", "64", "0.75"]
     options = ["--config", str(small_experiment(tmp_path)), "--workdir", str(tmp_path / "run")]
     assert main([*options, *table, "--global-batch-size", "48"]) == 0
-    assert "learning rate 0.125;" in capsys.readouterr().out
+    assert "learning rate 0.125\n" in capsys.readouterr().out
     assert resolved(tmp_path / "run")["learning_rate"] == 0.125
 
 
@@ -435,8 +446,22 @@ def test_help_lists_the_options_of_every_run_and_the_experiments_own(
     for option in ("--mode", "--preset", "--steps", "--mesh.data", "--keep-best", "--init-from"):
         assert option in text
     assert "A small multi-layer perceptron on 1,797 real handwritten digits" in text
-    assert re.search(r"--hidden \[INT.*Widths of the hidden layers.*\(default: 128 128\)", text)
-    assert re.search(r"--dropout FLOAT .*\(default: 0.1\)", text)
+    assert re.search(r"--hidden INT .*Widths of the hidden layers.*\[default: 128 128\]", text)
+    assert re.search(r"--dropout FLOAT .*\[default: 0.1\]", text)
+    assert text.index("--hidden") < text.index("--mode")
+
+
+def test_quiet_commands_print_only_the_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--config", str(small_experiment(tmp_path)), "--workdir", str(tmp_path / "run")]
+    assert main([*options, "--quiet"]) == 0
+    line = metrics(tmp_path / "run", "eval")[-1]
+    assert capsys.readouterr().out == f"eval at step 4: loss {shown(line['loss'])}\n"
+    assert main([*options, "--mode", "evaluate", "--quiet"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"step": 4, "split": "validation", "loss": line["loss"]}
+    assert printed.err == ""
 
 
 # -- a loss that is none ---------------------------------------------------------------------------

@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from html import unescape
 from pathlib import Path
 
 import pytest
 from helpers import DIGITS, GPT, assert_gone, environment, text_in
 from plan_helpers import needs_libtpu, plan, planned
+
+from spmdtrain.terminal import byte_size
 
 # Builds once, for the plan, and not a second time, when advice is tried.
 FALLS = """
@@ -74,7 +77,6 @@ def build(config):
     [
         (signal.SIGINT, 130, "interrupted"),
         (signal.SIGTERM, 143, ""),
-        (signal.SIGHUP, 129, ""),
         (signal.SIGKILL, -9, ""),
     ],
 )
@@ -171,13 +173,19 @@ def test_the_memory_that_jax_preallocates_on_a_gpu_is_reported(tmp_path: Path) -
     assert not any("three quarters" in x for x in planned(nearly, *asked)["notes"])
 
 
-def test_a_failed_plan_is_reported_in_json_too() -> None:
-    ended = plan(DIGITS, "--global-batch-size", 20, "--topology", "cpu:8,cpu:2", "--json")
+def test_a_failed_plan_is_reported_in_json_and_on_the_page_too(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    options = ("--global-batch-size", 20, "--topology", "cpu:8,cpu:2", "--json", "--html", page)
+    ended = plan(DIGITS, *options)
     assert ended.returncode == 2
     refused, made = json.loads(ended.stdout)["plans"]
     assert refused["topology"] == "cpu:8" and "20" in refused["error"]
     assert ended.stderr == f"error: {refused['error']}\n"
     assert made["topology"] == "cpu:2" and made["global_batch_size"] == 20
+    html = page.read_text()
+    assert f"Error: {refused['error']}" in unescape(html)
+    assert f"<b>{byte_size(made['memory']['params'])}</b>" in html
+    assert f">{byte_size(made['collectives'][0]['bytes'])}</td>" in html
     ended = plan(DIGITS, "--global-batch-size", 20, "--topology", "cpu:8", "--json")
     assert (ended.returncode, json.loads(ended.stdout)) == (2, refused)
 

@@ -1,11 +1,10 @@
 """A workdir that is a URL: a run in a bucket is what it is in a folder."""
 
 import json
-import os
 import resource
 import subprocess
+import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,12 @@ from helpers import (
     status,
 )
 
+from spmdtrain import Figure, RunInfo, Text, Tracker
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files.run_files import RunFiles, Split, Status
 from spmdtrain.files.storage import folder_of
 from spmdtrain.run import main
+from spmdtrain.trackers.run_trackers import RunTrackers
 
 pytestmark = pytest.mark.slow  # to a bucket, simulated, every file takes its time
 
@@ -207,6 +208,32 @@ def test_a_bucket_keeps_the_lines_of_a_run_before(storage: FakeGcs) -> None:
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
+def test_media_and_ids_of_trackers_reach_a_bucket_and_are_continued(storage: FakeGcs) -> None:
+    class Kept(Tracker):
+        def start(self, run: RunInfo) -> str:
+            earlier.append(run.earlier)
+            return "one"
+
+    earlier: list[str | None] = []
+    for first, last in ((0, 3), (2, 2)):
+        files = RunFiles("gs://bucket/run")
+        trackers = RunTrackers([Kept()], files, print, event_files="tensorboard", writes_media=True)
+        trackers.start(first, {})
+        for step in range(first + 1, last + 1):
+            figure = Figure(f"<svg>{step}</svg>")
+            trackers.media(step, Split.EVAL, {"drawn": figure, "said": Text("yes")})
+        trackers.close()
+        files.close()
+        if last == 3:
+            assert storage.under("run/")["media/eval-drawn-00000003.svg"] == b"<svg>3</svg>"
+    lines = storage.under("run/")["media.jsonl"].decode().splitlines()
+    assert [(line["step"], line["kind"]) for line in map(json.loads, lines)] == [
+        *((1, "figure"), (1, "text"), (2, "figure"), (2, "text"))
+    ]
+    assert earlier == [None, "one"]
+    assert any(name.startswith("tensorboard/") for name in storage.under("run/"))
+
+
 def test_what_others_write_into_a_bucket_is_seen(storage: FakeGcs) -> None:
     def there() -> list[str]:
         return [path.name for path in folder_of("gs://bucket/run").iterdir()]
@@ -288,15 +315,21 @@ def test_a_full_disk_leaves_no_torn_line(tmp_path: Path) -> None:
     assert [line["step"] for line in metrics(tmp_path)] == [1, 3]
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
-def test_curves_that_cannot_be_written_end_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    open_full = partial(open, "/dev/full", "wb")
-    monkeypatch.setattr("tensorboardX.record_writer.open_file", lambda path: open_full())
-    files = RunFiles(str(tmp_path))
-    files.write_metrics(1, Split.TRAIN, {"loss": 1.0}, {"speed": 1.0})
-    with pytest.raises(StorageError, match=r"tensorboard .*No space left"):
-        files.write_status(Status.RUNNING, 1)
-    with pytest.raises(StorageError, match="tensorboard"):
-        files.close()
+def test_checkpoints_of_a_local_run_are_uploaded(tmp_path: Path) -> None:
+    uploads = "callbacks=[UploadCheckpoints('gs://bucket/copies')],\n        model="
+    config = small_experiment(
+        tmp_path,
+        ("        model=", f"        {uploads}"),
+        ("import Experiment, RunConfig", "import Experiment, RunConfig, UploadCheckpoints"),
+    )
+    with fake_gcs() as storage:
+        env = environment() | storage.environment()
+        options = ("--workdir", tmp_path / "run", "--steps", 4, *OFTEN)
+        ended = subprocess.run(
+            command(config, *options), env=env, capture_output=True, text=True, timeout=200
+        )
+        assert ended.returncode == 0 and "not uploaded" not in ended.stdout, ended
+        verify = (sys.executable, "-m", "spmdtrain.checkpoints", "verify", "gs://bucket/copies/2")
+        verified = subprocess.run(verify, env=env, capture_output=True, text=True, timeout=200)
+        assert verified.returncode == 0, verified
+        assert len(storage.under("copies/4/")) > 3

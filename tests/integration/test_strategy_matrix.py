@@ -150,10 +150,7 @@ def test_restore_from_another(row: Row, runs: StrategyRuns) -> None:
 # -- by the command --------------------------------------------------------------------------------
 
 # Of each kind of placement one: runs() begins most of these with the default's initial state.
-BY_COMMAND = (
-    *("mirrored", "zero", "fully_sharded", "tensor_parallel", "central_storage"),
-    "hybrid+fully_sharded",
-)
+BY_COMMAND = ("mirrored", "zero", "fully_sharded", "tensor_parallel", "central_storage")
 
 
 @pytest.mark.slow
@@ -199,6 +196,10 @@ def metrics_of(workdir: Path, split: str) -> dict[str, float]:
 # -- many processes --------------------------------------------------------------------------------
 
 
+# Of each kind of placement one. The drills of test_drills.py resume with mirrored.
+RESUMED_BY_PROCESSES = ("zero", "fully_sharded", "tensor_parallel", "central_storage")
+
+
 @pytest.mark.drill
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in accepted("processes")])
 def test_two_processes_train_and_resume(row: Row, default: StrategyRun, tmp_path: Path) -> None:
@@ -215,6 +216,8 @@ def test_two_processes_train_and_resume(row: Row, default: StrategyRun, tmp_path
     found = metrics_of(whole, "test")["loss"]
     np.testing.assert_allclose(found, default.counted["loss"], rtol=1e-3)
 
+    if row.name not in RESUMED_BY_PROCESSES:
+        return
     shutil.copytree(whole / "checkpoints" / "10", parts / "checkpoints" / "10")
     chief, _ = job(DIGITS, *options, "--workdir", parts, processes=2, devices=4)
     assert f"resumed from step {MIDDLE} of {parts}" in chief.output

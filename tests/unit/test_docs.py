@@ -2,18 +2,18 @@
 
 import ast
 import importlib
+import inspect
+import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
 from helpers import REPOSITORY, saved_steps, status
 
 import spmdtrain
-from spmdtrain import (
-    load_params,
-)
+from spmdtrain import RunConfig, load_params
 from spmdtrain.tree import named_leaves
 
 DOCS = REPOSITORY / "docs"
@@ -56,8 +56,25 @@ def test_the_way_over_from_tf_distribute(tmp_path: Path, monkeypatch: pytest.Mon
     for name, array in first.items():
         np.testing.assert_allclose(own[name], array, rtol=1e-4, atol=1e-6, err_msg=name)
     assert status(tmp_path / "runs" / "best")["status"] == "finished"
-    assert len(found["losses"]) <= 20
     assert saved_steps(tmp_path / "runs" / "model") == [40]
+
+
+def test_the_page_of_callbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run_in(tmp_path, monkeypatch, blocks("callbacks.md"))
+    result = found["result"]
+    assert result.step < 400 and result.validation["loss"] < 1e-4
+    assert result.validation["evaluations"] == found["counter"].count == result.step // 4
+    assert saved_steps(tmp_path / "runs" / "callbacks") == [result.step]
+    assert (tmp_path / "backup" / str(result.step) / "manifest.json").exists()
+    # Every shipped callback of the page is in its table, with its defaults.
+    shown = re.findall(r"^\| `(\w+)\((.*?)\)`", (DOCS / "callbacks.md").read_text(), re.M)
+    assert len(shown) == 5
+    for name, arguments in shown:
+        parameters = inspect.signature(getattr(spmdtrain, name)).parameters
+        for given in arguments.split(", "):
+            argument, _, value = given.partition("=")
+            default = parameters[argument].default
+            assert value in ("", "...") or ast.literal_eval(value) == default, (name, given)
 
 
 def test_the_page_of_custom_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +82,19 @@ def test_the_page_of_custom_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     params = found["state"].params
     np.testing.assert_allclose(params["slope"], 3, atol=0.3)
     np.testing.assert_allclose(params["offset"], 2, atol=0.1)
+
+
+def test_the_page_of_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run_in(tmp_path, monkeypatch, blocks("trackers.md"))
+    assert found["trainer"].step == 4
+    lines = (tmp_path / "lines.txt").read_text().splitlines()
+    assert lines[0] == "from step 0, seed 0" and any("'eval/loss'" in line for line in lines)
+    logged = [json.loads(x) for x in (tmp_path / "runs/media/media.jsonl").read_text().splitlines()]
+    names = {"inputs", "answers", "confidence", "note"}
+    assert {(x["name"], x["step"]) for x in logged} == {(n, step) for n in names for step in (2, 4)}
+    table = re.findall(r"^\| `(\w+)` \|", (DOCS / "trackers.md").read_text(), re.M)
+    hints = get_type_hints(RunConfig)["trackers"]
+    assert table == list(get_args(get_args(hints)[0]))
 
 
 NAMES = """

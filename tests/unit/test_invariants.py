@@ -1,6 +1,8 @@
 """A quick test of each invariant, for `make test`; the full ones are in the other files."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import optax
@@ -13,12 +15,23 @@ from step_helpers import on
 from spmdtrain.run import main
 from spmdtrain.tree import named_leaves
 
+# Declared media of a batch that is split over all devices, and media of a callback.
+MEDIA = (
+    ("import Experiment", "import Experiment, Table, Text"),
+    (
+        '        callbacks={"step": stop} if config.stop_at else {},\n',
+        """        callbacks={"evaluation": lambda e: e.log({"said": Text(str(e.step))})},
+        media=lambda model, batch: {"rows": Table({"y": batch[1], "f": model(batch[0])[:, 0]})},
+""",
+    ),
+)
+
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with dropout, in this process on its eight devices."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    assert main(["--config", str(drill(folder)), "--workdir", str(folder / "run")]) == 0
+    assert main(["--config", str(drill(folder, *MEDIA)), "--workdir", str(folder / "run")]) == 0
     return folder / "run"
 
 
@@ -52,7 +65,7 @@ def test_two_processes_one_of_which_is_killed_and_restarted_have_the_losses_of_o
     tmp_path: Path, uninterrupted: Path
 ) -> None:
     launched = launch(
-        drill(tmp_path),
+        drill(tmp_path, *MEDIA),
         *("--workdir", tmp_path / "run", "--pause", 0.05),
         *("--fault", "SIGKILL", "--fault-rank", 1, "--fault-at", 13),
         mark=tmp_path / "mark",
@@ -64,3 +77,18 @@ def test_two_processes_one_of_which_is_killed_and_restarted_have_the_losses_of_o
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))
     for line, other in zip(found, expected, strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-4), line
+    of_one, of_two = (media(x) for x in (uninterrupted, tmp_path / "run"))
+    assert of_one.keys() == of_two.keys() and len(of_one) >= 4
+    for key, line in of_one.items():
+        if line["kind"] == "text":
+            assert line == of_two[key]
+        else:
+            np.testing.assert_allclose(line["rows"], of_two[key]["rows"], rtol=1e-3, atol=1e-4)
+
+
+def media(workdir: Path) -> dict[tuple[int, str], dict[str, Any]]:
+    """The lines of media by step and name."""
+    lines = [json.loads(line) for line in (workdir / "media.jsonl").read_text().splitlines()]
+    found = {(line["step"], line["name"]): line for line in lines}
+    assert len(found) == len(lines)
+    return found

@@ -30,7 +30,8 @@ FOLDERS = (
         "launch",
         "data",
     ),
-    *("step", "checkpoints", "train", "parameter_server", "plan", "testing", "run"),
+    *("step", "checkpoints", "trackers", "train", "parameter_server", "page", "plan", "report"),
+    *("sweep", "testing", "run"),
 )
 STANDALONE = {"models"}  # imports from the others, and nothing imports it
 EXPORTING = {"models", "testing"}  # for users' experiments and tests; others' `__init__` is empty
@@ -80,14 +81,14 @@ def test_the_check_sees_imports() -> None:
     code = """
 import spmdtrain.run
 from spmdtrain import train
-from ..plan import flops
+from ..step import flops
 from .idx import read_idx
 def later():
     importlib.import_module("spmdtrain.step.state")
     pool.submit(importlib.import_module, "spmdtrain.models.mlp")
 """
     found = set(imported_modules(code, "spmdtrain.data"))
-    assert {"spmdtrain.run", "spmdtrain.train", "spmdtrain.plan.flops"} <= found
+    assert {"spmdtrain.run", "spmdtrain.train", "spmdtrain.step.flops"} <= found
     assert {"spmdtrain.data.idx.read_idx", "spmdtrain.step.state", "spmdtrain.models.mlp"} <= found
 
 

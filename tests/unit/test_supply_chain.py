@@ -17,6 +17,8 @@ import yaml  # type: ignore[import-untyped]
 from conftest import REPOSITORY
 from packaging.requirements import Requirement
 
+import spmdtrain
+
 LOCK = runpy.run_path(str(REPOSITORY / ".ci" / "lock.py"))
 # Without the flags of the make that runs the tests.
 ENV = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
@@ -27,8 +29,8 @@ ALLOWED = set(
     """
     0bsd|3-clause bsd license|afl-2.1|apache 2.0|apache license|apache license 2.0|apache-2.0
     apache software license|bsd|bsd license|bsd-2-clause|bsd-3-clause|cc0-1.0|dfsg approved|isc
-    mit|mit license|mit-0|mit-cmu|mozilla public license 2.0 (mpl 2.0)|mpl-2.0|psf-2.0
-    python software foundation license|unlicense|zlib
+    isc license (iscl)|mit|mit license|mit-0|mit-cmu|mozilla public license 2.0 (mpl 2.0)|mpl-2.0
+    psf-2.0|python software foundation license|unlicense|zlib
     """.strip()
     .replace("\n", "|")
     .split("|")
@@ -37,7 +39,10 @@ ALLOWED = {name.strip("( )") for name in ALLOWED}
 
 # What their metadata says, and why they are used nevertheless.
 EXCEPTIONS = {
+    # Of twine, which checks the wheel; three of its files are GPL, and are not imported.
+    "docutils": "Public Domain AND BSD License AND GNU General Public License (GPL)",
     "crc32c": "GNU Lesser General Public License v2 or later (LGPLv2+)",  # imported, unchanged
+    # Of twine alone, which checks the wheel; its Emacs mode is the part under the GPL.
     "libtpu": "Google Cloud Platform Terms of Service",  # not open; of the extra `tpu` alone
     "namex": "",  # of Keras; Apache-2.0 by its repository, its metadata has nothing
 }
@@ -119,15 +124,17 @@ def test_the_workflow_runs_what_the_makefile_and_the_scripts_offer() -> None:
         name: re.findall(r"(\.ci/.*)", job["steps"][-1]["run"])[0].split()
         for name, job in jobs.items()
     }
-    assert runs.keys() == {"lint", "test", "integration", "drill", "container", "lowest", "audit"}
+    tests = {"lint", "test", "integration", "drill"}
+    assert runs.keys() == tests | {"container", "wheel", "lowest", "audit"}
     assert jobs["drill"]["steps"][-1]["run"].startswith("sudo ")  # else its tests would be skipped
     targets = re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), re.M)
     for script, *arguments in runs.values():
         assert os.access(REPOSITORY / script, os.X_OK) and {*arguments} <= {*targets}, script
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    assert jobs["test"]["strategy"]["matrix"]["python"] == [
-        name.rpartition(" ")[2] for name in project["classifiers"] if ":: Python :: 3." in name
-    ]
+    for job in ("test", "wheel"):
+        assert jobs[job]["strategy"]["matrix"]["python"] == [
+            name.rpartition(" ")[2] for name in project["classifiers"] if ":: Python :: 3." in name
+        ]
 
 
 def test_hooks_before_a_commit_format_as_ci_does() -> None:
@@ -142,6 +149,16 @@ def test_issue_forms_ask_for_something(name: str) -> None:
     assert {"name", "description", "body"} <= form.keys()
     ids = [field["id"] for field in form["body"] if field["type"] != "markdown"]
     assert ids and len({*ids}) == len(ids)
+
+
+def test_the_newest_release_of_the_changelog_is_the_version_of_the_package() -> None:
+    text = (REPOSITORY / "CHANGELOG.md").read_text()
+    unreleased, *released = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", text, re.M)
+    assert unreleased == ("Unreleased", "")
+    assert next(version for version, _ in released) == spmdtrain.__version__
+    assert all(date for _, date in released)
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert project["version"] == spmdtrain.__version__
 
 
 # -- the audit of the lock -------------------------------------------------------------------------
@@ -261,3 +278,35 @@ def test_ci_installs_the_locked_versions(clone: Path) -> None:
     subprocess.run([clone / ".ci" / "run", "lint"], env=env, check=True, capture_output=True)
     (line,) = (x for x in (clone / "log").read_text().splitlines() if "pip install" in x)
     assert "--constraint requirements.lock" in line and EVERYTHING in line
+
+
+# -- the browser of the tests of HTML pages --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("programs", "user", "code", "asked", "printed"),
+    [
+        (["google-chrome", "apt-get"], 0, 0, [], ""),
+        (["apt-get"], 0, 0, ["update", "install"], "installing chromium ...\n"),
+        (["apt-get"], 0, 1, ["update"], "are skipped\n"),  # no network
+        (["apt-get"], 1000, 0, [], "are skipped\n"),
+        ([], 0, 0, [], "are skipped\n"),
+    ],
+)
+def test_ci_installs_a_browser_if_it_can_and_never_fails_without_one(
+    tmp_path: Path, programs: list[str], user: int, code: int, asked: list[str], printed: str
+) -> None:
+    for name, text in {
+        "id": f"echo {user}",
+        **dict.fromkeys(programs, f'echo "$1" >> {tmp_path}/asked; exit {code}'),
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    bash = shutil.which("bash")
+    assert bash is not None
+    command = [bash, str(REPOSITORY / ".ci" / "browser")]
+    ended = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.endswith(printed) and bool(ended.stdout) == bool(printed)
+    log = tmp_path / "asked"
+    assert (log.read_text().split() if log.exists() else []) == asked

@@ -83,10 +83,13 @@ def test_a_run_does_not_write_through_a_linked_folder(
     shutil.move(workdir / name, workdir.parent / "elsewhere")
     (workdir / name).symlink_to(workdir.parent / "elsewhere")
     before = contents(workdir.parent / "elsewhere")
-    with pytest.raises(
-        (UserError, StorageError), match=f"{name} is a symbolic link|symbolic link.*run/{name}"
-    ):
-        fit(workdir, 3, profile_steps="3:3")
+    refused = f"{name} is a symbolic link|symbolic link.*run/{name}"
+    if name == "tensorboard":  # of a tracker, without which the run continues
+        fit(workdir, 3)
+        assert re.search(refused, capsys.readouterr().out)
+    else:
+        with pytest.raises((UserError, StorageError), match=refused):
+            fit(workdir, 3, profile_steps="3:3")
     assert contents(workdir.parent / "elsewhere") == before
     assert checkpoints(["verify", str(workdir)]) == 0  # reading is another matter
     assert capsys.readouterr().out.count("valid") == 2

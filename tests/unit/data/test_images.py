@@ -663,7 +663,8 @@ def test_a_long_look_for_broken_files_shows_a_bar(
 
     class Shown(Terminal):
         def progress(self, description: str, *, done: int, total: int) -> Any:
-            bars.append(f"{description} {done}/{total}")
+            if not self.console.quiet:
+                bars.append(f"{description} {done}/{total}")
             return super().progress(description, done=done, total=total)
 
     monkeypatch.setattr(progress_bar, "Terminal", Shown)
@@ -671,6 +672,12 @@ def test_a_long_look_for_broken_files_shows_a_bar(
     assert bars == []
     monkeypatch.setattr(progress_bar, "PROGRESS_DELAY", -1)
     ImageFolder(tmp_path, 2, broken="skip", threads=1)
+    assert bars == ["checking 0/30"]
+    progress_bar.hide_progress(hidden=True)  # by `--quiet`
+    try:
+        ImageFolder(folder_of(tmp_path, {"a/x.png": plain(1)}), 2, broken="skip", threads=1)
+    finally:
+        progress_bar.hide_progress(hidden=False)
     assert bars == ["checking 0/30"]
 
 

@@ -754,7 +754,7 @@ def test_sbatch_trains_and_is_requeued(tmp_path: Path) -> None:
         command, env=variables, cwd=REPOSITORY, capture_output=True, text=True, timeout=120
     )
     assert again.returncode == 0, again.stdout + again.stderr
-    assert re.search("(?m)^2 x cpu of 2 processes, mirrored, mesh data=2;", again.stdout)
+    assert re.search("(?m)^2 x cpu of 2 processes, mirrored, mesh data=2$", again.stdout)
     assert f"resumed from step {step} of" in again.stdout
     assert status(workdir)["status"] == "finished"
     assert [line["step"] for line in metrics(workdir, "train")] == list(range(1, step + 4))

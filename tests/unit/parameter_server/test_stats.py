@@ -15,6 +15,7 @@ from spmdtrain.files.run_files import RunFiles, Split
 from spmdtrain.parameter_server.stats import StalenessStats
 from spmdtrain.sharding.resolution import resolve
 from spmdtrain.terminal import Terminal
+from spmdtrain.trackers.run_trackers import open_trackers
 from spmdtrain.train.run_logger import RunLogger
 
 
@@ -59,8 +60,12 @@ def test_every_update_is_in_the_report_and_in_the_table(found: list[int]) -> Non
 
 def test_lines_of_training_count_since_the_last_one(tmp_path: Path) -> None:
     config = resolve(RunConfig(steps=4, workdir=str(tmp_path)), batch_shards=1)
-    with contextlib.closing(RunFiles(str(tmp_path))) as files:
-        logger = RunLogger(Terminal(quiet=True), files, config)
+    with (
+        contextlib.closing(RunFiles(str(tmp_path))) as files,
+        contextlib.closing(open_trackers(config, (), files, print)) as trackers,
+    ):
+        trackers.start(0, {})
+        logger = RunLogger(Terminal(quiet=True), files, config, trackers=trackers)
         for step, staleness in enumerate([[0], [3, 3, 1]], start=1):
             for number in staleness:
                 logger.count_value("staleness", number)

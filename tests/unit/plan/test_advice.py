@@ -9,7 +9,7 @@ import pytest
 from helpers import DIGITS, GPT, text_in
 from plan_helpers import advised, needs_libtpu, plan, planned
 
-from spmdtrain.plan import tables
+from spmdtrain.plan import changes
 from spmdtrain.plan.command import Options
 from spmdtrain.plan.compiler_log import CompilerLog, kept_log
 from spmdtrain.plan.peak_memory import Live, read_dump
@@ -259,8 +259,8 @@ def test_events_of_collectives_and_of_time() -> None:
 
     before = of("all-gather", 0.0, "compute", "links")
     after = of("all-reduce", 0.25, "collectives", "the network between slices")
-    assert list(tables.events(before, before)) == []
-    assert list(tables.events(before, after | {"fits": False})) == [
+    assert list(changes.events(before, before)) == []
+    assert list(changes.events(before, after | {"fits": False})) == [
         "no longer fits",
         "w: sent by all-reduce (all-gather before)",
         "collectives cross the network between slices",

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmdtrain.plan.flops import count_flops
 from spmdtrain.plan.matmul_flops import products
+from spmdtrain.step.flops import count_flops
 from spmdtrain.xla.hlo_parser import Module
 
 # A line of a program, the operands' dims and the operations: two for each multiply-add.

@@ -72,6 +72,9 @@ def test_a_mirrored_step_sends_each_gradient_once() -> None:
     sent = sum(one["bytes"] * one["times"] for one in found["collectives"])
     assert {one["kind"] for one in found["collectives"]} == {"all-reduce"}
     assert 4 * PARAMETERS <= sent < 4 * PARAMETERS + 64  # and two metrics
+    over = [one["sent"]["memory"] for one in found["collectives"]]
+    assert sum(over) == pytest.approx(2 * 7 / 8 * sent)  # the reduction, and its result
+    assert {row["spec"].partition(" ")[0] for row in found["state"]} == {"replicated"}
     assert {tuple(one["axes"]) for one in found["collectives"]} == {("data",)}
     assert found["flops"]["step"] == 6 * 64 * (64 * 128 + 128 * 128 + 128 * 10) - 2 * 64 * 64 * 128
 
@@ -347,20 +350,24 @@ def link_between(
 
 
 @pytest.mark.parametrize(
-    ("name", "chosen", "bandwidth", "hops"),
+    ("name", "chosen", "bandwidth", "hops", "shares"),
     [
-        ("v5e:4x4", slice(None), 100, 6),  # two dims that do not close
-        ("v5e:16x16", slice(None), 200, 16),  # two rings
-        ("v5e:16x16", slice(0, 16), 100, 8),  # one ring
-        ("v5e:4x4", slice(0, 2), 50, 1),  # a line
-        ("v5p:4x4x4", slice(None), 600, 6),
-        ("v5p:2x2x2", slice(None), 300, 3),
+        ("v5e:4x4", slice(None), 100, 6, {"x": 1 / 2, "y": 1 / 2}),  # two dims that do not close
+        ("v5e:16x16", slice(None), 200, 16, {"x": 1 / 2, "y": 1 / 2}),  # two rings
+        ("v5e:16x16", slice(0, 16), 100, 8, {"y": 1}),  # one ring
+        ("v5e:16x4", slice(None), 150, 11, {"x": 2 / 3, "y": 1 / 3}),  # a ring and a line
+        ("v5e:4x4", slice(0, 2), 50, 1, {"y": 1}),  # a line
+        ("v5p:4x4x4", slice(None), 600, 6, dict.fromkeys("xyz", 1 / 3)),
+        ("v5p:2x2x2", slice(None), 300, 3, dict.fromkeys("xyz", 1 / 3)),
     ],
 )
-def test_links_of_a_torus(name: str, chosen: slice, bandwidth: float, hops: int) -> None:
+def test_links_of_a_torus(
+    name: str, chosen: slice, bandwidth: float, hops: int, shares: dict[str, float]
+) -> None:
     topology = topologies.parse(name)
     link = link_between("all-reduce", torus(*topology.shape)[chosen], topology)
     assert (link.bandwidth / 1e9, link.hops) == (bandwidth, hops)
+    assert link.shares == pytest.approx(shares)
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,8 @@ def test_an_epochs_learning_rate_is_that_of_its_last_step_or_none() -> None:
     given = {"epochs": 1, "config": RunConfig(learning_rate=0.5)}
     assert fitted(optax.sgd(0.5), **given).history.epochs[0]["learning_rate"] == 0.5
     # The configured value is not what a schedule makes of it.
-    assert "learning_rate" not in fitted(optax.sgd(schedule), **given).history.epochs[0]
+    (of_schedule,) = fitted(optax.sgd(schedule), **given).history.epochs
+    assert of_schedule["learning_rate"] == pytest.approx(float(schedule(ENDS[1] - 1)))
 
 
 def test_a_rate_that_the_optimizer_scales_is_not_known() -> None:

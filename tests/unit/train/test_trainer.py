@@ -549,7 +549,7 @@ def evaluated_steps(workdir: Path) -> list[int]:
     ("callbacks", "words"),
     [
         (print, "callbacks is a builtin_function_or_method: it must be a dictionary of events"),
-        ([print], "callbacks is a list: it must be a dictionary"),
+        ([print], "a callback is a builtin_function_or_method, which has no method named after"),
         ({"log": 3}, r"callbacks\['log'\] is a int: it must be a function"),
         ({"log": [print, None]}, r"callbacks\['log'\] is a NoneType"),
     ],
@@ -683,7 +683,9 @@ def test_metrics_of_an_event_are_added_to_and_copied_as_a_dictionary_is() -> Non
     result = trainer(callbacks={"log": [add, keep], "fit_end": keep}).fit(
         (X, Y), test=(X, Y), steps=1
     )
-    assert result.train == {"loss": result.train["loss"], "one": 1.0, "two": 2.0, "three": 3.0}
+    computed = ("loss", "gradient_norm", "parameter_norm")
+    added = {name: x for name, x in result.train.items() if name not in computed}
+    assert added == {"one": 1.0, "two": 2.0, "three": 3.0}
     assert copies == [result.train] * 3 + [result.test] * 3
     assert {type(found) for found in copies} == {dict}
 

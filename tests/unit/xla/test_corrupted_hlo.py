@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh
 
 from spmdtrain.errors import UserError
 from spmdtrain.plan.memory_traffic import bytes_moved
-from spmdtrain.xla.collectives import collectives, describe_program
+from spmdtrain.xla.collectives import collectives, describe_found, find_collectives
 from spmdtrain.xla.hlo_parser import Module
 
 CALLED = """
@@ -50,7 +50,9 @@ def test_a_program_that_cannot_be_read_is_one_message(
 
 def test_a_report_says_that_it_cannot_tell() -> None:
     text = "ENTRY %main {\n  %y = (f32[8]) while(%x), condition=%c\n}\n"
-    assert describe_program(text, eight()).startswith("collectives unknown: this version of XLA")
+    assert describe_found(find_collectives(text, eight()), eight()).startswith(
+        "collectives unknown: this version of XLA"
+    )
 
 
 @pytest.mark.timeout(20)

@@ -7,16 +7,17 @@ multiply-add, as is usual for model FLOPs ("PaLM", arXiv 2204.02311, appendix B)
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from jax._src import source_info_util
 
-from spmdtrain.step import finite
+from spmdtrain.step import finite, norms
 from spmdtrain.xla.hlo_parser import is_library
 from spmdtrain.xla.jaxpr import inner_jaxprs
 
+_CHECKS = frozenset({finite.__file__, norms.__file__})
 _RECOMPUTED = "rematted_computation"  # name stack entry of `jax.checkpoint`
 
 
@@ -37,28 +38,30 @@ class Flops:
     unknown_loops: list[str] = field(default_factory=list)
 
 
-def count_flops(jaxpr: Any) -> Flops:
+def count_flops(jaxpr: Any, without: Collection[str] = ()) -> Flops:
     """Returns the operations of a jaxpr: `count_flops(jax.make_jaxpr(f)(x))`.
 
     The body of a `scan` counts for each iteration, a `cond` by its most expensive branch, and the
     body of a `shard_map` once for each device along its axes. The check that the state is finite
-    does not count, because it is not part of the model.
+    and the norms do not count, because they are not part of the model.
 
     Args:
         jaxpr: An open or closed jaxpr.
+        without: Further source files whose operations do not count.
     """
     flops = Flops()
-    _count(getattr(jaxpr, "jaxpr", jaxpr), 1, flops, again=False)
+    left_out = _CHECKS.union(without)
+    _count(getattr(jaxpr, "jaxpr", jaxpr), 1, flops, left_out, again=False)
     return flops
 
 
-def _count(jaxpr: Any, times: int, into: Flops, *, again: bool) -> None:
+def _count(jaxpr: Any, times: int, into: Flops, left_out: Collection[str], *, again: bool) -> None:
     outer = again
     for equation in jaxpr.eqns:
         again = outer or _RECOMPUTED in str(equation.source_info.name_stack)
         count = _COUNTS.get(equation.primitive.name)
         if count is not None:
-            if _is_check(equation):
+            if any(frame.file_name in left_out for frame in _frames(equation)):
                 continue
             operations = times * count(equation)
             into.total += operations
@@ -66,7 +69,7 @@ def _count(jaxpr: Any, times: int, into: Flops, *, again: bool) -> None:
             into.by_line[_line(equation)] += operations
             continue
         if equation.primitive.name == "cond":
-            branches = [count_flops(branch) for branch in equation.params["branches"]]
+            branches = [count_flops(b, left_out) for b in equation.params["branches"]]
             largest = max(branches, key=lambda branch: branch.total)
             _add(largest, times, into, again=again)
             continue
@@ -74,7 +77,7 @@ def _count(jaxpr: Any, times: int, into: Flops, *, again: bool) -> None:
             into.unknown_loops += [_line(equation)] if _computes(equation) else []
         inside = times * _repeats(equation)
         for inner in inner_jaxprs(equation):
-            _count(inner, inside, into, again=again)
+            _count(inner, inside, into, left_out, again=again)
 
 
 def _add(flops: Flops, times: int, into: Flops, *, again: bool) -> None:
@@ -139,10 +142,6 @@ _COUNTS = {
 
 def _size(variable: Any) -> int:
     return math.prod(variable.aval.shape)
-
-
-def _is_check(equation: Any) -> bool:
-    return any(frame.file_name == finite.__file__ for frame in _frames(equation))
 
 
 def _line(equation: Any) -> str:

@@ -18,8 +18,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from spmdtrain import Trainer
 from spmdtrain.models import MobileNetV2, mobilenet
-from spmdtrain.plan.flops import Flops, count_flops
 from spmdtrain.sharding.resolution import resolve
+from spmdtrain.step.flops import Flops, count_flops
 from spmdtrain.train.experiment import load_experiment
 
 

@@ -1,5 +1,6 @@
 """Peak rates of accelerators, with their sources."""
 
+import re
 from dataclasses import dataclass
 
 GB, GIB, TERA = 10**9, 2**30, 10**12
@@ -155,3 +156,35 @@ CHIPS = {
         ),
     )
 }
+
+
+KINDS = (
+    (r"TPU v3", "v3"),
+    (r"TPU v4", "v4"),
+    (r"TPU v5 ?lite|TPU v5e", "v5e"),
+    (r"TPU v5p?", "v5p"),
+    (r"TPU v6 ?lite|TPU v6e", "v6e"),
+    (r"TPU ?7x|TPU v7x", "tpu7x"),
+    (r"NVIDIA A100\b.*", "a100"),
+    (r"NVIDIA H100\b(?!.*(PCIe|NVL)).*", "h100"),
+    (r"NVIDIA H200\b(?!.*NVL).*", "h200"),
+)
+"""Patterns of `device_kind`, the name that JAX gives to a device, with the name of its chip."""
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """Returns the chip of a device by the name that JAX gives to it; None if it is not known.
+
+    Args:
+        device_kind: `jax.Device.device_kind`, for example "TPU v5 lite".
+    """
+    for pattern, name in KINDS:
+        if re.fullmatch(pattern, device_kind):
+            return CHIPS[name]
+    return None
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Returns the peak FLOP/s of one JAX device on bfloat16; None if its chip is not known."""
+    chip = chip_of(device_kind)
+    return None if chip is None else chip.flops / chip.devices

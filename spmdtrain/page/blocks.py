@@ -1,0 +1,187 @@
+"""The parts of a page: sections of facts, tables, charts, images and texts.
+
+All text may come from untrusted files: the template escapes it.
+"""
+
+import base64
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from spmdtrain.page.charts import ChartBlock
+from spmdtrain.page.widths import Width
+
+
+class Tone(enum.StrEnum):
+    """The meaning of a color of the page."""
+
+    PLAIN = "plain"
+    GOOD = "good"
+    ACTIVE = "active"
+    WARNING = "warning"
+    BAD = "bad"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A value with its name, and perhaps a second line."""
+
+    name: str
+    value: str
+    detail: str = ""
+    tone: Tone = Tone.PLAIN
+
+
+@dataclass(frozen=True)
+class StatsBlock:
+    """The most important values, in large type."""
+
+    facts: Sequence[Fact]
+    kind: ClassVar[str] = "stats"
+    width: ClassVar[Width] = Width.FULL
+
+
+@dataclass(frozen=True)
+class FactsBlock:
+    """A list of names with their values."""
+
+    facts: Sequence[Fact]
+    title: str = ""
+    width: Width = Width.COLUMN
+    kind: ClassVar[str] = "facts"
+
+
+@dataclass(frozen=True)
+class TableBlock:
+    """A table. Wider ones than the page scroll inside of it.
+
+    Attributes:
+      columns: The titles of the columns.
+      rows: The cells, as text; each row has a cell for each column.
+      numeric: The columns that are aligned to the right.
+      marked: The rows that are highlighted.
+      title: The title.
+      folded: Whether the table is shown only after a click on the title.
+      colors: The number of a color for each row, which is shown in its first cell.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numeric: frozenset[int] = frozenset()
+    marked: frozenset[int] = frozenset()
+    title: str = ""
+    folded: bool = False
+    colors: Sequence[int] = ()
+    width: Width = Width.FULL
+    kind: ClassVar[str] = "table"
+
+
+@dataclass(frozen=True)
+class TextBlock:
+    """Text with its line breaks, such as a sample of a language model."""
+
+    text: str
+    title: str = ""
+    width: Width = Width.FULL
+    kind: ClassVar[str] = "text"
+
+    @property
+    def lines(self) -> Sequence[str]:
+        """The lines of the text."""
+        return self.text.splitlines()
+
+
+@dataclass(frozen=True)
+class NoteBlock:
+    """A sentence that stands out, such as what could not be read."""
+
+    text: str
+    tone: Tone = Tone.PLAIN
+    width: ClassVar[Width] = Width.FULL
+    kind: ClassVar[str] = "note"
+
+
+class MediaType(enum.StrEnum):
+    """The type of a picture. A browser runs no script of an SVG that it shows as a picture."""
+
+    PNG = "image/png"
+    SVG = "image/svg+xml"
+
+
+@dataclass(frozen=True)
+class ImageBlock:
+    """A picture, stored in the page.
+
+    Attributes:
+      content: The bytes of the file.
+      media_type: Its type.
+      title: The title, also the description for screen readers.
+    """
+
+    content: bytes = field(repr=False)
+    media_type: MediaType = MediaType.PNG
+    title: str = ""
+    width: ClassVar[Width] = Width.COLUMN
+    kind: ClassVar[str] = "image"
+
+    @property
+    def address(self) -> str:
+        """The picture as a data URI."""
+        return f"data:{self.media_type};base64,{base64.b64encode(self.content).decode()}"
+
+
+@dataclass(frozen=True)
+class GalleryBlock:
+    """Small pictures beside one another, such as the samples of one evaluation."""
+
+    images: Sequence[ImageBlock]
+    title: str = ""
+    width: ClassVar[Width] = Width.FULL
+    kind: ClassVar[str] = "gallery"
+
+
+Block = (
+    GalleryBlock
+    | StatsBlock
+    | FactsBlock
+    | TableBlock
+    | TextBlock
+    | NoteBlock
+    | ImageBlock
+    | ChartBlock
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page under one title; it is left out if it has no blocks.
+
+    Attributes:
+      title: The title, also in the page's navigation; empty for the part below the page's title.
+      blocks: Its content.
+      note: A sentence under the title.
+    """
+
+    title: str
+    blocks: Sequence[Block]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page.
+
+    Attributes:
+      title: The title.
+      sections: The parts in their order.
+      subtitle: A line below the title.
+      badges: Short texts beside the title, such as a status: text to tone.
+      footer: A line at the end.
+    """
+
+    title: str
+    sections: Sequence[Section]
+    subtitle: str = ""
+    badges: Mapping[str, Tone] = field(default_factory=dict)
+    footer: str = ""

@@ -1,0 +1,211 @@
+"""Charts of a page: Vega-Lite specifications made with Altair.
+
+The page's stylesheet has the colors for light and dark; its script gives them to Vega. A chart
+uses `COLORS` numbers of colors or the names of values in the order of the scale's domain, and
+never a color itself.
+"""
+
+import copy
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from spmdtrain.errors import foreign
+from spmdtrain.optional import import_extra
+from spmdtrain.page.widths import Width
+
+COLORS = 10
+"""Number of different colors of series. The stylesheet defines them."""
+_POINTS_BELOW = 60  # a series with fewer values has a mark at each of them
+_LONGEST_NAME = 120
+_LOGARITHMIC_FROM = 8
+_FAINT = 0.35
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line of a chart.
+
+    Attributes:
+      name: The name in the legend.
+      x: Positions in ascending order.
+      y: Values; None is a gap.
+      color: The number of its color, from 0; the same number is the same color in all charts.
+      mean: Positions and values of a second line, the mean of many values. The line itself is then
+        drawn faintly.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    color: int = 0
+    mean: tuple[Sequence[float], Sequence[float]] | None = None
+
+
+@dataclass(frozen=True)
+class LegendEntry:
+    """The name of a series beside its color, and its last value."""
+
+    name: str
+    color: int
+    value: str = ""
+
+
+@dataclass(frozen=True)
+class ChartBlock:
+    """A chart.
+
+    Attributes:
+      title: The title above the chart; untrusted text.
+      spec: The Vega-Lite specification as JSON. It has `"width": "container"`.
+      data: The datasets that the specification names: rows, or series of `line_chart`.
+      legend: Entries above the chart; charts of Vega-Lite's own legend have none.
+      note: A line below the chart.
+      width: The columns that it takes on a wide screen.
+      hover: Whether the values next to the pointer are shown for each series (`line_chart` only).
+        The other charts show the `tooltip` of their encoding.
+      logarithmic: Whether a button offers a logarithmic axis (`line_chart` only).
+    """
+
+    title: str
+    spec: Mapping[str, Any]
+    data: Mapping[str, Any] = field(default_factory=dict)
+    legend: Sequence[LegendEntry] = ()
+    note: str = ""
+    width: Width = Width.COLUMN
+    hover: bool = False
+    logarithmic: bool = False
+    kind: ClassVar[str] = "chart"
+
+
+def altair() -> Any:
+    """Returns the module `altair`.
+
+    Raises:
+      UserError: If it is not installed.
+    """
+    return import_extra("altair", "report", "charts")
+
+
+def chart_block(
+    title: str,
+    chart: Any,
+    rows: Mapping[str, Sequence[Mapping[str, Any]]],
+    *,
+    height: int | None = None,
+    note: str = "",
+    width: Width = Width.FULL,
+    legend: Sequence[LegendEntry] = (),
+) -> ChartBlock:
+    """Returns a chart of a page.
+
+    Args:
+      title: The title.
+      chart: An Altair chart. Its data are `altair.NamedData(NAME)`, and its encodings have a
+        `tooltip`.
+      rows: NAME to the rows of the dataset.
+      height: The height in pixels; None keeps that of the chart.
+      note: A line below the chart.
+      width: The columns that it takes on a wide screen.
+      legend: Entries above the chart. They wrap on a phone, where one of Vega-Lite's own legends
+        would be cut off: the encoding then has `legend=None`.
+    """
+    size = {"width": "container"} | ({} if height is None else {"height": height})
+    spec = chart.properties(**size).to_dict()
+    data = {name: {"rows": [dict(row) for row in of]} for name, of in rows.items()}
+    return ChartBlock(title, _without_config(spec), data, legend, note, width)
+
+
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    *,
+    values: Sequence[str] = (),
+    x_title: str = "step",
+    y_format: str = "~s",
+    zero: bool = False,
+    height: int = 220,
+    note: str = "",
+    width: Width = Width.COLUMN,
+) -> ChartBlock:
+    """Returns a chart of lines over a common axis, with a legend and the values at the pointer.
+
+    Args:
+      title: The title.
+      series: The lines.
+      values: The text beside each name in the legend, such as the last value.
+      x_title: The title of the horizontal axis.
+      y_format: The format of the vertical axis, in the notation of d3-format.
+      zero: Whether the vertical axis starts at zero.
+      height: The height in pixels.
+      note: A line below the chart.
+      width: The columns that it takes on a wide screen.
+    """
+    names = [foreign(line.name, _LONGEST_NAME) for line in series]
+    data = [
+        {
+            "name": name,
+            "color": line.color % COLORS,
+            "marked": len(line.x) < _POINTS_BELOW,
+            "x": list(line.x),
+            "mean": None
+            if line.mean is None
+            else dict(zip("xy", map(list, line.mean), strict=True)),
+            "y": [None if v is None or not math.isfinite(v) else v for v in line.y],
+        }
+        for name, line in zip(names, series, strict=True)
+    ]
+    texts = values or [""] * len(names)
+    legend = [
+        LegendEntry(name, line.color % COLORS, text)
+        for name, line, text in zip(names, series, texts, strict=True)
+    ]
+    return ChartBlock(
+        title,
+        copy.deepcopy(_line_spec(x_title, y_format, zero, height)),
+        {"series": {"series": data}, "hover": {"rows": []}},
+        legend=legend,
+        note=note,
+        hover=True,
+        width=width,
+        logarithmic=_spans_magnitudes(series),
+    )
+
+
+def _spans_magnitudes(series: Sequence[Series]) -> bool:
+    """Returns whether all values are positive, and the largest is a multiple of the smallest."""
+    values = [y for line in series for y in line.y if y is not None and math.isfinite(y)]
+    return bool(values) and min(values) > 0 and max(values) > _LOGARITHMIC_FROM * min(values)
+
+
+@functools.cache
+def _line_spec(x_title: str, y_format: str, zero: bool, height: int) -> dict[str, Any]:
+    """Returns the specification of `line_chart`; to make and to check one takes Altair 50 ms."""
+    alt = altair()
+    x = alt.X("x:Q", title=x_title, scale=alt.Scale(nice=False), axis=alt.Axis(grid=False))
+    label = "datum.value === 0 ? '0' : datum.label"  # d3 writes `0k` and `0%`
+    axis = alt.Axis(format=y_format, tickCount=5, title=None, labelExpr=label)
+    y = alt.Y("y:Q", scale=alt.Scale(zero=zero, nice=True), axis=axis)
+    color = alt.Color("color:N", legend=None, scale=alt.Scale(domain=list(range(COLORS))))
+    lines = alt.Chart(alt.NamedData("series")).encode(x=x, y=y, color=color)
+    lines = lines.encode(
+        detail=["series:N", "faint:N"],
+        opacity=alt.condition("datum.faint", alt.value(_FAINT), alt.value(1)),
+    )
+    pointer = alt.Chart(alt.NamedData("hover")).encode(x=x)
+    layers = [
+        lines.mark_line(strokeWidth=1.6, strokeJoin="round"),
+        lines.mark_point(filled=True, size=28).transform_filter("datum.marked"),
+        pointer.mark_rule(strokeWidth=1, opacity=0.35),
+        pointer.mark_point(filled=True, size=52, opacity=1).encode(y=y, color=color),
+    ]
+    return _without_config(
+        alt.layer(*layers).properties(width="container", height=height).to_dict()
+    )
+
+
+def _without_config(spec: dict[str, Any]) -> dict[str, Any]:
+    """Returns a specification without Altair's own theme and without an address."""
+    return {name: value for name, value in spec.items() if name not in ("config", "$schema")}

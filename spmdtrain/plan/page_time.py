@@ -1,0 +1,207 @@
+"""Charts and tables of a plan's page: the time of a step."""
+
+import enum
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from spmdtrain.page.blocks import Block, Fact, FactsBlock, TableBlock
+from spmdtrain.page.charts import ChartBlock, LegendEntry, altair, chart_block
+from spmdtrain.page.widths import Width
+from spmdtrain.plan.page_scales import color_scale, time_axis, time_unit
+from spmdtrain.plan.phrases import (
+    assumptions,
+    scaled,
+    short_line,
+    step_seconds,
+)
+
+_MOST_ROWS = 8  # of collectives; the others share one
+_MOST_LINES = 10  # source lines
+_ROW_HEIGHT = 34  # pixels
+_TWO_LINES = "split(replace(datum.label, ' over ', '\\nover '), '\\n')"  # a Vega expression
+
+
+class Part(enum.StrEnum):
+    """The kind of a segment of the timeline."""
+
+    PRODUCTS = "products"
+    MEMORY = "memory traffic"
+    OVERLAPPED = "overlapped collectives"
+    EXPOSED = "exposed collectives"
+
+
+PART_COLORS = {Part.PRODUCTS: 0, Part.MEMORY: 2, Part.OVERLAPPED: 6, Part.EXPOSED: 7}
+"""The number of a color for each part of a step."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a step in the time model.
+
+    Attributes:
+        row: The row of the timeline.
+        part: What it is.
+        start: Seconds from the start of the step.
+        end: The same.
+    """
+
+    row: str
+    part: Part
+    start: float
+    end: float
+
+
+def timeline(plan: dict[str, Any]) -> list[Segment]:
+    """Returns the segments of a step as the time model adds them up.
+
+    Products, memory traffic and overlapped collectives begin together, or follow each other if the
+    model says so; then come the exposed collectives. The order within each of them is arbitrary.
+
+    Args:
+        plan: The plan as returned by `plan_as_json`, with times.
+    """
+    time = plan["time"]
+    serial = time["serial"]
+    segments = [Segment("products", Part.PRODUCTS, 0.0, time["compute"])]
+    start = time["compute"] if serial else 0.0
+    segments.append(Segment("memory", Part.MEMORY, start, start + time["memory"]))
+    start += time["memory"] if serial else 0.0
+    classes: dict[tuple[str, bool], float] = defaultdict(float)
+    for each in plan["collectives"]:
+        if each["seconds"]:
+            name = f"{each['kind']} over {', '.join(each['axes']) or 'unknown axes'}"
+            classes[name, each["overlapped"]] += each["seconds"]
+    totals: dict[str, float] = defaultdict(float)
+    for (name, _), seconds in classes.items():
+        totals[name] += seconds
+    shown = sorted(totals, key=lambda name: -totals[name])[:_MOST_ROWS]
+    ends = {True: start, False: start + time["overlapped"] if serial else _busy(time)}
+    for (name, overlapped), seconds in sorted(classes.items(), key=lambda item: -item[1]):
+        part = Part.OVERLAPPED if overlapped else Part.EXPOSED
+        row = name if name in shown else "other collectives"
+        segments.append(Segment(row, part, ends[overlapped], ends[overlapped] + seconds))
+        ends[overlapped] += seconds
+    return segments
+
+
+def _busy(time: dict[str, Any]) -> float:
+    """Returns the seconds until the exposed collectives begin."""
+    return float(max(time["compute"], time["memory"], time["overlapped"]))
+
+
+def time_blocks(plan: dict[str, Any]) -> list[Block]:
+    """Returns the blocks that show the time of a step and its FLOPs.
+
+    Args:
+        plan: The plan as returned by `plan_as_json`.
+    """
+    blocks: list[Block] = []
+    if plan["time"]:
+        blocks.append(_chart(plan))
+    if plan["flops"]["step"]:
+        blocks.append(_facts(plan))
+    if plan["flops"]["by_line"]:
+        blocks.append(_flops(plan["flops"]))
+    return blocks
+
+
+def _chart(plan: dict[str, Any]) -> ChartBlock:
+    alt = altair()
+    time, segments = plan["time"], timeline(plan)
+    unit, scale = time_unit(time["estimate"])
+    rows = [
+        {
+            "row": segment.row,
+            "part": segment.part,
+            "color": PART_COLORS[segment.part],
+            "start": segment.start * scale,
+            "end": segment.end * scale,
+            "time": step_seconds(segment.end - segment.start),
+        }
+        for segment in segments
+    ]
+    order = list(dict.fromkeys(segment.row for segment in segments))
+    end = 1.01 * scale * max(time["estimate"], *(segment.end for segment in segments))
+    scale_of_x = alt.Scale(domain=[0, end], nice=False)
+    bars = (
+        alt.Chart(alt.NamedData("parts"))
+        .mark_bar(height={"band": 0.7})
+        .encode(
+            x=alt.X("start:Q", axis=time_axis(alt, unit), scale=scale_of_x),
+            x2="end:Q",
+            y=alt.Y("row:N", sort=order, title=None, axis=alt.Axis(labelExpr=_TWO_LINES)),
+            color=color_scale(alt),
+            tooltip=[alt.Tooltip("row:N"), alt.Tooltip("part:N"), alt.Tooltip("time:N")],
+        )
+    )
+    marks = [
+        {"name": name, "at": time[key] * scale, "time": step_seconds(time[key])}
+        for name, key in (("lower bound", "bound"), ("estimate", "estimate"))
+    ]
+    at = alt.Chart(alt.NamedData("marks")).encode(
+        x="at:Q", tooltip=[alt.Tooltip("name:N"), alt.Tooltip("time:N")]
+    )
+    rules = [at.mark_rule(strokeWidth=2, strokeDash=[5, 3])]
+    for mark, height in zip(marks, (-18, -4), strict=True):  # above the plot, in two lines
+        align = "left" if mark["at"] < end / 2 else "right"
+        text = at.transform_filter(alt.datum.name == mark["name"])
+        text = text.mark_text(align=align, baseline="bottom", y=height)
+        rules.append(text.encode(text="name:N"))
+    used = dict.fromkeys(segment.part for segment in segments if segment.end > segment.start)
+    totals = {
+        Part.PRODUCTS: time["compute"],
+        Part.MEMORY: time["memory"],
+        Part.OVERLAPPED: time["overlapped"],
+        Part.EXPOSED: time["waiting"],
+    }
+    legend = [LegendEntry(part, PART_COLORS[part], step_seconds(totals[part])) for part in used]
+    return chart_block(
+        "A step in the time model",
+        alt.layer(bars, *rules),
+        {"parts": rows, "marks": marks},
+        height=_ROW_HEIGHT * len(order),
+        note=(
+            f"Dashed: the lower bound, {step_seconds(time['bound'])}, and the estimate, "
+            f"{step_seconds(time['estimate'])}. The order of collectives is not that of the "
+            "program. " + assumptions(plan)
+        ),
+        legend=legend,
+    )
+
+
+def _facts(plan: dict[str, Any]) -> FactsBlock:
+    """Returns the counted FLOPs and the rates that the times follow from."""
+    flops, chip = plan["flops"], plan["chip"]
+    facts = [Fact("of the model", f"{scaled(flops['step'] - flops['again'])}FLOP", "all devices")]
+    if flops["again"]:
+        facts.append(Fact("recomputed", f"{scaled(flops['again'])}FLOP", "all devices"))
+    if flops["device"] is not None:
+        facts.append(Fact("compiled program", f"{scaled(flops['device'])}FLOP", "a device"))
+    if chip is not None:
+        per = "a chip" if chip["devices"] == 1 else f"a chip of {chip['devices']} devices"
+        facts += [
+            Fact("bfloat16 peak", f"{scaled(chip['flops'])}FLOP/s", per),
+            Fact("memory bandwidth", f"{scaled(chip['bandwidth'])}B/s", per),
+            Fact("source", chip["source"]),
+        ]
+    return FactsBlock(facts, title="FLOPs of a step, and rates")
+
+
+def _flops(flops: dict[str, Any]) -> TableBlock:
+    lines = sorted(flops["by_line"].items(), key=lambda item: -item[1])
+    rows = [
+        (short_line(line), f"{scaled(count)}FLOP", f"{count / flops['step']:.1%}")
+        for line, count in lines[:_MOST_LINES]
+    ]
+    if len(lines) > _MOST_LINES:
+        rest = sum(count for _, count in lines[_MOST_LINES:])
+        more = f"{len(lines) - _MOST_LINES} more"
+        rows.append((more, f"{scaled(rest)}FLOP", f"{rest / flops['step']:.1%}"))
+    return TableBlock(
+        ("source line", "all devices", "part"),
+        rows,
+        numeric=frozenset({1, 2}),
+        title="FLOPs by source line",
+        width=Width.COLUMN,
+    )

@@ -1,0 +1,195 @@
+"""A page with everything about one or several runs: one HTML file, without network access."""
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from spmdtrain.errors import (
+    ExitCode,
+    StorageError,
+    UserError,
+    exit_code_of,
+    exit_if_output_is_closed,
+)
+from spmdtrain.files import no_follow
+from spmdtrain.files.storage import failures, folder_of, one_line
+from spmdtrain.optional import import_extra
+from spmdtrain.page.blocks import Page
+from spmdtrain.page.local_server import PageServer
+from spmdtrain.page.render import render_page
+from spmdtrain.report.run_data import RunReader
+from spmdtrain.report.run_page import run_names, run_page
+from spmdtrain.terminal import Terminal, byte_size
+
+FILE_NAME = "report.html"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command."""
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
+    """The workdirs of the runs: folders or gs:// URLs."""
+    output: str | None = None
+    """The file to write. Default: report.html in the workdir, or in the current folder for several
+    runs."""
+    follow: bool = False
+    """Serve the page on 127.0.0.1 until Ctrl-C and refresh it when the runs write.
+    No file is written."""
+    port: int = 0
+    """The port of --follow; 0 chooses a free one."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+      arguments: The command line without the program; by default that of the process.
+
+    Returns:
+      The exit code.
+    """
+    with exit_if_output_is_closed():
+        options = tyro.cli(
+            Options,
+            args=arguments,
+            prog="python -m spmdtrain.report",
+            description=__doc__,
+        )
+        return exit_code_of(lambda: execute(options, Terminal()))
+
+
+def execute(options: Options, terminal: Terminal) -> int:
+    """Executes the parsed command.
+
+    Args:
+      options: The options.
+      terminal: Receives progress and messages.
+
+    Returns:
+      The exit code.
+
+    Raises:
+      UserError: If an option or a workdir is not valid, or a library is missing.
+      StorageError: If a file cannot be read or written.
+    """
+    if not options.runs:
+        raise UserError("no run is given: write python -m spmdtrain.report WORKDIR [WORKDIR ...]")
+    for module in ("altair", "vl_convert"):  # before the files are read
+        import_extra(module, "report", "pages with charts")
+    report = RunReport(options.runs)
+    if options.follow:
+        if options.output is not None:
+            raise UserError("--follow serves the page and writes no file: leave out --output")
+        return follow_runs(report, options.port, terminal)
+    began = time.monotonic()
+    report.refresh(terminal)
+    html = render_page(report.page())
+    target = write_page(html, options.output, options.runs)
+    seconds = time.monotonic() - began
+    terminal.line(f"{target}: {byte_size(len(html.encode()))}, written in {seconds:.1f} s")
+    return ExitCode.DONE
+
+
+class RunReport:
+    """The page of runs, which is made again if their files have changed.
+
+    Args:
+      workdirs: The folders or `gs://` URLs.
+
+    Raises:
+      UserError: If one is not the workdir of a run.
+      StorageError: If one cannot be accessed.
+    """
+
+    def __init__(self, workdirs: Sequence[str]) -> None:
+        names = run_names(workdirs)
+        self._readers = [RunReader(d, n) for d, n in zip(workdirs, names, strict=True)]
+        self._page: Page | None = None
+        self._version = 0
+
+    def refresh(self, terminal: Terminal | None = None) -> None:
+        """Reads what has changed.
+
+        Args:
+          terminal: Shows the progress, if it is a terminal.
+        """
+        if terminal is None:
+            changed = [reader.refresh() for reader in self._readers]
+        else:
+            total = sum(reader.unread() for reader in self._readers)
+            done = 0
+
+            def on_bytes(count: int) -> None:
+                nonlocal done
+                done += count
+                terminal.advance(done // 1000)
+
+            with terminal.progress("reading, kB", done=0, total=max(1, total // 1000)):
+                changed = [reader.refresh(on_bytes) for reader in self._readers]
+        if any(changed) or self._page is None:
+            self._page = run_page([reader.data for reader in self._readers])
+            self._version += 1
+
+    def page(self) -> Page:
+        """Returns the page of the last refresh."""
+        assert self._page is not None
+        return self._page
+
+    def read(self) -> tuple[Page, str]:
+        """Reads what has changed; returns the page and its version."""
+        self.refresh()
+        return self.page(), f"{id(self)}-{self._version}"
+
+
+def follow_runs(report: RunReport, port: int, terminal: Terminal) -> int:
+    """Serves the page until Ctrl-C.
+
+    Args:
+      report: The page.
+      port: The port; 0 chooses a free one.
+      terminal: Receives the address.
+
+    Returns:
+      The exit code, 0.
+
+    Raises:
+      UserError: If the port cannot be used.
+    """
+    report.refresh(terminal)
+    server = PageServer(report.read, port)
+    terminal.line(f"{server.url} (only from this machine; Ctrl-C ends it)")
+    with contextlib.suppress(KeyboardInterrupt):
+        server.serve()
+    return ExitCode.DONE
+
+
+def write_page(html: str, output: str | None, workdirs: Sequence[str]) -> str:
+    """Writes a page.
+
+    Args:
+      html: The page.
+      output: The file; None for the default.
+      workdirs: The workdirs of the runs.
+
+    Returns:
+      The path of the file.
+
+    Raises:
+      StorageError: If the file cannot be written.
+    """
+    if output is None and len(workdirs) == 1:
+        folder, name = folder_of(workdirs[0]), FILE_NAME
+    else:
+        path = folder_of(output or FILE_NAME)
+        folder, name = path.parent, path.name
+    target = f"{folder / name}"
+    try:
+        no_follow.write(folder, name, lambda file: file.write(html.encode()))
+    except failures(folder) as error:
+        raise StorageError(f"{target} cannot be written: {one_line(error)}") from error
+    return target

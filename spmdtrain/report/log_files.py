@@ -1,0 +1,157 @@
+"""Reading of the growing files of a run: only what is new since the last reading."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from etils import epath
+
+from spmdtrain.errors import StorageError, UserError
+from spmdtrain.files.storage import failures, is_url, one_line
+from spmdtrain.files.validation import LARGEST, LARGEST_LOG, Malformed, parse_object, read_bytes
+
+OnBytes = Callable[[int], None]
+_CHUNK = 2**20  # bytes between two reports of the progress
+
+
+@dataclass(frozen=True)
+class FileState:
+    """Identity, size in bytes and time of a file, one of which changes if the file does."""
+
+    inode: int
+    size: int
+    time: int
+
+
+def file_state(path: epath.Path) -> FileState | None:
+    """Returns the state of a file; None if there is none.
+
+    Args:
+      path: A local file, or an object at a URL.
+
+    Raises:
+      StorageError: If the file cannot be accessed.
+    """
+    try:
+        if is_url(path):
+            found = path.stat()
+            return FileState(0, found.length, found.mtime)
+        local = os.stat(path)
+        return FileState(local.st_ino, local.st_size, local.st_mtime_ns)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except failures(path) as error:
+        raise StorageError(f"{path} cannot be read: {one_line(error)}") from error
+
+
+class GrowingFile:
+    """A file of lines that another process appends to.
+
+    A run that resumes replaces its `metrics.jsonl`: then all lines are read again.
+
+    Args:
+      path: The file, which need not exist.
+    """
+
+    def __init__(self, path: epath.Path) -> None:
+        self.path = path
+        self.fault = ""
+        """Why the file cannot be read; empty if it can."""
+        self._state: FileState | None = None
+        self._read = 0  # bytes of the complete lines that were returned
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file at the last reading."""
+        return self._state.size if self._state else 0
+
+    def unread(self) -> int:
+        """Returns the number of bytes that the next reading will process."""
+        state = file_state(self.path)
+        if state is None or state == self._state:
+            return 0
+        return state.size - (self._read if self._continues(state) else 0)
+
+    def _continues(self, state: FileState) -> bool:
+        old = self._state
+        return (
+            not is_url(self.path)
+            and old is not None
+            and state.inode == old.inode
+            and state.size >= self._read
+        )
+
+    def read(self) -> tuple[bool, Sequence[bytes]] | None:
+        """Reads the complete lines that are new.
+
+        Returns:
+          Whether the file was replaced, so that earlier lines no longer count, and the lines; None
+          if the file has not changed.
+
+        Raises:
+          StorageError: If the file cannot be accessed.
+        """
+        state = file_state(self.path)
+        if state == self._state:
+            return None
+        replaced = not (state is not None and self._continues(state))
+        if replaced:
+            self._read = 0
+        self._state, self.fault = state, ""
+        if state is None:
+            return True, []
+        try:
+            content = read_bytes(self.path, LARGEST_LOG, self._read)
+        except Malformed as error:
+            self.fault = str(error)
+            return replaced, []
+        except FileNotFoundError:
+            self._state = None
+            return True, []
+        except failures(self.path) as error:
+            raise StorageError(f"{self.path} cannot be read: {one_line(error)}") from error
+        end = content.rfind(b"\n") + 1
+        self._read += end
+        return replaced, content[:end].split(b"\n")[:-1]
+
+
+def in_chunks(lines: Sequence[bytes], take: Callable[[bytes], None], on_bytes: OnBytes) -> None:
+    """Passes lines to a function, and the bytes done to another one about once per megabyte.
+
+    Args:
+      lines: The lines.
+      take: Receives each line.
+      on_bytes: Receives the number of bytes since its last call.
+    """
+    done = 0
+    for line in lines:
+        take(line)
+        done += len(line) + 1
+        if done >= _CHUNK:
+            on_bytes(done)
+            done = 0
+    on_bytes(done)
+
+
+def read_object(path: epath.Path) -> tuple[dict[str, Any] | None, str]:
+    """Reads a JSON object.
+
+    Args:
+      path: The file.
+
+    Returns:
+      The object, None if there is no file or it is not valid; and what is wrong with it, if
+      anything.
+
+    Raises:
+      StorageError: If the file cannot be accessed.
+    """
+    try:
+        return parse_object(read_bytes(path, LARGEST)), ""
+    except (FileNotFoundError, NotADirectoryError):
+        return None, ""
+    except UserError as error:
+        return None, f"{path.name}: {error}"
+    except failures(path) as error:
+        raise StorageError(f"{path} cannot be read: {one_line(error)}") from error

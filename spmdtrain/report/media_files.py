@@ -1,0 +1,197 @@
+"""The samples, images, histograms and tables that a run has logged, from `media.jsonl`."""
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from etils import epath
+
+from spmdtrain.errors import UserError, foreign
+from spmdtrain.files import no_follow
+from spmdtrain.files.storage import failures, is_url
+from spmdtrain.files.validation import Malformed, parse_object, read_bytes
+from spmdtrain.page.blocks import MediaType
+from spmdtrain.report.metric_columns import is_number
+
+_LARGEST_PICTURE = 2**22  # bytes
+_PNG = b"\x89PNG\r\n\x1a\n"
+_LONGEST_NAME = 200
+
+
+class MediaKind(enum.StrEnum):
+    """The kinds of items."""
+
+    IMAGE = "image"
+    FIGURE = "figure"
+    TEXT = "text"
+    HISTOGRAM = "histogram"
+    TABLE = "table"
+
+
+@dataclass(frozen=True)
+class MediaItem:
+    """One item of `media.jsonl`.
+
+    Attributes:
+      step: The step.
+      split: The split, such as `eval`.
+      name: The name that the run gave.
+      kind: What it is.
+      file: The picture's path in the workdir, if it is an image or a figure.
+      text: The text.
+      edges: The edges of a histogram's bins, one more than `counts`.
+      counts: The count of each bin.
+      columns: The titles of a table's columns.
+      rows: The cells of a table.
+    """
+
+    step: int
+    split: str
+    name: str
+    kind: MediaKind
+    file: str = ""
+    text: str = ""
+    edges: Sequence[float] = ()
+    counts: Sequence[float] = ()
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+
+
+@dataclass
+class MediaLog:
+    """The items of `media.jsonl` in the order of the file."""
+
+    items: list[MediaItem] = field(default_factory=list)
+    invalid: int = 0
+
+    def add(self, line: bytes) -> None:
+        """Adds a line; counts it as invalid if it is not an item."""
+        try:
+            self.items.append(_parse_item(parse_object(line)))
+        except Malformed:
+            self.invalid += 1
+
+    def newest(self) -> Sequence[MediaItem]:
+        """Returns the items, the newest first; of an item that was logged again the newest."""
+        unique = {(x.step, x.split, x.name, n): x for n, x in _numbered(self.items)}
+        return sorted(unique.values(), key=lambda item: -item.step)
+
+
+def _numbered(items: Sequence[MediaItem]) -> list[tuple[int, MediaItem]]:
+    """Returns items with their number among those of the same step, split and name.
+
+    A step that is repeated after a restart logs the same items again, with the same files.
+    """
+    counts: dict[Any, int] = {}
+    seen: dict[Any, int] = {}
+    numbered = []
+    for item in items:
+        key = (item.step, item.split, item.name)
+        if item.file and (key, item.file) in seen:
+            numbered.append((seen[key, item.file], item))
+            continue
+        counts[key] = counts.get(key, -1) + 1
+        if item.file:
+            seen[key, item.file] = counts[key]
+        numbered.append((counts[key], item))
+    return numbered
+
+
+def _parse_item(content: Mapping[str, Any]) -> MediaItem:
+    """Returns the item of a line.
+
+    Raises:
+      Malformed: If it is not valid.
+    """
+    step, kind = content.get("step"), content.get("kind")
+    if type(step) is not int or step < 0 or kind not in tuple(MediaKind):
+        raise Malformed("not an item")
+    split, name = (foreign(content.get(key) or "", _LONGEST_NAME) for key in ("split", "name"))
+    item: dict[str, Any] = {"step": step, "split": split, "name": name, "kind": MediaKind(kind)}
+    match MediaKind(kind):
+        case MediaKind.IMAGE | MediaKind.FIGURE:
+            return MediaItem(**item, file=_inner_path(content.get("file")))
+        case MediaKind.TEXT:
+            return MediaItem(**item, text=_string(content.get("text")))
+        case MediaKind.HISTOGRAM:
+            edges, counts = _numbers(content.get("edges")), _numbers(content.get("counts"))
+            if len(edges) != len(counts) + 1 or not counts:
+                raise Malformed("edges must be one more than counts")
+            return MediaItem(**item, edges=edges, counts=counts)
+        case MediaKind.TABLE:
+            columns = [_cell(x) for x in _list(content.get("columns"))]
+            rows = [[_cell(x) for x in _list(row)] for row in _list(content.get("rows"))]
+            if any(len(row) != len(columns) for row in rows):
+                raise Malformed("a row has another number of cells than there are columns")
+            return MediaItem(**item, columns=columns, rows=rows)
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise Malformed("not a list")
+    return value
+
+
+def _numbers(value: Any) -> list[float]:
+    numbers = _list(value)
+    if not all(is_number(x) for x in numbers):
+        raise Malformed("not numbers")
+    return numbers
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise Malformed("not a text")
+    return value
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return foreign("" if value is None else value, _LONGEST_NAME)
+
+
+def _inner_path(value: Any) -> str:
+    """Returns the path of a file below `media/`.
+
+    Raises:
+      Malformed: If it leads elsewhere.
+    """
+    path = PurePosixPath(_string(value))
+    parts = path.parts
+    if "\0" in str(path) or path.is_absolute() or ".." in parts or parts[:1] != ("media",):
+        raise Malformed("not a file below media/")
+    if len(parts) < 2:
+        raise Malformed("not a file below media/")
+    return str(path)
+
+
+def read_picture(folder: epath.Path, file: str) -> tuple[bytes, MediaType]:
+    """Returns the content and the type of a picture.
+
+    A link is not followed, because another user may have written the workdir, and the page may be
+    given away.
+
+    Args:
+      folder: The workdir.
+      file: The picture's path below it.
+
+    Raises:
+      UserError: If it cannot be read, or is neither PNG nor SVG.
+    """
+    try:
+        if is_url(folder):
+            content = read_bytes(folder / file, _LARGEST_PICTURE)
+        else:
+            content = no_follow.read_file(folder, file, _LARGEST_PICTURE)
+    except UserError:
+        raise
+    except failures(folder) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    if content.startswith(_PNG):
+        return content, MediaType.PNG
+    if file.endswith(".svg") and b"<svg" in content[:4096]:
+        return content, MediaType.SVG
+    raise UserError(f"{file} is neither a PNG nor an SVG file")

@@ -1,0 +1,1 @@
+"""Sweeps: many runs of an experiment with different options, and their comparison."""

@@ -1,0 +1,59 @@
+"""Arrays of media: their checks, and copies that can be fetched later."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmdtrain.errors import UserError
+
+
+def shape_and_dtype(array: Any, expected: str) -> tuple[tuple[int, ...], Any]:
+    """Returns shape and dtype of an array, which may be a list, or abstract.
+
+    Args:
+      array: The array.
+      expected: The beginning of the message if it is none.
+
+    Raises:
+      UserError: If it is no array, or this process does not have all of it.
+    """
+    if isinstance(array, (list, tuple)):
+        array = np.asarray(array)
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise UserError(f"{expected}, and not a {type(array).__name__}")
+    if (
+        isinstance(array, jax.Array)
+        and not isinstance(array, jax.core.Tracer)
+        and not (array.is_fully_addressable or array.is_fully_replicated)
+    ):
+        raise UserError(
+            f"an array of shape {array.shape} is split over processes: gather it first, for "
+            "example by a jitted function whose result is replicated"
+        )
+    return tuple(array.shape), array.dtype
+
+
+def check_numbers(dtype: Any, what: str) -> None:
+    """Raises `UserError` unless a dtype is that of numbers; `what` begins the message."""
+    if not (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_):
+        raise UserError(f"{what} of dtype {dtype}: it takes numbers")
+
+
+def detached_array(array: Any) -> Any:
+    """Returns a copy of an array. That of a JAX array begins to be copied to the host."""
+    if array is None:
+        return None
+    if not isinstance(array, jax.Array):
+        return np.array(array)
+    if array.is_fully_replicated:
+        array = array.addressable_data(0)  # so that this process alone can copy it
+    copy = jnp.copy(array)  # the array itself may be donated to the next step
+    copy.copy_to_host_async()
+    return copy
+
+
+def plain_cell(value: Any) -> Any:
+    """Returns a Python number or string for a cell of a table."""
+    return value.item() if isinstance(value, np.generic) else value

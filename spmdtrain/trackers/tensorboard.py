@@ -1,0 +1,250 @@
+"""TensorBoard event files."""
+
+import contextlib
+import importlib
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from spmdtrain.files import no_follow
+from spmdtrain.files.run_files import Status
+from spmdtrain.trackers.base import RunInfo, Tracker
+from spmdtrain.trackers.media import Figure, Histogram, Image, Table, Text
+from spmdtrain.trackers.png import encode_png, png_size
+
+_MAX_TABLE_ROWS = 100  # TensorBoard shows tables as text
+
+
+class TensorBoardTracker(Tracker):
+    """Writes TensorBoard event files in a folder of the workdir.
+
+    Args:
+      folder: The name of the folder.
+    """
+
+    name = "tensorboard"
+    _root: Path
+
+    def __init__(self, folder: str = "tensorboard") -> None:
+        self._name = folder
+        self._file: EventFile | None = None
+        self._purge_from: int | None = None
+
+    def start(self, run: RunInfo) -> None:
+        """Finds whether there are events of an earlier start, of which later steps are stale."""
+        assert run.folder is not None and run.workdir is not None
+        self._root = run.folder
+        if (epath.Path(run.workdir) / self._name).exists():
+            self._purge_from = run.step + 1
+
+    def rewind(self, step: int) -> None:
+        """Makes TensorBoard discard the events of steps after `step`."""
+        if self._file is not None:
+            self._file.purge(step + 1)
+        elif (self._root / self._name).exists():
+            self._purge_from = step + 1
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes the values as one event."""
+        self._open().add_scalars(step, values)
+
+    def image(self, step: int, tag: str, image: Image) -> None:
+        """Writes the images as one."""
+        self._open().add_png(step, tag, encode_png(image.grid()))
+
+    def figure(self, step: int, tag: str, figure: Figure) -> None:
+        """Writes a PNG figure; TensorBoard does not show SVG."""
+        if figure.format == "png":
+            self._open().add_png(step, tag, figure.content)
+
+    def text(self, step: int, tag: str, text: Text) -> None:
+        """Writes the texts, in fixed width."""
+        blocks = "\n\n".join(_indented(each) for each in text.value)
+        self._open().add_markdown(step, tag, blocks)
+
+    def table(self, step: int, tag: str, table: Table) -> None:
+        """Writes the first rows as a table in Markdown."""
+        rows = [list(table.columns), ["---"] * len(table.columns), *table.rows()]
+        lines = ("| " + " | ".join(map(str, row)) + " |" for row in rows[: _MAX_TABLE_ROWS + 2])
+        self._open().add_markdown(step, tag, "\n".join(lines))
+
+    def histogram(self, step: int, tag: str, histogram: Histogram) -> None:
+        """Writes the histogram."""
+        self._open().add_histogram(step, tag, histogram)
+
+    def flush(self) -> None:
+        """Writes buffered events to the file."""
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self, status: Status) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            try:
+                self._file.flush()
+            finally:
+                self._file.close()
+
+    def _open(self) -> "EventFile":
+        """Returns the event file; creates it, so that a start that writes nothing has none."""
+        if self._file is None:
+            self._file = EventFile(self._root / self._name, self._purge_from)
+        return self._file
+
+
+def _indented(text: str) -> str:
+    return "\n".join("    " + line for line in text.splitlines())
+
+
+def import_writer() -> None:
+    """Imports the modules that write event files, so that the first write is as fast as others."""
+    with _without_module("google.cloud.storage"):
+        for module in ("record_writer", "proto.event_pb2", "proto.summary_pb2"):
+            importlib.import_module(f"tensorboardX.{module}")
+
+
+@contextlib.contextmanager
+def _without_module(name: str) -> Iterator[None]:
+    """Makes imports of an optional module fail, unless it is imported already.
+
+    tensorboardX would import the client of Google Cloud Storage if it is installed, which takes
+    a tenth of the start of a run. Event files are written to local files only.
+    """
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
+class EventFile:
+    """One TensorBoard event file.
+
+    It replaces tensorboardX's SummaryWriter, which blocks forever after its thread has failed to
+    write to a full disk.
+
+    Args:
+      folder: The folder of the file, which is created. TensorBoard shows it as a run.
+      purge_from: The first step whose earlier events, in other files, TensorBoard discards; None to
+        keep all.
+    """
+
+    def __init__(self, folder: Path, purge_from: int | None) -> None:
+        from tensorboardX.record_writer import RecordWriter
+
+        no_follow.make_subfolder(folder.parent, folder.name)
+        now = time.time_ns()  # so that runs that start within the same second have different files
+        name = f"events.out.tfevents.{now // 10**9}.{socket.gethostname()}.{now}"
+        self._file = RecordWriter(str(folder / name))
+        self._write(0, file_version="brain.Event:2")
+        if purge_from is not None:
+            self._write(purge_from, file_version="brain.Event:2")
+            self.purge(purge_from)
+
+    def purge(self, step: int) -> None:
+        """Makes TensorBoard discard the earlier events of `step` and later steps."""
+        from tensorboardX.proto.event_pb2 import SessionLog
+
+        self._write(step, session_log=SessionLog(status=SessionLog.START))
+
+    def add_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Writes the values of a step.
+
+        Args:
+          step: The step.
+          scalars: Tag to value.
+        """
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        # A single record, because most of its time goes into its checksums, computed in Python.
+        self._add(step, [Summary.Value(tag=name, simple_value=x) for name, x in scalars.items()])
+
+    def add_histogram(self, step: int, tag: str, histogram: Histogram) -> None:
+        """Writes a histogram; its statistics are those of the centers of its bins.
+
+        Args:
+          step: The step.
+          tag: The tag.
+          histogram: Edges and counts.
+        """
+        from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
+
+        edges, counts = histogram.edges, histogram.counts
+        centers = (edges[1:] + edges[:-1]) / 2
+        occurring = centers[counts > 0] if counts.any() else centers
+        content = HistogramProto(
+            min=occurring[0],
+            max=occurring[-1],
+            num=counts.sum(),
+            sum=(centers * counts).sum(),
+            sum_squares=(centers**2 * counts).sum(),
+            # The first bucket is that of smaller values.
+            bucket_limit=edges.tolist(),
+            bucket=[0, *counts.tolist()],
+        )
+        self._add(step, [Summary.Value(tag=tag, histo=content)])
+
+    def add_png(self, step: int, tag: str, content: bytes) -> None:
+        """Writes an image.
+
+        Args:
+          step: The step.
+          tag: The tag.
+          content: The content of a PNG file.
+        """
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        width, height = png_size(content)
+        image = Summary.Image(
+            width=width, height=height, colorspace=3, encoded_image_string=content
+        )
+        self._add(step, [Summary.Value(tag=tag, image=image)])
+
+    def add_markdown(self, step: int, tag: str, text: str) -> None:
+        """Writes a text.
+
+        Args:
+          step: The step.
+          tag: The tag.
+          text: Markdown.
+        """
+        from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboardX.proto.tensor_pb2 import TensorProto
+        from tensorboardX.proto.tensor_shape_pb2 import TensorShapeProto
+
+        plugin = SummaryMetadata.PluginData(plugin_name="text")
+        tensor = TensorProto(
+            dtype="DT_STRING",
+            string_val=[text.encode()],
+            tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
+        )
+        metadata = SummaryMetadata(plugin_data=plugin)
+        self._add(step, [Summary.Value(tag=tag, metadata=metadata, tensor=tensor)])
+
+    def _add(self, step: int, values: list[Any]) -> None:
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        self._write(step, summary=Summary(value=values))
+
+    def _write(self, step: int, **content: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        event = Event(wall_time=time.time(), step=step, **content)
+        self._file.write(event.SerializeToString())
+
+    def flush(self) -> None:
+        """Writes buffered events to the file."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file. Call `flush` first, because errors are not raised here."""
+        with contextlib.suppress(OSError):
+            self._file.close()

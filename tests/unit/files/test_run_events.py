@@ -1,0 +1,72 @@
+"""The times of a run, from hand-made events of several starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from etils import epath
+
+from spmdtrain.files.lines_file import LinesFile
+from spmdtrain.files.run_events import EVENTS_FILE, last_step, read_events, run_times
+
+# Killed between steps 20 and 30, down for 50 s, resumed from step 10: 10 steps are repeated.
+KILLED = [
+    {"time": 1000.0, "event": "start", "step": 0, "processes": 1, "devices": 8},
+    {"time": 1040.0, "event": "phases", "step": 10, "seconds": {"compile": 20.0, "step": 20.0}},
+    {"time": 1040.0, "event": "checkpoint", "step": 10},
+    {"time": 1060.0, "event": "phases", "step": 20, "seconds": {"compile": 20.0, "step": 40.0}},
+    {"time": 1110.0, "event": "start", "step": 10, "processes": 1, "devices": 8},
+    {
+        "time": 1170.0,
+        "event": "phases",
+        "step": 30,
+        "seconds": {"restore": 10.0, "step": 44.0, "save": 6.0},
+    },
+    {"time": 1200.0, "event": "end", "status": "finished", "reason": ""},
+]
+
+
+def written(workdir: Path, *lines: str | dict[str, object]) -> str:
+    text = "".join(f"{x if isinstance(x, str) else json.dumps(x)}\n" for x in lines)
+    (workdir / EVENTS_FILE).write_text(text)
+    return str(workdir)
+
+
+def test_the_goodput_of_a_killed_and_resumed_run_counts_each_step_once(tmp_path: Path) -> None:
+    events = read_events(written(tmp_path, *KILLED))
+    times = run_times(events)
+    # Of the second start's 44 s for 20 steps, the first 10 were repeated.
+    assert times.wall == 200 and times.productive == 40 + 22
+    assert times.goodput == pytest.approx(62 / 200)
+    lost = {kind: seconds for kind, seconds in times.lost.items() if seconds}
+    assert lost == {"compile": 20, "repeated": 22, "down": 50, "restore": 10, "save": 6}
+    assert last_step(events) == 30
+    # As seen 100 s later, while no start runs.
+    assert run_times(events, now=1300.0).goodput == pytest.approx(62 / 300)
+
+
+def test_damaged_and_forged_lines_are_left_out(tmp_path: Path) -> None:
+    forged = [
+        '{"time": 1e999, "event": "start", "step": 0}',
+        '{"time": -5, "event": "start", "step": 0}',
+        '{"time": 1.0, "event": "explode"}',
+        '{"time": 1001.0, "event": "phases", "step": "x", "seconds": {}}',
+        '{"time": 1001.0, "event": "phases", "step": 1, "seconds": {"step": NaN}}',
+        '{"time": 1001.0, "event": "phases", "st',
+        "[" * 1000,
+        '"start"',
+    ]
+    whole: list[str | dict[str, object]] = [KILLED[0], *forged, *KILLED[1:]]
+    assert read_events(written(tmp_path, *whole)) == KILLED
+    assert run_times([]).goodput == 0
+    overlapping = [KILLED[0], {**KILLED[1], "seconds": {"step": 1e9}}]
+    assert run_times(read_events(written(tmp_path, *overlapping))).goodput == 1
+
+
+def test_an_incomplete_last_line_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    folder = epath.Path(tmp_path)
+    LinesFile(tmp_path, "lines.jsonl", folder).append({"a": 1})
+    with (tmp_path / "lines.jsonl").open("a") as file:
+        file.write('{"a": ')  # a kill within a write
+    LinesFile(tmp_path, "lines.jsonl", folder).append({"a": 2})
+    assert (tmp_path / "lines.jsonl").read_text() == '{"a": 1}\n{"a": 2}\n'

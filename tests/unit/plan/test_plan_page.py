@@ -1,0 +1,248 @@
+"""The page of plans: values that it shows, and what it is drawn from."""
+
+import dataclasses
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import chromium
+from helpers import DIGITS
+
+from spmdtrain.errors import UserError
+from spmdtrain.page.blocks import TableBlock
+from spmdtrain.page.render import render_page
+from spmdtrain.plan import command, page_file, topologies
+from spmdtrain.plan.json_report import plan_as_json
+from spmdtrain.plan.memory import Memory
+from spmdtrain.plan.page import plan_page
+from spmdtrain.plan.page_drawing import draw_topology
+from spmdtrain.plan.page_links import link_loads
+from spmdtrain.plan.page_time import Part, timeline
+from spmdtrain.plan.planner import Plan, PlannedCollective
+from spmdtrain.plan.summary import Use
+from spmdtrain.plan.time_model import Times, topology_links
+from spmdtrain.plan.traffic import Traffic
+from spmdtrain.sharding.table import MemoryUse, Row
+from spmdtrain.xla.collectives import Carried
+
+MB = 10**6
+HOSTILE = '</script><script>document.title = "broken"</script>'
+
+
+MEMORY = Memory(
+    params=101 * MB,
+    optimizer=202 * MB,
+    average=0,
+    other=0,
+    inputs=7 * MB,
+    temporaries=690 * MB,
+    results=0,
+    code=0,
+    peak=1000 * MB,
+    limit=16_900 * MB,
+    uses={Use.ACTIVATION: 690 * MB},
+)
+OF_PLAN = "#v5e-4x4"
+
+
+def collective(kind: str, *, overlapped: bool, seconds: float, **sent: float) -> PlannedCollective:
+    return PlannedCollective(
+        kind=kind,
+        axes=("data",),
+        group_size=16,
+        bytes=24 * MB,
+        times=1,
+        overlapped=overlapped,
+        link="links",
+        seconds=seconds,
+        op_name="",
+        line="model.py:7 (call)",
+        carries=(Carried(("kernel",), False, 24 * MB, 6 * MB),),
+        sent=sent,
+    )
+
+
+def report(name: str = "v5e:4x4", **changes: Any) -> dict[str, Any]:
+    """A plan of 1 GB in 16.9 GB, whose steps take 2 ms of memory traffic and then 3 ms alone."""
+    topology = topologies.parse(name)
+    fields: dict[str, Any] = {
+        "topology": name,
+        "chips": topology.chips,
+        "used": topology.chips,
+        "devices": topology.devices,
+        "placement": "mirrored, mesh data=16",
+        "global_batch_size": 64,
+        "batch_shards": 16,
+        "unsharded_params": [],
+        "tokens": 0,
+        "steps": 1000,
+        "rows": [
+            Row(path, "(4000, 1500)", "float32", "P('data')", *uses, elements=6 * MB)
+            for path, uses in (
+                (HOSTILE, (MemoryUse(MB), MemoryUse(2 * MB), MemoryUse())),
+                ("kernel", (MemoryUse(100 * MB), MemoryUse(200 * MB), MemoryUse())),
+            )
+        ],
+        "memory": MEMORY,
+        "buffers": [],
+        "collectives": [
+            collective("all-reduce", overlapped=False, seconds=3e-3, x=15 * MB, y=30 * MB),
+            collective("all-gather", overlapped=True, seconds=1e-3, x=22 * MB),
+        ],
+        "traffic": Traffic(67 * MB, None, None, []),
+        "rematerialized": [],
+        "flops": 10**12,
+        "flops_again": 0,
+        "flops_by_line": {"model.py:7 (call)": 10**12},
+        "products": 10**12 / 16,
+        "times": Times(
+            compute=5e-4,
+            useful=5e-4,
+            memory=2e-3,
+            waiting=3e-3,
+            overlapped=1e-3,
+            least_memory=1e-4,
+            least_links=2e-4,
+        ),
+        "chip": topology.chip,
+        "links": topology_links(topology),
+    }
+    stored: dict[str, Any] = json.loads(json.dumps(plan_as_json(Plan(**(fields | changes)))))
+    return stored
+
+
+def test_a_browser_shows_the_values_of_the_plans_and_requests_nothing(tmp_path: Path) -> None:
+    larger = report("v5p:4x4x4", memory=dataclasses.replace(MEMORY, peak=2000 * MB))
+    broken = {"topology": "v5e:8x8", "error": "batch 64 " + HOSTILE}
+    changes = ["v5e:4x4 to v5p:4x4x4: no longer fits"]
+    page = plan_page([report(), larger, broken], changes, "Plan of digits", "command " + HOSTILE)
+    file = tmp_path / "plan.html"
+    file.write_text(render_page(page))
+    with chromium() as browser:
+        browser.dark(True)
+        browser.open(file, width=390)
+        browser.drawn()
+        assert browser.messages == [] and browser.requests == [file.as_uri()]
+        assert browser.evaluate("document.title") == "Plan of digits"
+        assert browser.evaluate("document.documentElement.scrollWidth") == 390
+        drawn = (
+            "[...document.querySelectorAll('.plot')].map(x => x.querySelectorAll('path').length)"
+        )
+        assert len(counts := browser.evaluate(drawn)) == 2 + 2 * 3 and min(counts) > 5
+        names, values = (browser.texts(f"{OF_PLAN} .stat {x}") for x in ("dt", "dt + dd"))
+        facts = dict(zip(names, values, strict=True))
+        assert facts["memory of a device"] == "1.00 GB" and facts["a step"] == "5.00 ms"
+        assert facts["all 1,000 steps"] == "5.00 s" and facts["examples/s"] == "12,800"
+        rows = [row.split("\t") for row in browser.texts(f"{OF_PLAN} tbody tr")]
+        (reduced,) = (row for row in rows if row[0] == "all-reduce")
+        assert reduced[1:8] == ["data", "x, y", "1", "24.0 MB", "45.0 MB", "3.00 ms", "no"]
+        legend = browser.texts(f"{OF_PLAN} .legend li")
+        assert any(re.fullmatch(r"activations\s+690 MB", entry) for entry in legend)
+        compared = [row.split("\t") for row in browser.texts("#comparison tbody tr")]
+        assert [(row[0], row[3], row[6]) for row in compared] == [
+            ("v5e:4x4", "1.00 GB", "5.00 ms"),
+            ("v5p:4x4x4", "2.00 GB", "5.00 ms"),
+        ]
+        assert "no longer fits" in browser.texts("#comparison")[0]
+        assert browser.texts("#v5e-8x8 .note") == [f"Error: {broken['error']}"]
+
+
+def test_a_step_is_its_parallel_parts_and_then_what_nothing_overlaps() -> None:
+    plan = report()
+    spans = {segment.part: (segment.start, segment.end) for segment in timeline(plan)}
+    assert spans == {
+        Part.PRODUCTS: (0, 5e-4),
+        Part.MEMORY: (0, 2e-3),
+        Part.OVERLAPPED: (0, 1e-3),
+        Part.EXPOSED: (2e-3, plan["time"]["estimate"]),
+    }
+    plan["time"]["serial"] = True
+    spans = {segment.part: (segment.start, segment.end) for segment in timeline(plan)}
+    assert [spans[part][0] for part in Part] == [0, 5e-4, 2.5e-3, 3.5e-3]
+
+
+def test_each_link_has_the_bytes_and_seconds_of_the_collectives_that_use_it() -> None:
+    loads = link_loads(report())
+    assert (loads["x"].sent, loads["x"].seconds) == (37 * MB, 4e-3)
+    assert (loads["y"].sent, loads["y"].kinds) == (30 * MB, ("all-reduce",))
+
+
+@pytest.mark.parametrize(
+    ("name", "links"),
+    [
+        ("v5e:16x4", [("x", 16, 100e9, True), ("y", 4, 50e9, False)]),
+        ("v5p:4x4x1", [("x", 4, 100e9, False), ("y", 4, 100e9, False)]),
+        ("tpu7x:4x4x4@2", [("the chip", 2, 7380e9, False), *((d, 4, 200e9, True) for d in "xyz"),
+                           ("the network between slices", 2, 12.5e9, False)]),
+        ("gpu:h100:2x8", [("NVLink", 8, 450e9, False),
+                          ("the network between hosts", 2, 50e9, False)]),
+        ("gpu:h100:1x8", [("NVLink", 8, 450e9, False)]),
+        ("cpu:8", [("memory", 8, None, False)]),
+    ],
+)  # fmt: skip
+def test_links_of_a_topology(name: str, links: list[tuple[Any, ...]]) -> None:
+    found = topology_links(topologies.parse(name))
+    assert [(x.name, x.size, x.bandwidth, x.ring) for x in found] == links
+
+
+@pytest.mark.parametrize(
+    ("name", "chips", "lines"),
+    [
+        ("v5e:4x4", 16, {"x": 12, "y": 12}),
+        # Four of sixteen are drawn along x, with the two ends of the ring in each of two rows.
+        ("v5e:16x2", 8, {"x": 6 + 4, "y": 4}),
+        # Of 64 chips, 37 are on the three faces in sight.
+        ("v5p:4x4x4", 37, {"x": 21, "y": 21, "z": 21}),
+        ("gpu:h100:2x4", 8, {"NVLink": 2 * (4 + 3), "the network between hosts": 3}),
+        ("v5e:2x1@3", 6, {"x": 3, "the network between slices": 5}),
+    ],
+)
+def test_a_drawing_of_a_topology(name: str, chips: int, lines: dict[str, int]) -> None:
+    drawing = draw_topology(report(name)["links"])
+    assert drawing is not None
+    assert len(set(drawing.chips)) == len(drawing.chips) == chips
+    counts = [link.link for link in drawing.links]
+    assert {link: counts.count(link) for link in counts} == lines
+
+
+def test_virtual_devices_are_not_drawn() -> None:
+    assert draw_topology(report("cpu:8")["links"]) is None
+
+
+def test_parameters_are_in_the_order_of_their_bytes() -> None:
+    page = plan_page([report()], [], "title", "command")
+    (section,) = (x for x in page.sections if x.title == "Parameters")
+    (table,) = section.blocks
+    assert isinstance(table, TableBlock)
+    assert [(row[0], row[3], row[5], row[8]) for row in table.rows] == [
+        ("kernel", "P('data')", "100 MB", "300 MB"),
+        (HOSTILE, "P('data')", "1.00 MB", "3.00 MB"),
+    ]
+
+
+def test_a_missing_library_is_known_before_the_plan_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    options = ["--config", str(DIGITS), "--topology", "v5e:4x4", "--html", str(tmp_path / "x")]
+    with pytest.raises(UserError, match=r"pip install 'spmdtrain\[report\]'"):
+        command.execute(options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written_is_known_before_the_plan_is_made(tmp_path: Path) -> None:
+    missing = tmp_path / "missing" / "plan.html"
+    why = "cannot be written: No such file or directory; give"
+    for target, message in ((missing, why), (tmp_path, "is not a file")):
+        options = ["--config", str(DIGITS), "--topology", "v5e:4x4", "--html", str(target)]
+        with pytest.raises(UserError, match=f"--html {re.escape(str(target))} {message}"):
+            command.execute(options)
+    kept = tmp_path / "plan.html"
+    kept.write_text("earlier")
+    file = page_file.open_page_file(str(kept))
+    assert kept.read_text() == "earlier" and list(tmp_path.iterdir()) == [kept]
+    file.write("later")
+    assert kept.read_text() == "later" and list(tmp_path.iterdir()) == [kept]

@@ -1,0 +1,245 @@
+"""The page of runs, from files that are complete, old, malformed or forged."""
+
+import base64
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_files import CONFIG, metric_lines, png, write_lines, write_run
+
+from spmdtrain import UserError
+from spmdtrain.page.blocks import GalleryBlock, Page, StatsBlock, TableBlock
+from spmdtrain.page.charts import ChartBlock
+from spmdtrain.page.render import page_content
+from spmdtrain.report.command import Options, RunReport, execute
+from spmdtrain.report.run_page import run_names
+from spmdtrain.terminal import Terminal
+
+
+def page_of(*workdirs: Path) -> Page:
+    report = RunReport([str(path) for path in workdirs])
+    report.refresh()
+    return report.page()
+
+
+def titles(page: Page) -> list[str]:
+    return [section.title for section in page.sections if section.blocks]
+
+
+def blocks(page: Page, kind: type[Any], section: str | None = None) -> list[Any]:
+    return [
+        block
+        for of in page.sections
+        if section in (None, of.title)
+        for block in of.blocks
+        if isinstance(block, kind)
+    ]
+
+
+def text_of(page: Page) -> str:
+    return re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", page_content(page)["main"]))
+
+
+def test_a_run_with_all_files_has_all_sections(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path / "run"))
+    assert titles(page) == [
+        "",
+        "Curves",
+        "Optimizer",
+        "Speed and resources",
+        "Where the time went",
+        "Samples",
+        "What was run",
+    ]
+    (stats,) = blocks(page, StatsBlock)
+    facts = {fact.name: (fact.value, fact.detail) for fact in stats.facts}
+    assert facts["step"] == ("600", "of 600")
+    assert facts["duration"] == ("2 min 30 s", "1 restart, 1 min down")
+    evaluations = [x["loss"] for x in metric_lines(600, 10) if x["split"] == "eval"]
+    assert facts["best loss"][0] == f"{min(evaluations):.4g}"
+    assert facts["test accuracy"][0] == "0.987"
+    charts = {chart.title: chart for chart in blocks(page, ChartBlock)}
+    legend = {entry.name: entry.value for entry in charts["loss"].legend}
+    assert list(legend) == ["train", "epoch mean", "eval", "test"] and legend["test"] == "0.123"
+    assert charts["device memory, GB"].legend[0].value == "1.50 GB"
+    (gallery,) = blocks(page, GalleryBlock)
+    assert [image.title for image in gallery.images] == ["step 600"] * 3 + ["step 300"] * 3
+    assert gallery.images[0].content == png(0)
+    text = text_of(page)
+    assert "all-reduce data 1 473 kB" in text and "layers/0/kernel 64 x 128 float32" in text
+    assert "learning_rate 0.001 default: not set" in text and "hidden 128, 128" in text
+
+
+def test_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "first")
+    second = write_run(tmp_path / "second", seed=1, learning_rate=3e-3, hidden=[8])
+    page = page_of(first, second)
+    tables = {table.title: table for table in blocks(page, TableBlock)}
+    assert tables["Differences between the runs (3 fields)"].rows == [
+        ["seed", "0", "1"],
+        ["hidden", "128, 128", "8"],
+        ["learning_rate", "0.001", "0.003"],
+    ]
+    charts = {chart.title: chart for chart in blocks(page, ChartBlock, "Curves")}
+    assert {"loss (train)", "loss (eval)", "accuracy (epoch mean)"} <= charts.keys()
+    names = [(entry.name, entry.color) for entry in charts["loss (train)"].legend]
+    assert names == [("first", 0), ("second", 1)]
+    best = [
+        min(x["loss"] for x in metric_lines(600, 10, n) if x["split"] == "eval") for n in (0, 1)
+    ]
+    assert tables[""].marked == {best.index(min(best))}
+
+
+def test_an_older_run_and_one_that_has_just_begun_have_no_holes(tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "config.json").write_text(json.dumps(CONFIG))
+    lines = [{k: v for k, v in x.items() if "norm" not in k} for x in metric_lines(50, 10)]
+    write_lines(old / "metrics.jsonl", [x for x in lines if x["split"] in ("train", "epoch")])
+    assert titles(page_of(old)) == ["", "Curves", "Optimizer", "What was run"]
+    new = tmp_path / "new"
+    new.mkdir()
+    (new / "status.json").write_text('{"status": "running", "step": 0}')
+    page = page_of(new)
+    assert titles(page) == [""] and page.badges == {"running": "active"}
+
+
+def forge_program(run: Path) -> None:
+    forged = {"collectives": [1, {"bytes": "x"}], "sharding": [{"shape": "x"}, [], {"path": 5}]}
+    (run / "program.json").write_text(json.dumps(forged | {"flops_per_step": "1"}))
+    (run / "status.json").write_text('{"status": "failed", "step": 1e400, "reason": ["<b>"]}')
+    (run / "config.json").write_text("{")
+
+
+def forge_lines(run: Path) -> None:
+    huge = {"step": 2**62, "split": "train", "loss": 1e308}
+    write_lines(run / "metrics.jsonl", [huge, {**huge, "step": 1, "loss": -1e308}, {"step": -1}])
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\xfe\n{"step": 5, "split": "train", "loss": NaN}\n[' + b"[" * 5000 + b"\n")
+    write_lines(run / "performance.jsonl", [{"step": 1, "time": 1e300, "goodput": 1e308}, 7])
+    begin = {"event": "start", "step": 0, "devices": 8}
+    phases = {"event": "phases", "step": 2**62, "seconds": {"step": 1e308, "load": 1e308}}
+    events = [{**begin, "time": -1e300}, {**phases, "time": 1e300}, {**begin, "time": 1e308}]
+    write_lines(run / "events.jsonl", events)
+
+
+def forge_media(run: Path) -> None:
+    (run.parent / "secret.png").write_bytes(png(99))
+    os.symlink(run.parent / "secret.png", run / "media" / "link.png")
+    (run / "media" / "text.png").write_text("no picture")
+    base = {"step": 1, "split": "eval", "name": "x", "kind": "image"}
+    names: list[object] = [
+        "media/link.png",
+        "media/text.png",
+        "media/gone.png",
+        "media/../config.json",
+    ]
+    names += ["/etc/passwd", "config.json", "media", 5]
+    bins = {"edges": [0, 1e308, -1e308], "counts": [1e308, -1]}
+    others = [{**base, "kind": "histogram", **bins}, {**base, "kind": "video"}]
+    write_lines(run / "media.jsonl", [*({**base, "file": name} for name in names), *others])
+
+
+def replace_by_folders(run: Path) -> None:
+    for name in ("metrics.jsonl", "config.json", "media.jsonl", "events.jsonl"):
+        (run / name).unlink()
+        (run / name).mkdir()
+    os.mkfifo(run / "metrics.evaluator.jsonl")
+
+
+def break_checkpoints(run: Path) -> None:
+    (run / "checkpoints" / "5").mkdir(parents=True)
+    (run / "checkpoints" / "5" / "manifest.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        (forge_program, "config.json: not JSON"),
+        (forge_lines, "metrics.jsonl: 3 lines are not valid and left out"),
+        (forge_media, "neither a PNG nor an SVG file"),
+        (replace_by_folders, "is not a regular file"),
+        (break_checkpoints, "manifest.json is malformed"),
+    ],
+)
+def test_malformed_and_forged_files_give_a_page_with_a_note(
+    change: Callable[[Path], None], note: str, tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "run")
+    change(run)
+    page = page_of(run)
+    content = page_content(page)
+    json.dumps(content["charts"], allow_nan=False)
+    assert note in text_of(page)
+    assert base64.b64encode(png(99)).decode() not in content["main"]
+
+
+@pytest.mark.parametrize("wrong", [7, "x", [[1]], {"a": {"b": [1]}}, True, None, 1e308])
+def test_fields_of_any_type_give_a_page(wrong: object, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=10)
+    for name in ("config.json", "program.json", "status.json"):
+        content = json.loads((run / name).read_text())
+        (run / name).write_text(json.dumps(dict.fromkeys(content, wrong)))
+        assert "Samples" in text_of(page_of(run, write_run(tmp_path / f"other {name}", steps=10)))
+        assert "Samples" in text_of(page_of(run))
+    config = CONFIG["config"]
+    assert isinstance(config, dict)
+    (run / "config.json").write_text(json.dumps({"config": dict.fromkeys(config, wrong)}))
+    assert "Samples" in text_of(page_of(run))
+
+
+def test_only_what_has_grown_is_read_and_a_resumed_run_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run", steps=100)
+    report = RunReport([str(run)])
+    _, version = report.read()
+    assert report.read()[1] == version
+
+    def losses() -> list[float]:
+        page, _ = report.read()
+        charts = {chart.title: chart for chart in blocks(page, ChartBlock)}
+        found: list[float] = charts["loss"].data["series"]["series"][0]["y"]
+        return found
+
+    before = losses()
+    with (run / "metrics.jsonl").open("r+b") as file:
+        file.seek(file.read().index(b'"loss": ') + len(b'"loss": '))
+        file.write(b"9")  # what was read before is not read again
+        file.seek(0, os.SEEK_END)
+        file.write(b'{"step": 110, "split": "train", "loss": 9.5}\n{"step": 120, "sp')
+    assert losses() == [*before[:-1], pytest.approx(before[-1], rel=1e-5), 9.5]
+    assert report.read()[1] != version
+    lines = list(metric_lines(300, 10, seed=3))
+    write_lines(run / "new", lines)
+    os.replace(run / "new", run / "metrics.jsonl")  # as a run that resumes does
+    trained = [line["loss"] for line in lines if line["split"] == "train"]
+    assert losses() == pytest.approx(trained, rel=1e-5) and len(trained) == 30
+
+
+def test_names_of_runs_are_as_short_as_they_can_be() -> None:
+    assert run_names(["runs/a", "/x/b/"]) == ["a", "b"]
+    assert run_names(["one/mnist/0", "two/mnist/0"]) == ["one/mnist/0", "two/mnist/0"]
+    assert run_names(["gs://b/r"]) == ["r"]
+    with pytest.raises(UserError, match="runs/a is given twice"):
+        run_names(["runs/a", "runs/a/"])
+
+
+def test_wrong_usage_is_a_short_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def message(*runs: Path, **options: Any) -> str:
+        with pytest.raises(UserError) as caught:
+            execute(Options(runs=tuple(map(str, runs)), **options), Terminal(quiet=True))
+        return str(caught.value)
+
+    run = write_run(tmp_path / "run", steps=10)
+    assert "no run is given" in message()
+    assert "is not the workdir of a run" in message(tmp_path)
+    assert "is not the workdir of a run" in message(tmp_path / "absent")
+    assert "leave out --output" in message(run, output="x.html", follow=True)
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    assert "pip install 'spmdtrain[report]'" in message(run)

@@ -1,0 +1,102 @@
+"""What a terminal shows: the progress bar at several widths, colors, and quiet runs."""
+
+import re
+
+import jax.numpy as jnp
+import linear_model
+import numpy as np
+import pytest
+from jax import Array
+
+from spmdtrain import Loop, TrainState
+from spmdtrain.terminal import LINE_WIDTH, Terminal, Tone, short_lines
+
+TEXTS = ["loss 0.1234", "accuracy 0.9", "10,508 examples/s", "164.2 steps/s"]
+X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+Y = X.sum(1, keepdims=True)
+
+
+def in_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> Terminal:
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("COLUMNS", str(width))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return Terminal()
+
+
+@pytest.mark.parametrize(
+    ("width", "metrics", "bar"), [(20, 0, 0), (40, 1, 0), (60, 2, 8), (80, 3, 9), (120, 4, 34)]
+)
+def test_a_narrow_bar_shortens_then_loses_metrics_and_never_steps_and_time(
+    width: int,
+    metrics: int,
+    bar: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    terminal = in_terminal(monkeypatch, width)
+    with terminal.progress("train", done=0, total=12345):
+        terminal.advance(678, TEXTS)
+    line = re.sub(r"\x1b\[[\d;?]*\w", "", capsys.readouterr().out).rstrip().splitlines()[-1]
+    line = line.rpartition("\r")[2]
+    assert len(line) <= width
+    expected = [" 678/12345", "  ".join(TEXTS[:metrics]), "-:--:--"]
+    assert line.endswith(" ".join(x for x in expected if x))
+    assert line.startswith("train ") == (width > 20)
+    assert len(re.findall("[━╸╺]", line)) == bar
+
+
+def test_colors_are_for_terminals_that_want_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_terminal(monkeypatch, 80).line("finished", Tone.SUCCESS)
+    assert capsys.readouterr().out == "\x1b[32mfinished\x1b[0m\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    Terminal().line("finished", Tone.SUCCESS)
+    assert capsys.readouterr().out == "finished\n"
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.delenv("FORCE_COLOR")
+    Terminal().line("finished", Tone.SUCCESS)  # a file
+    assert capsys.readouterr().out == "finished\n"
+
+
+def test_lines_of_the_start_fit_80_columns() -> None:
+    long = "reduced by XLA, because " + "the model draws random numbers " * 4
+    lines = short_lines(["8 x cpu", long])
+    assert lines[0] == "8 x cpu" and len(lines) == 3
+    assert all(len(line) <= LINE_WIDTH for line in lines)
+    assert " ".join(line.strip() for line in lines[1:]) == long.strip()
+
+
+def test_a_narrow_table_has_a_row_for_each_metric(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = {"train": {"loss": 0.5}, "test": {"loss": 0.25, "accuracy": 0.75, "perplexity": 1.5}}
+    in_terminal(monkeypatch, 40).results(rows)
+    wide = capsys.readouterr().out
+    assert re.search("train .*0.5.*\n.*test .*0.25.* 0.75.* 1.5", wide)
+    in_terminal(monkeypatch, 30).results(rows)
+    assert re.search(r"loss .*0.5.* 0.25.*\n.*accuracy .* 0.75.*\n", capsys.readouterr().out)
+
+
+def test_a_quiet_trainer_prints_the_last_metrics_only(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = linear_model.trainer(quiet=True, terminal=None)
+    result = trainer.fit((X, Y), epochs=2, validation=(X, Y))
+    assert capsys.readouterr().out == f"eval at step 4: loss {result.validation['loss']:.4g}\n"
+
+
+def test_a_quiet_loop_prints_the_last_metrics_only(capsys: pytest.CaptureFixture[str]) -> None:
+    def init(key: Array) -> dict[str, Array]:
+        return {"params": jnp.zeros(())}
+
+    def step(
+        state: TrainState, batch: tuple[Array, Array], key: Array
+    ) -> tuple[TrainState, dict[str, Array]]:
+        return state, {"loss": batch[0].sum() * 0 + 0.5}
+
+    with Loop(steps=2, global_batch_size=8, quiet=True) as loop:
+        state = loop.start(init, train=(X, Y))
+        compiled = loop.compile_step(step)
+        for batch in loop.batches():
+            state, output = compiled(state, batch)
+            loop.end_step(state, output)
+    assert capsys.readouterr().out == "train at step 2: loss 0.5\n"

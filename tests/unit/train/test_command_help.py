@@ -1,0 +1,118 @@
+"""The help of commands with an experiment's options, and the shell's completion."""
+
+import ast
+import dataclasses
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from helpers import DIGITS
+
+from spmdtrain.__main__ import COMMANDS, write_completion
+from spmdtrain.config.run_config import RunConfig
+from spmdtrain.plan.command import Options as PlanOptions
+from spmdtrain.train.command_help import field_docs, option_help
+from spmdtrain.train.command_line import Options, parse_command_line
+from spmdtrain.train.help_groups import HELP_GROUPS
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str, of: type = Options) -> str:
+    with pytest.raises(SystemExit) as end:
+        parse_command_line(arguments, of)
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def options(text: str) -> list[str]:
+    found = re.findall(r"^  --(?:\[no-\])?([\w.-]+)", text, re.MULTILINE)
+    return [name.replace("-", "_") for name in found]
+
+
+def test_every_field_of_a_run_is_in_one_group() -> None:
+    names = [name for group in HELP_GROUPS for name in (*group.usual, *group.rare)]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
+    fields = {field.name for field in dataclasses.fields(RunConfig)}
+    assert fields - {name.split(".")[0] for name in names} == set()
+    known = {x.name for of in (RunConfig, Options) for x in option_help(of, None)}
+    known |= {name.split(".")[0] for name in known}  # a group of options
+    assert set(names) - known == set()
+
+
+def test_help_shows_usual_options_and_help_all_all_of_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    usual = printed(capsys, "--config", str(DIGITS), "--help")
+    whole = printed(capsys, "--config", str(DIGITS), "--help-all")
+    assert options(usual)[:5] == ["hidden", "dropout", "config", "preset", "mode"]
+    assert {"keep_best", "mesh.data"} <= set(options(usual)) < set(options(whole))
+    assert {"mesh.replica", "jit", "servers.max_shards"} <= {*options(whole)} - {*options(usual)}
+    hidden = len(options(whole)) - len(options(usual))
+    assert f"--help-all shows {hidden} more options" in usual
+    # One sentence, with the meaning of None as the default.
+    words = " ".join(usual.split())
+    assert "Steps between two evaluations. [default: at the end of each epoch]" in words
+    assert "multiply by r (linear)" in " ".join(whole.split())
+    assert max(map(len, usual.splitlines())) <= 80
+    plan = printed(capsys, "--help", of=PlanOptions)
+    assert "--topology STR" in plan and "(required)" in plan
+
+
+def test_docstrings_of_fields_are_found_in_all_forms() -> None:
+    @dataclasses.dataclass
+    class Base:
+        kept: int = 0
+        """Said by the base."""
+        changed: int = 0
+        """Said before."""
+
+    @dataclasses.dataclass
+    class Config(Base):
+        kept: int = 1
+        changed: int = 1
+        """Said
+        again."""
+        beside: int = 0  # Said beside it.
+        # Said above it,
+        # in two lines.
+        above: int = 0
+        silent: int = 0
+
+    assert field_docs(Config) == {
+        "kept": "Said by the base.",
+        "changed": "Said again.",
+        "beside": "Said beside it.",
+        "above": "Said above it, in two lines.",
+    }
+
+
+def test_the_shell_completes_commands_options_and_choices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "completion.bash"
+    assert write_completion(["bash", str(file), "--config", str(DIGITS)]) == 0
+    script = f"""
+source {file}
+complete_words() {{
+  COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=()
+  $(complete -p spmdtrain | sed 's/.*-F \\([^ ]*\\) .*/\\1/')
+  echo "${{COMPREPLY[*]}}"
+}}
+complete_words spmdtrain ""
+complete_words spmdtrain run --learning-rate-
+complete_words spmdtrain run --hid
+complete_words spmdtrain run --resume ""
+"""
+    ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=100)
+    assert ended.stderr == ""
+    commands, rates, own, choices = (set(x.split()) for x in ended.stdout.splitlines())
+    assert commands == {*COMMANDS, "-h", "--help"}
+    assert rates == {f"--learning-rate-{x}" for x in ("scaling", "base-batch-size", "table")}
+    assert (own, choices) == ({"--hidden"}, {"auto", "never", "must"})
+    # The help has the options that the parser has.
+    spec = next(x for x in file.read_text().splitlines() if x.startswith("COMPLETION_SPEC = "))
+    parsed = ast.literal_eval(spec.removeprefix("COMPLETION_SPEC = "))["subcommands"]["run"]
+    flags = {option["flags"][0].removeprefix("--") for option in parsed["options"]} - {"-h"}
+    whole = printed(capsys, "--config", str(DIGITS), "--help-all")
+    assert {name.replace("_", "-") for name in options(whole)} == flags
