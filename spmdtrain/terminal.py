@@ -72,7 +72,7 @@ def short_lines(parts: Sequence[str]) -> list[str]:
     ]
 
 
-class Tone(enum.StrEnum):
+class LineColor(enum.StrEnum):
     """Color of a line, as a style of rich."""
 
     PLAIN = ""
@@ -186,18 +186,18 @@ class Terminal:
         self._task: TaskID | None = None
         self._shown = 0.0
 
-    def line(self, text: str, tone: Tone = Tone.PLAIN) -> None:
+    def line(self, text: str, color: LineColor = LineColor.PLAIN) -> None:
         """Prints a line, above the progress bar; escapes characters the encoding lacks."""
-        _print(self.console, text, tone)
+        _print(self.console, text, color)
 
-    def lines(self, parts: Sequence[str], tone: Tone = Tone.PLAIN) -> None:
+    def lines(self, parts: Sequence[str], color: LineColor = LineColor.PLAIN) -> None:
         """Prints each part as a line of at most `LINE_WIDTH` columns, or as several."""
         for line in short_lines(parts):
-            self.line(line, tone)
+            self.line(line, color)
 
-    def result(self, text: str, tone: Tone = Tone.PLAIN) -> None:
+    def result(self, text: str, color: LineColor = LineColor.PLAIN) -> None:
         """Prints a line that also a quiet run prints."""
-        _print(self._results if self.results_only else self.console, text, tone)
+        _print(self._results if self.results_only else self.console, text, color)
 
     @contextlib.contextmanager
     def waiting(self, text: str) -> Iterator[Callable[[str], None]]:
@@ -311,6 +311,6 @@ def _console(*, quiet: bool) -> Console:
     return console
 
 
-def _print(console: Console, text: str, tone: Tone) -> None:
+def _print(console: Console, text: str, color: LineColor) -> None:
     text = text.encode(console.encoding, "backslashreplace").decode(console.encoding)
-    console.print(text, markup=False, style=tone or None)
+    console.print(text, markup=False, style=color or None)

@@ -34,6 +34,7 @@ from spmdtrain.terminal import Terminal, byte_size
 from spmdtrain.train.experiment import Experiment, ExperimentFile
 from spmdtrain.train.trainer import Trainer
 from spmdtrain.tree import path_name
+from spmdtrain.xla.chips import Chip
 from spmdtrain.xla.collectives import Carried, Collective
 from spmdtrain.xla.compile_cache import OFF, processor
 

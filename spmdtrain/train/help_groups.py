@@ -73,7 +73,7 @@ HELP_GROUPS = (
             "keep_every_hours",
         ),
     ),
-    HelpGroup("Logging", ("log_every", "quiet"), ("profile_steps",)),
+    HelpGroup("Logging", ("log_every", "trackers", "quiet"), ("profile_steps",)),
     HelpGroup(
         "Several processes",
         ("cluster",),

@@ -4,7 +4,6 @@ It is for several optimizers, a GAN or reinforcement learning, which the `Traine
 """
 
 import contextlib
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +47,7 @@ from spmdtrain.train.loop_checks import (
     make_initial_state,
 )
 from spmdtrain.train.loop_step import LoopStep, make_program
-from spmdtrain.train.loop_tools import LoopTools, StartedLoop
+from spmdtrain.train.loop_tools import LoopTools, PlacedState, StartedLoop
 from spmdtrain.train.media_log import MediaLogger
 from spmdtrain.train.metrics_reader import MetricsReader
 from spmdtrain.train.overrides import with_options, with_trackers
@@ -61,16 +60,6 @@ from spmdtrain.xla.compile_cache import merge_compiler_options, options_for_one_
 
 PyTree = Any
 _PURPOSES = (Purpose.INIT, Purpose.STEP)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Placed:
-    """The shapes and shardings of a state, as a `Trainable`."""
-
-    abstract_state: TrainState
-    shardings: TrainState
-    initial_hyperparameters: Mapping[str, Any]
-    metric_names: None = None
 
 
 class Loop(LoopTools, MediaLogger):
@@ -186,7 +175,7 @@ class Loop(LoopTools, MediaLogger):
         abstract = jax.eval_shape(begin, *keys)
         layout = Layout(abstract, self.placement, rules, self.config.sharding)
         initial = initial_values(lambda *keys: begin(*keys).opt_state, *keys)
-        placed = _Placed(abstract, layout.shardings, initial)
+        placed = PlacedState(abstract, layout.shardings, initial)
         run = RunSession.open(
             self._stack,
             self.config,

@@ -1,6 +1,6 @@
 """Data and programs of a `Loop` that do not depend on its steps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,16 @@ from spmdtrain.train.metrics_reader import MetricsReader
 from spmdtrain.train.session import RunSession
 
 PyTree = Any
+
+
+@dataclass(frozen=True)
+class PlacedState:
+    """The shapes and shardings of a loop's state, as a `Trainable`."""
+
+    abstract_state: TrainState
+    shardings: TrainState
+    initial_hyperparameters: Mapping[str, Any]
+    metric_names: None = None
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypedDict
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.files.validation import check
-from spmdtrain.terminal import Tone
+from spmdtrain.terminal import LineColor
 from spmdtrain.train.callbacks import CallbackContext
 
 Direction = Literal["min", "max"]
@@ -107,7 +107,7 @@ class MetricWatch:
         """
         if self._step < 0:
             text = f"{self.name} had no effect, because the run has no evaluation (validation=...)"
-            event.trainer.terminal.line(text, Tone.WARNING)
+            event.trainer.terminal.line(text, LineColor.WARNING)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as JSON values."""

@@ -13,7 +13,7 @@ from spmdtrain.errors import StorageError
 from spmdtrain.files.run_files import COUNTS_SUFFIX, RunFiles, Split, Status
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.norms import NORMS
-from spmdtrain.terminal import Rate, Terminal, Tone, duration, metric_texts, number
+from spmdtrain.terminal import LineColor, Rate, Terminal, duration, metric_texts, number
 from spmdtrain.trackers.run_trackers import RunTrackers
 from spmdtrain.train.input_wait import InputWait
 from spmdtrain.train.performance import PerformanceLog
@@ -117,7 +117,7 @@ class RunLogger:
         self.terminal.lines([line for line in lines if line])
         if any(self._skipped_records.values()):
             counts = (f"{split} {count:,}" for split, count in self._skipped_records.items())
-            self.terminal.line(f"bad records left out: {', '.join(counts)}", Tone.WARNING)
+            self.terminal.line(f"bad records left out: {', '.join(counts)}", LineColor.WARNING)
 
     def restart_timer(self, step: int) -> None:
         """Counts the time from here on as training."""
@@ -165,7 +165,8 @@ class RunLogger:
             speed = {} if self.batch_size is None else {"examples/s": rate * self.batch_size}
             speed["steps/s"] = rate
         wait = self._input_wait.read(done, self.seconds)
-        curves = self._log_performance(step, done, speed, wait) if self.files else {}
+        is_chief = process_group.is_chief()  # others have neither files nor trackers
+        curves = self._log_performance(step, done, speed, wait) if is_chief else {}
         self._write(step, Split.TRAIN, metrics, curves, self._counts)
         self._counts = {}
         texts = metric_texts(self._shown(metrics))
@@ -204,8 +205,8 @@ class RunLogger:
         if split in self.written:
             self.written[split][step] = metrics
         texts = metric_texts(metrics) + (["best"] if best else [])
-        tone = Tone.SUCCESS if best else Tone.PLAIN
-        self.terminal.line(f"{split} at step {step}: {'  '.join(texts)}", tone)
+        color = LineColor.SUCCESS if best else LineColor.PLAIN
+        self.terminal.line(f"{split} at step {step}: {'  '.join(texts)}", color)
 
     def _is_best(self, metrics: Metrics) -> bool:
         """Returns whether an evaluation is better than all earlier ones; there must be some."""
@@ -289,10 +290,10 @@ class RunLogger:
             done = f"saved step {step:,}; run the command again to resume"
             if not (self.config.workdir and saved):
                 done = "nothing saved" + (" (no workdir)" if not self.config.workdir else "")
-            self.terminal.result(f"{reason}: {done}", Tone.WARNING)
+            self.terminal.result(f"{reason}: {done}", LineColor.WARNING)
         if status is Status.FINISHED:
             where = f"; files in {self.config.workdir}" if self.files else ""
-            self.terminal.line(f"finished at step {step:,}{where}", Tone.SUCCESS)
+            self.terminal.line(f"finished at step {step:,}{where}", LineColor.SUCCESS)
             if times := self.times.measure(step):
                 self.terminal.line(goodput_line(times))
             rows = {str(s): self._shown(found) for s, found in self.latest.items() if found}

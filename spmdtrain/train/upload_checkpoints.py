@@ -15,7 +15,7 @@ from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
 from spmdtrain.files.storage import absolute, folder_of, is_url, one_line
 from spmdtrain.files.validation import check
-from spmdtrain.terminal import Tone
+from spmdtrain.terminal import LineColor
 from spmdtrain.train.callbacks import CallbackContext
 
 _LOOK_INTERVAL = 0.5  # seconds between two looks whether a save is complete
@@ -146,7 +146,7 @@ class UploadCheckpoints:
                 why = "it was removed during the upload"
                 if _may_exist(folder / str(step)):
                     why = one_line(error)
-            log(f"checkpoint {step} was not uploaded to {self._where}: {why}", Tone.WARNING)
+            log(f"checkpoint {step} was not uploaded to {self._where}: {why}", LineColor.WARNING)
 
     def _await_save(self, folder: epath.Path, step: int, steps: "queue.Queue[int | None]") -> bool:
         """Waits until a checkpoint is complete; returns False if it does not exist any more."""

@@ -56,7 +56,7 @@ def test_a_sweep_compares_its_trials_and_names_those_that_fail(
     (mean,) = found["means"]
     assert mean["trials"] == 2 and mean["mean"] == pytest.approx(sum(values.values()) / 2)
     assert re.search(r"best .*64 .*finished", ended.stdout)
-    assert (folder / "report.html").exists() or "No module named spmdtrain.report" in ended.stdout
+    assert (folder / "report.html").exists()
     # Another sweep in this folder is refused; the same one runs only what has not finished.
     arguments = ["--config", str(DIGITS), *map(str, options)]
     assert main([*arguments, "--dropout", "0"]) == 2

@@ -39,10 +39,9 @@ ALLOWED = {name.strip("( )") for name in ALLOWED}
 
 # What their metadata says, and why they are used nevertheless.
 EXCEPTIONS = {
-    # Of twine, which checks the wheel; three of its files are GPL, and are not imported.
+    # Of twine alone, which checks the wheel; its Emacs mode is the part under the GPL.
     "docutils": "Public Domain AND BSD License AND GNU General Public License (GPL)",
     "crc32c": "GNU Lesser General Public License v2 or later (LGPLv2+)",  # imported, unchanged
-    # Of twine alone, which checks the wheel; its Emacs mode is the part under the GPL.
     "libtpu": "Google Cloud Platform Terms of Service",  # not open; of the extra `tpu` alone
     "namex": "",  # of Keras; Apache-2.0 by its repository, its metadata has nothing
 }

@@ -9,7 +9,7 @@ import pytest
 from jax import Array
 
 from spmdtrain import Loop, TrainState
-from spmdtrain.terminal import LINE_WIDTH, Terminal, Tone, short_lines
+from spmdtrain.terminal import LINE_WIDTH, LineColor, Terminal, short_lines
 
 TEXTS = ["loss 0.1234", "accuracy 0.9", "10,508 examples/s", "164.2 steps/s"]
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
@@ -48,14 +48,14 @@ def test_a_narrow_bar_shortens_then_loses_metrics_and_never_steps_and_time(
 def test_colors_are_for_terminals_that_want_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    in_terminal(monkeypatch, 80).line("finished", Tone.SUCCESS)
+    in_terminal(monkeypatch, 80).line("finished", LineColor.SUCCESS)
     assert capsys.readouterr().out == "\x1b[32mfinished\x1b[0m\n"
     monkeypatch.setenv("NO_COLOR", "1")
-    Terminal().line("finished", Tone.SUCCESS)
+    Terminal().line("finished", LineColor.SUCCESS)
     assert capsys.readouterr().out == "finished\n"
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.delenv("FORCE_COLOR")
-    Terminal().line("finished", Tone.SUCCESS)  # a file
+    Terminal().line("finished", LineColor.SUCCESS)  # a file
     assert capsys.readouterr().out == "finished\n"
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from etils import epath
@@ -10,7 +11,7 @@ from spmdtrain.files.lines_file import LinesFile
 from spmdtrain.files.run_events import EVENTS_FILE, last_step, read_events, run_times
 
 # Killed between steps 20 and 30, down for 50 s, resumed from step 10: 10 steps are repeated.
-KILLED = [
+KILLED: list[dict[str, Any]] = [
     {"time": 1000.0, "event": "start", "step": 0, "processes": 1, "devices": 8},
     {"time": 1040.0, "event": "phases", "step": 10, "seconds": {"compile": 20.0, "step": 20.0}},
     {"time": 1040.0, "event": "checkpoint", "step": 10},

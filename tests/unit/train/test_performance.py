@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import optax
 import pytest
 from helpers import REPOSITORY, metrics
 
-from spmdtrain import FunctionModel, Trainer
+from spmdtrain import FunctionModel, Tracker, Trainer
 from spmdtrain.files.run_events import RunTimes, read_events, run_times
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.performance import peak_memory
@@ -52,6 +53,27 @@ def fit(workdir: Path, steps: int, **options: Any) -> None:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Values(Tracker):
+    """Keeps the values that it receives."""
+
+    name = "values"
+
+    def __init__(self) -> None:
+        self.found: dict[str, float] = {}
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self.found |= values
+
+
+def test_trackers_receive_the_performance_of_a_run_without_files(tmp_path: Path) -> None:
+    tracker = Values()
+    fit(tmp_path, 6, workdir=None, checkpoint_every_steps=None, trackers=[tracker])
+    speed = {"examples_per_second", "steps_per_second", "tokens_per_second", "input_wait"}
+    assert {f"speed/{name}" for name in speed} | {"time/goodput"} <= set(tracker.found)
+    steps, tokens = (tracker.found[f"speed/{name}_per_second"] for name in ("steps", "tokens"))
+    assert tokens == pytest.approx(steps * 16 * 6)
 
 
 def test_a_run_of_two_starts_writes_its_speed_its_events_and_its_program(

@@ -1,5 +1,6 @@
 """Callbacks that are objects: early stopping, plateaus, thresholds, samples and uploads."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -233,14 +234,18 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
         apart.fit((X, Y), validation=(X, Y), steps=1)
 
 
-def test_samples_are_predicted_at_each_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_are_predicted_at_each_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     samples = LogSamples((X, Y), lambda rows: [f"<{float(row[0]):.2f}>" for row in rows], count=2)
-    fitted = linear_model.trainer(callbacks=[samples], eval_every_steps=2, terminal=Terminal())
-    fitted.fit((X, Y), validation=(X, Y), steps=4)
+    fitted = fit(tmp_path, 4, [samples], eval_every_steps=2, terminal=Terminal())
     found = capsys.readouterr().out.splitlines()
     at = found.index("samples at step 4:")
     expected = [f"<{float(row[0]):.2f}>" for row in fitted.predict((X[:2], Y[:2]))]
     assert found[at + 1 : at + 3] == expected and "samples at step 2:" in found
+    media = [json.loads(line) for line in (tmp_path / "media.jsonl").read_text().splitlines()]
+    assert [(item["step"], item["name"]) for item in media] == [(2, "samples"), (4, "samples")]
+    assert media[1]["text"] == "\n".join(expected)
 
 
 # -- uploads ---------------------------------------------------------------------------------------
