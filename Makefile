@@ -59,7 +59,7 @@ bench-setup: ## the environments of the benchmark's other frameworks, in .bench
 lint: $(READY) ## check style, format and types
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
-	$(RUN) mypy
+	$(RUN) mypy --num-workers 2
 
 format: $(READY) ## apply automatic fixes of style and format
 	$(RUN) ruff check --fix .

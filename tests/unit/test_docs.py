@@ -84,6 +84,7 @@ def test_the_page_of_custom_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     np.testing.assert_allclose(params["offset"], 2, atol=0.1)
 
 
+@pytest.mark.slow
 def test_the_page_of_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run_in(tmp_path, monkeypatch, blocks("trackers.md"))
     assert found["trainer"].step == 4

@@ -224,6 +224,7 @@ def spans_of(cell: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_the_code_of_all_right_hand_cells_runs(fault_of: Callable[[str], str]) -> None:
     faults = [
         (number, span, fault)

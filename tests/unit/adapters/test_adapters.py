@@ -76,6 +76,7 @@ def test_dropout_draws_the_same_on_any_number_of_devices_and_differs_each_step()
     assert len(set(losses[1])) == 3  # nothing was learned: only the masks differ
 
 
+@pytest.mark.slow
 def test_evaluation_and_prediction_use_running_statistics_and_no_dropout() -> None:
     fitted = trainer(Normed)
     fitted.fit((X, Y), steps=4)

@@ -82,6 +82,7 @@ def test_an_array_of_a_forged_size_is_refused_before_it_is_read(
         trainer(tmp_path / "run").fit(data, steps=3)
 
 
+@pytest.mark.slow
 def test_arrays_that_are_read_together_must_fit_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def workdir(finished: Path, tmp_path: Path) -> Path:
 VICTIM = {"deep/file": b"precious\n"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [".removed", "3.orbax-checkpoint-tmp", "3.orbax-checkpoint-tmp-1", "3", "1"],

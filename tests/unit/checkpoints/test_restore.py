@@ -298,6 +298,7 @@ print(len(jax.devices()), sum(int(x.size) for x in jax.tree.leaves(on_device)))
 """
 
 
+@pytest.mark.slow
 def test_a_program_without_the_runs_code_loads_them_on_one_device(
     plain: Run, tmp_path: Path
 ) -> None:
@@ -373,6 +374,7 @@ def mlp_loss(params: dict[str, np.ndarray]) -> float:
     return float(((answer - Y).astype(np.float64) ** 2).mean())
 
 
+@pytest.mark.slow
 def test_the_average_is_that_of_every_step_and_what_is_evaluated(averaging: Run) -> None:
     workdir = averaging.workdir
     assert saved_steps(workdir) == list(range(9))
@@ -741,6 +743,7 @@ class Listed(nnx.Module):
         return x
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_loaded_by_that_word(rising: Run, tmp_path: Path) -> None:
     path = str(rising.workdir)
     steps: dict[int, str | int] = {

@@ -393,6 +393,7 @@ print(dataset.files, rows["image"][:, 0, 0, 0].tolist(), rows["label"].tolist())
 """
 
 
+@pytest.mark.slow
 def test_a_folder_may_be_in_a_bucket() -> None:
     with fake_gcs() as storage:
         for name, value in {"a/0.png": 5, "b/1.png": 6, "a/deep/2.png": 7}.items():

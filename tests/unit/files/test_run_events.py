@@ -46,7 +46,7 @@ def test_the_goodput_of_a_killed_and_resumed_run_counts_each_step_once(tmp_path:
     assert run_times(events, now=1300.0).goodput == pytest.approx(62 / 300)
 
 
-def test_damaged_and_forged_lines_are_left_out(tmp_path: Path) -> None:
+def test_corrupted_and_forged_lines_are_left_out(tmp_path: Path) -> None:
     forged = [
         '{"time": 1e999, "event": "start", "step": 0}',
         '{"time": -5, "event": "start", "step": 0}',

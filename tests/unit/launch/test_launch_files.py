@@ -853,6 +853,7 @@ def test_tpu_pod_on_spot_capacity(tmp_path: Path) -> None:
     assert "  --spot" in said(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codes", "attempts", "restarts"),
     [("0", 1, 0), ("2", 1, 0), ("3", 1, 0), ("75", 1, 0), ("1 134 75 0", 3, 2), ("1 1 1 1", 3, 3)],

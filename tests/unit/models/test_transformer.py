@@ -62,6 +62,7 @@ def test_a_token_sees_itself_and_those_before_it_alone(positions: str) -> None:
     assert (changed[9:] > 1e-4).all(), changed  # not the token alone, those after it too
 
 
+@pytest.mark.slow
 def test_rotary_products_depend_on_the_distance_alone() -> None:
     turn = rotation(12, 8)
     query, key = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
@@ -134,6 +135,7 @@ def test_rows_without_a_token_count_nothing() -> None:
     assert (gradients(padded, tokens)["embedding"][SMALL.vocabulary :] == 0).all()
 
 
+@pytest.mark.slow
 def test_it_computes_in_the_dtype_of_its_parameters() -> None:
     model, tokens = small(unroll=False), some_tokens()
     wide = forward(model, tokens)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 
+import pytest
 from report_files import png
 
 from spmdtrain.page.blocks import (
@@ -77,6 +78,7 @@ def page_of(text: str) -> Page:
     return Page(text, [Section(text, blocks, text)], text, {text: Tone.GOOD}, text)
 
 
+@pytest.mark.slow
 def test_text_of_files_is_never_markup() -> None:
     plain, evil = (Elements(render_page(page_of(text))) for text in ("plain", EVIL))
     # The same elements with the same attributes: nothing that the text says became a part of it.

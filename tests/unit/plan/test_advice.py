@@ -171,6 +171,7 @@ def test_a_plan_that_does_not_fit_names_options_that_make_it_fit(text: Path) -> 
     assert one.tried == ()
 
 
+@pytest.mark.slow
 def test_a_parameter_that_fills_a_device_is_a_giant(tmp_path: Path) -> None:
     wide = tmp_path / "wide.py"
     wide.write_text(ONE_MATRIX)

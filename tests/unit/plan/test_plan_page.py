@@ -114,6 +114,7 @@ def report(name: str = "v5e:4x4", **changes: Any) -> dict[str, Any]:
     return stored
 
 
+@pytest.mark.slow
 def test_a_browser_shows_the_values_of_the_plans_and_requests_nothing(tmp_path: Path) -> None:
     larger = report("v5p:4x4x4", memory=dataclasses.replace(MEMORY, peak=2000 * MB))
     broken = {"topology": "v5e:8x8", "error": "batch 64 " + HOSTILE}

@@ -236,6 +236,7 @@ def test_what_it_is_refused_for(options: dict[str, Any], message: str) -> None:
         after_a_step(trainer(**options))
 
 
+@pytest.mark.slow
 def test_a_change_on_resume_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for which, steps in (("global", 1), ("replica", 2)):
         of = trainer(

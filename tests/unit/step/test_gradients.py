@@ -515,6 +515,7 @@ def test_a_policy_computes_again_what_it_says_and_changes_no_number(name: str) -
     assert found == programs
 
 
+@pytest.mark.slow
 def test_rematerialization_takes_less_memory() -> None:
     def init(key: jax.Array) -> jax.Array:
         return jnp.zeros((16, 32, 32))

@@ -133,6 +133,7 @@ def test_what_a_run_changed_itself_is_kept_unless_its_initial_value_changes(
     assert rates["momentum"] == pytest.approx(0.6)
 
 
+@pytest.mark.slow
 def test_the_command_uses_the_learning_rate_that_it_announces(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,6 +180,7 @@ def test_a_checkpoint_without_a_record_takes_the_configured_learning_rate(
     ]
 
 
+@pytest.mark.slow
 def test_what_no_record_and_no_field_says_stays_and_is_announced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,6 +64,7 @@ def expected(*, trains_bias: bool = True) -> list[tuple[float, float]]:
     return norms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -81,6 +81,7 @@ def test_each_replica_computes_its_part_of_the_batch(
     np.testing.assert_allclose(values.mean(Y), np.average(expected, weights=Y), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_summed_by_hand_it_is_the_gradient_of_the_whole_batch() -> None:
     """What tf.distribute's run and reduce come to; within, replicas may also meet by themselves."""
     whole = jax.grad(lambda w: weighted_mean((X @ w - Y) ** 2))(W)
@@ -249,6 +250,7 @@ def test_the_strategy_within_a_replica_is_the_default() -> None:
     assert seen == ["default", "fully_sharded"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "mesh", "replicas"), PLACES)
 def test_reduce_takes_values_of_replicas_under_every_strategy(
     strategy: str, mesh: dict[str, int], replicas: int

@@ -385,6 +385,7 @@ PACKED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PACKED)
 def test_on_cpu_gradients_are_packed_into_one_array(place: str) -> None:
     of = tokens(**PACKED[place])

@@ -30,6 +30,7 @@ import google.cloud.storage  # which others can still import
 """
 
 
+@pytest.mark.slow
 def test_the_writer_does_not_import_the_client_of_google_cloud_storage() -> None:
     ended = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

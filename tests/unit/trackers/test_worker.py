@@ -108,6 +108,7 @@ def test_a_failing_tracker_is_named_once_and_the_others_continue(
     assert (tmp_path / "media.jsonl").read_text().count("yes") == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["start", "scalars", "close"])
 def test_a_hanging_tracker_ends_no_run_and_its_loss_is_named(
     method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

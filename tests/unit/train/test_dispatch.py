@@ -99,9 +99,7 @@ PLACES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "place",
     [
-        pytest.param(
-            place, marks=[] if place in ("8 devices", "fully_sharded") else pytest.mark.slow
-        )
+        pytest.param(place, marks=[] if place == "8 devices" else pytest.mark.slow)
         for place in PLACES
     ],
 )
@@ -140,6 +138,7 @@ def test_random_numbers_and_the_state_of_a_model_are_those_of_single_steps(tmp_p
     assert not np.allclose(found[0]["model_state/norm/mean"], 0)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_with_the_same_numbers(tmp_path: Path) -> None:
     options = {"steps_per_dispatch": 5, "data_on_device": True, "checkpoint_every_steps": 10}
     whole = losses(tmp_path / "whole", **options)
@@ -332,8 +331,9 @@ def test_the_step_is_compiled_once(strategy: str, caplog: pytest.LogCaptureFixtu
     assert len(finished) == 1, compiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(), (5,), (3, 7), (2, 3, 4), (1, 1)])
-@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [1, 8])
 def test_whatever_is_not_finite_is_seen_wherever_it_is(
     shape: tuple[int, ...], devices: int
 ) -> None:

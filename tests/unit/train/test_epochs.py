@@ -121,6 +121,7 @@ def test_a_callback_at_an_epochs_end_reads_its_state_and_may_stop(together: int)
     assert result.step == 13 and [e["step"] for e in result.history.evaluations] == [13]
 
 
+@pytest.mark.slow
 def test_an_epochs_learning_rate_is_that_of_its_last_step_or_none() -> None:
     schedule = optax.linear_schedule(1.0, 0.0, 20)
     injected = optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)

@@ -191,7 +191,7 @@ def test_it_finds_what_the_training_found(
     assert curve(workdir) == expected
     output = capsys.readouterr().out
     assert f"evaluator: waiting for checkpoints in {workdir}\n" in output
-    assert f"eval at step 3: loss {losses(whole)[3]:.4g}\n" in output
+    assert f"eval at step 3: loss {losses(whole)[3]:.4g}  best\n" in output
     assert "evaluator: the training has finished at step 4\n" in output
     assert "best: step 4" in output and "last: step 4" in output
 
@@ -420,6 +420,7 @@ def test_it_ends_when_the_training_ends_before_its_time(
     assert f"evaluator: {line}\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [Status.FAILED, Status.PREEMPTED])
 def test_a_training_that_a_scheduler_starts_again_is_followed(status: Status, stage: Stage) -> None:
     begins = [stage.say(Status.RUNNING, 0), stage.save(1)]
@@ -436,6 +437,7 @@ def two_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spmdtrain.train.evaluator.MAX_SILENCE", 120.0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_minutes")
 @pytest.mark.parametrize("status", [Status.RUNNING, None], ids=str)
 def test_a_training_that_was_killed_is_taken_as_failed_when_it_is_silent(
@@ -461,6 +463,7 @@ def test_the_evaluator_waits_for_at_most_an_hour(
     assert f"evaluator: the training {expected}\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_minutes")
 @pytest.mark.parametrize("sign", ["status", "metrics", "checkpoint", "removed"])
 def test_any_sign_of_life_breaks_the_silence(sign: str, stage: Stage) -> None:
@@ -525,6 +528,7 @@ def test_how_an_earlier_training_ended_does_not_end_it(
     assert stage.now == 254.0 and logged_steps(stage.workdir) == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("status", "reason", "code", "line"), ENDS, ids=lambda x: str(x)[:9])
 def test_where_no_training_follows_an_earlier_one_it_ends_after_a_minute(
     status: Status,

@@ -469,6 +469,7 @@ def test_without_a_dataset_the_batches_are_placed_by_hand(tmp_path: Path) -> Non
         own.start(init)
 
 
+@pytest.mark.slow
 def test_a_batch_of_another_size_is_compiled_again() -> None:
     with loop() as own:
         state = own.start(init)

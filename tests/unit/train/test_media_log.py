@@ -49,6 +49,7 @@ def declared(model: Any, batch: Any) -> dict[str, Any]:
     return {"rows": Table({"x": x, "mean": jnp.full_like(x, x.mean())})}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 13])
 def test_declared_media_see_the_first_batch_without_padding(size: int, tmp_path: Path) -> None:
     for devices in (8, 1):

@@ -29,6 +29,7 @@ def fresh(**options: Any) -> Trainer:
     )
 
 
+@pytest.mark.slow
 def test_a_fit_restarts_with_its_model_and_optimizer_on_other_data_and_batches() -> None:
     trainer = fresh()
     trainer.fit(FIRST, epochs=2, global_batch_size=40)

@@ -97,6 +97,7 @@ def assert_same_params(one: Path, other: Path) -> None:
         np.testing.assert_array_equal(second[name], array)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [4, 5])
 def test_a_resumed_run_makes_the_decisions_of_an_uninterrupted_one(
     whole: Path, tmp_path: Path, cut: int
@@ -251,6 +252,7 @@ def test_samples_are_predicted_at_each_evaluation(
 # -- uploads ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_complete_checkpoints_are_uploaded_and_repeated_after_a_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -298,6 +300,7 @@ def looped(workdir: Path, steps: int) -> int:
     return loop.step
 
 
+@pytest.mark.slow
 def test_early_stopping_and_uploads_work_in_a_loop(tmp_path: Path) -> None:
     assert looped(tmp_path / "whole", 9) == 4
     assert looped(tmp_path / "cut", 2) == 2

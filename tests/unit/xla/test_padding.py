@@ -288,6 +288,7 @@ def by_constants(m: Any, b: Any) -> Any:
     return {"loss": m["w"] * b["x"] * np.linspace(0, 1, 64, dtype=np.float32)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", [by_size, by_mask, by_place, by_own_draws, by_constants])
 def test_training_on_8_devices_has_the_loss_of_one(objective: Any) -> None:
     def objective_of_w(m: Any, b: Any) -> Any:
@@ -353,6 +354,7 @@ SHIPPED: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_experiments_are_proven_and_so_compile_once(name: str) -> None:
     model, shapes = SHIPPED[name]
