@@ -29,7 +29,8 @@ _REFRESH = 0.25  # seconds; a shorter interval is not visible, and each refresh 
 
 def number(value: float) -> str:
     """Returns a number with four significant digits: `0.01234`, `12,345`."""
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    # From 9999.5 on, four digits would be `1e+04`.
+    return f"{value:,.0f}" if abs(value) >= 9999.5 else f"{value:.4g}"
 
 
 def duration(seconds: float) -> str:
@@ -305,7 +306,8 @@ def _table(columns: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> T
 
 
 def _console(*, quiet: bool) -> Console:
-    console = Console(quiet=quiet, highlight=False, soft_wrap=True, emoji=False)
+    # No markup: names of metrics and text of files may have brackets.
+    console = Console(quiet=quiet, highlight=False, soft_wrap=True, emoji=False, markup=False)
     if not console.is_terminal:
         console.width = 1000  # rich would otherwise cut a wide table off in a file
     return console
@@ -313,4 +315,4 @@ def _console(*, quiet: bool) -> Console:
 
 def _print(console: Console, text: str, color: LineColor) -> None:
     text = text.encode(console.encoding, "backslashreplace").decode(console.encoding)
-    console.print(text, markup=False, style=color or None)
+    console.print(text, style=color or None)

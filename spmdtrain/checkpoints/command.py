@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import tyro
 from etils import epath
-from rich import markup
 from rich.table import Table
 
 from spmdtrain.checkpoints.export import export_params
@@ -122,7 +121,7 @@ def verify(path: str, terminal: Terminal) -> int:
       StorageError: If one cannot be read.
     """
     source = find(path)
-    table = Table("step", "saved", "size", "metric", "verdict", title=escape(str(source.folder)))
+    table = Table("step", "saved", "size", "metric", "verdict", title=foreign(str(source.folder)))
     for column in table.columns[:4]:
         column.justify = "right"
     faults = 0
@@ -132,7 +131,7 @@ def verify(path: str, terminal: Terminal) -> int:
             if fault and not source.path(step).exists():
                 continue  # a run in progress has removed it meanwhile
             faults += fault is not None
-            table.add_row(str(step), *cells, escape(fault or "valid"))
+            table.add_row(str(step), *cells, foreign(fault or "valid"))
             terminal.advance(done)
     if source.whole_workdir:
         for name in sorted(path.name for path in source.folder.iterdir()):
@@ -153,7 +152,7 @@ def _verified(folder: epath.Path, terminal: Terminal) -> tuple[Sequence[str], st
         return ("", "", ""), str(error)
     name = manifest.identity.config["best_metric"]
     value = (manifest.metrics or {}).get(name)
-    metric = "" if value is None else f"{escape(name)} {number(value)}"
+    metric = "" if value is None else f"{foreign(name)} {number(value)}"
     fault = None
     with terminal.progress(f"step {manifest.step}", done=0, total=len(manifest.sums)):
         for done, (_, array_fault) in enumerate(examine(folder, manifest), start=1):
@@ -161,11 +160,6 @@ def _verified(folder: epath.Path, terminal: Terminal) -> tuple[Sequence[str], st
             terminal.advance(done)
     size = byte_size(manifest.size) if manifest.files else ""
     return (_age(manifest), size, metric), fault
-
-
-def escape(text: object) -> str:
-    """Escapes text of a file, so that it is printed literally in one line of bounded length."""
-    return markup.escape(foreign(text))
 
 
 def show_checkpoints(path: str, step: int | None, terminal: Terminal) -> None:
@@ -187,19 +181,19 @@ def _show_all(source: Source, terminal: Terminal) -> None:
     listing = Listing.of(source.folder, source.steps)
     names = dict.fromkeys(name for metrics in listing.metrics.values() for name in metrics)
     table = Table(
-        "step", "saved", "size", *map(escape, names), "", title=escape(str(source.folder))
+        "step", "saved", "size", *map(foreign, names), "", title=foreign(str(source.folder))
     )
     for column in table.columns[:-1]:
         column.justify = "right"
     for step in sorted(source.steps, reverse=True):
         if (manifest := listing.manifests.get(step)) is None:
             blank = [""] * (2 + len(names))
-            table.add_row(str(step), *blank, escape(listing.faults[step]))
+            table.add_row(str(step), *blank, foreign(listing.faults[step]))
             continue
         metrics = listing.metrics[step]
         values = [number(metrics[name]) if name in metrics else "" for name in names]
         size = byte_size(manifest.size) if manifest.files else ""
-        mark = f"best {escape(listing.best_metric)}" if step == listing.best else ""
+        mark = f"best {foreign(listing.best_metric)}" if step == listing.best else ""
         table.add_row(str(step), _age(manifest), size, *values, mark)
     terminal.console.print(table)
 
@@ -207,11 +201,11 @@ def _show_all(source: Source, terminal: Terminal) -> None:
 def _show_one(path: str, which: str | int, terminal: Terminal) -> None:
     manifest = read_manifest(path, which=which, log=terminal.line)
     table = Table(
-        "array", "shape and dtype", "bytes", title=escape(f"step {manifest.step} of {path}")
+        "array", "shape and dtype", "bytes", title=foreign(f"step {manifest.step} of {path}")
     )
     table.columns[2].justify = "right"
     for name, text in manifest.identity.leaves.items():
-        table.add_row(escape(name), escape(text), _bytes(text))
+        table.add_row(foreign(name), foreign(text), _bytes(text))
     terminal.console.print(table)
     parameters = sum(
         _elements(text)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 
 from spmdtrain.plan.phrases import (
     advice_figures,
@@ -82,7 +81,7 @@ def _buffers(buffers: Sequence[dict[str, Any]]) -> Table:
     for buffer in buffers[:_MOST_BUFFERS]:
         times = f"{buffer['count']} x " if buffer["count"] > 1 else ""
         size = times + byte_size(buffer["bytes"])
-        table.add_row(buffer["use"], size, Text(buffer["shape"]), Text(buffer_source(buffer)))
+        table.add_row(buffer["use"], size, buffer["shape"], buffer_source(buffer))
     return table
 
 
@@ -106,7 +105,7 @@ def _collectives(collectives: Sequence[dict[str, Any]], width: int) -> Table:
             byte_size(int(row.bytes)),
             "" if row.seconds is None else step_seconds(row.seconds),
             "yes" if row.overlapped else "no",
-            *((Text(row.carries), Text(row.source)) if width >= _WIDE else ()),
+            *((row.carries, row.source) if width >= _WIDE else ()),
         )
     if len(rows) > _MOST_ROWS:
         table.caption = f"and {len(rows) - _MOST_ROWS} shorter ones"

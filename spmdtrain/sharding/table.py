@@ -9,7 +9,6 @@ import jax
 from jax.sharding import NamedSharding, Sharding
 from rich.cells import cell_len
 from rich.table import Table
-from rich.text import Text
 
 from spmdtrain.sharding.layout import describe_sharding, field_of, parameter_of
 from spmdtrain.terminal import Terminal, byte_size
@@ -206,7 +205,7 @@ def render(table: ShardingTable) -> Table:
     for row in rows:
         if row is rows[-1]:
             drawn.add_section()
-        drawn.add_row(*map(Text, row))  # no markup: a path may have brackets
+        drawn.add_row(*row)
     return drawn
 
 

@@ -6,7 +6,6 @@ from types import TracebackType
 
 from rich.live import Live
 from rich.table import Table
-from rich.text import Text
 
 from spmdtrain.sweep.trials import TrialState
 from spmdtrain.terminal import Terminal, duration, number
@@ -73,7 +72,7 @@ class LiveTable:
             table.add_column(heading, justify="right", no_wrap=True)
         for row in rows:
             table.add_row(
-                Text(row.name.replace(",", " ")),
+                row.name.replace(",", " "),
                 row.state,
                 f"{row.step:,}/{row.total:,}" if row.total else f"{row.step:,}",
                 "" if row.metric is None else number(row.metric),

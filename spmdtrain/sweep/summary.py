@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 from rich.table import Table
-from rich.text import Text
 
 from spmdtrain.files import no_follow
 from spmdtrain.sweep.trials import Trial, TrialMetrics, TrialState
@@ -134,7 +133,7 @@ def show_results(
         test = [_shown(result.test)] if with_test else []
         table.add_row(
             "best" if result is best else "",
-            *(Text(_short(result.trial.values.get(option, ""))) for option in options),
+            *(_short(result.trial.values.get(option, "")) for option in options),
             result.trial.state,
             _shown(result.value),
             "" if result.step is None else f"{result.step:,}",
@@ -158,7 +157,7 @@ def _show_means(terminal: Terminal, means: Sequence[SeedMean], metric: str) -> N
         is_best = mean is means[0] and len(means) > 1
         table.add_row(
             "best" if is_best else "",
-            *(Text(_short(value)) for value in mean.values.values()),
+            *map(_short, mean.values.values()),
             str(mean.count),
             number(mean.mean),
             _shown(mean.deviation),

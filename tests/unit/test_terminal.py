@@ -9,7 +9,7 @@ import pytest
 from jax import Array
 
 from spmdtrain import Loop, TrainState
-from spmdtrain.terminal import LINE_WIDTH, LineColor, Terminal, short_lines
+from spmdtrain.terminal import LINE_WIDTH, LineColor, Terminal, number, short_lines
 
 TEXTS = ["loss 0.1234", "accuracy 0.9", "10,508 examples/s", "164.2 steps/s"]
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
@@ -76,6 +76,19 @@ def test_a_narrow_table_has_a_row_for_each_metric(
     assert re.search("train .*0.5.*\n.*test .*0.25.* 0.75.* 1.5", wide)
     in_terminal(monkeypatch, 30).results(rows)
     assert re.search(r"loss .*0.5.* 0.25.*\n.*accuracy .* 0.75.*\n", capsys.readouterr().out)
+
+
+def test_names_with_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    Terminal().results({"eval": {"accuracy[en]": 0.5, "accuracy[/en]": 0.25}})
+    assert re.search(r" accuracy\[en\] . accuracy\[/en\] ", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(9999.4, "9999"), (9999.7, "10,000"), (-9999.7, "-10,000"), (12345.6, "12,346"), (0.0, "0")],
+)
+def test_a_large_number_has_all_digits_before_the_point(value: float, text: str) -> None:
+    assert number(value) == text
 
 
 def test_a_quiet_trainer_prints_the_last_metrics_only(capsys: pytest.CaptureFixture[str]) -> None:

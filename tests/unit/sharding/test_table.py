@@ -96,6 +96,7 @@ def drawn(table: ShardingTable, width: int | None) -> list[str]:
         highlight=False,
         soft_wrap=True,
         color_system=None,
+        markup=False,
     )
     show_sharding(terminal, table)
     return [re.sub("\x1b\\[[0-9;]*m", "", line) for line in file.getvalue().splitlines()]
