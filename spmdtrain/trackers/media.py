@@ -210,9 +210,15 @@ class Histogram:
         return Histogram(values, self.bins, edges, counts)
 
     def on_host(self) -> "Histogram":
-        """Returns it with float64 edges and integer counts."""
+        """Returns it with float64 edges and integer counts.
+
+        Raises:
+          UserError: If the edges are not finite or do not rise.
+        """
         if self.values is None:
             edges, counts = np.asarray(self.edges, np.float64), np.asarray(self.counts)
+            if not (np.isfinite(edges).all() and (np.diff(edges) > 0).all()):
+                raise UserError(f"the edges of a Histogram must be finite and rise: {edges}")
         else:
             values = np.asarray(self.values).astype(np.float64).ravel()
             counts, edges = np.histogram(values[np.isfinite(values)], self.bins)
@@ -294,14 +300,11 @@ class Table:
 
     def on_host(self) -> "Table":
         """Returns it with lists of Python numbers and strings."""
-        return Table(
-            {
-                str(name): [plain_cell(x) for x in column]
-                if isinstance(column, (list, tuple))
-                else [plain_cell(x) for x in np.asarray(column)]
-                for name, column in self.columns.items()
-            }
-        )
+        columns = {
+            name: column if isinstance(column, (list, tuple)) else np.asarray(column)
+            for name, column in self.columns.items()
+        }
+        return Table({str(name): list(map(plain_cell, x)) for name, x in columns.items()})
 
     def rows(self) -> list[list[Any]]:
         """Returns the rows of `on_host`."""

@@ -36,9 +36,10 @@ def shape_and_dtype(array: Any, expected: str) -> tuple[tuple[int, ...], Any]:
 
 
 def check_numbers(dtype: Any, what: str) -> None:
-    """Raises `UserError` unless a dtype is that of numbers; `what` begins the message."""
-    if not (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_):
-        raise UserError(f"{what} of dtype {dtype}: it takes numbers")
+    """Raises `UserError` unless a dtype is that of real numbers; `what` begins the message."""
+    kinds = (jnp.integer, jnp.floating, jnp.bool_)
+    if not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+        raise UserError(f"{what} of dtype {dtype}: it takes real numbers")
 
 
 def detached_array(array: Any) -> Any:
@@ -54,6 +55,8 @@ def detached_array(array: Any) -> Any:
     return copy
 
 
-def plain_cell(value: Any) -> Any:
-    """Returns a Python number or string for a cell of a table."""
-    return value.item() if isinstance(value, np.generic) else value
+def plain_cell(value: Any) -> str | float | None:
+    """Returns a cell of a table as JSON has it; other values, such as dates, become text."""
+    plain = value.item() if isinstance(value, np.generic) else value
+    is_time = isinstance(value, np.datetime64 | np.timedelta64)  # with ns, an integer
+    return str(value) if is_time or not isinstance(plain, str | int | float | None) else plain

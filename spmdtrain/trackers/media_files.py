@@ -11,7 +11,7 @@ from typing import Any
 from etils import epath
 
 from spmdtrain.files import no_follow
-from spmdtrain.files.run_files import MEDIA_LINES, Status
+from spmdtrain.files.run_files import MEDIA_LINES
 from spmdtrain.files.validation import LARGEST_LOG, Malformed, parse_object, read_bytes
 from spmdtrain.trackers.base import RunInfo, Tracker
 from spmdtrain.trackers.media import Figure, Histogram, Image, Table, Text
@@ -87,9 +87,6 @@ class MediaFiles(Tracker):
         """Writes the figure as a file."""
         file = self._save(step, tag, figure.content, figure.format)
         self._append(step, tag, figure.kind, {"file": file})
-
-    def close(self, status: Status) -> None:
-        """Does nothing, because each line is complete."""
 
     def _save(self, step: int, tag: str, content: bytes, extension: str) -> str:
         """Writes a file of an item; returns its path in the workdir."""

@@ -115,7 +115,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: Histogram(), "takes values, or edges and counts"),
     (lambda: Histogram(np.zeros(0)), "0 values"),
     (lambda: Histogram(np.ones(2), 513), "513 bins"),
-    (lambda: Histogram(["a"]), "it takes numbers"),
+    (lambda: Histogram(["a"]), "it takes real numbers"),
+    (lambda: Histogram(np.ones(2, complex)), "dtype complex128: it takes real numbers"),
     (lambda: Histogram(edges=[1, 2], counts=[1, 2]), r"\(n \+ 1,\)"),
     (lambda: Table([[1, 2]]), "takes columns by name"),  # type: ignore[arg-type]
     (lambda: Table({"a": [1], "b": [1, 2]}), "different lengths: {'a': 1, 'b': 2}"),
@@ -189,6 +190,26 @@ def test_each_item_is_a_line_and_a_resume_removes_those_of_later_steps(tmp_path:
     assert [line["step"] for line in lines(tmp_path)] == [1] * 5
     kept = {Path(line["file"]).name for line in lines(tmp_path) if "file" in line}
     assert {path.name for path in (tmp_path / "media").iterdir()} == kept and len(kept) == 2
+
+
+def test_a_cell_that_json_lacks_is_written_as_text(tmp_path: Path) -> None:
+    columns = {
+        "day": np.array(["2026-01-02"], "M8[D]"),
+        "moment": np.array(["2026-01-02T03:04:05"], "M8[ns]"),
+        "number": [np.complex64(1 + 2j)],
+        "half": jnp.array([0.5], jnp.bfloat16),
+    }
+    table = Table(columns)
+    table.check()
+    opened(tmp_path).table(1, "eval/t", table.detach().on_host())
+    (line,) = lines(tmp_path)
+    assert line["rows"] == [["2026-01-02", "2026-01-02T03:04:05.000000000", "(1+2j)", 0.5]]
+
+
+@pytest.mark.parametrize("edges", [[-np.inf, 0, np.inf], [0, np.nan, 1], [0, 1, 1]])
+def test_edges_that_are_not_finite_or_do_not_rise_are_refused(edges: list[float]) -> None:
+    with pytest.raises(UserError, match="edges of a Histogram must be finite and rise"):
+        Histogram(edges=edges, counts=[1, 2]).on_host()
 
 
 def test_names_that_differ_have_different_files(tmp_path: Path) -> None:
