@@ -70,7 +70,7 @@ class TensorBoardTracker(Tracker):
     def table(self, step: int, tag: str, table: Table) -> None:
         """Writes the first rows as a table in Markdown."""
         rows = [list(table.columns), ["---"] * len(table.columns), *table.rows()]
-        lines = ("| " + " | ".join(map(str, row)) + " |" for row in rows[: _MAX_TABLE_ROWS + 2])
+        lines = (f"| {' | '.join(map(_cell, row))} |" for row in rows[: _MAX_TABLE_ROWS + 2])
         self._open().add_markdown(step, tag, "\n".join(lines))
 
     def histogram(self, step: int, tag: str, histogram: Histogram) -> None:
@@ -95,6 +95,11 @@ class TensorBoardTracker(Tracker):
         if self._file is None:
             self._file = EventFile(self._root / self._name, self._purge_from)
         return self._file
+
+
+def _cell(value: Any) -> str:
+    """Returns a cell of a table in Markdown, which is one line and has no bars."""
+    return " ".join(str(value).split()).replace("|", "\\|")
 
 
 def _indented(text: str) -> str:

@@ -60,7 +60,7 @@ def test_media_are_images_texts_and_histograms(tmp_path: Path) -> None:
             media: dict[str, Media] = {
                 "image": Image(np.zeros((2, 3, 5), np.uint8)),
                 "text": Text("two\nlines"),
-                "table": Table({"a": [1], "b": ["x"]}),
+                "table": Table({"a": [1], "b": ["x | y\nz"]}),
                 "histogram": Histogram(edges=[0, 1, 3], counts=[0, 2]),
                 "svg": Figure("<svg></svg>"),  # which TensorBoard does not show
             }
@@ -72,7 +72,8 @@ def test_media_are_images_texts_and_histograms(tmp_path: Path) -> None:
     assert (image.width, image.height) == (10, 3) and image.encoded_image_string[1:4] == b"PNG"
     assert found["eval/text", 7].tensor.string_val == [b"    two\n    lines"]
     assert found["eval/text", 7].metadata.plugin_data.plugin_name == "text"
-    assert found["eval/table", 7].tensor.string_val == [b"| a | b |\n| --- | --- |\n| 1 | x |"]
+    (table,) = found["eval/table", 7].tensor.string_val
+    assert table.decode() == "| a | b |\n| --- | --- |\n| 1 | x \\| y z |"
     histogram = found["eval/histogram", 7].histo
     assert (histogram.num, histogram.sum, histogram.min) == (2, 4, 2)
     assert list(histogram.bucket) == [0, 0, 2] and list(histogram.bucket_limit) == [0, 1, 3]
