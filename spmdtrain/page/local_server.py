@@ -3,12 +3,13 @@
 import http.server
 import json
 import socketserver
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from spmdtrain.errors import UserError
+from spmdtrain.errors import StorageError, UserError
 from spmdtrain.page.blocks import Page
 from spmdtrain.page.render import page_content, render_page
 
@@ -79,6 +80,10 @@ class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
     daemon_threads = True  # an open connection does not delay the end
     allow_reuse_address = True
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # the browser has left
+            super().handle_error(request, client_address)
+
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     page_server: PageServer
@@ -89,6 +94,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             # A name that resolves to this machine: a foreign web page could read the run by it.
             self.send_error(421, "this server answers to 127.0.0.1 and localhost only")
             return
+        try:
+            self._answer()
+        except (UserError, StorageError) as error:  # the next request may succeed
+            self.send_error(503, explain=str(error))
+
+    def _answer(self) -> None:
         address = urlsplit(self.path)
         if address.path == "/":
             self._send("text/html; charset=utf-8", self.page_server.html())

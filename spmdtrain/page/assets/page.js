@@ -248,7 +248,7 @@
         show(update);
         version = update.version;
       }
-      document.documentElement.dataset.connected = "yes";
+      document.documentElement.dataset.connected = answer.ok ? "yes" : "failed";
     } catch {
       document.documentElement.dataset.connected = "no"; // the server has ended
     }

@@ -1,18 +1,31 @@
 """The server of a page that is followed."""
 
+import contextlib
 import http.client
 import json
 import socket
+import struct
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from spmdtrain import UserError
+from spmdtrain.errors import StorageError
 from spmdtrain.page.blocks import NoteBlock, Page, Section
 from spmdtrain.page.local_server import PageServer
 
 NOTES = ["first"]
+
+
+@contextlib.contextmanager
+def serving(server: PageServer) -> Iterator[PageServer]:
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    yield server
+    server.close()
+    thread.join()
 
 
 @pytest.fixture
@@ -22,12 +35,8 @@ def server() -> Iterator[PageServer]:
     def read() -> tuple[Page, str]:
         return Page("run", [Section("", [NoteBlock(note) for note in NOTES])]), f"v{len(NOTES)}"
 
-    server = PageServer(read)
-    thread = threading.Thread(target=server.serve)
-    thread.start()
-    yield server
-    server.close()
-    thread.join()
+    with serving(PageServer(read)) as server:
+        yield server
 
 
 def get(server: PageServer, path: str, host: str | None = None) -> tuple[int, str]:
@@ -49,6 +58,39 @@ def test_an_update_is_sent_only_if_there_is_one(server: PageServer) -> None:
     update = json.loads(text)
     assert status == 200 and update["version"] == "v2" and "second" in update["main"]
     assert get(server, "/etc/passwd")[0] == 404
+
+
+def test_a_page_that_cannot_be_read_is_an_error_with_its_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def read() -> tuple[Page, str]:
+        raise StorageError("metrics.jsonl <b> cannot be read")
+
+    with serving(PageServer(read)) as server:
+        for path in ("/", "/update?version=v1"):
+            status, text = get(server, path)
+            assert status == 503 and "metrics.jsonl &lt;b&gt; cannot be read" in text
+    assert capsys.readouterr().err == ""
+
+
+def test_a_browser_that_leaves_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    has_asked, has_left = threading.Event(), threading.Event()
+
+    def read() -> tuple[Page, str]:
+        has_asked.set()
+        assert has_left.wait(60)
+        return Page("run", []), "v1"
+
+    with serving(PageServer(read)) as server:
+        browser = socket.create_connection(("127.0.0.1", server.port))
+        browser.sendall(f"GET / HTTP/1.1\r\nHost: localhost:{server.port}\r\n\r\n".encode())
+        assert has_asked.wait(60)
+        browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        browser.close()  # with a reset
+        has_left.set()
+        while [x for x in threading.enumerate() if "process_request" in x.name]:
+            time.sleep(0.01)
+    assert capsys.readouterr().err == ""
 
 
 def test_other_machines_and_other_names_are_refused(server: PageServer) -> None:
