@@ -86,6 +86,8 @@ def execute(options: Options, terminal: Terminal) -> int:
         if options.output is not None:
             raise UserError("--follow serves the page and writes no file: leave out --output")
         return follow_runs(report, options.port, terminal)
+    if options.port:
+        raise UserError("--port is for --follow, which serves the page: add it or remove --port")
     began = time.monotonic()
     report.refresh(terminal)
     html = render_page(report.page())

@@ -96,23 +96,19 @@ class GrowingFile:
         if state == self._state:
             return None
         replaced = not (state is not None and self._continues(state))
-        if replaced:
-            self._read = 0
-        self._state, self.fault = state, ""
-        if state is None:
-            return True, []
+        start, content, fault = 0 if replaced else self._read, b"", ""
         try:
-            content = read_bytes(self.path, LARGEST_LOG, self._read)
+            if state is not None:
+                content = read_bytes(self.path, LARGEST_LOG, start)
         except Malformed as error:
-            self.fault = str(error)
-            return replaced, []
+            fault = str(error)
         except FileNotFoundError:
-            self._state = None
-            return True, []
+            state, replaced, start = None, True, 0
         except failures(self.path) as error:
             raise StorageError(f"{self.path} cannot be read: {one_line(error)}") from error
         end = content.rfind(b"\n") + 1
-        self._read += end
+        # Only now, so that after an error the next reading has the same lines.
+        self._state, self._read, self.fault = state, start + end, fault
         return replaced, content[:end].split(b"\n")[:-1]
 
 

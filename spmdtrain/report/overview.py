@@ -115,22 +115,24 @@ def goodput(run: RunData) -> float | None:
 
 
 def _table(runs: Sequence[RunData]) -> TableBlock:
-    """Returns the table of several runs: what they have in common, and their results."""
+    """Returns a table with the results of each of several runs."""
     tests = list(dict.fromkeys(n for run in runs for n in last_values(run, Split.TEST)))
     tests = tests[:_MOST_METRICS]
     bests = [best_value(run) for run in runs]
-    metric = next((best[0] for best in bests if best), "")
-    columns = ["run", "status", "step", "duration", f"best {metric}", "at step"]
+    ranking = list(dict.fromkeys(best[0] for best in bests if best))
+    best_title = f"best {ranking[0]}" if len(ranking) == 1 else "best"
+    columns = ["run", "status", "step", "duration", best_title, "at step"]
     rows = []
     for run, best in zip(runs, bests, strict=True):
         taken, result = duration_of(run), last_values(run, Split.TEST)
+        metric = f"{best[0]} " if best and len(ranking) > 1 else ""
         rows.append(
             [
                 run.name,
                 run.status_name,
                 f"{run.step:,}",
                 "" if taken is None else length(taken[0]),
-                "" if best is None else number(best[2]),
+                "" if best is None else f"{metric}{number(best[2])}",
                 "" if best is None else f"{best[1]:,}",
                 *(number(result[name]) if name in result else "" for name in tests),
             ]
@@ -143,7 +145,7 @@ def _table(runs: Sequence[RunData]) -> TableBlock:
         marked=frozenset([marked] if marked is not None else []),
         colors=list(range(len(runs))),
     )
-    return block if metric else _without(block, {4, 5})
+    return block if ranking else _without(block, {4, 5})
 
 
 def _without(block: TableBlock, left_out: set[int]) -> TableBlock:

@@ -124,7 +124,6 @@ class RunReader:
         state = self._states()
         if state == self._state:
             return False
-        self._state = state
         data, faults = self.data, list[str]()
         objects = []
         for name in _OBJECTS:
@@ -157,6 +156,7 @@ class RunReader:
             data.checkpoints = None
             faults.append(str(error))
         data.faults = [foreign(fault, 500) for fault in faults]
+        self._state = state  # only now, so that after an error the next call reads all of it
         return True
 
     def _states(self) -> tuple[FileState | None, ...]:

@@ -1,6 +1,7 @@
 """The page of runs, from files that are complete, old, malformed or forged."""
 
 import base64
+import errno
 import json
 import os
 import re
@@ -13,6 +14,8 @@ import pytest
 from report_files import CONFIG, metric_lines, png, write_lines, write_run
 
 from spmdtrain import UserError
+from spmdtrain.errors import StorageError
+from spmdtrain.files.validation import read_bytes
 from spmdtrain.page.blocks import GalleryBlock, Page, StatsBlock, TableBlock
 from spmdtrain.page.charts import ChartBlock
 from spmdtrain.page.render import page_content
@@ -194,6 +197,13 @@ def test_fields_of_any_type_give_a_page(wrong: object, tmp_path: Path) -> None:
     assert "Samples" in text_of(page_of(run))
 
 
+def losses(report: RunReport) -> list[float]:
+    page, _ = report.read()
+    charts = {chart.title: chart for chart in blocks(page, ChartBlock)}
+    found: list[float] = charts["loss"].data["series"]["series"][0]["y"]
+    return found
+
+
 def test_only_what_has_grown_is_read_and_a_resumed_run_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,25 +212,50 @@ def test_only_what_has_grown_is_read_and_a_resumed_run_is_read_again(
     _, version = report.read()
     assert report.read()[1] == version
 
-    def losses() -> list[float]:
-        page, _ = report.read()
-        charts = {chart.title: chart for chart in blocks(page, ChartBlock)}
-        found: list[float] = charts["loss"].data["series"]["series"][0]["y"]
-        return found
-
-    before = losses()
+    before = losses(report)
     with (run / "metrics.jsonl").open("r+b") as file:
         file.seek(file.read().index(b'"loss": ') + len(b'"loss": '))
         file.write(b"9")  # what was read before is not read again
         file.seek(0, os.SEEK_END)
         file.write(b'{"step": 110, "split": "train", "loss": 9.5}\n{"step": 120, "sp')
-    assert losses() == [*before[:-1], pytest.approx(before[-1], rel=1e-5), 9.5]
+    assert losses(report) == [*before[:-1], pytest.approx(before[-1], rel=1e-5), 9.5]
     assert report.read()[1] != version
     lines = list(metric_lines(300, 10, seed=3))
     write_lines(run / "new", lines)
     os.replace(run / "new", run / "metrics.jsonl")  # as a run that resumes does
     trained = [line["loss"] for line in lines if line["split"] == "train"]
-    assert losses() == pytest.approx(trained, rel=1e-5) and len(trained) == 30
+    assert losses(report) == pytest.approx(trained, rel=1e-5) and len(trained) == 30
+
+
+def test_what_a_failed_reading_has_missed_is_read_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run", steps=100)
+    report = RunReport([str(run)])
+    report.read()
+    lines = list(metric_lines(50, 10, seed=3))
+    write_lines(run / "new", lines)
+    os.replace(run / "new", run / "metrics.jsonl")
+    with monkeypatch.context() as broken:
+
+        def fail(path: Any, *rest: int) -> bytes:
+            if path.name == "metrics.jsonl":
+                raise OSError(errno.EIO, "Input/output error")
+            return read_bytes(path, *rest)
+
+        broken.setattr("spmdtrain.report.log_files.read_bytes", fail)
+        with pytest.raises(StorageError, match=r"metrics.jsonl cannot be read: .*Input/output"):
+            report.read()
+    trained = [line["loss"] for line in lines if line["split"] == "train"]
+    assert losses(report) == pytest.approx(trained, rel=1e-5)
+
+
+def test_the_best_values_of_different_metrics_have_their_names(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "first", steps=100)
+    second = write_run(tmp_path / "second", steps=100, best_metric="accuracy", best_direction="max")
+    table = blocks(page_of(first, second), TableBlock)[0]
+    assert table.columns[4] == "best"
+    assert [row[4].split()[0] for row in table.rows] == ["loss", "accuracy"]
 
 
 def test_names_of_runs_are_as_short_as_they_can_be() -> None:
@@ -242,5 +277,6 @@ def test_wrong_usage_is_a_short_message(tmp_path: Path, monkeypatch: pytest.Monk
     assert "is not the workdir of a run" in message(tmp_path)
     assert "is not the workdir of a run" in message(tmp_path / "absent")
     assert "leave out --output" in message(run, output="x.html", follow=True)
+    assert "--port is for --follow" in message(run, port=8000)
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     assert "pip install 'spmdtrain[report]'" in message(run)
