@@ -1,6 +1,7 @@
 """Results of a sweep: the table of its trials, means over seeds, and `results.json`."""
 
 import json
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -204,7 +205,7 @@ def write_results(
                 "state": result.trial.state,
                 "value": result.value,
                 "step": result.step,
-                "test": result.test,
+                "test": None if result.test is None or math.isnan(result.test) else result.test,
                 "reason": result.trial.reason,
             }
             for result in results

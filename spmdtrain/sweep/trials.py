@@ -11,8 +11,10 @@ from typing import Literal, Protocol
 from etils import epath
 
 from spmdtrain.config.run_config import RunConfig
+from spmdtrain.errors import UserError
 from spmdtrain.files.run_files import Split, Status, parse_metrics_line, status_of
-from spmdtrain.files.validation import LARGEST_LOG, Malformed, parse_object, read_bytes
+from spmdtrain.files.validation import Malformed, parse_object, read_bytes
+from spmdtrain.report.log_files import GrowingFile
 from spmdtrain.sweep.specification import option_words, readable_name
 from spmdtrain.train.command_line import parse_command_line
 
@@ -215,31 +217,30 @@ class TrialMetrics:
     _epochs: dict[int, float] = field(default_factory=dict)
     _steps: int | None = None  # length of the run, of which one is set
     _epochs_of_run: int | None = None
-    _steps_per_epoch: float | None = None
-    _file: int = -1  # inode
-    _read: int = 0  # bytes
+    _epoch_end: tuple[int, int] | None = None  # the last epoch, and the step of its end
+
+    def __post_init__(self) -> None:
+        self._file = GrowingFile(epath.Path(self.trial.folder / "metrics.jsonl"))
 
     def update(self) -> None:
         """Reads the lines written since the last call, or all of a file that was replaced.
 
         A run that resumes replaces the file, without the lines after its checkpoint.
+
+        Raises:
+          UserError: If the file is not a regular file, or too large.
+          StorageError: If it cannot be read.
         """
-        path = epath.Path(self.trial.folder / "metrics.jsonl")
-        try:
-            status = (self.trial.folder / "metrics.jsonl").stat()
-            if (status.st_ino, status.st_size) == (self._file, self._read):
-                return
-            text = read_bytes(path, LARGEST_LOG)
-        except FileNotFoundError:
+        if (found := self._file.read()) is None:
             return
-        if status.st_ino != self._file or len(text) < self._read:
-            self._evaluations, self._epochs, self.test = {}, {}, None
-            self._file, self._read, self.step = status.st_ino, 0, 0
-        complete = text.rfind(b"\n") + 1
-        for line in text[self._read : complete].splitlines():
+        if self._file.fault:
+            raise UserError(self._file.fault)
+        replaced, lines = found
+        if replaced:
+            self._evaluations, self._epochs, self.test, self.step = {}, {}, None, 0
+        for line in lines:
             if (content := parse_metrics_line(line)) is not None:
                 self._add(content)
-        self._read = max(complete, self._read)
 
     def _read_length(self) -> None:
         """Reads the length of the run from `config.json`, which it writes at its start."""
@@ -256,7 +257,7 @@ class TrialMetrics:
         self.step = step
         epoch = line.get("epoch")
         if split == Split.EPOCH and isinstance(epoch, int) and epoch > 0:
-            self._steps_per_epoch = step / epoch
+            self._epoch_end = epoch, step
         if self.metric not in line:
             return
         value = line[self.metric]
@@ -280,9 +281,10 @@ class TrialMetrics:
             self._read_length()
         if self._steps is not None:
             return self._steps
-        if self._steps_per_epoch is None or self._epochs_of_run is None:
+        if self._epoch_end is None or self._epochs_of_run is None:
             return None
-        return math.ceil(self._steps_per_epoch * self._epochs_of_run)
+        epoch, step = self._epoch_end
+        return -(-step * self._epochs_of_run // epoch)  # an estimate before the last epoch
 
     def best(self, direction: Literal["min", "max"]) -> tuple[int, float] | None:
         """Returns step and value of the best evaluation; None without one that is a number.

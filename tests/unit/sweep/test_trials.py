@@ -8,7 +8,7 @@ import pytest
 
 from spmdtrain import UserError
 from spmdtrain.sweep.devices import trial_environments
-from spmdtrain.sweep.summary import best_result, means_over_seeds, read_results
+from spmdtrain.sweep.summary import best_result, means_over_seeds, read_results, write_results
 from spmdtrain.sweep.trials import Trial, TrialMetrics, TrialState, unique_name
 
 
@@ -54,6 +54,14 @@ def test_metrics_are_read_while_they_are_written_and_after_a_resume(tmp_path: Pa
     assert (metrics.step, dict(metrics.evaluations)) == (6, {6: 3.0})
 
 
+def test_the_length_of_a_run_is_exact_at_its_last_epoch(tmp_path: Path) -> None:
+    metrics = TrialMetrics(Trial(0, "run", {}, tmp_path), "loss")
+    (tmp_path / "config.json").write_text('{"config": {"epochs": 7, "steps": null}}')
+    write(tmp_path, {"step": 29, "split": "epoch", "epoch": 7, "loss": 1.0})
+    metrics.update()
+    assert metrics.total_steps == 29  # 29 / 7 * 7 is larger
+
+
 def trial(folder: Path, state: TrialState, loss: float | None, **values: str) -> Trial:
     name = ",".join(values.values())
     if loss is not None:
@@ -86,6 +94,15 @@ def test_trials_are_sorted_and_their_means_are_those_of_finished_ones(tmp_path: 
     best = best_result(results)
     assert best is not None and best.trial is trials[2]
     assert [mean.mean for mean in means_over_seeds(results, "max")] == [4.0, 3.5]
+
+
+def test_a_result_that_is_not_a_number_is_null_in_the_file(tmp_path: Path) -> None:
+    finished = trial(tmp_path, TrialState.FINISHED, 1.0, rate="a")
+    write(finished.folder, {"step": 2, "split": "test", "loss": None}, mode="a")
+    write_results(tmp_path, read_results([finished], "loss", "min"), "loss", "min")
+    text = (tmp_path / "results.json").read_text()
+    (result,) = json.loads(text, parse_constant=pytest.fail)["trials"]
+    assert (result["value"], result["test"]) == (1.0, None)
 
 
 def test_trials_do_not_share_a_gpu() -> None:
