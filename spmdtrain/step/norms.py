@@ -85,8 +85,8 @@ def global_norm(tree: PyTree, places: PyTree | None) -> jax.Array:
 
 
 def _square(x: jax.Array, place: Sharding | None) -> jax.Array:
-    """Returns the sum of the squared elements, float32."""
-    x = x.astype(jnp.float32)
+    """Returns the sum of the squared absolute values of the elements, float32."""
+    x = (jnp.abs(x) if jnp.iscomplexobj(x) else x).astype(jnp.float32)
     if place is not None and uses_products(x, place):  # of a split array they would need all of it
         flat = x.ravel()
         return flat @ flat

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from spmdtrain import CallbackContext, FunctionModel, MeshSpec, Rule, Trainer
 from spmdtrain.config.option_groups import CollectiveOptions, ShardingOptions
+from spmdtrain.step.norms import global_norm
 from spmdtrain.terminal import Terminal
 
 GENERATOR = np.random.default_rng(3)
@@ -103,6 +104,14 @@ def test_a_metric_of_the_objective_wins_over_a_norm_of_its_name() -> None:
 
     (line,) = lines(1, objective=objective)
     assert line["gradient_norm"] == 7 and line["parameter_norm"] > 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.complex64, jnp.float16, jnp.bfloat16, jnp.float32])
+def test_a_norm_is_that_of_all_parts_of_a_number(dtype: Any) -> None:
+    values = np.array([3 + 4j, 12]) if dtype is jnp.complex64 else np.array([5.0, 12.0])
+    tree = {"w": jnp.asarray(values, dtype), "step": jnp.array(7), "frozen": None}
+    norm = global_norm(tree, None)
+    assert (norm.dtype, float(norm)) == (jnp.float32, 13.0)
 
 
 SCHEDULE = optax.linear_schedule(1e-2, 1e-3, 4)
