@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from spmdtrain import __version__
-from spmdtrain.errors import ExitCode, did_you_mean, exit_code_of, exit_if_output_is_closed
+from spmdtrain.errors import (
+    ExitCode,
+    UserError,
+    did_you_mean,
+    exit_code_of,
+    exit_if_output_is_closed,
+)
 
 COMMANDS = {
     "run": "train, evaluate or predict with an experiment",
@@ -90,6 +96,7 @@ def write_completion(arguments: Sequence[str]) -> int:
 
     Raises:
       SystemExit: If an argument is wrong.
+      UserError: If the file cannot be written.
     """
     import argparse
 
@@ -127,6 +134,8 @@ def write_completion(arguments: Sequence[str]) -> int:
     except SystemExit as end:
         if end.code:
             raise
+    except OSError as error:
+        raise UserError(f"{given.file} cannot be written: {error.strerror}") from error
     # A description of several lines would be completed as several words.
     file = pathlib.Path(given.file)
     script = file.read_text().split("\n")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
+from etils import epath
 
 from spmdtrain.errors import (
     ExitCode,
@@ -88,10 +89,11 @@ def execute(options: Options, terminal: Terminal) -> int:
         return follow_runs(report, options.port, terminal)
     if options.port:
         raise UserError("--port is for --follow, which serves the page: add it or remove --port")
+    target = page_file(options.output, options.runs)
     began = time.monotonic()
     report.refresh(terminal)
     html = render_page(report.page())
-    target = write_page(html, options.output, options.runs)
+    write_page(html, target)
     seconds = time.monotonic() - began
     terminal.line(f"{target}: {byte_size(len(html.encode()))}, written in {seconds:.1f} s")
     return ExitCode.DONE
@@ -170,28 +172,35 @@ def follow_runs(report: RunReport, port: int, terminal: Terminal) -> int:
     return ExitCode.DONE
 
 
-def write_page(html: str, output: str | None, workdirs: Sequence[str]) -> str:
+def page_file(output: str | None, workdirs: Sequence[str]) -> epath.Path:
+    """Returns the file of a page.
+
+    Args:
+      output: The file; None for the default.
+      workdirs: The workdirs of the runs.
+
+    Raises:
+      UserError: If it is a folder.
+    """
+    if output is None:
+        return folder_of(workdirs[0] if len(workdirs) == 1 else ".") / FILE_NAME
+    path = folder_of(output)
+    if path.name in ("", "..") or path.is_dir():
+        raise UserError(f"--output {output} is not a file: give the name of a file to write")
+    return path
+
+
+def write_page(html: str, path: epath.Path) -> None:
     """Writes a page.
 
     Args:
       html: The page.
-      output: The file; None for the default.
-      workdirs: The workdirs of the runs.
-
-    Returns:
-      The path of the file.
+      path: The file.
 
     Raises:
       StorageError: If the file cannot be written.
     """
-    if output is None and len(workdirs) == 1:
-        folder, name = folder_of(workdirs[0]), FILE_NAME
-    else:
-        path = folder_of(output or FILE_NAME)
-        folder, name = path.parent, path.name
-    target = f"{folder / name}"
     try:
-        no_follow.write(folder, name, lambda file: file.write(html.encode()))
-    except failures(folder) as error:
-        raise StorageError(f"{target} cannot be written: {one_line(error)}") from error
-    return target
+        no_follow.write(path.parent, path.name, lambda file: file.write(html.encode()))
+    except failures(path) as error:
+        raise StorageError(f"{path} cannot be written: {one_line(error)}") from error

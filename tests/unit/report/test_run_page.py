@@ -277,6 +277,8 @@ def test_wrong_usage_is_a_short_message(tmp_path: Path, monkeypatch: pytest.Monk
     assert "is not the workdir of a run" in message(tmp_path)
     assert "is not the workdir of a run" in message(tmp_path / "absent")
     assert "leave out --output" in message(run, output="x.html", follow=True)
+    for folder in ("..", ".", "/", str(tmp_path)):
+        assert f"--output {folder} is not a file" in message(run, output=folder)
     assert "--port is for --follow" in message(run, port=8000)
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     assert "pip install 'spmdtrain[report]'" in message(run)

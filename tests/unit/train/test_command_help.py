@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from helpers import DIGITS
 
+from spmdtrain import UserError
 from spmdtrain.__main__ import COMMANDS, write_completion
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.plan.command import Options as PlanOptions
@@ -85,6 +86,11 @@ def test_docstrings_of_fields_are_found_in_all_forms() -> None:
         "beside": "Said beside it.",
         "above": "Said above it, in two lines.",
     }
+
+
+def test_a_completion_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="absent/file cannot be written: No such file"):
+        write_completion(["zsh", str(tmp_path / "absent" / "file")])
 
 
 def test_the_shell_completes_commands_options_and_choices(
