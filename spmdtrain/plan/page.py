@@ -27,6 +27,7 @@ from spmdtrain.plan.phrases import (
     chip_hours,
     measured_sentence,
     run_time,
+    sentence,
     step_seconds,
     uses_measured_rates,
 )
@@ -104,8 +105,8 @@ def _sections(result: dict[str, Any]) -> list[Section]:
     )
     overview: list[Block] = [*errors, _stats(result)]
     if result["measured"]:
-        overview.append(NoteBlock(_sentence(measured_sentence(result))))
-    notes = [NoteBlock(_sentence(note), Tone.WARNING) for note in all_notes(result)]
+        overview.append(NoteBlock(sentence(measured_sentence(result))))
+    notes = [NoteBlock(sentence(note), Tone.WARNING) for note in all_notes(result)]
     return [
         Section("", overview, note),
         Section("Advice", _advice(result)),
@@ -115,10 +116,6 @@ def _sections(result: dict[str, Any]) -> list[Section]:
         Section("Parameters", parameter_blocks(result)),
         Section("Notes", notes),
     ]
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith(".") else ".")
 
 
 def _stats(plan: dict[str, Any]) -> StatsBlock:
@@ -163,7 +160,7 @@ def _advice(plan: dict[str, Any]) -> list[Block]:
     blocks: list[Block] = []
     for each in plan["advice"]:
         if each["with_options"] is not None:
-            blocks.append(NoteBlock(_sentence(each["finding"]), Tone.ACTIVE))
+            blocks.append(NoteBlock(sentence(each["finding"]), Tone.ACTIVE))
             rows = advice_figures(each)
             blocks.append(
                 TableBlock(
@@ -175,7 +172,7 @@ def _advice(plan: dict[str, Any]) -> list[Block]:
                 )
             )
         else:
-            text = f"{_sentence(each['finding'])} No known option fixes it."
+            text = f"{sentence(each['finding'])} No known option fixes it."
             blocks.append(NoteBlock(text, Tone.WARNING))
         if each["tried"]:
             tried = [text.partition(": ")[::2] for text in each["tried"]]

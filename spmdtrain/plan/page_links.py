@@ -8,7 +8,7 @@ from spmdtrain.page.charts import ChartBlock, LegendEntry, altair, chart_block
 from spmdtrain.page.widths import Width
 from spmdtrain.plan.page_drawing import NETWORKS, Drawing, draw_topology
 from spmdtrain.plan.page_scales import MUTED, color_scale
-from spmdtrain.plan.phrases import group_collectives, sent_sentence, step_seconds
+from spmdtrain.plan.phrases import group_collectives, sent_sentence, sentence, step_seconds
 from spmdtrain.terminal import byte_size
 
 LINK_COLORS = {
@@ -76,7 +76,7 @@ def link_blocks(plan: dict[str, Any]) -> list[Block]:
             return [NoteBlock("Unknown, because the step was not compiled.")]
         return [NoteBlock("A step has no collectives: the devices send each other nothing.")]
     loads = link_loads(plan)
-    blocks: list[Block] = [NoteBlock(_sentence(sent_sentence(plan["sent"])))]
+    blocks: list[Block] = [NoteBlock(sentence(sent_sentence(plan["sent"])))]
     drawing = draw_topology(plan["links"])
     if drawing is not None:
         blocks.append(_chart(plan, drawing, loads))
@@ -85,10 +85,6 @@ def link_blocks(plan: dict[str, Any]) -> list[Block]:
     blocks.append(_collectives(plan))
     excess = _excess(plan)
     return blocks if excess is None else [*blocks, excess]
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _dim(name: str) -> str:
@@ -124,9 +120,8 @@ def _chart(plan: dict[str, Any], drawing: Drawing, loads: dict[str, LinkLoad]) -
     ]
     chips = [{"x": x, "y": y, "topology": plan["topology"]} for x, y in drawing.chips]
     columns, rows, pixels = _domains(drawing)
-    none = None
-    x = alt.X("x:Q", axis=none, scale=alt.Scale(domain=columns, nice=False))
-    y = alt.Y("y:Q", axis=none, scale=alt.Scale(domain=rows, nice=False))
+    x = alt.X("x:Q", axis=None, scale=alt.Scale(domain=columns, nice=False))
+    y = alt.Y("y:Q", axis=None, scale=alt.Scale(domain=rows, nice=False))
     rules = (
         alt.Chart(alt.NamedData("links"))
         .mark_rule(strokeCap="round")
@@ -137,7 +132,7 @@ def _chart(plan: dict[str, Any], drawing: Drawing, loads: dict[str, LinkLoad]) -
             y2="y2:Q",
             color=color_scale(alt),
             strokeWidth=alt.StrokeWidth(
-                "used:Q", legend=none, scale=alt.Scale(domain=[0, 1], range=[1.2, 4])
+                "used:Q", legend=None, scale=alt.Scale(domain=[0, 1], range=[1.2, 4])
             ),
             strokeDash=alt.condition("datum.skips", alt.value([3, 4]), alt.value([1, 0])),
             opacity=alt.condition("datum.used > 0", alt.value(0.9), alt.value(0.35)),

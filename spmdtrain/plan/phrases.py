@@ -199,6 +199,11 @@ def scaled(count: float) -> str:
     return f"{count / 1000**power:.3g} {_PREFIXES[power]}"
 
 
+def sentence(text: str) -> str:
+    """Returns a text with a capital letter and a full stop."""
+    return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith(".") else ".")
+
+
 def sent_sentence(sent: dict[str, Any]) -> str:
     """Returns a sentence that compares the bytes sent with the minimum of the strategy."""
     text = f"each device sends {byte_size(int(sent['bytes']))} in a step"

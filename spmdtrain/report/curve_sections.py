@@ -97,7 +97,7 @@ def curve_sections(runs: Sequence[RunData]) -> list[Section]:
         width, height = (Width.COLUMN, 220) if title == _METRICS else (Width.THIRD, 150)
         shown = plots[:_MOST_CHARTS]
         blocks: list[Block] = [_chart(plot, most, width, height) for plot in shown]
-        if (left_out := len(plots) - _MOST_CHARTS) and left_out > 0:
+        if (left_out := len(plots) - len(shown)) > 0:
             blocks.append(NoteBlock(f"{left_out} more metrics are in metrics.jsonl."))
         if blocks:
             note = "" if sections else _note([p for of in groups.values() for p in of], most)

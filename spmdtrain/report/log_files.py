@@ -61,11 +61,6 @@ class GrowingFile:
         self._state: FileState | None = None
         self._read = 0  # bytes of the complete lines that were returned
 
-    @property
-    def size(self) -> int:
-        """Bytes of the file at the last reading."""
-        return self._state.size if self._state else 0
-
     def unread(self) -> int:
         """Returns the number of bytes that the next reading will process."""
         state = file_state(self.path)

@@ -10,17 +10,7 @@ from spmdtrain.files.validation import Malformed, parse_object
 Steps: TypeAlias = Sequence[int]
 Values: TypeAlias = Sequence["float | None"]
 _NOT_METRICS = {"step", "split"}
-
-PERFORMANCE = (
-    "examples_per_second",
-    "steps_per_second",
-    "tokens_per_second",
-    "model_flops_utilization",
-    "input_wait",
-    "device_memory_bytes",
-    "goodput",
-)
-"""The values of a line of `performance.jsonl`, beside its step and time."""
+_NOT_PERFORMANCE = {"step", "time"}
 
 
 class Column:
@@ -62,7 +52,6 @@ class MetricColumns:
 
     def __init__(self) -> None:
         self.columns: dict[tuple[str, str], Column] = {}
-        self.lines = 0
         self.invalid = 0
         """Number of lines that are not lines of metrics."""
 
@@ -72,7 +61,6 @@ class MetricColumns:
         if content is None:
             self.invalid += 1
             return
-        self.lines += 1
         step, split = content["step"], content["split"]
         for name, value in content.items():
             if name not in _NOT_METRICS and not isinstance(value, dict):
@@ -115,8 +103,8 @@ class PerformanceColumns:
             self.invalid += 1
             return
         self.times.add(step, float(time))
-        for name in PERFORMANCE:
-            if is_number(value := content.get(name)):
+        for name, value in content.items():
+            if name not in _NOT_PERFORMANCE and is_number(value):
                 self.columns.setdefault(name, Column()).add(step, value)
 
 

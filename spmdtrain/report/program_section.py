@@ -1,7 +1,6 @@
 """The section about the program: configuration, versions, devices, shardings, collectives."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -213,7 +212,7 @@ def _shardings(found: Any) -> tuple[list[list[str]], int]:
                 " x ".join(map(str, dims)) or "scalar",
                 foreign(item.get("dtype", ""), 40),
                 foreign(item.get("spec", ""), 200),
-                byte_size(round(size)) if is_number(size) and math.isfinite(size) else "",
+                byte_size(round(size)) if is_number(size) else "",
             ]
         )
     return rows, len(items)

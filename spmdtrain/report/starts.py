@@ -57,25 +57,21 @@ class RunStart:
       time: When it began, in seconds since 1970.
       step: The step that it started from.
       processes: The number of processes; None if it is not recorded.
-      devices: The number of devices; None if it is not recorded.
       readings: The events `phases`.
       last_time: The time of its last event.
       last_step: The last step that is known.
       status: How it ended; empty if its end is not recorded, because it was killed or is running.
       reason: Why it ended early.
-      checkpoints: The number of checkpoints.
     """
 
     time: float
     step: int
     processes: int | None = None
-    devices: int | None = None
     readings: list[Reading] = field(default_factory=list)
     last_time: float = 0.0
     last_step: int = 0
     status: str = ""
     reason: str = ""
-    checkpoints: int = 0
 
     @property
     def seconds(self) -> float:
@@ -122,16 +118,9 @@ class EventLog:
         step = content.get("step")
         number = step if type(step) is int and step >= 0 else None
         if event == "start":
-            self.starts.append(
-                RunStart(
-                    time,
-                    number or 0,
-                    _count(content, "processes"),
-                    _count(content, "devices"),
-                    last_time=time,
-                    last_step=number or 0,
-                )
-            )
+            at = number or 0
+            processes = _count(content, "processes")
+            self.starts.append(RunStart(time, at, processes, last_time=time, last_step=at))
             return
         if not self.starts:
             self.invalid += 1
@@ -142,8 +131,6 @@ class EventLog:
         if event == "phases":
             seconds = {k: v for k, v in numbers_of(content, "seconds").items() if v >= 0}
             start.readings.append(Reading(time, number or start.last_step, seconds))
-        elif event == "checkpoint":
-            start.checkpoints += 1
         elif event == "end":
             start.status = foreign(content.get("status") or "ended", 40)
             start.reason = foreign(content.get("reason") or "", _LONGEST_REASON)
