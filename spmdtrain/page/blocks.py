@@ -54,7 +54,7 @@ class FactsBlock:
 
 @dataclass(frozen=True)
 class TableBlock:
-    """A table. Wider ones than the page scroll inside of it.
+    """A table. One that is wider than the page scrolls.
 
     Attributes:
       columns: The titles of the columns.
@@ -94,7 +94,7 @@ class TextBlock:
 
 @dataclass(frozen=True)
 class NoteBlock:
-    """A sentence that stands out, such as what could not be read."""
+    """A sentence that stands out, such as a warning about a file."""
 
     text: str
     tone: Tone = Tone.PLAIN

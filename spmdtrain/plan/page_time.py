@@ -43,7 +43,7 @@ class Segment:
         row: The row of the timeline.
         part: What it is.
         start: Seconds from the start of the step.
-        end: The same.
+        end: Seconds from the start of the step.
     """
 
     row: str

@@ -1,4 +1,4 @@
-"""A page with everything about one or several runs: one HTML file, without network access."""
+"""A page about one or several runs: one HTML file, without network access."""
 
 import contextlib
 import time

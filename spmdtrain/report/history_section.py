@@ -1,4 +1,4 @@
-"""The starts of the runs as a timeline, and what their time went into."""
+"""The starts of the runs as a timeline, and their time by use."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -146,7 +146,7 @@ def _timeline(starts: Sequence[RunStart], name: str) -> ChartBlock:
 
 
 def _shortened(found: Sequence[Span]) -> tuple[list[tuple[float, float]], bool]:
-    """Returns begin and end of each part with long times down drawn shorter, and if there are."""
+    """Returns begin and end of each part with long times down shortened, and whether any was."""
     up = sum(s.end - s.begin for s in found if s.activity is not Activity.DOWN)
     longest = max(_DOWN_SHARE * up, 1.0)
     removed, is_shorter = 0.0, False

@@ -90,7 +90,7 @@ def best_value(run: RunData) -> tuple[str, int, float] | None:
 
 
 def duration_of(run: RunData) -> tuple[float, str] | None:
-    """Returns the seconds that a run took, and what they include; None if that is not known."""
+    """Returns the seconds that a run took, and a note about them; None if they are not known."""
     if starts := run.events.starts:
         first, last = starts[0].time, max(start.last_time for start in starts)
         down = shares(spans(starts)).get(Activity.DOWN, 0.0)

@@ -1,4 +1,4 @@
-"""Reduction of a long curve to so many points that its extremes stay visible."""
+"""Reduction of a long curve to few points, among them its extremes."""
 
 import math
 from collections.abc import Sequence

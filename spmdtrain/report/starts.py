@@ -85,7 +85,7 @@ class Span:
 
     Attributes:
       start: The number of the start, from 0.
-      activity: What the time went into.
+      activity: The use of the time.
       begin: Seconds since the run began.
       end: Seconds since the run began.
       step: The last step of the part.
@@ -136,7 +136,7 @@ class EventLog:
             start.reason = foreign(content.get("reason") or "", _LONGEST_REASON)
 
     def extend(self, lines: Iterable[tuple[float, int]]) -> None:
-        """Extends starts whose end is not recorded by the lines of another file.
+        """Extends starts whose end is not recorded up to the lines of another file.
 
         Args:
           lines: The time and the step of each line.

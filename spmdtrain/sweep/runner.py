@@ -1,4 +1,4 @@
-"""Execution of trials: several processes at once, whose ends are described."""
+"""Execution of the trials of a sweep, several processes at the same time."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Trials of a sweep: their options and folders, and what their files say about them."""
+"""Trials of a sweep: their options, folders and metrics."""
 
 import contextlib
 import enum
@@ -51,7 +51,7 @@ class Trial:
 
 
 class TrialSource(Protocol):
-    """The order of the trials, and their end before their last step."""
+    """The trials in their order, and the decision to end one early."""
 
     @property
     def trials(self) -> Sequence[Trial]:

@@ -28,7 +28,7 @@ class MediaFiles(Tracker):
     _folder: Path
 
     def start(self, run: RunInfo) -> None:
-        """Removes the media of later steps, because the run resumes."""
+        """Removes the media of steps after the one from which the run resumes."""
         assert run.folder is not None
         self._folder = run.folder
         self.rewind(run.step)

@@ -36,7 +36,7 @@ class TensorBoardTracker(Tracker):
         self._purge_from: int | None = None
 
     def start(self, run: RunInfo) -> None:
-        """Finds whether there are events of an earlier start, of which later steps are stale."""
+        """Checks for events of an earlier start, whose later steps are stale."""
         assert run.folder is not None and run.workdir is not None
         self._root = run.folder
         if (epath.Path(run.workdir) / self._name).exists():

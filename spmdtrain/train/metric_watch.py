@@ -1,4 +1,4 @@
-"""The best value of an evaluation metric, and for how many evaluations it has not improved."""
+"""The base of callbacks that react when a metric of the evaluations stops improving."""
 
 import math
 from typing import Any, Literal, TypedDict
@@ -40,7 +40,7 @@ class MetricWatch:
     ) -> None:
         kind = type(self).__name__
         if not isinstance(patience, int) or patience < 1:
-            raise UserError(f"{kind}: patience is {patience!r}: it must be a number from 1 on")
+            raise UserError(f"{kind}: patience is {patience!r}: it must be an integer, 1 or more")
         if not min_delta >= 0:
             raise UserError(f"{kind}: min_delta is {min_delta!r}: it must be 0 or more")
         if direction not in ("min", "max"):
@@ -92,7 +92,7 @@ class MetricWatch:
             self.on_patience_end(event)
 
     def on_patience_end(self, event: CallbackContext) -> None:
-        """Is called at each evaluation from `patience` ones without an improvement on.
+        """Reacts to `patience` or more evaluations in a row without an improvement.
 
         Args:
           event: The event.

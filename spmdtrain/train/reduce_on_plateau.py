@@ -1,4 +1,4 @@
-"""Callback that reduces the learning rate when a metric does not improve any more."""
+"""Callback that reduces the learning rate when a metric stops improving."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from spmdtrain.train.metric_watch import Direction, MetricWatch
 
 
 class ReduceOnPlateau(MetricWatch):
-    """Multiplies the learning rate by a factor if a metric of the evaluations does not improve.
+    """Multiplies the learning rate by a factor if a metric of the evaluations stops improving.
 
     The rate must be injected, so that it is a part of the state:
     `optax.inject_hyperparams(optax.adam)(learning_rate=0.001)`. It is saved and restored with the
@@ -20,7 +20,7 @@ class ReduceOnPlateau(MetricWatch):
 
     Args:
       metric: The name of the metric.
-      factor: What the learning rate is multiplied by, between 0 and 1.
+      factor: Multiplies the learning rate; between 0 and 1.
       patience: Number of evaluations without an improvement after which it is reduced.
       min_delta: The difference to the best value that counts as an improvement.
       cooldown: Number of evaluations after a reduction that do not count for `patience`.

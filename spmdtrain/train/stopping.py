@@ -7,7 +7,7 @@ from spmdtrain.train.metric_watch import Direction, MetricWatch, metric_of
 
 
 class EarlyStopping(MetricWatch):
-    """Ends the run if a metric of the evaluations does not improve any more.
+    """Ends the run if a metric of the evaluations stops improving.
 
     Args:
       metric: The name of the metric.

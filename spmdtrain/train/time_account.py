@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Literal
 
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.distributed.progress import Phase
@@ -23,7 +23,7 @@ _WIDTH = 80  # of the summary
 
 
 class TimeAccount:
-    """Writes what a start of a run does when, and computes the goodput of the run.
+    """Writes the events of one start of a run, and computes the goodput of the run.
 
     Args:
       files: The files of the workdir; None without one, and in all processes but process 0.
@@ -63,7 +63,7 @@ class TimeAccount:
         self._write(start)
 
     def measure(self, step: int) -> RunTimes | None:
-        """Returns where the time of the run went so far; None before `begin`.
+        """Returns the seconds of the run so far by use; None before `begin`.
 
         Args:
           step: The last step that is known to be done.
@@ -84,11 +84,11 @@ class TimeAccount:
             self._write_phases(event)
         return RunTimes(max(0.0, event["time"] - self._began), productive, lost)
 
-    def log(self, event: Any, step: int) -> None:
+    def log(self, event: Literal["checkpoint", "evaluation"], step: int) -> None:
         """Writes that a checkpoint is being saved or an evaluation is done, and the phases so far.
 
         Args:
-          event: "checkpoint" or "evaluation".
+          event: The event.
           step: The step of the state.
         """
         if self._own:
@@ -135,10 +135,10 @@ _PHASES = (
 
 
 def goodput_line(times: RunTimes) -> str:
-    """Returns a line about the goodput and what ate the rest: at most 80 characters.
+    """Returns a line of at most 80 characters: the goodput and the largest other uses of the time.
 
     Args:
-      times: Where the time went.
+      times: The seconds of the run by use.
     """
     line = f"goodput {times.goodput:.0%} of {duration(times.wall)}".replace("%", " %")
     shares = {kind: seconds / times.wall for kind, seconds in times.lost.items() if times.wall > 0}

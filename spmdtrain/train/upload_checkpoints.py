@@ -18,7 +18,7 @@ from spmdtrain.files.validation import check
 from spmdtrain.terminal import LineColor
 from spmdtrain.train.callbacks import CallbackContext
 
-_LOOK_INTERVAL = 0.5  # seconds between two looks whether a save is complete
+_CHECK_INTERVAL = 0.5  # seconds between two checks whether a save is complete
 _REMEMBERED = 1000  # uploaded checkpoints in the state; most older ones are removed by then
 _COMMITTED = "commit_success.txt"  # makes a checkpoint in a bucket complete, for Orbax
 
@@ -28,7 +28,7 @@ class UploadCheckpoints:
 
     An upload that fails is repeated; if it keeps failing, a line names the checkpoint and the
     reason, and the training continues. The end of the run waits for the uploads. Those that an
-    interruption has cut off are made by the next start.
+    interruption has cut off are repeated by the next start.
 
     Args:
       destination: A folder or URL, which gets a folder STEP for each checkpoint; or a function
@@ -65,7 +65,7 @@ class UploadCheckpoints:
         self._thread: threading.Thread | None = None
 
     def fit_start(self, event: CallbackContext) -> None:
-        """Starts the thread, and uploads checkpoints of which an earlier start did not.
+        """Starts the thread, and uploads checkpoints that an earlier start did not upload.
 
         Args:
           event: The event.
@@ -154,7 +154,7 @@ class UploadCheckpoints:
             if any(later > step for later in complete) or not steps.empty():
                 # A later save, or the end of the run, waits for this one.
                 return step in steps_in(folder)
-            time.sleep(_LOOK_INTERVAL)
+            time.sleep(_CHECK_INTERVAL)
         return True
 
     def _attempt(self, path: epath.Path, step: int) -> None:

@@ -140,7 +140,7 @@ def test_a_run_of_two_starts_writes_its_speed_its_events_and_its_program(
     assert found["times"] == times
 
 
-def test_the_line_names_what_ate_the_rest_in_at_most_80_characters() -> None:
+def test_the_goodput_line_has_the_largest_losses_in_at_most_80_characters() -> None:
     lost = {"compile": 351.9, "save": 156.4, "down": 117.3, "host": 3.0}
     times = RunTimes(3910.0, 3245.3, lost)
     assert goodput_line(times) == "goodput 83 % of 1:05:10: compile 9 %, save 4 %, down 3 %"
