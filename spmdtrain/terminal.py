@@ -58,17 +58,16 @@ def metric_texts(metrics: Mapping[str, float]) -> list[str]:
     return [f"{name} {number(value)}" for name, value in metrics.items()]
 
 
-def short_lines(parts: Sequence[str]) -> list[str]:
-    """Returns each part as one line; a part of more than `LINE_WIDTH` columns becomes several."""
+def short_lines(parts: Sequence[str], width: int = LINE_WIDTH) -> list[str]:
+    """Returns each part as one line; a part of more than `width` columns becomes several.
+
+    Lines end between words, and a longer word, such as a path, has a line of its own.
+    """
     return [
         line
         for part in parts
         for line in textwrap.wrap(
-            part,
-            LINE_WIDTH,
-            subsequent_indent="  ",
-            break_long_words=False,
-            break_on_hyphens=False,
+            part, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
         )
     ]
 
@@ -186,6 +185,7 @@ class Terminal:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._shown = 0.0
+        self._done = 0
 
     def line(self, text: str, color: LineColor = LineColor.PLAIN) -> None:
         """Prints a line, above the progress bar; escapes characters the encoding lacks."""
@@ -221,7 +221,7 @@ class Terminal:
         if not self.console.is_terminal or self.console.quiet:
             yield
             return
-        outer, outer_task = self._progress, self._task
+        outer, outer_task, outer_done = self._progress, self._task, self._done
         if outer is None:
             self._progress = Progress(
                 _BarColumn(),
@@ -234,15 +234,17 @@ class Terminal:
         self._task = self._progress.add_task(
             description, total=total, completed=done, texts=(), visible=outer is None
         )
-        self._shown = time.perf_counter()
+        self._shown, self._done = time.perf_counter(), done
         try:
             yield
         finally:
-            if outer is None:
-                self._progress.stop()
+            if outer is None and self._done > done:
+                self._progress.update(self._task, completed=self._done)
             else:
                 self._progress.remove_task(self._task)
-            self._progress, self._task = outer, outer_task
+            if outer is None:
+                self._progress.stop()
+            self._progress, self._task, self._done = outer, outer_task, outer_done
 
     def advance(self, done: int, texts: Sequence[str] | None = None) -> None:
         """Moves the bar to `done`.
@@ -253,7 +255,7 @@ class Terminal:
         """
         if self._progress is None or self._task is None:
             return
-        now = time.perf_counter()
+        now, self._done = time.perf_counter(), done
         if texts is not None:
             self._progress.update(self._task, completed=done, texts=texts)
         elif now - self._shown >= _REFRESH:
@@ -315,4 +317,6 @@ def _console(*, quiet: bool) -> Console:
 
 def _print(console: Console, text: str, color: LineColor) -> None:
     text = text.encode(console.encoding, "backslashreplace").decode(console.encoding)
+    if console.is_terminal and len(text) > console.width and text.isprintable():
+        text = "\n".join(short_lines([text], console.width))  # the terminal would cut words
     console.print(text, style=color or None)

@@ -45,6 +45,28 @@ def test_a_narrow_bar_shortens_then_loses_metrics_and_never_steps_and_time(
     assert len(re.findall("[━╸╺]", line)) == bar
 
 
+def test_a_bar_ends_with_its_last_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = in_terminal(monkeypatch, 60)
+    with terminal.progress("evaluate", done=0, total=5):  # too quick for a refresh
+        terminal.advance(5)
+    last = re.sub(r"\x1b\[[\d;?]*\w", "", capsys.readouterr().out).rstrip().rpartition("\r")[2]
+    assert last.startswith("evaluate ") and last.endswith(" 5/5 0:00:00")
+
+
+def test_a_long_line_breaks_between_words_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = "epoch 1 at step 21: loss 1.841  learning_rate 0.002"
+    in_terminal(monkeypatch, 40).line(long)
+    shown = capsys.readouterr().out
+    assert shown == "epoch 1 at step 21: loss 1.841\n  learning_rate 0.002\n"
+    monkeypatch.delenv("FORCE_COLOR")
+    Terminal().line(long)
+    assert capsys.readouterr().out == f"{long}\n"
+
+
 def test_colors_are_for_terminals_that_want_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
