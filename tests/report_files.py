@@ -124,6 +124,7 @@ def write_media(workdir: Path) -> None:
             (workdir / name).write_bytes(png(60 * number))
             lines.append({**item, "step": step, "kind": "image", "file": name})
     lines.append({**item, "step": 600, "name": "poem", "kind": "text", "text": "one\n  two"})
+    lines[3]["captions"] = ["a", "<b>"]
     bins = {"edges": [0, 1, 2, 4], "counts": [3, 1, 7]}
     lines.append({**item, "step": 600, "name": "weights", "kind": "histogram", **bins})
     cells = {"columns": ["word", "count"], "rows": [["a", 1], ["b", 2.5]]}

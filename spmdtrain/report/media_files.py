@@ -40,6 +40,7 @@ class MediaItem:
       name: The name that the run gave.
       kind: What it is.
       file: The picture's path in the workdir, if it is an image or a figure.
+      captions: The texts of the images that the picture shows, in rows.
       text: The text.
       edges: The edges of a histogram's bins, one more than `counts`.
       counts: The count of each bin.
@@ -52,6 +53,7 @@ class MediaItem:
     name: str
     kind: MediaKind
     file: str = ""
+    captions: Sequence[str] = ()
     text: str = ""
     edges: Sequence[float] = ()
     counts: Sequence[float] = ()
@@ -112,7 +114,8 @@ def _parse_item(content: Mapping[str, Any]) -> MediaItem:
     item: dict[str, Any] = {"step": step, "split": split, "name": name, "kind": MediaKind(kind)}
     match MediaKind(kind):
         case MediaKind.IMAGE | MediaKind.FIGURE:
-            return MediaItem(**item, file=_inner_path(content.get("file")))
+            captions = [_cell(x) for x in _list(content.get("captions", []))]
+            return MediaItem(**item, file=_inner_path(content.get("file")), captions=captions)
         case MediaKind.TEXT:
             return MediaItem(**item, text=_string(content.get("text")))
         case MediaKind.HISTOGRAM:

@@ -68,7 +68,9 @@ def _of_run(run: RunData, of: str, most: int, most_bytes: int) -> tuple[list[Blo
                 if title not in galleries:
                     galleries[title] = []
                     blocks.append(GalleryBlock(galleries[title], title))
-                galleries[title].append(ImageBlock(content, media_type, f"step {item.step:,}"))
+                captions = f": {', '.join(item.captions)}" if item.captions else ""
+                caption = f"step {item.step:,}{captions}"
+                galleries[title].append(ImageBlock(content, media_type, caption))
             case MediaKind.TEXT:
                 text = item.text[:_LONGEST_TEXT]
                 most_bytes -= len(text.encode(errors="replace"))

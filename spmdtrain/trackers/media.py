@@ -79,6 +79,11 @@ class Image:
             raise UserError(
                 f"an Image of {number * height * width:,} pixels: the limit is {MAX_PIXELS:,}"
             )
+        if isinstance(self.captions, str):
+            raise UserError(
+                f"captions of an Image is {self.captions!r}: it must be a list with a text for "
+                "each image"
+            )
         if self.captions and len(self.captions) != number:
             raise UserError(f"an Image of {number} images has {len(self.captions)} captions")
 
@@ -145,11 +150,14 @@ class Text:
         return Text(_strings(self.value) or detached_array(self.value), self.decode)
 
     def on_host(self) -> "Text":
-        """Returns it with a tuple of strings."""
-        if texts := _strings(self.value):
-            return Text(texts)
-        assert self.decode is not None
-        return Text(tuple(str(self.decode(row)) for row in np.atleast_2d(np.asarray(self.value))))
+        """Returns it with a tuple of strings that have an encoding."""
+        texts = _strings(self.value)
+        if not texts:
+            assert self.decode is not None
+            rows = np.atleast_2d(np.asarray(self.value))
+            texts = tuple(str(self.decode(row)) for row in rows)
+        # A decoder may return halves of surrogate pairs, with which a tracker would fail.
+        return Text(tuple(x.encode(errors="backslashreplace").decode() for x in texts))
 
     def joined(self) -> str:
         """Returns the texts of `on_host` as one, separated by empty lines."""
@@ -213,12 +221,14 @@ class Histogram:
         """Returns it with float64 edges and integer counts.
 
         Raises:
-          UserError: If the edges are not finite or do not rise.
+          UserError: If the edges are not finite or do not rise, or a count is negative.
         """
         if self.values is None:
             edges, counts = np.asarray(self.edges, np.float64), np.asarray(self.counts)
             if not (np.isfinite(edges).all() and (np.diff(edges) > 0).all()):
                 raise UserError(f"the edges of a Histogram must be finite and rise: {edges}")
+            if not (counts >= 0).all():
+                raise UserError(f"the counts of a Histogram must be 0 or more: {counts}")
         else:
             values = np.asarray(self.values).astype(np.float64).ravel()
             counts, edges = np.histogram(values[np.isfinite(values)], self.bins)

@@ -56,7 +56,12 @@ def detached_array(array: Any) -> Any:
 
 
 def plain_cell(value: Any) -> str | float | None:
-    """Returns a cell of a table as JSON has it; other values, such as dates, become text."""
+    """Returns a cell of a table as JSON has it; other values become text.
+
+    They are dates, and integers of more than 64 bits, which readers of JSON refuse or round.
+    """
     plain = value.item() if isinstance(value, np.generic) else value
     is_time = isinstance(value, np.datetime64 | np.timedelta64)  # with ns, an integer
-    return str(value) if is_time or not isinstance(plain, str | int | float | None) else plain
+    is_large = isinstance(plain, int) and abs(plain) >= 2**63
+    is_plain = isinstance(plain, str | int | float | None) and not (is_time or is_large)
+    return plain if is_plain else str(value)

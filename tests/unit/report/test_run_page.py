@@ -71,7 +71,8 @@ def test_a_run_with_all_files_has_all_sections(tmp_path: Path) -> None:
     assert list(legend) == ["train", "epoch mean", "eval", "test"] and legend["test"] == "0.123"
     assert charts["device memory, GB"].legend[0].value == "1.50 GB"
     (gallery,) = blocks(page, GalleryBlock)
-    assert [image.title for image in gallery.images] == ["step 600"] * 3 + ["step 300"] * 3
+    steps = ["step 600: a, <b>", "step 600", "step 600", *["step 300"] * 3]
+    assert [image.title for image in gallery.images] == steps
     assert gallery.images[0].content == png(0)
     text = text_of(page)
     assert "all-reduce data 1 473 kB" in text and "layers/0/kernel 64 x 128 float32" in text

@@ -97,6 +97,14 @@ def test_what_was_logged_is_what_it_was_at_the_call() -> None:
     assert third.rows() == [["before"]]
 
 
+def test_odd_texts_and_numbers_reach_the_trackers_in_a_form_that_they_can_write() -> None:
+    half = Text(np.array([[1]]), lambda row: "a\ud800")  # of a surrogate pair, cut by a tokenizer
+    assert half.on_host().joined() == "a\\ud800"
+    assert Table({"a": [2**70, -(2**63) + 1]}).on_host().rows() == [[str(2**70)], [-(2**63) + 1]]
+    with pytest.raises(UserError, match=r"counts of a Histogram must be 0 or more: \[ 3 -4\]"):
+        Histogram(edges=[0, 1, 2], counts=[3, -4]).on_host()
+
+
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: Image([["a"]]), "dtype <U1"),
     (lambda: Image(np.zeros((2, 2), int)), "dtype int64: it must be uint8"),
@@ -106,6 +114,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: Image(np.zeros((65, 8, 8, 1))), r"65 images: the limit is 64.*images\[:64\]"),
     (lambda: Image(np.zeros((5000, 5000), bool)), "25,000,000 pixels"),
     (lambda: Image(np.zeros((2, 8, 8, 1)), ["one"]), "2 images has 1 captions"),
+    (
+        lambda: Image(np.zeros((2, 8, 8, 1)), "ab"),
+        "captions of an Image is 'ab': it must be a list",
+    ),
     (lambda: Image("file.png"), "takes an array, and not a str"),
     (lambda: Text(3), "takes strings or an array of tokens, and not a int"),
     (lambda: Text([]), "not empty"),
