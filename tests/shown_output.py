@@ -18,6 +18,7 @@ FENCE = re.compile(r"^```(\w+)(?: title=\"([\w.]+)\")?\n(.*?)^```$", re.M | re.S
 # Measured values, which differ between runs.
 MEASURED = re.compile(
     r"[\d,.]+ (?:examples|steps|tokens)/s|input_wait [\d.]+%|[\d:]+ left|\b[\d.]+ s\b|"
+    r"goodput \d+ % of .*|"
     # Which checkpoint is complete when a process is killed depends on the speed of the disk.
     r"peak host memory of [\w ]+ was [\d.]+ \w+|resumed from step \d+"
 )

@@ -10,6 +10,7 @@ from spmdtrain.report.run_data import RunData
 from spmdtrain.report.starts import Activity, RunStart, Span, shares, spans
 
 _MOST_STARTS = 20
+_MOST_INTERVALS = 12  # of a start
 _DOWN_SHARE = 0.25  # of the time up: a longer time down is drawn shorter
 _ROW = 26  # pixels
 # The colors by number: what is useful is blue, what repeats it orange, waiting gray.
@@ -102,7 +103,7 @@ def _rows_axis(name: str, order: Sequence[str], *, hidden: bool) -> Any:
 def _timeline(starts: Sequence[RunStart], name: str) -> ChartBlock:
     """Returns a row for each start over the wall-clock time."""
     first = max(0, len(starts) - _MOST_STARTS)
-    found = [span for span in spans(starts) if span.start >= first]
+    found = [span for span in spans(starts, _MOST_INTERVALS) if span.start >= first]
     shifted, is_shorter = _shortened(found)
     origin = shifted[0][0] if shifted else 0.0
     unit, unit_name = _unit(max((end for _, end in shifted), default=0.0) - origin)

@@ -154,7 +154,7 @@ def _count(content: dict[str, Any], name: str) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-def spans(starts: Sequence[RunStart], most_per_start: int = 12) -> list[Span]:
+def spans(starts: Sequence[RunStart], most_per_start: int | None = None) -> list[Span]:
     """Returns the parts of the wall-clock time of a run, in their order.
 
     Between two events `phases` the order of the phases is not known: they stand in the order in
@@ -162,7 +162,8 @@ def spans(starts: Sequence[RunStart], most_per_start: int = 12) -> list[Span]:
 
     Args:
       starts: The starts of the run, in their order.
-      most_per_start: The number of intervals into which a start is divided.
+      most_per_start: The number of intervals into which a start is divided for a picture; None
+        for all, from which the sums are those of `run_times`.
     """
     if not starts:
         return []
@@ -178,7 +179,7 @@ def spans(starts: Sequence[RunStart], most_per_start: int = 12) -> list[Span]:
             )
         at, step = begin, start.step
         before: dict[str, float] = {}
-        for reading in _thinned(start.readings, most_per_start):
+        for reading in _thinned(start.readings, most_per_start or len(start.readings)):
             for activity, seconds in _interval(before, reading, step, reached):
                 end = min(at + seconds, max(start.last_time, at))
                 if end > at:

@@ -30,8 +30,7 @@ def step_norms(
     """Returns the norms of `NORMS`, float32 (2,), or (1,) without gradients.
 
     On CPUs, where a pass over all parameters is a tenth of the step of a small network, steps that
-    are not logged skip them. On GPUs a branch would make the host wait for the device, and XLA
-    fuses the sums with the update, so they are computed in each step.
+    are not logged skip them (see `_may_skip`).
 
     Args:
       gradients: Gradients of the mean loss, None in place of frozen parameters; or None if they are
@@ -45,19 +44,38 @@ def step_norms(
     of_gradients = None if layout.splits_gradients else places
     zero = jnp.zeros((), jnp.float32)
     needed = has_norms(step, every)
-    if _platform(places) != "cpu":
+    if _may_skip(places):
+        norm = jax.lax.cond(needed, lambda: global_norm(params, places), lambda: zero)
+    else:
         norm = global_norm(params, places)
-        return jnp.stack(
-            [norm] if gradients is None else [norm, global_norm(gradients, of_gradients)]
-        )
-    norm = jax.lax.cond(needed, lambda: global_norm(params, places), lambda: zero)
     if gradients is None:
         return norm[None]
-    # A loop of one iteration or none, because with a `cond` XLA fuses the update with other
-    # operations, so that the parameters would differ in their last bits from those without norms.
-    times = needed.astype(jnp.int32)
-    found = jax.lax.fori_loop(0, times, lambda *_: global_norm(gradients, of_gradients), zero)
+    if _may_skip(of_gradients):
+        # A loop of one iteration or none, because with a `cond` XLA fuses the update with other
+        # operations, so that the parameters would differ in their last bits from those without
+        # norms.
+        times = needed.astype(jnp.int32)
+        found = jax.lax.fori_loop(0, times, lambda *_: global_norm(gradients, of_gradients), zero)
+    else:
+        found = global_norm(gradients, of_gradients)
     return jnp.stack([norm, found])
+
+
+def _may_skip(places: PyTree | None) -> bool:
+    """Returns whether a norm is computed in a branch: on CPUs, if every device has whole arrays.
+
+    The norm of split arrays needs an all-reduce. XLA's CPU client runs one in a branch or in a loop
+    beside those outside of it, and not on all devices in the same order: its threads then wait in
+    different all-reduces, until it aborts after 40 seconds. On GPUs a branch would make the host
+    wait for the device, and XLA fuses the sums with the update.
+
+    Args:
+      places: The shardings of all arrays; None if they are not known.
+    """
+    shardings = jax.tree.leaves(places)
+    if not shardings or next(iter(shardings[0].device_set)).platform != "cpu":
+        return False
+    return all(sharding.is_fully_replicated for sharding in shardings)
 
 
 def global_norm(tree: PyTree, places: PyTree | None) -> jax.Array:
@@ -91,8 +109,3 @@ def _square(x: jax.Array, place: Sharding | None) -> jax.Array:
         flat = x.ravel()
         return flat @ flat
     return jnp.square(x).sum()
-
-
-def _platform(places: PyTree) -> str:
-    device: Any = next(iter(jax.tree.leaves(places)[0].device_set))
-    return str(device.platform)

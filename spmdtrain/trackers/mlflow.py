@@ -1,6 +1,7 @@
 """The tracker of MLflow."""
 
 import os
+import re
 import tempfile
 import time
 from collections.abc import Mapping
@@ -15,13 +16,15 @@ from spmdtrain.trackers.wandb import PROJECT
 _ENDS = {Status.FINISHED: "FINISHED", Status.PREEMPTED: "KILLED"}
 _MAX_VALUE = 6000  # characters of a parameter
 _MAX_METRICS = 1000  # of one request
+_REFUSED = re.compile(r"[^\w/ .-]")  # characters that MLflow refuses in the name of a metric
 
 
 class MlflowTracker(Tracker):
     """Records a run with MLflow.
 
-    The environment variables of its client apply. Without MLFLOW_TRACKING_URI, and without a server
-    that the script has chosen, it writes to the folder `mlruns` of the current directory.
+    In the name of a metric, `_` replaces each character that MLflow refuses: `acc@5` becomes
+    `acc_5`. The environment variables of its client apply. Without MLFLOW_TRACKING_URI, and without
+    a server that the script has chosen, it writes to the folder `mlruns` of the current directory.
 
     Args:
       experiment: Name of MLflow's experiment. None means MLFLOW_EXPERIMENT_NAME, or `spmdtrain`.
@@ -77,7 +80,8 @@ class MlflowTracker(Tracker):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        metrics = [Metric(tag, value, now, step) for tag, value in values.items()]
+        tags = {tag: _REFUSED.sub("_", tag) for tag in values}
+        metrics = [Metric(tags[tag], value, now, step) for tag, value in values.items()]
         for first in range(0, len(metrics), _MAX_METRICS):
             self._client.log_batch(self._run, metrics=metrics[first : first + _MAX_METRICS])
 

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -278,14 +279,18 @@ class RunLogger:
         """
         self.trackers.status = status
         if self.files:
-            try:
-                self.performance.write_program(wait=status is Status.FINISHED)
-                self.times.end(status, reason)
-                self.files.write_status(status, step, reason)
-            except StorageError as error:
-                if status is Status.FINISHED:
-                    raise
-                self.terminal.line(str(error))  # the reason of the end matters more
+            # The status is written last: a finished run has all of its files.
+            for write in (
+                partial(self.performance.write_program, wait=status is Status.FINISHED),
+                partial(self.times.end, status, reason),
+                partial(self.files.write_status, status, step, reason),
+            ):
+                try:
+                    write()
+                except StorageError as error:
+                    if status is Status.FINISHED:
+                        raise
+                    self.terminal.line(str(error))  # the reason of the end matters more
         if status is Status.PREEMPTED:
             done = f"saved step {step:,}; run the command again to resume"
             if not (self.config.workdir and saved):

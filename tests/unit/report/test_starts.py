@@ -6,6 +6,7 @@ import json
 import pytest
 from report_files import BEGAN, phases, restarted_events
 
+from spmdtrain.files.run_events import run_times
 from spmdtrain.report.starts import Activity, EventLog, shares, spans
 
 
@@ -38,11 +39,22 @@ def test_a_killed_start_is_followed_by_time_down_and_repeated_steps() -> None:
 def test_many_readings_are_merged_and_keep_their_sum() -> None:
     readings = [phases(n, n, 0, 0, 0, n * 0.9, 0, n * 0.1, 0, 0) for n in range(1, 1001)]
     log = log_of({"time": BEGAN, "event": "start", "step": 0}, *readings)
-    found = spans(log.starts)
+    found = spans(log.starts, 12)
     assert len(found) <= 2 * 12
     seconds = shares(found)
     assert seconds[Activity.STEP] == pytest.approx(900)
     assert seconds[Activity.EVALUATE] == pytest.approx(100)
+
+
+def test_the_shares_are_those_of_the_goodput_that_the_run_prints() -> None:
+    """The second start repeats steps whose speed changes between its readings."""
+    begin = {"event": "start", "time": BEGAN, "step": 0}
+    first = [phases(n, 10 * n, 0, 0, 0, n * 0.9, 0, 0, 0, n * 0.1) for n in range(1, 41)]
+    again = [phases(100 + n, 100 + 5 * n, 0, 0, 0, n * n / 100, 0, 0, 0, 0) for n in range(1, 81)]
+    events = [begin, *first, {**begin, "time": BEGAN + 100, "step": 100}, *again]
+    seconds, times = shares(spans(log_of(*events).starts)), run_times(events)
+    assert seconds[Activity.REPEATED] == pytest.approx(times.lost["repeated"]) == 36
+    assert seconds[Activity.STEP] == pytest.approx(times.productive)
 
 
 def test_the_end_of_a_killed_start_is_known_from_other_files() -> None:

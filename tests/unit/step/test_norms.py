@@ -1,5 +1,6 @@
 """The norms and the learning rate in a line of training, against NumPy and optax."""
 
+import re
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from spmdtrain import CallbackContext, FunctionModel, MeshSpec, Rule, Trainer
 from spmdtrain.config.option_groups import CollectiveOptions, ShardingOptions
 from spmdtrain.step.norms import global_norm
 from spmdtrain.terminal import Terminal
+from spmdtrain.testing.compiled_step import compiled_step
 
 GENERATOR = np.random.default_rng(3)
 X = GENERATOR.normal(size=(48, 16)).astype(np.float32)
@@ -87,6 +89,23 @@ def test_norms_are_those_of_numpy_under_every_strategy(options: dict[str, Any]) 
     found = lines(**options, sharding=ShardingOptions(min_size=1))
     norms = [(line["gradient_norm"], line["parameter_norm"]) for line in found]
     np.testing.assert_allclose(norms, expected(trains_bias="freeze" not in options), rtol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "zero", "fully_sharded"])
+def test_no_collective_is_in_a_branch_or_a_loop(strategy: str) -> None:
+    """XLA's CPU client runs those beside others, in another order on each device."""
+    trainer = Trainer(
+        model=FunctionModel(lambda key: {"w": jnp.asarray(W), "b": jnp.asarray(B)}, apply),
+        objective=squared_error,
+        optimizer=optax.sgd(RATE),
+        strategy=strategy,
+        global_batch_size=SIZE,
+        sharding=ShardingOptions(min_size=1),
+    )
+    step = compiled_step(trainer, (X[:SIZE], Y[:SIZE]))
+    inner, _, entry = step.text.rpartition("ENTRY")
+    assert re.search("all-reduce|reduce-scatter", entry)
+    assert not re.search("all-reduce|all-gather|reduce-scatter|collective-permute", inner)
 
 
 def test_a_step_that_is_not_logged_has_no_norms_and_the_first_and_tenth_have_them() -> None:

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import REPOSITORY, metrics
+from helpers import REPOSITORY, metrics, status
 
-from spmdtrain import FunctionModel, Tracker, Trainer
+from spmdtrain import CallbackContext, FunctionModel, Tracker, Trainer
+from spmdtrain.errors import StorageError
 from spmdtrain.files.run_events import RunTimes, read_events, run_times
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.performance import peak_memory
-from spmdtrain.train.time_account import goodput_line
+from spmdtrain.train.time_account import TimeAccount, goodput_line
 from spmdtrain.xla import chips
 
 TOKENS = np.random.default_rng(0).integers(0, 32, (64, 9)).astype(np.int32)
@@ -176,3 +177,18 @@ def test_the_memory_is_that_of_the_fullest_device() -> None:
 def test_a_device_is_recognized_by_the_name_that_jax_gives_it(kind: str, name: str | None) -> None:
     found = chips.chip_of(kind)
     assert (found and found.name) == name
+
+
+def test_a_failed_run_has_its_status_although_its_events_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise StorageError("events.jsonl: no space left on device")
+
+    def fail(event: CallbackContext) -> None:
+        raise RuntimeError("the callback fails")
+
+    monkeypatch.setattr(TimeAccount, "end", full)
+    with pytest.raises(RuntimeError, match="the callback fails"):
+        fit(tmp_path, 2, callbacks={"step": fail})
+    assert status(tmp_path)["status"] == "failed"
