@@ -42,14 +42,14 @@ def notes_of(
         virtual: Whether virtual CPU devices stand in for the topology's devices.
     """
     notes = [
-        f"{line}: a loop with an unknown trip count, counted once" for line in flops.unknown_loops
+        f"a loop with an unknown trip count is counted once: {line}" for line in flops.unknown_loops
     ]
     notes += [
-        f"{line}: compiled to a loop with an unknown trip count, counted once"
+        f"compiled to a loop with an unknown trip count, which is counted once: {line}"
         for line in summary.unknown
     ]
     notes += [
-        f"{line}: only the most expensive branch is counted, in the lower bound too"
+        f"only the most expensive branch is counted, in the lower bound too: {line}"
         for line in dict.fromkeys(summary.choices)
     ]
     if summary.refusal:
