@@ -175,13 +175,15 @@ class Terminal:
 
     Args:
       quiet: Write nothing.
-      results_only: Write only what `result` and `results` print (the option `quiet` of a run).
+      results_only: Write only what `result` and `results` print (the option `quiet` of a run), and
+        warnings to standard error.
     """
 
     def __init__(self, *, quiet: bool = False, results_only: bool = False) -> None:
         self.results_only = results_only
         self.console = _console(quiet=quiet or results_only)
         self._results = _console(quiet=quiet)
+        self._warnings = _console(quiet=quiet, stderr=True) if results_only else self.console
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._shown = 0.0
@@ -195,6 +197,10 @@ class Terminal:
         """Prints each part as a line of at most `LINE_WIDTH` columns, or as several."""
         for line in short_lines(parts):
             self.line(line, color)
+
+    def warning(self, text: str) -> None:
+        """Prints a line about what is lost or ignored; a quiet run prints it to standard error."""
+        _print(self._warnings, text, LineColor.WARNING)
 
     def result(self, text: str, color: LineColor = LineColor.PLAIN) -> None:
         """Prints a line that also a quiet run prints."""
@@ -307,9 +313,11 @@ def _table(columns: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> T
     return table
 
 
-def _console(*, quiet: bool) -> Console:
+def _console(*, quiet: bool, stderr: bool = False) -> Console:
     # No markup: names of metrics and text of files may have brackets.
-    console = Console(quiet=quiet, highlight=False, soft_wrap=True, emoji=False, markup=False)
+    console = Console(
+        quiet=quiet, stderr=stderr, highlight=False, soft_wrap=True, emoji=False, markup=False
+    )
     if not console.is_terminal:
         console.width = 1000  # rich would otherwise cut a wide table off in a file
     return console

@@ -61,8 +61,16 @@ class LogSamples:
 
         Args:
           event: The event.
+
+        Raises:
+          UserError: If `format_predictions` does not return lines of text.
         """
         lines = list(self._format(event.trainer.predict(self._examples)))
+        if wrong := [line for line in lines if not isinstance(line, str)]:
+            raise UserError(
+                f"LogSamples: format_predictions returned {wrong[0]!r} among its lines: each must "
+                "be a string"
+            )
         for line in [f"{self.name} at step {event.step}:", *lines]:
             event.trainer.terminal.line(line)
         event.log({self.name: Text("\n".join(lines))})

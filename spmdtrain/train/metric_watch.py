@@ -6,7 +6,6 @@ from typing import Any, Literal, TypedDict
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.files.validation import check
-from spmdtrain.terminal import LineColor
 from spmdtrain.train.callbacks import CallbackContext
 
 Direction = Literal["min", "max"]
@@ -107,7 +106,7 @@ class MetricWatch:
         """
         if self._step < 0:
             text = f"{self.name} had no effect, because the run has no evaluation (validation=...)"
-            event.trainer.terminal.line(text, LineColor.WARNING)
+            event.trainer.terminal.warning(text)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as JSON values."""

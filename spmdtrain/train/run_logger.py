@@ -118,7 +118,7 @@ class RunLogger:
         self.terminal.lines([line for line in lines if line])
         if any(self._skipped_records.values()):
             counts = (f"{split} {count:,}" for split, count in self._skipped_records.items())
-            self.terminal.line(f"bad records left out: {', '.join(counts)}", LineColor.WARNING)
+            self.terminal.warning(f"bad records left out: {', '.join(counts)}")
 
     def restart_timer(self, step: int) -> None:
         """Counts the time from here on as training."""
@@ -290,7 +290,7 @@ class RunLogger:
                 except StorageError as error:
                     if status is Status.FINISHED:
                         raise
-                    self.terminal.line(str(error))  # the reason of the end matters more
+                    self.terminal.warning(str(error))  # the reason of the end matters more
         if status is Status.PREEMPTED:
             done = f"saved step {step:,}; run the command again to resume"
             if not (self.config.workdir and saved):

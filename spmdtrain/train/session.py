@@ -130,7 +130,7 @@ class RunSession:
                 files = stack.enter_context(contextlib.closing(RunFiles(workdir)))
             process_group.barrier()  # the folder exists, and this run has locked it
             checkpoints = stack.enter_context(contextlib.closing(open_checkpoints(config, workdir)))
-        kept = open_trackers(config, trackers, files, terminal.line)
+        kept = open_trackers(config, trackers, files, terminal.warning)
         stack.callback(kept.close)
         logger = RunLogger(terminal, files, config, count_skipped({"train": train, **data}), kept)
         rate = known_rate(config, trained.abstract_state.opt_state)
@@ -215,9 +215,9 @@ class RunSession:
             state = load_state(folder, manifest, trained.abstract_state, trained.shardings)
             return state, stream_positions.read(folder, manifest.stream)
 
-        log = self.logger.terminal.line
+        log, warn = self.logger.terminal.line, self.logger.terminal.warning
         try:
-            loaded = load_latest_valid(source, load, log, by_all=True)
+            loaded = load_latest_valid(source, load, warn, by_all=True)
         except CheckpointCorruptedError as error:
             raise UserError(
                 f"{error}; nothing was changed: use another workdir to start from step 0"
@@ -225,7 +225,7 @@ class RunSession:
         for step, name in zip(
             loaded.corrupted, self.checkpoints.quarantine(loaded.corrupted), strict=True
         ):
-            log(f"checkpoint {step} is quarantined as {name}")
+            warn(f"checkpoint {step} is quarantined as {name}")
         saved = loaded.manifest
         state, positions = loaded.value
         self.stream_progress.record(saved.step, positions)

@@ -1,6 +1,7 @@
 """Callback that copies each complete checkpoint to another place."""
 
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -15,7 +16,6 @@ from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError
 from spmdtrain.files.storage import absolute, folder_of, is_url, one_line
 from spmdtrain.files.validation import check
-from spmdtrain.terminal import LineColor
 from spmdtrain.train.callbacks import CallbackContext
 
 _CHECK_INTERVAL = 0.5  # seconds between two checks whether a save is complete
@@ -52,6 +52,11 @@ class UploadCheckpoints:
     ) -> None:
         if attempts < 1 or pause < 0:
             raise UserError("UploadCheckpoints: attempts must be 1 or more, and pause 0 or more")
+        if not callable(destination) and not isinstance(destination, (str, os.PathLike)):
+            raise UserError(
+                f"UploadCheckpoints: destination is {destination!r}: it must be a folder, a URL or "
+                "a function of the checkpoint's path and its step"
+            )
         if callable(destination):
             self._upload, self._where = destination, getattr(destination, "__name__", "a function")
         else:
@@ -88,7 +93,7 @@ class UploadCheckpoints:
         # A daemon, because a run that is stopped by a signal has to end in time.
         self._thread = threading.Thread(
             target=self._work,
-            args=(folder, self._steps, event.trainer.terminal.line),
+            args=(folder, self._steps, event.trainer.terminal.warning),
             name="upload-checkpoints",
             daemon=True,
         )
@@ -132,7 +137,7 @@ class UploadCheckpoints:
     # -- in the thread -------------------------------------------------------------------------
 
     def _work(
-        self, folder: epath.Path, steps: "queue.Queue[int | None]", log: Callable[..., None]
+        self, folder: epath.Path, steps: "queue.Queue[int | None]", warn: Callable[[str], None]
     ) -> None:
         while (step := steps.get()) is not None:
             try:
@@ -146,7 +151,7 @@ class UploadCheckpoints:
                 why = "it was removed during the upload"
                 if _may_exist(folder / str(step)):
                     why = one_line(error)
-            log(f"checkpoint {step} was not uploaded to {self._where}: {why}", LineColor.WARNING)
+            warn(f"checkpoint {step} was not uploaded to {self._where}: {why}")
 
     def _await_save(self, folder: epath.Path, step: int, steps: "queue.Queue[int | None]") -> bool:
         """Waits until a checkpoint is complete; returns False if it does not exist any more."""

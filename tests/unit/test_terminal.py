@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from spmdtrain import Loop, TrainState
+from spmdtrain import EarlyStopping, Loop, TrainState
 from spmdtrain.terminal import LINE_WIDTH, LineColor, Terminal, number, short_lines
 
 TEXTS = ["loss 0.1234", "accuracy 0.9", "10,508 examples/s", "164.2 steps/s"]
@@ -117,6 +117,16 @@ def test_a_quiet_trainer_prints_the_last_metrics_only(capsys: pytest.CaptureFixt
     trainer = linear_model.trainer(quiet=True, terminal=None)
     result = trainer.fit((X, Y), epochs=2, validation=(X, Y))
     assert capsys.readouterr().out == f"eval at step 4: loss {result.validation['loss']:.4g}\n"
+
+
+def test_a_quiet_run_prints_warnings_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    early = EarlyStopping("loss")
+    linear_model.trainer(quiet=True, terminal=None, callbacks=[early]).fit((X, Y), steps=1)
+    printed = capsys.readouterr()
+    assert re.fullmatch(r"train at step 1: loss [\d.]+\n", printed.out)
+    assert printed.err.startswith("EarlyStopping(loss) had no effect, because")
+    Terminal(quiet=True).warning("lost")
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_quiet_loop_prints_the_last_metrics_only(capsys: pytest.CaptureFixture[str]) -> None:

@@ -218,6 +218,7 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
         (lambda: ReduceOnPlateau(factor=1), "factor is 1"),
         (lambda: StopAtThreshold("loss"), "give either"),
         (lambda: LogSamples((X, Y), count=0), "count is 0"),
+        (lambda: UploadCheckpoints(3), "destination is 3: it must be a folder"),  # type: ignore[arg-type]
         (lambda: linear_model.trainer(callbacks=[EarlyStopping]), "is a class"),
         (lambda: linear_model.trainer(callbacks=[object()]), "no method named after an event"),
         (lambda: linear_model.trainer(callbacks=[EarlyStopping()] * 2), "are named"),
@@ -225,6 +226,9 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             make()
+    numbers = linear_model.trainer(callbacks=[LogSamples((X, Y), lambda rows: [1])])  # type: ignore[list-item, return-value]
+    with pytest.raises(UserError, match="format_predictions returned 1 among its lines"):
+        numbers.fit((X, Y), validation=(X, Y), steps=1)
     fixed = linear_model.trainer(callbacks=[ReduceOnPlateau()])
     with pytest.raises(UserError, match="optimizer has no injected learning rate"):
         fixed.fit((X, Y), validation=(X, Y), steps=1)
