@@ -59,10 +59,7 @@ def metric_texts(metrics: Mapping[str, float]) -> list[str]:
 
 
 def short_lines(parts: Sequence[str], width: int = LINE_WIDTH) -> list[str]:
-    """Returns each part as one line; a part of more than `width` columns becomes several.
-
-    Lines end between words, and a longer word, such as a path, has a line of its own.
-    """
+    """Returns each part as one line, or as several of at most `width` columns; words stay whole."""
     return [
         line
         for part in parts

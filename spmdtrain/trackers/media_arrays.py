@@ -56,10 +56,8 @@ def detached_array(array: Any) -> Any:
 
 
 def plain_cell(value: Any) -> str | float | None:
-    """Returns a cell of a table as JSON has it; other values become text.
-
-    They are dates, and integers of more than 64 bits, which readers of JSON refuse or round.
-    """
+    """Returns a cell of a table as JSON has it; dates and very large integers become text."""
+    # Readers of JSON refuse or round integers of more than 64 bits.
     plain = value.item() if isinstance(value, np.generic) else value
     is_time = isinstance(value, np.datetime64 | np.timedelta64)  # with ns, an integer
     is_large = isinstance(plain, int) and abs(plain) >= 2**63

@@ -226,7 +226,7 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             make()
-    numbers = linear_model.trainer(callbacks=[LogSamples((X, Y), lambda rows: [1])])  # type: ignore[list-item, return-value]
+    numbers = linear_model.trainer(callbacks=[LogSamples((X, Y), lambda rows: [1])])  # type: ignore[list-item]
     with pytest.raises(UserError, match="format_predictions returned 1 among its lines"):
         numbers.fit((X, Y), validation=(X, Y), steps=1)
     fixed = linear_model.trainer(callbacks=[ReduceOnPlateau()])
