@@ -1,6 +1,7 @@
 """The top of the page: status, length, duration and best metric of each run."""
 
 import datetime
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ TONES = {
     Status.PREEMPTED: Tone.WARNING,
 }
 _MOST_METRICS = 3
+_SILENCE = 600  # seconds without an event after which a running run may have been killed
 
 
 def overview(runs: Sequence[RunData]) -> Section:
@@ -36,12 +38,27 @@ def overview(runs: Sequence[RunData]) -> Section:
     faults = [
         NoteBlock(f"{_of(run, runs)}{fault}", Tone.WARNING) for run in runs for fault in run.faults
     ]
+    notes += [
+        NoteBlock(f"{_of(run, runs)}{text}", Tone.WARNING)
+        for run in runs
+        if (text := _silence(run))
+    ]
     top: Any = StatsBlock(_facts(runs[0])) if len(runs) == 1 else _table(runs)
     return Section("", [top, *notes, *faults])
 
 
 def _of(run: RunData, runs: Sequence[RunData]) -> str:
     return f"{run.name}: " if len(runs) > 1 else ""
+
+
+def _silence(run: RunData) -> str:
+    """Returns a note if a run that is running has logged nothing for long, else ""."""
+    if run.status_name != Status.RUNNING or not run.events.starts:
+        return ""
+    silent = time.time() - max(start.last_time for start in run.events.starts)
+    if silent < _SILENCE:
+        return ""
+    return f"no event for {length(silent)}: a run that was killed could not record its end"
 
 
 def _facts(run: RunData) -> list[Fact]:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,17 @@ def forge_lines(run: Path) -> None:
     phases = {"event": "phases", "step": 2**62, "seconds": {"step": 1e308, "load": 1e308}}
     events = [{**begin, "time": -1e300}, {**phases, "time": 1e300}, {**begin, "time": 1e308}]
     write_lines(run / "events.jsonl", events)
+
+
+def test_a_run_that_may_have_been_killed_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    note = "a run that was killed could not record its end"
+    assert note not in text_of(page_of(run))
+    (run / "status.json").write_text(json.dumps({"status": "running", "step": 600}))
+    assert note in text_of(page_of(run))  # its last event is old
+    events = [{"time": time.time(), "event": "start", "step": 0, "processes": 1, "devices": 1}]
+    write_lines(run / "events.jsonl", events)
+    assert note not in text_of(page_of(run))
 
 
 def forge_media(run: Path) -> None:
