@@ -140,7 +140,8 @@ def load_values(
     found = load_latest_valid(source, load, terminal.line, by_all=True)
     step, count = found.manifest.step, len(jax.tree.leaves(found.value))
     terminal.line(
-        f"parameters of step {step} from {source.path(step)}" + (f": all {count}" if exact else "")
+        f"parameters of step {step} from {source.path(step)}"
+        + (f": all {count} arrays" if exact else "")
     )
     return LoadedValues(found.value, step, found.manifest.identity)
 

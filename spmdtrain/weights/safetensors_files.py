@@ -29,6 +29,9 @@ _DTYPES = {
 }
 
 
+_BLOCK = 2**24  # bytes
+
+
 class _Index(TypedDict):
     """The part of an index that is read."""
 
@@ -38,8 +41,8 @@ class _Index(TypedDict):
 class SafetensorsWeights:
     """The arrays of `.safetensors` files.
 
-    A file is opened again for each array, because the pages of an open file that were read count as
-    memory of the process.
+    A file is opened again for each block that is read, because the pages of an open file that were
+    read count as memory of the process.
 
     Args:
       path: The path, as the user gave it.
@@ -87,11 +90,23 @@ class SafetensorsWeights:
         return {n: ArrayHeader(shape, np.dtype(_DTYPES[d])) for n, (shape, d) in found.items()}
 
     def read(self, name: str, box: Box) -> np.ndarray:
+        header = self.headers[name]
+        rows = max(1, _BLOCK * header.shape[0] // max(1, header.nbytes)) if box else 1
+        if not box or box[0][1] - box[0][0] <= rows:
+            return self._read_block(name, box)
+        (first, end), others = box[0], box[1:]
+        values = np.empty([end - first for first, end in box], header.dtype)
+        for row in range(first, end, rows):
+            last = min(row + rows, end)
+            values[row - first : last - first] = self._read_block(name, ((row, last), *others))
+        return values
+
+    def _read_block(self, name: str, box: Box) -> np.ndarray:
         file = self._files[name]
         try:
             with self._library.safe_open(file, framework="numpy") as opened:
                 part: Any = opened.get_slice(name)[slices(box) or ...]
-                return np.array(part)
+                return np.asarray(part)
         except (self._library.SafetensorError, OSError) as error:
             raise UserError(
                 f"{file}: {foreign(name, 200)} cannot be read: {in_short(error)}"

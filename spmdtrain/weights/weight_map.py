@@ -4,7 +4,7 @@ import re
 import runpy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from spmdtrain.errors import UserError, did_you_mean, foreign
 from spmdtrain.weights.dim_order import DimOrder
 from spmdtrain.weights.name_pattern import NamePattern
 from spmdtrain.weights.region import (
+    Box,
     MisfitError,
     Region,
     overlap,
@@ -155,13 +156,17 @@ def _parts_of(
                     order = rule.order.inverse
                     lengths = order.lengths(region.shape)
                     box = tuple((0, length) for length in order.shapes(lengths)[1])
-                    values = order.read(lengths, box, lambda box, v=values: v[slices(box)])
+                    values = order.read(lengths, box, partial(_part, values))
             except MisfitError as error:
                 raise UserError(f"{rule} cannot be written back: {error}") from error
             slot = rule.source_pattern.slot
             for name, value in known.items():
                 slot = slot.replace(f"{{{name}}}", value)
             yield target, rule.source_pattern.format(known), slot, values
+
+
+def _part(values: np.ndarray, box: Box) -> np.ndarray:
+    return values[slices(box)]
 
 
 def _indices(rule: WeightRule, shape: Sequence[int]) -> Iterator[dict[str, str]]:

@@ -58,7 +58,7 @@ def orbax(folder: Path) -> Path:
 
 
 def keras_file(folder: Path) -> Path:
-    import h5py
+    import h5py  # type: ignore[import-untyped]
 
     with h5py.File(folder / "model.weights.h5", "w") as weights:
         for name, array in ARRAYS.items():
@@ -139,7 +139,7 @@ def test_no_array_is_unpickled_or_larger_than_its_bytes(tmp_path: Path) -> None:
 
 
 def test_arrays_of_other_files_are_not_followed(tmp_path: Path) -> None:
-    import h5py
+    import h5py  # type: ignore[import-untyped]
 
     for name in ("link", "external"):
         with h5py.File(tmp_path / "model.weights.h5", "w") as weights:
