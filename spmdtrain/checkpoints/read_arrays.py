@@ -260,7 +260,7 @@ def _read_array(folder: epath.Path, tree: PyTree, path: Any, manifest: Manifest)
     return array
 
 
-def check_items(folder: epath.Path, manifest: Manifest, items: Iterable[str]) -> None:
+def check_saved_items(folder: epath.Path, manifest: Manifest, items: Iterable[str]) -> None:
     """Checks the files and the array headers of some items, before their arrays are read.
 
     Args:
@@ -282,7 +282,7 @@ def read_host_array(folder: epath.Path, manifest: Manifest, item: str, name: str
     Args:
       folder: The folder of the checkpoint.
       manifest: Its manifest.
-      item: The item, of which `check_items` has checked the headers.
+      item: The item, of which `check_saved_items` has checked the headers.
       name: The path of the array in the state, `params/hidden/kernel`.
 
     Raises:

@@ -8,7 +8,7 @@ import numpy as np
 from etils import epath
 
 from spmdtrain.checkpoints.manifest import Manifest
-from spmdtrain.checkpoints.read_arrays import check_items, holds, read_host_array
+from spmdtrain.checkpoints.read_arrays import check_saved_items, holds, read_host_array
 from spmdtrain.weights.region import Box, slices
 from spmdtrain.weights.source import ArrayHeader
 
@@ -33,7 +33,7 @@ class RunWeights:
         self._folder, self._manifest = folder, manifest
         fields = ["averaged" if holds(manifest, "averaged") else "params"]
         fields += ["model_state"] if holds(manifest, "model_state") else []
-        check_items(folder, manifest, fields)
+        check_saved_items(folder, manifest, fields)
         headers: dict[str, ArrayHeader] = {}
         self._where: dict[str, tuple[str, str]] = {}
         for saved_name, text in manifest.identity.leaves.items():

@@ -23,7 +23,7 @@ from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves, path_name
-from spmdtrain.weights.assignment import assign, check_taken
+from spmdtrain.weights.assignment import assign_weights, check_taken
 from spmdtrain.weights.placing import place
 from spmdtrain.weights.report import report
 from spmdtrain.weights.source import WeightSource, is_weights_file, open_weights
@@ -117,7 +117,8 @@ def load_values(
     Raises:
       UserError: If there is no such file or checkpoint, or it is of another model.
     """
-    if process_group.run_on_all(lambda: is_weights_file(path), UserError):
+    is_file = process_group.run_on_all(lambda: is_weights_file(path), UserError)
+    if process_group.broadcast(is_file):
         if which != LATEST:
             raise UserError(f"{path} is a file of weights: leave checkpoint={which} out")
         weights = process_group.run_on_all(lambda: open_weights(path), UserError)
@@ -171,7 +172,7 @@ def _take(
         for name, leaf in leaves.items()
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)  # random keys
     }
-    found = assign(source.path, source.headers, targets, weight_map)
+    found = assign_weights(source.path, source.headers, targets, weight_map)
     terminal.console.print(report(source.path, found, source.headers, targets))
     check_taken(source.path, found, strict=config.init_from_strict == "all")
     values: dict[str, jax.Array] = {}

@@ -63,7 +63,7 @@ class Piece:
 
 
 @dataclass
-class Assignment:
+class WeightAssignment:
     """The pieces that fill each array of a model, and all that does not fit.
 
     Attributes:
@@ -88,9 +88,9 @@ class Assignment:
         return [*self.misfits, *self.missing]
 
 
-def assign(
+def assign_weights(
     path: str, headers: Mapping[str, ArrayHeader], targets: Mapping[str, Any], rules: WeightMap
-) -> Assignment:
+) -> WeightAssignment:
     """Returns which arrays of a file become which arrays of a model.
 
     Args:
@@ -103,7 +103,7 @@ def assign(
       UserError: If an array is matched twice, a rule names no array of the model, or an array has
         a dtype that the model's cannot take.
     """
-    found = Assignment()
+    found = WeightAssignment()
     taken: dict[str, list[Piece]] = {}
     for rule in rules or _rules_of_equal_names(path, headers, targets):
         matches = 0
@@ -143,7 +143,7 @@ def assign(
     return found
 
 
-def check_taken(path: str, found: Assignment, *, strict: bool) -> None:
+def check_taken(path: str, found: WeightAssignment, *, strict: bool) -> None:
     """Checks that an assignment is what the user asked for.
 
     Args:

@@ -10,14 +10,14 @@ from jax.sharding import SingleDeviceSharding
 
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError, foreign
-from spmdtrain.weights.assignment import Assignment
+from spmdtrain.weights.assignment import WeightAssignment
 from spmdtrain.weights.region import Box, overlap, slices
 from spmdtrain.weights.source import WeightSource
 
 
 def place(
     source: WeightSource,
-    found: Assignment,
+    found: WeightAssignment,
     targets: Mapping[str, Any],
     expected: type[Exception] = UserError,
 ) -> dict[str, jax.Array]:
@@ -42,7 +42,7 @@ def place(
     return process_group.run_on_all(read, expected)
 
 
-def _array(source: WeightSource, found: Assignment, name: str, target: Any) -> jax.Array:
+def _array(source: WeightSource, found: WeightAssignment, name: str, target: Any) -> jax.Array:
     holders: dict[Box, list[jax.Device]] = {}
     for device, index in target.sharding.addressable_devices_indices_map(target.shape).items():
         box = tuple(
@@ -62,7 +62,9 @@ def _array(source: WeightSource, found: Assignment, name: str, target: Any) -> j
     return jax.make_array_from_single_device_arrays(target.shape, target.sharding, shards)
 
 
-def _shard(source: WeightSource, found: Assignment, name: str, box: Box, dtype: Any) -> np.ndarray:
+def _shard(
+    source: WeightSource, found: WeightAssignment, name: str, box: Box, dtype: Any
+) -> np.ndarray:
     values = np.full([end - first for first, end in box], found.fill.get(name, 0), dtype)
     origin = [first for first, _ in box]
     for piece in found.pieces[name]:

@@ -8,14 +8,17 @@ import numpy as np
 from rich.table import Table
 
 from spmdtrain.errors import foreign
-from spmdtrain.weights.assignment import Assignment
+from spmdtrain.weights.assignment import WeightAssignment
 from spmdtrain.weights.source import ArrayHeader
 
 _NUMBER = re.compile(r"(?<![^./])[0-9]+(?![^./])", re.ASCII)  # a whole part of a name
 
 
 def report(
-    path: str, found: Assignment, headers: Mapping[str, ArrayHeader], targets: Mapping[str, Any]
+    path: str,
+    found: WeightAssignment,
+    headers: Mapping[str, ArrayHeader],
+    targets: Mapping[str, Any],
 ) -> Table:
     """Returns a table of the arrays that are taken, that differ, and that are left.
 

@@ -80,15 +80,15 @@ def test_the_command_trains_and_exports(tmp_path: Path) -> None:
         TOKENS.astype(np.uint16).tofile(tmp_path / f"{name}.bin")
     shape = ["--preset", "tiny", "--width", 32, "--layers", 1, "--vocabulary", 50257]
     workdir = tmp_path / "run"
-    line = [GPT2, *shape, "--steps", 2, "--workdir", workdir, "--data-dir", tmp_path]
-    found = run(*line, "--cpu-devices", 2)
+    line: list[Any] = [*shape, "--steps", 2, "--workdir", workdir, "--data-dir", tmp_path]
+    found = run(GPT2, *line, "--cpu-devices", 2)
     assert found.returncode == 0, found.stderr
     target = tmp_path / "out" / "model.safetensors"
     arguments = ["export", str(workdir), str(target), "--weight-map", str(GPT2)]
     assert checkpoints_command.main(arguments) == 0
     assert safetensors.numpy.load_file(target)["wte.weight"].shape == (50257, 32)
     line[line.index(workdir)] = tmp_path / "second"
-    again = run(*line, "--init-from", target, "--cpu-devices", 2)
+    again = run(GPT2, *line, "--init-from", target, "--cpu-devices", 2)
     assert again.returncode == 0, again.stderr
     assert "h.*.attn.c_attn.weight float32[32,96]" in again.stdout
     first, second = metrics(workdir, "train"), metrics(tmp_path / "second", "train")

@@ -17,7 +17,7 @@ import numpy as np
 import safetensors.numpy
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmdtrain.weights.assignment import assign
+from spmdtrain.weights.assignment import assign_weights
 from spmdtrain.weights.placing import place
 from spmdtrain.weights.source import open_weights
 
@@ -37,7 +37,7 @@ def measure(path: str) -> dict[str, int]:
         for name, header in source.headers.items()
     }
     jax.device_put(np.zeros((8, 8)), where).block_until_ready()  # initializes the devices
-    found = assign(path, source.headers, targets, ())
+    found = assign_weights(path, source.headers, targets, ())
     before = peak()
     arrays = place(source, found, targets)
     after = peak()

@@ -139,7 +139,7 @@ def test_no_array_is_unpickled_or_larger_than_its_bytes(tmp_path: Path) -> None:
 
 
 def test_arrays_of_other_files_are_not_followed(tmp_path: Path) -> None:
-    import h5py  # type: ignore[import-untyped]
+    import h5py
 
     for name in ("link", "external"):
         with h5py.File(tmp_path / "model.weights.h5", "w") as weights:

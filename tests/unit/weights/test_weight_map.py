@@ -1,5 +1,7 @@
 """Rules for weights: names, parts, orders of dims, and the way back."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -78,9 +80,7 @@ def test_a_part_of_an_array() -> None:
         (("h", "a", "i o"), "-> "),
     ],
 )
-def test_a_malformed_rule_is_refused_where_it_is_written(
-    rule: tuple[str, ...], message: str
-) -> None:
+def test_a_malformed_rule_is_refused_where_it_is_written(rule: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         WeightRule(*rule)
 
