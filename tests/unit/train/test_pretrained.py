@@ -79,6 +79,7 @@ def refused(source: Path, **options: Any) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_an_export_is_a_start_with_the_same_numbers_and_statistics(tmp_path: Path) -> None:
     parent = trainer(workdir=str(tmp_path / "run"))
     parent.fit((X, Y), steps=3)
@@ -95,6 +96,7 @@ def test_an_export_is_a_start_with_the_same_numbers_and_statistics(tmp_path: Pat
             assert one.sharding == another.sharding
 
 
+@pytest.mark.slow
 def test_a_new_head_keeps_its_initial_values_and_the_table_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,6 +128,7 @@ def test_a_new_head_keeps_its_initial_values_and_the_table_says_so(
         np.testing.assert_array_equal(found[name], initial[name])
 
 
+@pytest.mark.slow
 def test_a_run_of_another_head_is_a_start_if_that_is_asked_for(tmp_path: Path) -> None:
     parent = trainer(workdir=str(tmp_path))
     parent.fit((X, Y), steps=3)
