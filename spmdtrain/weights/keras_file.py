@@ -74,7 +74,14 @@ class KerasWeights:
                 yield weights
         except UserError:
             raise
-        except (zipfile.BadZipFile, OSError, KeyError, ValueError, RuntimeError) as error:
+        except (
+            zipfile.BadZipFile,
+            OSError,
+            EOFError,
+            LookupError,
+            ValueError,
+            RuntimeError,
+        ) as error:
             raise UserError(f"{self.path} is not a valid .keras file: {in_short(error)}") from error
 
 
