@@ -70,6 +70,7 @@ _HOMES = {
     "UploadCheckpoints": "train.upload_checkpoints",
     "UserError": "errors",
     "Variables": "adapters.base",
+    "WeightRule": "weights.weight_map",
     "WeightedValues": "step.metrics",
     "as_adapter": "adapters.as_adapter",
     "constrain_sharding": "sharding.placement",
@@ -151,6 +152,7 @@ __all__ = [
     "UploadCheckpoints",
     "UserError",
     "Variables",
+    "WeightRule",
     "WeightedValues",
     "as_adapter",
     "constrain_sharding",
@@ -228,6 +230,7 @@ if TYPE_CHECKING:
     from spmdtrain.train.stopping import EarlyStopping, StopAtThreshold
     from spmdtrain.train.trainer import Trainer
     from spmdtrain.train.upload_checkpoints import UploadCheckpoints
+    from spmdtrain.weights.weight_map import WeightRule
 
 
 def __getattr__(name: str) -> Any:

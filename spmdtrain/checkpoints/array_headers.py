@@ -3,9 +3,7 @@
 A header of a few bytes can declare any size, which TensorStore then allocates.
 """
 
-import functools
 import math
-import os
 from typing import Any
 
 import jax
@@ -13,7 +11,7 @@ import jax.numpy as jnp
 
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.run_identity import describe_leaf
-from spmdtrain.distributed.out_of_memory import group_limit
+from spmdtrain.distributed.out_of_memory import available_memory
 from spmdtrain.terminal import byte_size
 from spmdtrain.tree import path_name
 
@@ -77,10 +75,3 @@ def _is_key_data(header: Any, saved: str) -> bool:
     *dims, words = header.shape or (0,)
     as_key = f"{saved.partition('[')[0]}[{','.join(map(str, dims))}]"
     return saved.startswith("key<") and saved == as_key and words <= _LONGEST_KEY
-
-
-@functools.cache
-def available_memory() -> int:
-    """Returns the bytes of memory of this machine, or of the container."""
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(machine, group_limit() or machine)

@@ -29,6 +29,7 @@ from spmdtrain.errors import (
     printable,
 )
 from spmdtrain.terminal import Terminal, byte_size, number
+from spmdtrain.weights.weight_map import read_weight_map
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,9 @@ class Export:
     """Which checkpoint of the workdir: latest (the newest valid one), best or a step."""
     trained: bool = False
     """Export the trained parameters if the run kept an average of them."""
+    weight_map: str | None = None
+    """An experiment's .py file with a WEIGHT_MAP, which gives the arrays the names and shapes of
+    another program's file. The file is executed."""
 
 
 SUBCOMMANDS: Any = Annotated[Verify | Show | Export, tyro.conf.arg(name="")]
@@ -99,6 +103,7 @@ def execute(command: Verify | Show | Export, terminal: Terminal) -> int:
             command.to,
             which=command.checkpoint,
             averaged=averaged,
+            weight_map=read_weight_map(command.weight_map) if command.weight_map else (),
             log=terminal.line,
         )
         size = byte_size(sum(x.nbytes for x in arrays.values()))

@@ -11,6 +11,7 @@ from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files import no_follow
 from spmdtrain.files.storage import failures, folder_of, in_short, is_url, storage_reason
 from spmdtrain.tree import as_numpy, named_leaves
+from spmdtrain.weights.weight_map import WeightMap, plain_name, unmapped
 
 _SUFFIXES = (".npz", ".safetensors")
 
@@ -21,6 +22,7 @@ def export_params(
     *,
     which: str | int = "latest",
     averaged: bool | None = None,
+    weight_map: WeightMap = (),
     log: Callable[[str], None] = warn,
 ) -> dict[str, np.ndarray]:
     """Writes the parameters and the model state of a checkpoint to one file.
@@ -31,13 +33,17 @@ def export_params(
         such as bfloat16; a `.safetensors` keeps every dtype.
       which: The checkpoint of a workdir: "latest" (the newest valid one), "best" or a step.
       averaged: Whether to export averaged parameters; by default, if the run kept an average.
+      weight_map: Rules that give the arrays the names and shapes of another program's file, the
+        same as for `init_from`.
       log: Receives a line for each corrupted checkpoint that is skipped; by default warns.
 
     Returns:
-      The arrays by their names in the file: paths in the model with dots, `layers.0.kernel`.
+      The arrays by their names in the file: by default paths in the model with dots,
+      `layers.0.kernel`.
 
     Raises:
-      UserError: If there is no such checkpoint, or none that is valid, or `to` has another suffix.
+      UserError: If there is no such checkpoint, or none that is valid, `to` has another suffix, or
+        the map does not fit the model.
       StorageError: If the checkpoint cannot be read, or the file cannot be written.
     """
     target = folder_of(to)
@@ -48,11 +54,14 @@ def export_params(
     arrays: dict[str, np.ndarray] = {}
     for tree in variables:
         for name, leaf in named_leaves(tree).items():
-            name = name.replace("/", ".") or "params"
+            name = (name if weight_map else plain_name(name)) or "params"
             if name in arrays:
                 raise UserError(f"{path}: two arrays of the model have the name {name}")
             arrays[name] = np.asarray(leaf)
     metadata = {"step": str(manifest.step), "saved_at": manifest.saved_at}
+    if weight_map:
+        arrays = unmapped(weight_map, arrays)
+        metadata["format"] = "pt"  # which transformers requires; the arrays are the same
     try:
         if not is_url(target):
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -232,6 +232,15 @@ def examine(folder: epath.Path, manifest: Manifest) -> Iterator[tuple[str, str |
 
 def _array_fault(folder: epath.Path, tree: PyTree, path: Any, manifest: Manifest) -> str | None:
     """Reads one array of an item; returns what is wrong with it, or None."""
+    try:
+        _read_array(folder, tree, path, manifest)
+    except CheckpointCorruptedError as error:
+        return str(error)
+    return None
+
+
+def _read_array(folder: epath.Path, tree: PyTree, path: Any, manifest: Manifest) -> np.ndarray:
+    """Returns one array of an item, whose checksum is verified."""
     single = jax.tree_util.tree_map_with_path(lambda p, leaf: leaf if p == path else ..., tree)
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
     name = path_name(path)
@@ -243,6 +252,45 @@ def _array_fault(folder: epath.Path, tree: PyTree, path: Any, manifest: Manifest
     except Exception as error:
         if not is_corruption(error):
             raise
-        return f"{name} cannot be read: {in_short(error)}"
-    (actual,) = sums([named_leaves(arrays)[name]]).values()
-    return _checksum_fault(name, actual, manifest.sums.get(name))
+        raise CheckpointCorruptedError(f"{name} cannot be read: {in_short(error)}") from error
+    array: np.ndarray = named_leaves(arrays)[name]
+    (actual,) = sums([array]).values()
+    if fault := _checksum_fault(name, actual, manifest.sums.get(name)):
+        raise CheckpointCorruptedError(fault)
+    return array
+
+
+def check_saved_items(folder: epath.Path, manifest: Manifest, items: Iterable[str]) -> None:
+    """Checks the files and the array headers of some items, before their arrays are read.
+
+    Args:
+      folder: The folder of the checkpoint.
+      manifest: Its manifest.
+      items: Names of items.
+
+    Raises:
+      CheckpointCorruptedError: If the checkpoint is corrupted.
+      StorageError: If it cannot be read.
+    """
+    with _reported_faults(folder, manifest, items, in_memory=False):
+        pass
+
+
+def read_host_array(folder: epath.Path, manifest: Manifest, item: str, name: str) -> np.ndarray:
+    """Returns one array of an item as NumPy array, whose checksum is verified.
+
+    Args:
+      folder: The folder of the checkpoint.
+      manifest: Its manifest.
+      item: The item, of which `check_saved_items` has checked the headers.
+      name: The path of the array in the state, `params/hidden/kernel`.
+
+    Raises:
+      CheckpointCorruptedError: If the array is corrupted.
+      StorageError: If it cannot be read.
+    """
+    tree = _saved_tree(folder / item)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return _read_array(
+        folder / item, tree, next(p for p in paths if path_name(p) == name), manifest
+    )

@@ -22,7 +22,7 @@ _COMMON = frozenset(f.name for f in dataclasses.fields(RunConfig))
 # Fields that change nothing of what is computed, so that a change is not printed.
 _NO_CHANGE = (
     *("workdir", "resume", "init_from", "checkpoint", "data_dir", "compilation_cache"),
-    *("trackers", "quiet"),
+    *("init_from_strict", "trackers", "quiet"),
 )
 
 

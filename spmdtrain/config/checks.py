@@ -86,6 +86,10 @@ def check_run(config: "RunConfig") -> None:
         raise UserError(
             f"checkpoint is {config.checkpoint!r}: it must be latest, best or a step number"
         )
+    if config.init_from_strict != "all" and not config.init_from:
+        raise UserError(
+            f"init_from_strict is {config.init_from_strict}, and init_from is not given: give both"
+        )
     for option in config.compiler_options:
         name, equals, _ = option.partition("=")
         if not (name and equals):

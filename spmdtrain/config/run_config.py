@@ -140,8 +140,12 @@ class RunConfig:
     """Restore the newest valid checkpoint of the workdir: if there is one (auto), never, or always,
     which fails without one (must)."""
     init_from: str | None = None
-    """Workdir of another run, or one of its checkpoints/STEP, whose parameters initialize this run
-    (the averaged ones if it has them)."""
+    """Initial parameters: the workdir of another run, or one of its checkpoints/STEP (the averaged
+    ones if it has them); or weights of another program: .safetensors (a file, or a folder with its
+    index), .npz, .keras, or an Orbax checkpoint."""
+    init_from_strict: Literal["all", "matching"] = "all"
+    """Whether all arrays of the model must be in init_from. With matching, those that are missing
+    there or have another shape (a new head) keep their initial values."""
     checkpoint: str = "latest"
     """Checkpoint to load from init_from, or from the workdir to evaluate and predict: latest (the
     newest valid one), best (by best_metric) or a step."""

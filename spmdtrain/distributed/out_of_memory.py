@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import faulthandler
+import functools
 import mmap
 import os
 import re
@@ -149,6 +150,13 @@ def group_limit(root: Path = _CGROUPS, proc: Path = Path("/proc")) -> int | None
         with contextlib.suppress(OSError, ValueError):  # no such file, or its content is "max"
             limits.append(int(file.read_text()))
     return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
+
+
+@functools.cache
+def available_memory() -> int:
+    """Returns the bytes of memory of this machine, or of the container."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(machine, group_limit() or machine)
 
 
 def _group_files(root: Path, proc: Path, first: str, second: str) -> Iterator[Path]:

@@ -76,6 +76,23 @@ def read_bytes(path: epath.Path, most: int = LARGEST, start: int = 0) -> bytes:
         os.close(handle)
 
 
+def check_regular_file(path: epath.Path) -> None:
+    """Checks that a local path, or what its links lead to, is a regular file.
+
+    Args:
+      path: The path. A FIFO, a device or a socket is refused without opening it.
+
+    Raises:
+      Malformed: If it is missing, not a regular file, or cannot be accessed.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        raise Malformed(f"{path} cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(mode):
+        raise Malformed(f"{path} is not a regular file")
+
+
 def _check_size(path: epath.Path, size: int, most: int) -> None:
     if size > most:
         raise Malformed(f"{path} has {size:,} bytes: the limit is {most:,}")

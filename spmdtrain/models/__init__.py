@@ -2,9 +2,15 @@
 
 from spmdtrain.models.mlp import MLP, MLP_RULES, mlp_rules
 from spmdtrain.models.mobilenet import MobileNetV2
-from spmdtrain.models.transformer import TRANSFORMER_RULES, Transformer, TransformerConfig
+from spmdtrain.models.transformer import (
+    GPT2_RULES,
+    TRANSFORMER_RULES,
+    Transformer,
+    TransformerConfig,
+)
 
 __all__ = [
+    "GPT2_RULES",
     "MLP",
     "MLP_RULES",
     "TRANSFORMER_RULES",

@@ -20,6 +20,7 @@ from spmdtrain.sharding.layout import Rule
 from spmdtrain.step.reductions import Reduction
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.train.callbacks import Callbacks
+from spmdtrain.weights.weight_map import WeightMap
 
 PyTree = Any
 
@@ -61,6 +62,9 @@ class Experiment:
     """(model, batch) -> media by name, to log at each evaluation for its first batch."""
     trackers: Sequence[Tracker] = ()
     """Trackers besides those of the option `trackers`."""
+    weight_map: WeightMap = ()
+    """Rules by which arrays of `init_from` become those of the model, for files of other programs;
+    without rules, equal names are taken."""
 
     def trainer_arguments(self) -> dict[str, Any]:
         """Returns the arguments of `Trainer`; `fit` and `predict` take the other parts."""

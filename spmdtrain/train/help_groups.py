@@ -67,6 +67,7 @@ HELP_GROUPS = (
             "keep_best",
         ),
         (
+            "init_from_strict",
             "checkpoint_every_seconds",
             "checkpoint_at_start",
             "keep_every_steps",

@@ -34,6 +34,7 @@ _TRAINER_ONLY: Mapping[str, Any] = {
     "steps_per_dispatch": 1,
     "data_on_device": False,
     "init_from": None,
+    "init_from_strict": "all",
     "checkpoint": "latest",
     "evaluated_by": "training",
     "eval_at_checkpoints": False,

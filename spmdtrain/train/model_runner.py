@@ -35,6 +35,7 @@ from spmdtrain.train.init_state import load_values
 from spmdtrain.train.media_log import checked_media
 from spmdtrain.train.run_logger import Metrics
 from spmdtrain.train.terminal_of_run import terminal_of
+from spmdtrain.weights.weight_map import WeightMap
 
 PyTree = Any
 
@@ -52,6 +53,7 @@ class ModelRunner:
       rules: Sharding rules.
       reduction: Reduces gradients.
       media: Gives media to log.
+      weight_map: Rules for the arrays of `init_from`.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class ModelRunner:
         rules: Sequence[Rule],
         reduction: Reduction | None,
         media: Function | None,
+        weight_map: WeightMap,
     ) -> None:
         self.config = config
         self.terminal = terminal or terminal_of(config)
@@ -75,6 +78,7 @@ class ModelRunner:
         """Called before each batch of an evaluation or prediction; may raise."""
         self._adapter = as_adapter(model)
         self._state: TrainState | None = None  # once a fit has begun
+        self._weight_map = weight_map
         self._identity: Identity | None = None  # the run that trained the state
         self._fitting = False
         self._restored: Variables | None = None  # used to evaluate before any training
@@ -223,13 +227,13 @@ class ModelRunner:
         """Loads the model's values from a checkpoint, for evaluation and prediction.
 
         Args:
-          path: A workdir or one of its checkpoints/STEP. By default the trainer's workdir if it
-            has checkpoints, and `init_from` otherwise.
+          path: A workdir, one of its checkpoints/STEP, or weights of another program. By default
+            the trainer's workdir if it has checkpoints, and `init_from` otherwise.
           which: The checkpoint of a workdir: "latest", "best" or a step. By default "latest" of a
             given path, and the field `checkpoint` otherwise.
 
         Returns:
-          The step of the checkpoint.
+          The step of the checkpoint; 0 for weights of another program.
 
         Raises:
           UserError: If there is no such checkpoint, or none of this model.
@@ -245,10 +249,11 @@ class ModelRunner:
             )
         if path is None:
             raise UserError(f"workdir {workdir} holds no checkpoint, and init_from is not given")
-        log = self.terminal.line
-        self._restored, manifest = load_values(path, which, self.functions, self.config, log)
-        self._restored_from = manifest.identity
-        return manifest.step
+        loaded = load_values(
+            path, which, self.functions, self.config, self._weight_map, self.terminal
+        )
+        self._restored, self._restored_from = loaded.variables, loaded.identity
+        return loaded.step
 
     def _evaluate(
         self, dataset: Dataset, batch_size: int, check_interrupt: Callable[[], None]

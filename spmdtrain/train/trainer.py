@@ -44,6 +44,7 @@ from spmdtrain.train.model_runner import ModelRunner
 from spmdtrain.train.profiler import profiled_steps
 from spmdtrain.train.run_logger import Metrics, no_metrics
 from spmdtrain.train.session import RunSession
+from spmdtrain.weights.weight_map import WeightMap
 
 PyTree = Any
 
@@ -66,6 +67,7 @@ class Trainer(ModelRunner, MediaLogger):
       callbacks: Functions by `CallbackEvent`, or a list of callback objects.
       media: (model, batch) -> media by name, logged at each evaluation for its first batch.
       trackers: Names of trackers, in place of those of `config`, and objects of own ones.
+      weight_map: Rules by which arrays of `init_from` become those of the model (`WeightRule`).
       config: The configuration; without a `workdir` nothing is written.
       terminal: Shows progress; by default the standard output of process 0.
       clock: Returns seconds.
@@ -89,6 +91,7 @@ class Trainer(ModelRunner, MediaLogger):
         callbacks: Callbacks | None = None,
         media: Function | None = None,
         trackers: Sequence[Tracker | str] | None = None,
+        weight_map: WeightMap = (),
         config: RunConfig | None = None,
         terminal: Terminal | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -107,6 +110,7 @@ class Trainer(ModelRunner, MediaLogger):
             rules=rules,
             reduction=reduction,
             media=media,
+            weight_map=weight_map,
         )
         if augment is not None and self.config.data_on_device:
             raise UserError(
@@ -250,8 +254,8 @@ class Trainer(ModelRunner, MediaLogger):
         self._restored = None  # `evaluate` and `predict` use the trained state from here on
         if self._state is None:
             self._backend.compile_ahead(run, self._programs, self.functions, self._augment)
-            log = self.terminal.line
-            initialize = functools.partial(initial_state, self.functions, self.config, log)
+            given = self.functions, self.config, self._weight_map, self.terminal
+            initialize = functools.partial(initial_state, *given)
             self._state, _ = run.first_state(self.functions, initialize)
         elif restart:
             self._state = at_step_zero(self._state, self.functions.shardings)

@@ -1,0 +1,176 @@
+"""Fine-tuning of GPT-2 on a text, from the weights that Hugging Face publishes.
+
+Expected: with the weights of GPT-2 small (124 million parameters), the loss of the first step is
+that of the published model, in nats a token. Fine-tuning it needs an accelerator.
+
+    python -m spmdtrain.run --config experiments/gpt2.py --data-dir FOLDER --init-from GPT2
+
+GPT2 is a folder with model.safetensors, such as https://huggingface.co/openai-community/gpt2.
+FOLDER holds train.bin and val.bin, GPT-2's tokens as nanoGPT or llm.c write them. Without
+`--init-from` the model starts from random values. The preset `medium` is GPT-2 medium.
+
+    python -m spmdtrain.checkpoints export RUN OUT/model.safetensors \\
+        --weight-map experiments/gpt2.py
+
+writes a trained model with the names and shapes of the published file: with the config.json of
+GPT2 beside it, `transformers.GPT2LMHeadModel.from_pretrained("OUT")` loads it.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from etils import epath
+
+from spmdtrain import Experiment, RunConfig, TokenFile, UserError, WeightRule
+from spmdtrain.models import GPT2_RULES, Transformer, TransformerConfig
+
+VOCABULARY = 50_257
+_ROUND = 128  # rows of the embedding are a multiple of it, so that they divide over devices
+
+Batch = dict[str, jax.Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    steps: int | None = 1000
+    global_batch_size: int | None = 32
+    learning_rate: float | None = 3e-5
+    eval_every_steps: int | None = 100
+    vocabulary: int = VOCABULARY
+    """Number of tokens."""
+    layers: int = 12
+    """Blocks of attention and MLP."""
+    width: int = 768
+    """Width of the residual stream."""
+    heads: int = 12
+    """Attention heads, which share the width."""
+    context: int = 1024
+    """Number of positions, and of tokens of an example."""
+    dropout: float = 0.1
+    """Fraction of the values dropped in training."""
+    weight_decay: float = 0.1
+    """AdamW's weight decay, for the matrices."""
+    warmup_steps: int = 100
+    """Steps in which the learning rate rises."""
+    clip_norm: float = 1.0
+    """The norm to which larger gradients are scaled down."""
+
+
+PRESETS = {
+    "medium": Config(layers=24, width=1024, heads=16),
+    "tiny": Config(
+        steps=20,
+        global_batch_size=8,
+        learning_rate=1e-3,
+        eval_every_steps=10,
+        vocabulary=311,
+        layers=2,
+        width=64,
+        heads=4,
+        context=32,
+        warmup_steps=2,
+    ),
+}
+
+
+def weight_map(vocabulary: int) -> tuple[WeightRule, ...]:
+    """Returns the map of the arrays of Hugging Face's GPT-2, with or without `transformer.`."""
+
+    def rule(source: str, target: str, dims: str = "", fill: float | None = None) -> WeightRule:
+        return WeightRule(f"{{prefix:(transformer\\.)?}}{source}", target, dims, fill)
+
+    def of_block(source: str, target: str, dims: str = "") -> WeightRule:
+        return rule(f"h.{{layer}}.{source}", f"blocks/{target}[{{layer}}]", dims)
+
+    return (
+        # Rows beyond the vocabulary have no token: see `Transformer`.
+        rule("wte.weight", f"embedding[0:{vocabulary}]", fill=0.0),
+        rule("wpe.weight", "positions"),
+        of_block("ln_1.weight", "attention/norm"),
+        of_block("ln_1.bias", "attention/norm_bias"),
+        of_block("attn.c_attn.weight", "attention/qkv", "d (c n h) -> d c n h"),
+        of_block("attn.c_attn.bias", "attention/qkv_bias", "(c n h) -> c n h"),
+        of_block("attn.c_proj.weight", "attention/out", "(n h) d -> n h d"),
+        of_block("attn.c_proj.bias", "attention/out_bias"),
+        of_block("ln_2.weight", "mlp/norm"),
+        of_block("ln_2.bias", "mlp/norm_bias"),
+        of_block("mlp.c_fc.weight", "mlp/up"),
+        of_block("mlp.c_fc.bias", "mlp/up_bias"),
+        of_block("mlp.c_proj.weight", "mlp/down"),
+        of_block("mlp.c_proj.bias", "mlp/down_bias"),
+        rule("ln_f.weight", "norm"),
+        rule("ln_f.bias", "norm_bias"),
+    )
+
+
+WEIGHT_MAP = weight_map(VOCABULARY)
+
+
+def objective(model: Any, batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
+    inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+    logits = model(inputs)
+    # A sum instead of a lookup, because it needs no gather if the vocabulary is split.
+    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
+    chosen = jnp.where(is_target, logits, 0).sum(-1)
+    return {"loss": (jax.nn.logsumexp(logits, axis=-1) - chosen, batch["weights"])}
+
+
+def make_optimizer(config: Config, total_steps: int) -> optax.GradientTransformation:
+    """Returns AdamW with gradient clipping, and a learning rate with warm-up and cosine decay."""
+    assert config.learning_rate is not None
+    peak = config.learning_rate
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, peak, min(config.warmup_steps, total_steps // 2), max(2, total_steps), peak / 10
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=_is_decayed),
+    )
+
+
+def _is_decayed(params: Any) -> Any:
+    """Selects all but norms and biases, by name: with stacked layers these are matrices, too."""
+
+    def decays(path: Any, _: Any) -> bool:
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        return not name.endswith(("norm", "bias"))
+
+    return jax.tree_util.tree_map_with_path(decays, params)
+
+
+def shape(config: Config) -> TransformerConfig:
+    """Returns the model's shape."""
+    return TransformerConfig(
+        vocabulary=config.vocabulary,
+        rows=-(-config.vocabulary // _ROUND) * _ROUND,
+        layers=config.layers,
+        width=config.width,
+        heads=config.heads,
+        hidden=4 * config.width,
+        context=config.context,
+        positions="learned",
+        blocks="gpt2",
+        dropout=config.dropout,
+    )
+
+
+def build(config: Config) -> Experiment:
+    if config.data_dir is None:
+        raise UserError("gpt2 needs --data-dir, the folder that holds train.bin and val.bin")
+    folder = epath.Path(config.data_dir).expanduser()
+    train, validation = (
+        TokenFile(folder / f"{name}.bin", config.context) for name in ("train", "val")
+    )
+    return Experiment(
+        model=partial(Transformer, shape(config)),
+        objective=objective,
+        optimizer=make_optimizer(config, config.total_steps(len(train))),
+        train=train,
+        validation=validation,
+        rules=GPT2_RULES,
+        weight_map=weight_map(config.vocabulary),
+    )

@@ -1,0 +1,257 @@
+"""The arrays of a file that a model takes, before any of them is read."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from spmdtrain.errors import UserError, did_you_mean, foreign
+from spmdtrain.weights.dim_order import DimOrder
+from spmdtrain.weights.region import Box, MisfitError, Region, overlap, region_of
+from spmdtrain.weights.source import ArrayHeader, WeightSource
+from spmdtrain.weights.weight_map import WeightMap, WeightRule, plain_name
+
+_SHOWN = 5  # names in a message
+_SYNTAX = set("{}[]")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an array of the model, and the part of a file's array that fills it.
+
+    Attributes:
+      source: The name of the file's array.
+      taken: The part of that array.
+      filled: The part of the model's array.
+      order: The order of the dims; None if both parts have the same shape.
+      lengths: The length of each name of `order`.
+    """
+
+    source: str
+    taken: Region
+    filled: Region
+    order: DimOrder | None
+    lengths: Mapping[str, int]
+
+    def read(self, source: WeightSource, box: Box) -> np.ndarray:
+        """Returns the values of a part of the model's array, which lies within `filled`.
+
+        Args:
+          source: The file.
+          box: The part.
+        """
+        inner = tuple(
+            (box[dim][0] - self.filled.box[dim][0], box[dim][1] - self.filled.box[dim][0])
+            for dim in self.filled.kept
+        )
+        if self.order is None:
+            values = self._read_taken(source, inner)
+        else:
+            values = self.order.read(self.lengths, inner, lambda box: self._read_taken(source, box))
+        return values.reshape([end - first for first, end in box])
+
+    def _read_taken(self, source: WeightSource, box: Box) -> np.ndarray:
+        """Returns a part of `taken`, in indices within it."""
+        whole, at = list(self.taken.box), self.taken.box
+        for dim, (first, end) in zip(self.taken.kept, box, strict=True):
+            whole[dim] = at[dim][0] + first, at[dim][0] + end
+        values = source.read(self.source, tuple(whole))
+        return values.reshape([end - first for first, end in box])
+
+
+@dataclass
+class WeightAssignment:
+    """The pieces that fill each array of a model, and all that does not fit.
+
+    Attributes:
+      pieces: The pieces by the name of the model's array, which together fill it.
+      fill: The value of elements without a piece, by the name of the model's array.
+      missing: Names of the model's arrays that nothing fills, or only a part.
+      misfits: Reasons why an array of the file does not fit, by the name of the model's array.
+      left: Names of the file's arrays that are not taken.
+      unused: Rules that match no array of the file.
+    """
+
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    fill: dict[str, float] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    misfits: dict[str, str] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    unused: list[WeightRule] = field(default_factory=list)
+
+    @property
+    def kept(self) -> list[str]:
+        """Names of the model's arrays that keep their initial values."""
+        return [*self.misfits, *self.missing]
+
+
+def assign_weights(
+    path: str, headers: Mapping[str, ArrayHeader], targets: Mapping[str, Any], rules: WeightMap
+) -> WeightAssignment:
+    """Returns which arrays of a file become which arrays of a model.
+
+    Args:
+      path: The file, for messages.
+      headers: Shape and dtype of the file's arrays.
+      targets: Shape and dtype of the model's arrays, by their paths.
+      rules: The map; without rules, arrays with the name of one of the model are taken.
+
+    Raises:
+      UserError: If an array is matched twice, a rule names no array of the model, or an array has
+        a dtype that the model's cannot take.
+    """
+    found = WeightAssignment()
+    taken: dict[str, list[Piece]] = {}
+    for rule in rules or _rules_of_equal_names(path, headers, targets):
+        matches = 0
+        only = rule.source_pattern.format({})
+        for name in headers if rule.source_pattern.fields else {only} & headers.keys():
+            header, fields = headers[name], rule.source_pattern.match(name)
+            if fields is None:
+                continue
+            matches += 1
+            target = rule.target_pattern.format(fields)
+            if target not in targets:
+                raise UserError(
+                    f"{rule}: {foreign(name, 200)} would become {foreign(target, 200)}, which the "
+                    f"model does not have.{did_you_mean(target, targets)}"
+                )
+            _check_dtype(path, name, header, target, targets[target])
+            try:
+                piece = _piece(rule, name, header, targets[target].shape, fields)
+            except MisfitError as error:
+                why = f"{header} there, {_described(targets[target])} here"
+                found.misfits.setdefault(target, f"{name}: {why} ({error})")
+                continue
+            _check_once(path, rule, target, piece, taken.setdefault(name, []), found.pieces)
+            if rule.fill is not None:
+                found.fill[target] = rule.fill
+        if not matches:
+            found.unused.append(rule)
+    for target, leaf in targets.items():
+        covered = sum(piece.filled.size for piece in found.pieces.get(target, ()))
+        is_whole = covered == prod(leaf.shape) or (covered and target in found.fill)
+        if target in found.misfits or not is_whole:
+            found.pieces.pop(target, None)
+            if target not in found.misfits:
+                found.missing.append(target)
+    used = {piece.source for pieces in found.pieces.values() for piece in pieces}
+    found.left = [name for name in headers if name not in used]
+    return found
+
+
+def check_taken(path: str, found: WeightAssignment, *, strict: bool) -> None:
+    """Checks that an assignment is what the user asked for.
+
+    Args:
+      path: The file, for messages.
+      found: The assignment.
+      strict: Whether each array of the model must be taken and each rule must match.
+
+    Raises:
+      UserError: If something is missing, or nothing is taken.
+    """
+    faults = []
+    if found.missing:
+        names = _in_short(found.missing)
+        faults.append(f"{len(found.missing)} arrays of the model are not in it: {names}")
+    if found.misfits:
+        reasons = _in_short([f"{name} ({why})" for name, why in found.misfits.items()])
+        faults.append(f"{len(found.misfits)} do not fit: {reasons}")
+    if found.unused:
+        faults.append(f"it has nothing for {_in_short([str(rule) for rule in found.unused])}")
+    if not found.pieces:
+        left = f"; it has {_in_short(found.left)}" if found.left else ""
+        raise UserError(
+            f"init_from {path}: no array of the model is taken: {'; '.join(faults)}{left}. Give a "
+            "weight_map"
+        )
+    if strict and faults:
+        raise UserError(
+            f"init_from {path}: {'; '.join(faults)}. Correct the weight_map, or let these keep "
+            "their initial values: --init-from-strict matching"
+        )
+
+
+def _in_short(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return foreign(", ".join(names[:_SHOWN]), 1500) + more
+
+
+def _rules_of_equal_names(
+    path: str, headers: Mapping[str, ArrayHeader], targets: Mapping[str, Any]
+) -> list[WeightRule]:
+    """Returns the rules for arrays with the names of the model's."""
+    by_plain_name: dict[str, str] = {}
+    for name in headers:
+        plain = plain_name(name)
+        if (other := by_plain_name.setdefault(plain, name)) != name:
+            raise UserError(
+                f"{path}: {foreign(other, 200)} and {foreign(name, 200)} are the same name: give "
+                "a weight_map"
+            )
+    return [
+        WeightRule(by_plain_name[plain_name(target)], target)
+        for target in targets
+        if plain_name(target) in by_plain_name and not _SYNTAX & set(target)
+    ]
+
+
+def _piece(
+    rule: WeightRule,
+    name: str,
+    header: ArrayHeader,
+    shape: Sequence[int],
+    fields: Mapping[str, str],
+) -> Piece:
+    taken = region_of(header.shape, rule.source_pattern.slot, fields)
+    filled = region_of(shape, rule.target_pattern.slot, fields)
+    lengths: Mapping[str, int] = {}
+    if rule.order is not None:
+        lengths = rule.order.lengths(taken.shape, filled.shape)
+    elif taken.shape != filled.shape:
+        raise MisfitError(f"{list(taken.shape)} is not {list(filled.shape)}")
+    return Piece(name, taken, filled, rule.order, lengths)
+
+
+def _check_once(
+    path: str,
+    rule: WeightRule,
+    target: str,
+    piece: Piece,
+    of_source: list[Piece],
+    by_target: dict[str, list[Piece]],
+) -> None:
+    """Records a piece; raises `UserError` if it is taken or filled already."""
+    of_target = by_target.setdefault(target, [])
+    if any(overlap(piece.taken.box, other.taken.box) is not None for other in of_source):
+        raise UserError(
+            f"{path}: two weight rules match {foreign(piece.source, 200)}; the second is {rule}"
+        )
+    for other in of_target:
+        if overlap(piece.filled.box, other.filled.box) is not None:
+            raise UserError(
+                f"{path}: {foreign(other.source, 200)} and {foreign(piece.source, 200)} would both "
+                f"fill {target}; the second by {rule}"
+            )
+    of_source.append(piece)
+    of_target.append(piece)
+
+
+def _check_dtype(path: str, name: str, header: ArrayHeader, target: str, leaf: Any) -> None:
+    """Raises `UserError` if the values of a dtype are of another kind than the model's."""
+    kinds = (jnp.floating, jnp.complexfloating, jnp.integer, jnp.bool_)
+    if not any(
+        jnp.issubdtype(header.dtype, kind) and jnp.issubdtype(leaf.dtype, kind) for kind in kinds
+    ):
+        raise UserError(
+            f"{path}: {foreign(name, 200)} is {header}, and {target} is {_described(leaf)}: "
+            "another kind of numbers"
+        )
+
+
+def _described(leaf: Any) -> str:
+    return str(ArrayHeader(tuple(leaf.shape), np.dtype(leaf.dtype)))

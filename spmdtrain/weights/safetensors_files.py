@@ -1,0 +1,139 @@
+"""Weights in one `.safetensors` file or several, perhaps with an index."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypedDict
+
+import numpy as np
+from etils import epath
+
+from spmdtrain.errors import UserError, foreign
+from spmdtrain.files.storage import in_short
+from spmdtrain.files.validation import (
+    Malformed,
+    check,
+    check_regular_file,
+    parse_object,
+    read_bytes,
+)
+from spmdtrain.optional import import_extra
+from spmdtrain.weights.region import Box, slices
+from spmdtrain.weights.source import ArrayHeader
+
+# ml_dtypes registers the names of the narrow dtypes with NumPy.
+_DTYPES = {
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    **{"BOOL": "bool", "BF16": "bfloat16", "C64": "complex64"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
+}
+
+
+_BLOCK = 2**24  # bytes
+
+
+class _Index(TypedDict):
+    """The part of an index that is read."""
+
+    weight_map: Mapping[str, str]
+
+
+class SafetensorsWeights:
+    """The arrays of `.safetensors` files.
+
+    A file is opened again for each block that is read, because the pages of an open file that were
+    read count as memory of the process.
+
+    Args:
+      path: The path, as the user gave it.
+      files: The files, or one index.
+
+    Raises:
+      UserError: If a file is missing, corrupted or has an array that another one has too.
+    """
+
+    def __init__(self, path: str, files: Sequence[epath.Path]) -> None:
+        self.path = path
+        self._library = import_extra("safetensors", "safetensors", "safetensors files")
+        self._files: dict[str, epath.Path] = {}
+        headers: dict[str, ArrayHeader] = {}
+        index = files[0] if files[0].suffix == ".json" else None
+        of_index = {} if index is None else _read_index(index)
+        for file in files if index is None else _shards(index, of_index.values()):
+            for name, header in self._read_headers(file).items():
+                if name in headers:
+                    raise UserError(
+                        f"{path}: {foreign(name, 200)} is both in {self._files[name].name} and in "
+                        f"{file.name}: give one of the files"
+                    )
+                if index is not None and of_index.get(name) != file.name:
+                    continue
+                headers[name], self._files[name] = header, file
+        if missing := [name for name in of_index if name not in headers]:
+            raise UserError(
+                f"{path}: {foreign(missing[0], 200)} is not in "
+                f"{foreign(of_index[missing[0]], 200)}, where the index has it"
+            )
+        self.headers: Mapping[str, ArrayHeader] = headers
+
+    def _read_headers(self, file: epath.Path) -> dict[str, ArrayHeader]:
+        check_regular_file(file)
+        try:
+            with self._library.safe_open(file, framework="numpy") as opened:
+                parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+                found = {n: (tuple(x.get_shape()), str(x.get_dtype())) for n, x in parts.items()}
+        except (self._library.SafetensorError, OSError) as error:
+            raise UserError(f"{file} is corrupted or incomplete: {in_short(error)}") from error
+        for name, (_, dtype) in found.items():
+            if dtype not in _DTYPES:
+                raise UserError(f"{file}: {foreign(name, 200)} has the unknown dtype {dtype}")
+        return {n: ArrayHeader(shape, np.dtype(_DTYPES[d])) for n, (shape, d) in found.items()}
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        header = self.headers[name]
+        rows = max(1, _BLOCK * header.shape[0] // max(1, header.nbytes)) if box else 1
+        if not box or box[0][1] - box[0][0] <= rows:
+            return self._read_block(name, box)
+        (first, end), others = box[0], box[1:]
+        values = np.empty([end - first for first, end in box], header.dtype)
+        for row in range(first, end, rows):
+            last = min(row + rows, end)
+            values[row - first : last - first] = self._read_block(name, ((row, last), *others))
+        return values
+
+    def _read_block(self, name: str, box: Box) -> np.ndarray:
+        file = self._files[name]
+        try:
+            with self._library.safe_open(file, framework="numpy") as opened:
+                part: Any = opened.get_slice(name)[slices(box) or ...]
+                return np.asarray(part)
+        except (self._library.SafetensorError, OSError) as error:
+            raise UserError(
+                f"{file}: {foreign(name, 200)} cannot be read: {in_short(error)}"
+            ) from error
+
+
+def _read_index(index: epath.Path) -> Mapping[str, str]:
+    """Returns the name of the file of each array."""
+    try:
+        content = parse_object(read_bytes(index))
+        check({"weight_map": content.get("weight_map")}, _Index, "index")
+    except Malformed as error:
+        raise UserError(f"{index} is not an index of safetensors files: {error}") from error
+    of_index: Mapping[str, str] = content["weight_map"]
+    return of_index
+
+
+def _shards(index: epath.Path, names: Iterable[str]) -> list[epath.Path]:
+    """Returns the files that an index names, in its folder."""
+    unique = sorted(set(names))
+    for name in unique:
+        if "/" in name or "\\" in name or not name.endswith(".safetensors"):
+            raise UserError(f"{index} names {foreign(repr(name), 200)}: not a file of its folder")
+    files = [index.parent / name for name in unique]
+    if missing := [file.name for file in files if not file.exists()]:
+        raise UserError(
+            f"{index.parent}: {len(missing)} of {len(files)} files of the index are missing: "
+            f"{', '.join(missing[:5])}"
+        )
+    return files
