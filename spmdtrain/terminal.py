@@ -199,6 +199,14 @@ class Terminal:
         """Prints a line that also a quiet run prints."""
         _print(self._results if self.results_only else self.console, text, color)
 
+    def piece(self, text: str) -> None:
+        """Prints a part of a line at once; a quiet run prints it, too.
+
+        Args:
+          text: The text, which may contain line ends.
+        """
+        _print(self._results if self.results_only else self.console, text, LineColor.PLAIN, end="")
+
     @contextlib.contextmanager
     def waiting(self, text: str) -> Iterator[Callable[[str], None]]:
         """Shows a text and the seconds waited, on a terminal; yields a function to change it."""
@@ -311,6 +319,6 @@ def _console(*, quiet: bool) -> Console:
     return console
 
 
-def _print(console: Console, text: str, color: LineColor) -> None:
+def _print(console: Console, text: str, color: LineColor, end: str = "\n") -> None:
     text = text.encode(console.encoding, "backslashreplace").decode(console.encoding)
-    console.print(text, markup=False, style=color or None)
+    console.print(text, markup=False, style=color or None, end=end)

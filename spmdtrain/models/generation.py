@@ -1,0 +1,432 @@
+"""Generation of text by a decoder with a cache of keys and values, in batches, as a stream."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import ArrayLike
+
+from spmdtrain.errors import UserError
+from spmdtrain.models.token_sampling import draw_token
+from spmdtrain.sharding.mesh import BATCH_AXES
+from spmdtrain.sharding.placement import Placement, constrain_sharding, use_placement
+from spmdtrain.strategies import DEFAULT
+
+PyTree = Any
+
+_CHUNK = 32  # tokens of each row that are written between two returns to the host
+_ROUND = 64  # lengths are rounded up to a multiple, so that similar prompts share a program
+_NO_TOKEN = -1  # written in place of a token by a row that has ended
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@runtime_checkable
+class Decoder(Protocol):
+    """An nnx module that `generate` accepts, such as `Transformer`, which describes the methods."""
+
+    config: Any
+    """Has the integers `vocabulary` and `context`."""
+
+    def layers(self) -> PyTree:
+        """Returns the weights that `extend` takes."""
+        ...
+
+    def empty_cache(self, rows: int, length: int) -> PyTree:
+        """Returns a cache of zeros: arrays (..., B, heads, length, head width)."""
+        ...
+
+    def extend(
+        self, layers: PyTree, tokens: jax.Array, cache: PyTree, start: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
+        """Reads tokens that follow those in the cache."""
+        ...
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Returns the logits of the next tokens from the values that `extend` returned."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions:
+    """How `generate` and `stream` continue prompts.
+
+    Attributes:
+      max_new_tokens: Tokens that are added to each prompt, unless a stop token ends it earlier.
+      temperature: Divides the logits; 0 takes the most probable token.
+      top_k: Draw only from this many of the most probable tokens; None draws from all.
+      top_p: Draw only from the smallest number of most probable tokens whose probabilities (after
+        temperature and `top_k`) sum up to at least this.
+      stop_tokens: Tokens each of which ends a text. It is the last token of the result.
+      seed: The draws depend on the seed, the index of the prompt and the position in the text.
+      slide: A text longer than the model's context is seen through a window, which moves by this
+        many tokens whenever it is full; what remains in it is read again. By default half the
+        context. With 1, each token depends on exactly `context` tokens, and each is as slow as a
+        prompt.
+      batch_size: Number of prompts that are continued together; by default all of them. It does
+        not change the draws.
+      dtype: "float32", "bfloat16" or "float16": the parameters are cast to it. By default they keep
+        their dtype.
+
+    Raises:
+      UserError: If a value is invalid.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    stop_tokens: tuple[int, ...] = ()
+    seed: int = 0
+    slide: int | None = None
+    batch_size: int | None = None
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "top_k", "slide", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} is {value}: it must be 1 or more")
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise UserError(f"temperature is {self.temperature}: it must be 0 or more, and finite")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p is {self.top_p}: it must be above 0 and at most 1")
+        if self.dtype is not None and self.dtype not in _DTYPES:
+            raise UserError(f"dtype is {self.dtype!r}: it must be one of {', '.join(_DTYPES)}")
+
+
+class NewTokens(NamedTuple):
+    """Tokens that were added to a text.
+
+    Attributes:
+      row: Index of the prompt.
+      tokens: int32 (n,), the tokens that follow those already yielded for this row.
+      finished: Whether the text has ended. This is true once for each row.
+    """
+
+    row: int
+    tokens: np.ndarray
+    finished: bool
+
+
+def generate(
+    model: Decoder, prompts: Sequence[ArrayLike], options: GenerationOptions
+) -> list[np.ndarray]:
+    """Returns the tokens that a model adds to each prompt.
+
+    The result of a prompt does not depend on the other prompts, except by rounding: at temperature
+    0 it is the same text on any number of devices and with any batch size, unless two tokens are
+    equally probable.
+
+    Args:
+      model: A `Transformer`, such as `trainer.model`; its arrays may be sharded over a mesh. With
+        several processes, all call this with the same arguments.
+      prompts: For each text its first tokens, integers of shape (n,) with n of 1 or more. They may
+        have different lengths, also more than the model's context.
+      options: Number of tokens, temperature and so on.
+
+    Returns:
+      For each prompt int32 (n,): the new tokens, without the prompt.
+
+    Raises:
+      UserError: If a prompt is empty or has a token outside of the vocabulary, or an option does
+        not fit the model.
+    """
+    texts: list[list[np.ndarray]] = [[] for _ in prompts]
+    for piece in stream(model, prompts, options):
+        texts[piece.row].append(piece.tokens)
+    return [np.concatenate(text) for text in texts]
+
+
+def stream(
+    model: Decoder, prompts: Sequence[ArrayLike], options: GenerationOptions
+) -> Iterator[NewTokens]:
+    """Returns an iterator over the tokens that `generate` returns, as they are made.
+
+    Args:
+      model: See `generate`, as for the following.
+      prompts: The first tokens of each text.
+      options: Number of tokens, temperature and so on.
+
+    Returns:
+      An iterator over pieces of at most 32 tokens. The rows of a batch grow together: see
+      `in_order`.
+
+    Raises:
+      UserError: As for `generate`, before the first piece.
+    """
+    if not isinstance(model, Decoder):
+        raise UserError(
+            f"a {type(model).__name__} cannot generate: it needs the methods of a Decoder: "
+            "layers, empty_cache, extend and logits, as Transformer has them"
+        )
+    vocabulary, context = model.config.vocabulary, model.config.context
+    texts = [_checked_prompt(row, tokens, vocabulary) for row, tokens in enumerate(prompts)]
+    for token in options.stop_tokens:
+        if not 0 <= token < vocabulary:
+            raise UserError(f"stop token {token}: tokens are from 0 to {vocabulary - 1}")
+    if options.slide is not None and options.slide > context:
+        raise UserError(f"slide is {options.slide}: it must be at most the context, {context}")
+    return _batches(_Programs(model, options), texts, options)
+
+
+def in_order(pieces: Iterable[NewTokens]) -> Iterator[NewTokens]:
+    """Yields pieces row by row: those of a row are held back until the row before it has ended.
+
+    To print one text after another while they are generated together.
+
+    Args:
+      pieces: From `stream`.
+    """
+    waiting: dict[int, list[NewTokens]] = {}
+    current = 0
+    for piece in pieces:
+        waiting.setdefault(piece.row, []).append(piece)
+        while current in waiting:
+            ready = waiting.pop(current)
+            yield from ready
+            if not ready[-1].finished:
+                break
+            current += 1
+
+
+def _batches(
+    programs: "_Programs", texts: list[np.ndarray], options: GenerationOptions
+) -> Iterator[NewTokens]:
+    size = options.batch_size or len(texts)
+    for first in range(0, len(texts), max(1, size)):
+        yield from _Batch(programs, texts[first : first + size], first, options)
+
+
+def _checked_prompt(row: int, tokens: ArrayLike, vocabulary: int) -> np.ndarray:
+    text = np.asarray(tokens)
+    if text.ndim == 1 and not text.size:
+        raise UserError(f"prompt {row} is empty: give at least one token")
+    if text.ndim != 1 or not np.issubdtype(text.dtype, np.integer):
+        raise UserError(
+            f"prompt {row} is {text.dtype} of shape {text.shape}: it must be integers of shape (n,)"
+        )
+    if outside := [int(x) for x in text if not 0 <= x < vocabulary]:
+        raise UserError(
+            f"prompt {row} has the token {outside[0]}: tokens are from 0 to {vocabulary - 1}"
+        )
+    return text.astype(np.int32)
+
+
+# -- batches ---------------------------------------------------------------------------------------
+
+
+class _Batch:
+    """Continues some prompts together.
+
+    Args:
+      programs: The compiled functions of the model.
+      texts: The prompts.
+      first: The index of the first prompt among all.
+      options: Number of tokens and so on.
+    """
+
+    def __init__(
+        self,
+        programs: "_Programs",
+        texts: list[np.ndarray],
+        first: int,
+        options: GenerationOptions,
+    ) -> None:
+        self._programs, self._options = programs, options
+        self._first, self._count = first, len(texts)
+        self._slide = options.slide or max(1, programs.context // 2)
+        # Rows are added until they divide over the devices. They have ended from the beginning.
+        shards = programs.placement.batch_shards
+        added = -len(texts) % shards
+        self._texts = [*texts, *[np.zeros(1, np.int32)] * added]
+        self._ended = np.arange(len(self._texts)) >= self._count
+
+    def __iter__(self) -> Iterator[NewTokens]:
+        programs, total = self._programs, self._options.max_new_tokens
+        longest = max(map(len, self._texts)) + total - 1
+        length = min(programs.context, _rounded(longest))
+        start = self._window()
+        cache = programs.read(self._unread(start, length), length)
+        index = self._first + np.arange(len(self._texts), dtype=np.int32)
+        done = 0
+        while done < total and not self._ended.all():
+            before, start = start, self._window()
+            moved = (start != before) & ~self._ended
+            if moved.any() and self._slide < programs.context:
+                unread = self._unread(start, programs.context - self._slide)
+                cache = programs.reread(cache, unread, moved)
+            last = np.array([text[-1] for text in self._texts], np.int32)
+            position = np.array([len(text) for text in self._texts], np.int32) - 1 - start
+            until_full = int((programs.context - position)[~self._ended].min())
+            steps = min(_CHUNK, total - done, until_full)
+            cache, written = programs.write(cache, last, position, start, self._ended, index, steps)
+            done += steps
+            yield from self._add(written[:, :steps], finished=done == total)
+
+    def _window(self) -> np.ndarray:
+        """Returns the position of the first token that each row sees, int32 (B,).
+
+        It depends on the length of the text alone, so that a generated text, given as a prompt, is
+        continued in the same way.
+        """
+        beyond = np.array([max(0, len(text) - self._programs.context) for text in self._texts])
+        return (-(-beyond // self._slide) * self._slide).astype(np.int32)
+
+    def _unread(self, start: np.ndarray, at_most: int) -> np.ndarray:
+        """Returns what each row sees before its last token, padded at the end: int32 (B, T)."""
+        seen = [text[first:-1] for text, first in zip(self._texts, start, strict=True)]
+        length = min(at_most, _rounded(max(map(len, seen))))
+        return np.array([np.pad(text[:length], (0, max(0, length - len(text)))) for text in seen])
+
+    def _add(self, written: np.ndarray, *, finished: bool) -> Iterator[NewTokens]:
+        for row in np.flatnonzero(~self._ended):
+            tokens = written[row][written[row] != _NO_TOKEN]
+            self._texts[row] = np.concatenate([self._texts[row], tokens])
+            self._ended[row] = finished or int(tokens[-1]) in self._options.stop_tokens
+            yield NewTokens(self._first + int(row), tokens, bool(self._ended[row]))
+
+
+def _rounded(length: int) -> int:
+    return -(-length // _ROUND) * _ROUND
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+class _Programs:
+    """The compiled functions of a model, with its values."""
+
+    def __init__(self, model: Any, options: GenerationOptions) -> None:
+        self.context: int = model.config.context
+        self._graph, self._values = nnx.split(model)
+        self.placement = _placement_of(self._values)
+        if options.dtype is not None:
+            dtype = jnp.dtype(options.dtype)
+            self._values = jax.tree.map(
+                lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+                self._values,
+            )
+        self._sampling = {
+            "seed": np.uint32(options.seed),
+            "temperature": np.float32(options.temperature) if options.temperature else None,
+            "top_k": options.top_k,
+            "top_p": np.float32(options.top_p) if options.top_p < 1 else None,
+            "stop_tokens": options.stop_tokens,
+        }
+
+    def read(self, tokens: np.ndarray, length: int) -> PyTree:
+        """Returns a cache of this length with the tokens (B, T) of all rows."""
+        with use_placement(self.placement):
+            return _read(self._graph, self._values, tokens, length)
+
+    def reread(self, cache: PyTree, tokens: np.ndarray, rows: np.ndarray) -> PyTree:
+        """Returns the cache with the tokens (B, T) in place of those of some rows, bool (B,)."""
+        with use_placement(self.placement):
+            return _reread(self._graph, self._values, cache, tokens, rows)
+
+    def write(self, cache: PyTree, *arguments: Any) -> tuple[PyTree, np.ndarray]:
+        """Returns the extended cache, and the tokens of each row: see `_write`."""
+        with use_placement(self.placement):
+            cache, written = _write(self._graph, self._values, cache, *arguments, **self._sampling)
+        return cache, np.asarray(written)
+
+
+def _placement_of(values: PyTree) -> Placement:
+    """Returns the mesh of a run that the arrays are on; no mesh for arrays placed otherwise."""
+    mesh = getattr(jax.tree.leaves(values)[0].sharding, "mesh", None)
+    is_of_run = mesh is not None and {*BATCH_AXES, "tensor"} <= set(mesh.axis_names)
+    return Placement(DEFAULT, mesh if is_of_run else None)
+
+
+@partial(jax.jit, static_argnums=(0, 3))
+def _read(graph: Any, values: PyTree, tokens: jax.Array, length: int) -> PyTree:
+    model: Any = nnx.merge(graph, values)
+    rows, count = tokens.shape
+    cache: PyTree = model.empty_cache(rows, length)
+    if not count:
+        return cache
+    return model.extend(model.layers(), tokens, cache, jnp.zeros(rows, jnp.int32))[1]
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _reread(
+    graph: Any, values: PyTree, cache: PyTree, tokens: jax.Array, rows: jax.Array
+) -> PyTree:
+    model: Any = nnx.merge(graph, values)
+    first = jnp.zeros(tokens.shape[0], jnp.int32)
+    _, read = model.extend(model.layers(), tokens, cache, first)
+    chosen = rows[:, None, None, None]
+    return jax.tree.map(lambda new, old: jnp.where(chosen, new, old), read, cache)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("top_k", "stop_tokens"), donate_argnums=2)
+def _write(
+    graph: Any,
+    values: PyTree,
+    cache: PyTree,
+    last: jax.Array,
+    position: jax.Array,
+    start: jax.Array,
+    ended: jax.Array,
+    index: jax.Array,
+    steps: jax.Array,
+    *,
+    seed: jax.Array,
+    temperature: jax.Array | None,
+    top_k: int | None,
+    top_p: jax.Array | None,
+    stop_tokens: tuple[int, ...],
+) -> tuple[PyTree, jax.Array]:
+    """Adds tokens to each row, until all rows have ended.
+
+    Args:
+      graph: The structure of the model.
+      values: Its values.
+      cache: The tokens before `last`.
+      last: int32 (B,), the last token of each row.
+      position: int32 (B,), its position in the cache.
+      start: int32 (B,), the position in the text of the first token in the cache.
+      ended: bool (B,), the rows that get no more tokens.
+      index: int32 (B,), the index of each prompt, from which its random key derives.
+      steps: Number of tokens, at most `_CHUNK`.
+      seed: The seed of the draws.
+      temperature: See `draw_token`, as for the following.
+      top_k: See `draw_token`.
+      top_p: See `draw_token`.
+      stop_tokens: Tokens that end a row.
+
+    Returns:
+      The extended cache, and int32 (B, `_CHUNK`): the tokens, -1 where there is none.
+    """
+    model: Any = nnx.merge(graph, values)
+    layers = model.layers()
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), index)
+    written = jnp.full((last.shape[0], _CHUNK), _NO_TOKEN)
+    draw = partial(draw_token, temperature=temperature, top_k=top_k, top_p=top_p)
+
+    def is_unfinished(carry: Any) -> jax.Array:
+        count, _, _, _, ended, _ = carry
+        return (count < steps) & ~ended.all()
+
+    def add(carry: Any) -> Any:
+        count, cache, last, position, ended, written = carry
+        x, cache = model.extend(layers, last[:, None], cache, position)
+        logits = model.logits(x)[:, 0, : model.config.vocabulary]
+        logits = constrain_sharding(logits, "batch", None)
+        own_keys = jax.vmap(jax.random.fold_in)(keys, start + position + 1)
+        drawn = jnp.where(ended, _NO_TOKEN, jax.vmap(draw)(own_keys, logits))
+        written = jax.lax.dynamic_update_index_in_dim(written, drawn, count, axis=1)
+        last = jnp.where(ended, last, drawn)
+        position = jnp.where(ended, position, position + 1)
+        ended = ended | jnp.isin(drawn, jnp.array(stop_tokens, jnp.int32))
+        return count + 1, cache, last, position, ended, written
+
+    carry = (jnp.int32(0), cache, last, position, ended, written)
+    _, cache, _, _, _, written = jax.lax.while_loop(is_unfinished, add, carry)
+    return cache, constrain_sharding(written, None, None)
