@@ -8,8 +8,8 @@ cores (with --steps 2000 about 1.58, after 9 minutes and a half).
 FOLDER holds input.txt, 1,115,394 characters, from
 https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt.
 The first 90 % are for training; the last 10 % for validation, which predicts each character once.
-The loss is in nats a character. `--mode predict` generates text after each `--prompt`. The presets from
-gpt2-small to 1.3b have the shapes of larger models, for larger machines.
+The loss is in nats a character. `--mode predict` generates text after each `--prompt`. The presets
+from gpt2-small to 1.3b have the shapes of larger models, for larger machines.
 """
 
 import codecs

@@ -96,6 +96,8 @@ class GenerationOptions:
             raise UserError(f"temperature is {self.temperature}: it must be 0 or more, and finite")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}: it must be above 0 and at most 1")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed is {self.seed}: it must be from 0 to {2**32 - 1}")
         if self.dtype is not None and self.dtype not in _DTYPES:
             raise UserError(f"dtype is {self.dtype!r}: it must be one of {', '.join(_DTYPES)}")
 
@@ -305,7 +307,7 @@ class _Programs:
     def __init__(self, model: Any, options: GenerationOptions) -> None:
         self.context: int = model.config.context
         self._graph, self._values = nnx.split(model)
-        self.placement = _placement_of(self._values)
+        self.placement = _placement_of(nnx.state(model, nnx.Param))
         if options.dtype is not None:
             dtype = jnp.dtype(options.dtype)
             self._values = jax.tree.map(
@@ -339,7 +341,8 @@ class _Programs:
 
 def _placement_of(values: PyTree) -> Placement:
     """Returns the mesh of a run that the arrays are on; no mesh for arrays placed otherwise."""
-    mesh = getattr(jax.tree.leaves(values)[0].sharding, "mesh", None)
+    sharding = getattr(jax.tree.leaves(values)[0], "sharding", None)  # NumPy arrays have none
+    mesh = getattr(sharding, "mesh", None)
     is_of_run = mesh is not None and {*BATCH_AXES, "tensor"} <= set(mesh.axis_names)
     return Placement(DEFAULT, mesh if is_of_run else None)
 

@@ -1,6 +1,7 @@
 """A decoder-only transformer whose layers are stacked arrays, computed by one scan."""
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -200,7 +201,9 @@ class Transformer(nnx.Module):
         weights = nnx.to_pure_dict(nnx.state(self.blocks))
         if not self.config.unroll:
             return weights
-        return [jax.tree.map(lambda x: x[i], weights) for i in range(self.config.layers)]
+        return [
+            jax.tree.map(operator.itemgetter(layer), weights) for layer in range(self.config.layers)
+        ]
 
     def empty_cache(self, rows: int, length: int) -> PyTree:
         """Returns a cache of keys and values for `extend`, of zeros.

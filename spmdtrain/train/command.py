@@ -10,6 +10,7 @@ from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.progress import hide_progress
 from spmdtrain.distributed import initialize, process_group
+from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.distributed.user_modules import file_digest, source_digests
 from spmdtrain.errors import ExitCode, UserError
 from spmdtrain.files.predictions import write_predictions
@@ -89,7 +90,8 @@ def _evaluate_or_predict(command: Command, experiment: Experiment, trainer: Trai
     options, path = command.options, command.experiment.path
     if options.mode == "predict" and options.split is None and experiment.generate is not None:
         trainer.restore(command.source, which=trainer.config.checkpoint)
-        texts = experiment.generate(trainer.model, trainer.terminal.piece)
+        with phase(Phase.EVALUATE):
+            texts = experiment.generate(trainer.model, trainer.terminal.piece)
         if process_group.is_chief():
             _write_predictions(trainer, texts, "prompts")
         return
