@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
 
+from spmdtrain.config.run_config import Purpose, derive_seed
 from spmdtrain.errors import UserError
 from spmdtrain.models.token_sampling import draw_token
 from spmdtrain.sharding.mesh import BATCH_AXES
@@ -96,8 +97,6 @@ class GenerationOptions:
             raise UserError(f"temperature is {self.temperature}: it must be 0 or more, and finite")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}: it must be above 0 and at most 1")
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"seed is {self.seed}: it must be from 0 to {2**32 - 1}")
         if self.dtype is not None and self.dtype not in _DTYPES:
             raise UserError(f"dtype is {self.dtype!r}: it must be one of {', '.join(_DTYPES)}")
 
@@ -315,7 +314,7 @@ class _Programs:
                 self._values,
             )
         self._sampling = {
-            "seed": np.uint32(options.seed),
+            "seed": np.uint32(derive_seed(options.seed, Purpose.EVAL)),
             "temperature": np.float32(options.temperature) if options.temperature else None,
             "top_k": options.top_k,
             "top_p": np.float32(options.top_p) if options.top_p < 1 else None,

@@ -21,7 +21,8 @@ def filter_logits(
     kept_count = count if top_k is None else min(top_k, count)
     if kept_count == count and top_p is None:
         return logits
-    values, tokens = jax.lax.top_k(logits, kept_count)
+    # `top_k` sorts -0 behind 0, although they are equal.
+    values, tokens = jax.lax.top_k(jnp.where(logits == 0, 0, logits), kept_count)
     kept = jnp.ones(kept_count, bool)
     if top_p is not None:
         probabilities = jax.nn.softmax(values)

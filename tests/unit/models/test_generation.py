@@ -77,16 +77,17 @@ def greedy(count: int, **options: Any) -> GenerationOptions:
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
+        {"layers": 1},
+        pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"unroll": False, "positions": "learned"}, marks=pytest.mark.slow),
     ],
-    ids=["rotary", "learned, a loop"],
+    ids=["one layer", "rotary", "learned, a loop"],
 )
 def test_prompts_of_unequal_length_get_the_text_of_the_whole_window(changes: Any) -> None:
     model, prompts = small(**changes), [*PROMPTS, list(range(40))]
     texts = lists(generate(model, prompts, greedy(40, slide=5)))
     assert texts == whole_window(model, prompts, 40, slide=5)  # beyond the context, too
-    assert min(len(set(text)) for text in texts) > 8
+    assert min(len(set(text)) for text in texts) > 4
 
 
 @pytest.mark.slow
@@ -118,17 +119,18 @@ def test_draws_do_not_depend_on_the_other_prompts_or_on_where_a_text_was_interru
     assert other_seed[0].tolist() != alone.tolist()
 
 
+@pytest.mark.slow
 def test_a_stop_token_ends_its_row_alone() -> None:
     model = small()
-    whole = lists(generate(model, PROMPTS, greedy(40, slide=5)))
-    stop = whole[0][12]
-    texts = generate(model, PROMPTS, greedy(40, slide=5, stop_tokens=(stop,)))
-    for text, full in zip(texts, whole, strict=True):
-        end = full.index(stop) + 1 if stop in full else 40
-        assert text.tolist() == full[:end]
-    assert len(texts[0]) < 40 and max(map(len, texts)) == 40
+    whole = lists(generate(model, PROMPTS, greedy(40)))
+    stop = next(token for token in whole[0] if any(token not in text for text in whole))
+    texts = lists(generate(model, PROMPTS, greedy(40, stop_tokens=(stop,))))
+    ends = [text.index(stop) + 1 if stop in text else 40 for text in whole]
+    assert texts == [text[:end] for text, end in zip(whole, ends, strict=True)]
+    assert ends[0] < 40 and 40 in ends
 
 
+@pytest.mark.slow
 def test_the_text_arrives_in_pieces_and_row_by_row() -> None:
     pieces = list(stream(small(), PROMPTS[:2], greedy(70)))
     assert all(len(piece.tokens) <= 32 for piece in pieces)
@@ -177,14 +179,18 @@ def test_every_strategy_writes_the_same(options: Any) -> None:
     )
     model = trainer.model
     texts = generate(model, PROMPTS, greedy(30, slide=5))
-    on_one = nnx.clone(model)
-    nnx.update(on_one, jax.tree.map(np.asarray, nnx.state(on_one)))
+    on_one = sharp(rngs=nnx.Rngs(0))
+    nnx.update(on_one, jax.tree.map(np.asarray, nnx.state(model, nnx.Param)))
     assert lists(texts) == whole_window(on_one, PROMPTS, 30, slide=5)
 
 
 @given(
-    logits=st.lists(st.floats(-9, 9, width=32), min_size=1, max_size=30),
-    top_k=st.none() | st.integers(1, 40),
+    logits=st.lists(
+        st.integers(-2, 2).map(float) | st.floats(-9, 9, width=32, allow_subnormal=False),
+        min_size=8,
+        max_size=8,
+    ),
+    top_k=st.sampled_from([None, 1, 3, 7, 9]),
     top_p=st.none() | st.floats(0.01, 1, exclude_max=True),
 )
 def test_top_k_and_top_p_keep_the_tokens_of_their_definition(
@@ -201,6 +207,7 @@ def test_top_k_and_top_p_keep_the_tokens_of_their_definition(
     np.testing.assert_array_equal(filter_logits(jnp.array(logits), top_k, top_p), expected)
 
 
+@pytest.mark.slow
 def test_draws_have_the_filtered_probabilities() -> None:
     model = small(layers=1)
     options = GenerationOptions(max_new_tokens=1, temperature=4.0, top_k=5)
@@ -212,6 +219,7 @@ def test_draws_have_the_filtered_probabilities() -> None:
     np.testing.assert_allclose([(drawn == x).mean() for x in top], expected, atol=0.03)
 
 
+@pytest.mark.slow
 def test_lower_precision_is_a_choice() -> None:
     texts = generate(small(), PROMPTS[:1], greedy(5, dtype="bfloat16"))
     graph, values = nnx.split(small())
