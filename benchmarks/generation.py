@@ -52,7 +52,7 @@ def whole_window(model: Transformer, prompts: Sequence[Sequence[int]], count: in
     text = np.zeros((len(prompts), length.max() + count), np.int32)
     for row, prompt in enumerate(prompts):
         text[row, : len(prompt)] = prompt
-    written = np.asarray(_continue(model, text, length, count))
+    written = np.asarray(_continue(model, jnp.asarray(text), jnp.asarray(length), count))
     return np.array([written[row, n : n + count] for row, n in enumerate(length)])
 
 

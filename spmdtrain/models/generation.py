@@ -20,6 +20,8 @@ from spmdtrain.sharding.placement import Placement, constrain_sharding, use_plac
 from spmdtrain.strategies import DEFAULT
 
 PyTree = Any
+Prompt = ArrayLike | Sequence[int]
+"""The tokens of a prompt, integers of shape (n,)."""
 
 _CHUNK = 32  # tokens of each row that are written between two returns to the host
 _ROUND = 64  # lengths are rounded up to a multiple, so that similar prompts share a program
@@ -29,7 +31,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @runtime_checkable
 class Decoder(Protocol):
-    """An nnx module that `generate` accepts, such as `Transformer`, which describes the methods."""
+    """An nnx module that `generate` accepts, such as `Transformer`."""
 
     config: Any
     """Has the integers `vocabulary` and `context`."""
@@ -39,23 +41,42 @@ class Decoder(Protocol):
         ...
 
     def empty_cache(self, rows: int, length: int) -> PyTree:
-        """Returns a cache of zeros: arrays (..., B, heads, length, head width)."""
+        """Returns a cache of zeros: arrays (..., B, heads, length, head width).
+
+        Args:
+          rows: Number of rows B.
+          length: The number of tokens of a row that it can hold, at most the context.
+        """
         ...
 
     def extend(
         self, layers: PyTree, tokens: jax.Array, cache: PyTree, start: jax.Array
     ) -> tuple[jax.Array, PyTree]:
-        """Reads tokens that follow those in the cache."""
+        """Reads tokens that follow those in the cache; each attends to positions up to its own.
+
+        Args:
+          layers: From `layers`.
+          tokens: int (B, T).
+          cache: From `empty_cache` or `extend`.
+          start: int (B,), the position of the first of each row's tokens.
+
+        Returns:
+          The argument of `logits`, with leading dims (B, T), and the extended cache.
+        """
         ...
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Returns the logits of the next tokens from the values that `extend` returned."""
+        """Returns the logits of the next tokens, f32 (B, T, at least `vocabulary`).
+
+        Args:
+          x: From `extend`.
+        """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """How `generate` and `stream` continue prompts.
+    """Options of `generate` and `stream`.
 
     Attributes:
       max_new_tokens: Tokens that are added to each prompt, unless a stop token ends it earlier.
@@ -116,7 +137,7 @@ class NewTokens(NamedTuple):
 
 
 def generate(
-    model: Decoder, prompts: Sequence[ArrayLike], options: GenerationOptions
+    model: Decoder, prompts: Sequence[Prompt], options: GenerationOptions
 ) -> list[np.ndarray]:
     """Returns the tokens that a model adds to each prompt.
 
@@ -145,7 +166,7 @@ def generate(
 
 
 def stream(
-    model: Decoder, prompts: Sequence[ArrayLike], options: GenerationOptions
+    model: Decoder, prompts: Sequence[Prompt], options: GenerationOptions
 ) -> Iterator[NewTokens]:
     """Returns an iterator over the tokens that `generate` returns, as they are made.
 
@@ -204,7 +225,7 @@ def _batches(
         yield from _Batch(programs, texts[first : first + size], first, options)
 
 
-def _checked_prompt(row: int, tokens: ArrayLike, vocabulary: int) -> np.ndarray:
+def _checked_prompt(row: int, tokens: Prompt, vocabulary: int) -> np.ndarray:
     text = np.asarray(tokens)
     if text.ndim == 1 and not text.size:
         raise UserError(f"prompt {row} is empty: give at least one token")

@@ -264,7 +264,7 @@ def test_samples_are_printed_one_after_another_while_they_grow() -> None:
 
 def test_what_cannot_be_written() -> None:
     vocabulary = gpt.Vocabulary(np.arange(97, 123))
-    for changes, why in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"prompt": ("Ah!",)}, "prompt: .*'!', 'A'"),
         ({"stop": "."}, "stop: .*'.'"),
         ({"prompt": ("a", "")}, "prompt is empty"),
@@ -272,9 +272,10 @@ def test_what_cannot_be_written() -> None:
         ({"samples": 0}, "samples is 0"),
         ({"sample_length": 0}, "sample_length is 0"),
         ({"top_p": 1.5}, "top_p is 1.5"),
-    ):
+    ]
+    for changes, why in cases:
         with pytest.raises(UserError, match=why):
-            gpt.writer(config(**changes), vocabulary)
+            gpt.writer(config(**{"prompt": ("a",), **changes}), vocabulary)
 
 
 def test_the_loss_is_of_the_tokens_that_count() -> None:

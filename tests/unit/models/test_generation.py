@@ -26,6 +26,7 @@ from spmdtrain.models import (
     stream,
 )
 from spmdtrain.models.token_sampling import filter_logits
+from spmdtrain.sharding.placement import use_placement
 
 SMALL = TransformerConfig(
     vocabulary=50, rows=64, layers=2, width=32, heads=2, hidden=64, context=16, unroll=True
@@ -70,6 +71,9 @@ def lists(texts: list[np.ndarray]) -> list[list[int]]:
     return [text.tolist() for text in texts]
 
 
+filtered = jax.jit(filter_logits, static_argnums=1)
+
+
 def greedy(count: int, **options: Any) -> GenerationOptions:
     return GenerationOptions(max_new_tokens=count, temperature=0.0, **options)
 
@@ -77,11 +81,10 @@ def greedy(count: int, **options: Any) -> GenerationOptions:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"layers": 1},
-        pytest.param({}, marks=pytest.mark.slow),
+        {},
         pytest.param({"unroll": False, "positions": "learned"}, marks=pytest.mark.slow),
     ],
-    ids=["one layer", "rotary", "learned, a loop"],
+    ids=["rotary", "learned, a loop"],
 )
 def test_prompts_of_unequal_length_get_the_text_of_the_whole_window(changes: Any) -> None:
     model, prompts = small(**changes), [*PROMPTS, list(range(40))]
@@ -184,6 +187,31 @@ def test_every_strategy_writes_the_same(options: Any) -> None:
     assert lists(texts) == whole_window(on_one, PROMPTS, 30, slide=5)
 
 
+@pytest.mark.slow
+def test_the_cache_is_split_and_never_gathered() -> None:
+    trainer = Trainer(
+        model=sharp,
+        objective=lambda model, batch: {"loss": model(batch).mean((1, 2))},
+        optimizer=optax.sgd(0.1),
+        rules=TRANSFORMER_RULES,
+        strategy="tensor_parallel",
+        mesh=MeshSpec(tensor=2),
+    )
+    graph, values = nnx.split(trainer.model)
+
+    def extend(values: Any, tokens: jax.Array) -> Any:
+        model = nnx.merge(graph, values)
+        cache = model.empty_cache(len(tokens), 16)
+        return model.extend(model.layers(), tokens, cache, jnp.full(len(tokens), 3))[1]
+
+    with use_placement(trainer.placement):
+        compiled = jax.jit(extend).lower(values, jnp.zeros((8, 1), jnp.int32)).compile()
+    assert "all-gather" not in (compiled.as_text() or "all-gather")
+    cache = compiled(values, jnp.zeros((8, 1), jnp.int32))
+    # 8 rows over 4 devices, 2 heads over 2.
+    assert {x.addressable_shards[0].data.shape for x in jax.tree.leaves(cache)} == {(2, 1, 16, 16)}
+
+
 @given(
     logits=st.lists(
         st.integers(-2, 2).map(float) | st.floats(-9, 9, width=32, allow_subnormal=False),
@@ -204,7 +232,7 @@ def test_top_k_and_top_p_keep_the_tokens_of_their_definition(
         order = order[: int(np.argmax(sums >= top_p)) + 1]
     expected = np.full(len(logits), -np.inf, np.float32)
     expected[order] = np.array(logits, np.float32)[order]
-    np.testing.assert_array_equal(filter_logits(jnp.array(logits), top_k, top_p), expected)
+    np.testing.assert_array_equal(filtered(jnp.array(logits), top_k, top_p), expected)
 
 
 @pytest.mark.slow
