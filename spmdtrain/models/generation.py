@@ -3,75 +3,19 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.typing import ArrayLike
 
-from spmdtrain.config.run_config import Purpose, derive_seed
 from spmdtrain.errors import UserError
-from spmdtrain.models.token_sampling import draw_token
-from spmdtrain.sharding.mesh import BATCH_AXES
-from spmdtrain.sharding.placement import Placement, constrain_sharding, use_placement
-from spmdtrain.strategies import DEFAULT
+from spmdtrain.models.decoding import CHUNK, NO_TOKEN, Decoder, DecodingPrograms
 
-PyTree = Any
 Prompt = ArrayLike | Sequence[int]
 """The tokens of a prompt, integers of shape (n,)."""
 
-_CHUNK = 32  # tokens of each row that are written between two returns to the host
 _ROUND = 64  # lengths are rounded up to a multiple, so that similar prompts share a program
-_NO_TOKEN = -1  # written in place of a token by a row that has ended
 _DTYPES = ("float32", "bfloat16", "float16")
-
-
-@runtime_checkable
-class Decoder(Protocol):
-    """An nnx module that `generate` accepts, such as `Transformer`."""
-
-    config: Any
-    """Has the integers `vocabulary` and `context`."""
-
-    def layers(self) -> PyTree:
-        """Returns the weights that `extend` takes."""
-        ...
-
-    def empty_cache(self, rows: int, length: int) -> PyTree:
-        """Returns a cache of zeros: arrays (..., B, heads, length, head width).
-
-        Args:
-          rows: Number of rows B.
-          length: The number of tokens of a row that it can hold, at most the context.
-        """
-        ...
-
-    def extend(
-        self, layers: PyTree, tokens: jax.Array, cache: PyTree, start: jax.Array
-    ) -> tuple[jax.Array, PyTree]:
-        """Reads tokens that follow those in the cache; each attends to positions up to its own.
-
-        Args:
-          layers: From `layers`.
-          tokens: int (B, T).
-          cache: From `empty_cache` or `extend`.
-          start: int (B,), the position of the first of each row's tokens.
-
-        Returns:
-          The argument of `logits`, with leading dims (B, T), and the extended cache.
-        """
-        ...
-
-    def logits(self, x: jax.Array) -> jax.Array:
-        """Returns the logits of the next tokens, f32 (B, T, at least `vocabulary`).
-
-        Args:
-          x: From `extend`.
-        """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +138,16 @@ def stream(
             raise UserError(f"stop token {token}: tokens are from 0 to {vocabulary - 1}")
     if options.slide is not None and options.slide > context:
         raise UserError(f"slide is {options.slide}: it must be at most the context, {context}")
-    return _batches(_Programs(model, options), texts, options)
+    programs = DecodingPrograms(
+        model,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        stop_tokens=options.stop_tokens,
+        seed=options.seed,
+        dtype=options.dtype,
+    )
+    return _batches(programs, texts, options)
 
 
 def in_order(pieces: Iterable[NewTokens]) -> Iterator[NewTokens]:
@@ -218,7 +171,7 @@ def in_order(pieces: Iterable[NewTokens]) -> Iterator[NewTokens]:
 
 
 def _batches(
-    programs: "_Programs", texts: list[np.ndarray], options: GenerationOptions
+    programs: DecodingPrograms, texts: list[np.ndarray], options: GenerationOptions
 ) -> Iterator[NewTokens]:
     size = options.batch_size or len(texts)
     for first in range(0, len(texts), max(1, size)):
@@ -255,7 +208,7 @@ class _Batch:
 
     def __init__(
         self,
-        programs: "_Programs",
+        programs: DecodingPrograms,
         texts: list[np.ndarray],
         first: int,
         options: GenerationOptions,
@@ -286,10 +239,10 @@ class _Batch:
             last = np.array([text[-1] for text in self._texts], np.int32)
             position = np.array([len(text) for text in self._texts], np.int32) - 1 - start
             until_full = int((programs.context - position)[~self._ended].min())
-            steps = min(_CHUNK, total - done, until_full)
+            steps = min(CHUNK, total - done, until_full)
             cache, written = programs.write(cache, last, position, start, self._ended, index, steps)
             done += steps
-            yield from self._add(written[:, :steps], finished=done == total)
+            yield from self._add(written, finished=done == total)
 
     def _window(self) -> np.ndarray:
         """Returns the position of the first token that each row sees, int32 (B,).
@@ -308,7 +261,7 @@ class _Batch:
 
     def _add(self, written: np.ndarray, *, finished: bool) -> Iterator[NewTokens]:
         for row in np.flatnonzero(~self._ended):
-            tokens = written[row][written[row] != _NO_TOKEN]
+            tokens = written[row][written[row] != NO_TOKEN]
             self._texts[row] = np.concatenate([self._texts[row], tokens])
             self._ended[row] = finished or int(tokens[-1]) in self._options.stop_tokens
             yield NewTokens(self._first + int(row), tokens, bool(self._ended[row]))
@@ -316,140 +269,3 @@ class _Batch:
 
 def _rounded(length: int) -> int:
     return -(-length // _ROUND) * _ROUND
-
-
-# -- programs --------------------------------------------------------------------------------------
-
-
-class _Programs:
-    """The compiled functions of a model, with its values."""
-
-    def __init__(self, model: Any, options: GenerationOptions) -> None:
-        self.context: int = model.config.context
-        self._graph, self._values = nnx.split(model)
-        self.placement = _placement_of(nnx.state(model, nnx.Param))
-        if options.dtype is not None:
-            dtype = jnp.dtype(options.dtype)
-            self._values = jax.tree.map(
-                lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x,
-                self._values,
-            )
-        self._sampling = {
-            "seed": np.uint32(derive_seed(options.seed, Purpose.EVAL)),
-            "temperature": np.float32(options.temperature) if options.temperature else None,
-            "top_k": options.top_k,
-            "top_p": np.float32(options.top_p) if options.top_p < 1 else None,
-            "stop_tokens": options.stop_tokens,
-        }
-
-    def read(self, tokens: np.ndarray, length: int) -> PyTree:
-        """Returns a cache of this length with the tokens (B, T) of all rows."""
-        with use_placement(self.placement):
-            return _read(self._graph, self._values, tokens, length)
-
-    def reread(self, cache: PyTree, tokens: np.ndarray, rows: np.ndarray) -> PyTree:
-        """Returns the cache with the tokens (B, T) in place of those of some rows, bool (B,)."""
-        with use_placement(self.placement):
-            return _reread(self._graph, self._values, cache, tokens, rows)
-
-    def write(self, cache: PyTree, *arguments: Any) -> tuple[PyTree, np.ndarray]:
-        """Returns the extended cache, and the tokens of each row: see `_write`."""
-        with use_placement(self.placement):
-            cache, written = _write(self._graph, self._values, cache, *arguments, **self._sampling)
-        return cache, np.asarray(written)
-
-
-def _placement_of(values: PyTree) -> Placement:
-    """Returns the mesh of a run that the arrays are on; no mesh for arrays placed otherwise."""
-    sharding = getattr(jax.tree.leaves(values)[0], "sharding", None)  # NumPy arrays have none
-    mesh = getattr(sharding, "mesh", None)
-    is_of_run = mesh is not None and {*BATCH_AXES, "tensor"} <= set(mesh.axis_names)
-    return Placement(DEFAULT, mesh if is_of_run else None)
-
-
-@partial(jax.jit, static_argnums=(0, 3))
-def _read(graph: Any, values: PyTree, tokens: jax.Array, length: int) -> PyTree:
-    model: Any = nnx.merge(graph, values)
-    rows, count = tokens.shape
-    cache: PyTree = model.empty_cache(rows, length)
-    if not count:
-        return cache
-    return model.extend(model.layers(), tokens, cache, jnp.zeros(rows, jnp.int32))[1]
-
-
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _reread(
-    graph: Any, values: PyTree, cache: PyTree, tokens: jax.Array, rows: jax.Array
-) -> PyTree:
-    model: Any = nnx.merge(graph, values)
-    first = jnp.zeros(tokens.shape[0], jnp.int32)
-    _, read = model.extend(model.layers(), tokens, cache, first)
-    chosen = rows[:, None, None, None]
-    return jax.tree.map(lambda new, old: jnp.where(chosen, new, old), read, cache)
-
-
-@partial(jax.jit, static_argnums=0, static_argnames=("top_k", "stop_tokens"), donate_argnums=2)
-def _write(
-    graph: Any,
-    values: PyTree,
-    cache: PyTree,
-    last: jax.Array,
-    position: jax.Array,
-    start: jax.Array,
-    ended: jax.Array,
-    index: jax.Array,
-    steps: jax.Array,
-    *,
-    seed: jax.Array,
-    temperature: jax.Array | None,
-    top_k: int | None,
-    top_p: jax.Array | None,
-    stop_tokens: tuple[int, ...],
-) -> tuple[PyTree, jax.Array]:
-    """Adds tokens to each row, until all rows have ended.
-
-    Args:
-      graph: The structure of the model.
-      values: Its values.
-      cache: The tokens before `last`.
-      last: int32 (B,), the last token of each row.
-      position: int32 (B,), its position in the cache.
-      start: int32 (B,), the position in the text of the first token in the cache.
-      ended: bool (B,), the rows that get no more tokens.
-      index: int32 (B,), the index of each prompt, from which its random key derives.
-      steps: Number of tokens, at most `_CHUNK`.
-      seed: The seed of the draws.
-      temperature: See `draw_token`, as for the following.
-      top_k: See `draw_token`.
-      top_p: See `draw_token`.
-      stop_tokens: Tokens that end a row.
-
-    Returns:
-      The extended cache, and int32 (B, `_CHUNK`): the tokens, -1 where there is none.
-    """
-    model: Any = nnx.merge(graph, values)
-    layers = model.layers()
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), index)
-    written = jnp.full((last.shape[0], _CHUNK), _NO_TOKEN)
-    draw = partial(draw_token, temperature=temperature, top_k=top_k, top_p=top_p)
-
-    def is_unfinished(carry: Any) -> jax.Array:
-        count, _, _, _, ended, _ = carry
-        return (count < steps) & ~ended.all()
-
-    def add(carry: Any) -> Any:
-        count, cache, last, position, ended, written = carry
-        x, cache = model.extend(layers, last[:, None], cache, position)
-        logits = model.logits(x)[:, 0, : model.config.vocabulary]
-        logits = constrain_sharding(logits, "batch", None)
-        own_keys = jax.vmap(jax.random.fold_in)(keys, start + position + 1)
-        drawn = jnp.where(ended, _NO_TOKEN, jax.vmap(draw)(own_keys, logits))
-        written = jax.lax.dynamic_update_index_in_dim(written, drawn, count, axis=1)
-        last = jnp.where(ended, last, drawn)
-        position = jnp.where(ended, position, position + 1)
-        ended = ended | jnp.isin(drawn, jnp.array(stop_tokens, jnp.int32))
-        return count + 1, cache, last, position, ended, written
-
-    carry = (jnp.int32(0), cache, last, position, ended, written)
-    _, cache, _, _, _, written = jax.lax.while_loop(is_unfinished, add, carry)
-    return cache, constrain_sharding(written, None, None)
