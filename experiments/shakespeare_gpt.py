@@ -8,12 +8,13 @@ cores (with --steps 2000 about 1.58, after 9 minutes and a half).
 FOLDER holds input.txt, 1,115,394 characters, from
 https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt.
 The first 90 % are for training; the last 10 % for validation, which predicts each character once.
-The loss is in nats a character. `--mode predict` generates text after `--prompt`. The presets from
-gpt2-small to 1.3b have the shapes of larger models, for larger machines.
+The loss is in nats a character. `--mode predict` generates text after each `--prompt`. The presets
+from gpt2-small to 1.3b have the shapes of larger models, for larger machines.
 """
 
+import codecs
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -24,8 +25,15 @@ import numpy as np
 import optax
 from etils import epath
 
-from spmdtrain import ArrayDataset, Experiment, RunConfig, UserError
-from spmdtrain.models import TRANSFORMER_RULES, Transformer, TransformerConfig
+from spmdtrain import Experiment, RunConfig, UserError
+from spmdtrain.models import (
+    TRANSFORMER_RULES,
+    GenerationOptions,
+    Transformer,
+    TransformerConfig,
+    in_order,
+    stream,
+)
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 _ROUND = 64  # rows of the embedding are a multiple of it, so that they divide over devices
@@ -71,14 +79,20 @@ class Config(RunConfig):
     """AdamW's decay of the average of squared gradients."""
     clip_norm: float = 1.0
     """The norm to which larger gradients are scaled down."""
-    prompt: str = "\n"
-    """The text that predict continues."""
+    prompt: tuple[str, ...] = ("\n",)
+    """The texts that predict continues."""
     samples: int = 4
-    """Number of texts that predict generates."""
+    """Number of texts that predict generates for each prompt."""
     sample_length: int = 300
     """Tokens that predict generates for each text."""
     temperature: float = 0.8
     """Divides the logits before predict samples; 0 takes the most probable token."""
+    top_k: int | None = None
+    """Predict samples from this many of the most probable tokens; by default from all."""
+    top_p: float = 1.0
+    """Predict samples from the fewest most probable tokens of at least this probability."""
+    stop: str = ""
+    """Characters, each of which ends a text of predict."""
 
 
 _GPT2 = Config(
@@ -138,23 +152,32 @@ class Vocabulary:
     def __len__(self) -> int:
         return 256 if self.codes is None else len(self.codes)
 
-    def encode(self, text: str) -> np.ndarray:
-        """Returns the tokens, int32. Raises `UserError` for unknown characters."""
+    def encode(self, text: str, option: str) -> np.ndarray:
+        """Returns the tokens of an option's text, int32; raises `UserError` for others."""
         if self.codes is None:
             return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.int32)
         codes = _code_points(text)
         if unknown := sorted({chr(c) for c in np.setdiff1d(codes, self.codes)}):
             raise UserError(
-                f"prompt: the training text has no {', '.join(map(repr, unknown))}, so the "
+                f"{option}: the training text has no {', '.join(map(repr, unknown))}, so the "
                 "vocabulary lacks it (--vocabulary bytes has every character)"
             )
         return np.searchsorted(self.codes, codes).astype(np.int32)
 
-    def decode(self, tokens: np.ndarray) -> str:
-        """Returns the text; bytes that are not UTF-8 become U+FFFD."""
-        if self.codes is None:
-            return tokens.astype(np.uint8).tobytes().decode("utf-8", "replace")
-        return "".join(map(chr, self.codes[tokens]))
+    def decoder(self) -> Callable[..., str]:
+        """Returns a function of tokens and `final` that returns the text of a piece of a text.
+
+        Bytes that are not UTF-8 become U+FFFD. A character whose bytes are not complete follows
+        with the next piece, unless this one is the final one.
+        """
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+        def decode(tokens: np.ndarray, final: bool = False) -> str:
+            if self.codes is None:
+                return utf8.decode(tokens.astype(np.uint8).tobytes(), final)
+            return "".join(map(chr, self.codes[tokens]))
+
+        return decode
 
 
 def _code_points(text: str) -> np.ndarray:
@@ -176,7 +199,7 @@ def load_text(config: Config) -> tuple[Vocabulary, np.ndarray]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 ({error}); --vocabulary bytes accepts it") from error
     vocabulary = Vocabulary(np.unique(_code_points(text)))
-    return vocabulary, vocabulary.encode(text)
+    return vocabulary, vocabulary.encode(text, "input.txt")
 
 
 class Windows:
@@ -289,66 +312,50 @@ def shape(config: Config, vocabulary: int) -> TransformerConfig:
 # -- generation ------------------------------------------------------------------------------------
 
 
-def prompts(config: Config, vocabulary: Vocabulary) -> ArrayDataset:
-    """Returns the prompt once for each sample, with the index from which its random key derives."""
-    tokens = vocabulary.encode(config.prompt)
-    if not len(tokens):
-        raise UserError("prompt is empty: give at least one character")
-    rows = max(1, config.samples)
-    return ArrayDataset(
-        {
-            "tokens": np.tile(tokens, (rows, 1)),
-            "length": np.full(rows, len(tokens), np.int32),
-            "sample": np.arange(rows, dtype=np.int32),
-        }
-    )
-
-
-def writer(config: Config) -> Callable[[Any, Batch], Batch]:
-    """Returns a predict function that continues each row token by token.
-
-    The random numbers of a row depend on the seed and its index, not on devices. The model gets the
-    last `context` tokens.
-    """
-    if not (config.temperature >= 0 and math.isfinite(config.temperature)):
-        raise UserError(f"temperature is {config.temperature}: it must be 0 or more")
+def prompts(config: Config, vocabulary: Vocabulary) -> list[np.ndarray]:
+    """Returns the tokens of each prompt, as many times as `samples`."""
     for name in ("samples", "sample_length"):
         if getattr(config, name) < 1:
             raise UserError(f"{name} is {getattr(config, name)}: it must be 1 or more")
-
-    def draw(key: jax.Array, logits: jax.Array) -> jax.Array:
-        if config.temperature == 0:
-            return logits.argmax(-1).astype(jnp.int32)
-        return jax.random.categorical(key, logits / config.temperature).astype(jnp.int32)
-
-    def predict(model: Any, batch: Batch) -> Batch:
-        length = batch["length"]
-        text = jnp.pad(batch["tokens"], ((0, 0), (0, config.sample_length)))
-        window = min(config.context, text.shape[1])
-        key = jax.random.key(config.seed)
-        keys = jax.vmap(partial(jax.random.fold_in, key))(batch["sample"])
-
-        def add(index: jax.Array, text: jax.Array) -> jax.Array:
-            end = length + index
-            start = jnp.maximum(end - window, 0)
-            # The zeros after the end have no effect, because attention is causal.
-            positions = start[:, None] + jnp.arange(window)
-            logits = model(jnp.take_along_axis(text, positions, axis=1))
-            last = jnp.take_along_axis(logits, (end - 1 - start)[:, None, None], axis=1)[:, 0]
-            drawn = jax.vmap(draw)(jax.vmap(jax.random.fold_in, (0, None))(keys, index), last)
-            return jnp.where(jnp.arange(text.shape[1]) == end[:, None], drawn[:, None], text)
-
-        written = jax.lax.fori_loop(0, config.sample_length, add, text)
-        return {"tokens": written, "length": length + config.sample_length}
-
-    return predict
+    if not config.prompt or "" in config.prompt:
+        raise UserError("prompt is empty: give at least one character")
+    texts = [vocabulary.encode(text, "prompt") for text in config.prompt]
+    return [text for text in texts for _ in range(config.samples)]
 
 
-def format_predictions(vocabulary: Vocabulary, predictions: dict[str, np.ndarray]) -> Iterator[str]:
-    """Yields the generated texts, each after its index."""
-    for number, tokens in enumerate(predictions["tokens"]):
-        yield f"--- {number}"
-        yield vocabulary.decode(tokens[: predictions["length"][number]])
+def writer(
+    config: Config, vocabulary: Vocabulary
+) -> Callable[[Any, Callable[[str], None]], dict[str, np.ndarray]]:
+    """Returns a function (model, write) that continues the prompts.
+
+    It prints each text while it grows, and returns the tokens of all texts with their lengths.
+    """
+    starts = prompts(config, vocabulary)
+    options = GenerationOptions(
+        max_new_tokens=config.sample_length,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        stop_tokens=tuple(vocabulary.encode(config.stop, "stop").tolist()),
+        seed=config.seed,
+        batch_size=config.eval_batch_size or config.global_batch_size,
+        dtype=config.compute_dtype,
+    )
+
+    def generate(model: Any, write: Callable[[str], None]) -> dict[str, np.ndarray]:
+        texts = [[start] for start in starts]
+        for row, tokens, finished in in_order(stream(model, starts, options)):
+            if len(texts[row]) == 1:
+                decode = vocabulary.decoder()
+                write(f"--- {row}\n{decode(starts[row])}")
+            texts[row].append(tokens)
+            write(decode(tokens, final=finished) + "\n" * finished)
+        whole = [np.concatenate(parts) for parts in texts]
+        length = np.array([len(text) for text in whole], np.int32)
+        padded = [np.pad(text, (0, length.max() - len(text))) for text in whole]
+        return {"tokens": np.array(padded), "length": length}
+
+    return generate
 
 
 def build(config: Config) -> Experiment:
@@ -362,7 +369,5 @@ def build(config: Config) -> Experiment:
         train=train,
         validation=validation,
         rules=TRANSFORMER_RULES,
-        predict=writer(config),
-        prompts=prompts(config, vocabulary),
-        format_predictions=partial(format_predictions, vocabulary),
+        generate=writer(config, vocabulary),
     )

@@ -203,6 +203,14 @@ class Terminal:
         """Prints a line that also a quiet run prints."""
         _print(self._results if self.results_only else self.console, text, color)
 
+    def piece(self, text: str) -> None:
+        """Prints a part of a line at once; a quiet run prints it, too.
+
+        Args:
+          text: The text, which may contain line ends.
+        """
+        _print(self._results if self.results_only else self.console, text, LineColor.PLAIN, end="")
+
     @contextlib.contextmanager
     def waiting(self, text: str) -> Iterator[Callable[[str], None]]:
         """Shows a text and the seconds waited, on a terminal; yields a function to change it."""
@@ -320,8 +328,8 @@ def _console(*, quiet: bool, stderr: bool = False) -> Console:
     return console
 
 
-def _print(console: Console, text: str, color: LineColor) -> None:
+def _print(console: Console, text: str, color: LineColor, end: str = "\n") -> None:
     text = text.encode(console.encoding, "backslashreplace").decode(console.encoding)
-    if console.is_terminal and len(text) > console.width and text.isprintable():
+    if console.is_terminal and len(text) > console.width and end == "\n" and text.isprintable():
         text = "\n".join(short_lines([text], console.width))  # the terminal would cut words
-    console.print(text, style=color or None)
+    console.print(text, style=color or None, end=end)

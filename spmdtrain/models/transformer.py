@@ -1,6 +1,7 @@
 """A decoder-only transformer whose layers are stacked arrays, computed by one scan."""
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from spmdtrain.errors import UserError
+from spmdtrain.models.cached_attention import attend_to_cache, cache_array
 from spmdtrain.sharding.layout import GatherPolicy, Rule
 from spmdtrain.sharding.placement import constrain_sharding, current_device
 from spmdtrain.step.remat import remat
@@ -42,6 +44,7 @@ GPT2_RULES: tuple[Rule, ...] = (
     Rule("blocks/mlp/up_bias$", PartitionSpec(None, "tensor"), GatherPolicy.PER_LAYER),
 )
 
+PyTree = Any
 _Rotation = Callable[[jax.Array], jax.Array]
 
 _EPSILON = 1e-6  # keeps the RMS norm of zeros finite
@@ -191,22 +194,7 @@ class Transformer(nnx.Module):
             raise UserError(
                 f"a sequence has {length} tokens, but the model's context is {config.context}"
             )
-        # Looked up in f32, so that the gradients of frequent tokens are added up in f32.
-        embedding = self.embedding[...]
-        x = embedding.astype(jnp.float32)[tokens].astype(embedding.dtype)
-        # Indexing clamps other numbers, or counts from the end: the loss would be that of other
-        # data.
-        known = (tokens >= 0) & (tokens < config.vocabulary)
-        x = jnp.where(known[..., None], x, jnp.nan)
-        turn: _Rotation = _identity
-        if config.positions == "learned":
-            learned = self.positions[...]
-            if positions is None:
-                x = x + learned[:length]
-            else:
-                x = x + learned.astype(jnp.float32)[positions].astype(x.dtype)
-        else:
-            turn = rotation(length if positions is None else positions, config.head_width)
+        x, turn = self._embed(tokens, positions)
         mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None]
         keys: Any = None
         if config.dropout and not self.dropout.deterministic:
@@ -226,10 +214,107 @@ class Transformer(nnx.Module):
 
         weights = nnx.to_pure_dict(nnx.state(self.blocks))
         x, _ = jax.lax.scan(block, x, (weights, keys), unroll=config.unroll)
-        bias = self.norm_bias[...] if config.blocks == "gpt2" else None
-        return self._logits(_norm(x, self.norm[...], bias))
+        return self.logits(self._last_norm(x))
 
-    def _logits(self, x: jax.Array) -> jax.Array:
+    def _last_norm(self, x: jax.Array) -> jax.Array:
+        bias = self.norm_bias[...] if self.config.blocks == "gpt2" else None
+        return _norm(x, self.norm[...], bias)
+
+    def layers(self) -> PyTree:
+        """Returns the weights of the blocks as `extend` takes them.
+
+        Call it outside of a loop over `extend`, because with `unroll` it copies each layer's.
+        """
+        weights = nnx.to_pure_dict(nnx.state(self.blocks))
+        if not self.config.unroll:
+            return weights
+        return [
+            jax.tree.map(operator.itemgetter(layer), weights) for layer in range(self.config.layers)
+        ]
+
+    def empty_cache(self, rows: int, length: int) -> PyTree:
+        """Returns a cache of keys and values for `extend`, of zeros.
+
+        Args:
+          rows: Number of rows B.
+          length: The number of tokens of a row that it can hold, at most the context.
+
+        Returns:
+          Pairs of arrays of shape (B, heads, `length`, head width) in the dtype of the parameters,
+          one pair for each layer; without `unroll` one pair, in which the layer is the first dim.
+
+        Raises:
+          UserError: If `length` is larger than the context.
+        """
+        config, dtype = self.config, self.embedding[...].dtype
+        if length > config.context:
+            raise UserError(
+                f"a cache of {length} tokens, but the model's context is {config.context}"
+            )
+        shape = (rows, config.heads, length, config.head_width)
+        if config.unroll:
+            return [(cache_array(shape, dtype),) * 2 for _ in range(config.layers)]
+        return (cache_array((config.layers, *shape), dtype),) * 2
+
+    def extend(
+        self, layers: PyTree, tokens: jax.Array, cache: PyTree, start: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
+        """Reads tokens that follow those in the cache, without dropout.
+
+        A token attends to the tokens of its row up to itself. The rows may have different lengths:
+        what the cache holds at later positions has no effect, and is overwritten when the row
+        reaches them, so shorter rows are padded with any token at their end.
+
+        Args:
+          layers: From `layers`.
+          tokens: int (B, T), from 0 to `vocabulary` - 1.
+          cache: From `empty_cache` or `extend`; each row holds at least `start` tokens.
+          start: int (B,), the position of the first of each row's tokens; `start` + T is at most
+            the length of the cache.
+
+        Returns:
+          The values (B, T, width) from which `logits` computes those of the next tokens, and the
+          extended cache.
+        """
+        positions = start[:, None] + jnp.arange(tokens.shape[1])
+        x, turn = self._embed(tokens, positions)
+        x = constrain_sharding(x, "batch", None, None)
+
+        def read(x: jax.Array, weights: Any, cached: Any) -> tuple[jax.Array, Any]:
+            heads = _heads(weights["attention"], x, turn)
+            mixed, cached = attend_to_cache(*heads, cached, positions)
+            x = x + _mix_heads(weights["attention"], mixed)
+            x = x + _mlp(weights["mlp"], x)
+            return constrain_sharding(x, "batch", None, None), cached
+
+        def read_layer(carry: tuple[jax.Array, PyTree], layer: Any) -> tuple[Any, None]:
+            x, cache = carry
+            weights, index = layer
+            x, cached = read(x, weights, jax.tree.map(lambda array: array[index], cache))
+            # One array, which is updated in place.
+            cache = jax.tree.map(lambda array, new: array.at[index].set(new), cache, cached)
+            return (x, cache), None
+
+        if self.config.unroll:
+            after = []
+            for weights, cached in zip(layers, cache, strict=True):
+                x, cached = read(x, weights, cached)
+                after.append(cached)
+            cache = after
+        else:
+            stacked = layers, jnp.arange(self.config.layers)
+            (x, cache), _ = jax.lax.scan(read_layer, (x, cache), stacked)
+        return self._last_norm(x), cache
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Returns the logits of the next tokens.
+
+        Args:
+          x: (B, T, width), from `extend`.
+
+        Returns:
+          f32 (B, T, `rows`).
+        """
         head = self.embedding[...] if self.config.tied else self.head[...]
         logits = jnp.einsum("btd,vd->btv", x, head, preferred_element_type=jnp.float32)
         logits = constrain_sharding(logits, "batch", None, "tensor")
@@ -237,26 +322,52 @@ class Transformer(nnx.Module):
             return logits
         return jnp.where(jnp.arange(self.config.rows) < self.config.vocabulary, logits, _NO_TOKEN)
 
+    def _embed(self, tokens: jax.Array, positions: jax.Array | None) -> tuple[jax.Array, _Rotation]:
+        """Returns the embedded tokens, and the rotation of their queries and keys."""
+        config = self.config
+        # Looked up in f32, so that the gradients of frequent tokens are added up in f32.
+        embedding = self.embedding[...]
+        x = embedding.astype(jnp.float32)[tokens].astype(embedding.dtype)
+        # Indexing clamps other numbers, or counts from the end: the loss would be that of other
+        # data.
+        known = (tokens >= 0) & (tokens < config.vocabulary)
+        x = jnp.where(known[..., None], x, jnp.nan)
+        length = tokens.shape[1]
+        if config.positions == "learned":
+            learned = self.positions[...]
+            if positions is None:
+                return x + learned[:length], _identity
+            return x + learned.astype(jnp.float32)[positions].astype(x.dtype), _identity
+        return x, rotation(length if positions is None else positions, config.head_width)
+
 
 def _attention(
     weights: dict[str, jax.Array], x: jax.Array, turn: _Rotation, mask: jax.Array | None
 ) -> jax.Array:
+    query, key, value = _heads(weights, x, turn)
+    masked = None if mask is None else x.shape[1]
+    fused = is_fused(current_device(), x.dtype, value.shape[-1], masked)
+    mixed = jax.nn.dot_product_attention(
+        query, key, value, mask=mask, is_causal=True, implementation="cudnn" if fused else "xla"
+    )
+    return _mix_heads(weights, mixed)
+
+
+def _heads(
+    weights: dict[str, jax.Array], x: jax.Array, turn: _Rotation
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries, keys and values (B, T, heads, head width), rotated."""
     x = _norm(x, weights["norm"], weights.get("norm_bias"))
     # Queries, keys and values in the first dim: each is contiguous, which is fastest on a CPU.
     qkv = jnp.einsum("btd,dcnh->cbtnh", x, weights["qkv"])
     if "qkv_bias" in weights:
         qkv += weights["qkv_bias"][:, None, None]
     query, key, value = constrain_sharding(qkv, None, "batch", None, "tensor", None)
-    masked = None if mask is None else x.shape[1]
-    fused = is_fused(current_device(), x.dtype, value.shape[-1], masked)
-    mixed = jax.nn.dot_product_attention(
-        turn(query),
-        turn(key),
-        value,
-        mask=mask,
-        is_causal=True,
-        implementation="cudnn" if fused else "xla",
-    )
+    return turn(query), turn(key), value
+
+
+def _mix_heads(weights: dict[str, jax.Array], mixed: jax.Array) -> jax.Array:
+    """Returns the output of the attention (B, T, width) of what the heads have mixed."""
     mixed = constrain_sharding(mixed, "batch", None, "tensor", None)
     out = jnp.einsum("btnh,nhd->btd", mixed, weights["out"])
     return out + weights["out_bias"] if "out_bias" in weights else out

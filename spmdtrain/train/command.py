@@ -1,6 +1,8 @@
 """Execution of the run command: training, evaluation and prediction with an experiment."""
 
 import json
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 
@@ -8,6 +10,7 @@ from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.progress import hide_progress
 from spmdtrain.distributed import initialize, process_group
+from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.distributed.user_modules import file_digest, source_digests
 from spmdtrain.errors import ExitCode, UserError
 from spmdtrain.files.predictions import write_predictions
@@ -85,6 +88,13 @@ def _train_by_loop(file: ExperimentFile, config: RunConfig, terminal: Terminal) 
 def _evaluate_or_predict(command: Command, experiment: Experiment, trainer: Trainer) -> None:
     """Evaluates a split, or predicts for it, with the parameters of a checkpoint."""
     options, path = command.options, command.experiment.path
+    if options.mode == "predict" and options.split is None and experiment.generate is not None:
+        trainer.restore(command.source, which=trainer.config.checkpoint)
+        with phase(Phase.EVALUATE):
+            texts = experiment.generate(trainer.model, trainer.terminal.piece)
+        if process_group.is_chief():
+            _write_predictions(trainer, texts, "prompts")
+        return
     splits = {"test": experiment.test, "validation": experiment.validation}
     if options.split is not None:
         splits = {options.split: getattr(experiment, options.split)}
@@ -101,13 +111,21 @@ def _evaluate_or_predict(command: Command, experiment: Experiment, trainer: Trai
             trainer.terminal.results({f"{name} at step {step}": metrics})
         return
     predictions = trainer.predict(splits[name])
-    if not process_group.is_chief():
-        return
+    if process_group.is_chief():
+        _write_predictions(trainer, predictions, name, experiment.format_predictions)
+
+
+def _write_predictions(
+    trainer: Trainer,
+    predictions: Any,
+    name: str,
+    format_predictions: Callable[[Any], Iterable[str]] | None = None,
+) -> None:
+    """Writes predictions for a split, then prints the lines that `format_predictions` returns."""
     # Written before they are printed, so that an error of `format_predictions` loses nothing.
     file = write_predictions(trainer.config.workdir, predictions)
-    if experiment.format_predictions is not None:
-        for line in experiment.format_predictions(predictions):
-            trainer.terminal.result(line)
+    for line in format_predictions(predictions) if format_predictions else ():
+        trainer.terminal.result(line)
     rows = jax.tree.leaves(predictions)[0].shape[0]
     trainer.terminal.result(f"predictions for the {rows:,} examples of {name}: {file}")
 

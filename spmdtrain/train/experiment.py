@@ -56,6 +56,9 @@ class Experiment:
     """A dataset for --mode predict, instead of the test or validation split."""
     format_predictions: Callable[[PyTree], Iterable[str]] | None = None
     """Predictions -> the lines that --mode predict prints."""
+    generate: Callable[[Any, Callable[[str], None]], PyTree] | None = None
+    """(model, write) -> predictions: called by --mode predict without --split, instead of `predict`
+    for `prompts`. `write` prints a piece of text at once."""
     callbacks: Callbacks = field(default_factory=dict)
     """Functions by event (see `CallbackEvent`), or a list of callback objects."""
     media: Function | None = None
@@ -68,7 +71,7 @@ class Experiment:
 
     def trainer_arguments(self) -> dict[str, Any]:
         """Returns the arguments of `Trainer`; `fit` and `predict` take the other parts."""
-        others = {"train", "validation", "test", "prompts", "format_predictions"}
+        others = {"train", "validation", "test", "prompts", "format_predictions", "generate"}
         names = {field.name for field in dataclasses.fields(self)} - others
         return {name: getattr(self, name) for name in names} | {"trackers": self.trackers or None}
 

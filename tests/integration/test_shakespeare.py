@@ -104,16 +104,17 @@ def test_characters_and_bytes(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_bytes("Grüße, 🐦\r\n".encode())
     folder = str(tmp_path)
     characters, tokens = gpt.load_text(config(data_dir=folder))
-    assert len(characters) == 10 and characters.decode(tokens) == "Grüße, 🐦\r\n"
+    assert len(characters) == 10 and characters.decoder()(tokens) == "Grüße, 🐦\r\n"
     assert sorted(tokens) == list(range(10))
-    np.testing.assert_array_equal(characters.encode("ü🐦"), tokens[[2, 7]])
+    np.testing.assert_array_equal(characters.encode("ü🐦", "prompt"), tokens[[2, 7]])
     octets, bytes_ = gpt.load_text(config(data_dir=folder, vocabulary="bytes"))
     assert len(octets) == 256 and bytes(bytes_.tolist()).decode() == "Grüße, 🐦\r\n"
-    assert octets.decode(octets.encode("ü🐦")) == "ü🐦"
-    assert octets.decode(octets.encode("ü")[:1]) == "\ufffd"
+    encoded, decode = octets.encode("ü🐦", "prompt"), octets.decoder()
+    assert [decode(encoded[:3]), decode(encoded[3:])] == ["ü", "🐦"]
+    assert [decode(encoded[:1]), decode(encoded[:0], final=True)] == ["", "\ufffd"]
 
     with pytest.raises(UserError, match="'x', 'é'"):
-        characters.encode("Gréxßx")
+        characters.encode("Gréxßx", "prompt")
     (tmp_path / "input.txt").write_bytes(b"\xff\xfe" * 9)
     with pytest.raises(UserError, match=r"UTF-8.*--vocabulary bytes"):
         gpt.load_text(config(data_dir=folder))
@@ -236,69 +237,45 @@ def test_the_norms_scales_do_not_decay_and_the_rate_rises_and_falls() -> None:
 # -- writing on ------------------------------------------------------------------------------------
 
 
-def untrained(of: Any, vocabulary: int) -> Transformer:
-    model = Transformer(gpt.shape(of, vocabulary), rngs=nnx.Rngs(0))
-    # Sharper than at initialization, so that rounding does not decide which token is likeliest.
-    model.embedding[...] = 20 * model.embedding[...]
+def write(of: Any, vocabulary: Any) -> tuple[dict[str, np.ndarray], list[str]]:
+    """What an untrained model writes: the predictions, and the pieces that were printed."""
+    model = Transformer(gpt.shape(of, len(vocabulary)), rngs=nnx.Rngs(0))
     model.eval()  # type: ignore[no-untyped-call]
-    return model
+    pieces: list[str] = []
+    return gpt.writer(of, vocabulary)(model, pieces.append), pieces
 
 
-def write(of: Any, vocabulary: int, batch: dict[str, Any]) -> np.ndarray:
-    model = untrained(of, vocabulary)
-    written = jax.jit(functools.partial(gpt.writer(of), model))(jax.tree.map(jnp.asarray, batch))
-    return np.asarray(written["tokens"])
-
-
-@pytest.mark.drill
-def test_it_writes_on_past_the_context_from_prompts_of_any_length() -> None:
-    of = config("tiny", context=8, sample_length=14, temperature=0.0, layers=1)
-    tokens = np.array([[1, 2, 3, 0, 0], [4, 0, 0, 0, 0], [5, 6, 7, 8, 9]], np.int32)
-    lengths = np.array([3, 1, 5], np.int32)
-    written = write(of, 26, {"tokens": tokens, "length": lengths, "sample": np.arange(3)})
-    model, forward = untrained(of, 26), nnx.jit(lambda model, tokens: model(tokens))
-    for row, length in enumerate(lengths):
-        text = list(tokens[row, :length])
-        for _ in range(14):
-            seen = text[-8:]  # and zeros behind it, which it does not look at
-            logits = forward(model, jnp.array([seen + [0] * (8 - len(seen))]))
-            text.append(int(logits[0, len(seen) - 1].argmax()))
-        np.testing.assert_array_equal(written[row, : length + 14], text)
-    assert len({tuple(row[-5:]) for row in written}) > 1
-
-
-@pytest.mark.drill
-def test_samples_differ_by_their_number_and_the_seed_and_hold_real_tokens_alone() -> None:
-    of = config("tiny", sample_length=60, temperature=50.0, samples=6)
-    vocabulary = gpt.Vocabulary(np.arange(97, 123))
-    batch = gpt.prompts(dataclasses.replace(of, prompt="ab"), vocabulary).rows(np.arange(6))
-    written = write(of, 26, batch)
-    assert written.shape == (6, 62) and (written[:, :2] == [0, 1]).all()
-    assert written.max() < 26 and len(np.unique(written)) == 26  # of 64 rows, at such a heat
-    assert len({tuple(row) for row in written}) == 6
-    alone = {name: rows[4:5] for name, rows in batch.items()}
-    np.testing.assert_array_equal(write(of, 26, alone)[0], written[4])
-    other = write(dataclasses.replace(of, seed=1), 26, alone)
-    assert (other[0] != written[4]).any()
+@pytest.mark.slow
+def test_samples_are_printed_one_after_another_while_they_grow() -> None:
+    of = config("tiny", temperature=50.0, samples=2, prompt=("ab", "c"))
+    written, pieces = write(of, gpt.Vocabulary(np.arange(97, 123)))
+    assert written["length"].tolist() == [42, 42, 41, 41]
+    texts = ["".join(map(chr, 97 + row[:n])) for row, n in zip(*written.values(), strict=True)]
+    assert "".join(pieces) == "".join(f"--- {row}\n{text}\n" for row, text in enumerate(texts))
+    assert pieces[0] == "--- 0\nab" and len(pieces) > 8  # not all at the end
+    assert texts[0][:2] == "ab" and texts[2][0] == "c" and len(set(texts)) == 4
+    shorter, _ = write(dataclasses.replace(of, stop="aeiou"), gpt.Vocabulary(np.arange(97, 123)))
+    ends = [
+        min((t.find(c, n) for c in "aeiou" if c in t[n:]), default=len(t) - 1)
+        for t, n in zip(texts, (2, 2, 1, 1), strict=True)
+    ]
+    assert (shorter["length"] - 1).tolist() == ends
 
 
 def test_what_cannot_be_written() -> None:
     vocabulary = gpt.Vocabulary(np.arange(97, 123))
-    with pytest.raises(UserError, match="'!', 'A'"):
-        gpt.prompts(config(prompt="Ah!"), vocabulary)
-    with pytest.raises(UserError, match="prompt is empty"):
-        gpt.prompts(config(prompt=""), vocabulary)
-    for changes in ({"temperature": -1.0}, {"samples": 0}, {"sample_length": 0}):
-        with pytest.raises(UserError, match=next(iter(changes))):
-            gpt.writer(config(**changes))
-
-
-def test_texts_are_presented_below_their_numbers() -> None:
-    vocabulary = gpt.Vocabulary(np.arange(97, 123))
-    shown = gpt.format_predictions(
-        vocabulary, {"tokens": np.array([[0, 1, 2], [3, 4, 9]]), "length": np.array([3, 2])}
-    )
-    assert list(shown) == ["--- 0", "abc", "--- 1", "de"]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"prompt": ("Ah!",)}, "prompt: .*'!', 'A'"),
+        ({"stop": "."}, "stop: .*'.'"),
+        ({"prompt": ("a", "")}, "prompt is empty"),
+        ({"temperature": -1.0}, "temperature is -1"),
+        ({"samples": 0}, "samples is 0"),
+        ({"sample_length": 0}, "sample_length is 0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+    ]
+    for changes, why in cases:
+        with pytest.raises(UserError, match=why):
+            gpt.writer(config(**{"prompt": ("a",), **changes}), vocabulary)
 
 
 def test_the_loss_is_of_the_tokens_that_count() -> None:
@@ -316,7 +293,7 @@ def test_the_loss_is_of_the_tokens_that_count() -> None:
 def test_a_prompt_of_other_characters_is_refused_and_says_which() -> None:
     vocabulary = gpt.Vocabulary(np.unique(np.frombuffer("abc".encode("utf-32-le"), np.uint32)))
     with pytest.raises(UserError, match="has no 'Z', 'ë'"):
-        gpt.prompts(gpt.Config(prompt="Zaë"), vocabulary)
+        gpt.prompts(gpt.Config(prompt=("Zaë",)), vocabulary)
 
 
 @pytest.mark.slow

@@ -171,3 +171,13 @@ def test_every_invariant_names_its_tests() -> None:
         if f"def {test}(" not in (REPOSITORY / file).read_text()
     ]
     assert missing == []
+
+
+@pytest.mark.slow
+def test_generation_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run_in(tmp_path, monkeypatch, blocks("python.md"))
+    texts: list[list[int]] = [[], []]
+    for row, tokens, _ in found["pieces"]:
+        texts[row] += tokens.tolist()
+    assert texts == [text.tolist() for text in found["texts"]]
+    assert all(len(text) == 40 or text[-1] == 0 for text in texts)

@@ -145,3 +145,14 @@ def test_a_quiet_loop_prints_the_last_metrics_only(capsys: pytest.CaptureFixture
             state, output = compiled(state, batch)
             loop.end_step(state, output)
     assert capsys.readouterr().out == "train at step 2: loss 0.5\n"
+
+
+@pytest.mark.parametrize("results_only", [False, True])
+def test_pieces_of_a_line_are_printed_at_once_and_not_interpreted(
+    results_only: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = Terminal(results_only=results_only)
+    terminal.piece("[bold]a\n:b")
+    assert capsys.readouterr().out == "[bold]a\n:b"
+    terminal.piece(" c")
+    assert capsys.readouterr().out == " c"

@@ -1,0 +1,56 @@
+"""Attention of new tokens to cached keys and values."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmdtrain.sharding.placement import constrain_sharding
+
+
+def cache_array(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Returns zeros for keys or values: the batch split over devices, the heads over "tensor".
+
+    Args:
+      shape: (..., B, heads, length, head width).
+      dtype: Of the keys or values.
+    """
+    layers = [None] * (len(shape) - 4)
+    return constrain_sharding(jnp.zeros(shape, dtype), *layers, "batch", "tensor", None, None)
+
+
+def attend_to_cache(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cached: tuple[jax.Array, jax.Array],
+    positions: jax.Array,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Returns what the heads mix (B, T, heads, head width), and the extended keys and values.
+
+    A token attends to positions up to its own.
+
+    Args:
+      query: (B, T, heads, head width), as `key` and `value`, of the new tokens.
+      key: Written to the cache.
+      value: Written to the cache.
+      cached: Keys and values (B, heads, length, head width).
+      positions: int (B, T), the positions in the cache: T consecutive ones in each row.
+    """
+
+    @jax.vmap
+    def put(row: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(row, new, (0, start, 0))
+
+    query, key, value = (jnp.swapaxes(part, 1, 2) for part in (query, key, value))
+    keys, values = (
+        constrain_sharding(put(old, new, positions[:, 0]), "batch", "tensor", None, None)
+        for old, new in zip(cached, (key, value), strict=True)
+    )
+    # The heads come before the positions: `jax.nn.dot_product_attention` takes the other order,
+    # and would transpose the whole cache for each token.
+    scores = jnp.einsum("bnth,bnlh->bntl", query, keys, preferred_element_type=jnp.float32)
+    seen = jnp.arange(keys.shape[2]) <= positions[..., None]
+    scores = jnp.where(seen[:, None], scores * query.shape[-1] ** -0.5, -jnp.inf)
+    probabilities = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+    return jnp.einsum("bntl,bnlh->btnh", probabilities, values), (keys, values)
