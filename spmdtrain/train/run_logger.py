@@ -221,7 +221,7 @@ class RunLogger:
         self._write(step, Split.EPOCH, metrics)
         units = {"seconds": "s", "examples_per_second": "examples/s"}
         apart = {"epoch", "input_wait", *units}
-        shown = {k: x for k, x in metrics.items() if k not in apart}
+        shown = {k: x for k, x in self._shown(metrics).items() if k not in apart}
         speed = [f"{number(metrics[name])} {of}" for name, of in units.items() if name in metrics]
         speed += [f"input_wait {metrics['input_wait']:.1%}"] if "input_wait" in metrics else []
         text = "  ".join([*metric_texts(shown), *speed])

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from typing import Any
 
 import pytest
 from report_files import BEGAN, phases, restarted_events
@@ -51,7 +52,7 @@ def test_the_shares_are_those_of_the_goodput_that_the_run_prints() -> None:
     begin = {"event": "start", "time": BEGAN, "step": 0}
     first = [phases(n, 10 * n, 0, 0, 0, n * 0.9, 0, 0, 0, n * 0.1) for n in range(1, 41)]
     again = [phases(100 + n, 100 + 5 * n, 0, 0, 0, n * n / 100, 0, 0, 0, 0) for n in range(1, 81)]
-    events = [begin, *first, {**begin, "time": BEGAN + 100, "step": 100}, *again]
+    events: list[Any] = [begin, *first, {**begin, "time": BEGAN + 100, "step": 100}, *again]
     seconds, times = shares(spans(log_of(*events).starts)), run_times(events)
     assert seconds[Activity.REPEATED] == pytest.approx(times.lost["repeated"]) == 36
     assert seconds[Activity.STEP] == pytest.approx(times.productive)
