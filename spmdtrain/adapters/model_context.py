@@ -8,6 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from spmdtrain.errors import UserError
+from spmdtrain.files.storage import one_line
 from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.describe import axes_of_entry
 from spmdtrain.sharding.mesh import BATCH_AXES
@@ -66,6 +67,10 @@ class ModelContext:
           *args: Its arguments.
           specs: A function that returns their specs, for explicit axes: `PartitionSpec`s by
             argument. By default arguments keep automatic axes.
+
+        Raises:
+          UserError: If the model needs explicit axes that are automatic.
+          ValueError: Another one of the function.
         """
         # Under `shard_map` each device computes alone: there is nothing to constrain.
         if not self._active or is_under_shard_map(self._placement):
@@ -80,7 +85,15 @@ class ModelContext:
                 function = jax.sharding.explicit_axes(
                     function, axes=self._explicit, in_sharding=explicit
                 )
-            return function(*args)
+            try:
+                return function(*args)
+            except ValueError as error:
+                if "of type Auto" not in str(error):  # JAX has no type for this error
+                    raise
+                raise UserError(
+                    "the model passes out_sharding to an operation, and its axes are automatic: "
+                    f"name them in AxisRules(explicit=(...)). {one_line(error)}"
+                ) from error
 
     def _only_explicit(self, spec: PartitionSpec) -> PartitionSpec:
         """Returns a spec without automatic axes, whose use XLA decides."""

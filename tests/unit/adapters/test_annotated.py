@@ -224,6 +224,12 @@ def test_dims_that_do_not_divide_and_axes_that_nothing_uses_are_named() -> None:
         trainer(Named, axis_rules=AxisRules(TABLE | {"mlp": None}), **SPLIT)
 
 
+def test_a_model_that_needs_explicit_axes_says_so() -> None:
+    model, _ = MODELS["nnx with explicit axes"]
+    with pytest.raises(UserError, match=r"out_sharding.*AxisRules\(explicit=\(\.\.\.\)\)"):
+        trainer(model, **SPLIT).fit(DATA, steps=1)
+
+
 def test_a_table_of_another_type_is_refused() -> None:
     with pytest.raises(UserError, match=r"axis_rules is a dict: it must be AxisRules\(\.\.\.\)"):
         trainer(Named, axis_rules=TABLE)
