@@ -12,6 +12,7 @@ _HOMES = {
     "Adapter": "adapters.base",
     "ArrayDataset": "data.datasets",
     "ArrayRecordSource": "data.sources.array_record",
+    "AxisRules": "sharding.annotations",
     "BATCH_AXES": "sharding.mesh",
     "BadRecordError": "errors",
     "CallbackContext": "train.callbacks",
@@ -95,6 +96,7 @@ __all__ = [
     "Adapter",
     "ArrayDataset",
     "ArrayRecordSource",
+    "AxisRules",
     "BadRecordError",
     "CallbackContext",
     "CallbackEvent",
@@ -212,6 +214,7 @@ if TYPE_CHECKING:
     )
     from spmdtrain.parameter_server.coordinator import Coordinator
     from spmdtrain.parameter_server.partition import FixedShards, MaxSize, MinSize
+    from spmdtrain.sharding.annotations import AxisRules
     from spmdtrain.sharding.layout import GatherPolicy, Rule
     from spmdtrain.sharding.mesh import BATCH_AXES
     from spmdtrain.sharding.placement import constrain_sharding, current_strategy, resolve_config

@@ -1,10 +1,12 @@
 """The `Adapter` protocol: a model of any library as pure functions over plain pytrees."""
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+
+from spmdtrain.sharding.annotations import Annotation
 
 PyTree = Any
 Function = Callable[[Any, PyTree], PyTree]
@@ -30,6 +32,23 @@ class Variables(NamedTuple):
 
     params: PyTree
     model_state: PyTree
+
+
+@runtime_checkable
+class Annotated(Protocol):
+    """An adapter whose model may annotate its arrays with names or axes."""
+
+    annotations: Mapping[str, Annotation]
+    """The annotations by path in the state (`params/layers/0/kernel`); known after `init`."""
+
+
+def annotations_of(adapter: "Adapter") -> Mapping[str, Annotation]:
+    """Returns the annotations of a model, by path; empty if its adapter reads none.
+
+    Args:
+      adapter: An adapter whose `init` has been traced.
+    """
+    return adapter.annotations if isinstance(adapter, Annotated) else {}
 
 
 @runtime_checkable

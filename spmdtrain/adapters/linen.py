@@ -1,11 +1,14 @@
 """The adapter of flax.linen modules."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 
 from spmdtrain.adapters.base import Function, Mode, Variables
+from spmdtrain.sharding.annotations import Annotation
+from spmdtrain.tree import path_name
 
 PyTree = Any
 
@@ -20,19 +23,25 @@ class LinenModel:
       *inputs: Example inputs for `module.init`.
       streams: Names of the random streams that the module draws from.
       **kwargs: Keyword arguments for `module.init`.
+
+    Attributes:
+      annotations: The names in the boxes of the variables (`nn.Partitioned`) by path; known after
+        `init`. The variables themselves are unboxed.
     """
 
     def __init__(
         self, module: Any, *inputs: PyTree, streams: Sequence[str] = ("dropout",), **kwargs: Any
     ) -> None:
         self.given: PyTree = {}
+        self.annotations: dict[str, Annotation] = {}
         self.module = module
         self.streams = tuple(streams)
         self._inputs, self._kwargs = inputs, kwargs
 
     def init(self, given: PyTree, key: jax.Array) -> Variables:
         rngs = _stream_keys(key, ("params", *self.streams))
-        variables = dict(self.module.init(rngs, *self._inputs, **self._kwargs))
+        boxed = _init_variables(lambda: self.module.init(rngs, *self._inputs, **self._kwargs))
+        self.annotations, variables = _unboxed(boxed)
         return Variables(variables.pop("params", {}), variables)
 
     def run(
@@ -45,6 +54,42 @@ class LinenModel:
     def merge(self, variables: Variables) -> "BoundLinen":
         key = jax.random.key(0)
         return BoundLinen(self.module, variables, key, self.streams, training=False)
+
+
+_NO_MESH = AbstractMesh((), ())
+
+
+def _init_variables(init: Callable[[], Any]) -> Any:
+    """Returns the variables of a module.
+
+    Within a mesh Flax constrains each new variable to its annotation, and names that are not axes
+    are errors. Therefore the module is initialized without a mesh, unless its own code needs one.
+
+    Args:
+      init: Initializes the module.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return init()
+    try:
+        with jax.sharding.use_abstract_mesh(_NO_MESH):
+            return init()
+    except (RuntimeError, ValueError):
+        return init()
+
+
+def _unboxed(variables: Any) -> tuple[dict[str, Annotation], dict[str, Any]]:
+    """Returns the annotations of boxed variables by path in the state, and the plain arrays."""
+    from flax.core import meta  # slow to import
+
+    found = {}
+    boxes = jax.tree_util.tree_leaves_with_path(variables, is_leaf=meta.is_axis_metadata)
+    for path, box in boxes:
+        annotation = Annotation.of(getattr(box, "names", None), getattr(box, "rules", None))
+        if annotation is not None:
+            name = path_name(path)
+            found[name if name.startswith("params/") else f"model_state/{name}"] = annotation
+    with jax.sharding.use_abstract_mesh(_NO_MESH):  # where unboxing constrains nothing
+        return found, dict(meta.unbox(variables))
 
 
 def _stream_keys(key: jax.Array, streams: Sequence[str]) -> dict[str, jax.Array]:

@@ -10,6 +10,7 @@ from flax import nnx, traverse_util
 
 from spmdtrain.adapters.base import Function, Mode, Variables
 from spmdtrain.errors import UserError
+from spmdtrain.sharding.annotations import Annotation
 
 PyTree = Any
 
@@ -24,10 +25,14 @@ class NnxModel:
     Args:
       make: Returns the module for (given, rngs).
       given: The arrays of an existing module; an empty dictionary if `make` draws them.
+
+    Attributes:
+      annotations: The `out_sharding` metadata of the variables by path; known after `init`.
     """
 
     def __init__(self, make: Callable[[PyTree, nnx.Rngs], nnx.Module], given: PyTree) -> None:
         self.given = given
+        self.annotations: dict[str, Annotation] = {}
         self._make = make
         self._structure: _NnxStructure | None = None
 
@@ -51,10 +56,13 @@ class NnxModel:
         return None
 
     def init(self, given: PyTree, key: jax.Array) -> Variables:
-        model = self._make(given, nnx.Rngs(key))
+        # The jitted initialization places arrays; Flax would need axes in place of names.
+        with nnx.use_eager_sharding(False):
+            model = self._make(given, nnx.Rngs(key))
         if not isinstance(model, nnx.Module):
             raise UserError(f"model(rngs=...) returned a {type(model).__name__}, not an nnx.Module")
         graph, params, streams, rest = _split(model)
+        self.annotations = _annotations(params, "params") | _annotations(rest, "model_state")
         self._structure = _NnxStructure(graph, _Layout(params), _Layout(streams), _Layout(rest))
         return Variables(_to_dict(params), _to_dict(rest))
 
@@ -127,6 +135,22 @@ def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
             "it, or an nnx.Variable"
         )
     return names
+
+
+def _annotations(state: Any, root: str) -> dict[str, Annotation]:
+    """Returns the annotations of the variables of a state, by path."""
+    found = {}
+    variables = jax.tree_util.tree_leaves_with_path(
+        state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    for path, variable in variables:
+        if not isinstance(variable, nnx.Variable):
+            continue
+        metadata = variable.get_metadata()
+        table = metadata.get("sharding_rules")
+        if (annotation := Annotation.of(metadata.get("out_sharding"), table)) is not None:
+            found["/".join([root, *_names((*path, _VALUE))])] = annotation
+    return found
 
 
 def _to_dict(state: Any) -> dict[str, Any]:

@@ -24,8 +24,9 @@ from spmdtrain.plan.summary import Buffer, CompiledSummary, Rematerialized, summ
 from spmdtrain.plan.topologies import Topology, gpu_config
 from spmdtrain.plan.traffic import Traffic, least_sent, traffic_of
 from spmdtrain.sharding import mesh
-from spmdtrain.sharding.layout import NotSplitError, field_of
+from spmdtrain.sharding.layout import NotSplitError
 from spmdtrain.sharding.placement import Placement, resolve_config
+from spmdtrain.sharding.state_paths import field_of
 from spmdtrain.sharding.table import MemoryUse, Row
 from spmdtrain.step.flops import Flops, count_flops
 from spmdtrain.step.state import TrainState

@@ -1,4 +1,4 @@
-"""The sharding of every leaf of the state: rules from paths to partition specs, checked."""
+"""The sharding of every leaf of the state, from rules, the model's annotations and the strategy."""
 
 import enum
 import math
@@ -8,18 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import PartitionSpec, Sharding
 
 from spmdtrain.config.option_groups import ShardingOptions
 from spmdtrain.errors import UserError, did_you_mean
-from spmdtrain.sharding.mesh import BATCH_AXES, describe_devices
+from spmdtrain.sharding.annotations import Annotation, AxisRules, specs_of
+from spmdtrain.sharding.describe import axes_of_entry, axes_of_spec
+from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import Placement
+from spmdtrain.sharding.state_paths import Shape, field_of, parameter_of
 from spmdtrain.strategies import AXES, STATE
 from spmdtrain.terminal import byte_size
 from spmdtrain.tree import named_leaves, path_name
 
 PyTree = Any
-Shape = tuple[int, ...]
 REPLICATED = PartitionSpec()
 
 
@@ -64,41 +66,8 @@ class Rule:
                 f"sharding rule {self.pattern!r} has the spec {self.spec!r}: it must be a "
                 "jax.sharding.PartitionSpec of axes and None"
             )
-        if len(set(axes := _axes(self.spec))) < len(axes):
+        if len(set(axes := axes_of_spec(self.spec))) < len(axes):
             raise UserError(f"sharding rule {self.pattern!r} names an axis twice: {self.spec}")
-
-
-def parameter_of(name: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | None:
-    """Returns the parameter to which a leaf of the state belongs, whose path ends the leaf's path.
-
-    `opt_state/0/mu/blocks/q` belongs to `params/blocks/q`. With several optimizers,
-    `opt_state/actor/0/mu/q` belongs to `params/actor/q`. A parameter of the leaf's shape is
-    preferred, then the longest path.
-
-    Args:
-      name: The path of the leaf.
-      shape: Its shape.
-      parameters: The shapes of all parameters by path.
-
-    Returns:
-      The path of the parameter; None if there is none, or if the leaf is in none of the fields
-      `params`, `opt_state` and `averaged`.
-    """
-    root, *parts = name.split("/")
-    if root not in ("params", *STATE):
-        return None
-    tails = [parts[start:] for start in range(len(parts) + 1)]
-    if not "".join(parts[:1]).isdecimal():  # a number is an index in a chain of optimizers
-        tails += [parts[:1] + tail for tail in tails]
-    names = ["/".join(["params", *tail]) for tail in sorted(tails, key=len, reverse=True)]
-    matches = [name for name in names if name in parameters]
-    same_shape = [name for name in matches if parameters[name] == shape]
-    return next(iter(same_shape + matches), None)
-
-
-def field_of(name: str) -> str:
-    """Returns the field of the state that a leaf's path begins with."""
-    return name.partition("/")[0]
 
 
 class NotSplitError(UserError):
@@ -106,16 +75,18 @@ class NotSplitError(UserError):
 
 
 class Layout:
-    """The shardings of a state, from rules and a strategy.
+    """The shardings of a state, from rules, a model's annotations and a strategy.
 
-    A leaf of the optimizer's state that has its parameter's shape gets its parameter's spec. The
-    strategy splits dims that the rules leave free.
+    An array without a rule has the spec of its annotation. A leaf of the optimizer's state that has
+    its parameter's shape gets its parameter's spec. The strategy splits dims that remain free.
 
     Args:
       state: A `TrainState` whose leaves have shapes and dtypes.
       placement: The strategy and its mesh.
       rules: The experiment's rules; the first match applies.
       options: Minimum size of leaves that are split, and offloading to host memory.
+      annotations: The model's annotations by path.
+      axis_rules: The table from their names to axes.
 
     Attributes:
       on_device: The sharding of each leaf in device memory, while a step computes.
@@ -123,17 +94,25 @@ class Layout:
       replicates_params: Whether every device holds all parameters.
 
     Raises:
-      UserError: If a rule matches nothing, a dim does not divide, or a large leaf that the strategy
-        should split is not split.
+      UserError: If a rule matches nothing, a name is not mapped, a dim does not divide, or a large
+        leaf that the strategy should split is not split.
     """
 
     def __init__(
-        self, state: Any, placement: Placement, rules: Sequence[Rule], options: ShardingOptions
+        self,
+        state: Any,
+        placement: Placement,
+        rules: Sequence[Rule],
+        options: ShardingOptions,
+        *,
+        annotations: Mapping[str, Annotation] | None = None,
+        axis_rules: AxisRules | None = None,
     ) -> None:
         self._placement, self._rules, self._options = placement, tuple(rules), options
         self._unused = dict(enumerate(self._rules))
         named = named_leaves(state)
         self._shapes = {n: tuple(x.shape) for n, x in named.items() if field_of(n) == "params"}
+        self._annotated = self._annotation_rules(annotations or {}, axis_rules)
         self._check_axes_used()
         self.on_device: Any = _with_paths(self._on_device, state)
         if placement.mesh is not None and self._unused:
@@ -161,6 +140,31 @@ class Layout:
             if large and not self._used(spec) and (rule is None or rule.spec != REPLICATED):
                 names.append(name.removeprefix("params/"))
         return names
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """What decided about the spec of each parameter that is split or has a rule, by path.
+
+        For example "rule 2" (the second of the experiment's rules), "annotation", "strategy", or
+        two of them if the strategy splits one more dim.
+        """
+        found = {}
+        for name, shape in self._shapes.items():
+            spec, rule = self._spec(name, shape)
+            parts = [] if rule is None else [self._source(name, rule)]
+            if set(axes_of_spec(spec)) - set(axes_of_spec(rule.spec if rule else REPLICATED)):
+                parts.append("strategy")
+            if parts:
+                found[name] = " + ".join(parts)
+        return found
+
+    def in_model(self, variables: PyTree) -> PyTree:
+        """Returns the specs that the values of a model have while it runs.
+
+        Args:
+          variables: Its `params` and `model_state`.
+        """
+        return _with_paths(lambda name, x: self._in_model(name, tuple(x.shape)), variables)
 
     def to_device(self, tree: PyTree, of: Callable[[Any], PyTree]) -> PyTree:
         """Returns a tree with leaves in host memory copied to the devices. Traced under `jit`.
@@ -231,11 +235,19 @@ class Layout:
         return on_device.with_memory_kind("pinned_host")
 
     def _gathered(self, name: str, leaf: Any) -> Sharding | None:
-        spec, rule = self._spec(name, leaf.shape)
+        _, rule = self._spec(name, leaf.shape)
         if rule is not None and rule.gather is GatherPolicy.PER_LAYER:
             return None
-        kept = [tuple(a for a in _names(entry) if a not in BATCH_AXES) for entry in spec]
-        return self._placement.sharding(PartitionSpec(*(axes or None for axes in kept)))
+        return self._placement.sharding(self._in_model(name, leaf.shape))
+
+    def _in_model(self, name: str, shape: Shape) -> PartitionSpec:
+        spec, rule = self._spec(name, shape)
+        if rule is not None and rule.gather is GatherPolicy.PER_LAYER:
+            return spec
+        if rule is not None and rule is self._annotated.get(name):
+            return rule.spec  # the model was written for this spec
+        kept = [tuple(a for a in axes_of_entry(entry) if a not in BATCH_AXES) for entry in spec]
+        return PartitionSpec(*(axes or None for axes in kept))
 
     def _gradient(self, name: str, leaf: Any) -> Sharding:
         return self._placement.sharding(self._spec(name, leaf.shape, field="opt_state")[0])
@@ -278,16 +290,37 @@ class Layout:
             self._unused.pop(number, None)
             self._check_divides(name, shape, rule)
             return rule
-        return None
+        annotated = self._annotated.get(str(owner) if follows else name)
+        if annotated is not None:
+            self._check_divides(name, shape, annotated)
+        return annotated
+
+    def _annotation_rules(
+        self, annotations: Mapping[str, Annotation], axis_rules: AxisRules | None
+    ) -> dict[str, Rule]:
+        """Returns a rule for each annotated array that no rule of the experiment matches."""
+        free = {
+            path: annotation
+            for path, annotation in annotations.items()
+            if not any(re.search(rule.pattern, path) for rule in self._rules)
+        }
+        specs = specs_of(free, axis_rules)
+        return {path: Rule(f"^{re.escape(path)}$", spec) for path, spec in specs.items()}
+
+    def _source(self, name: str, rule: Rule) -> str:
+        is_annotation = rule is self._annotated.get(name)
+        return "annotation" if is_annotation else f"rule {self._rules.index(rule) + 1}"
 
     def _also_over(self, axis: str, spec: PartitionSpec, shape: Shape) -> PartitionSpec:
         """Returns `spec` with `axis` added to the largest dim that is free and divides."""
         size = self._placement.size(axis)
-        if size == 1 or axis in _axes(spec) or math.prod(shape) < self._options.min_size:
+        if size == 1 or axis in axes_of_spec(spec) or math.prod(shape) < self._options.min_size:
             return spec
         entries = [*spec, *[None] * (len(shape) - len(spec))]
         # An axis of size 1 splits nothing, so its dim is free.
-        taken = [math.prod(map(self._placement.size, _names(entry))) > 1 for entry in entries]
+        taken = [
+            math.prod(map(self._placement.size, axes_of_entry(entry))) > 1 for entry in entries
+        ]
         free = [d for d, n in enumerate(shape) if not taken[d] and n % size == 0]
         if not free:
             return spec
@@ -295,14 +328,15 @@ class Layout:
         return PartitionSpec(*entries)
 
     def _used(self, spec: PartitionSpec) -> list[str]:
-        return [axis for axis in _axes(spec) if self._placement.size(axis) > 1]
+        return [axis for axis in axes_of_spec(spec) if self._placement.size(axis) > 1]
 
     # -- errors --------------------------------------------------------------------------------
 
     def _check_axes_used(self) -> None:
         """Checks that the rules use every axis that splits no batch; otherwise work is repeated."""
         placement = self._placement
-        named = {axis for rule in self._rules for axis in _axes(rule.spec)}
+        rules = [*self._rules, *self._annotated.values()]
+        named = {axis for rule in rules for axis in axes_of_spec(rule.spec)}
         for axis in AXES:
             needed = axis == "tensor" and placement.strategy.needs_rules
             if axis in BATCH_AXES or axis in named or not (needed or placement.size(axis) > 1):
@@ -310,23 +344,27 @@ class Layout:
             raise UserError(
                 f"mesh axis {axis}={placement.size(axis)} is not used: under strategy "
                 f"{placement.name} only sharding rules split over {axis}, and none of the "
-                f"{len(self._rules)} rules names it, so its devices would repeat each other's "
-                f"work. Give rules that name {axis}"
+                f"{len(self._rules)} rules{self._or_annotations} names it, so its devices would "
+                f"repeat each other's work. Give rules that name {axis}"
                 + (" or choose another strategy" if needed else f" or remove mesh.{axis}")
             )
+
+    @property
+    def _or_annotations(self) -> str:
+        return f" and {len(self._annotated)} annotations" if self._annotated else ""
 
     def _check_divides(self, name: str, shape: Shape, rule: Rule) -> None:
         size_of = self._placement.size
         if len(rule.spec) > len(shape):
             raise UserError(
-                f"{name} has shape {shape}, {len(shape)} dims, and the rule {rule.pattern!r} gives "
+                f"{name} has shape {shape}, {len(shape)} dims, and {self._described(rule)} gives "
                 f"it a spec of {len(rule.spec)}: {rule.spec}"
             )
         for dim, (size, entry) in enumerate(zip(shape, rule.spec, strict=False)):
-            names = _names(entry)
+            names = axes_of_entry(entry)
             if unknown := [axis for axis in names if axis not in AXES]:
                 raise UserError(
-                    f"{name}: the rule {rule.pattern!r} splits dim {dim} over {unknown[0]!r}, "
+                    f"{name}: {self._described(rule)} splits dim {dim} over {unknown[0]!r}, "
                     f"which is not an axis of the mesh.{did_you_mean(str(unknown[0]), AXES)}"
                 )
             parts = math.prod(map(size_of, names))
@@ -336,6 +374,11 @@ class Layout:
                     f"{' * '.join(f'{axis}={size_of(axis)}' for axis in names)} "
                     f"({_division(size, parts)})"
                 )
+
+    def _described(self, rule: Rule) -> str:
+        if any(rule is known for known in self._annotated.values()):
+            return "its annotation"
+        return f"the rule {rule.pattern!r}"
 
     def _check_split(self, name: str, leaf: Any, spec: PartitionSpec) -> None:
         """Checks that a large leaf is split if the strategy splits such leaves."""
@@ -381,67 +424,6 @@ class Layout:
 def _with_paths(function: Callable[..., Any], *trees: PyTree) -> PyTree:
     """Maps `function` of a leaf's path and its leaves over trees."""
     return jax.tree_util.tree_map_with_path(lambda p, *x: function(path_name(p), *x), *trees)
-
-
-def check_placed(tree: PyTree, shardings: PyTree, when: str) -> None:
-    """Checks that leaves have their shardings, including the memory kind.
-
-    Args:
-      tree: Arrays.
-      shardings: The sharding that each should have.
-      when: The start of the error message, for example "as restored".
-
-    Raises:
-      UserError: If a leaf has another sharding.
-    """
-    wanted = named_leaves(shardings)
-    for name, leaf in named_leaves(tree).items():
-        want, has = wanted[name], leaf.sharding
-        if has.is_equivalent_to(want, leaf.ndim) and _memory(has) == _memory(want):
-            continue
-        raise UserError(
-            f"{when}, {name} of shape {leaf.shape} is {_with_memory(has)}, but its rules require "
-            f"{_with_memory(want)}"
-        )
-
-
-def describe_sharding(sharding: Sharding) -> str:
-    """Returns a sharding as text, for example "P('fsdp', None)".
-
-    Args:
-      sharding: The sharding. If its spec names only axes of size 1, the text is "replicated" with
-        their sizes.
-    """
-    if not isinstance(sharding, NamedSharding):
-        return f"on {describe_devices(sorted(sharding.device_set, key=lambda device: device.id))}"
-    mesh, axes = sharding.mesh, _axes(sharding.spec)
-    if not sharding.is_fully_replicated:
-        return f"P({', '.join(map(_entry, sharding.spec))})"
-    sizes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
-    return f"replicated ({sizes})" if axes else "replicated"
-
-
-def _entry(entry: Any) -> str:
-    return repr(entry[0] if isinstance(entry, tuple) and len(entry) == 1 else entry)
-
-
-def _with_memory(sharding: Sharding) -> str:
-    on_host = _memory(sharding) == "pinned_host"
-    return describe_sharding(sharding) + (", in host memory" if on_host else "")
-
-
-def _memory(sharding: Sharding) -> str:
-    kind: str | None = sharding.memory_kind
-    return "device" if kind in (None, "device") else kind
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    """Returns the axes of one entry of a spec."""
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
-
-
-def _axes(spec: PartitionSpec) -> list[str]:
-    return [axis for entry in spec for axis in _names(entry)]
 
 
 def _division(size: int, parts: int) -> str:

@@ -152,6 +152,16 @@ def current_batch_shards() -> int:
     return _strategy().batch_shards
 
 
+def is_under_shard_map(placement: Placement) -> bool:
+    """Returns whether the calling code runs on each device of a placement's mesh alone.
+
+    Args:
+      placement: The placement of the run.
+    """
+    current: Placement | None = _current.value
+    return placement.mesh is not None and current is not None and current.mesh is None
+
+
 def _strategy() -> Placement:
     current: Placement | None = _current.value
     return current or Placement(DEFAULT, None)

@@ -1,7 +1,7 @@
 """The table of `--show-sharding`: the sharding of each parameter and its bytes on a device."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,13 +10,14 @@ from jax.sharding import NamedSharding, Sharding
 from rich.cells import cell_len
 from rich.table import Table
 
-from spmdtrain.sharding.layout import describe_sharding, field_of, parameter_of
+from spmdtrain.sharding.describe import describe_sharding
+from spmdtrain.sharding.state_paths import field_of, parameter_of
 from spmdtrain.terminal import Terminal, byte_size
 from spmdtrain.tree import named_leaves
 
 PyTree = Any
 
-_SPEC, _FIRST_SIZE = 3, 4  # indices of columns
+_SPEC = 3  # the index of a column
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Row:
       optimizer: Memory of its leaves in the optimizer's state.
       average: Memory of its moving average.
       elements: Number of elements of the parameter; 0 for `other`.
+      source: What decided about the spec, for example "rule 1"; see `Layout.sources`.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Row:
     optimizer: MemoryUse
     average: MemoryUse
     elements: int = 0
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,9 @@ class _Sums:
     average: MemoryUse = field(default_factory=MemoryUse)
 
 
-def tabulate(abstract_state: PyTree, shardings: PyTree) -> ShardingTable:
+def tabulate(
+    abstract_state: PyTree, shardings: PyTree, sources: Mapping[str, str] | None = None
+) -> ShardingTable:
     """Returns the table of a state. Nothing is compiled or allocated.
 
     A leaf of the optimizer's state belongs to the parameter whose path ends the leaf's path, for
@@ -135,6 +140,7 @@ def tabulate(abstract_state: PyTree, shardings: PyTree) -> ShardingTable:
     Args:
       abstract_state: The state as shapes and dtypes.
       shardings: Their shardings.
+      sources: What decided about the specs, by path (see `Layout.sources`).
     """
     leaves, where = named_leaves(abstract_state), named_leaves(shardings)
     assert list(leaves) == list(where), "the state and its shardings are different trees"
@@ -165,6 +171,7 @@ def tabulate(abstract_state: PyTree, shardings: PyTree) -> ShardingTable:
             optimizer=of.optimizer,
             average=of.average,
             elements=math.prod(leaves[name].shape),
+            source=(sources or {}).get(name, ""),
         )
         for name, of in sums.items()
     ]
@@ -201,7 +208,8 @@ def render(table: ShardingTable) -> Table:
     header, *rows = _cells(table)
     drawn = Table()
     for number, name in enumerate(header):
-        drawn.add_column(name, justify="right" if number >= _FIRST_SIZE else "left", no_wrap=True)
+        is_size = number >= _first_size(table)
+        drawn.add_column(name, justify="right" if is_size else "left", no_wrap=True)
     for row in rows:
         if row is rows[-1]:
             drawn.add_section()
@@ -211,16 +219,14 @@ def render(table: ShardingTable) -> Table:
 
 def narrow(table: ShardingTable) -> list[str]:
     """Returns the table as two lines a row, for a narrow terminal: name and spec, then sizes."""
-    _, *rows = _cells(table)
-    shape, dtype, _, *sizes = (
-        max(map(len, column)) for column in list(zip(*rows, strict=True))[1:]
-    )
+    (_, *rows), first = _cells(table), _first_size(table)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [size.rjust(width) for size, width in zip(row[_FIRST_SIZE:], sizes, strict=True)]
+        cells = [size.rjust(width) for size, width in zip(row[first:], widths[first:], strict=True)]
         labeled = map("".join, zip(("", "optimizer ", "average "), cells, strict=False))
-        lines.append(f"{row[0]}  {row[_SPEC]}".rstrip())
-        lines.append("  ".join([f"    {row[1]:{shape}}", f"{row[2]:{dtype}}", *labeled]))
+        lines.append("  ".join([row[0], *row[_SPEC:first]]).rstrip())
+        lines.append("  ".join([f"    {row[1]:{widths[1]}}", f"{row[2]:{widths[2]}}", *labeled]))
     return lines
 
 
@@ -268,13 +274,23 @@ def show_sharding(terminal: Terminal, table: ShardingTable) -> None:
 
 def _cells(table: ShardingTable) -> list[list[str]]:
     """Returns the cells of the header, the rows and the total."""
-    averaged = table.total.average.whole > 0
+    averaged, sourced = table.total.average.whole > 0, _has_sources(table)
     sizes = ["bytes per\ndevice", "optimizer\nper device", "average\nper device"]
-    cells = [["parameter", "shape", "dtype", "spec", *sizes]]
+    cells = [["parameter", "shape", "dtype", "spec", *["source"][:sourced], *sizes]]
     for row in [*table.rows, table.total]:
         held = map(str, (row.own, row.optimizer, row.average))
-        cells.append([row.name, row.shape, row.dtype, row.spec, *held])
+        named = [row.name, row.shape, row.dtype, row.spec, *[row.source][:sourced]]
+        cells.append([*named, *held])
     return cells if averaged else [row[:-1] for row in cells]
+
+
+def _has_sources(table: ShardingTable) -> bool:
+    return any(row.source for row in table.rows)
+
+
+def _first_size(table: ShardingTable) -> int:
+    """Returns the index of the first column of sizes."""
+    return _SPEC + 1 + _has_sources(table)
 
 
 class _Places:

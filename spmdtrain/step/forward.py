@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from spmdtrain.adapters.base import Adapter, Function, Mode, Variables
+from spmdtrain.adapters.model_context import ModelContext
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.marked_rows import as_marked
 from spmdtrain.errors import UserError
@@ -60,6 +62,7 @@ class Forward:
       objective: The user's objective.
       predict: The user's predict function.
       layout: The shardings of the state.
+      context: Calls the model.
       config: Its `compute_dtype`, `remat` and `batch_statistics` are read.
       abstract_params: Parameters as shapes and dtypes.
     """
@@ -70,13 +73,14 @@ class Forward:
         objective: Function,
         predict: Function,
         layout: Layout,
+        context: ModelContext,
         config: RunConfig,
         abstract_params: PyTree,
     ) -> None:
         self.objective = Declared.of(locate_errors(objective))
         self.predict = Declared.of(locate_errors(predict))
         self.compute_dtype = jnp.dtype(config.compute_dtype)
-        self._adapter, self._layout = adapter, layout
+        self._adapter, self._layout, self._context = adapter, layout, context
         self._remat, self._per_replica = config.remat, config.batch_statistics == "replica"
         self._abstract_params = abstract_params
         self.loss_is_of_tokens = False
@@ -125,8 +129,7 @@ class Forward:
     ) -> tuple[PyTree, PyTree]:
         """Returns what the objective returns, and the model state after the batch."""
         variables = Variables(self._to_compute(merge(params, frozen)), model_state)
-        inputs, objective = self._cast_input(batch), self.objective.given(key, batch, mask)
-        outputs, after = self._adapter.run(objective, variables, inputs, key, mode)
+        outputs, after = self._run(self.objective, variables, batch, key, mask, mode)
         # A model that computes in 16 bits may have assigned 16-bit arrays to its state.
         return outputs, jax.tree.map(lambda new, old: new.astype(old.dtype), after, model_state)
 
@@ -185,9 +188,28 @@ class Forward:
         placed = self._layout.to_device(variables, lambda shardings: shardings.variables)
         own = self.as_parameters(placed)
         values = Variables(self._to_compute(own.params), own.model_state)
-        key, inputs = eval_key(draw), self._cast_input(batch)
-        called = function.given(key, batch, mask)
-        return self._adapter.run(called, values, inputs, key, Mode.EVAL)[0]
+        return self._run(function, values, batch, eval_key(draw), mask, Mode.EVAL)[0]
+
+    def _run(
+        self,
+        function: Declared,
+        variables: Variables,
+        batch: PyTree,
+        key: jax.Array,
+        mask: jax.Array | None,
+        mode: Mode,
+    ) -> tuple[PyTree, PyTree]:
+        """Returns the outputs of `function(model, batch)`, and the model state after it."""
+
+        def run(variables: Variables, batch: PyTree, key: jax.Array, mask: Any) -> Any:
+            called = function.given(key, batch, mask)
+            return self._adapter.run(called, variables, self._cast_input(batch), key, mode)
+
+        def specs() -> tuple[PyTree, ...]:
+            rows = self._context.batch_specs((batch, mask))
+            return self._layout.in_model(variables), rows[0], PartitionSpec(), rows[1]
+
+        return self._context.call(run, variables, batch, key, mask, specs=specs)
 
     # -- dtypes --------------------------------------------------------------------------------
 

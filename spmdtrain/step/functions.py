@@ -11,15 +11,18 @@ import numpy as np
 import optax
 from jax.sharding import Sharding
 
-from spmdtrain.adapters.base import Adapter, Function, Variables
+from spmdtrain.adapters.base import Adapter, Function, Variables, annotations_of
+from spmdtrain.adapters.model_context import ModelContext
 from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
 from spmdtrain.data.loader import batch_of_first_step, examples_of
 from spmdtrain.data.marked_rows import as_marked
 from spmdtrain.distributed.first_call import Together, call_together
 from spmdtrain.errors import UserError
 from spmdtrain.sharding import mesh
+from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.layout import Layout, Rule
 from spmdtrain.sharding.placement import Placement, use_placement
+from spmdtrain.sharding.table import ShardingTable, tabulate
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.batch_checks import ABSTRACT_DRAW, BatchChecks
 from spmdtrain.step.declared_arguments import Declared
@@ -57,6 +60,7 @@ class StepFunctions:
       optimizer: An optax optimizer.
       placement: The strategy and its mesh.
       rules: Sharding rules for the state; the first match counts.
+      axis_rules: The table from the names of the model's annotations to mesh axes.
       reduction: Reduces the gradients under `shard_map`. By default the configuration decides.
       media: Returns a pytree of arrays to log for (model, batch).
       config: The run's options. Without `jit`, functions run operation by operation.
@@ -81,6 +85,7 @@ class StepFunctions:
         optimizer: optax.GradientTransformation,
         placement: Placement,
         rules: Sequence[Rule] = (),
+        axis_rules: AxisRules | None = None,
         reduction: Reduction | None = None,
         media: Function | None = None,
         config: RunConfig,
@@ -88,15 +93,28 @@ class StepFunctions:
         self._adapter = adapter
         self._config, self._placement = config, placement
         self.update = Update(optimizer, config.freeze, config.ema_decay)
+        self._context = ModelContext(placement, axis_rules)
         with use_placement(placement):  # models may call current_strategy()
             self.abstract_state: TrainState = jax.eval_shape(
                 self._init, adapter.given, *map(jax.random.key, (0, 0))
             )
         self.update.check(self.abstract_state.params)
-        self.layout = Layout(self.abstract_state, placement, rules, config.sharding)
+        annotations = annotations_of(adapter)
+        self.layout = Layout(
+            *(self.abstract_state, placement, rules, config.sharding),
+            annotations=annotations,
+            axis_rules=axis_rules,
+        )
+        self._context = ModelContext(placement, axis_rules, annotated=bool(annotations))
         self.shardings: TrainState = self.layout.shardings
         self._forward = Forward(
-            adapter, objective, predict, self.layout, config, self.abstract_state.params
+            adapter,
+            objective,
+            predict,
+            self.layout,
+            self._context,
+            config,
+            self.abstract_state.params,
         )
         self._checks = BatchChecks(
             self._forward, self.update, self.abstract_state, placement, config
@@ -162,7 +180,9 @@ class StepFunctions:
 
     def _init(self, given: PyTree, init_key: jax.Array, step_key: jax.Array) -> TrainState:
         # Copied, because the first state is donated and the user's own arrays would be with it.
-        params, model_state = self._adapter.init(jax.tree.map(jnp.copy, given), init_key)
+        params, model_state = self._context.call(
+            self._adapter.init, jax.tree.map(jnp.copy, given), init_key
+        )
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
@@ -186,6 +206,10 @@ class StepFunctions:
             return default
 
         return jax.tree_util.tree_map_with_path(sharding, self._adapter.given)
+
+    def sharding_table(self) -> ShardingTable:
+        """Returns the sharding and memory of each array of the state, without allocating it."""
+        return tabulate(self.abstract_state, self.shardings, self.layout.sources)
 
     @property
     def placed_state(self) -> TrainState:

@@ -143,7 +143,8 @@ def shard_map_blocker(
             f"the objective has side effects ({', '.join(map(str, jaxpr.effects))}), "
             "which each device would repeat"
         )
-    if {"sharding_constraint", "shard_map"} & {x.primitive.name for x in equations(jaxpr.jaxpr)}:
+    constraints = {"sharding_constraint", "reshard", "shard_map"}
+    if constraints & {x.primitive.name for x in equations(jaxpr.jaxpr)}:
         return "the objective constrains the sharding of arrays itself"
     _, is_used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
     if is_used[-1] and not gradients.per_replica:  # the key is the last argument

@@ -218,7 +218,7 @@ class MeshBackend:
         self, functions: StepFunctions, config: RunConfig, terminal: Terminal
     ) -> None:
         """Prints the sharding of each array of the state."""
-        table.show_sharding(terminal, table.tabulate(functions.abstract_state, functions.shardings))
+        table.show_sharding(terminal, functions.sharding_table())
 
     def begin_fit(self, timeout: float, *, has_fitted: bool) -> None:
         """Does nothing, because every fit can begin."""

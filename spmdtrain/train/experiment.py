@@ -16,6 +16,7 @@ from spmdtrain.adapters.base import Function
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import Augment
 from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.layout import Rule
 from spmdtrain.step.reductions import Reduction
 from spmdtrain.trackers.base import Tracker
@@ -50,6 +51,8 @@ class Experiment:
     rules: Sequence[Rule] = ()
     """Shardings of parameters, for every strategy; the first rule that matches counts. The strategy
     places the parameters that no rule matches."""
+    axis_rules: AxisRules | None = None
+    """Maps the names of the model's annotations to mesh axes. Rules win over annotations."""
     reduction: Reduction | None = None
     """(gradients, axes) -> gradients: reduces gradients under shard_map, instead of XLA."""
     prompts: Any = None

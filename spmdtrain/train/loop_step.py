@@ -12,7 +12,8 @@ from spmdtrain.distributed import process_group
 from spmdtrain.distributed.first_call import await_compiled
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import UserError
-from spmdtrain.sharding.layout import Layout, check_placed
+from spmdtrain.sharding.describe import check_placed
+from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.finite import finite_flags
 from spmdtrain.step.hyperparameters import learning_rate

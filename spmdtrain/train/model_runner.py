@@ -20,9 +20,10 @@ from spmdtrain.data.loader import IndexedBatch
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import UserError
+from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.layout import Rule
 from spmdtrain.sharding.placement import Placement, use_placement
-from spmdtrain.sharding.table import ShardingTable, tabulate
+from spmdtrain.sharding.table import ShardingTable
 from spmdtrain.step.forward import model_output
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.step.reductions import Reduction
@@ -51,6 +52,7 @@ class ModelRunner:
       optimizer: Gives the optimizer's state and updates.
       predict: Gives predictions.
       rules: Sharding rules.
+      axis_rules: Maps the names of the model's annotations to mesh axes.
       reduction: Reduces gradients.
       media: Gives media to log.
       weight_map: Rules for the arrays of `init_from`.
@@ -66,6 +68,7 @@ class ModelRunner:
         optimizer: optax.GradientTransformation,
         predict: Function | None,
         rules: Sequence[Rule],
+        axis_rules: AxisRules | None,
         reduction: Reduction | None,
         media: Function | None,
         weight_map: WeightMap,
@@ -91,6 +94,7 @@ class ModelRunner:
                 "predict": predict or model_output,
                 "optimizer": optimizer,
                 "rules": rules,
+                "axis_rules": axis_rules,
                 "reduction": reduction,
                 "media": checked_media(media),
             },
@@ -154,7 +158,7 @@ class ModelRunner:
 
     def sharding_table(self) -> ShardingTable:
         """Returns the sharding and memory of each array of the state, without allocating it."""
-        return tabulate(self.functions.abstract_state, self.functions.shardings)
+        return self.functions.sharding_table()
 
     def unsharded_params(self) -> list[str]:
         """Returns the parameters that the strategy would split if one of their dims divided."""

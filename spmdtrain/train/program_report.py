@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from spmdtrain.sharding.layout import describe_sharding
+from spmdtrain.sharding.describe import describe_sharding
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step import optimizer
 from spmdtrain.step.flops import count_flops

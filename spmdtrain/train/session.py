@@ -38,7 +38,7 @@ from spmdtrain.errors import (
     UserError,
 )
 from spmdtrain.files.run_files import RunFiles, Split, Status
-from spmdtrain.sharding.layout import check_placed
+from spmdtrain.sharding.describe import check_placed
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal

@@ -17,6 +17,7 @@ from spmdtrain.data.sharded_stream import StreamProgress
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import PreemptedExit, StateError, UserError
 from spmdtrain.files.run_files import Split
+from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.layout import Rule
 from spmdtrain.sharding.placement import use_placement
 from spmdtrain.sharding.resolution import resolve
@@ -62,6 +63,7 @@ class Trainer(ModelRunner, MediaLogger):
       predict: (model, batch) -> predictions with leading dim B; by default the model's output.
       augment: (example, NumPy generator) -> an augmented example; called on the host.
       rules: Sharding rules; the first one that matches a parameter's path applies.
+      axis_rules: Maps the names of the model's annotations to mesh axes.
       reduction: (gradients of a device's part of the batch, mesh axes) -> their sums over the
         axes; called under `shard_map`. By default XLA or a built-in function reduces them.
       callbacks: Functions by `CallbackEvent`, or a list of callback objects.
@@ -87,6 +89,7 @@ class Trainer(ModelRunner, MediaLogger):
         predict: Function | None = None,
         augment: Augment | None = None,
         rules: Sequence[Rule] = (),
+        axis_rules: AxisRules | None = None,
         reduction: Reduction | None = None,
         callbacks: Callbacks | None = None,
         media: Function | None = None,
@@ -108,6 +111,7 @@ class Trainer(ModelRunner, MediaLogger):
             optimizer=optimizer,
             predict=predict,
             rules=rules,
+            axis_rules=axis_rules,
             reduction=reduction,
             media=media,
             weight_map=weight_map,

@@ -20,7 +20,8 @@ from spmdtrain.checkpoints.restore import load_state
 from spmdtrain.config.option_groups import MeshSpec, ShardingOptions
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError
-from spmdtrain.sharding.layout import GatherPolicy, Layout, Rule, check_placed, describe_sharding
+from spmdtrain.sharding.describe import check_placed, describe_sharding
+from spmdtrain.sharding.layout import GatherPolicy, Layout, Rule
 from spmdtrain.sharding.placement import Placement, make_placement
 from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal

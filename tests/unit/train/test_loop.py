@@ -32,7 +32,7 @@ from spmdtrain import (
     weighted_mean,
 )
 from spmdtrain.run import main
-from spmdtrain.sharding.layout import parameter_of
+from spmdtrain.sharding.state_paths import parameter_of
 from spmdtrain.terminal import Terminal
 
 RNG = np.random.default_rng(0)
