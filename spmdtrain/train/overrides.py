@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmdtrain.config.run_config import RunConfig
+from spmdtrain.data.sampling import Augment
 from spmdtrain.errors import UserError, did_you_mean, field_meant
 from spmdtrain.sharding.resolution import check_inherited
 from spmdtrain.trackers.base import Tracker
@@ -131,3 +132,12 @@ def with_totals(
             batch_size_per_device=batch_size_per_device,
         )
     return config
+
+
+def check_augment(augment: Augment | None, config: RunConfig) -> None:
+    """Raises `UserError` if examples that are augmented are to stay on the devices."""
+    if augment is not None and config.data_on_device:
+        raise UserError(
+            "data_on_device and augment exclude each other, because augment changes the examples "
+            "on the host"
+        )

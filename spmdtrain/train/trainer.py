@@ -116,11 +116,7 @@ class Trainer(ModelRunner, MediaLogger):
             media=media,
             weight_map=weight_map,
         )
-        if augment is not None and self.config.data_on_device:
-            raise UserError(
-                "data_on_device and augment exclude each other, because augment changes the "
-                "examples on the host"
-            )
+        overrides.check_augment(augment, self.config)
         self._augment, self._clock, self._init_timeout = augment, clock, init_timeout
         at_steps = self._backend.state_at_steps
         self._callbacks = CallbackRunner(self, callbacks or {}, state_at_steps=at_steps)

@@ -2,6 +2,7 @@
 
 import io
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import hypothesis
@@ -315,6 +316,11 @@ def test_an_even_state_has_none_and_a_trivial_one_is_called_so(mesh: Mesh) -> No
 # --- What is printed ---
 
 
+def joined(lines: Sequence[str]) -> str:
+    """The text of lines, wherever they are broken."""
+    return " ".join(" ".join(lines).split())
+
+
 def test_a_wide_terminal_and_a_file_get_a_table(mesh: Mesh) -> None:
     of = state()
     table = tabulate(of, placed(of, mesh, ("table", P("fsdp", None))))
@@ -324,7 +330,7 @@ def test_a_wide_terminal_and_a_file_get_a_table(mesh: Mesh) -> None:
         assert re.split(r"\s*[│|]\s*", line.strip())[1:-1] == [
             *("embed/table", "(1024, 32)", "float32", "P('fsdp', None)", "32.8 kB", "65.5 kB")
         ]
-        assert lines[-2:] == summary(table)
+        assert joined(lines).endswith(joined(summary(table)))
     assert not any("average" in line for line in lines)
     averaged = state(averaged=True)
     assert any("average" in line for line in drawn(tabulate(averaged, placed(averaged, mesh)), 140))
@@ -335,7 +341,7 @@ def test_a_narrow_terminal_gets_two_lines_a_parameter_and_no_name_is_cut(mesh: M
     of = state(params, averaged=True)
     table = tabulate(of, placed(of, mesh, ("kernel", P(None, ("data", "fsdp"), None))))
     lines = drawn(table, 80)
-    assert lines == [*narrow(table), *summary(table)]
+    assert joined(lines) == joined([*narrow(table), *summary(table)])
     assert lines[:2] == [
         "blocks/attention/query_projection/kernel  P(None, ('data', 'fsdp'), None)",
         "    (16, 64, 64)  float32  32.8 kB  optimizer 65.5 kB  average 32.8 kB",
@@ -347,7 +353,7 @@ def test_a_narrow_terminal_gets_two_lines_a_parameter_and_no_name_is_cut(mesh: M
     width = len(framed[0])
     assert 80 < width < 200
     assert drawn(table, width) == framed
-    assert drawn(table, width - 1) == lines
+    assert joined(drawn(table, width - 1)) == joined(lines)
 
 
 def test_all_of_many_parameters_are_printed_and_brackets_stay(mesh: Mesh) -> None:
