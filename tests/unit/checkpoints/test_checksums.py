@@ -159,6 +159,7 @@ def flipped(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     return decoded(raw, dtype), decoded(bytes(changed), dtype)
 
 
+@pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(flipped())
 def test_one_flipped_bit_of_any_element_changes_it(pair: tuple[np.ndarray, np.ndarray]) -> None:

@@ -96,6 +96,7 @@ def for_good(seen: Sequence[CheckpointRecord], of: Retention) -> list[int]:
     return kept
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(saves(), retentions)
 def test_after_every_save_the_newest_the_best_ever_and_the_lasting_ones_are_there(

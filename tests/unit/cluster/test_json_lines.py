@@ -34,6 +34,7 @@ def arrived(line: Line) -> list[dict[str, Any] | None]:
     return list(line.messages())
 
 
+@pytest.mark.slow
 @given(
     messages=st.lists(
         st.dictionaries(st.text(max_size=8), st.text(max_size=8) | st.integers(), max_size=3),

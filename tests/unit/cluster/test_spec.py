@@ -405,6 +405,7 @@ BREAKAGES: dict[str, Breakage] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BREAKAGES)
 @hypothesis.settings(settings, max_examples=25)
 @hypothesis.given(clusters(least=2), st.data())

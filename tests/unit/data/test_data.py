@@ -105,6 +105,7 @@ def test_the_order_of_each_epoch_is_a_permutation(size: int, seed: int, epoch: i
     assert np.array_equal(np.sort(order(size, epoch, seed)), np.arange(size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [10**9, 10**9 + 7, 2**31 - 1, 2**31, 2**32 + 1, 10**12, 2**45])
 def test_the_order_of_a_huge_dataset_repeats_nothing_and_stays_inside(size: int) -> None:
     random = np.random.default_rng(0)

@@ -137,6 +137,7 @@ def test_from_every_position_the_same_examples_follow(name: str, tmp_path: Path)
         assert numbers(found) == numbers(whole[done:])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::Warning")
 @pytest.mark.parametrize("name", [n for n in SOURCES if n != "grain-mix"])
 @pytest.mark.parametrize("count", [1, 2, 4])

@@ -104,6 +104,7 @@ def test_thread_local_settings_of_jax_apply(
     assert settled[2] is not threading.main_thread()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [None, 0, 5])
 @pytest.mark.parametrize("strategy", ["default", "mirrored"])
 def test_a_dataset_may_give_arrays_that_are_on_a_device(

@@ -408,6 +408,7 @@ class Pair(NamedTuple):
     y: Any
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_batch_keeps_its_type_whatever_is_computed_in(dtype: str) -> None:
     def objective(model: Any, batch: Pair) -> dict[str, jax.Array]:
@@ -592,6 +593,7 @@ def test_the_others_are_trained_as_if_nothing_were_frozen() -> None:
         check_equal(found, {name: x for name, x in expected.items() if name not in FROZEN})
 
 
+@pytest.mark.slow
 def test_no_gradient_of_a_frozen_parameter_is_computed() -> None:
     shapes = jax.eval_shape(lambda: (X, Y))
     products = len(primitives(mlp(freeze=FREEZING), shapes, "dot_general"))

@@ -137,6 +137,7 @@ def test_a_wrong_reduction_is_seen_in_the_numbers() -> None:
     assert mean == pytest.approx(dict.fromkeys(mean, 1 / 8), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_reduction_gets_the_gradients_of_what_is_trained_and_the_axes_of_the_batch() -> None:
     seen: list[Any] = []
 
