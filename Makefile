@@ -78,7 +78,7 @@ define install
 	@echo 'installing into $(VENV) ...'
 	@test -e $(TRAIN) -o -e $(READY) || $(PYTHON) -m venv --clear $(VENV)
 	@rm -f $(TRAIN) $(READY)
-	@$(RUN) pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(LOCK)) --editable '.[$(EXTRAS)]'
+	@$(RUN) pip install --quiet --no-compile --disable-pip-version-check $(addprefix --constraint ,$(LOCK)) --editable '.[$(EXTRAS)]'
 endef
 
 $(TRAIN): EXTRAS = examples

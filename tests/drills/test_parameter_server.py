@@ -98,7 +98,7 @@ def test_a_run_goes_from_mirrored_to_servers_and_back(tmp_path: Path) -> None:
 
 
 def test_mnist_is_learned_as_well_as_by_mirrored(mnist: Path, tmp_path: Path) -> None:
-    options = ("--data-dir", mnist, "--epochs", 3, "--eval-every-steps", 1000, "--log-every", 100)
+    options = ("--data-dir", mnist, "--epochs", 2, "--eval-every-steps", 1000, "--log-every", 100)
     mirrored = launch(MNIST, *options, "--workdir", tmp_path / "mirrored", processes=1)
     served = (*options, *ASYNCHRONOUS, "--workdir", tmp_path / "served")
     asynchronous = launch(MNIST, *served, own=["--ps", 2], processes=3)

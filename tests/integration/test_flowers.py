@@ -213,36 +213,30 @@ def smooth(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def steps(pictures: Path) -> dict[int, Step]:
-    """The first step of two blocks on 1, 2 and 8 devices."""
+    """The first step of two blocks on 1 and 8 devices."""
     with pytest.MonkeyPatch.context() as patch:
         smooth(patch)
         patch.setattr(mobilenet, "STAGES", SHALLOW)
         experiment, config = built(pictures)
-        return {devices: step_on(devices, experiment, config) for devices in (1, 2, 8)}
+        return {devices: step_on(devices, experiment, config) for devices in (1, 8)}
 
 
 @pytest.mark.slow
-def test_loss_and_gradients_are_equal_on_1_2_and_8_devices(steps: dict[int, Step]) -> None:
+def test_loss_and_gradients_are_equal_on_1_and_8_devices(steps: dict[int, Step]) -> None:
     moved = [name for name, gradient in steps[1].gradients.items() if np.abs(gradient).max() > 1e-4]
     assert len(moved) > 0.7 * len(steps[1].gradients)
-    for devices in (2, 8):
-        assert_same(steps[devices], steps[1], f"on {devices} devices")
+    assert_same(steps[8], steps[1], "on 8 devices")
 
 
 @pytest.mark.slow
 def test_batch_statistics_are_those_of_the_global_batch(
     steps: dict[int, Step], pictures: Path, shallow: None
 ) -> None:
-    for devices in (2, 8):
-        assert steps[devices].statistics.keys() == steps[1].statistics.keys()
-        for name, value in steps[1].statistics.items():
-            np.testing.assert_allclose(
-                steps[devices].statistics[name],
-                value,
-                rtol=1e-5,
-                atol=1e-6,
-                err_msg=f"{name} on {devices} devices",
-            )
+    assert steps[8].statistics.keys() == steps[1].statistics.keys()
+    for name, value in steps[1].statistics.items():
+        np.testing.assert_allclose(
+            steps[8].statistics[name], value, rtol=1e-5, atol=1e-6, err_msg=name
+        )
 
     # What the first of them must be, by NumPy, and what it would be of each device's own rows.
     experiment, config = built(pictures)

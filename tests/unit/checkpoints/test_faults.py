@@ -47,7 +47,7 @@ from spmdtrain.models import MLP
 from spmdtrain.step.state import TrainState
 
 FLIPS = 200
-KILLS = 10
+KILLS = 6
 
 
 def trainer(workdir: Path, **options: Any) -> Trainer:
@@ -442,7 +442,7 @@ def test_an_older_checkpoint_that_cannot_be_removed_is_no_failed_save(
 
 # -- kills -----------------------------------------------------------------------------------------
 
-STEPS = 160
+STEPS = 60
 KILLED = (
     *("--steps", STEPS, "--checkpoint-every-steps", 1, "--log-every", 1),
     *("--eval-every-steps", STEPS),
@@ -485,7 +485,7 @@ def killed_again_and_again(experiment: Path, workdir: Path, seed: int, kills: in
 
 
 @pytest.mark.slow
-def test_a_run_killed_ten_times_resumes_from_its_newest_checkpoint_with_the_same_bits(
+def test_a_run_killed_six_times_resumes_from_its_newest_checkpoint_with_the_same_bits(
     tmp_path: Path,
 ) -> None:
     whole, one, other = (tmp_path / name for name in ("whole", "one", "other"))

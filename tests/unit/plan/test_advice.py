@@ -236,12 +236,7 @@ def test_what_changes_between_topologies() -> None:
     options = ("--strategy", "fully_sharded", "--sharding.min-size", 1, "--no-advice")
     ended = plan(DIGITS, *options, "--topology", "cpu:2,cpu:8")
     assert ended.returncode == 0, ended.stderr
-    output = [line for line in ended.stdout.splitlines() if line.startswith("cpu:2 to cpu:8: ")]
-    ended = plan(DIGITS, *options, "--topology", "cpu:2,cpu:8", "--json")
-    found = json.loads(ended.stdout)
-    assert [one["topology"] for one in found["plans"]] == ["cpu:2", "cpu:8"]
-    (change,) = output
-    assert found["changes"] == output
+    (change,) = [x for x in ended.stdout.splitlines() if x.startswith("cpu:2 to cpu:8: ")]
     assert change.endswith(
         ": layers/2/bias (10,): replicated (2 shards before) on 4 times the devices"
     )

@@ -155,8 +155,7 @@ def test_the_gradient_of_a_ragged_dot_takes_twice_the_dot(argnums: tuple[int, ..
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(("microbatches", "remat"), [(1, "none"), (2, "full")])
 def test_training_mobilenet(
     monkeypatch: pytest.MonkeyPatch, microbatches: int, remat: Literal["none", "full"]
 ) -> None:
