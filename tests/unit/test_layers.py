@@ -184,6 +184,7 @@ print(sorted({"flax", "orbax.checkpoint", "grain", "keras", "PIL"} & set(sys.mod
     assert python(code) == "[]"
 
 
+@pytest.mark.slow
 def test_orbax_logs_nothing_though_it_is_imported_late() -> None:
     code = """
 import sys

@@ -208,6 +208,7 @@ def test_a_dict_batch_without_a_usual_input_needs_a_predict_function() -> None:
     assert predicting.predict(data)["weight"].shape == (64, 1)
 
 
+@pytest.mark.slow
 def test_stacked_layers_each_draw_their_own_dropout() -> None:
     class Stacked(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:

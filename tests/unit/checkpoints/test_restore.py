@@ -798,6 +798,7 @@ def test_what_was_never_evaluated_has_no_best(tmp_path: Path) -> None:
         load_params(str(tmp_path), which="best")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_into_a_module_in_one_line(rising: Run) -> None:
     path = str(rising.workdir)
     model = load_model(Listed(rngs=nnx.Rngs(7)), path, which="best")

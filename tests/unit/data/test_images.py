@@ -949,6 +949,7 @@ time.sleep(0.3)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_decodes_nothing_first(tmp_path: Path) -> None:
     arguments = [sys.executable, "-c", LEAVING, str(numbered(tmp_path, 40))]
     ended = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=True)
@@ -1057,6 +1058,7 @@ ImageFolder(sys.argv[1], 2, cache="disk", cache_dir=sys.argv[2]).rows(np.arange(
 """
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_it_writes_leaves_nothing_to_be_read(tmp_path: Path) -> None:
     folder_of(tmp_path / "data", {"a/x.png": plain(5)})
     arguments = [sys.executable, "-c", KILLED, str(tmp_path / "data"), str(tmp_path / "new" / "c")]

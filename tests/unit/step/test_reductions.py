@@ -74,12 +74,8 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-FEW = ("hybrid",)  # the others are slow
-
-
-@pytest.mark.parametrize(
-    "place", [pytest.param(p, marks=[] if p in FEW else pytest.mark.slow) for p in PLACES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("reduction", [all_reduce, hierarchical, flattened, one_device])
 def test_a_reduction_by_hand_gives_the_numbers_of_the_whole_batch(
     reduction: Reduction, place: str

@@ -403,6 +403,7 @@ def test_evaluation_takes_the_batch_of_fit_and_fills_it_up() -> None:
     np.testing.assert_allclose(found, error, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_restored_model_is_evaluated_in_batches_of_its_training(tmp_path: Path) -> None:
     def mixing(model: Any, batch: Any) -> dict[str, jax.Array]:
         return {"loss": (model(batch[0]) - batch[1] - batch[1].mean()) ** 2}
