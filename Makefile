@@ -7,10 +7,9 @@ LOCK ?=
 
 VENV = .venv
 RUN = $(VENV)/bin/python -m
-# For two cores. An idle worker takes over tests of another.
-SHARED = --numprocesses 2 --dist worksteal --durations 20
-# Tests of commands and processes also wait, so there is a third; with a fourth they are no faster.
-WAITING = --numprocesses 3 --dist worksteal --durations 20
+# For two cores: some tests wait, so there is a third worker; with a fourth they are no faster. An idle
+# worker takes over tests of another.
+SHARED = --numprocesses 3 --dist worksteal --durations 20
 # Stamps, written after a completed installation: for training alone, and for everything.
 TRAIN = $(VENV)/.ready-train
 READY = $(VENV)/.ready
@@ -32,10 +31,10 @@ unit: $(READY) ## the tests of `make test`, without lint and types
 	$(RUN) pytest tests/unit $(SHARED) -m 'not slow and not drill'
 
 integration: $(READY) ## the shipped experiments and commands, and slow unit tests
-	$(RUN) pytest $(WAITING) -m 'slow and not drill'
+	$(RUN) pytest $(SHARED) -m 'slow and not drill'
 
 drill: $(READY) ## several processes, killed, stopped and restarted
-	$(RUN) pytest $(WAITING) -m drill
+	$(RUN) pytest $(SHARED) -m drill
 
 docs: $(READY) ## the site of the documentation, in build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build

@@ -26,7 +26,8 @@ from spmdtrain.files.run_files import RunFiles, Split, evaluator_metrics, status
 from spmdtrain.files.validation import Malformed, check, parse_object
 from spmdtrain.run import main
 
-pytestmark = pytest.mark.timeout(60)  # a FIFO must not be waited for
+# A FIFO must not be waited for.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 LINES = {
     "not UTF-8": b'{"step": 2, "split": "train", "loss": "\xff"}',

@@ -28,6 +28,8 @@ from spmdtrain.cluster import job_token
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_tf_config
 from spmdtrain.train import command_line
 
+pytestmark = pytest.mark.slow
+
 LAUNCH = REPOSITORY / "launch"
 JOBSET, TFJOB = LAUNCH / "jobset.yaml", LAUNCH / "tfjob.yaml"
 SBATCH, TPU_POD = LAUNCH / "slurm.sbatch", LAUNCH / "tpu_pod.sh"

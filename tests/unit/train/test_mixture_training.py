@@ -21,6 +21,8 @@ from spmdtrain.parameter_server.worker import Worker
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
 
+pytestmark = pytest.mark.slow
+
 STEPS = 12
 WEIGHTS = {"a": 0.7, "b": 0.25, "few": 0.05}
 LATER = {"a": 0.0, "b": 1.0, "few": 1.0}
