@@ -143,7 +143,7 @@ class Layout:
 
     @property
     def sources(self) -> dict[str, str]:
-        """What decided about the spec of each parameter that is split or has a rule, by path.
+        """The source of the spec of each parameter that is split or has a rule, by path.
 
         For example "rule 2" (the second of the experiment's rules), "annotation", "strategy", or
         two of them if the strategy splits one more dim.

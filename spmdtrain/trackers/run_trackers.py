@@ -149,7 +149,7 @@ class RunTrackers:
         self._lock = threading.Lock()
         self._ids: dict[str, str] = {}
         self.status = Status.FAILED
-        """How the run ended; until then what an unexpected end is."""
+        """The status at the end; before it is known, that of an unexpected end."""
         given = list(trackers)
         self._writes_events = files is not None and event_files is not None
         if files is not None and event_files is not None:

@@ -238,7 +238,7 @@ def test_the_norms_scales_do_not_decay_and_the_rate_rises_and_falls() -> None:
 
 
 def write(of: Any, vocabulary: Any) -> tuple[dict[str, np.ndarray], list[str]]:
-    """What an untrained model writes: the predictions, and the pieces that were printed."""
+    """The predictions of an untrained model, and the pieces that were printed."""
     model = Transformer(gpt.shape(of, len(vocabulary)), rngs=nnx.Rngs(0))
     model.eval()  # type: ignore[no-untyped-call]
     pieces: list[str] = []

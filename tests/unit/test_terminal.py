@@ -1,4 +1,4 @@
-"""What a terminal shows: the progress bar at several widths, colors, and quiet runs."""
+"""The output on a terminal: the progress bar at several widths, colors, and quiet runs."""
 
 import re
 
