@@ -144,8 +144,8 @@ class RunConfig:
     ones if it has them); or weights of another program: .safetensors (a file, or a folder with its
     index), .npz, .keras, or an Orbax checkpoint."""
     init_from_strict: Literal["all", "matching"] = "all"
-    """Whether all arrays of the model must be in init_from. With matching, those that are missing
-    there or have another shape (a new head) keep their initial values."""
+    """all: init_from must have every array of the model. matching: arrays that are missing there or
+    have another shape (a new head) keep their initial values."""
     checkpoint: str = "latest"
     """Checkpoint to load from init_from, or from the workdir to evaluate and predict: latest (the
     newest valid one), best (by best_metric) or a step."""

@@ -63,7 +63,7 @@ class Row:
       optimizer: Memory of its leaves in the optimizer's state.
       average: Memory of its moving average.
       elements: Number of elements of the parameter; 0 for `other`.
-      source: What decided about the spec, for example "rule 1"; see `Layout.sources`.
+      source: The source of the spec, for example "rule 1"; see `Layout.sources`.
     """
 
     name: str
@@ -140,7 +140,7 @@ def tabulate(
     Args:
       abstract_state: The state as shapes and dtypes.
       shardings: Their shardings.
-      sources: What decided about the specs, by path (see `Layout.sources`).
+      sources: The sources of the specs, by path (see `Layout.sources`).
     """
     leaves, where = named_leaves(abstract_state), named_leaves(shardings)
     assert list(leaves) == list(where), "the state and its shardings are different trees"
