@@ -17,6 +17,7 @@ from server_jobs import BOUND
 
 from spmdtrain import Coordinator, PreemptedExit, UserError
 from spmdtrain.cluster.spec import ClusterSpec
+from spmdtrain.distributed import progress
 from spmdtrain.distributed.context import CONTEXT
 from spmdtrain.parameter_server import ray_pool
 from spmdtrain.parameter_server.remote_call import Call
@@ -101,6 +102,31 @@ def test_a_worker_keeps_the_function_assigned_before_its_arrival_was_reported(cr
             time.sleep(0.01)
         assert not coordinator.done()
         crew.coming.put(Done("worker 0", 3))
+        assert coordinator.fetch(value) == 3
+
+
+def test_each_event_of_a_worker_counts_as_progress(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the launcher would end a job whose chief only schedules and waits."""
+    monkeypatch.setattr(CONTEXT, "channel", None)
+    progress.begin(always=True)
+
+    def published() -> int:
+        record = progress.local_record("chief")
+        assert record is not None
+        return record.changes
+
+    with Coordinator() as coordinator:
+        value = coordinator.schedule(len, [])
+        crew.given.get(timeout=BOUND)
+        for event in (WorkerJoined("worker 0"), WorkerJoined("worker 1"), Done("worker 0", 3)):
+            before = published()
+            crew.coming.put(event)
+            end = time.monotonic() + BOUND
+            while published() == before:
+                assert time.monotonic() < end, f"{event} published nothing"
+                time.sleep(0.01)
         assert coordinator.fetch(value) == 3
 
 
