@@ -18,7 +18,7 @@ from spmdtrain import AxisRules, LinenModel, MeshSpec, Rule, ShardingOptions, Tr
 from spmdtrain.tree import named_leaves
 
 P = PartitionSpec
-WIDTH, HIDDEN, BATCH = 16, 32, 16
+WIDTH, HIDDEN, BATCH, LAYERS = 16, 32, 16, 4
 DATA = {"x": np.random.default_rng(0).normal(size=(2 * BATCH, 4, WIDTH)).astype(np.float32)}
 TABLE = {"batch": ("data", "fsdp"), "embed": "fsdp", "mlp": "tensor", "norm": None}
 SPLIT: dict[str, Any] = {"strategy": "fully_sharded", "mesh": MeshSpec(fsdp=4, tensor=2)}
@@ -155,6 +155,60 @@ def test_annotated_models_are_split_and_have_the_losses_of_one_device(name: str)
         )["loss"],
         rtol=1e-4,
     )
+
+
+class StackedNamed(nnx.Module):
+    """Layers stacked along a new first dim, run by `nnx.scan`."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        stack = nnx.vmap(
+            lambda rngs: Named(rngs), transform_metadata={nnx.PARTITION_NAME: "layers"}
+        )
+        self.layers = stack(rngs.split(LAYERS))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scan = nnx.scan(
+            lambda layer, x: x + layer(x),
+            in_axes=(0, nnx.Carry),
+            out_axes=nnx.Carry,
+            transform_metadata={nnx.PARTITION_NAME: "layers"},
+        )
+        return scan(self.layers, x)
+
+
+class StackedLogical(nn.Module):
+    """The same in linen, by `nn.scan`."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scan = nn.scan(
+            lambda layer, x, _: (x + layer(x), None),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=LAYERS,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )
+        return scan(Logical(name="layers"), x, None)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [None, "tensor"])
+@pytest.mark.parametrize(
+    ("model", "kernel"),
+    [
+        (StackedNamed, "layers/up/kernel"),
+        (LinenModel(StackedLogical(), np.ones((1, 4, WIDTH), np.float32)), "layers/up"),
+    ],
+)
+def test_the_dim_of_stacked_layers_has_a_name_too(
+    model: Any, kernel: str, layers: str | None
+) -> None:
+    axis_rules = AxisRules(TABLE | {"mlp": None if layers else "tensor", "layers": layers})
+    split, losses = trained(model, axis_rules=axis_rules, **SPLIT)
+    _, expected = trained(model, axis_rules=axis_rules, strategy="one_device")
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    shape = (LAYERS // 2, WIDTH // 4, HIDDEN) if layers else (LAYERS, WIDTH // 4, HIDDEN // 2)
+    assert shards(split)[f"params/{kernel}"] == shape
 
 
 @pytest.mark.slow
