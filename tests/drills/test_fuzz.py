@@ -16,16 +16,19 @@ import re
 import socket
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import h5py  # type: ignore[import-untyped]
 import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from etils import epath
 from helpers import small_experiment
 from hypothesis import HealthCheck, settings
@@ -49,6 +52,7 @@ from spmdtrain.plan.matmul_flops import products
 from spmdtrain.plan.memory_traffic import bytes_moved
 from spmdtrain.plan.summary import read_summary, sealed
 from spmdtrain.run import main as run
+from spmdtrain.weights.source import open_weights
 from spmdtrain.xla.collectives import collectives
 from spmdtrain.xla.hlo_parser import Module
 
@@ -373,6 +377,38 @@ def metrics_lines() -> Target:
     return Target(lines, several | changed_bytes(lines), read)
 
 
+def weights_file() -> Target:
+    """The weights of another program, in each format of one file."""
+    arrays = {"a": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.zeros((), np.int8)}
+    np.savez(npz := io.BytesIO(), **arrays)  # type: ignore[arg-type]
+    np.savez_compressed(compressed := io.BytesIO(), **arrays)
+    with h5py.File(hdf5 := io.BytesIO(), "w") as file:
+        file.update(arrays)
+    with zipfile.ZipFile(archive := io.BytesIO(), "w") as keras:
+        keras.writestr("model.weights.h5", hdf5.getvalue())
+    files = [
+        ("w.safetensors", safetensors.numpy.save(arrays)),
+        *(("w.npz", file.getvalue()) for file in (npz, compressed)),
+        ("w.keras", archive.getvalue()),
+    ]
+
+    def read(file: tuple[str, bytes], folder: Path) -> object:
+        name, content = file
+        (folder / name).write_bytes(content)
+        source = open_weights(str(folder / name))
+        return [
+            source.read(name, tuple((0, size) for size in header.shape))
+            for name, header in source.headers.items()
+            if header.nbytes < 2**20  # a header may state an array as large as the memory
+        ]
+
+    return Target(
+        files[0],
+        st.sampled_from(files).flatmap(lambda f: changed_bytes(f[1]).map(lambda b: (f[0], b))),
+        read,
+    )
+
+
 def plan_summary() -> Target:
     def read(content: bytes, folder: Path) -> object:
         (folder / "x.json").write_bytes(content)
@@ -400,6 +436,7 @@ TARGETS = [
     run_status,
     image,
     metrics_lines,
+    weights_file,
     hlo_text,
     plan_summary,
 ]
