@@ -16,7 +16,7 @@ READY = $(VENV)/.ready
 
 # With -j, two installations would write to .venv at the same time.
 .NOTPARALLEL:
-.PHONY: help train test unit integration drill docs fuzz audit bench bench-setup lint format clean
+.PHONY: help train test unit integration drill nightly docs fuzz audit bench bench-setup lint format clean
 
 help: ## list the targets
 	@echo 'usage: make TARGET [PYTHON=python3.12] [LOCK=requirements.lock] [ARGS="--steps 100"]'
@@ -28,13 +28,16 @@ train: $(TRAIN) ## train the default experiment; ARGS are its options
 test: lint unit ## lint, types, unit tests, and a quick test of each invariant
 
 unit: $(READY) ## the tests of `make test`, without lint and types
-	$(RUN) pytest tests/unit $(SHARED) -m 'not slow and not drill'
+	$(RUN) pytest tests/unit $(SHARED) -m 'not slow and not drill and not nightly'
 
 integration: $(READY) ## the shipped experiments and commands, and slow unit tests
-	$(RUN) pytest $(SHARED) -m 'slow and not drill'
+	$(RUN) pytest $(SHARED) -m 'slow and not drill and not nightly'
 
 drill: $(READY) ## several processes, killed, stopped and restarted
-	$(RUN) pytest $(SHARED) -m drill
+	$(RUN) pytest $(SHARED) -m 'drill and not nightly'
+
+nightly: $(READY) ## further cases and longer runs of what the other tests show
+	$(RUN) pytest $(SHARED) -m nightly
 
 docs: $(READY) ## the site of the documentation, in build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build

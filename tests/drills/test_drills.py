@@ -367,7 +367,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] * (name == "an exception in the chief"))
+        for name in FAULTS
+    ],
+)
 def test_after_a_fault_the_job_restarts_and_ends_with_the_same_bits(
     tmp_path: Path, whole: Path, name: str
 ) -> None:

@@ -1,6 +1,6 @@
 """Corrupted and forged input of every kind: each ends in an error that is meant for users.
 
-`make fuzz` gives it ten minutes and a new seed, `make drill` one minute. A finding is printed as
+`make fuzz` gives it ten minutes and a new seed, `make drill` half a minute. A finding is printed as
 the smallest input that shows it; add that input to the tests of its module.
 """
 
@@ -56,7 +56,7 @@ from spmdtrain.weights.source import open_weights
 from spmdtrain.xla.collectives import collectives
 from spmdtrain.xla.hlo_parser import Module
 
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "30"))
 LEAST = 20  # examples, however busy the machine is
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 

@@ -97,6 +97,7 @@ def test_a_run_goes_from_mirrored_to_servers_and_back(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.nightly
 def test_mnist_is_learned_as_well_as_by_mirrored(mnist: Path, tmp_path: Path) -> None:
     options = ("--data-dir", mnist, "--epochs", 2, "--eval-every-steps", 1000, "--log-every", 100)
     mirrored = launch(MNIST, *options, "--workdir", tmp_path / "mirrored", processes=1)
@@ -260,6 +261,7 @@ def test_a_job_survives_its_server_and_its_chief_and_ends_with_its_launcher(
     assert steps == [1, *range(10, steps[-1] + 1, 10)] and steps[-1] >= second + 50
 
 
+@pytest.mark.nightly
 def test_asked_to_stop_while_a_server_hangs_it_ends_with_what_was_saved(tmp_path: Path) -> None:
     options = ("--steps", 1_000_000, "--checkpoint-every-steps", 50)
     with training(tmp_path, *options, workers=1) as (process, lines):

@@ -144,7 +144,12 @@ TOPOLOGIES = {
 
 
 @pytest.mark.parametrize(
-    "name", ["2x4", *(pytest.param(x, marks=pytest.mark.drill) for x in TOPOLOGIES if x != "2x4")]
+    "name",
+    [
+        "2x4",
+        *(pytest.param(x, marks=pytest.mark.drill) for x in ("1+3", "4x2-tensor")),
+        pytest.param("4x2", marks=[pytest.mark.drill, pytest.mark.nightly]),
+    ],
 )
 def test_from_a_common_state_several_processes_compute_the_values_of_one(
     tmp_path: Path, alone: Path, name: str

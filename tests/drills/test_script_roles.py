@@ -144,6 +144,7 @@ print("trained", result.step, "predicted", len(trainer.predict((x, y))))
 """
 
 
+@pytest.mark.nightly
 @needs_ray
 def test_without_a_chief_worker_0_leads_and_the_numbers_are_those_of_mirrored(
     tmp_path: Path,

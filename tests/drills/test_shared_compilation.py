@@ -32,6 +32,7 @@ def build(config):
 '''
 
 
+@pytest.mark.nightly
 def test_a_compilation_may_take_longer_than_the_timeout_of_a_collective(tmp_path: Path) -> None:
     """The step and the first batch of an evaluation wait until all have compiled them."""
     slow = SLOW_COMPILER.replace("SECONDS", "20")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from helpers import REPOSITORY, metrics
 
 STEPS = 10_000
@@ -14,6 +15,7 @@ STEPS = 10_000
 GROWTH = 0.5  # percent
 
 
+@pytest.mark.nightly
 def test_ten_thousand_steps_on_eight_virtual_devices(tmp_path: Path) -> None:
     """Without a bound on pending steps, the in-process all-reduce can end the process."""
     options = [

@@ -99,7 +99,7 @@ def shards_of(folder: Path, rank: int) -> set[int]:
     return set(map(int, (folder / f"shards.{rank}").read_text().split()))
 
 
-@pytest.mark.parametrize("processes", [1, 4])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.nightly), 4])
 def test_a_killed_job_continues_on_other_processes_with_the_same_examples(
     tmp_path: Path, processes: int
 ) -> None:

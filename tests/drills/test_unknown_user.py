@@ -75,6 +75,7 @@ def test_train_resume_verify_and_load(folder: Path) -> None:
     check(start("-c", READS, workdir, tmp=folder))
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("root")
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_parameter_servers(folder: Path) -> None:

@@ -256,6 +256,7 @@ def test_batch_statistics_are_those_of_the_global_batch(
         np.testing.assert_allclose(step.statistics["stem/norm/var"], of_all, rtol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # 26 convolutions are compiled twice, with their gradients
 def test_loss_and_gradients_of_all_stages_are_equal_on_1_and_8_devices(

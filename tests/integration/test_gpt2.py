@@ -95,6 +95,7 @@ def test_the_command_trains_and_exports(tmp_path: Path) -> None:
     assert second[0]["loss"] < first[0]["loss"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_processes_start_from_the_same_values_as_one(tmp_path: Path) -> None:
     for name in ("train", "val"):

@@ -325,6 +325,7 @@ def test_it_learns_on_eight_devices_and_writes_the_same_on_one(
         np.testing.assert_array_equal(values, written[other or 1][name])
 
 
+@pytest.mark.nightly
 @pytest.mark.drill
 @pytest.mark.timeout(600)
 def test_the_default_options_approach_their_documented_result(

@@ -197,11 +197,19 @@ def metrics_of(workdir: Path, split: str) -> dict[str, float]:
 
 
 # Of each kind of placement one. The drills of test_drills.py resume with mirrored.
-RESUMED_BY_PROCESSES = ("zero", "fully_sharded", "tensor_parallel", "central_storage")
+RESUMED_BY_PROCESSES = ("zero", "tensor_parallel", "central_storage")
+# Further combinations of what these and the others in this list place.
+NIGHTLY = ("fully_sharded", "hybrid", "hybrid+zero", "central_storage+fully_sharded")
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in accepted("processes")])
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row.name, marks=[pytest.mark.nightly] * (row.name in NIGHTLY))
+        for row in accepted("processes")
+    ],
+)
 def test_two_processes_train_and_resume(row: Row, default: StrategyRun, tmp_path: Path) -> None:
     """From a checkpoint of one process and another strategy, and from one of their own."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
