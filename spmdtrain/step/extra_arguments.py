@@ -63,12 +63,12 @@ def update_with(
       extra: The extra arguments of the step.
     """
     update: Any = optimizer.update
-    given = extra.of(declared(optimizer))
+    given = extra.of(extra_names(optimizer))
     updates, after = update(gradients, opt_state, trained, **given)
     return updates, after
 
 
-def declared(optimizer: optax.GradientTransformation) -> list[str]:
+def extra_names(optimizer: optax.GradientTransformation) -> list[str]:
     """Returns the names of the extra arguments that an optimizer and its parts declare.
 
     The transformations that a chain or another wrapper calls are in the closures of its functions.
@@ -105,7 +105,7 @@ def declared(optimizer: optax.GradientTransformation) -> list[str]:
 
 def evaluates_loss(optimizer: optax.GradientTransformation) -> bool:
     """Returns whether an optimizer evaluates the loss or its gradients at other parameters."""
-    return not _OF_LOSS.isdisjoint(declared(optimizer))
+    return not _OF_LOSS.isdisjoint(extra_names(optimizer))
 
 
 def reachable_functions(

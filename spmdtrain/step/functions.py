@@ -26,7 +26,7 @@ from spmdtrain.sharding.table import ShardingTable, tabulate
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.batch_checks import ABSTRACT_DRAW, BatchChecks
 from spmdtrain.step.declared_arguments import Declared
-from spmdtrain.step.extra_arguments import declared
+from spmdtrain.step.extra_arguments import extra_names
 from spmdtrain.step.forward import Forward
 from spmdtrain.step.gradients import Gradients
 from spmdtrain.step.optimizer import Update
@@ -127,7 +127,7 @@ class StepFunctions:
                 "batch_statistics is replica, and the model carries no state, so it has no batch "
                 "statistics: leave the option out"
             )
-        if per_replica and not {"value_fn", "obj_fn"}.isdisjoint(declared(optimizer)):
+        if per_replica and not {"value_fn", "obj_fn"}.isdisjoint(extra_names(optimizer)):
             raise UserError(
                 "batch_statistics is replica, and the optimizer evaluates the loss (value_fn), "
                 "which uses the statistics of the global batch: set batch_statistics to global"

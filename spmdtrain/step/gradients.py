@@ -86,7 +86,7 @@ class Gradients:
     def mean_loss(
         self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
     ) -> jax.Array:
-        """Returns the weighted mean loss of a global batch, for an optimizer that differentiates it.
+        """Returns the weighted mean loss of a global batch, which can be differentiated.
 
         XLA inserts the reductions. The model state and the random key of each microbatch are those
         of `of_sum`. The backward pass recomputes a microbatch, so that the activations of one alone

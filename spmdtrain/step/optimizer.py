@@ -128,9 +128,9 @@ class Update:
         """Returns the average of the parameters after an update.
 
         That of a schedule-free optimizer is computed from its state. Otherwise it is an exponential
-        moving average. The decay of update k, counted from 1, is at most (1 + k) / (10 + k), so that the average
-        soon forgets the initial values, as TensorFlow's `ExponentialMovingAverage` with
-        `num_updates` does.
+        moving average. The decay of update k, counted from 1, is at most (1 + k) / (10 + k), so
+        that the average soon forgets the initial values, as TensorFlow's
+        `ExponentialMovingAverage` with `num_updates` does.
 
         Args:
           averaged: The average before the update.

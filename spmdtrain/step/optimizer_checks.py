@@ -6,7 +6,7 @@ import jax
 import optax
 
 from spmdtrain.errors import UserError
-from spmdtrain.step.extra_arguments import declared
+from spmdtrain.step.extra_arguments import extra_names
 from spmdtrain.step.schedule_free import is_schedule_free
 
 PyTree = Any
@@ -25,7 +25,7 @@ def check_optimizer(
     Raises:
       UserError: If not. Names the alternative.
     """
-    declared(optimizer)  # raises an error if the step does not have an argument
+    extra_names(optimizer)  # raises an error if the step does not have an argument
     if averages and is_schedule_free(opt_state):
         raise UserError(
             "ema_decay is set, and the optimizer is schedule-free: it averages the parameters "
