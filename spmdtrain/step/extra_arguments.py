@@ -162,7 +162,7 @@ def _held_by(function: Any) -> list[Any]:
         held += [x.update for x in names if hasattr(x, "init") and hasattr(x, "update")]
     held += [x.update for x in found.values() if hasattr(x, "init") and hasattr(x, "update")]
     if {"inner_factory", "other_hps", "numeric_hps", "sched_hps"} <= found.keys():
-        # `optax.inject_hyperparams` makes its inner optimizer anew in each update.
+        # `optax.inject_hyperparams` creates its inner optimizer in each update.
         scheduled = {name: f(f.init()) for name, f in found["sched_hps"].items()}
         given = found["other_hps"] | found["numeric_hps"] | scheduled
         held.append(found["inner_factory"](**given).update)
