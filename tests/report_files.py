@@ -29,6 +29,7 @@ def metric_lines(steps: int, every: int = 1, seed: int = 0) -> Iterable[dict[str
             "learning_rate": 1e-3 * (1 - step / steps),
             "gradient_norm": loss * (1 + draw.random()),
             "parameter_norm": 10 + step / steps,
+            "update_norm": 1e-3 * loss,
         }
         if step % evaluated == 0:
             line = {"step": step, "loss": loss + 0.1, "accuracy": 0.95 - loss / 3}

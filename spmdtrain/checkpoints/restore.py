@@ -121,7 +121,10 @@ def read_variables(
     def load(folder: epath.Path, manifest: Manifest) -> Variables:
         average = holds(manifest, "averaged") if averaged is None else averaged
         if average and not holds(manifest, "averaged"):
-            raise UserError(f"{folder} holds no averaged parameters: its run had no ema_decay")
+            raise UserError(
+                f"{folder} holds no averaged parameters: its run had neither ema_decay nor a "
+                "schedule-free optimizer"
+            )
         params = read_host_arrays(folder, manifest, "averaged" if average else "params")
         if sharding is not None:
             params = jax.device_put(params, sharding)

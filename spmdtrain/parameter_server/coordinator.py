@@ -252,7 +252,7 @@ class Coordinator:
             step=jnp.zeros((), jnp.int32),
             params=params,
             opt_state=update.init(params) if opt_state is None else opt_state,
-            averaged={},
+            averaged=update.first_average(params),
             model_state={},
             key=jnp.zeros((), jnp.uint32),
         )

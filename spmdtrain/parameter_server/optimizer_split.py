@@ -13,6 +13,7 @@ import optax
 
 from spmdtrain.errors import UserError
 from spmdtrain.parameter_server.partition import TreePartition
+from spmdtrain.step.extra_arguments import ExtraArguments, evaluates_loss, update_with
 
 PyTree = Any
 _STEPS = 2  # the second step uses the state that the first one leaves
@@ -38,6 +39,12 @@ def split_optimizer(
     Raises:
       UserError: If the optimizer cannot be split. Names the transformation.
     """
+    if evaluates_loss(optimizer):
+        raise UserError(
+            f"strategy parameter_server: the optimizer's {name_of(optimizer)} evaluates the loss "
+            "at other parameters, and the servers have no batch. Use another strategy, or an "
+            "optimizer without evaluations (sgd, adam, adamw)"
+        )
     chain = parts_of(optimizer)
     trial = _Trial.of(trained)
     inseparable = [number for number, part in enumerate(chain) if not trial.is_separable(part)]
@@ -123,13 +130,13 @@ class _Trial:
         a NaN in the first or the last gradient: a transformation with a state reacts to it in a
         later step, one without a state in the same.
         """
-        part = optax.with_extra_args_support(part)
 
         @jax.jit
         def run(params: PyTree, gradients: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
             state, updates = part.init(params), params
             for gradient in gradients:
-                updates, state = part.update(gradient, state, params, value=jnp.float32(1.0))
+                extra = ExtraArguments(jnp.float32(1.0), gradient)
+                updates, state = update_with(part, gradient, state, params, extra)
             return updates, state
 
         for gradients in self._cases():

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdtrain.parameter_server.id_set import IdSet
+from spmdtrain.step.extra_arguments import ExtraArguments
 from spmdtrain.step.finite import FLAGS, finite_flags
 from spmdtrain.step.model_state import with_difference
 from spmdtrain.step.optimizer import Update
@@ -117,10 +118,11 @@ class Server:
             count: jax.Array,
             staleness: jax.Array,
         ) -> tuple[ServerState, jax.Array]:
-            params, opt_state = update(state.params, state.opt_state, gradients, loss)
-            averaged = update.average(state.averaged, params, count)
+            extra = ExtraArguments(loss, gradients)
+            new = update(state.params, state.opt_state, gradients, extra)
+            averaged = update.average(state.averaged, new.params, new.opt_state, count)
             model_state = with_difference(state.model_state, model_state_change, staleness)
-            after = ServerState(params, opt_state, averaged, model_state)
+            after = ServerState(new.params, new.opt_state, averaged, model_state)
             return after, finite_flags(loss, state, after, jax.tree.map(lambda _: sharding, state))
 
         # The old arrays are not donated, because a pull may still be reading them.

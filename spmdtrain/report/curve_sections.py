@@ -28,6 +28,7 @@ _OF_OPTIMIZER = {
     "learning_rate": "learning rate",
     "gradient_norm": "gradient norm",
     "parameter_norm": "parameter norm",
+    "update_norm": "update norm",
 }
 
 

@@ -4,7 +4,7 @@ import enum
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -278,6 +278,12 @@ class Layout:
 
     def _rule(self, name: str, shape: Shape) -> Rule | None:
         owner = parameter_of(name, shape, self._shapes)
+        if owner is not None and self._shapes[owner] == shape[1:] and owner != name:
+            # A stack of arrays of its parameter's shape: the memory of `optax.lbfgs`.
+            rule = self._rule(owner, shape[1:])
+            if rule is None or rule.spec == REPLICATED:
+                return rule
+            return replace(rule, spec=PartitionSpec(None, *rule.spec))
         follows = owner is not None and self._shapes[owner] == shape
         for number, rule in enumerate(self._rules):
             # A leaf of the optimizer's state has the rule of its parameter if both have the same

@@ -26,6 +26,7 @@ from spmdtrain.sharding.table import ShardingTable, tabulate
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.batch_checks import ABSTRACT_DRAW, BatchChecks
 from spmdtrain.step.declared_arguments import Declared
+from spmdtrain.step.extra_arguments import extra_names
 from spmdtrain.step.forward import Forward
 from spmdtrain.step.gradients import Gradients
 from spmdtrain.step.optimizer import Update
@@ -98,7 +99,7 @@ class StepFunctions:
             self.abstract_state: TrainState = jax.eval_shape(
                 self._init, adapter.given, *map(jax.random.key, (0, 0))
             )
-        self.update.check(self.abstract_state.params)
+        self.update.check(self.abstract_state.params, self.abstract_state.opt_state)
         annotations = annotations_of(adapter)
         self.layout = Layout(
             *(self.abstract_state, placement, rules, config.sharding),
@@ -125,6 +126,11 @@ class StepFunctions:
             raise UserError(
                 "batch_statistics is replica, and the model carries no state, so it has no batch "
                 "statistics: leave the option out"
+            )
+        if per_replica and not {"value_fn", "obj_fn"}.isdisjoint(extra_names(optimizer)):
+            raise UserError(
+                "batch_statistics is replica, and the optimizer evaluates the loss (value_fn), "
+                "which uses the statistics of the global batch: set batch_statistics to global"
             )
         self._requested_reduction = requested_reduction(reduction, config, placement)
         self._gradients = Gradients(

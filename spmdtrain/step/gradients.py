@@ -83,6 +83,40 @@ class Gradients:
         output = self.of_sum(params, frozen, model_state, batch, key)
         return output._replace(gradients=_to_mean(output.gradients, output.metrics))
 
+    def mean_loss(
+        self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
+    ) -> jax.Array:
+        """Returns the weighted mean loss of a global batch, which can be differentiated.
+
+        XLA inserts the reductions. The model state and the random key of each microbatch are those
+        of `of_sum`. The backward pass recomputes a microbatch, so that the activations of one alone
+        are in memory.
+
+        Args:
+          params: Trained parameters.
+          frozen: The other parameters.
+          model_state: The model state before the batch.
+          batch: The global batch.
+          key: The step's random key.
+        """
+        if self.microbatches == 1:
+            return metrics.mean(self.objective(params, frozen, model_state, batch, key)[0]["loss"])
+
+        @jax.checkpoint
+        def loss(params: PyTree, state: PyTree, index: jax.Array, rows: PyTree) -> Any:
+            part_key = jax.random.fold_in(key, index)
+            sums, after = self.objective(params, frozen, state, rows, part_key)
+            return sums["loss"], after
+
+        def add(total: Any, part: tuple[jax.Array, PyTree]) -> tuple[Any, None]:
+            sums, after = loss(params, total[1], *part)
+            return (jax.tree.map(jnp.add, total[0], sums), after), None
+
+        parts = (jnp.arange(self.microbatches), jax.tree.map(self._split, batch))
+        shapes = jax.eval_shape(loss, params, model_state, *jax.tree.map(lambda x: x[0], parts))
+        first = jax.tree.map(_zeros, shapes[0])
+        return metrics.mean(jax.lax.scan(add, (first, model_state), parts)[0][0])
+
     def of_sum(
         self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
     ) -> GradientOutput:

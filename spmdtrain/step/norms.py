@@ -1,4 +1,4 @@
-"""L2 norms of the gradients and of the parameters of a step."""
+"""L2 norms of the parameters, the gradients and the updates of a step."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from spmdtrain.sharding.layout import Layout
 from spmdtrain.step.finite import uses_products
 
 PyTree = Any
-NORMS = ("parameter_norm", "gradient_norm")
+NORMS = ("parameter_norm", "gradient_norm", "update_norm")
 """The names of the norms that `step_norms` returns."""
 
 
@@ -25,40 +25,49 @@ def has_norms(step: Any, every: int) -> Any:
 
 
 def step_norms(
-    gradients: PyTree | None, params: PyTree, layout: Layout, step: jax.Array, every: int
+    params: PyTree,
+    layout: Layout,
+    step: jax.Array,
+    every: int,
+    *,
+    changes: tuple[PyTree, PyTree] | None = None,
 ) -> jax.Array:
-    """Returns the norms of `NORMS`, float32 (2,), or (1,) without gradients.
+    """Returns the norms of `NORMS`, float32 (3,), or (1,) without gradients and updates.
 
     On CPUs, where a pass over all parameters is a tenth of the step of a small network, steps that
     are not logged skip them (see `_may_skip`).
 
     Args:
-      gradients: Gradients of the mean loss, None in place of frozen parameters; or None if they are
-        not known.
       params: The updated parameters.
       layout: The shardings of the state.
       step: The number of the step, counted from 1.
       every: The cadence of the log (see `has_norms`).
+      changes: Gradients of the mean loss and the optimizer's updates, None in place of frozen
+        parameters; or None if they are not known.
     """
     places = layout.on_device.params
-    of_gradients = None if layout.splits_gradients else places
+    of_changes = None if layout.splits_gradients else places
     zero = jnp.zeros((), jnp.float32)
     needed = has_norms(step, every)
     if _may_skip(places):
         norm = jax.lax.cond(needed, lambda: global_norm(params, places), lambda: zero)
     else:
         norm = global_norm(params, places)
-    if gradients is None:
+    if changes is None:
         return norm[None]
-    if _may_skip(of_gradients):
+
+    def norms() -> jax.Array:
+        return jnp.stack([global_norm(tree, of_changes) for tree in changes])
+
+    if _may_skip(of_changes):
         # A loop of one iteration or none, because with a `cond` XLA fuses the update with other
         # operations, so that the parameters would differ in their last bits from those without
         # norms.
         times = needed.astype(jnp.int32)
-        found = jax.lax.fori_loop(0, times, lambda *_: global_norm(gradients, of_gradients), zero)
+        found = jax.lax.fori_loop(0, times, lambda *_: norms(), jnp.stack([zero, zero]))
     else:
-        found = global_norm(gradients, of_gradients)
-    return jnp.stack([norm, found])
+        found = norms()
+    return jnp.concatenate([norm[None], found])
 
 
 def _may_skip(places: PyTree | None) -> bool:

@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import optax
 
 from spmdtrain.errors import UserError
+from spmdtrain.step.extra_arguments import ExtraArguments, update_with
+from spmdtrain.step.optimizer_checks import check_optimizer
+from spmdtrain.step.schedule_free import average_in, is_schedule_free
 from spmdtrain.step.state import first_average
 from spmdtrain.tree import named_leaves, path_name
 
@@ -17,8 +20,25 @@ PyTree = Any
 
 
 @dataclass(frozen=True)
+class Updated:
+    """The result of an update.
+
+    Attributes:
+      params: All parameters after it.
+      opt_state: The optimizer's state after it.
+      updates: What was added to the trained parameters, None in place of the others.
+    """
+
+    params: PyTree
+    opt_state: PyTree
+    updates: PyTree
+
+
+@dataclass(frozen=True)
 class Update:
-    """The optimizer with the parameters that it trains and their moving average.
+    """The optimizer with the parameters that it trains and their average.
+
+    The average is a moving average, or that of a schedule-free optimizer.
 
     Attributes:
       optimizer: An optax optimizer.
@@ -47,36 +67,23 @@ class Update:
 
     def first_average(self, params: PyTree) -> PyTree:
         """Returns the average before the first step; an empty dictionary without an average."""
-        return {} if self.ema_decay is None else first_average(params)
+        free = is_schedule_free(jax.eval_shape(self.init, params))
+        return first_average(params) if free or self.ema_decay is not None else {}
 
     def __call__(
-        self, params: PyTree, opt_state: PyTree, gradients: PyTree, loss: jax.Array
-    ) -> tuple[PyTree, PyTree]:
+        self, params: PyTree, opt_state: PyTree, gradients: PyTree, extra: ExtraArguments
+    ) -> Updated:
         """Returns the parameters and the optimizer's state after a step.
 
         Args:
           params: All parameters.
           opt_state: The optimizer's state.
           gradients: Gradients of the trained parameters, None in place of the others.
-          loss: The loss, for optimizers that use it.
-
-        Raises:
-          UserError: If the optimizer needs a line search.
-          TypeError: If the optimizer raises it for another reason.
+          extra: The arguments for optimizers that use more than the gradients.
         """
         trained, frozen = self.partition(params)
-        optimizer = optax.with_extra_args_support(self.optimizer)
-        try:
-            updates, opt_state = optimizer.update(gradients, opt_state, trained, value=loss)
-        except TypeError as error:
-            if "value_fn" not in str(error):
-                raise
-            raise UserError(
-                "the optimizer needs value_fn, the loss as a function of the parameters, for a "
-                "line search, as optax.lbfgs does. A step computes the loss only once: use an "
-                "optimizer without a line search, for example optax.lbfgs(1.0, linesearch=None)"
-            ) from error
-        return merge(optax.apply_updates(trained, updates), frozen), opt_state
+        updates, opt_state = update_with(self.optimizer, gradients, opt_state, trained, extra)
+        return Updated(merge(optax.apply_updates(trained, updates), frozen), opt_state, updates)
 
     def partition(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the trained parameters and the others, each with None in the others' places."""
@@ -96,15 +103,18 @@ class Update:
 
         return part(lambda name: not is_frozen(name)), part(is_frozen)
 
-    def check(self, params: PyTree) -> None:
-        """Checks the patterns of `freeze`.
+    def check(self, params: PyTree, opt_state: PyTree) -> None:
+        """Checks the optimizer and the patterns of `freeze`.
 
         Args:
           params: All parameters; shapes suffice.
+          opt_state: The optimizer's state; shapes suffice.
 
         Raises:
-          UserError: If a pattern matches no parameter, or if nothing is left to train.
+          UserError: If the optimizer cannot be used (see `check_optimizer`), if a pattern matches
+            no parameter, or if nothing is left to train.
         """
+        check_optimizer(self.optimizer, opt_state, averages=self.ema_decay is not None)
         names = list(named_leaves(params))
         for pattern in self.frozen:
             if not any(re.search(pattern, name) for name in names):
@@ -112,18 +122,24 @@ class Update:
         if self.frozen and not jax.tree.leaves(self.partition(params)[0]):
             raise UserError(f"freeze: no parameter is left to train of {names}")
 
-    def average(self, averaged: PyTree, params: PyTree, step: jax.Array) -> PyTree:
-        """Returns the exponential moving average of the parameters after an update.
+    def average(
+        self, averaged: PyTree, params: PyTree, opt_state: PyTree, step: jax.Array
+    ) -> PyTree:
+        """Returns the average of the parameters after an update.
 
-        The decay of update k, counted from 1, is at most (1 + k) / (10 + k), so that the average
-        soon forgets the initial values, as TensorFlow's `ExponentialMovingAverage` with
-        `num_updates` does.
+        That of a schedule-free optimizer is computed from its state. Otherwise it is an exponential
+        moving average. The decay of update k, counted from 1, is at most (1 + k) / (10 + k), so
+        that the average soon forgets the initial values, as TensorFlow's
+        `ExponentialMovingAverage` with `num_updates` does.
 
         Args:
           averaged: The average before the update.
           params: The parameters after it.
+          opt_state: The optimizer's state after it.
           step: Number of updates before it.
         """
+        if is_schedule_free(opt_state):
+            return average_in(opt_state, params)
         if self.ema_decay is None:
             return averaged
         decay = jnp.minimum(self.ema_decay, (2.0 + step) / (11.0 + step))
@@ -160,6 +176,6 @@ def clipped(
     Returns:
       The transformed gradients.
     """
-    full = optax.with_extra_args_support(transformation)
-    result, _ = full.update(gradients, full.init(trained), trained, value=jnp.asarray(loss))
-    return result
+    extra = ExtraArguments(jnp.asarray(loss), gradients)
+    state = transformation.init(trained)
+    return update_with(transformation, gradients, state, trained, extra)[0]

@@ -1,11 +1,15 @@
-"""The learning rate of an optimizer with an optax schedule."""
+"""The learning rate of a step, from an optimizer's state and its schedule."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from spmdtrain.step.extra_arguments import closure_of, reachable_functions
+from spmdtrain.step.hyperparameters import learning_rate
 
 PyTree = Any
 _RATES = frozenset({"scale", "learning_rate", "estim_lr"})
@@ -13,6 +17,13 @@ _RATES = frozenset({"scale", "learning_rate", "estim_lr"})
 # Functions of optax: those that scale the updates, and the one that holds a schedule.
 _SCALING = frozenset({"scale.<locals>.update_fn", "scale_by_schedule.<locals>.update_fn"})
 _OF_SCHEDULE = "scale_by_learning_rate.<locals>.<lambda>"
+_CONSTANT = "scale.<locals>.update_fn"
+# States that scale the updates once more, with the field that has the factor of the last update.
+_FACTORS: Mapping[type[Any], str] = {
+    optax.contrib.ReduceLROnPlateauState: "scale",
+    optax.ScaleByZoomLinesearchState: "learning_rate",
+    optax.ScaleByBacktrackingLinesearchState: "learning_rate",
+}
 
 
 def scales_updates(opt_state: PyTree, *, schedules: bool = True) -> bool:
@@ -30,68 +41,70 @@ def scales_updates(opt_state: PyTree, *, schedules: bool = True) -> bool:
     return any(map(scales, jax.tree.leaves(opt_state, is_leaf=scales)))
 
 
-def scheduled_rate(optimizer: optax.GradientTransformation, opt_state: PyTree) -> jax.Array | None:
-    """Returns the learning rate of the next update, if a single optax schedule determines it.
-
-    An optax optimizer does not offer its schedule, which only the closures of its functions hold.
-    The result is None if they are not as expected, or if anything else scales the updates.
+def step_rate(
+    optimizer: optax.GradientTransformation, before: PyTree, after: PyTree
+) -> jax.Array | None:
+    """Returns the learning rate of an update, with the scale of plateaus and line searches.
 
     Args:
       optimizer: The optimizer.
-      opt_state: Its state before the update.
+      before: Its state before the update.
+      after: Its state after it.
 
     Returns:
-      f32 scalar; None if the rate is not known.
+      f32 scalar; None if the rate is constant or not known.
+    """
+    rate = learning_rate(after)
+    if rate is None:
+        rate = _rate_in_closures(optimizer, before)
+    factors = [getattr(node, _FACTORS[type(node)]) for node in _factor_nodes(after)]
+    return None if rate is None else math.prod(factors, start=rate)
+
+
+def _rate_in_closures(
+    optimizer: optax.GradientTransformation, opt_state: PyTree
+) -> jax.Array | None:
+    """Returns the rate that a single schedule gives, or a constant one that a state scales.
+
+    An optax optimizer does not offer its rate, which only the closures of its functions hold. The
+    result is None if they are not as expected, or if anything else scales the updates.
     """
 
     def is_count(node: Any) -> bool:
         return isinstance(node, optax.ScaleByScheduleState)
 
     counts = [x for x in jax.tree.leaves(opt_state, is_leaf=is_count) if is_count(x)]
-    if len(counts) != 1 or scales_updates(opt_state, schedules=False):
+    factors = _factor_nodes(opt_state)
+    others = jax.tree.leaves(opt_state, is_leaf=_is_factor)
+    if scales_updates([x for x in others if not _is_factor(x)], schedules=False):
         return None
-    found = {id(function): function for function in _functions(optimizer.update)}.values()
+    functions = reachable_functions(optimizer.update, follows=_is_of_optax)
+    found = {id(function): function for function in functions}.values()
     scaling = [f for f in found if _name(f) in _SCALING]
-    schedules = [f for f in found if _name(f) == _OF_SCHEDULE]
-    if len(scaling) != 1 or len(schedules) != 1:
+    if len(scaling) != 1:
         return None
-    schedule = dict(_closure(schedules[0])).get("learning_rate")
+    if not counts and factors and _name(scaling[0]) == _CONSTANT:
+        step_size = closure_of(scaling[0]).get("step_size")
+        return None if step_size is None else -jnp.asarray(step_size, jnp.float32)
+    schedules = [f for f in found if _name(f) == _OF_SCHEDULE]
+    if len(counts) != 1 or len(schedules) != 1:
+        return None
+    schedule = closure_of(schedules[0]).get("learning_rate")
     return jnp.asarray(schedule(counts[0].count), jnp.float32) if callable(schedule) else None
 
 
-def _functions(function: Any) -> Iterator[Callable[..., Any]]:
-    """Yields a function of optax, and the functions in its closure and in their closures."""
-    seen: set[int] = set()
-    pending = [function]
-    while pending:
-        item = pending.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, tuple | list):
-            pending += item
-        elif isinstance(item, dict):
-            pending += item.values()
-        elif callable(item):
-            yield item
-            pending += [value for _, value in _closure(item)]
+def _is_factor(node: Any) -> bool:
+    return type(node) in _FACTORS
 
 
-def _closure(function: Any) -> list[tuple[str, Any]]:
-    """Returns the variables that a function of optax refers to; none of another function."""
-    cells = getattr(function, "__closure__", None)
-    if not cells or not str(getattr(function, "__module__", "")).startswith("optax."):
-        return []
-    try:
-        return [
-            (name, cell.cell_contents)
-            for name, cell in zip(function.__code__.co_freevars, cells, strict=True)
-        ]
-    except ValueError:  # a variable without a value yet
-        return []
+def _factor_nodes(opt_state: PyTree) -> list[Any]:
+    return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_factor) if _is_factor(x)]
+
+
+def _is_of_optax(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("optax.")
 
 
 def _name(function: Any) -> str:
     """Returns the qualified name of a function of optax; "" of another function."""
-    in_optax = str(getattr(function, "__module__", "")).startswith("optax.")
-    return str(getattr(function, "__qualname__", "")) if in_optax else ""
+    return str(getattr(function, "__qualname__", "")) if _is_of_optax(function) else ""

@@ -21,7 +21,8 @@ class TrainState:
       step: int32, number of updates so far.
       params: The parameters.
       opt_state: The optimizer's state.
-      averaged: The moving average of the parameters; an empty dictionary without an average.
+      averaged: The moving average of the parameters, or a schedule-free optimizer's parameters for
+        evaluation; an empty dictionary without an average.
       model_state: Other values that the model carries, such as batch statistics.
       key: uint32, the data of the random key from which the keys of all steps derive.
     """

@@ -11,13 +11,15 @@ from spmdtrain.adapters.base import Variables
 from spmdtrain.data.loader import IndexedBatch, examples_of, stacked_sharding
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import Placement
-from spmdtrain.step import hyperparameters, metrics
+from spmdtrain.step import metrics
+from spmdtrain.step.batch_loss import BatchLoss
+from spmdtrain.step.extra_arguments import ExtraArguments
 from spmdtrain.step.finite import finite_flags
 from spmdtrain.step.gradients import Gradients
 from spmdtrain.step.model_state import difference
 from spmdtrain.step.norms import step_norms
 from spmdtrain.step.optimizer import Update, clipped
-from spmdtrain.step.schedules import scheduled_rate
+from spmdtrain.step.schedules import step_rate
 from spmdtrain.step.state import TrainState
 
 PyTree = Any
@@ -34,11 +36,11 @@ class StepOutput:
       number: int32, the number of the step. Only the step of a `Loop` sets it, to check that its
         outputs are recorded in order.
       sums: f32 (metrics by sorted name, 2), weighted sums and weights.
-      rate: The learning rate of the update, if the optimizer's state contains it
-        (`optax.inject_hyperparams`) or a schedule determines it (see `scheduled_rate`).
-      norms: f32 (2,), the norms of `NORMS`: of all updated parameters, and of the mean gradients of
-        the trained ones before the optimizer transforms them. They are meaningless if `has_norms`
-        is false for the step. The step of a `Loop` has the first only.
+      rate: The learning rate of the update, if it changes and is known (see `step_rate`).
+      norms: f32 (3,), the norms of `NORMS`: of all updated parameters, of the mean gradients of
+        the trained ones before the optimizer transforms them, and of what the optimizer added to
+        those. They are meaningless if `has_norms` is false for the step. The step of a `Loop` has
+        the first only.
     """
 
     metrics: dict[str, jax.Array]
@@ -86,20 +88,23 @@ def make_train_step(
         means = {name: metrics.mean(sums) for name, sums in computed.metrics.items()}
         reduced = layout.gradients(computed.gradients)
 
-        # The optimizer's update, and the moving average of the parameters.
-        params, opt_state = update(state.params, state.opt_state, reduced, means["loss"])
-        params = layout.at_rest(params)
-        averaged = update.average(state.averaged, params, state.step)
+        # The optimizer's update, and the average of the parameters.
+        sums = metrics.stacked(computed.metrics)
+        before = [sums, *jax.tree.leaves(computed.model_state)]
+        given = (frozen, state.model_state, batch, state.step_key)
+        loss = BatchLoss(gradients, update, layout, *given, before)
+        extra = ExtraArguments(means["loss"], reduced, loss.value, loss.grad)
+        new = update(state.params, state.opt_state, reduced, extra)
+        params, opt_state = layout.at_rest(new.params), new.opt_state
+        averaged = update.average(state.averaged, params, opt_state, state.step)
         model_state = computed.model_state
         after = TrainState(state.step + 1, params, opt_state, averaged, model_state, state.key)
 
         # The finite flags of this loss and state. They are read before this state is saved.
         finite = finite_flags(means["loss"], state, after, layout.shardings)
-        norms = step_norms(reduced, params, layout, after.step, log_every)
-        sums = metrics.stacked(computed.metrics)
-        rate = hyperparameters.learning_rate(opt_state)
-        if rate is None:
-            rate = scheduled_rate(update.optimizer, state.opt_state)
+        changes = (reduced, new.updates)
+        norms = step_norms(params, layout, after.step, log_every, changes=changes)
+        rate = step_rate(update.optimizer, state.opt_state, opt_state)
         return after, StepOutput(means, finite, sums=sums, rate=rate, norms=norms)
 
     def train_steps(state: TrainState, batches: PyTree) -> tuple[TrainState, StepOutput]:

@@ -70,7 +70,9 @@ def initial_state(
     params, model_state = steps.as_parameters(found)
     params = jax.device_put(params, places.params)
     averaged: PyTree = {}
-    if config.ema_decay is not None:  # separate arrays, because the state is donated
+    if jax.tree.leaves(
+        steps.abstract_state.averaged
+    ):  # separate arrays, because the state is donated
         like = steps.abstract_state.averaged
         averaged = jax.tree.map(lambda x, like: jnp.array(x, like.dtype), found.params, like)
         averaged = jax.device_put(averaged, places.averaged)

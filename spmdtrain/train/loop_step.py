@@ -65,7 +65,7 @@ def make_program(
         after = dataclasses.replace(after, step=state.step + 1, key=state.key)
         means = as_scalars(metrics)
         finite = finite_flags(jnp.stack(list(means.values())), state, after, layout.shardings)
-        norms = step_norms(None, after.params, layout, after.step, log_every)
+        norms = step_norms(after.params, layout, after.step, log_every)
         rate = learning_rate(after.opt_state)
         return after, StepOutput(means, finite, after.step, rate=rate, norms=norms)
 

@@ -151,7 +151,7 @@ def test_metrics_jsonl_holds_the_first_the_last_and_every_fifth_step_and_each_ep
         more = ["learning_rate"] if line["split"] in ("epoch", "train") else []
         # Step 41 is logged because it is the last one.
         has_norms = line["split"] == "train" and line["step"] != 41
-        more += ["gradient_norm", "parameter_norm"] if has_norms else []
+        more += ["gradient_norm", "parameter_norm", "update_norm"] if has_norms else []
         names = [name for name in line if name != "epoch"]
         assert names == ["step", "split", "loss", "accuracy", *more]
     first, last = metrics(finished, "train")[0], metrics(finished, "train")[-1]

@@ -293,12 +293,11 @@ CASES = [
     ),
     Case(
         "unsupported optimizer",
-        lambda _: fit(optimizer=optax.lbfgs()),
+        lambda _: fit(optimizer=optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))),
         UserError,
         (
-            "the optimizer needs value_fn, the loss as a function of the parameters, for a line "
-            "search, as optax.lbfgs does. A step computes the loss only once: use an optimizer "
-            "without a line search, for example optax.lbfgs(1.0, linesearch=None)"
+            "optax.contrib.sam has opaque_mode=False: between its updates the parameters are "
+            "displaced, and an evaluation or a checkpoint would use them. Set opaque_mode=True"
         ),
     ),
     Case(

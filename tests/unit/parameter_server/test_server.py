@@ -15,6 +15,7 @@ from spmdtrain.errors import UserError
 from spmdtrain.parameter_server.optimizer_split import name_of, parts_of, split_optimizer
 from spmdtrain.parameter_server.partition import FixedShards, TreePartition, partition_tree
 from spmdtrain.parameter_server.server import Counts, Push, PushResult, Server, ServerState
+from spmdtrain.step.extra_arguments import ExtraArguments
 from spmdtrain.step.model_state import difference, with_difference
 from spmdtrain.step.optimizer import Update
 
@@ -145,6 +146,33 @@ def test_what_cannot_be_divided_is_refused_by_name(
     assert message in str(refused.value)
     if name != "add_noise":  # its state is no numbers
         split_optimizer(optimizer, cuts(1))  # one server has the whole
+
+
+def test_an_optimizer_that_evaluates_the_loss_is_refused() -> None:
+    with pytest.raises(UserError, match=r"scale_by_zoom_linesearch.* evaluates the loss"):
+        split_optimizer(optax.lbfgs(), cuts(2))
+
+
+def test_the_average_of_a_schedule_free_optimizer_is_that_of_the_servers_parameters() -> None:
+    update = Update(optax.contrib.schedule_free_sgd(0.1))
+    of_params = cuts(2)
+    averages = of_params.map(update.first_average)
+    gradients = jax.tree.map(jnp.ones_like, PARAMS)
+    whole = update(PARAMS, update.init(PARAMS), gradients, ExtraArguments(jnp.ones(()), gradients))
+    expected = optax.contrib.schedule_free_eval_params(whole.opt_state, whole.params)
+    state = of_params.map(update.init)
+    parts = []
+    for n in range(2):
+        part = ServerState(
+            of_params.cut(PARAMS, n),
+            state.cut(update.init(PARAMS), n),
+            averages.cut(update.first_average(PARAMS), n),
+            {},
+        )
+        server = Server(update, part, step=0)
+        assert server.push(Push(0, 0, of_params.cut(gradients, n), {}, 1.0)).is_new
+        parts.append(server.held().averaged)
+    equal(averages.join(parts), expected, rtol=1e-5)
 
 
 def test_the_parts_of_a_chain_have_names() -> None:

@@ -243,6 +243,15 @@ def test_what_an_optimizer_keeps_of_a_parameter_goes_where_that_goes(
         assert tensor == 1 and plain(shardings["params/b"].spec) == P(None, "fsdp")
 
 
+def test_the_memory_of_lbfgs_is_split_as_its_parameter() -> None:
+    found = specs(
+        BIG, IN_TENSOR, strategy="tensor_parallel", optimizer=optax.lbfgs(), replicated_limit=2**40
+    )
+    assert found["params/a/kernel"] == P(None, "tensor")
+    assert found["opt_state/0/diff_params_memory/a/kernel"] == P(None, None, "tensor")
+    assert found["opt_state/0/diff_params_memory/a/bias"] == P()
+
+
 def test_factored_moments_are_split_by_their_own_shape() -> None:
     found = specs(
         BIG,

@@ -53,7 +53,7 @@ def apply(params: Any, x: jax.Array) -> jax.Array:
     return x @ params["w"] + params["b"]
 
 
-def expected(*, trains_bias: bool = True) -> list[tuple[float, float]]:
+def expected(*, trains_bias: bool = True) -> list[tuple[float, float, float]]:
     """The norms of three steps of gradient descent, in NumPy and float64."""
     w, b, norms = W.astype(np.float64), B.astype(np.float64), []
     for step in range(3):
@@ -61,9 +61,8 @@ def expected(*, trains_bias: bool = True) -> list[tuple[float, float]]:
         error = 2 * (x @ w + b - y) / SIZE
         of_w, of_b = x.T @ error, error.sum(0) * trains_bias
         w, b = w - RATE * of_w, b - RATE * of_b
-        norms.append(
-            (np.sqrt((of_w**2).sum() + (of_b**2).sum()), np.sqrt((w**2).sum() + (b**2).sum()))
-        )
+        norm = np.sqrt((of_w**2).sum() + (of_b**2).sum())
+        norms.append((norm, np.sqrt((w**2).sum() + (b**2).sum()), RATE * norm))
     return norms
 
 
@@ -87,7 +86,8 @@ def expected(*, trains_bias: bool = True) -> list[tuple[float, float]]:
 )
 def test_norms_are_those_of_numpy_under_every_strategy(options: dict[str, Any]) -> None:
     found = lines(**options, sharding=ShardingOptions(min_size=1))
-    norms = [(line["gradient_norm"], line["parameter_norm"]) for line in found]
+    names = ("gradient_norm", "parameter_norm", "update_norm")
+    norms = [tuple(line[name] for name in names) for line in found]
     np.testing.assert_allclose(norms, expected(trains_bias="freeze" not in options), rtol=1e-5)
 
 

@@ -134,7 +134,7 @@ def test_a_run_of_two_starts_writes_its_speed_its_events_and_its_program(
     cells = set(re.findall(r"^\| `(\w+)` \|", page, re.M))
     assert of_events <= cells
     assert {*of_speed[-1], *program} <= described | {"step", "time"}
-    assert {"gradient_norm", "parameter_norm"} <= cells & {*metrics(tmp_path)[0]}
+    assert {"gradient_norm", "parameter_norm", "update_norm"} <= cells & {*metrics(tmp_path)[0]}
     (code,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     found: dict[str, Any] = {}
     exec(code, found)

@@ -1,0 +1,71 @@
+"""The loss of a step's batch as a function of the parameters, for optimizers that evaluate it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmdtrain.sharding.layout import Layout
+from spmdtrain.step.gradients import Gradients
+from spmdtrain.step.optimizer import Update, merge
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """The weighted mean loss of one global batch, at parameters that an optimizer chooses.
+
+    Each evaluation starts from the same model state and the same random key as the step itself, so
+    it differs in the parameters alone. The model state after it is discarded.
+
+    Attributes:
+      gradients: Computes the loss and its gradients.
+      update: Divides the parameters into trained and frozen ones.
+      layout: The shardings of the state.
+      frozen: The frozen parameters.
+      model_state: The model state before the batch.
+      batch: The global batch.
+      key: The step's random key.
+      before: Results of the step that have to be complete before an evaluation (see `_after`).
+    """
+
+    gradients: Gradients
+    update: Update
+    layout: Layout
+    frozen: PyTree
+    model_state: PyTree
+    batch: PyTree
+    key: jax.Array
+    before: Sequence[jax.Array]
+
+    def value(self, params: PyTree) -> jax.Array:
+        """Returns the loss at these trained parameters, a scalar that can be differentiated."""
+        params = self._placed(params)
+        return self.gradients.mean_loss(params, self.frozen, self.model_state, self.batch, self.key)
+
+    def grad(self, params: PyTree, _: Any = None) -> PyTree:
+        """Returns the gradients at these trained parameters, as the step computes its own."""
+        params = self._placed(params)
+        output = self.gradients(params, self.frozen, self.model_state, self.batch, self.key)
+        return self.layout.gradients(output.gradients)
+
+    def _placed(self, params: PyTree) -> PyTree:
+        whole = self.layout.at_rest(merge(self._after(params), self.frozen))
+        return self.update.partition(whole)[0]
+
+    def _after(self, params: PyTree) -> PyTree:
+        """Returns the parameters, which exist only after `before` does.
+
+        Optimizers evaluate the loss in loops and branches, where XLA's CPU client does not order
+        collectives with those outside: without this dependency its threads may wait in different
+        ones (see `norms._may_skip`).
+        """
+        device = next(iter(jax.tree.leaves(self.layout.on_device.params)[0].device_set))
+        if device.platform != "cpu":
+            return params
+        # A count is never negative, which XLA does not know.
+        count = sum((jnp.isfinite(x).sum() for x in self.before), start=jnp.zeros((), jnp.int32))
+        return jax.tree.map(lambda x: jnp.where(count >= 0, x, jnp.zeros_like(x)), params)

@@ -1,0 +1,316 @@
+"""Optimizers of optax that take more than gradients, against optax's own loop."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import REPOSITORY
+from jax.sharding import PartitionSpec
+
+from spmdtrain import FunctionModel, MeshSpec, RunConfig, Trainer, UserError, load_params
+from spmdtrain.config.option_groups import ShardingOptions
+from spmdtrain.sharding.layout import Rule
+from spmdtrain.step.extra_arguments import extra_names
+from spmdtrain.step.schedule_free import average_in
+from spmdtrain.terminal import Terminal
+
+PyTree = Any
+GENERATOR = np.random.default_rng(5)
+X = GENERATOR.normal(size=(48, 8)).astype(np.float32)
+Y = GENERATOR.normal(size=(48, 8)).astype(np.float32)
+ROW_WEIGHTS = GENERATOR.uniform(0.5, 2, size=48).astype(np.float32)
+W = GENERATOR.normal(size=(8, 8)).astype(np.float32)
+SIZE, STEPS = 16, 4
+MATRIX = optax.contrib.MuonDimensionNumbers(1, 0)
+ADVERSARY = optax.chain(optax.contrib.normalize(), optax.sgd(0.1))
+NAMES = {"optax": optax, "MATRIX": MATRIX, "ADVERSARY": ADVERSARY}
+
+
+def first() -> dict[str, jax.Array]:
+    return {"w": jnp.asarray(W), "b": jnp.zeros(8)}
+
+
+def apply(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ params["w"] + params["b"])
+
+
+def objective(model: Any, batch: Any) -> dict[str, Any]:
+    x, y, weights = batch
+    return {"loss": (((model(x) - y) ** 2).sum(-1), weights)}
+
+
+def trainer(optimizer: Any, **options: Any) -> Trainer:
+    given: dict[str, Any] = {
+        "model": FunctionModel(lambda key: first(), apply),
+        "objective": objective,
+        "optimizer": optimizer,
+        "global_batch_size": SIZE,
+        "shuffle": False,
+        "log_every": 1,
+        "sharding": ShardingOptions(min_size=1),
+    }
+    return Trainer(**given | options, terminal=Terminal(quiet=True))
+
+
+def trained(optimizer: Any, steps: int = STEPS, **options: Any) -> dict[str, np.ndarray]:
+    found = trainer(optimizer, **options)
+    found.fit((X, Y, ROW_WEIGHTS), steps=steps)
+    assert found.state is not None
+    return jax.tree.map(np.asarray, found.state.params)
+
+
+def plain(optimizer: Any, steps: int = STEPS) -> tuple[dict[str, jax.Array], PyTree]:
+    """The parameters and the state after a loop of optax alone, on one device."""
+
+    def loss(params: PyTree, x: Any, y: Any, weights: Any) -> jax.Array:
+        return (((apply(params, x) - y) ** 2).sum(-1) * weights).sum() / weights.sum()
+
+    @jax.jit
+    def step(params: PyTree, state: PyTree, *batch: Any) -> tuple[PyTree, PyTree]:
+        def value_fn(params: PyTree) -> jax.Array:
+            return loss(params, *batch)
+
+        value, grad = jax.value_and_grad(value_fn)(params)
+        arguments = {
+            "value": value,
+            "grad": grad,
+            "value_fn": value_fn,
+            "obj_fn": value_fn,
+            "grad_fn": lambda params, _: jax.grad(value_fn)(params),
+        }
+        given = {name: arguments[name] for name in extra_names(optimizer)}
+        updates, state = optimizer.update(grad, state, params, **given)
+        return optax.apply_updates(params, updates), state
+
+    params: Any = first()
+    state = optimizer.init(params)
+    for number in range(steps):
+        rows = slice(number % 3 * SIZE, (number % 3 + 1) * SIZE)
+        params, state = step(params, state, X[rows], Y[rows], ROW_WEIGHTS[rows])
+    return params, state
+
+
+def check_equal(found: PyTree, expected: PyTree, rtol: float = 1e-5) -> None:
+    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * np.abs(np.asarray(y)).max())
+
+
+def shown() -> list[str]:
+    """The optimizers in the table of docs/step.md."""
+    section = (REPOSITORY / "docs/step.md").read_text().split("\n## Optimizers\n")[1]
+    table = section.split("| optimizer |")[1].split("\n\n")[0]
+    rows = [row.split("|")[1] for row in table.splitlines()[2:]]
+    return [code for row in rows for code in re.findall(r"`([^`]+)`", row)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", shown())
+def test_an_optimizer_of_the_table_equals_optax_on_eight_devices(code: str) -> None:
+    optimizer = eval(code, NAMES)
+    # `acprop` divides by differences of gradients, which amplifies rounding.
+    rtol = 2e-3 if "acprop" in code else 1e-5
+    check_equal(trained(optimizer, strategy="mirrored"), plain(optimizer)[0], rtol)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "options"),
+    [
+        ("optax.contrib.muon(1e-2)", {"strategy": "fully_sharded"}),
+        (
+            "optax.contrib.muon(1e-2)",
+            {
+                "strategy": "tensor_parallel",
+                "rules": [Rule("w", PartitionSpec("tensor"))],
+                "mesh": MeshSpec(data=2, tensor=4),
+            },
+        ),
+        ("optax.contrib.sam(optax.sgd(0.01), ADVERSARY, opaque_mode=True)", {"strategy": "zero"}),
+    ],
+    ids=str,
+)
+def test_it_does_so_with_split_parameters(code: str, options: dict[str, Any]) -> None:
+    optimizer = eval(code, NAMES)
+    check_equal(trained(optimizer, **options), plain(optimizer)[0])
+
+
+@pytest.mark.slow
+def test_lbfgs_reaches_the_known_optimum_of_least_squares() -> None:
+    target = X @ W + 1
+
+    def squares(model: Any, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        return {"loss": ((model(x) - y) ** 2).sum(-1)}
+
+    model = FunctionModel(
+        lambda key: {"w": jnp.zeros((8, 8)), "b": jnp.zeros(8)}, lambda p, x: x @ p["w"] + p["b"]
+    )
+    options = {"model": model, "objective": squares, "global_batch_size": 48}
+    found = trainer(optax.lbfgs(), **options, strategy="fully_sharded", microbatches=2)
+    found.fit((X, target), steps=25)
+    assert found.state is not None
+    check_equal(found.state.params, {"w": W, "b": np.ones(8)}, 1e-4)
+
+
+def recorder() -> optax.GradientTransformationExtraArgs:
+    """Gradient descent that records the extra arguments."""
+
+    def init(params: PyTree) -> PyTree:
+        return {"value": jnp.zeros(()), "again": jnp.zeros(()), "differ": jnp.zeros(2)}
+
+    def update(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        value: Any,
+        grad: Any,
+        value_fn: Any,
+        grad_fn: Any,
+    ) -> tuple[PyTree, PyTree]:
+        others = jax.grad(value_fn)(params), grad_fn(params, 0)
+        differ = [
+            optax.tree.norm(jax.tree.map(jnp.subtract, x, grad)) / optax.tree.norm(grad)
+            for x in others
+        ]
+        after = {"value": value, "again": value_fn(params), "differ": jnp.stack(differ)}
+        return jax.tree.map(lambda x: -0.1 * x, updates), after
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def test_an_optimizer_evaluates_the_loss_of_the_step_with_its_dropout_and_microbatches() -> None:
+    def noisy(model: Any, batch: Any, key: jax.Array) -> dict[str, Any]:
+        x, y, weights = batch
+        kept = jax.random.bernoulli(key, 0.5, x.shape)
+        return {"loss": (((model(x * kept) - y) ** 2).sum(-1), weights), "size": abs(y).sum(-1)}
+
+    found = trainer(recorder(), objective=noisy, strategy="mirrored", microbatches=2, freeze=("b",))
+    result = found.fit((X, Y, ROW_WEIGHTS), steps=1)
+    assert found.state is not None
+    recorded = found.state.opt_state
+    assert float(recorded["value"]) == pytest.approx(result.train["loss"], rel=1e-6)
+    assert float(recorded["again"]) == pytest.approx(result.train["loss"], rel=1e-5)
+    assert np.asarray(recorded["differ"]).max() < 1e-5
+    norms = result.train["update_norm"], result.train["gradient_norm"]
+    assert norms[0] == pytest.approx(0.1 * norms[1], rel=1e-5)
+
+
+def test_the_transformation_of_the_page_skips_an_update() -> None:
+    page = (REPOSITORY / "docs/step.md").read_text()
+    (code,) = re.findall(r"^```python\n(import jax.*?)^```", page, re.M | re.S)
+    shown: dict[str, Any] = {}
+    exec(code, shown)
+    assert extra_names(shown["optimizer"]) == ["value"]
+    skips, ones = shown["skip_spikes"](3.0), {"w": jnp.ones(2)}
+    state, sizes = skips.init(ones), []
+    for value in (1.0, 2.0, 9.0, 2.0):
+        updates, state = skips.update(ones, state, value=jnp.asarray(value))
+        sizes.append(float(updates["w"].sum()))
+    assert sizes == [2, 2, 0, 2]
+
+
+def with_plateau(learning_rate: float) -> optax.GradientTransformation:
+    return optax.chain(optax.sgd(learning_rate), optax.contrib.reduce_on_plateau())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "names"),
+    [
+        (optax.adam(1.0), []),
+        (optax.lbfgs(), ["value", "grad", "value_fn"]),
+        (optax.masked(optax.lbfgs(), True), ["value", "grad", "value_fn"]),
+        (optax.MultiSteps(optax.contrib.momo(), 2), ["value"]),
+        (optax.inject_hyperparams(with_plateau)(0.1), ["value"]),
+        (optax.chain(optax.clip(1.0), eval(next(s for s in shown() if "sam" in s), NAMES)),
+         ["grad_fn"]),
+        (optax.contrib.sophia(1.0), ["obj_fn"]),
+    ],
+)  # fmt: skip
+def test_the_declared_arguments_are_found(optimizer: Any, names: list[str]) -> None:
+    assert extra_names(optimizer) == names
+
+
+def needs_loss() -> optax.GradientTransformation:
+    def update(updates: Any, state: Any, params: Any = None, *, loss: Any, **extra: Any) -> Any:
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(lambda params: (), update)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "words"),
+    [
+        (optax.contrib.sam(optax.sgd(0.1), ADVERSARY), {}, "Set opaque_mode=True"),
+        (
+            optax.contrib.differentially_private_aggregate(1.0, 1.0, key=0),
+            {},
+            "gradient of each example",
+        ),
+        (optax.contrib.schedule_free_sgd(), {"ema_decay": 0.9}, "Leave ema_decay out"),
+        (optax.chain(needs_loss()), {}, "requires the extra argument 'loss'.*value_fn"),
+    ],
+    ids=["sam", "dpsgd", "average", "argument"],
+)
+def test_it_is_refused_in_one_line(optimizer: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        trainer(optimizer, **options).fit((X, Y, ROW_WEIGHTS), steps=1)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_average_of_a_schedule_free_part_leaves_other_parameters_as_they_are() -> None:
+    free = optax.contrib.schedule_free_sgd(0.1)
+    both = optax.partition({"free": free, "sgd": optax.sgd(0.1)}, {"w": "free", "b": "sgd"})
+    state, params = both.init(first()), jax.tree.map(lambda x: x + 1, first())
+    inner = state.inner_states["free"].inner_state
+    found = average_in(state, params)
+    np.testing.assert_array_equal(found["b"], params["b"])
+    expected = (params["w"] - 0.1 * inner.z["w"]) / 0.9
+    np.testing.assert_allclose(found["w"], expected, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_schedule_free_run_is_evaluated_saved_and_resumed_with_its_average(
+    tmp_path: Path,
+) -> None:
+    free = optax.contrib.schedule_free_sgd(0.05)
+    data = (X, Y, ROW_WEIGHTS)
+    params, state = plain(free, 6)
+    expected = optax.contrib.schedule_free_eval_params(state, params)
+    error = ((apply(expected, jnp.asarray(X)) - Y) ** 2).sum(-1)
+    loss = float((error * ROW_WEIGHTS).sum() / ROW_WEIGHTS.sum())
+
+    def run(workdir: Path, steps: int) -> Any:
+        made = trainer(free, workdir=str(workdir), strategy="fully_sharded")
+        return made, made.fit(data, validation=data, test=data, steps=steps)
+
+    made, result = run(tmp_path / "whole", 6)
+    assert result.validation["loss"] == pytest.approx(loss, rel=1e-5)
+    assert result.test["loss"] == pytest.approx(loss, rel=1e-5)
+    assert made.evaluate(data)["loss"] == pytest.approx(loss, rel=1e-5)
+    check_equal(load_params(tmp_path / "whole", which="best"), expected)
+    check_equal(load_params(tmp_path / "whole", averaged=False), params)
+    run(tmp_path / "parts", 3)
+    resumed, _ = run(tmp_path / "parts", 6)
+    for x, y in zip(*map(jax.tree.leaves, (resumed.state, made.state)), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.slow
+def test_the_rate_includes_the_scale_of_a_plateau_and_the_step_of_a_line_search() -> None:
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=0.9)
+    search = optax.scale_by_backtracking_linesearch(10, decrease_factor=0.1)
+    for base, optimizer, steps in (
+        (0.1, optax.chain(optax.inject_hyperparams(optax.sgd)(0.1), plateau), 3),
+        (1e4, optax.chain(optax.sgd(1e4), search), 1),
+    ):
+        found = trainer(optimizer, strategy="mirrored", config=RunConfig(learning_rate=7.0))
+        line = found.fit((X, Y, ROW_WEIGHTS), steps=steps).train
+        rate = line["update_norm"] / line["gradient_norm"]
+        assert line["learning_rate"] == pytest.approx(rate, rel=1e-5)
+        assert 0 < line["learning_rate"] < 0.6 * base
