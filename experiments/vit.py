@@ -27,7 +27,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from digits_mlp import load_digits
 
@@ -55,10 +54,8 @@ class Config(RunConfig):
     """Attention heads, which share the width."""
     mlp_width: int = 256
     """Width inside each MLP."""
-    pooling: Literal["class_token", "mean"] = "class_token"
+    pooling: Literal["class_token", "mean"] = "mean"
     """The classes are computed from a token before the patches, or from the mean of the patches."""
-    shift: int = 1
-    """Largest random shift of training images in pixels, along each dim."""
     unroll: bool = True
     """Compile every layer separately: faster steps on a CPU, longer compilation."""
     weight_decay: float = 0.05
@@ -71,12 +68,12 @@ PRESETS = {
         learning_rate=1e-4,
         data_threads=4,
         image_size=224,
-        shift=16,
         patch_size=16,
         layers=12,
         width=768,
         heads=12,
         mlp_width=3072,
+        pooling="class_token",
         unroll=False,
         compute_dtype="bfloat16",
     ),
@@ -153,12 +150,6 @@ def objective(model: ViT, batch: Batch) -> dict[str, jax.Array]:
     }
 
 
-def check_ranges(config: Config) -> None:
-    """Checks that a shift leaves a part of the image."""
-    if not 0 <= config.shift < config.image_size:
-        raise UserError(f"shift is {config.shift}: it must be 0 or more, and below image_size")
-
-
 def load(config: Config) -> tuple[tuple[Any, Any, Any], int, int]:
     """Returns the examples of training, validation and test; the classes, and values of a pixel."""
     if config.data_dir is None:
@@ -173,17 +164,6 @@ def load(config: Config) -> tuple[tuple[Any, Any, Any], int, int]:
         for split in ("train", "validation", "test")
     )
     return (train, validation, test), len(train.classes), 3
-
-
-def augment(
-    example: dict[str, np.ndarray], generator: np.random.Generator, *, shift: int
-) -> dict[str, np.ndarray]:
-    """Shifts an image by up to `shift` pixels in each dim; zeros come in at its edges."""
-    image = example["image"]
-    padded = np.pad(image, [(shift, shift)] * 2 + [(0, 0)] * (image.ndim - 2))
-    row, column = generator.integers(0, 2 * shift, 2, endpoint=True)
-    height, width = image.shape[:2]
-    return {**example, "image": padded[row : row + height, column : column + width]}
 
 
 def make_optimizer(config: Config, total_steps: int) -> optax.GradientTransformation:
@@ -224,7 +204,6 @@ def shape(config: Config, classes: int, channels: int) -> ViTConfig:
 
 
 def build(config: Config) -> Experiment:
-    check_ranges(config)
     (train, validation, test), classes, channels = load(config)
     return Experiment(
         model=partial(ViT, shape(config, classes, channels)),
@@ -234,7 +213,6 @@ def build(config: Config) -> Experiment:
         train=train,
         validation=validation,
         test=test,
-        augment=partial(augment, shift=config.shift),
         axis_rules=VIT_AXIS_RULES,
         weight_map=WEIGHT_MAP if config.pooling == "class_token" else None,
     )

@@ -121,7 +121,9 @@ class ViT(nnx.Module):
         )
         if config.pooling == "class_token":
             self.class_token = nnx.Param(jnp.zeros(width))
-        self.positions = normal_param(rngs, (config.tokens, width), std=0.02, names=(None, "embed"))
+        # Nearly as large as the embedded patches: if they are much smaller (0.02 in the paper), a
+        # model takes many times as many steps until it uses them.
+        self.positions = normal_param(rngs, (config.tokens, width), std=0.5, names=(None, "embed"))
 
         def matrix(
             *shape: int, inputs: int, scale: float = 1.0, names: tuple[str | None, ...]

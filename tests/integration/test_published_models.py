@@ -55,7 +55,7 @@ def llama_case(name: str, transformers: Any) -> tuple[Any, Any, dict[str, Any], 
         num_attention_heads=4,
         num_key_value_heads=2,
         rms_norm_eps=1e-5,
-        max_position_embeddings=48,
+        max_position_embeddings=16384,
         rope_parameters=rope,
         tie_word_embeddings="tied" in name,
     )
