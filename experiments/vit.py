@@ -39,7 +39,7 @@ Batch = dict[str, jax.Array]
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    epochs: int | None = 30
+    epochs: int | None = 20
     global_batch_size: int | None = 64
     learning_rate: float | None = 2e-3
     image_size: int = 8

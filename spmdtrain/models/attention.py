@@ -35,9 +35,8 @@ def attend(
     mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None]
     masked = None if mask is None else query.shape[1]
     fused = is_fused(current_device(), query.dtype, value.shape[-1], masked)
-    implementation = "cudnn" if fused else "xla"
     return jax.nn.dot_product_attention(
-        query, key, value, mask=mask, is_causal=causal, implementation=implementation
+        query, key, value, mask=mask, is_causal=causal, implementation="cudnn" if fused else "xla"
     )
 
 
