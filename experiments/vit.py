@@ -54,7 +54,7 @@ class Config(RunConfig):
     """Attention heads, which share the width."""
     mlp_width: int = 256
     """Width inside each MLP."""
-    pooling: Literal["class_token", "mean"] = "mean"
+    pooling: Literal["class_token", "mean"] = "class_token"
     """The classes are computed from a token before the patches, or from the mean of the patches."""
     unroll: bool = True
     """Compile every layer separately: faster steps on a CPU, longer compilation."""
@@ -73,7 +73,6 @@ PRESETS = {
         width=768,
         heads=12,
         mlp_width=3072,
-        pooling="class_token",
         unroll=False,
         compute_dtype="bfloat16",
     ),
@@ -214,5 +213,5 @@ def build(config: Config) -> Experiment:
         validation=validation,
         test=test,
         axis_rules=VIT_AXIS_RULES,
-        weight_map=WEIGHT_MAP if config.pooling == "class_token" else None,
+        weight_map=WEIGHT_MAP if config.pooling == "class_token" else (),
     )

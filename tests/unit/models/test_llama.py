@@ -68,10 +68,11 @@ def arrays(model: Llama) -> dict[str, np.ndarray]:
 def test_logits_are_those_of_an_independent_llama(tied: bool) -> None:
     model = randomized(tied=tied)
     weights = unmapped(experiment.weight_map(tied=tied), arrays(model))
-    shape = {"heads": 4, "kv_heads": 2, "base": SMALL.rope_base}
-    expected = llama_reference.logits(weights, TOKENS, **shape, factor=4.0)
+    expected = llama_reference.logits(
+        weights, TOKENS, heads=4, kv_heads=2, base=SMALL.rope_base, factor=4.0
+    )
     assert np.abs(expected).max() > 1
-    np.testing.assert_allclose(forward(model, TOKENS), expected, atol=2e-5)
+    np.testing.assert_allclose(forward(model, jnp.array(TOKENS)), expected, atol=2e-5)
 
 
 def test_rope_scaling() -> None:

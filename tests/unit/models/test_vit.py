@@ -54,6 +54,15 @@ def test_published_shapes_have_the_published_numbers_of_parameters(
     assert sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))) == count
 
 
+def objective(model: ViT, images: jax.Array) -> dict[str, jax.Array]:
+    labels = jnp.arange(len(images))
+    return {"loss": optax.softmax_cross_entropy_with_integer_labels(model(images), labels)}
+
+
+def record(losses: list[float], event: Any) -> None:
+    losses.append(event.metrics["loss"])
+
+
 @pytest.mark.slow
 def test_annotations_split_over_fsdp_and_tensor_with_the_losses_of_one_device() -> None:
     found: dict[str, list[float]] = {"fully_sharded": [], "one_device": []}
@@ -61,11 +70,7 @@ def test_annotations_split_over_fsdp_and_tensor_with_the_losses_of_one_device() 
         trainer = Trainer(
             # Without the token before the patches, which the published shapes have.
             model=partial(ViT, dataclasses.replace(SMALL, pooling="mean")),
-            objective=lambda model, x: {
-                "loss": optax.softmax_cross_entropy_with_integer_labels(
-                    model(x), jnp.arange(len(x))
-                )
-            },
+            objective=objective,
             optimizer=optax.sgd(0.5),
             axis_rules=VIT_AXIS_RULES,
             strategy=strategy,
@@ -73,7 +78,7 @@ def test_annotations_split_over_fsdp_and_tensor_with_the_losses_of_one_device() 
             log_every=1,
             shuffle=False,
             quiet=True,
-            callbacks={"log": lambda event, to=losses: to.append(event.metrics["loss"])},
+            callbacks={"log": partial(record, losses)},
         )
         trainer.fit(IMAGES, steps=3, global_batch_size=8)
         if strategy == "fully_sharded":
