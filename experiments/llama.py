@@ -1,6 +1,7 @@
 """A Llama on tinyshakespeare, prediction of the next byte; fine-tuning of Meta's published models.
 
-Expected: EXPECTED
+Expected: a validation loss of about 1.75 nats a byte after 600 steps, which take three and a half
+minutes of CPU time.
 
     python -m spmdtrain.run --config experiments/llama.py --data-dir FOLDER
 
