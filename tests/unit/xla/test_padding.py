@@ -13,7 +13,9 @@ from helpers import REPOSITORY
 
 from spmdtrain import CollectiveOptions, FunctionModel, Loop, MeshSpec, Trainer, UserError
 from spmdtrain.models import (
+    LLAMA_AXIS_RULES,
     MLP,
+    VIT_AXIS_RULES,
     Llama,
     LlamaConfig,
     MobileNetV2,
@@ -373,7 +375,8 @@ SHIPPED: dict[str, Any] = {
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_experiments_are_proven_and_so_compile_once(name: str) -> None:
     model, shapes = SHIPPED[name]
-    of = trainer(experiment(name).objective, model=model)
+    axis_rules = {"llama": LLAMA_AXIS_RULES, "vit": VIT_AXIS_RULES}.get(name)
+    of = trainer(experiment(name).objective, model=model, axis_rules=axis_rules)
     rows = {
         k: np.zeros((1, *s), np.int32 if k != "image" else np.float32) for k, s in shapes.items()
     }
