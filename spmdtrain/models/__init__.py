@@ -7,6 +7,13 @@ from spmdtrain.models.generation import (
     in_order,
     stream,
 )
+from spmdtrain.models.llama import (
+    LLAMA_AXIS_RULES,
+    LinearRopeScaling,
+    Llama,
+    Llama3RopeScaling,
+    LlamaConfig,
+)
 from spmdtrain.models.mlp import MLP, MLP_RULES, mlp_rules
 from spmdtrain.models.mobilenet import MobileNetV2
 from spmdtrain.models.transformer import (
@@ -15,17 +22,26 @@ from spmdtrain.models.transformer import (
     Transformer,
     TransformerConfig,
 )
+from spmdtrain.models.vit import VIT_AXIS_RULES, ViT, ViTConfig
 
 __all__ = [
     "GPT2_RULES",
+    "LLAMA_AXIS_RULES",
     "MLP",
     "MLP_RULES",
     "TRANSFORMER_RULES",
+    "VIT_AXIS_RULES",
     "GenerationOptions",
+    "LinearRopeScaling",
+    "Llama",
+    "Llama3RopeScaling",
+    "LlamaConfig",
     "MobileNetV2",
     "NewTokens",
     "Transformer",
     "TransformerConfig",
+    "ViT",
+    "ViTConfig",
     "generate",
     "in_order",
     "mlp_rules",

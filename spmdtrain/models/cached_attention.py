@@ -31,10 +31,11 @@ def attend_to_cache(
     A token attends to positions up to its own.
 
     Args:
-      query: (B, T, heads, head width), as `key` and `value`, of the new tokens.
-      key: Written to the cache.
+      query: (B, T, heads, head width), of the new tokens.
+      key: (B, T, key-value heads, head width), as `value`: written to the cache. Each is shared by
+        as many consecutive query heads.
       value: Written to the cache.
-      cached: Keys and values (B, heads, length, head width).
+      cached: Keys and values (B, key-value heads, length, head width).
       positions: int (B, T), the positions in the cache: T consecutive ones in each row.
     """
 
@@ -47,10 +48,13 @@ def attend_to_cache(
         constrain_sharding(put(old, new, positions[:, 0]), "batch", "tensor", None, None)
         for old, new in zip(cached, (key, value), strict=True)
     )
+    rows, heads, count, width = query.shape
+    query = query.reshape(rows, keys.shape[1], -1, count, width)
     # The heads come before the positions: `jax.nn.dot_product_attention` takes the other order,
     # and would transpose the whole cache for each token.
-    scores = jnp.einsum("bnth,bnlh->bntl", query, keys, preferred_element_type=jnp.float32)
+    scores = jnp.einsum("bngth,bnlh->bngtl", query, keys, preferred_element_type=jnp.float32)
     seen = jnp.arange(keys.shape[2]) <= positions[..., None]
-    scores = jnp.where(seen[:, None], scores * query.shape[-1] ** -0.5, -jnp.inf)
+    scores = jnp.where(seen[:, None, None], scores * width**-0.5, -jnp.inf)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    return jnp.einsum("bntl,bnlh->btnh", probabilities, values), (keys, values)
+    mixed = jnp.einsum("bngtl,bnlh->btngh", probabilities, values)
+    return mixed.reshape(rows, count, heads, width), (keys, values)

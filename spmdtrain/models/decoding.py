@@ -34,7 +34,7 @@ class Decoder(Protocol):
         ...
 
     def empty_cache(self, rows: int, length: int) -> PyTree:
-        """Returns a cache of zeros: arrays (..., B, heads, length, head width).
+        """Returns a cache of zeros: arrays (..., B, key-value heads, length, head width).
 
         Args:
           rows: Number of rows B.

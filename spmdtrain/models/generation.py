@@ -90,8 +90,8 @@ def generate(
     equally probable.
 
     Args:
-      model: A `Transformer`, such as `trainer.model`; its arrays may be sharded over a mesh. With
-        several processes, all call this with the same arguments.
+      model: A `Transformer` or `Llama`, such as `trainer.model`; its arrays may be sharded over a
+        mesh. With several processes, all call this with the same arguments.
       prompts: For each text its first tokens, integers of shape (n,) with n of 1 or more. They may
         have different lengths, also more than the model's context.
       options: Number of tokens, temperature and so on.

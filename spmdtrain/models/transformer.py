@@ -1,8 +1,5 @@
 """A decoder-only transformer whose layers are stacked arrays, computed by one scan."""
 
-import math
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,9 +9,19 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from spmdtrain.errors import UserError
-from spmdtrain.models.cached_attention import attend_to_cache, cache_array
+from spmdtrain.models.attention import Rotation, attend, rotary_speeds, rotation
+from spmdtrain.models.cached_attention import attend_to_cache
+from spmdtrain.models.decoder_parts import (
+    check_length,
+    embed_tokens,
+    empty_cache,
+    read_with_cache,
+    separate_layers,
+    token_logits,
+)
+from spmdtrain.models.norms import layer_norm, rms_norm
 from spmdtrain.sharding.layout import GatherPolicy, Rule
-from spmdtrain.sharding.placement import constrain_sharding, current_device
+from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.step.remat import remat
 
 # Over "tensor" each device has some of the heads and hidden values, so that each half of a block
@@ -45,7 +52,6 @@ GPT2_RULES: tuple[Rule, ...] = (
 )
 
 PyTree = Any
-_Rotation = Callable[[jax.Array], jax.Array]
 
 _EPSILON = 1e-6  # keeps the RMS norm of zeros finite
 _GPT2_EPSILON = 1e-5
@@ -189,13 +195,9 @@ class Transformer(nnx.Module):
         Raises:
           UserError: If T is larger than the context.
         """
-        config, length = self.config, tokens.shape[1]
-        if length > config.context:
-            raise UserError(
-                f"a sequence has {length} tokens, but the model's context is {config.context}"
-            )
+        config = self.config
+        check_length(tokens.shape[1], config.context)
         x, turn = self._embed(tokens, positions)
-        mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None]
         keys: Any = None
         if config.dropout and not self.dropout.deterministic:
             keys = jax.random.split(self.dropout.rngs(), (config.layers + 1, 2))
@@ -207,7 +209,7 @@ class Transformer(nnx.Module):
         def block(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
             weights, keys = layer
             key, other = (None, None) if keys is None else keys
-            x = x + self.dropout(_attention(weights["attention"], x, turn, mask), rngs=key)
+            x = x + self.dropout(_attention(weights["attention"], x, turn, segments), rngs=key)
             x = constrain_sharding(x, "batch", None, None)
             x = x + self.dropout(_mlp(weights["mlp"], x), rngs=other)
             return constrain_sharding(x, "batch", None, None), None
@@ -228,9 +230,7 @@ class Transformer(nnx.Module):
         weights = nnx.to_pure_dict(nnx.state(self.blocks))
         if not self.config.unroll:
             return weights
-        return [
-            jax.tree.map(operator.itemgetter(layer), weights) for layer in range(self.config.layers)
-        ]
+        return separate_layers(weights, self.config.layers)
 
     def empty_cache(self, rows: int, length: int) -> PyTree:
         """Returns a cache of keys and values for `extend`, of zeros.
@@ -246,15 +246,14 @@ class Transformer(nnx.Module):
         Raises:
           UserError: If `length` is larger than the context.
         """
-        config, dtype = self.config, self.embedding[...].dtype
-        if length > config.context:
-            raise UserError(
-                f"a cache of {length} tokens, but the model's context is {config.context}"
-            )
-        shape = (rows, config.heads, length, config.head_width)
-        if config.unroll:
-            return [(cache_array(shape, dtype),) * 2 for _ in range(config.layers)]
-        return (cache_array((config.layers, *shape), dtype),) * 2
+        config = self.config
+        return empty_cache(
+            (rows, config.heads, length, config.head_width),
+            self.embedding[...].dtype,
+            layers=config.layers,
+            context=config.context,
+            unroll=config.unroll,
+        )
 
     def extend(
         self, layers: PyTree, tokens: jax.Array, cache: PyTree, start: jax.Array
@@ -287,23 +286,7 @@ class Transformer(nnx.Module):
             x = x + _mlp(weights["mlp"], x)
             return constrain_sharding(x, "batch", None, None), cached
 
-        def read_layer(carry: tuple[jax.Array, PyTree], layer: Any) -> tuple[Any, None]:
-            x, cache = carry
-            weights, index = layer
-            x, cached = read(x, weights, jax.tree.map(lambda array: array[index], cache))
-            # One array, which is updated in place.
-            cache = jax.tree.map(lambda array, new: array.at[index].set(new), cache, cached)
-            return (x, cache), None
-
-        if self.config.unroll:
-            after = []
-            for weights, cached in zip(layers, cache, strict=True):
-                x, cached = read(x, weights, cached)
-                after.append(cached)
-            cache = after
-        else:
-            stacked = layers, jnp.arange(self.config.layers)
-            (x, cache), _ = jax.lax.scan(read_layer, (x, cache), stacked)
+        x, cache = read_with_cache(read, x, layers, cache)
         return self._last_norm(x), cache
 
     def logits(self, x: jax.Array) -> jax.Array:
@@ -316,45 +299,33 @@ class Transformer(nnx.Module):
           f32 (B, T, `rows`).
         """
         head = self.embedding[...] if self.config.tied else self.head[...]
-        logits = jnp.einsum("btd,vd->btv", x, head, preferred_element_type=jnp.float32)
-        logits = constrain_sharding(logits, "batch", None, "tensor")
+        logits = token_logits(x, head)
         if self.config.rows == self.config.vocabulary:
             return logits
         return jnp.where(jnp.arange(self.config.rows) < self.config.vocabulary, logits, _NO_TOKEN)
 
-    def _embed(self, tokens: jax.Array, positions: jax.Array | None) -> tuple[jax.Array, _Rotation]:
+    def _embed(self, tokens: jax.Array, positions: jax.Array | None) -> tuple[jax.Array, Rotation]:
         """Returns the embedded tokens, and the rotation of their queries and keys."""
         config = self.config
-        # Looked up in f32, so that the gradients of frequent tokens are added up in f32.
-        embedding = self.embedding[...]
-        x = embedding.astype(jnp.float32)[tokens].astype(embedding.dtype)
-        # Indexing clamps other numbers, or counts from the end: the loss would be that of other
-        # data.
-        known = (tokens >= 0) & (tokens < config.vocabulary)
-        x = jnp.where(known[..., None], x, jnp.nan)
+        x = embed_tokens(self.embedding[...], tokens, config.vocabulary)
         length = tokens.shape[1]
         if config.positions == "learned":
             learned = self.positions[...]
             if positions is None:
                 return x + learned[:length], _identity
             return x + learned.astype(jnp.float32)[positions].astype(x.dtype), _identity
-        return x, rotation(length if positions is None else positions, config.head_width)
+        speeds = rotary_speeds(config.head_width, _ROTARY_BASE)
+        return x, rotation(length if positions is None else positions, speeds)
 
 
 def _attention(
-    weights: dict[str, jax.Array], x: jax.Array, turn: _Rotation, mask: jax.Array | None
+    weights: dict[str, jax.Array], x: jax.Array, turn: Rotation, segments: jax.Array | None
 ) -> jax.Array:
-    query, key, value = _heads(weights, x, turn)
-    masked = None if mask is None else x.shape[1]
-    fused = is_fused(current_device(), x.dtype, value.shape[-1], masked)
-    mixed = jax.nn.dot_product_attention(
-        query, key, value, mask=mask, is_causal=True, implementation="cudnn" if fused else "xla"
-    )
-    return _mix_heads(weights, mixed)
+    return _mix_heads(weights, attend(*_heads(weights, x, turn), segments))
 
 
 def _heads(
-    weights: dict[str, jax.Array], x: jax.Array, turn: _Rotation
+    weights: dict[str, jax.Array], x: jax.Array, turn: Rotation
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns queries, keys and values (B, T, heads, head width), rotated."""
     x = _norm(x, weights["norm"], weights.get("norm_bias"))
@@ -373,26 +344,6 @@ def _mix_heads(weights: dict[str, jax.Array], mixed: jax.Array) -> jax.Array:
     return out + weights["out_bias"] if "out_bias" in weights else out
 
 
-def is_fused(device: Any, dtype: Any, head_width: int, masked_length: int | None = None) -> bool:
-    """Returns whether cuDNN's fused attention supports this case.
-
-    It needs 16 bits and an NVIDIA GPU since Ampere. It takes a mask as a bias, for which the number
-    of tokens must be even in training. JAX raises an error for unsupported cases, and uses XLA's
-    attention by default.
-
-    Args:
-      device: The device.
-      dtype: The dtype of queries, keys and values.
-      head_width: The width of each head.
-      masked_length: Number of tokens, if attention has a mask.
-    """
-    # "9.0" on an NVIDIA GPU, another form on AMD's, missing on other devices.
-    major = str(getattr(device, "compute_capability", "")).split(".")[0]
-    sixteen_bits = dtype in (jnp.bfloat16, jnp.float16)
-    fits = head_width % 8 == 0 and head_width <= 128 and (masked_length or 0) % 2 == 0
-    return sixteen_bits and fits and major.isdecimal() and int(major) >= 8
-
-
 def _mlp(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     hidden = _norm(x, weights["norm"], weights.get("norm_bias")) @ weights["up"]
     hidden = constrain_sharding(hidden, "batch", None, "tensor")
@@ -405,38 +356,9 @@ def _mlp(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 
 def _norm(x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
     """Computes the RMS norm; with a bias, the layer norm."""
-    wide, epsilon = x.astype(jnp.float32), _EPSILON
-    if bias is not None:
-        wide, epsilon = wide - wide.mean(axis=-1, keepdims=True), _GPT2_EPSILON
-    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    normal = wide * jax.lax.rsqrt(mean_square + epsilon) * scale.astype(jnp.float32)
-    return (normal if bias is None else normal + bias.astype(jnp.float32)).astype(x.dtype)
-
-
-def rotation(positions: int | jax.Array, width: int) -> _Rotation:
-    """Returns a function that rotates (B, T, heads, width) by each token's position.
-
-    The product of a query and a key then depends on their distance, not on their positions (rotary
-    position embedding, Su et al. 2021, arXiv:2104.09864).
-
-    Args:
-      positions: Each token's position, int (B, T); or the number of tokens T, for positions from 0
-        to T - 1.
-      width: Width of a head, an even number.
-    """
-    half = width // 2
-    speeds = jnp.exp(-math.log(_ROTARY_BASE) / half * jnp.arange(half))
-    if isinstance(positions, int):
-        positions = jnp.arange(positions)
-    angles = (positions[..., None] * speeds)[..., None, :]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-
-    def turn(x: jax.Array) -> jax.Array:
-        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        turned = jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
-        return turned.astype(x.dtype)
-
-    return turn
+    if bias is None:
+        return rms_norm(x, scale, _EPSILON)
+    return layer_norm(x, scale, bias, _GPT2_EPSILON)
 
 
 def _identity(x: jax.Array) -> jax.Array:

@@ -2,9 +2,11 @@
 
 import re
 import runpy
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 
 import numpy as np
 
@@ -101,6 +103,7 @@ def read_weight_map(file: str) -> WeightMap:
     Raises:
       UserError: If it cannot be executed, or has no such map.
     """
+    sys.path.append(str(Path(file).resolve().parent))  # it may import modules of its folder
     try:
         found = runpy.run_path(file).get("WEIGHT_MAP")
     except Exception as error:

@@ -17,7 +17,7 @@ from spmdtrain import MeshSpec, Trainer, UserError
 from spmdtrain.config.option_groups import ShardingOptions
 from spmdtrain.data.packing import Packed
 from spmdtrain.models import MLP, TRANSFORMER_RULES, Transformer, TransformerConfig, mlp_rules
-from spmdtrain.models.transformer import is_fused, rotation
+from spmdtrain.models.attention import is_fused, rotary_speeds, rotation
 from spmdtrain.tree import named_leaves
 
 SMALL = TransformerConfig(
@@ -64,7 +64,7 @@ def test_a_token_sees_itself_and_those_before_it_alone(positions: str) -> None:
 
 @pytest.mark.slow
 def test_rotary_products_depend_on_the_distance_alone() -> None:
-    turn = rotation(12, 8)
+    turn = rotation(12, rotary_speeds(8, 10_000.0))
     query, key = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
     queries, keys = (turn(jnp.tile(x, (1, 12, 1, 1)))[0, :, 0] for x in (query, key))
     products = np.asarray(queries @ keys.T)

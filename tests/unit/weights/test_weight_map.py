@@ -1,5 +1,6 @@
 """Rules for weights: names, parts, orders of dims, and the way back."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from spmdtrain import UserError, WeightRule
 from spmdtrain.weights.dim_order import DimOrder
 from spmdtrain.weights.region import MisfitError, region_of, slices
-from spmdtrain.weights.weight_map import unmapped
+from spmdtrain.weights.weight_map import read_weight_map, unmapped
 
 
 @pytest.mark.parametrize(
@@ -112,3 +113,14 @@ def test_the_way_back_stacks_splits_and_merges() -> None:
         unmapped(rules[:4] + rules[5:], model)
     with pytest.raises(UserError, match="elements of wide"):
         unmapped((*rules[:3], rules[4], WeightRule("wide[:,0:1]", "query[:,0:1]"), rules[5]), model)
+
+
+def test_a_file_with_a_map_may_import_modules_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "names_of_weights.py").write_text("SOURCE = 'kernel'\n")
+    (tmp_path / "experiment.py").write_text(
+        "from names_of_weights import SOURCE\n"
+        "from spmdtrain import WeightRule\n"
+        "WEIGHT_MAP = [WeightRule(SOURCE, 'layers/0/kernel')]\n"
+    )
+    (rule,) = read_weight_map(str(tmp_path / "experiment.py"))
+    assert rule == WeightRule("kernel", "layers/0/kernel")

@@ -1,6 +1,5 @@
 """Evaluations of objectives that mix examples or draw, and the proof that rows are independent."""
 
-import runpy
 from functools import partial
 from typing import Any
 
@@ -13,8 +12,20 @@ from flax import nnx
 from helpers import REPOSITORY
 
 from spmdtrain import CollectiveOptions, FunctionModel, Loop, MeshSpec, Trainer, UserError
-from spmdtrain.models import MLP, MobileNetV2, Transformer, TransformerConfig
+from spmdtrain.models import (
+    LLAMA_AXIS_RULES,
+    MLP,
+    VIT_AXIS_RULES,
+    Llama,
+    LlamaConfig,
+    MobileNetV2,
+    Transformer,
+    TransformerConfig,
+    ViT,
+    ViTConfig,
+)
 from spmdtrain.terminal import Terminal
+from spmdtrain.train.experiment import load_experiment
 from spmdtrain.xla.padding import why_padding_matters, why_parts_differ
 
 X = np.arange(100, dtype=np.float32)
@@ -339,10 +350,14 @@ def test_values_that_depend_on_the_place_are_found(name: str) -> None:
 
 
 def experiment(name: str) -> Any:
-    return runpy.run_path(str(REPOSITORY / "experiments" / f"{name}.py"))
+    return load_experiment(str(REPOSITORY / "experiments" / f"{name}.py"), frozenset()).module
 
 
 GPT = TransformerConfig(vocabulary=11, rows=12, context=8, layers=2, width=8, heads=2, hidden=16)
+LLAMA = LlamaConfig(vocabulary=11, context=8, layers=2, width=8, heads=2, kv_heads=1, hidden=16)
+VIT = ViTConfig(
+    classes=10, image_size=8, patch_size=4, channels=1, layers=2, width=8, heads=2, hidden=16
+)
 SHIPPED: dict[str, Any] = {
     "digits_mlp": (partial(MLP, 64, (8,), 10), {"image": (64,), "label": ()}),
     "flowers_mobilenet": (partial(MobileNetV2, 5), {"image": (32, 32, 3), "label": ()}),
@@ -351,6 +366,8 @@ SHIPPED: dict[str, Any] = {
         partial(Transformer, GPT),
         dict.fromkeys(("tokens", "segments", "positions", "weights"), (8,)),
     ),
+    "llama": (partial(Llama, LLAMA), {"tokens": (9,), "weights": (8,)}),
+    "vit": (partial(ViT, VIT), {"image": (8, 8), "label": ()}),
 }
 
 
@@ -358,7 +375,8 @@ SHIPPED: dict[str, Any] = {
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_experiments_are_proven_and_so_compile_once(name: str) -> None:
     model, shapes = SHIPPED[name]
-    of = trainer(experiment(name)["objective"], model=model)
+    axis_rules = {"llama": LLAMA_AXIS_RULES, "vit": VIT_AXIS_RULES}.get(name)
+    of = trainer(experiment(name).objective, model=model, axis_rules=axis_rules)
     rows = {
         k: np.zeros((1, *s), np.int32 if k != "image" else np.float32) for k, s in shapes.items()
     }

@@ -1,0 +1,29 @@
+"""Parameters that are annotated with logical names of their dims."""
+
+import jax
+from flax import nnx
+
+
+def normal_param(
+    rngs: nnx.Rngs, shape: tuple[int, ...], *, std: float, names: tuple[str | None, ...]
+) -> nnx.Param[jax.Array]:
+    """Returns a parameter with draws of a normal distribution of mean 0, f32.
+
+    Args:
+      rngs: Its stream `params` is used.
+      shape: The shape.
+      std: The standard deviation.
+      names: For each dim the logical name, or None for a dim that is never split.
+    """
+    return annotated_param(std * jax.random.normal(rngs.params(), shape), names)
+
+
+def annotated_param(value: jax.Array, names: tuple[str | None, ...]) -> nnx.Param[jax.Array]:
+    """Returns a parameter whose annotation a run reads.
+
+    Args:
+      value: The array.
+      names: For each dim the logical name, or None for a dim that is never split.
+    """
+    # Without eager sharding, because Flax would need axes of a mesh in place of names.
+    return nnx.Param(value, eager_sharding=False, out_sharding=names)

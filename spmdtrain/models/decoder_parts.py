@@ -1,0 +1,128 @@
+"""The parts of decoders that do not depend on the kind of their blocks."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmdtrain.errors import UserError
+from spmdtrain.models.cached_attention import cache_array
+from spmdtrain.sharding.placement import constrain_sharding
+
+PyTree = Any
+
+
+def embed_tokens(embedding: jax.Array, tokens: jax.Array, vocabulary: int) -> jax.Array:
+    """Returns the rows of an embedding, (B, T, width).
+
+    Args:
+      embedding: (at least `vocabulary`, width).
+      tokens: int (B, T). Any that is not from 0 to `vocabulary` - 1 is embedded as NaN.
+      vocabulary: Number of tokens.
+    """
+    # Looked up in f32, so that the gradients of frequent tokens are added up in f32.
+    x = embedding.astype(jnp.float32)[tokens].astype(embedding.dtype)
+    # Indexing clamps other numbers, or counts from the end: the loss would be that of other data.
+    known = (tokens >= 0) & (tokens < vocabulary)
+    return jnp.where(known[..., None], x, jnp.nan)
+
+
+def token_logits(x: jax.Array, head: jax.Array) -> jax.Array:
+    """Returns the logits of the next tokens, f32 (B, T, rows), split over "tensor".
+
+    Args:
+      x: (B, T, width).
+      head: (rows, width).
+    """
+    logits = jnp.einsum("btd,vd->btv", x, head, preferred_element_type=jnp.float32)
+    return constrain_sharding(logits, "batch", None, "tensor")
+
+
+def check_length(length: int, context: int) -> None:
+    """Checks that a sequence fits.
+
+    Args:
+      length: Its number of tokens.
+      context: The largest number.
+
+    Raises:
+      UserError: If it is longer.
+    """
+    if length > context:
+        raise UserError(f"a sequence has {length} tokens, but the model's context is {context}")
+
+
+def separate_layers(weights: PyTree, layers: int) -> list[PyTree]:
+    """Returns the weights of each layer of stacked ones.
+
+    Args:
+      weights: Arrays whose first dim is the layer.
+      layers: Number of layers.
+    """
+    return [jax.tree.map(operator.itemgetter(layer), weights) for layer in range(layers)]
+
+
+def empty_cache(
+    shape: tuple[int, int, int, int], dtype: Any, *, layers: int, context: int, unroll: bool
+) -> PyTree:
+    """Returns a cache of keys and values for `read_with_cache`, of zeros.
+
+    Args:
+      shape: (B, key-value heads, length, head width).
+      dtype: Of keys and values.
+      layers: Number of layers.
+      context: The largest length.
+      unroll: Whether each layer has arrays of its own.
+
+    Returns:
+      Pairs of arrays of this shape, one pair for each layer; without `unroll` one pair, in which
+      the layer is the first dim.
+
+    Raises:
+      UserError: If the length is larger than the context.
+    """
+    if shape[2] > context:
+        raise UserError(f"a cache of {shape[2]} tokens, but the model's context is {context}")
+    if unroll:
+        return [(cache_array(shape, dtype),) * 2 for _ in range(layers)]
+    return (cache_array((layers, *shape), dtype),) * 2
+
+
+def read_with_cache(
+    read: Callable[[jax.Array, PyTree, PyTree], tuple[jax.Array, PyTree]],
+    x: jax.Array,
+    layers: PyTree,
+    cache: PyTree,
+) -> tuple[jax.Array, PyTree]:
+    """Calls a block for each layer, with the layer's keys and values.
+
+    Args:
+      read: A function of (x, weights, cached) of one layer that returns the new x, and the keys
+        and values extended by those of the new tokens.
+      x: (B, T, width), the embedded new tokens.
+      layers: The weights of each layer as a list, or stacked.
+      cache: From `empty_cache`, with `unroll` if `layers` is a list.
+
+    Returns:
+      x after the last layer, and the extended cache.
+    """
+    if isinstance(layers, list):
+        after = []
+        for weights, cached in zip(layers, cache, strict=True):
+            x, cached = read(x, weights, cached)
+            after.append(cached)
+        return x, after
+
+    def read_layer(carry: tuple[jax.Array, PyTree], layer: Any) -> tuple[Any, None]:
+        x, cache = carry
+        weights, index = layer
+        x, cached = read(x, weights, jax.tree.map(lambda array: array[index], cache))
+        # One array, which is updated in place.
+        cache = jax.tree.map(lambda array, new: array.at[index].set(new), cache, cached)
+        return (x, cache), None
+
+    count = len(jax.tree.leaves(layers)[0])
+    (x, cache), _ = jax.lax.scan(read_layer, (x, cache), (layers, jnp.arange(count)))
+    return x, cache

@@ -1,0 +1,382 @@
+"""Decoders with the blocks of Llama: grouped-query attention, SwiGLU, RMS norm, scaled rotations.
+
+Their arrays are annotated with logical names, which an `AxisRules` maps to axes of the mesh.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from spmdtrain.errors import UserError
+from spmdtrain.models.annotated import normal_param
+from spmdtrain.models.attention import Rotation, attend, rotation
+from spmdtrain.models.cached_attention import attend_to_cache
+from spmdtrain.models.decoder_parts import (
+    check_length,
+    embed_tokens,
+    empty_cache,
+    read_with_cache,
+    separate_layers,
+    token_logits,
+)
+from spmdtrain.models.norms import rms_norm
+from spmdtrain.sharding.annotations import AxisRules
+from spmdtrain.sharding.placement import constrain_sharding
+from spmdtrain.step.remat import remat
+
+# Over "tensor" each device has some of the heads and hidden values, so that each half of a block
+# ends with one all-reduce.
+LLAMA_AXIS_RULES = AxisRules(
+    {
+        "vocab": "tensor",
+        "embed": "fsdp",
+        "heads": "tensor",
+        "kv_heads": "tensor",
+        "mlp": "tensor",
+    }
+)
+
+PyTree = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearRopeScaling:
+    """Rotations of a longer context by position interpolation (arXiv:2306.15595).
+
+    Attributes:
+      factor: Divides all positions.
+
+    Raises:
+      UserError: If it is not above 0 and finite.
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
+
+    def scale(self, speeds: np.ndarray) -> np.ndarray:
+        """Returns the scaled speeds of rotations.
+
+        Args:
+          speeds: Radians from a token to the next, (n,).
+        """
+        return speeds / self.factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3RopeScaling:
+    """Rotations of a longer context as in Llama 3.1: slow ones are slowed down, fast ones are kept.
+
+    A rotation is fast if it turns at least `high_freq_factor` times within the original context,
+    slow if it turns at most `low_freq_factor` times, and interpolated in between. The names and
+    defaults are those of `rope_scaling` in the published config.json, of `rope_type` "llama3".
+
+    Attributes:
+      factor: Divides the speed of slow rotations.
+      low_freq_factor: Turns within the original context up to which a rotation is slow.
+      high_freq_factor: Turns within the original context from which a rotation is fast.
+      original_max_position_embeddings: The context that the model was first trained with.
+
+    Raises:
+      UserError: If a value is invalid.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
+        if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
+            raise UserError(
+                f"low_freq_factor is {self.low_freq_factor} and high_freq_factor is "
+                f"{self.high_freq_factor}: the second must be larger, and both above 0"
+            )
+        if self.original_max_position_embeddings < 1:
+            raise UserError(
+                "original_max_position_embeddings is "
+                f"{self.original_max_position_embeddings}: it must be 1 or more"
+            )
+
+    def scale(self, speeds: np.ndarray) -> np.ndarray:
+        """Returns the scaled speeds of rotations.
+
+        Args:
+          speeds: Radians from a token to the next, (n,).
+        """
+        turns = self.original_max_position_embeddings * speeds / (2 * math.pi)
+        low, high = self.low_freq_factor, self.high_freq_factor
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        return speeds * (kept + (1 - kept) / self.factor)
+
+
+def _check_factor(factor: float) -> None:
+    if not 0 < factor < math.inf:
+        raise UserError(f"factor is {factor}: it must be above 0, and finite")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """The shape of a Llama.
+
+    Attributes:
+      vocabulary: Number of tokens.
+      layers: Number of blocks.
+      width: Width of the residual stream.
+      heads: Number of query heads.
+      kv_heads: Number of key-value heads, each shared by `heads / kv_heads` query heads.
+      hidden: Width inside each block's MLP.
+      context: The largest number of tokens of a sequence.
+      rope_base: The speeds of rotations fall from 1 to nearly 1 / `rope_base`.
+      rope_scaling: Changes the speeds for a longer context.
+      tied: Whether the embedding is also the output layer.
+      epsilon: Added to the mean square by RMS norms.
+      unroll: Whether to compile every layer separately: faster steps on a CPU, but a compile time
+        proportional to the number of layers.
+
+    Raises:
+      UserError: If a value is invalid.
+    """
+
+    vocabulary: int
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    context: int
+    rope_base: float = 500_000.0
+    rope_scaling: LinearRopeScaling | Llama3RopeScaling | None = None
+    tied: bool = False
+    epsilon: float = 1e-5
+    unroll: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "layers", "width", "heads", "kv_heads", "hidden", "context"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}: it must be 1 or more")
+        if self.width % self.heads:
+            raise UserError(f"width {self.width} does not divide over {self.heads} heads")
+        if self.head_width % 2:
+            raise UserError(
+                f"rotary positions rotate pairs of values, but width {self.width} over "
+                f"{self.heads} heads is {self.head_width} a head: an odd number"
+            )
+        if self.heads % self.kv_heads:
+            raise UserError(
+                f"{self.heads} heads do not divide over {self.kv_heads} key-value heads: kv_heads "
+                "must be a divisor of heads"
+            )
+        if not 1 < self.rope_base < math.inf:
+            raise UserError(f"rope_base is {self.rope_base}: it must be above 1, and finite")
+
+    @property
+    def head_width(self) -> int:
+        """The width of each head."""
+        return self.width // self.heads
+
+    @property
+    def speeds(self) -> np.ndarray:
+        """Radians by which each pair of a head's values turns a token, f32 (head width / 2,)."""
+        speeds = float(self.rope_base) ** (-np.arange(0, self.head_width, 2) / self.head_width)
+        scaling = self.rope_scaling
+        scaled = speeds if scaling is None else scaling.scale(speeds)
+        return scaled.astype(np.float32)
+
+
+class Llama(nnx.Module):
+    """A decoder from integer tokens (B, T) to logits (B, T, `vocabulary`) of the next tokens, f32.
+
+    With the parameters of Hugging Face's `LlamaForCausalLM` it has the same logits. It computes in
+    the dtype of its parameters; norms, softmax and logits are f32. `generate` accepts it.
+
+    Args:
+      config: The shape.
+      rngs: Random streams of the initialization.
+    """
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        layers, width, hidden = config.layers, config.width, config.hidden
+        heads, kv_heads = (config.heads, config.head_width), (config.kv_heads, config.head_width)
+        # With this scale, the sum of the blocks is as large as the embedding for any number.
+        into, back = width**-0.5, (2 * layers) ** -0.5
+
+        def normal(*shape: int, std: float, names: tuple[str | None, ...]) -> nnx.Param[jax.Array]:
+            return normal_param(rngs, shape, std=std, names=names)
+
+        def stacked(*shape: int, std: float, names: tuple[str | None, ...]) -> nnx.Param[jax.Array]:
+            return normal(layers, *shape, std=std, names=(None, *names))
+
+        def scales(*shape: int) -> nnx.Param[jax.Array]:
+            return nnx.Param(jnp.ones(shape))
+
+        self.embedding = normal(config.vocabulary, width, std=0.02, names=("vocab", "embed"))
+        self.blocks = nnx.Dict(
+            attention=nnx.Dict(
+                norm=scales(layers, width),
+                query=stacked(width, *heads, std=into, names=("embed", "heads", None)),
+                key=stacked(width, *kv_heads, std=into, names=("embed", "kv_heads", None)),
+                value=stacked(width, *kv_heads, std=into, names=("embed", "kv_heads", None)),
+                out=stacked(*heads, width, std=into * back, names=("heads", None, "embed")),
+            ),
+            mlp=nnx.Dict(
+                norm=scales(layers, width),
+                gate=stacked(width, hidden, std=into, names=("embed", "mlp")),
+                up=stacked(width, hidden, std=into, names=("embed", "mlp")),
+                down=stacked(hidden, width, std=hidden**-0.5 * back, names=("mlp", "embed")),
+            ),
+        )
+        self.norm = scales(width)
+        if not config.tied:
+            self.head = normal(config.vocabulary, width, std=into, names=("vocab", "embed"))
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """Computes the logits of the next tokens.
+
+        Args:
+          tokens: int (B, T), from 0 to `vocabulary` - 1. Any other makes logits NaN.
+          segments: int (B, T), the number of each token's document within its row, if a row holds
+            several: a token attends to its own document only.
+          positions: int (B, T), each token's position within its document; by default the positions
+            within the row.
+
+        Returns:
+          f32 (B, T, `vocabulary`).
+
+        Raises:
+          UserError: If T is larger than the context.
+        """
+        config = self.config
+        check_length(tokens.shape[1], config.context)
+        turn = self._rotation(tokens.shape[1] if positions is None else positions)
+
+        @remat
+        def block(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+            mixed = attend(*self._heads(weights["attention"], x, turn), segments)
+            return self._rest_of_block(weights, x, mixed), None
+
+        weights = nnx.to_pure_dict(nnx.state(self.blocks))
+        x, _ = jax.lax.scan(block, self._embed(tokens), weights, unroll=config.unroll)
+        return self.logits(rms_norm(x, self.norm[...], config.epsilon))
+
+    def layers(self) -> PyTree:
+        """Returns the weights of the blocks as `extend` takes them.
+
+        Call it outside of a loop over `extend`, because with `unroll` it copies each layer's.
+        """
+        weights = nnx.to_pure_dict(nnx.state(self.blocks))
+        return separate_layers(weights, self.config.layers) if self.config.unroll else weights
+
+    def empty_cache(self, rows: int, length: int) -> PyTree:
+        """Returns a cache of keys and values for `extend`, of zeros.
+
+        Args:
+          rows: Number of rows B.
+          length: The number of tokens of a row that it can hold, at most the context.
+
+        Returns:
+          Pairs of arrays of shape (B, key-value heads, `length`, head width) in the dtype of the
+          parameters, one pair for each layer; without `unroll` one pair, in which the layer is the
+          first dim.
+
+        Raises:
+          UserError: If `length` is larger than the context.
+        """
+        config = self.config
+        return empty_cache(
+            (rows, config.kv_heads, length, config.head_width),
+            self.embedding[...].dtype,
+            layers=config.layers,
+            context=config.context,
+            unroll=config.unroll,
+        )
+
+    def extend(
+        self, layers: PyTree, tokens: jax.Array, cache: PyTree, start: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
+        """Reads tokens that follow those in the cache. See `Transformer.extend`.
+
+        Args:
+          layers: From `layers`.
+          tokens: int (B, T), from 0 to `vocabulary` - 1.
+          cache: From `empty_cache` or `extend`; each row holds at least `start` tokens.
+          start: int (B,), the position of the first of each row's tokens; `start` + T is at most
+            the length of the cache.
+
+        Returns:
+          The values (B, T, width) from which `logits` computes those of the next tokens, and the
+          extended cache.
+        """
+        positions = start[:, None] + jnp.arange(tokens.shape[1])
+        turn = self._rotation(positions)
+
+        def read(x: jax.Array, weights: Any, cached: Any) -> tuple[jax.Array, Any]:
+            heads = self._heads(weights["attention"], x, turn)
+            mixed, cached = attend_to_cache(*heads, cached, positions)
+            return self._rest_of_block(weights, x, mixed), cached
+
+        x, cache = read_with_cache(read, self._embed(tokens), layers, cache)
+        return rms_norm(x, self.norm[...], self.config.epsilon), cache
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Returns the logits of the next tokens, f32 (B, T, `vocabulary`).
+
+        Args:
+          x: (B, T, width), from `extend`.
+        """
+        return token_logits(x, self.embedding[...] if self.config.tied else self.head[...])
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        x = embed_tokens(self.embedding[...], tokens, self.config.vocabulary)
+        return constrain_sharding(x, "batch", None, None)
+
+    def _rotation(self, positions: int | jax.Array) -> Rotation:
+        return rotation(positions, jnp.asarray(self.config.speeds))
+
+    def _heads(
+        self, weights: dict[str, jax.Array], x: jax.Array, turn: Rotation
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns queries and keys, rotated, and values: (B, T, heads, head width)."""
+        x = rms_norm(x, weights["norm"], self.config.epsilon)
+        query, key, value = (
+            constrain_sharding(
+                jnp.einsum("btd,dnh->btnh", x, weights[name]), "batch", None, "tensor", None
+            )
+            for name in ("query", "key", "value")
+        )
+        return turn(query), turn(key), value
+
+    def _rest_of_block(
+        self, weights: dict[str, dict[str, jax.Array]], x: jax.Array, mixed: jax.Array
+    ) -> jax.Array:
+        """Returns the output of a block (B, T, width).
+
+        Args:
+          weights: The block's.
+          x: (B, T, width), its input.
+          mixed: (B, T, heads, head width), from its attention.
+        """
+        mixed = constrain_sharding(mixed, "batch", None, "tensor", None)
+        x = x + jnp.einsum("btnh,nhd->btd", mixed, weights["attention"]["out"])
+        x = constrain_sharding(x, "batch", None, None)
+        mlp = weights["mlp"]
+        normal = rms_norm(x, mlp["norm"], self.config.epsilon)
+        gate, up = (
+            constrain_sharding(normal @ mlp[name], "batch", None, "tensor")
+            for name in ("gate", "up")
+        )
+        x = x + (jax.nn.silu(gate) * up) @ mlp["down"]
+        return constrain_sharding(x, "batch", None, None)
