@@ -256,7 +256,17 @@ def _whole_weights(axes: tuple[str, ...], sums: metrics.BatchSums) -> dict[str, 
 
 
 def _needed_part(function: Callable[[PyTree], PyTree], argument: PyTree) -> PyTree:
-    """Evaluates `function(argument)`, without operations that the result does not need."""
+    """Evaluates a function without the operations that its result does not need.
+
+    They are removed from the jaxpr, so this does not depend on the compiler.
+
+    Args:
+      function: A traceable function.
+      argument: Its argument.
+
+    Returns:
+      The value of `function(argument)`.
+    """
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(argument)
     needed, is_used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
     leaves = [x for x, used in zip(jax.tree.leaves(argument), is_used, strict=True) if used]
@@ -266,13 +276,10 @@ def _needed_part(function: Callable[[PyTree], PyTree], argument: PyTree) -> PyTr
 
 
 def _to_mean(gradients: PyTree, sums: metrics.BatchSums, *, divided_by: int = 1) -> PyTree:
-    """Scales gradients of the weighted sum / `divided_by` to the mean's; 0 if the weight is 0.
-
-    Those of a `Combination` are already the mean's.
-    """
+    """Scales gradients of the weighted sum / `divided_by` to the mean's; 0 if the weight is 0."""
     loss = sums["loss"]
     if not isinstance(loss, metrics.Sums):
-        return gradients
+        return gradients  # of a `Combination`, already those of the mean
     weight = loss.weight
     scale = jnp.where(weight == 0, 0.0, divided_by / jnp.where(weight == 0, 1, weight))
     return _scaled(gradients, scale)
