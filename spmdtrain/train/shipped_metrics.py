@@ -69,7 +69,9 @@ def confusion_table(counts: np.ndarray) -> Table:
     Args:
       counts: Confusion matrix (labels, predictions).
     """
-    columns = {f"predicted {n}": column.tolist() for n, column in enumerate(counts.T)}
+    whole = bool((counts == np.rint(counts)).all())  # not if examples have weights
+    shown = counts.astype(np.int64) if whole else counts
+    columns = {f"predicted {n}": column.tolist() for n, column in enumerate(shown.T)}
     return Table({"label": list(range(len(counts))), **columns})
 
 

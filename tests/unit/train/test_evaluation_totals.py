@@ -124,7 +124,7 @@ def test_each_metric_is_that_of_all_examples_once() -> None:
 
 
 def test_training_logs_the_combined_loss_and_evaluations_the_rest(tmp_path: Path) -> None:
-    trainer = make(1, workdir=str(tmp_path), global_batch_size=25, steps_per_dispatch=2)
+    trainer = make(1, workdir=str(tmp_path), global_batch_size=24, steps_per_dispatch=2)
     result = trainer.fit(DATA, validation=DATA, steps=9)
     epoch = result.history.epochs[0]
     terms = {"ce": 1.0, "square": 0.5, "never": 7.0}
