@@ -86,7 +86,7 @@ class BatchChecks:
             return ""
         params, frozen = self._update.partition(state.params)
         why = why_parts_differ(
-            lambda given, rows: self._forward.values(*given, state.model_state, rows),
+            lambda given, rows: self._forward.values(given[0], given[1], state.model_state, rows),
             (params, frozen),
             batch,
             microbatches,

@@ -10,9 +10,7 @@ import numpy as np
 
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.step.outputs import (
-    ArraySum,
     Combination,
-    PredictedRows,
     PredictionMetric,
     Scalar,
     SumMetric,
@@ -47,8 +45,8 @@ class Sums(NamedTuple):
 
 BatchSums = dict[str, Sums | Combination]
 """The sums of a batch by name, and what is combined from their means."""
-EvaluationSums = dict[str, Sums | Combination | ArraySum | PredictedRows]
-"""The same, with the metrics that only evaluations compute."""
+EvaluationSums = dict[str, Any]
+"""The same, with an `ArraySum` or `PredictedRows` for metrics that only evaluations compute."""
 
 
 def weighted_sums(
@@ -334,7 +332,10 @@ def loss_first(metrics: Mapping[str, float]) -> dict[str, float]:
 def stacked(sums: BatchSums) -> jax.Array:
     """Returns the sums by sorted name as one array (names, 2), for a single transfer.
 
-    The weight of a `Combination` is the sum of those of its terms, and its mean is that of `sums`.
+    The weight of a `Combination` is the sum of those of its terms.
+
+    Args:
+      sums: The sums of a batch by name.
     """
 
     def pair(value: Sums | Combination) -> Sums:

@@ -27,7 +27,7 @@ from spmdtrain.step.metrics import Means, Sums
 
 COEFFICIENTS = {"tokens": 1.0, "examples": 0.5, "penalty": 0.1}
 # Devices, microbatches, the reduction of gradients: all paths of `Gradients`.
-WAYS: list[tuple[int, int, str | None]] = [
+WAYS: list[tuple[int, int, Any]] = [
     (1, 4, None),
     (8, 1, None),  # on CPU flattened under shard_map
     (8, 4, None),
@@ -37,7 +37,7 @@ WAYS: list[tuple[int, int, str | None]] = [
 
 
 def two_losses(model: Any, batch: Any) -> dict[str, Any]:
-    """A loss of tokens, one of labelled examples only, and a penalty on a parameter."""
+    """A loss of tokens, one of labeled examples only, and a penalty on a parameter."""
     output = model(batch["x"])
     error = output - batch["y"]
     return {

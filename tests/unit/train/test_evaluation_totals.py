@@ -42,7 +42,7 @@ GENERATOR = np.random.default_rng(0)
 DATA = {
     "x": GENERATOR.normal(size=(N, 6)).astype(np.float32),
     "label": GENERATOR.integers(0, CLASSES, N).astype(np.int32),
-    "labelled": (np.arange(N) < 20).astype(np.float32),  # only in the first batch of 32
+    "labeled": (np.arange(N) < 20).astype(np.float32),  # only in the first batch of 32
 }
 KERAS_AUC = keras.metrics.AUC(num_thresholds=500)
 NNX_ACCURACY = nnx.metrics.Accuracy()
@@ -65,15 +65,15 @@ def objective(model: Any, batch: Any) -> dict[str, Any]:
     return {
         "loss": Combination({"ce": 1.0, "square": 0.5, "never": 7.0}),
         "ce": values,
-        "square": (logits[:, 0] ** 2, batch["labelled"]),
+        "square": (logits[:, 0] ** 2, batch["labeled"]),
         "never": (values, jnp.zeros_like(values)),
         "size": Scalar(logits.mean()),
         "balanced": SumMetric(counts, balanced_accuracy),
         "f1": SumMetric(counts, macro_f1),
         "confusion": SumMetric(counts, confusion_table),
-        "logits": value_histogram(logits, EDGES, batch["labelled"]),
+        "logits": value_histogram(logits, EDGES, batch["labeled"]),
         "auc": roc_auc(is_first, score),
-        "perplexity": perplexity(values, batch["labelled"]),
+        "perplexity": perplexity(values, batch["labeled"]),
         "in_order": PredictionMetric(in_order, label, score),
         "keras_auc": PredictionMetric(KERAS_AUC, is_first, score),
         "nnx_accuracy": PredictionMetric(NNX_ACCURACY, logits=logits, labels=label),
@@ -96,11 +96,11 @@ def make(devices: int, function: Any = objective, **options: Any) -> Trainer:
 def test_each_metric_is_that_of_all_examples_once() -> None:
     trainer = make(8)
     logits = trainer.predict(DATA, global_batch_size=32)
-    label, labelled = DATA["label"], DATA["labelled"] > 0
+    label, labeled = DATA["label"], DATA["labeled"] > 0
     predicted = logits.argmax(-1)
     values = np.asarray(optax.softmax_cross_entropy_with_integer_labels(logits, label))
     score = np.asarray(jax.nn.softmax(logits))[:, 0]
-    square = (logits[labelled, 0] ** 2).mean()
+    square = (logits[labeled, 0] ** 2).mean()
     expected = {
         "loss": values.mean() + 0.5 * square,
         "ce": values.mean(),
@@ -109,7 +109,7 @@ def test_each_metric_is_that_of_all_examples_once() -> None:
         "size": logits.mean(),
         "balanced": sklearn.metrics.balanced_accuracy_score(label, predicted),
         "f1": sklearn.metrics.f1_score(label, predicted, average="macro"),
-        "perplexity": np.exp(values[labelled].mean()),
+        "perplexity": np.exp(values[labeled].mean()),
         "in_order": in_order(label, score),
         "nnx_accuracy": (predicted == label).mean(),
     }
