@@ -12,6 +12,7 @@ validate and the last 1,000 are the test.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,19 @@ import numpy as np
 import optax
 from etils import epath
 
-from spmdtrain import ArrayDataset, Experiment, RunConfig, Subset, UserError, find_idx, read_idx
+from spmdtrain import (
+    ArrayDataset,
+    Experiment,
+    RunConfig,
+    Subset,
+    SumMetric,
+    UserError,
+    confusion_counts,
+    confusion_table,
+    find_idx,
+    macro_f1,
+    read_idx,
+)
 from spmdtrain.models import MLP, mlp_rules
 
 
@@ -38,12 +51,17 @@ def pixels(model: MLP, batch: dict[str, jax.Array]) -> jax.Array:
     return batch["image"].astype(model.layers[0].kernel.dtype) / 255
 
 
-def objective(model: MLP, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def objective(model: MLP, batch: dict[str, jax.Array]) -> dict[str, Any]:
     logits = model(pixels(model, batch))
     logits = logits.astype(jnp.float32)  # in f32 for any compute dtype
+    predicted = logits.argmax(-1)
+    counts = confusion_counts(batch["label"], predicted, 10)
     return {
         "loss": optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]),
-        "accuracy": logits.argmax(-1) == batch["label"],
+        "accuracy": predicted == batch["label"],
+        # Evaluations compute these from the counts of all examples.
+        "macro_f1": SumMetric(counts, macro_f1),
+        "confusion": SumMetric(counts, confusion_table),
     }
 
 

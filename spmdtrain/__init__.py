@@ -18,6 +18,7 @@ _HOMES = {
     "CallbackContext": "train.callbacks",
     "CallbackEvent": "train.callbacks",
     "CollectiveOptions": "config.option_groups",
+    "Combination": "step.outputs",
     "Coordinator": "parameter_server.coordinator",
     "Dataset": "data.datasets",
     "EarlyStopping": "train.stopping",
@@ -47,18 +48,21 @@ _HOMES = {
     "ParameterServerOptions": "config.option_groups",
     "ParquetSource": "data.sources.parquet",
     "PerReplica": "step.per_replica",
+    "PredictionMetric": "step.outputs",
     "PreemptedExit": "errors",
     "ReduceOnPlateau": "train.reduce_on_plateau",
     "ReplicaError": "errors",
     "Rule": "sharding.layout",
     "RunConfig": "config.run_config",
     "RunInfo": "trackers.base",
+    "Scalar": "step.outputs",
     "ShardingOptions": "config.option_groups",
     "SkipBadRecords": "data.bad_records",
     "StopAtThreshold": "train.stopping",
     "StorageError": "errors",
     "Stream": "data.streams",
     "Subset": "data.datasets",
+    "SumMetric": "step.outputs",
     "Table": "trackers.media",
     "Text": "trackers.media",
     "TextSource": "data.sources.text_files",
@@ -74,6 +78,10 @@ _HOMES = {
     "WeightRule": "weights.weight_map",
     "WeightedValues": "step.metrics",
     "as_adapter": "adapters.as_adapter",
+    "balanced_accuracy": "train.shipped_metrics",
+    "batch_coupled": "step.outputs",
+    "confusion_counts": "train.shipped_metrics",
+    "confusion_table": "train.shipped_metrics",
     "constrain_sharding": "sharding.placement",
     "current_strategy": "sharding.placement",
     "export_params": "checkpoints.export",
@@ -82,12 +90,16 @@ _HOMES = {
     "load_model": "checkpoints.load_model",
     "load_params": "checkpoints.restore",
     "load_variables": "checkpoints.restore",
+    "macro_f1": "train.shipped_metrics",
     "per_replica": "step.per_replica",
+    "perplexity": "train.shipped_metrics",
     "read_idx": "data.idx",
     "read_manifest": "checkpoints.restore",
     "reduce": "step.per_replica",
     "remat": "step.remat",
     "resolve_config": "sharding.placement",
+    "roc_auc": "train.shipped_metrics",
+    "value_histogram": "train.shipped_metrics",
     "weighted_mean": "step.metrics",
 }
 
@@ -101,6 +113,7 @@ __all__ = [
     "CallbackContext",
     "CallbackEvent",
     "CollectiveOptions",
+    "Combination",
     "Coordinator",
     "Dataset",
     "EarlyStopping",
@@ -130,18 +143,21 @@ __all__ = [
     "ParameterServerOptions",
     "ParquetSource",
     "PerReplica",
+    "PredictionMetric",
     "PreemptedExit",
     "ReduceOnPlateau",
     "ReplicaError",
     "Rule",
     "RunConfig",
     "RunInfo",
+    "Scalar",
     "ShardingOptions",
     "SkipBadRecords",
     "StopAtThreshold",
     "StorageError",
     "Stream",
     "Subset",
+    "SumMetric",
     "Table",
     "Text",
     "TextSource",
@@ -157,6 +173,10 @@ __all__ = [
     "WeightRule",
     "WeightedValues",
     "as_adapter",
+    "balanced_accuracy",
+    "batch_coupled",
+    "confusion_counts",
+    "confusion_table",
     "constrain_sharding",
     "current_strategy",
     "export_params",
@@ -165,12 +185,16 @@ __all__ = [
     "load_model",
     "load_params",
     "load_variables",
+    "macro_f1",
     "per_replica",
+    "perplexity",
     "read_idx",
     "read_manifest",
     "reduce",
     "remat",
     "resolve_config",
+    "roc_auc",
+    "value_histogram",
     "weighted_mean",
 ]
 
@@ -219,6 +243,13 @@ if TYPE_CHECKING:
     from spmdtrain.sharding.mesh import BATCH_AXES
     from spmdtrain.sharding.placement import constrain_sharding, current_strategy, resolve_config
     from spmdtrain.step.metrics import WeightedValues, weighted_mean
+    from spmdtrain.step.outputs import (
+        Combination,
+        PredictionMetric,
+        Scalar,
+        SumMetric,
+        batch_coupled,
+    )
     from spmdtrain.step.per_replica import PerReplica, per_replica, reduce
     from spmdtrain.step.remat import remat
     from spmdtrain.step.state import TrainState
@@ -230,6 +261,15 @@ if TYPE_CHECKING:
     from spmdtrain.train.log_samples import LogSamples
     from spmdtrain.train.loop import Loop
     from spmdtrain.train.reduce_on_plateau import ReduceOnPlateau
+    from spmdtrain.train.shipped_metrics import (
+        balanced_accuracy,
+        confusion_counts,
+        confusion_table,
+        macro_f1,
+        perplexity,
+        roc_auc,
+        value_histogram,
+    )
     from spmdtrain.train.stopping import EarlyStopping, StopAtThreshold
     from spmdtrain.train.trainer import Trainer
     from spmdtrain.train.upload_checkpoints import UploadCheckpoints

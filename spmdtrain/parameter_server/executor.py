@@ -131,7 +131,7 @@ class ServerExecutor:
         # In the order of the sorted names, as the sums of a step on devices.
         sums: Any = np.array([pairs[name] for name in sorted(means)], np.float64)
         finite: Any = np.asarray(outcome.finite)
-        return state, StepOutput(metrics, finite, sums=sums)
+        return state, StepOutput(metrics, finite, sums=sums, combined=outcome.combined)
 
     def stop_dispatch(self, step: int) -> int:
         """Returns the last step whose batch a worker has received."""

@@ -17,6 +17,7 @@ from spmdtrain.parameter_server.worker_pool import (
     WorkerLost,
     WorkerPool,
 )
+from spmdtrain.step.outputs import Combination
 
 _POLL = 0.5  # seconds between two checks for overdue batches
 _RECENT = 64  # batches whose median duration is the usual one
@@ -150,6 +151,7 @@ class BatchResult:
       number: Number of the batch.
       metrics: Weighted means, "loss" among them.
       sums: Weighted sum and weight of each metric.
+      combined: The metrics that are combined from the means of others.
       finite: Whether each of `FLAGS` is finite, on all servers.
       staleness: Number of updates between the pull and the push of the batch: the maximum over
         the servers.
@@ -161,6 +163,7 @@ class BatchResult:
     number: int
     metrics: dict[str, float]
     sums: Mapping[str, Sequence[float]]
+    combined: dict[str, Combination]
     finite: tuple[bool, ...]
     staleness: int
     is_stale: bool

@@ -24,6 +24,7 @@ from spmdtrain.parameter_server.partition import (
 from spmdtrain.parameter_server.scheduler import BatchResult
 from spmdtrain.parameter_server.server import Pulled, Push, PushResult, ServerState
 from spmdtrain.step.optimizer import Update
+from spmdtrain.step.outputs import Combination
 from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal, byte_size
 from spmdtrain.tree import named_leaves
@@ -41,12 +42,14 @@ class Computed:
       model_state: The change of the model state by the batch (see `difference`).
       metrics: Weighted means, "loss" among them.
       sums: Weighted sum and weight of each metric.
+      combined: The metrics that are combined from the means of others.
     """
 
     gradients: PyTree
     model_state: PyTree
     metrics: dict[str, float]
     sums: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    combined: dict[str, Combination] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,7 @@ def batch_result(
     results: Sequence[PushResult],
     *,
     sums: Mapping[str, Sequence[float]] | None = None,
+    combined: dict[str, Combination] | None = None,
     pulled: int = 0,
     pushed: int = 0,
 ) -> BatchResult:
@@ -175,6 +179,7 @@ def batch_result(
       metrics: Weighted means.
       results: The answers of the servers.
       sums: Weighted sum and weight of each metric.
+      combined: The metrics that are combined from the means of others.
       pulled: Bytes read from the servers.
       pushed: Bytes sent to the servers.
     """
@@ -182,6 +187,7 @@ def batch_result(
         number=number,
         metrics=dict(metrics),
         sums=sums or {},
+        combined=combined or {},
         finite=tuple(np.all([result.finite for result in results], axis=0).tolist()),
         staleness=max((result.staleness for result in results if result.is_new), default=0),
         is_stale=any(result.is_stale for result in results),

@@ -84,10 +84,10 @@ class Worker:
             placed = jax.device_put(batch, self._placement.batch)
             variables = Variables(params, model_state)
             output = self._program(variables, placed, self._key, np.int32(number))
-        gradients, state_change, means, sums = jax.tree.map(np.asarray, output)
+        gradients, state_change, means, sums, combined = jax.tree.map(np.asarray, output)
         metrics = {name: float(value) for name, value in means.items()}
         pairs = dict(zip(sorted(metrics), sums.tolist(), strict=True))
-        return Computed(gradients, state_change, metrics, pairs)
+        return Computed(gradients, state_change, metrics, pairs, combined)
 
     def read_batch(self, number: int) -> PyTree:
         """Reads and checks a batch."""
@@ -133,6 +133,7 @@ class RemoteWorker:
             computed.metrics,
             results,
             sums=computed.sums,
+            combined=computed.combined,
             pulled=sum(bytes_in((part.params, part.model_state)) for part in parts),
             pushed=sum(bytes_in((push.gradients, push.model_state)) for push in pushes),
         )

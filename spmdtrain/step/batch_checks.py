@@ -15,9 +15,10 @@ from spmdtrain.step.forward import INPUTS, Forward
 from spmdtrain.step.optimizer import Update
 from spmdtrain.step.state import TrainState
 from spmdtrain.xla.jaxpr import equations
-from spmdtrain.xla.padding import why_padding_matters
+from spmdtrain.xla.padding import why_padding_matters, why_parts_differ
 
 PyTree = Any
+COUPLED = "the objective is declared as batch_coupled: its values depend on the whole batch"
 ABSTRACT_DRAW: Any = np.zeros(2, np.uint32)
 """The `draw` argument of an evaluation that is only traced."""
 
@@ -53,15 +54,51 @@ class BatchChecks:
           mask: Its abstract mask if the batch is padded.
 
         Raises:
-          UserError: If padding rows could change the gradients, if the model computes nothing in
-            the compute dtype, or if XLA is slow at the model in the loop of several steps.
+          UserError: If padding rows could change the gradients, if microbatches would change the
+            values of the objective, if the model computes nothing in the compute dtype, or if XLA
+            is slow at the model in the loop of several steps.
         """
+        microbatches = self._config.microbatches
+        if self._forward.objective.batch_coupled and microbatches > 1:
+            raise UserError(
+                f"microbatches is {microbatches}, and the objective is declared as batch_coupled: "
+                f"it would combine only the {jax.tree.leaves(batch)[0].shape[0] // microbatches} "
+                "examples of a microbatch, which is another loss. Set microbatches to 1; to save "
+                "memory, use more devices or remat"
+            )
         if mask is not None:
             self._check_padded(batch, mask.shape[0])
         if self._forward.compute_dtype != jnp.float32:
             self._check_compute_dtype(batch)
         if self._config.steps_per_dispatch > 1:
             self._check_loop(batch)
+
+    def note_of_microbatches(self, batch: PyTree) -> str:
+        """Returns a note for the log if microbatches may change the objective's values, else "".
+
+        A model with batch statistics has those of each microbatch; that is documented, not noted.
+
+        Args:
+          batch: Abstract rows of a global batch.
+        """
+        microbatches, state = self._config.microbatches, self._state
+        if microbatches == 1 or jax.tree.leaves(state.model_state):
+            return ""
+        params, frozen = self._update.partition(state.params)
+        why = why_parts_differ(
+            lambda given, rows: self._forward.values(given[0], given[1], state.model_state, rows),
+            (params, frozen),
+            batch,
+            microbatches,
+            own_draws=True,
+        )
+        if why is None:
+            return ""
+        return (
+            f"; the objective's values may depend on other examples of the batch ({why}), of which "
+            f"it receives those of one of {microbatches} microbatches: declare it as batch_coupled "
+            "if they do"
+        )
 
     def why_not_padded(self, rows: PyTree, size: int, *, predict: bool = False) -> str | None:
         """Returns why padding rows could change an evaluation; None if they cannot.
@@ -74,6 +111,8 @@ class BatchChecks:
         function = self._forward.predict if predict else self._forward.objective
         if function.mask:  # the function handles padding rows itself
             return None
+        if function.batch_coupled:
+            return COUPLED
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(
                 (max(size, 2), *np.shape(x)[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
@@ -101,6 +140,8 @@ class BatchChecks:
         why = None
         if carried := jax.tree.leaves(state.model_state):
             why = f"the model carries state ({len(carried)} arrays, for example batch statistics)"
+        elif self._forward.objective.batch_coupled and not self._forward.objective.mask:
+            why = COUPLED
         elif not self._forward.objective.mask:
             at_once = size // self._config.microbatches
             why = why_not_in_training(outputs, params, frozen, batch, at_once)

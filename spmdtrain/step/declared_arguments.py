@@ -24,11 +24,13 @@ class Declared:
       key: Whether it has a parameter `key` without a default, or with the default None: a typed JAX
         key, for its own draws.
       mask: The same for a parameter `mask`: f32 (B,), 0 for padding rows.
+      batch_coupled: Whether it is declared to combine the examples of its batch.
     """
 
     function: Callable[..., PyTree]
     key: bool
     mask: bool
+    batch_coupled: bool = False
 
     @classmethod
     def of(cls, function: Callable[..., PyTree]) -> "Declared":
@@ -47,7 +49,8 @@ class Declared:
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
             and (p.default is p.empty or p.default is None)
         }
-        return cls(function, "key" in open_, "mask" in open_)
+        coupled = getattr(function, "is_batch_coupled", False)
+        return cls(function, "key" in open_, "mask" in open_, coupled)
 
     def given(
         self, key: jax.Array, batch: PyTree, mask: jax.Array | None = None

@@ -14,9 +14,10 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.marked_rows import as_marked
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.layout import Layout
-from spmdtrain.step import metrics
+from spmdtrain.step import metrics, output_checks
 from spmdtrain.step.declared_arguments import Declared, eval_key
 from spmdtrain.step.optimizer import merge
+from spmdtrain.step.outputs import outputs_of_training
 from spmdtrain.step.remat import with_policy
 from spmdtrain.step.user_frames import locate_errors
 from spmdtrain.tree import path_name
@@ -90,7 +91,7 @@ class Forward:
 
     def training_sums(
         self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
-    ) -> tuple[dict[str, metrics.Sums], PyTree]:
+    ) -> tuple[metrics.BatchSums, PyTree]:
         """Returns the objective's weighted sums in training, and the model state after the batch.
 
         The loss's sum is what is differentiated. The rows of a mixture also have a sum of the loss
@@ -110,9 +111,11 @@ class Forward:
             return self.outputs(params, frozen, rows, model_state, key, mask=mask)
 
         outputs, after = with_policy(run, self._remat, params, model_state, key)
-        sums = self._sums(outputs, rows, mask)
-        metrics.check_no_pairs(outputs, rows)
-        self.loss_is_of_tokens = metrics.is_of_tokens(outputs["loss"], rows)
+        outputs = outputs_of_training(outputs)
+        sums = metrics.training_sums(outputs, jax.tree.leaves(rows)[0].shape[0], mask)
+        self._check_precise(outputs)
+        output_checks.check_no_pairs(outputs, rows)
+        self.loss_is_of_tokens = output_checks.is_of_tokens(outputs["loss"], rows)
         if marked.component is not None:
             sums |= metrics.component_losses(outputs, marked.component, marked.names, mask)
         return sums, after
@@ -134,15 +137,16 @@ class Forward:
         return outputs, jax.tree.map(lambda new, old: new.astype(old.dtype), after, model_state)
 
     def values(self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree) -> PyTree:
-        """Returns the objective's values, computed without batch statistics and random numbers."""
+        """Returns the objective's values in training, without batch statistics and random draws."""
         mode = Mode.EVAL if self._per_replica else Mode.TRAIN
-        return self.outputs(params, frozen, batch, model_state, jax.random.key(0), mode)[0]
+        outputs = self.outputs(params, frozen, batch, model_state, jax.random.key(0), mode)[0]
+        return outputs_of_training(outputs)
 
     # -- evaluation ----------------------------------------------------------------------------
 
     def evaluate(
         self, variables: Variables, batch: PyTree, mask: jax.Array, draw: jax.Array
-    ) -> dict[str, metrics.Sums]:
+    ) -> metrics.EvaluationSums:
         """Returns the objective's weighted sums over the rows whose mask is 1.
 
         Args:
@@ -152,9 +156,10 @@ class Forward:
           draw: uint32 (2,), from which the random key derives (see `eval_key`).
         """
         outputs = self.in_eval(self.objective, variables, batch, mask, draw)
-        sums = self._sums(outputs, batch, mask)
+        sums = metrics.weighted_sums(outputs, jax.tree.leaves(batch)[0].shape[0], mask)
+        self._check_precise(outputs)
         try:
-            metrics.check_no_pairs(outputs, batch)
+            output_checks.check_no_pairs(outputs, batch)
         except UserError:
             # The last batch may have as many rows as there are classes, for example. With twice
             # the rows, only a value for each pair of examples still has shape (B, B).
@@ -163,7 +168,7 @@ class Forward:
                 (batch, mask),
             )
             shapes = jax.eval_shape(partial(self.in_eval, self.objective), variables, *twice, draw)
-            metrics.check_no_pairs(shapes, twice[0])
+            output_checks.check_no_pairs(shapes, twice[0])
         return sums
 
     def predictions(
@@ -243,10 +248,6 @@ class Forward:
 
         return jax.tree_util.tree_map_with_path(cast, batch)
 
-    def _sums(
-        self, outputs: PyTree, batch: PyTree, mask: jax.Array | None = None
-    ) -> dict[str, metrics.Sums]:
-        sums = metrics.weighted_sums(outputs, jax.tree.leaves(batch)[0].shape[0], mask)
+    def _check_precise(self, outputs: PyTree) -> None:
         if self.compute_dtype != jnp.float32:
-            metrics.check_precise(outputs)
-        return sums
+            output_checks.check_precise(outputs)

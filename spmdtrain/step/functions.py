@@ -308,9 +308,10 @@ class StepFunctions:
         first = jax.eval_shape(lambda batch: examples_of(batch_of_first_step(batch, steps)), batch)
         batch, mask = as_marked(first).rows, as_marked(first).mask
         self._checks.check_training(batch, mask)
+        note = self._checks.note_of_microbatches(batch)
         requested = self._requested_reduction is not None
         if not requested and not flattens_by_default(self._config, self._placement, self.layout):
-            return ""
+            return note
         trained, frozen = self.update.partition(self.abstract_state.params)
         if self._own_reduction is not None and not mesh.is_abstract():
             check_agrees(self._own_reduction, self._placement, trained)
@@ -322,6 +323,7 @@ class StepFunctions:
             model_state=self.abstract_state.model_state,
             batch=batch,
             values=self._forward.values,
+            batch_coupled=self._forward.objective.batch_coupled,
         )
         if requested:
             if blocker:
@@ -329,12 +331,14 @@ class StepFunctions:
                     f"{describe_request(self._config)} reduces the gradients under shard_map, "
                     f"where each device computes on its own part of the batch: {blocker}"
                 )
-            return "; batch statistics of each replica" if self._gradients.per_replica else ""
+            return note + (
+                "; batch statistics of each replica" if self._gradients.per_replica else ""
+            )
         reduction = None if blocker else flattened
         if self._gradients.reduction is not reduction:
             self._train_programs.clear()
             self._gradients = dataclasses.replace(self._gradients, reduction=reduction)
-        return f"; reduced by XLA, because {blocker}" if blocker else ""
+        return note + (f"; reduced by XLA, because {blocker}" if blocker else "")
 
     @property
     def loss_is_of_tokens(self) -> bool:

@@ -1,14 +1,18 @@
 """Gradients of the weighted mean loss of a global batch.
 
 All variants (one pass or microbatches, reduced by XLA or under `shard_map`) add up weighted sums
-and divide once, by the weight of the whole batch.
+and divide once, by the weight of the whole batch. If the loss is a `Combination`, the weight of
+each of its terms over the whole batch is computed first, and divides the sum of that term.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
 from spmdtrain.sharding.mesh import BATCH_AXES
@@ -33,7 +37,7 @@ class GradientOutput(NamedTuple):
     """
 
     gradients: PyTree
-    metrics: dict[str, metrics.Sums]
+    metrics: metrics.BatchSums
     model_state: PyTree
 
 
@@ -42,7 +46,7 @@ class Objective(Protocol):
 
     def __call__(
         self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
-    ) -> tuple[dict[str, metrics.Sums], PyTree]: ...
+    ) -> tuple[metrics.BatchSums, PyTree]: ...
 
 
 @dataclass(frozen=True)
@@ -100,50 +104,72 @@ class Gradients:
           key: The step's random key.
         """
         if self.microbatches == 1:
-            return metrics.mean(self.objective(params, frozen, model_state, batch, key)[0]["loss"])
+            sums, _ = self.objective(params, frozen, model_state, batch, key)
+            return metrics.batch_means(sums)["loss"]
 
         @jax.checkpoint
-        def loss(params: PyTree, state: PyTree, index: jax.Array, rows: PyTree) -> Any:
+        def evaluate(params: PyTree, state: PyTree, index: jax.Array, rows: PyTree) -> Any:
             part_key = jax.random.fold_in(key, index)
-            sums, after = self.objective(params, frozen, state, rows, part_key)
-            return sums["loss"], after
+            return self.objective(params, frozen, state, rows, part_key)
 
         def add(total: Any, part: tuple[jax.Array, PyTree]) -> tuple[Any, None]:
-            sums, after = loss(params, total[1], *part)
+            sums, after = evaluate(params, total[1], *part)
             return (jax.tree.map(jnp.add, total[0], sums), after), None
 
         parts = (jnp.arange(self.microbatches), jax.tree.map(self._split, batch))
-        shapes = jax.eval_shape(loss, params, model_state, *jax.tree.map(lambda x: x[0], parts))
+        shapes = jax.eval_shape(evaluate, params, model_state, *jax.tree.map(lambda x: x[0], parts))
         first = jax.tree.map(_zeros, shapes[0])
-        return metrics.mean(jax.lax.scan(add, (first, model_state), parts)[0][0])
+        return metrics.batch_means(jax.lax.scan(add, (first, model_state), parts)[0][0])["loss"]
 
     def of_sum(
-        self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
+        self,
+        params: PyTree,
+        frozen: PyTree,
+        model_state: PyTree,
+        batch: PyTree,
+        key: jax.Array,
+        axes: tuple[str, ...] = (),
     ) -> GradientOutput:
-        """Returns the gradients of the weighted sum, accumulated over the microbatches."""
+        """Returns the gradients of `metrics.differentiated`, accumulated over the microbatches.
+
+        Args:
+          params: As for a call, as the following.
+          frozen: The other parameters.
+          model_state: The model state before the batch.
+          batch: The global batch, or a device's part of it.
+          key: The step's random key.
+          axes: Mesh axes over which the batch is split under `shard_map`.
+        """
         # `optax.MultiSteps` would count each microbatch as a step, keep the accumulated gradients
         # in the state, and weight microbatches equally. `optax.microbatching.microbatch` passes
         # neither the model state from one microbatch to the next nor an index for the random key.
+        of_part = self._of_microbatch
         if self.microbatches == 1:
-            return self._of_microbatch(params, frozen, model_state, batch, key)
+            return of_part(params, frozen, model_state, batch, key, partial(_whole_weights, axes))
+
+        parts = jax.tree.map(self._split, batch)
+        indices = jnp.arange(self.microbatches)
+        given = params, frozen, model_state, jax.tree.map(lambda x: x[0], parts), key
+        shapes = jax.eval_shape(partial(of_part, weights=metrics.combined_weights), *given)
+        weights: dict[str, jax.Array] = {}
+        if metrics.combined_weights(shapes.metrics):
+            batches = parts, indices
+            weights = self._combined_weights(params, frozen, model_state, batches, key)
+            weights = jax.lax.psum(weights, axes) if axes else weights
 
         def accumulate(
             total: GradientOutput, part: tuple[jax.Array, PyTree]
         ) -> tuple[GradientOutput, None]:
             index, rows = part
             part_key = jax.random.fold_in(key, index)
-            output = self._of_microbatch(params, frozen, total.model_state, rows, part_key)
+            output = of_part(params, frozen, total.model_state, rows, part_key, lambda _: weights)
             # XLA adds each leaf as soon as its gradient exists and then reuses its memory.
             gradients = jax.tree.map(jnp.add, total.gradients, output.gradients)
             sums = jax.tree.map(jnp.add, total.metrics, output.metrics)
             return GradientOutput(gradients, sums, output.model_state), None
 
-        parts = jax.tree.map(self._split, batch)
-        rows = jax.tree.map(lambda x: x[0], parts)
-        shapes = jax.eval_shape(self._of_microbatch, params, frozen, model_state, rows, key)
         zeros = jax.tree.map(_zeros, shapes)
         first = GradientOutput(zeros.gradients, zeros.metrics, model_state)
-        indices = jnp.arange(self.microbatches)
         total: GradientOutput = jax.lax.scan(accumulate, first, (indices, parts))[0]
         # In the dtypes of the parameters, which the optimizer gets without microbatches too.
         gradients = jax.tree.map(
@@ -152,14 +178,48 @@ class Gradients:
         return total._replace(gradients=gradients)
 
     def _of_microbatch(
-        self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
+        self,
+        params: PyTree,
+        frozen: PyTree,
+        model_state: PyTree,
+        batch: PyTree,
+        key: jax.Array,
+        weights: Callable[[metrics.BatchSums], dict[str, jax.Array]],
     ) -> GradientOutput:
-        def total(params: PyTree) -> tuple[jax.Array, tuple[dict[str, metrics.Sums], PyTree]]:
+        """Computes the gradients of one part; `weights` maps its sums to the whole batch's."""
+
+        def total(params: PyTree) -> tuple[jax.Array, tuple[metrics.BatchSums, PyTree]]:
             sums, after = self.objective(params, frozen, model_state, batch, key)
-            return sums["loss"].total, (sums, after)
+            return metrics.differentiated(sums, weights(sums)), (sums, after)
 
         gradients, (sums, after) = jax.grad(total, has_aux=True)(params)
         return GradientOutput(gradients, sums, after)
+
+    def _combined_weights(
+        self,
+        params: PyTree,
+        frozen: PyTree,
+        model_state: PyTree,
+        batches: tuple[PyTree, jax.Array],
+        key: jax.Array,
+    ) -> dict[str, jax.Array]:
+        """Returns the weight of each term of the loss over all microbatches.
+
+        It evaluates the objective, but only the part of it that the weights need: nothing of the
+        model if they depend on the batch alone.
+        """
+
+        def one(model_state: PyTree, part: tuple[PyTree, jax.Array]) -> tuple[PyTree, PyTree]:
+            rows, index = part
+            part_key = jax.random.fold_in(key, index)
+            sums, after = self.objective(params, frozen, model_state, rows, part_key)
+            return after, metrics.combined_weights(sums)
+
+        def scan(given: PyTree) -> PyTree:
+            return jax.lax.scan(one, *given)[1]
+
+        found: dict[str, jax.Array] = _needed_part(scan, (model_state, batches))
+        return {name: x.sum() for name, x in found.items()}
 
     def _split(self, rows: jax.Array) -> jax.Array:
         """Returns (B, ...) reshaped to (microbatches, B / microbatches, ...).
@@ -192,10 +252,11 @@ class Gradients:
             if self.per_replica and replicas > 1:
                 key = jax.random.fold_in(key, jax.lax.axis_index(BATCH_AXES))
             with use_placement(ON_ONE_DEVICE):
-                output = self.of_sum(params, frozen, model_state, batch, key)
+                output = self.of_sum(params, frozen, model_state, batch, key, BATCH_AXES)
             # A sum over a large batch could overflow 16 bits in the reduction. It is divided by
             # the batch size, which is static, because the weight is known only after a reduction.
-            share = _scaled(output.gradients, 1 / size)
+            of_mean = metrics.combinations({"loss": output.metrics["loss"]})
+            share = output.gradients if of_mean else _scaled(output.gradients, 1 / size)
             # The change instead of the state: leaves that no replica changes keep their bits.
             change = difference(output.model_state, model_state)
             averages, counts = averages_and_counts(change)
@@ -221,9 +282,39 @@ class Gradients:
         )(params, frozen, model_state, batch, key)
 
 
-def _to_mean(gradients: PyTree, sums: dict[str, metrics.Sums], *, divided_by: int = 1) -> PyTree:
+def _whole_weights(axes: tuple[str, ...], sums: metrics.BatchSums) -> dict[str, jax.Array]:
+    """Returns the weights of the loss's terms, added up over the devices of `axes`."""
+    weights = metrics.combined_weights(sums)
+    found: dict[str, jax.Array] = jax.lax.psum(weights, axes) if axes and weights else weights
+    return found
+
+
+def _needed_part(function: Callable[[PyTree], PyTree], argument: PyTree) -> PyTree:
+    """Evaluates a function without the operations that its result does not need.
+
+    They are removed from the jaxpr, so this does not depend on the compiler.
+
+    Args:
+      function: A traceable function.
+      argument: Its argument.
+
+    Returns:
+      The value of `function(argument)`.
+    """
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(argument)
+    needed, is_used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
+    leaves = [x for x, used in zip(jax.tree.leaves(argument), is_used, strict=True) if used]
+    return jax.tree.unflatten(
+        jax.tree.structure(shapes), jax.core.eval_jaxpr(needed, jaxpr.consts, *leaves)
+    )
+
+
+def _to_mean(gradients: PyTree, sums: metrics.BatchSums, *, divided_by: int = 1) -> PyTree:
     """Scales gradients of the weighted sum / `divided_by` to the mean's; 0 if the weight is 0."""
-    weight = sums["loss"].weight
+    loss = sums["loss"]
+    if not isinstance(loss, metrics.Sums):
+        return gradients  # of a `Combination`, already those of the mean
+    weight = loss.weight
     scale = jnp.where(weight == 0, 0.0, divided_by / jnp.where(weight == 0, 1, weight))
     return _scaled(gradients, scale)
 

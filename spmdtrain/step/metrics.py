@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdtrain.errors import UserError
+from spmdtrain.errors import UserError, did_you_mean
+from spmdtrain.step.outputs import (
+    Combination,
+    PredictionMetric,
+    Scalar,
+    SumMetric,
+    is_of_evaluation,
+    loss_terms,
+)
 
 
 class WeightedValues(NamedTuple):
@@ -35,14 +43,20 @@ class Sums(NamedTuple):
     weight: Any
 
 
+BatchSums = dict[str, Sums | Combination]
+"""The sums of a batch by name, and what is combined from their means."""
+EvaluationSums = dict[str, Any]
+"""The same, with an `ArraySum` or `PredictedRows` for metrics that only evaluations compute."""
+
+
 def weighted_sums(
     outputs: Mapping[str, Any], batch_size: int, mask: jax.Array | None = None
-) -> dict[str, Sums]:
+) -> EvaluationSums:
     """Returns the weighted sums of an objective's outputs for a global batch.
 
     Args:
-      outputs: Arrays of leading dim B, `WeightedValues`, or pairs (values, weights), by name. One
-        name is "loss".
+      outputs: Arrays of leading dim B, `WeightedValues`, pairs (values, weights), or a type of
+        `spmdtrain.step.outputs`, by name. One name is "loss".
       batch_size: Number of rows B of the batch.
       mask: (B,), 0 for padding rows.
 
@@ -59,10 +73,94 @@ def weighted_sums(
             'with "loss" among them'
         )
     check_names(outputs, "the objective's")
+    if is_of_evaluation(outputs["loss"]):
+        raise UserError(
+            f"the objective's 'loss' is a {type(outputs['loss']).__name__}, which only evaluations "
+            "compute: return per-example values"
+        )
+    sums: EvaluationSums = {}
+    for name, value in outputs.items():
+        what = f"the objective's {name!r}"
+        if isinstance(value, Combination):
+            _check_terms(what, value, outputs)
+            sums[name] = value
+        elif isinstance(value, (SumMetric, PredictionMetric)):
+            sums[name] = value.of_batch(what, batch_size, mask)
+        else:
+            sums[name] = _sums(what, value, batch_size, mask)
+    return sums
+
+
+def training_sums(
+    outputs: Mapping[str, Any], batch_size: int, mask: jax.Array | None = None
+) -> BatchSums:
+    """Returns `weighted_sums` of outputs without the metrics that only evaluations compute."""
+    sums = weighted_sums(outputs, batch_size, mask)
+    return {name: x for name, x in sums.items() if isinstance(x, (Sums, Combination))}
+
+
+def combined_weights(sums: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Returns the weight of each term of the loss if it is a `Combination`; else nothing."""
+    if not isinstance(sums["loss"], Combination):
+        return {}
+    return {name: term.weight for name, term in loss_terms(sums).items()}
+
+
+def differentiated(sums: BatchSums, weights: Mapping[str, jax.Array]) -> jax.Array:
+    """Returns the f32 scalar whose gradients are added up over the parts of a batch.
+
+    It is the weighted sum of the loss, because the weight of the whole batch divides gradients of
+    any parts. With a `Combination`, each term has its own divisor, so it is divided here.
+
+    Args:
+      sums: The sums of a part of the batch.
+      weights: `combined_weights` of the whole batch.
+    """
+    loss = sums["loss"]
+    if isinstance(loss, Sums):
+        total: jax.Array = loss.total
+        return total
+    return _combined(loss, {name: Sums(_of(sums, name).total, w) for name, w in weights.items()})
+
+
+def batch_means(sums: BatchSums) -> dict[str, jax.Array]:
+    """Returns the mean of each metric of a batch by name, f32 scalars."""
     return {
-        name: _sums(f"the objective's {name!r}", value, batch_size, mask)
-        for name, value in outputs.items()
+        name: mean(value) if isinstance(value, Sums) else _combined(value, sums)
+        for name, value in sums.items()
     }
+
+
+def combinations(sums: Mapping[str, Any]) -> dict[str, Combination]:
+    """Returns the sums by name that are combined from others."""
+    return {name: value for name, value in sums.items() if isinstance(value, Combination)}
+
+
+def _combined(combination: Combination, sums: Mapping[str, Any]) -> jax.Array:
+    terms = [coefficient * mean(sums[name]) for name, coefficient in combination.terms]
+    return jnp.stack(terms).sum()
+
+
+def _of(sums: Mapping[str, Any], name: str) -> Sums:
+    found = sums[name]
+    assert isinstance(found, Sums)  # checked by `weighted_sums`
+    return found
+
+
+def _check_terms(what: str, combination: Combination, outputs: Mapping[str, Any]) -> None:
+    """Checks that the terms of a combination are outputs that have a mean."""
+    for name, _ in combination.terms:
+        term = outputs.get(name)
+        if name not in outputs:
+            raise UserError(
+                f"{what} combines {name!r}, which the objective does not return."
+                f"{did_you_mean(name, outputs)}"
+            )
+        if isinstance(term, Combination) or is_of_evaluation(term):
+            raise UserError(
+                f"{what} combines {name!r}, which is a {type(term).__name__}: terms are values, "
+                "values with weights, or a Scalar"
+            )
 
 
 def component_losses(
@@ -70,7 +168,7 @@ def component_losses(
     component: jax.Array,
     names: Sequence[str],
     mask: jax.Array | None = None,
-) -> dict[str, Sums]:
+) -> BatchSums:
     """Returns the weighted sums of the loss over the rows of each component of a mixture.
 
     Args:
@@ -80,25 +178,38 @@ def component_losses(
       mask: (B,), 0 for padding rows.
 
     Returns:
-      The sums by `component_metric`. The weight of a component without rows is 0.
+      The sums by `component_metric`, also those of the terms of a `Combination`. The weight of a
+      component without rows is 0.
 
     Raises:
-      UserError: If the objective itself returns a metric of such a name.
+      UserError: If the objective itself returns a metric of such a name, or a `Scalar` as loss.
     """
-    if taken := [name for name in names if component_metric("loss", name) in outputs]:
+    loss, found = outputs["loss"], BatchSums()
+    for term, value in loss_terms(outputs).items():
+        if isinstance(value, Scalar):
+            if term == "loss":
+                raise UserError(
+                    "the objective's 'loss' is a Scalar, which does not belong to one component of "
+                    "the mixture: return per-example values"
+                )
+            continue
+        size = component.shape[0]
+        weighted, weights = _weighted(f"the objective's {term!r}", value, size, mask)
+        of_rows = Sums(*(x.reshape(size, -1).sum(1) for x in (weighted, weights)))
+        for number, name in enumerate(names):
+            sums = (jnp.where(component == number, x, 0.0).sum() for x in of_rows)
+            found[component_metric(term, name)] = Sums(*sums)
+    if isinstance(loss, Combination):
+        for name in names:
+            parts = {component_metric(term, name): c for term, c in loss.terms}
+            if known := {term: c for term, c in parts.items() if term in found}:
+                found[component_metric("loss", name)] = Combination(known)
+    if taken := [name for name in found if name in outputs]:
         raise UserError(
-            f"the objective's {component_metric('loss', taken[0])!r} has the name of the loss of "
-            f"component {taken[0]!r} of the mixture: rename it"
+            f"the objective's {taken[0]!r} has the name of a metric of a component of the mixture: "
+            "rename it"
         )
-    size = component.shape[0]
-    weighted, weights = _weighted("the objective's 'loss'", outputs["loss"], size, mask)
-    of_rows = Sums(*(x.reshape(size, -1).sum(1) for x in (weighted, weights)))
-    return {
-        component_metric("loss", name): Sums(
-            *(jnp.where(component == number, x, 0.0).sum() for x in of_rows)
-        )
-        for number, name in enumerate(names)
-    }
+    return found
 
 
 def component_metric(metric: str, component: str) -> str:
@@ -150,79 +261,24 @@ def weighted_mean(
     return mean(_sums("the argument of weighted_mean", weighted, size, None))
 
 
-def check_no_pairs(outputs: Mapping[str, Any], batch: Any) -> None:
-    """Checks that outputs do not have one value for each pair of examples.
-
-    Values of shape (B, B, ...) result from combining (B, 1) with (B,) by mistake. They are accepted
-    with explicit weights, or if an array of the batch has such a shape.
-
-    Args:
-      outputs: The objective's outputs.
-      batch: The batch.
-
-    Raises:
-      UserError: If an output has such a shape.
-    """
-    leaves = jax.tree.leaves(batch)
-    pairs = (leaves[0].shape[0],) * 2
-    # Rows of B or B + 1 tokens explain such a shape, too.
-    if pairs[0] == 1 or any(
-        leaf.ndim > 1 and leaf.shape[1] - pairs[1] in (0, 1) for leaf in leaves
-    ):
-        return
-    for name, value in outputs.items():
-        if not isinstance(value, tuple) and jnp.shape(value)[:2] == pairs:
-            raise UserError(
-                f"the objective's {name!r} has shape {jnp.shape(value)}, a value for each pair of "
-                f"examples: it seems that ({pairs[0]}, 1) and ({pairs[0]},) were combined. Reshape "
-                "one of them; if pairs are intended, return (values, weights)"
-            )
-
-
-def is_of_tokens(loss: Any, batch: Any) -> bool:
-    """Returns whether a loss has a value for each token of the examples.
-
-    That is, it has shape (B, T) with T > 1, and an array of the batch holds integers of shape
-    (B, T) or (B, more than T). The sum of its weights is then the number of tokens trained on.
-
-    Args:
-      loss: The objective's loss, with weights or without.
-      batch: The batch.
-    """
-    shape = jnp.shape(loss[0] if isinstance(loss, tuple) else loss)
-    return (
-        len(shape) == 2
-        and shape[1] > 1
-        and any(
-            jnp.issubdtype(x.dtype, jnp.integer) and x.ndim == 2 and x.shape[1] >= shape[1]
-            for x in jax.tree.leaves(batch)
-        )
-    )
-
-
-def check_precise(outputs: Mapping[str, Any]) -> None:
-    """Checks that the loss is not computed in 16 bits.
-
-    Their rounding errors are larger than the changes of a loss in training.
-
-    Args:
-      outputs: The objective's outputs.
-
-    Raises:
-      UserError: If it is.
-    """
-    value = outputs["loss"]
-    dtype = jnp.asarray(value[0] if isinstance(value, tuple) else value).dtype
-    if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize < 4:
-        raise UserError(
-            f"the objective's loss is {dtype}, which is not precise enough for a loss: cast the "
-            "model's output to float32 first: model(...).astype(jnp.float32)"
-        )
-
-
 def _sums(what: str, value: Any, batch_size: int, mask: jax.Array | None) -> Sums:
+    if isinstance(value, Scalar):
+        return _scalar_sums(what, value, batch_size, mask)
     weighted, weights = _weighted(what, value, batch_size, mask)
     return Sums(weighted.sum(), weights.sum())
+
+
+def _scalar_sums(what: str, scalar: Scalar, batch_size: int, mask: jax.Array | None) -> Sums:
+    examples = batch_size if mask is None else mask.sum()
+    value = jnp.asarray(scalar.value, jnp.float32)
+    weight = jnp.asarray(examples if scalar.weight is None else scalar.weight, jnp.float32)
+    if value.shape or weight.shape:
+        raise UserError(
+            f"{what} is a Scalar whose value has shape {value.shape} and whose weight has shape "
+            f"{weight.shape}: both must be single numbers"
+        )
+    weight = jax.lax.stop_gradient(weight)
+    return Sums(jnp.where(weight == 0, 0.0, value) * weight, weight)
 
 
 def _weighted(
@@ -244,7 +300,8 @@ def _weighted(
     if values.ndim == 0 or values.shape[0] != batch_size:
         raise UserError(
             f"{what} has shape {values.shape}: it must hold a value for each of "
-            f"the {batch_size} examples of the batch (leading dim {batch_size}), not their mean"
+            f"the {batch_size} examples of the batch (leading dim {batch_size}), not their mean; "
+            "for a number that is not one of examples, return Scalar(value, weight)"
         )
     weights = _expand(what, weights, values)
     if mask is not None:
@@ -272,9 +329,22 @@ def loss_first(metrics: Mapping[str, float]) -> dict[str, float]:
     return dict(sorted(metrics.items(), key=lambda item: (item[0] != "loss", item[0])))
 
 
-def stacked(sums: Mapping[str, Sums]) -> jax.Array:
-    """Returns the sums by sorted name as one array (names, 2), for a single transfer."""
-    return jnp.stack([jnp.stack(sums[name]) for name in sorted(sums)])
+def stacked(sums: BatchSums) -> jax.Array:
+    """Returns the sums by sorted name as one array (names, 2), for a single transfer.
+
+    The weight of a `Combination` is the sum of those of its terms.
+
+    Args:
+      sums: The sums of a batch by name.
+    """
+
+    def pair(value: Sums | Combination) -> Sums:
+        if isinstance(value, Sums):
+            return value
+        weight = jnp.stack([_of(sums, name).weight for name, _ in value.terms]).sum()
+        return Sums(_combined(value, sums) * weight, weight)
+
+    return jnp.stack([jnp.stack(pair(sums[name])) for name in sorted(sums)])
 
 
 def mean(sums: Sums) -> jax.Array:
@@ -291,22 +361,35 @@ class Means:
 
     Args:
       sums: Initial (total, weight) by name.
+      combined: What is combined from the means of others, in place of a mean of its own.
     """
 
-    def __init__(self, sums: Mapping[str, Sequence[float]] | None = None) -> None:
+    def __init__(
+        self,
+        sums: Mapping[str, Sequence[float]] | None = None,
+        combined: Mapping[str, Combination] | None = None,
+    ) -> None:
         self._sums = {name: np.array(pair, np.float64) for name, pair in (sums or {}).items()}
+        self._combined = dict(combined or {})
 
-    def add(self, sums: Mapping[str, Sums]) -> None:
+    def add(self, sums: BatchSums) -> None:
         """Adds the sums of a batch."""
-        for name, (total, weight) in sums.items():
-            pair = np.array([total, weight], np.float64)
+        for name, value in sums.items():
+            if isinstance(value, Combination):
+                self._combined[name] = value
+                continue
+            pair = np.array(value, np.float64)
             self._sums[name] = self._sums.get(name, np.zeros(2)) + pair
 
     def result(self, empty: float = math.nan) -> dict[str, float]:
         """Returns the means by name, the loss first.
 
         Args:
-          empty: The mean if the weight is 0.
+          empty: The mean if the weight is 0. In a `Combination`, such a term counts as 0, unless
+            all of them are.
         """
         means = {n: float(t / w) if w else empty for n, (t, w) in self._sums.items()}
+        for name, combination in self._combined.items():
+            known = [(c, means[term]) for term, c in combination.terms if self._sums[term][1]]
+            means[name] = sum(c * value for c, value in known) if known else empty
         return loss_first(means)

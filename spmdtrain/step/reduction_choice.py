@@ -105,6 +105,7 @@ def shard_map_blocker(
     model_state: PyTree,
     batch: PyTree,
     values: Callable[[PyTree, PyTree, PyTree, PyTree], PyTree],
+    batch_coupled: bool = False,
 ) -> str | None:
     """Returns why gradients reduced under `shard_map` could differ from XLA's; None if they cannot.
 
@@ -120,7 +121,10 @@ def shard_map_blocker(
       batch: Abstract global batch.
       values: Maps (params, frozen, model_state, batch) to the objective's values, computed
         without batch statistics.
+      batch_coupled: Whether the objective is declared to combine the examples of its batch.
     """
+    if batch_coupled and gradients.placement.batch_shards > 1:
+        return "the objective is declared as batch_coupled"
     if not replicates_params:
         return (
             f"the strategy {gradients.placement.name} splits the parameters; use mirrored, "

@@ -1,7 +1,7 @@
 """The train step: one optimizer update on one global batch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from spmdtrain.step.gradients import Gradients
 from spmdtrain.step.model_state import difference
 from spmdtrain.step.norms import step_norms
 from spmdtrain.step.optimizer import Update, clipped
+from spmdtrain.step.outputs import Combination
 from spmdtrain.step.schedules import step_rate
 from spmdtrain.step.state import TrainState
 
@@ -37,6 +38,7 @@ class StepOutput:
         outputs are recorded in order.
       sums: f32 (metrics by sorted name, 2), weighted sums and weights.
       rate: The learning rate of the update, if it changes and is known (see `step_rate`).
+      combined: The metrics that are combined from the means of others, by name.
       norms: f32 (3,), the norms of `NORMS`: of all updated parameters, of the mean gradients of
         the trained ones before the optimizer transforms them, and of what the optimizer added to
         those. They are meaningless if `has_norms` is false for the step. The step of a `Loop` has
@@ -49,6 +51,7 @@ class StepOutput:
     sums: jax.Array | None = None
     rate: jax.Array | None = None
     norms: jax.Array | None = None
+    combined: dict[str, Combination] = field(default_factory=dict)
 
 
 def make_train_step(
@@ -85,7 +88,7 @@ def make_train_step(
         # Gradients of the weighted mean loss, with sums over the global batch.
         trained, frozen = update.partition(state.params)
         computed = gradients(trained, frozen, state.model_state, batch, state.step_key)
-        means = {name: metrics.mean(sums) for name, sums in computed.metrics.items()}
+        means = metrics.batch_means(computed.metrics)
         reduced = layout.gradients(computed.gradients)
 
         # The optimizer's update, and the average of the parameters.
@@ -105,7 +108,10 @@ def make_train_step(
         changes = (reduced, new.updates)
         norms = step_norms(params, layout, after.step, log_every, changes=changes)
         rate = step_rate(update.optimizer, state.opt_state, opt_state)
-        return after, StepOutput(means, finite, sums=sums, rate=rate, norms=norms)
+        combined = metrics.combinations(computed.metrics)
+        return after, StepOutput(
+            means, finite, sums=sums, rate=rate, norms=norms, combined=combined
+        )
 
     def train_steps(state: TrainState, batches: PyTree) -> tuple[TrainState, StepOutput]:
         if isinstance(batches, IndexedBatch):  # only the indices have a leading dim of steps
@@ -143,7 +149,7 @@ def make_gradient_step(
     """Returns the jitted step of a worker of parameter servers: gradients without an update.
 
     It is a function (variables, batch, key, step) -> (gradients of the trained parameters, change
-    of the model state, weighted means, stacked sums).
+    of the model state, weighted means, stacked sums, combined metrics).
 
     Args:
       gradients: Computes the gradients of the global batch's weighted mean loss.
@@ -156,14 +162,15 @@ def make_gradient_step(
 
     def gradient_step(
         variables: Variables, batch: PyTree, key: jax.Array, step: jax.Array
-    ) -> tuple[PyTree, PyTree, dict[str, jax.Array], jax.Array]:
+    ) -> tuple[PyTree, PyTree, dict[str, jax.Array], jax.Array, dict[str, Combination]]:
         step_key = jax.random.fold_in(jax.random.wrap_key_data(key), step)
         trained, frozen = update.partition(variables.params)
         computed = gradients(trained, frozen, variables.model_state, batch, step_key)
-        means = {name: metrics.mean(sums) for name, sums in computed.metrics.items()}
+        means = metrics.batch_means(computed.metrics)
         transformed = clipped(on_worker, computed.gradients, trained, means["loss"])
         change = difference(computed.model_state, variables.model_state)
-        return transformed, change, means, metrics.stacked(computed.metrics)
+        sums, combined = metrics.stacked(computed.metrics), metrics.combinations(computed.metrics)
+        return transformed, change, means, sums, combined
 
     if not jit:
         return eager(gradient_step)

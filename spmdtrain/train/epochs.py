@@ -12,6 +12,7 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.files.run_files import Split
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.metrics import Means
+from spmdtrain.step.outputs import Combination
 from spmdtrain.step.schedules import scales_updates
 from spmdtrain.train.run_logger import Metrics, RunLogger
 
@@ -97,7 +98,12 @@ class Epochs:
         return {"steps": epoch.steps, "seconds": epoch.seconds, "sums": sums}
 
     def count(
-        self, step: int, names: Sequence[str], sums: np.ndarray, rate: jax.Array | None
+        self,
+        step: int,
+        names: Sequence[str],
+        sums: np.ndarray,
+        rate: jax.Array | None,
+        combined: Mapping[str, Combination] | None = None,
     ) -> None:
         """Adds a step's metrics, and writes the means if an epoch ends with it.
 
@@ -108,6 +114,7 @@ class Epochs:
             names: Names of its metrics.
             sums: Their weighted sums and weights, (names, 2).
             rate: Its learning rate, if that is among its outputs.
+            combined: Those of its metrics that are combined from the means of others.
         """
         epoch, config, size = self.sums, self._config, self._size
         if epoch.names != names:  # none yet, or the objective has changed since the save
@@ -131,7 +138,8 @@ class Epochs:
             measured["examples_per_second"] = examples / epoch.seconds
         if wait is not None:
             measured["input_wait"] = wait
-        means = Means(dict(zip(epoch.names, epoch.sums, strict=True))).result(empty=0.0)
+        pairs = dict(zip(epoch.names, epoch.sums, strict=True))
+        means = Means(pairs, combined).result(empty=0.0)
         # A metric of the objective takes precedence over a measured one of the same name.
         found = {"epoch": config.epochs_at(step, size)} | means | (measured | means)
         self._logger.log_epoch(step, found)

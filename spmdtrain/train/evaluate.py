@@ -19,9 +19,10 @@ from spmdtrain.distributed.user_modules import source_digests
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.functions import StepFunctions
-from spmdtrain.step.metrics import Means, component_metric, loss_first
+from spmdtrain.step.metrics import component_metric, loss_first
 from spmdtrain.terminal import Terminal
 from spmdtrain.trackers.media import Media
+from spmdtrain.train.evaluation_totals import EvaluationTotals
 from spmdtrain.train.executor import max_in_flight
 
 PyTree = Any
@@ -49,6 +50,7 @@ class Evaluation:
         self._functions, self._placement = functions, placement
         self._config, self._terminal = config, terminal
         self._in_flight = max_in_flight(placement)
+        self._computed_media: dict[str, Media] = {}  # by the last call of `evaluate`
 
     def evaluate(
         self,
@@ -57,7 +59,7 @@ class Evaluation:
         batch_size: int,
         check_interrupt: Callable[[], None],
     ) -> dict[str, float]:
-        """Returns the weighted means of the objective's values over a dataset.
+        """Returns the weighted means and the other metrics of the objective over a dataset.
 
         Those of a mixture are the means over all its examples, and over those of each component,
         as "METRIC/NAME".
@@ -69,21 +71,23 @@ class Evaluation:
           check_interrupt: Called before each batch; may raise.
         """
         components = components_of(dataset)
-        whole, found, done = Means(), dict[str, float](), 0
+        whole, found, done = EvaluationTotals(), dict[str, float](), 0
         for name, part in (components or {"": dataset}).items():
             what = f"evaluate {name}".rstrip()
             batches = self._batches(what, part, batch_size, check_interrupt, first=done)
-            means = Means()
+            totals = EvaluationTotals()
             with phase(Phase.EVALUATE):
                 outputs = (self._functions.evaluate(variables, *batch) for batch in batches)
                 for sums in _fetched(outputs, self._in_flight):
-                    means.add(sums)
+                    totals.add(sums)
                     whole.add(sums)
                     done += 1
             if name:
-                of_part = means.result().items()
+                of_part = totals.result().items()
                 found |= {component_metric(metric, name): value for metric, value in of_part}
-        return loss_first(whole.result() | found)
+        metrics = loss_first(whole.result() | found)
+        self._computed_media = whole.media
+        return metrics
 
     def check_media(self, dataset: Dataset, batch_size: int) -> None:
         """Traces the declared media with the shapes of the batch of `media`.
@@ -110,24 +114,30 @@ class Evaluation:
     def media(
         self, variables: Variables, dataset: Dataset, batch_size: int
     ) -> Mapping[str, Media] | None:
-        """Returns the declared media for the first batch of a dataset, on the devices.
+        """Returns the media of the last `evaluate`, and those declared, for a first batch.
 
-        The batch has no padding rows: if it does not divide over the devices, each has all of it.
+        The declared ones are on the devices. Their batch has no padding rows: if it does not divide
+        over the devices, each has all of it.
 
         Args:
           variables: The model's values.
           dataset: The examples.
           batch_size: The global batch size.
+
+        Raises:
+          UserError: If two of them have the same name.
         """
         if self._functions.media is None:
-            return None
+            return self._computed_media or None
         first = Subset(dataset, np.arange(min(batch_size, len(dataset))))
         draw = np.array([derive_seed(self._config.seed, Purpose.EVAL), 0], np.uint32)
         with phase(Phase.EVALUATE):
             batches, _ = ordered_batches(first, len(first), self._placement.batch, padded=False)
             (rows, mask), *_ = batches
-            found: Mapping[str, Media] = self._functions.media(variables, rows, mask, draw)
-        return found
+            declared: Mapping[str, Media] = self._functions.media(variables, rows, mask, draw)
+        if taken := sorted(declared.keys() & self._computed_media):
+            raise UserError(f"media and the objective both return {taken[0]!r}: rename one of them")
+        return {**self._computed_media, **declared}
 
     def predict(
         self,

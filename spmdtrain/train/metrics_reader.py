@@ -53,7 +53,7 @@ class MetricsReader:
         self._failed: StateError | None = None
         self._compares = process_group.count() > 1  # the first state is not compared yet
         self._first: FirstStep | None = None
-        self._of_components = {component_metric("loss", n) for n in components_of(run.train)}
+        self._components = list(components_of(run.train))
 
     def add(self, steps: Sequence[int], output: StepOutput) -> None:
         """Queues the output of a dispatch and fetches the oldest one that is due.
@@ -133,10 +133,11 @@ class MetricsReader:
 
     def _present(self, metrics: Mapping[str, Any], sums: np.ndarray | None) -> Mapping[str, Any]:
         """Returns the metrics without the losses of components that the batch has no rows of."""
-        if not self._of_components or sums is None:
+        if not self._components or sums is None:
             return metrics
         weights = dict(zip(sorted(metrics), sums[:, 1], strict=True))
-        return {n: x for n, x in metrics.items() if weights[n] or n not in self._of_components}
+        of_components = {component_metric(n, c) for n in metrics for c in self._components}
+        return {n: x for n, x in metrics.items() if weights[n] or n not in of_components}
 
     def _count_weight(self, output: StepOutput, sums: np.ndarray | None) -> None:
         if sums is not None:
@@ -144,7 +145,7 @@ class MetricsReader:
             self._run.logger.performance.count_weight(float(sums[loss, 1]))
 
     def _count(self, step: int, output: StepOutput, sums: np.ndarray, rate: Any) -> None:
-        self._run.epochs.count(step, sorted(output.metrics), sums, rate)
+        self._run.epochs.count(step, sorted(output.metrics), sums, rate, output.combined)
 
     def _read_one(
         self,

@@ -379,8 +379,11 @@ def metrics_lines() -> Target:
 
 def weights_file() -> Target:
     """The weights of another program, in each format of one file."""
-    arrays = {"a": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.zeros((), np.int8)}
-    np.savez(npz := io.BytesIO(), **arrays)  # type: ignore[arg-type]
+    arrays: dict[str, Any] = {
+        "a": np.arange(12, dtype=np.float32).reshape(3, 4),
+        "b": np.zeros((), np.int8),
+    }
+    np.savez(npz := io.BytesIO(), **arrays)
     np.savez_compressed(compressed := io.BytesIO(), **arrays)
     with h5py.File(hdf5 := io.BytesIO(), "w") as file:
         file.update(arrays)

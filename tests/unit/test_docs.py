@@ -85,6 +85,13 @@ def test_the_page_of_custom_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
+def test_the_page_of_objectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run_in(tmp_path, monkeypatch, blocks("objectives.md"))
+    shown = {"loss", "mlm", "nsp", "perplexity", "f1", "auc", "exact"}
+    assert shown == found["result"].validation.keys()
+
+
+@pytest.mark.slow
 def test_the_page_of_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run_in(tmp_path, monkeypatch, blocks("trackers.md"))
     assert found["trainer"].step == 4

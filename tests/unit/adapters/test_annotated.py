@@ -161,13 +161,13 @@ class StackedNamed(nnx.Module):
     """Layers stacked along a new first dim, run by `nnx.scan`."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        stack = nnx.vmap(
+        stack: Any = nnx.vmap(
             lambda rngs: Named(rngs), transform_metadata={nnx.PARTITION_NAME: "layers"}
         )
         self.layers = stack(rngs.split(LAYERS))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        scan = nnx.scan(
+        scan: Any = nnx.scan(
             lambda layer, x: x + layer(x),
             in_axes=(0, nnx.Carry),
             out_axes=nnx.Carry,
@@ -181,7 +181,7 @@ class StackedLogical(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        scan = nn.scan(
+        scan: Any = nn.scan(
             lambda layer, x, _: (x + layer(x), None),
             variable_axes={"params": 0},
             split_rngs={"params": True},

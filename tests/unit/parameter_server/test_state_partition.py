@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from helpers import DIGITS
 
-from spmdtrain import Trainer
+from spmdtrain import Combination, Trainer
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.parameter_server.partition import FixedShards
 from spmdtrain.parameter_server.server import Server
@@ -33,6 +33,16 @@ class Normed(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.outer(self.dropout(self.norm(self.inner(x.reshape(len(x), -1)))))
+
+
+def two_terms(model: Any, batch: Any) -> dict[str, Any]:
+    logits = model(batch["image"])
+    values = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    return {
+        "loss": Combination({"even": 1.0, "all": 0.5}),
+        "even": (values, batch["label"] % 2 == 0),
+        "all": values,
+    }
 
 
 def experiment(**options: Any) -> tuple[Experiment, RunConfig]:
@@ -73,7 +83,7 @@ def divided(of: Experiment, config: RunConfig, servers: int) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mlp", "state", "clipped", "freeze and averaged"])
+@pytest.mark.parametrize("kind", ["mlp", "state", "clipped", "freeze and averaged", "terms"])
 def test_one_worker_makes_what_a_mirrored_step_makes(kind: str) -> None:
     options: dict[str, Any] = {}
     if kind == "freeze and averaged":
@@ -84,6 +94,8 @@ def test_one_worker_makes_what_a_mirrored_step_makes(kind: str) -> None:
     if kind == "clipped":
         clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
         of = dataclasses.replace(of, optimizer=clipped)
+    if kind == "terms":
+        of = dataclasses.replace(of, objective=two_terms)
     trainer = Trainer.from_experiment(of, config)
     trainer.fit(of.train)
     assert trainer.state is not None

@@ -12,7 +12,15 @@ import pytest
 from helpers import REPOSITORY
 from jax.sharding import PartitionSpec
 
-from spmdtrain import FunctionModel, MeshSpec, RunConfig, Trainer, UserError, load_params
+from spmdtrain import (
+    Combination,
+    FunctionModel,
+    MeshSpec,
+    RunConfig,
+    Trainer,
+    UserError,
+    load_params,
+)
 from spmdtrain.config.option_groups import ShardingOptions
 from spmdtrain.sharding.layout import Rule
 from spmdtrain.step.extra_arguments import extra_names
@@ -193,11 +201,19 @@ def recorder() -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def test_an_optimizer_evaluates_the_loss_of_the_step_with_its_dropout_and_microbatches() -> None:
+@pytest.mark.parametrize("terms", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_optimizer_evaluates_the_loss_of_the_step_with_its_dropout_and_microbatches(
+    terms: int,
+) -> None:
     def noisy(model: Any, batch: Any, key: jax.Array) -> dict[str, Any]:
         x, y, weights = batch
         kept = jax.random.bernoulli(key, 0.5, x.shape)
-        return {"loss": (((model(x * kept) - y) ** 2).sum(-1), weights), "size": abs(y).sum(-1)}
+        error, size = ((model(x * kept) - y) ** 2).sum(-1), abs(model(x)).sum(-1)
+        if terms == 1:
+            return {"loss": (error, weights), "size": size}
+        # Each term is divided by its own weights over all microbatches.
+        loss = Combination({"error": 1.0, "size": 0.5})
+        return {"loss": loss, "error": (error, weights), "size": (size, x[:, 0] > 0)}
 
     found = trainer(recorder(), objective=noisy, strategy="mirrored", microbatches=2, freeze=("b",))
     result = found.fit((X, Y, ROW_WEIGHTS), steps=1)

@@ -1,0 +1,94 @@
+"""Metrics of an evaluation, accumulated over its batches on the host."""
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmdtrain.distributed import process_group
+from spmdtrain.errors import UserError
+from spmdtrain.step.library_metrics import as_function
+from spmdtrain.step.metrics import BatchSums, EvaluationSums, Means, loss_first
+from spmdtrain.step.outputs import ArraySum, PredictedRows
+from spmdtrain.trackers.media import Media
+from spmdtrain.trackers.run_trackers import check_items
+
+
+class EvaluationTotals:
+    """The sums, arrays and predictions of an evaluation's batches, and the metrics of all of them.
+
+    Attributes:
+      media: What `finish` of a `SumMetric` returned if it is media, once `result` was called.
+    """
+
+    def __init__(self) -> None:
+        self._means = Means()
+        self._sums: dict[str, ArraySum] = {}
+        self._rows: dict[str, list[PredictedRows]] = {}
+        self.media: dict[str, Media] = {}
+
+    def add(self, sums: EvaluationSums) -> None:
+        """Adds the sums of a batch, on the host."""
+        of_means: BatchSums = {}
+        for name, value in sums.items():
+            if isinstance(value, ArraySum):
+                total = np.asarray(value.total, np.float64)
+                earlier = self._sums.get(name)
+                total = total if earlier is None else earlier.total + total
+                self._sums[name] = ArraySum(total, value.finish)
+            elif isinstance(value, PredictedRows):
+                rows = self._rows.setdefault(name, [])
+                if process_group.is_chief():  # the others do not use them
+                    rows.append(value)
+            else:
+                of_means[name] = value
+        self._means.add(of_means)
+
+    def result(self) -> dict[str, float]:
+        """Returns the metrics by name, the loss first. All processes of a job call it.
+
+        Raises:
+          UserError: If a function of the user returns something else than a number or media.
+        """
+        found = self._means.result()
+        for name, value in self._sums.items():
+            finished = value.finish(value.total)
+            if isinstance(finished, Media):
+                check_items({name: finished}, f"the objective's {name!r}")
+                self.media[name] = finished
+            else:
+                found[name] = _number(name, finished)
+        for name, rows in self._rows.items():
+            mine = _of_predictions(name, rows) if process_group.is_chief() else math.nan
+            found[name] = process_group.broadcast(mine)
+        return loss_first(found)
+
+
+def _of_predictions(name: str, batches: list[PredictedRows]) -> float:
+    """Returns a metric of all predictions, in the order of the dataset."""
+    parts = [
+        jax.tree.map(lambda x, rows=rows: np.asarray(x)[np.asarray(rows.mask) > 0], _given(rows))
+        for rows in batches
+    ]
+    arrays, named = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+    return _number(name, as_function(batches[0].compute)(*arrays, **named))
+
+
+def _given(rows: PredictedRows) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    return rows.arrays, rows.named
+
+
+def _number(name: str, value: Any) -> float:
+    array = np.asarray(value) if hasattr(value, "__array__") else value
+    if isinstance(array, np.ndarray) and array.size == 1 and array.dtype.kind in "biuf":
+        return float(array.reshape(()))
+    if isinstance(array, numbers.Real):
+        return float(array)
+    raise UserError(
+        f"the function of the objective's {name!r} returned a {type(value).__name__}"
+        f"{f' of shape {array.shape}' if isinstance(array, np.ndarray) else ''}: it must return "
+        "one number; return several outputs for several numbers"
+    )

@@ -1,0 +1,256 @@
+"""Losses of several terms with their own weights, scalars, and batch-coupled objectives."""
+
+from typing import Any
+
+import hypothesis
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from step_helpers import (
+    ROWS,
+    check_equal,
+    equations,
+    gradients,
+    on,
+    tokens_batch,
+    tokens_model,
+    trainer,
+)
+
+from spmdtrain import Combination, FunctionModel, Scalar, UserError, batch_coupled
+from spmdtrain.config.option_groups import CollectiveOptions
+from spmdtrain.sharding.placement import use_placement
+from spmdtrain.step.metrics import Means, Sums
+
+COEFFICIENTS = {"tokens": 1.0, "examples": 0.5, "penalty": 0.1}
+# Devices, microbatches, the reduction of gradients: all paths of `Gradients`.
+WAYS: list[tuple[int, int, Any]] = [
+    (1, 4, None),
+    (8, 1, None),  # on CPU flattened under shard_map
+    (8, 4, None),
+    (8, 4, "automatic"),
+    (2, 2, "all_reduce"),
+]
+
+
+def two_losses(model: Any, batch: Any) -> dict[str, Any]:
+    """A loss of tokens, one of labeled examples only, and a penalty on a parameter."""
+    output = model(batch["x"])
+    error = output - batch["y"]
+    return {
+        "loss": Combination(COEFFICIENTS),
+        "tokens": (error**2, batch["tokens"]),
+        "examples": (jnp.abs(error).sum(1), batch["examples"]),
+        "penalty": Scalar((model(jnp.zeros((1, 3, 5))) ** 2).sum()),
+    }
+
+
+def expected(params: Any, batch: dict[str, np.ndarray]) -> dict[str, Any]:
+    """The same, as one function of the whole batch on one device, without spmdtrain."""
+
+    def of(params: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        def model(x: Any) -> jax.Array:
+            return jnp.tanh(x @ params["first"]) @ params["second"] + params["shift"]
+
+        error = model(batch["x"]) - batch["y"]
+        tokens, examples = batch["tokens"], batch["examples"]
+        terms = {
+            "tokens": (error**2 * tokens).sum() / max(tokens.sum(), 1e-9),
+            "examples": (jnp.abs(error).sum(1) * examples).sum() / max(examples.sum(), 1e-9),
+            "penalty": (model(jnp.zeros((1, 3, 5))) ** 2).sum(),
+        }
+        return sum((COEFFICIENTS[n] * x for n, x in terms.items()), jnp.zeros(())), terms
+
+    found, (loss, terms) = jax.grad(lambda p: of(p)[0])(params), of(params)
+    return {name: np.asarray(x) for name, x in (found | terms | {"loss": loss}).items()}
+
+
+def of_two_losses(devices: int, microbatches: int = 1, **options: Any) -> Any:
+    defaults = {"strategy": "mirrored"} if devices > 1 else {}
+    return trainer(
+        model=tokens_model(),
+        objective=two_losses,
+        mesh=on(devices),
+        microbatches=microbatches,
+        **defaults | options,
+    )
+
+
+def test_each_term_is_divided_by_its_weight_over_the_whole_batch() -> None:
+    batch = tokens_batch(np.random.default_rng(1))
+    batch["examples"][np.arange(ROWS) % 4 < 2] = 0  # no labels in microbatches 0 and 1 of 4
+    of = of_two_losses(2, 4)
+    check_equal(gradients(of, batch), expected(of.functions.init(0).params, batch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", ["some", "in a microbatch", "all"])
+def test_the_terms_are_the_same_on_any_devices_and_microbatches(missing: str) -> None:
+    batch = tokens_batch(np.random.default_rng(1))
+    if missing == "in a microbatch":
+        batch["examples"][np.arange(ROWS) % 4 < 2] = 0
+    if missing == "all":
+        batch["examples"][:] = 0
+    one = of_two_losses(1)
+    reference = expected(one.functions.init(0).params, batch)
+    assert missing != "all" or reference["examples"] == 0
+    check_equal(gradients(one, batch), reference, "on one device")
+    for devices, microbatches, reduction in WAYS if missing == "some" else WAYS[:2]:
+        options = CollectiveOptions(reduction=reduction)
+        of = of_two_losses(devices, microbatches, collectives=options)
+        check_equal(gradients(of, batch), reference, f"{devices} {microbatches} {reduction}")
+
+
+def test_the_weights_of_a_batch_do_not_cost_a_second_pass_of_the_model() -> None:
+    batch = tokens_batch(np.random.default_rng(1))
+
+    def products(objective: Any) -> int:
+        of = trainer(model=tokens_model(), objective=objective, mesh=on(1), microbatches=4)
+        with use_placement(of.placement):
+            traced = of.functions.train_program().trace(of.abstract_state, batch)
+        return sum(x.primitive.name == "dot_general" for x in equations(traced.jaxpr))
+
+    def one_loss(model: Any, batch: Any) -> dict[str, Any]:
+        outputs = two_losses(model, batch)
+        _, weights = outputs["tokens"]
+        return outputs | {"loss": (outputs["tokens"][0] * outputs["penalty"].value, weights)}
+
+    assert products(two_losses) == products(one_loss)
+
+
+# -- any weights ---------------------------------------------------------------------------------
+
+PARTS = (1, 2, 4)
+X = np.linspace(-1, 1, 8, dtype=np.float32)
+_steps: dict[int, Any] = {}
+
+
+def of_three(model: Any, batch: Any) -> dict[str, Any]:
+    x, a, b, c = batch
+    return {
+        "loss": Combination({"a": 2, "b": -0.5, "c": 1e-2}),
+        "a": (model(x), a),
+        "b": ((model(x) - 1) ** 2, b),
+        "c": Scalar(model(x[:1])[0] * 0 + model(jnp.ones(1))[0], c[0]),
+    }
+
+
+def step_of_three(microbatches: int) -> Any:
+    """Returns a function from weights to the gradient, the loss and the means of one step."""
+    if microbatches not in _steps:
+        model = FunctionModel(lambda key: {"w": jnp.full((), 1.5)}, lambda p, x: p["w"] * x)
+        of = trainer(
+            model=model,
+            objective=of_three,
+            mesh=on(1),
+            global_batch_size=len(X),
+            microbatches=microbatches,
+        )
+        _steps[microbatches] = lambda *weights: gradients(of, (X, *weights))
+    return _steps[microbatches]
+
+
+WEIGHTS = hnp.arrays(np.float32, 8, elements=st.sampled_from([0, 0, 0.5, 1, 30]))
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.given(st.sampled_from(PARTS), WEIGHTS, WEIGHTS, st.sampled_from([0.0, 2.0]))
+def test_any_weights_give_the_gradient_of_the_whole_batch(
+    microbatches: int, a: np.ndarray, b: np.ndarray, c: float
+) -> None:
+    found = step_of_three(microbatches)(a, b, np.full(8, c, np.float32))
+    x, w = X.astype(np.float64), 1.5
+
+    def mean(values: Any, weights: np.ndarray) -> float:
+        return float((values * weights).sum() / weights.sum()) if weights.any() else 0.0
+
+    means = mean(w * x, a), mean((w * x - 1) ** 2, b), w if c else 0.0
+    slopes = mean(x, a), mean(2 * (w * x - 1) * x, b), 1.0 if c else 0.0
+    combined = np.array([2, -0.5, 1e-2])
+    np.testing.assert_allclose(found["w"], combined @ slopes, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose([found[n] for n in "abc"], means, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found["loss"], combined @ means, rtol=1e-5, atol=1e-5)
+
+
+# -- over many batches ---------------------------------------------------------------------------
+
+
+def test_over_batches_the_loss_is_combined_from_the_means_of_all() -> None:
+    means = Means()
+    loss = Combination({"a": 1.0, "b": 10.0, "missing": 3.0})
+    for a, b in (Sums(6.0, 2.0), Sums(5.0, 1.0)), (Sums(0.0, 8.0), Sums(0.0, 0.0)):
+        means.add({"loss": loss, "a": a, "b": b, "missing": Sums(0.0, 0.0)})
+    found = means.result()
+    # Not the mean of the batches' losses, 53 and 0.
+    assert next(iter(found)) == "loss"
+    assert found.pop("missing") != found.get("missing")  # NaN: the split has no such label
+    assert found == {"loss": 0.6 + 10 * 5, "a": 0.6, "b": 5.0}
+
+
+# -- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ({"loss": {"mlmm": 1.0}}, "combines 'mlmm', which the objective does not return.*'mlm'"),
+        ({"loss": {"mlm": 1.0, "other": 1}, "other": {"mlm": 1}}, "'other', which is a Combina"),
+        ({"loss": {"mlm": 1.0}, "mlm": 3.0}, r"return Scalar\(value, weight\)"),
+    ],
+)
+def test_terms_without_a_mean_are_refused(outputs: dict[str, Any], message: str) -> None:
+    def objective(model: Any, batch: Any) -> dict[str, Any]:
+        values = {"mlm": model(batch["x"])} | outputs
+        return {n: Combination(x) if isinstance(x, dict) else x for n, x in values.items()}
+
+    of = trainer(model=tokens_model(), objective=objective, mesh=on(1))
+    with pytest.raises(UserError, match=message):
+        gradients(of, tokens_batch(np.random.default_rng(0)))
+
+
+@pytest.mark.parametrize(
+    "coefficients", [{}, {"a": float("nan")}, {"a": True}, {"a": jnp.ones(())}]
+)
+def test_coefficients_are_finite_python_numbers(coefficients: Any) -> None:
+    with pytest.raises(UserError, match="Combination"):
+        Combination(coefficients)
+
+
+# -- objectives that combine examples ------------------------------------------------------------
+
+
+def info_nce(model: Any, batch: Any) -> dict[str, Any]:
+    """The example itself against all others of the batch."""
+    embedded = model(batch["x"])
+    similar = embedded @ embedded.T
+    return {
+        "loss": -jax.nn.log_softmax(similar)[jnp.arange(len(similar)), jnp.arange(len(similar))]
+    }
+
+
+def test_a_batch_coupled_objective_gets_the_whole_batch_or_is_refused() -> None:
+    batch = tokens_batch(np.random.default_rng(2))
+
+    def contrastive(devices: int, objective: Any = None, **options: Any) -> Any:
+        return trainer(
+            model=tokens_model(),
+            objective=objective or batch_coupled(info_nce),
+            strategy="mirrored",
+            mesh=on(devices),
+            **options,
+        )
+
+    check_equal(gradients(contrastive(8), batch), gradients(contrastive(1), batch))
+    with pytest.raises(UserError, match=r"microbatches is 4, .* only the 16 examples"):
+        gradients(contrastive(8, microbatches=4), batch)
+    by_hand = CollectiveOptions(reduction="all_reduce")
+    with pytest.raises(UserError, match=r"all_reduce reduces .* declared as batch_coupled"):
+        gradients(contrastive(8, collectives=by_hand), batch)
+    # Without the declaration, the log says so.
+    undeclared = contrastive(1, info_nce, microbatches=4).functions
+    assert "declare it as batch_coupled" in undeclared.choose_reduction(batch)
+    assert contrastive(1, two_losses, microbatches=4).functions.choose_reduction(batch) == ""
