@@ -246,6 +246,9 @@ def _check_trainable(model: Any, params: Mapping[str, Any]) -> None:
     Args:
       model: The model.
       params: The variables whose constraints nothing would enforce.
+
+    Raises:
+      UserError: If it has one.
     """
     for name, variable in params.items():
         if variable.constraint is not None:

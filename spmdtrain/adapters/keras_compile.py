@@ -174,8 +174,8 @@ class CompiledKeras:
         for name, value in found.items():
             if not isinstance(value, jax.Array):
                 raise UserError(
-                    f"the output {name!r} of the model is a {type(value).__name__}: outputs must be "
-                    "arrays, or one list or dictionary of arrays"
+                    f"the output {name!r} of the model is a {type(value).__name__}: outputs must "
+                    "be arrays, or one list or dictionary of arrays"
                 )
         return found
 
@@ -204,9 +204,7 @@ def _parts(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     return batch, None, None
 
 
-def _spread(
-    given: Any, names: Sequence[str], what: str, *, shared: bool = False
-) -> list[Any]:
+def _spread(given: Any, names: Sequence[str], what: str, *, shared: bool = False) -> list[Any]:
     """Returns the part of an argument for each output.
 
     Args:

@@ -155,9 +155,7 @@ def _check_supported(keras: Any, optimizer: Any) -> None:
         )
 
 
-def _keys(
-    variables: Sequence[Any], params: Mapping[str, tuple[int, ...]]
-) -> list[tuple[str, ...]]:
+def _keys(variables: Sequence[Any], params: Mapping[str, tuple[int, ...]]) -> list[tuple[str, ...]]:
     """Returns the path in the state of each of an optimizer's variables.
 
     Keras names the variable of a parameter `a/b` as `a_b_momentum`.
@@ -165,6 +163,9 @@ def _keys(
     Args:
       variables: The variables of the optimizer.
       params: The shapes of the parameters by path.
+
+    Raises:
+      UserError: If two parameters have the same name for the optimizer.
     """
     flat_names: dict[str, str] = {}
     for path in params:

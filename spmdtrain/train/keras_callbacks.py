@@ -4,13 +4,20 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from spmdtrain.adapters.keras import import_keras
 from spmdtrain.adapters.keras_optimizer import KerasOptimizer
 from spmdtrain.distributed import process_group
+from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import UserError
 from spmdtrain.files.validation import check
 from spmdtrain.step import hyperparameters
+from spmdtrain.step.state import TrainState
 from spmdtrain.train.callbacks import CallbackContext
+from spmdtrain.tree import path_name
 
 # The attributes of each callback that decide what it does next; they are saved in checkpoints.
 _STATES = {
@@ -63,6 +70,11 @@ class KerasCallbacks:
         self._model, self._optimizer, self._directions = model, optimizer, directions
         self._given = list(callbacks)
         kinds = [_kind(callback) for callback in callbacks]
+        if set(_CHANGES_RATE) <= set(kinds):
+            raise UserError(
+                f"{' and '.join(_CHANGES_RATE)} both set the learning rate of the next epoch: give "
+                "one of them"
+            )
         self._active = {
             f"{kind}_{number}": callback
             for number, (kind, callback) in enumerate(zip(kinds, callbacks, strict=True))
@@ -98,8 +110,8 @@ class KerasCallbacks:
         if event.step:  # `on_train_begin` has reset what a checkpoint has restored
             self.load_state_dict(state)
         else:
-            self._epoch, self._begun = 0, False
-            self._begin_epoch(event, of_rates=True)
+            self._epoch = 0
+            self._begin_epoch(event, "LearningRateScheduler")
 
     def step(self, event: CallbackContext) -> None:
         """Reports the last epoch to the callbacks that had waited for an evaluation.
@@ -110,7 +122,8 @@ class KerasCallbacks:
         if self._epoch_means is not None:
             self._end_epoch(event, {})
         if not self._begun:
-            self._begin_epoch(event, of_rates=False)
+            self._begin_epoch(event, "LambdaCallback")
+            self._begun = True
 
     def epoch_end(self, event: CallbackContext) -> None:
         """Reports an epoch to the callbacks that watch a training metric or set a learning rate.
@@ -118,12 +131,12 @@ class KerasCallbacks:
         Args:
           event: The event.
         """
+        # Callbacks add the learning rate to it, for the callbacks after them.
         self._epoch_means = {n: x for n, x in event.metrics.items() if n not in _MEASURED}
         names = [name for name in self._active if self._timing(name) == "epoch"]
-        self._call(event, names, "on_epoch_end", self._epoch, dict(self._epoch_means))
+        self._call(event, names, "on_epoch_end", self._epoch, self._epoch_means)
         self._epoch += 1
-        self._begin_epoch(event, of_rates=True)
-        self._begun = False
+        self._begin_epoch(event, "LearningRateScheduler")
 
     def evaluation(self, event: CallbackContext) -> None:
         """Reports an epoch with the metrics of the validation.
@@ -145,13 +158,14 @@ class KerasCallbacks:
         trainer = event.trainer
         if self._optimizer is not None and trainer.state is not None:
             if self._optimizer.averages_params:
-                average = self._optimizer.average(trainer.state.params, trainer.state.opt_state)
-                trainer.state = dataclasses.replace(trainer.state, params=average)
+                trainer.state = self._averaged(self._optimizer, trainer.state)
             self._optimizer.assign_state(trainer.state.opt_state)
         self._copy_to_model(event)
         for name, callback in self._active.items():
             if self._runs_here(name):
                 callback.on_train_end()
+            if getattr(callback, "restore_best_weights", False) and trainer.state is not None:
+                trainer.state = self._with_values_of_model(trainer.state)
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -198,14 +212,10 @@ class KerasCallbacks:
         self._epoch_means = None
         self._call(event, names, "on_epoch_end", self._epoch - 1, logs)
 
-    def _begin_epoch(self, event: CallbackContext, *, of_rates: bool) -> None:
-        """Calls `on_epoch_begin` of the schedulers of learning rates, or of the others."""
-        names = [
-            name
-            for name, callback in self._active.items()
-            if (_kind(callback) == "LearningRateScheduler") is of_rates
-        ]
-        self._begun = not of_rates
+    def _begin_epoch(self, event: CallbackContext, kind: str) -> None:
+        """Calls `on_epoch_begin` of the callbacks of a kind; those of other kinds do nothing."""
+        self._begun = False
+        names = [name for name, callback in self._active.items() if _kind(callback) == kind]
         self._call(event, names, "on_epoch_begin", self._epoch)
 
     def _call(
@@ -235,6 +245,32 @@ class KerasCallbacks:
 
     def _copy_to_model(self, event: CallbackContext) -> None:
         assert event.trainer.model is self._model  # the property assigns the values to it
+
+    @staticmethod
+    def _averaged(optimizer: KerasOptimizer, state: TrainState) -> TrainState:
+        """Returns a state with copies of the moving averages as its parameters."""
+
+        def average(params: Any, opt_state: Any) -> Any:
+            return jax.tree.map(jnp.copy, optimizer.average(params, opt_state))
+
+        places = jax.tree.map(lambda x: x.sharding, state.params)
+        program = jax.jit(average, out_shardings=places)
+        params = call_together(program, state.params, state.opt_state)
+        return dataclasses.replace(state, params=params)
+
+    def _with_values_of_model(self, state: TrainState) -> TrainState:
+        """Returns a state with the values that a callback has assigned to the model."""
+        values = {v.path: np.array(v.value) for v in self._model.weights}
+
+        def place(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+            value = values[path_name(path)]
+            return jax.make_array_from_callback(
+                leaf.shape, leaf.sharding, lambda index: value[index]
+            )
+
+        of_model = {"params": state.params, "model_state": state.model_state}
+        placed = {n: jax.tree_util.tree_map_with_path(place, x) for n, x in of_model.items()}
+        return dataclasses.replace(state, **placed)
 
     def _timing(self, name: str) -> str:
         """Returns when `on_epoch_end` is called: at "epoch", with the "validation", or "late"."""
