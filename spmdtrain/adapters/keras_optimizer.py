@@ -176,8 +176,8 @@ def _keys(variables: Sequence[Any], params: Mapping[str, tuple[int, ...]]) -> li
                 f"optimizer, {name}: give their layers other names"
             )
         flat_names[name] = path
-    keys = []
-    for variable in variables:
+    keys: list[tuple[str, ...]] = []
+    for number, variable in enumerate(variables):
         owners = [
             name
             for name, path in flat_names.items()
@@ -187,6 +187,8 @@ def _keys(variables: Sequence[Any], params: Mapping[str, tuple[int, ...]]) -> li
             owner = max(owners, key=len)
             slot = variable.name.removeprefix(f"{owner}_")
             keys.append((slot, *flat_names[owner].split("/")))
+        elif (variable.name,) in keys:  # Adafactor gives several variables one name
+            keys.append((f"{variable.name}_{number}",))
         else:
             keys.append((variable.name,))
     return keys

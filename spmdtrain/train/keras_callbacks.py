@@ -172,7 +172,8 @@ class KerasCallbacks:
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the callbacks as JSON values."""
         states = {
-            name: {key: _number(getattr(callback, key)) for key in _states_of(callback)}
+            # Some attributes exist only after `on_train_begin`.
+            name: {key: _number(getattr(callback, key, None)) for key in _states_of(callback)}
             for name, callback in self._active.items()
         }
         return {"epoch": self._epoch, "callbacks": states}

@@ -23,7 +23,7 @@ hidden = layers.Conv1D(16, 3, padding="same")(inputs)
 hidden = layers.ReLU()(layers.BatchNormalization()(hidden))
 hidden = layers.GlobalAveragePooling1D()(hidden)
 model = keras.Model(inputs, layers.Dense(2, activation="softmax")(hidden))
-model.compile("adam", "sparse_categorical_crossentropy", ["sparse_categorical_accuracy"])
+model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
 watchers = [
     callbacks.ModelCheckpoint("best.keras", save_best_only=True, monitor="val_loss"),
     callbacks.ReduceLROnPlateau(monitor="loss", factor=0.5, patience=1, min_lr=1e-4, min_delta=0.3),

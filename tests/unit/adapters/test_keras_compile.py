@@ -81,7 +81,7 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {
             loss_weights={"first": 0.5, "second": 2.0},
             metrics={"first": ["accuracy"], "second": "mae"},
         ),
-        (X, {"first": LABEL, "second": X[:, :1]}, WEIGHT),
+        (X, [LABEL, X[:, :1]], WEIGHT),
     ),
 }
 
@@ -121,7 +121,8 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 def test_updates_are_those_of_the_keras_optimizer(name: str) -> None:
     keras.utils.set_random_seed(0)
     theirs, ours = dense(optimizer=OPTIMIZERS[name]()), dense(optimizer=OPTIMIZERS[name]())
-    ours.set_weights(theirs.get_weights())
+    for variable, value in zip(ours.weights, theirs.weights, strict=True):
+        variable.assign(value.value)
     optimizer = KerasOptimizer(ours.optimizer, ours)
     params = KerasModel(ours).init(KerasModel(ours).given, jax.random.key(0)).params
     state = optimizer.transformation.init(params)
@@ -162,7 +163,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[Any], str]] = {
     "eager": (lambda: dense(run_eagerly=True), [], "run_eagerly=True: leave it out"),
     "several steps": (lambda: dense(steps_per_execution=4), [], "option steps_per_dispatch"),
     "scaled": (
-        lambda: dense(optimizer=keras.optimizers.LossScaleOptimizer("sgd")),
+        lambda: dense(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())),
         [],
         "scales the loss",
     ),
