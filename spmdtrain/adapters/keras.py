@@ -102,7 +102,7 @@ class KerasModel:
           The same Keras model object.
         """
         for variable, value in self._values(variables):
-            assign(variable, value)
+            assign_variable(variable, value)
         return self.model
 
     def _values(self, variables: Variables) -> Iterable[tuple[Any, jax.Array]]:
@@ -289,7 +289,7 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
     return traverse_util.flatten_dict(tree, sep="/")
 
 
-def assign(variable: Any, value: jax.Array) -> None:
+def assign_variable(variable: Any, value: jax.Array) -> None:
     """Assigns a global array to a Keras variable, which stays on its device.
 
     Args:

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from flax import traverse_util
 
-from spmdtrain.adapters.keras import assign, import_keras
+from spmdtrain.adapters.keras import assign_variable, import_keras
 from spmdtrain.errors import UserError
 
 PyTree = Any
@@ -71,7 +71,7 @@ class KerasOptimizer:
           opt_state: The optimizer's state.
         """
         for variable, value in zip(self._optimizer.variables, self._values(opt_state), strict=True):
-            assign(variable, value)
+            assign_variable(variable, value)
 
     # -- the transformation --------------------------------------------------------------------
 

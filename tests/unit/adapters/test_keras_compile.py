@@ -19,6 +19,8 @@ from spmdtrain.step.metrics import mean, weighted_sums
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
 keras = pytest.importorskip("keras", reason="Keras is an extra")
 
+Model: Any = keras.Model
+
 _draw = np.random.default_rng(0)
 X = _draw.normal(size=(12, 4)).astype(np.float32)
 LABEL = _draw.integers(0, 3, 12).astype(np.int32)
@@ -149,7 +151,7 @@ def test_updates_are_those_of_the_keras_optimizer(name: str) -> None:
         np.testing.assert_allclose(averaged, theirs.layers[0].kernel.value, rtol=1e-4)
 
 
-class OwnStep(keras.Model):  # type: ignore[misc]
+class OwnStep(Model):  # type: ignore[misc]
     def train_step(self, *_: Any) -> Any: ...
 
 
