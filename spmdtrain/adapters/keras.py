@@ -32,6 +32,7 @@ class KerasModel:
     Args:
       model: The model.
       *inputs: Example inputs, for a model that is not built yet.
+      enforces_constraints: Whether the optimizer enforces constraints of weights, as Keras' own do.
       **kwargs: Keyword arguments of that call.
 
     Raises:
@@ -39,7 +40,9 @@ class KerasModel:
         training loop.
     """
 
-    def __init__(self, model: Any, *inputs: PyTree, **kwargs: Any) -> None:
+    def __init__(
+        self, model: Any, *inputs: PyTree, enforces_constraints: bool = False, **kwargs: Any
+    ) -> None:
         keras = import_keras()
         if not isinstance(model, keras.Model):
             raise UserError(f"KerasModel takes a keras.Model, not a {type(model).__name__}")
@@ -57,7 +60,9 @@ class KerasModel:
         # `weights` leaves out the states of random streams, which are seeded in each step.
         weights = set(map(id, self._weights.values()))
         self._seeds = [v for v in model.variables if id(v) not in weights]
-        _check_trainable(model, self._params)
+        _check_trainable(model, {} if enforces_constraints else self._params)
+        if not self._params:
+            raise UserError(f"the Keras model {model.name!r} has no trainable variables")
         # On the host, because the mesh may use other devices; copied, because the user may
         # change the model's own values later.
         self.given: PyTree = {name: np.array(v.value) for name, v in self._weights.items()}
@@ -97,7 +102,7 @@ class KerasModel:
           The same Keras model object.
         """
         for variable, value in self._values(variables):
-            variable.assign(jax.device_put(_whole(value), variable.value.sharding))
+            assign_variable(variable, value)
         return self.model
 
     def _values(self, variables: Variables) -> Iterable[tuple[Any, jax.Array]]:
@@ -236,9 +241,15 @@ def _split(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check_trainable(model: Any, params: Mapping[str, Any]) -> None:
-    """Checks for features of Keras' training loop that a step with optax does not have."""
-    if not params:
-        raise UserError(f"the Keras model {model.name!r} has no trainable variables")
+    """Checks for features of Keras' training loop that a step with optax does not have.
+
+    Args:
+      model: The model.
+      params: The variables whose constraints nothing would enforce.
+
+    Raises:
+      UserError: If it has one.
+    """
     for name, variable in params.items():
         if variable.constraint is not None:
             raise UserError(
@@ -276,6 +287,16 @@ def _nested(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
     return traverse_util.flatten_dict(tree, sep="/")
+
+
+def assign_variable(variable: Any, value: jax.Array) -> None:
+    """Assigns a global array to a Keras variable, which stays on its device.
+
+    Args:
+      variable: The variable.
+      value: The array. If it is split over several processes, all of these must call this.
+    """
+    variable.assign(jax.device_put(_whole(value), variable.value.sharding))
 
 
 def _whole(value: jax.Array) -> np.ndarray:

@@ -72,6 +72,36 @@ class Experiment:
     """Rules by which arrays of `init_from` become those of the model, for files of other programs;
     without rules, equal names are taken."""
 
+    @classmethod
+    def from_keras(
+        cls,
+        model: Any,
+        *,
+        train: Any,
+        optimizer: optax.GradientTransformation | None = None,
+        callbacks: Callbacks = (),
+        **parts: Any,
+    ) -> "Experiment":
+        """Returns the experiment of a compiled Keras model; see `Trainer.from_keras`.
+
+        Args:
+          model: A Keras model on which `model.compile` was called.
+          train: The training data: (x, y) or (x, y, sample_weight).
+          optimizer: An optax optimizer instead of the model's.
+          callbacks: Keras callbacks and those of an experiment, in a list.
+          **parts: Other parts of the experiment.
+
+        Raises:
+          UserError: If a part of the model or a callback cannot be used.
+        """
+        # Imported here, because Flax, which the adapter uses, is slow to import.
+        from spmdtrain.train.compiled_keras import parts_of_compiled
+
+        found = parts_of_compiled(
+            model, optimizer=optimizer, callbacks=callbacks, steps_per_dispatch=None
+        )
+        return cls(train=train, **{**found, **parts})
+
     def trainer_arguments(self) -> dict[str, Any]:
         """Returns the arguments of `Trainer`; `fit` and `predict` take the other parts."""
         others = {"train", "validation", "test", "prompts", "format_predictions", "generate"}

@@ -35,9 +35,9 @@ from spmdtrain.train.callbacks import (
     Callbacks,
     FrozenMetrics,
 )
+from spmdtrain.train.constructors import TrainerConstructors
 from spmdtrain.train.epochs import EpochSums, FitResult
 from spmdtrain.train.executor import DeviceExamples, Executor, ExecutorInputs, MakeExecutor
-from spmdtrain.train.experiment import Experiment
 from spmdtrain.train.init_state import at_step_zero, initial_state
 from spmdtrain.train.media_log import MediaLogger
 from spmdtrain.train.metrics_reader import MetricsReader
@@ -50,7 +50,7 @@ from spmdtrain.weights.weight_map import WeightMap
 PyTree = Any
 
 
-class Trainer(ModelRunner, MediaLogger):
+class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
     """Trains, evaluates and predicts with one model on one device mesh.
 
     Args:
@@ -126,19 +126,6 @@ class Trainer(ModelRunner, MediaLogger):
         self._stream_progress = StreamProgress()
         self._all_examples = DeviceExamples(self.placement, self.terminal)
         self._trackers: RunTrackers | None = None  # during a fit
-
-    @classmethod
-    def from_experiment(
-        cls, experiment: Experiment, config: RunConfig, **keywords: Any
-    ) -> "Trainer":
-        """Returns the trainer of an experiment, without the parts that `fit` and `predict` use.
-
-        Args:
-          experiment: The model, the objective, the optimizer and other arguments of `Trainer`.
-          config: The configuration.
-          **keywords: Arguments of `Trainer`, in place of the experiment's.
-        """
-        return cls(**{"config": config, **experiment.trainer_arguments(), **keywords})
 
     def _check_readable(self) -> None:
         self._callbacks.check_readable()

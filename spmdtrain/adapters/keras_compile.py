@@ -1,0 +1,234 @@
+"""The objective of a compiled Keras model: its losses and metrics for each example."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmdtrain.adapters.keras import BoundKeras, import_keras
+from spmdtrain.adapters.keras_losses import ExampleLosses, loss_of
+from spmdtrain.adapters.keras_metrics import ExampleMetric, metric_of_output
+from spmdtrain.errors import UserError
+
+PyTree = Any
+_PARTS = ("x", "y", "sample_weight")
+_OVERRIDES = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
+
+
+class CompiledKeras:
+    """The arguments of `model.compile` as an objective and a predict function.
+
+    A batch is Keras' own: a tuple (x,), (x, y) or (x, y, sample_weight), a dictionary with these
+    names, or x alone. The loss is that of Keras: the mean over the batch of the loss of each output
+    times its sample weights, the sum of the outputs with their loss weights, and the model's own
+    losses (regularizers, `add_loss`).
+
+    Args:
+      model: The compiled Keras model.
+
+    Attributes:
+      optimizer: Its Keras optimizer.
+      steps_per_execution: Its number of steps per dispatch.
+
+    Raises:
+      UserError: If it is not compiled, or needs Keras' own training loop.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._keras = import_keras()
+        if not isinstance(model, self._keras.Model):
+            raise UserError(f"from_keras takes a keras.Model, not a {type(model).__name__}")
+        if not model.compiled:
+            raise UserError(
+                f"the Keras model {model.name!r} is not compiled: call "
+                "model.compile(optimizer, loss, metrics) before from_keras, or use KerasModel with "
+                "an objective"
+            )
+        for name in _OVERRIDES:
+            if getattr(type(model), name) is not getattr(self._keras.Model, name):
+                raise UserError(
+                    f"the Keras model {model.name!r} overrides {name}, which only Keras' own loop "
+                    "calls: use KerasModel with an objective that does the same"
+                )
+        given = model._compile_config.config  # Keras has no public access to the objects
+        for name, expected in {"run_eagerly": False, "jit_compile": True}.items():
+            if given[name] is not expected:
+                raise UserError(
+                    f"the Keras model {model.name!r} is compiled with {name}={given[name]}: leave "
+                    "it out; jit=False of from_keras runs a step operation by operation"
+                )
+        self.optimizer, self.steps_per_execution = model.optimizer, given["steps_per_execution"]
+        self._loss, self._loss_weights = given["loss"], given["loss_weights"]
+        self._metrics = {"": given["metrics"], "weighted_": given["weighted_metrics"]}
+        self._names: Sequence[str] = getattr(model, "output_names", None) or ()
+        self._losses: list[ExampleLosses | None] = []  # of each output, known with the shapes
+        self._of_outputs: list[tuple[str, int, bool, ExampleMetric]] = []
+        self.directions: dict[str, str] = {"loss": "min"}
+        """Whether the lowest or the highest value of a metric is the best, once it is known."""
+
+    def objective(self, model: BoundKeras, batch: PyTree) -> dict[str, Any]:
+        """Returns the losses and metrics of each example.
+
+        Args:
+          model: The model.
+          batch: The batch.
+
+        Raises:
+          UserError: If the batch, a loss or a metric does not fit the model's outputs.
+        """
+        x, y, sample_weight = _parts(batch)
+        outputs = self._outputs(model(x))
+        names = list(outputs)
+        predictions = list(outputs.values())
+        self._resolve(names, y, predictions)
+        targets = self._targets(y, names)
+        weights = _spread(sample_weight, names, "sample_weight", shared=True)
+        rows = jax.tree.leaves(x)[0].shape[0]
+        own = sum((jnp.sum(loss) for loss in model.losses), jnp.zeros((), jnp.float32))
+        found = self._loss_values(names, targets, predictions, weights, own, rows)
+        for name, index, is_weighted, metric in self._of_outputs:
+            weight = weights[index] if is_weighted else None
+            found[name] = metric(targets[index], predictions[index], weight)
+        return found
+
+    def predict(self, model: BoundKeras, batch: PyTree) -> PyTree:
+        """Returns the model's output.
+
+        Args:
+          model: The model.
+          batch: The batch.
+        """
+        return model(_parts(batch)[0])
+
+    # -- losses --------------------------------------------------------------------------------
+
+    def _loss_values(
+        self,
+        names: Sequence[str],
+        targets: Sequence[Any],
+        predictions: Sequence[Any],
+        weights: Sequence[Any],
+        own: jax.Array,
+        rows: int,
+    ) -> dict[str, Any]:
+        present = [(index, loss) for index, loss in enumerate(self._losses) if loss is not None]
+        if not present:
+            return {"loss": jnp.broadcast_to(own, (rows,))}
+        factors = _spread(self._loss_weights, names, "loss_weights")
+        terms = []
+        for index, loss in present:
+            values, divisor = loss(targets[index], predictions[index], weights[index])
+            terms.append((names[index], values, divisor, factors[index]))
+        total = sum(v if f is None else f * v for _, v, _, f in terms) + own
+        if len(terms) == 1:
+            divisor = terms[0][2]
+            return {"loss": total if divisor is None else (total, divisor)}
+        if masked := [name for name, _, divisor, _ in terms if divisor is not None]:
+            raise UserError(
+                f"the loss of output {masked[0]!r} is divided by a mask or by sample weights, "
+                "and the losses of the other outputs are not: use KerasModel with an objective"
+            )
+        return {"loss": total} | {f"{name}_loss": values for name, values, _, _ in terms}
+
+    def _resolve(self, names: Sequence[str], y: PyTree, predictions: Sequence[Any]) -> None:
+        """Makes the losses and metrics, whose kinds may depend on the ranks of the arrays."""
+        if self._losses:
+            return
+        if self._loss is not None and y is None:
+            raise UserError("the model is compiled with a loss, but a batch has only x: use (x, y)")
+        losses, targets = self._given_losses(names), self._targets(y, names)
+        self._losses = [
+            None if loss is None else loss_of(self._keras, loss, *pair)
+            for loss, *pair in zip(losses, targets, predictions, strict=True)
+        ]
+        for prefix, spec in self._metrics.items():
+            one = len(names) == 1
+            whole = [spec] if one and not isinstance(spec, Mapping) else spec
+            for index, found in enumerate(_spread(whole, names, f"{prefix}metrics")):
+                for each in [] if found is None else self._keras.tree.flatten(found):
+                    metric = metric_of_output(self._keras, each, targets[index], predictions[index])
+                    name = metric.name if one else f"{names[index]}_{metric.name}"
+                    taken = {known for known, *_ in self._of_outputs}
+                    if prefix and name in taken:
+                        name = f"weighted_{metric.name}"
+                    number = sum(known.startswith(name) for known in taken)
+                    name = f"{name}_{number}" if name in taken else name
+                    self._of_outputs.append((name, index, bool(prefix), metric))
+                    if metric.direction is not None:
+                        self.directions[name] = metric.direction
+
+    # -- the structure of outputs --------------------------------------------------------------
+
+    def _outputs(self, prediction: PyTree) -> dict[str, Any]:
+        """Returns the outputs of the model by name, in Keras' order."""
+        if isinstance(prediction, Mapping):
+            known = self._names if set(self._names) == set(prediction) else sorted(prediction)
+            found = {name: prediction[name] for name in known}
+        elif isinstance(prediction, list | tuple):
+            numbered = [f"output_{number}" for number in range(len(prediction))]
+            names = self._names if len(self._names) == len(prediction) else numbered
+            found = dict(zip(names, prediction, strict=True))
+        else:
+            found = {(*self._names, "output")[0]: prediction}
+        for name, value in found.items():
+            if not isinstance(value, jax.Array):
+                raise UserError(
+                    f"the output {name!r} of the model is a {type(value).__name__}: outputs must "
+                    "be arrays, or one list or dictionary of arrays"
+                )
+        return found
+
+    def _given_losses(self, names: Sequence[str]) -> list[Any]:
+        return _spread(self._loss, names, "loss", shared=True)
+
+    def _targets(self, y: PyTree, names: Sequence[str]) -> list[Any]:
+        """Returns the target of each output; one without a loss may have none."""
+        if isinstance(y, list | tuple) and len(y) != len(names):
+            losses = zip(names, self._given_losses(names), strict=True)
+            used = [name for name, loss in losses if loss is not None]
+            if len(y) == len(used):
+                y = dict(zip(used, y, strict=True))
+        return _spread(y, names, "y")
+
+
+def _parts(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    """Returns x, y and sample_weight of a batch; None for those that it does not have."""
+    if isinstance(batch, tuple):
+        if not 1 <= len(batch) <= 3:
+            raise UserError(f"the batch is a tuple of {len(batch)}: use (x, y, sample_weight)")
+        x, y, weight = (*batch, None, None)[:3]
+        return x, y, weight
+    if isinstance(batch, Mapping) and "x" in batch and set(batch) <= set(_PARTS):
+        return batch["x"], batch.get("y"), batch.get("sample_weight")
+    return batch, None, None
+
+
+def _spread(given: Any, names: Sequence[str], what: str, *, shared: bool = False) -> list[Any]:
+    """Returns the part of an argument for each output.
+
+    Args:
+      given: A dictionary by output, a list with an entry for each, or one object.
+      names: The names of the outputs.
+      what: The argument, for the error.
+      shared: Whether one object is for all outputs.
+
+    Raises:
+      UserError: If it does not fit.
+    """
+    if given is None:
+        return [None] * len(names)
+    if isinstance(given, Mapping):
+        if unknown := [name for name in given if name not in names]:
+            raise UserError(
+                f"{what} names the output {unknown[0]!r}: the outputs are {', '.join(names)}"
+            )
+        return [given.get(name) for name in names]
+    if isinstance(given, list | tuple) and len(given) == len(names):
+        return list(given)
+    if not isinstance(given, list | tuple) and (shared or len(names) == 1):
+        return [given] * len(names)
+    raise UserError(
+        f"{what} has {len(given) if isinstance(given, list | tuple) else 'one entry'} for the "
+        f"{len(names)} outputs {', '.join(names)}: use a dictionary by output"
+    )

@@ -1,0 +1,109 @@
+"""Keras losses without their reduction: values for each example, with what divides their sum."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmdtrain.errors import UserError
+
+ExampleLosses = Callable[[jax.Array, jax.Array, jax.Array | None], tuple[Any, Any]]
+"""(targets, predictions, sample weights) -> the values, and the weights whose sum divides theirs.
+The values have shape (B,) if these are None, so that the number of examples divides."""
+
+_SUM_OF_WEIGHTS = "mean_with_sample_weight"
+_MEANS = ("sum_over_batch_size", "mean", _SUM_OF_WEIGHTS)
+
+
+def loss_of(keras: Any, given: Any, targets: jax.Array, predictions: jax.Array) -> ExampleLosses:
+    """Returns a loss for each example.
+
+    Keras divides the sum of the values times their sample weights by the number of values, or, if
+    the model has computed a mask, by the number of values that it keeps. The reduction
+    `mean_with_sample_weight` divides by the sum of the sample weights instead.
+
+    Args:
+      keras: The module.
+      given: The name of a loss, a function, or a Keras loss.
+      targets: Of the output; its rank decides what "crossentropy" means.
+      predictions: The output.
+
+    Raises:
+      UserError: If its reduction is not a mean.
+    """
+    if isinstance(given, str) and given.lower() in ("crossentropy", "ce"):
+        given = f"{kind_of_labels(targets, predictions)}_crossentropy"
+    loss = keras.losses.get(given)
+    if not isinstance(loss, keras.losses.Loss):
+        # Keras wraps functions in the base class of its own losses, which it does not export.
+        function, loss = loss, keras.losses.MeanSquaredError(name=_name(loss))
+        loss.fn = function
+    if loss.reduction not in _MEANS:
+        raise UserError(
+            f"the loss {loss.name!r} has the reduction {loss.reduction!r}: it must be a mean "
+            "('sum_over_batch_size'), which does not depend on the batch size"
+        )
+    by_weights = loss.reduction == _SUM_OF_WEIGHTS
+    # `copy.copy` would serialize the loss, which custom functions do not survive.
+    unreduced = object.__new__(type(loss))
+    vars(unreduced).update(vars(loss), reduction="none")
+
+    def values_of(true: jax.Array, prediction: jax.Array, weight: jax.Array | None) -> Any:
+        values = unreduced(true, prediction)
+        rows = prediction.shape[0]
+        if values.ndim == 0 or values.shape[0] != rows:
+            raise UserError(
+                f"the loss {loss.name!r} returns shape {values.shape} for a batch of {rows}: it "
+                "must return a value for each example, not their mean"
+            )
+        mask = getattr(prediction, "_keras_mask", None)
+        if mask is not None and mask.shape != values.shape:
+            raise UserError(
+                f"the loss {loss.name!r} has values of shape {values.shape}, and the mask of the "
+                f"output has shape {mask.shape}: they must be equal"
+            )
+        if weight is not None:
+            weight = expanded(weight, values)
+        if by_weights and weight is not None:
+            kept = jnp.broadcast_to(weight, values.shape)
+            return values, kept if mask is None else kept * mask
+        if weight is not None:
+            values = values * weight
+        if mask is not None:
+            return values, mask.astype(values.dtype)
+        return values.reshape(rows, math.prod(values.shape[1:])).mean(1), None
+
+    return values_of
+
+
+def kind_of_labels(targets: jax.Array, predictions: jax.Array) -> str:
+    """Returns which of its variants Keras means by "accuracy" or "crossentropy".
+
+    Args:
+      targets: Of the output.
+      predictions: The output.
+    """
+    if predictions.shape[-1] == 1:
+        return "binary"
+    if targets.ndim < predictions.ndim or targets.shape[-1] == 1:
+        return "sparse_categorical"
+    return "categorical"
+
+
+def expanded(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns sample weights of the rank of the values, to multiply both.
+
+    Args:
+      weights: One for each example, or for each value.
+      values: Array of leading dim B.
+    """
+    weights = jnp.asarray(weights, values.dtype)
+    if weights.ndim == values.ndim + 1 and weights.shape[-1] == 1:
+        return weights[..., 0]
+    return weights.reshape(weights.shape + (1,) * (values.ndim - weights.ndim))
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))

@@ -1,0 +1,350 @@
+"""Keras callbacks within a run: early stopping, learning rates, files."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmdtrain.adapters.keras import import_keras
+from spmdtrain.adapters.keras_optimizer import KerasOptimizer
+from spmdtrain.distributed import process_group
+from spmdtrain.distributed.first_call import call_together
+from spmdtrain.errors import UserError
+from spmdtrain.files.validation import check
+from spmdtrain.step import hyperparameters
+from spmdtrain.step.state import TrainState
+from spmdtrain.train.callbacks import CallbackContext
+from spmdtrain.tree import path_name
+
+# The attributes of each callback that decide what it does next; they are saved in checkpoints.
+_STATES = {
+    "EarlyStopping": ("best", "wait", "best_epoch", "stopped_epoch"),
+    "ReduceLROnPlateau": ("best", "wait", "cooldown_counter"),
+    "ModelCheckpoint": ("best",),
+    "LearningRateScheduler": (),
+    "CSVLogger": (),
+    "LambdaCallback": (),
+    "TerminateOnNaN": (),  # every run ends at a loss or a state that is NaN or infinite
+    "TensorBoard": (),  # every run with a workdir writes event files
+}
+_CHANGES_RATE = ("ReduceLROnPlateau", "LearningRateScheduler")
+_WRITES_FILES = ("ModelCheckpoint", "CSVLogger")
+_BUILT_IN = ("TerminateOnNaN", "TensorBoard")
+_HOOKS = ("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end")
+_MEASURED = frozenset(
+    {"epoch", "learning_rate", "seconds", "examples_per_second", "input_wait"}
+)  # what a line of an epoch holds besides the objective's means
+
+
+class KerasCallbacks:
+    """Calls Keras callbacks at the events of a run, and assigns the trained values to the model.
+
+    The callbacks are Keras' own objects. Those that watch a metric of the validation run after
+    the evaluation at the end of an epoch, the others at the end of the epoch; `CSVLogger` and
+    `LambdaCallback`, which may read all metrics, before the second step of the next epoch at the
+    latest. A learning rate that a callback sets replaces that of the state. At the end of a fit,
+    the model and its optimizer have the trained values.
+
+    Args:
+      model: The Keras model.
+      optimizer: Its Keras optimizer, if this one trains.
+      callbacks: Keras callbacks.
+      directions: Whether the lowest or the highest value of a metric is the best.
+
+    Raises:
+      UserError: If a callback cannot be used.
+    """
+
+    name = "keras"
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: KerasOptimizer | None,
+        callbacks: Sequence[Any],
+        directions: Mapping[str, str],
+    ) -> None:
+        self._model, self._optimizer, self._directions = model, optimizer, directions
+        self._given = list(callbacks)
+        kinds = [_kind(callback) for callback in callbacks]
+        if set(_CHANGES_RATE) <= set(kinds):
+            raise UserError(
+                f"{' and '.join(_CHANGES_RATE)} both set the learning rate of the next epoch: give "
+                "one of them"
+            )
+        self._active = {
+            f"{kind}_{number}": callback
+            for number, (kind, callback) in enumerate(zip(kinds, callbacks, strict=True))
+            if kind not in _BUILT_IN
+        }
+        self._epoch_means: dict[str, float] | None = None  # of an epoch that is not reported yet
+        self._epoch = 0  # the number of epochs that have ended
+        self._begun = False  # whether `on_epoch_begin` was called for the epoch in progress
+
+    # -- events --------------------------------------------------------------------------------
+
+    def fit_start(self, event: CallbackContext) -> None:
+        """Begins the training of the callbacks.
+
+        Args:
+          event: The event.
+
+        Raises:
+          UserError: If the run cannot have one of them.
+        """
+        self._check_run(event.trainer.config)
+        state = self.state_dict()
+        self._model.stop_training = False
+        for name, callback in self._active.items():
+            callback.set_model(self._model)
+            callback.set_params({})
+            if _kind(callback) in _CHANGES_RATE:
+                hyperparameters.changeable_learning_rate(event.trainer.state.opt_state)
+            if _kind(callback) == "CSVLogger" and event.step:
+                callback.append = True  # the rows of the epochs before a resume
+            if self._runs_here(name):
+                callback.on_train_begin()
+        if event.step:  # `on_train_begin` has reset what a checkpoint has restored
+            self.load_state_dict(state)
+        else:
+            self._epoch = 0
+            self._begin_epoch(event, "LearningRateScheduler")
+
+    def step(self, event: CallbackContext) -> None:
+        """Reports the last epoch to the callbacks that had waited for an evaluation.
+
+        Args:
+          event: The event.
+        """
+        if self._epoch_means is not None:
+            self._end_epoch(event, {})
+        if not self._begun:
+            self._begin_epoch(event, "LambdaCallback")
+            self._begun = True
+
+    def epoch_end(self, event: CallbackContext) -> None:
+        """Reports an epoch to the callbacks that watch a training metric or set a learning rate.
+
+        Args:
+          event: The event.
+        """
+        # Callbacks add the learning rate to it, for the callbacks after them.
+        self._epoch_means = {n: x for n, x in event.metrics.items() if n not in _MEASURED}
+        names = [name for name in self._active if self._timing(name) == "epoch"]
+        self._call(event, names, "on_epoch_end", self._epoch, self._epoch_means)
+        self._epoch += 1
+        self._begin_epoch(event, "LearningRateScheduler")
+
+    def evaluation(self, event: CallbackContext) -> None:
+        """Reports an epoch with the metrics of the validation.
+
+        Args:
+          event: The event.
+        """
+        if self._epoch_means is not None:
+            self._end_epoch(event, {f"val_{name}": x for name, x in event.metrics.items()})
+
+    def fit_end(self, event: CallbackContext) -> None:
+        """Assigns the trained values to the model, and ends the training of the callbacks.
+
+        Args:
+          event: The event.
+        """
+        if self._epoch_means is not None:
+            self._end_epoch(event, {})
+        trainer = event.trainer
+        if self._optimizer is not None and trainer.state is not None:
+            if self._optimizer.averages_params:
+                trainer.state = self._averaged(self._optimizer, trainer.state)
+            self._optimizer.assign_state(trainer.state.opt_state)
+        self._copy_to_model(event)
+        for name, callback in self._active.items():
+            if self._runs_here(name):
+                callback.on_train_end()
+            if getattr(callback, "restore_best_weights", False) and trainer.state is not None:
+                trainer.state = self._with_values_of_model(trainer.state)
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the callbacks as JSON values."""
+        states = {
+            # Some attributes exist only after `on_train_begin`.
+            name: {key: _number(getattr(callback, key, None)) for key in _states_of(callback)}
+            for name, callback in self._active.items()
+        }
+        return {"epoch": self._epoch, "callbacks": states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a state that `state_dict` returned.
+
+        Args:
+          state: The state.
+
+        Raises:
+          UserError: If it is of other callbacks.
+        """
+        check(state, dict, "keras callbacks")
+        states = state["callbacks"]
+        if states.keys() != self._active.keys():
+            raise UserError(
+                f"the checkpoint has the Keras callbacks {sorted(states)}, and this run has "
+                f"{sorted(self._active)}: give the same"
+            )
+        self._epoch = state["epoch"]
+        for name, callback in self._active.items():
+            for key in _states_of(callback):
+                setattr(callback, key, states[name][key])
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    def _end_epoch(self, event: CallbackContext, validation: Mapping[str, float]) -> None:
+        """Reports an epoch to the callbacks that were not called at its end."""
+        assert self._epoch_means is not None
+        logs = self._epoch_means | dict(validation)
+        names = [
+            name
+            for name in self._active
+            if self._timing(name) == "late" or (validation and self._timing(name) == "validation")
+        ]
+        self._epoch_means = None
+        self._call(event, names, "on_epoch_end", self._epoch - 1, logs)
+
+    def _begin_epoch(self, event: CallbackContext, kind: str) -> None:
+        """Calls `on_epoch_begin` of the callbacks of a kind; those of other kinds do nothing."""
+        self._begun = False
+        names = [name for name, callback in self._active.items() if _kind(callback) == kind]
+        self._call(event, names, "on_epoch_begin", self._epoch)
+
+    def _call(
+        self, event: CallbackContext, names: Sequence[str], hook: str, epoch: int, *logs: Any
+    ) -> None:
+        """Calls a method of callbacks; a learning rate or a stop that they request takes effect."""
+        for name in names:
+            callback = self._active[name]
+            changes_rate = _kind(callback) in _CHANGES_RATE
+            if changes_rate:
+                trainer = event.trainer
+                old = hyperparameters.changeable_learning_rate(trainer.state.opt_state)
+                self._model.optimizer.learning_rate = old
+            if getattr(callback, "mode", "") == "auto":
+                callback.mode = self._mode(callback)
+            if self._reads_values(callback):
+                self._copy_to_model(event)
+            if self._runs_here(name):
+                getattr(callback, hook)(epoch, *logs)
+            if changes_rate:
+                new = process_group.broadcast(float(self._model.optimizer.learning_rate))
+                if new != old:
+                    trainer.state = hyperparameters.with_learning_rate(trainer.state, new)
+                    trainer.terminal.line(f"learning rate {old:g} -> {new:g}: {_kind(callback)}")
+        if self._model.stop_training:
+            event.trainer.stop()
+
+    def _copy_to_model(self, event: CallbackContext) -> None:
+        assert event.trainer.model is self._model  # the property assigns the values to it
+
+    @staticmethod
+    def _averaged(optimizer: KerasOptimizer, state: TrainState) -> TrainState:
+        """Returns a state with copies of the moving averages as its parameters."""
+
+        def average(params: Any, opt_state: Any) -> Any:
+            return jax.tree.map(jnp.copy, optimizer.average(params, opt_state))
+
+        places = jax.tree.map(lambda x: x.sharding, state.params)
+        program = jax.jit(average, out_shardings=places)
+        params = call_together(program, state.params, state.opt_state)
+        return dataclasses.replace(state, params=params)
+
+    def _with_values_of_model(self, state: TrainState) -> TrainState:
+        """Returns a state with the values that a callback has assigned to the model."""
+        values = {v.path: np.array(v.value) for v in self._model.weights}
+
+        def place(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+            value = values[path_name(path)]
+            return jax.make_array_from_callback(
+                leaf.shape, leaf.sharding, lambda index: value[index]
+            )
+
+        of_model = {"params": state.params, "model_state": state.model_state}
+        placed = {n: jax.tree_util.tree_map_with_path(place, x) for n, x in of_model.items()}
+        return dataclasses.replace(state, **placed)
+
+    def _timing(self, name: str) -> str:
+        """Returns when `on_epoch_end` is called: at "epoch", with the "validation", or "late"."""
+        callback = self._active[name]
+        if not hasattr(callback, "monitor"):
+            return "epoch" if _kind(callback) in _CHANGES_RATE else "late"
+        named = "{val_" in str(getattr(callback, "filepath", ""))
+        watches = _kind(callback) != "ModelCheckpoint" or callback.save_best_only
+        on_validation = named or (watches and callback.monitor.startswith("val_"))
+        return "validation" if on_validation else "epoch"
+
+    def _runs_here(self, name: str) -> bool:
+        """Returns whether this process calls a callback: process 0 alone writes files."""
+        return _kind(self._active[name]) not in _WRITES_FILES or process_group.rank() == 0
+
+    @staticmethod
+    def _reads_values(callback: Any) -> bool:
+        keeps = getattr(callback, "restore_best_weights", False)
+        return bool(keeps or _kind(callback) == "ModelCheckpoint")
+
+    def _mode(self, callback: Any) -> str:
+        """Returns the direction of a metric, which Keras finds only in its own training loop."""
+        metric = callback.monitor.removeprefix("val_")
+        if metric not in self._directions and not metric.endswith("_loss"):
+            raise UserError(
+                f"{_kind(callback)}: it is not known whether a low or a high {metric!r} is better: "
+                "give mode='min' or mode='max'"
+            )
+        return self._directions.get(metric, "min")
+
+    def _check_run(self, config: Any) -> None:
+        for callback in self._given:
+            kind = _kind(callback)
+            if kind == "TensorBoard" and config.workdir is None:
+                raise UserError(
+                    f"TensorBoard: event files are written to the workdir: pass workdir="
+                    f"{callback.log_dir!r}"
+                )
+            if getattr(callback, "restore_best_weights", False) and config.workdir is not None:
+                raise UserError(
+                    "EarlyStopping: restore_best_weights keeps the values in memory, and a resumed "
+                    "run would have lost them: leave it out; the checkpoint with the best "
+                    "evaluation is kept (keep_best), and trainer.restore(which='best') loads it"
+                )
+
+
+def _kind(callback: Any) -> str:
+    """Returns the name of the class in Keras of a callback that can be used."""
+    known = import_keras().callbacks
+    kind = type(callback).__name__
+    if kind not in _STATES or type(callback) is not getattr(known, kind):
+        raise UserError(
+            f"the Keras callback {kind} cannot be used: {', '.join(_STATES)} can; write another "
+            "as an object with methods named after events (docs/callbacks.md)"
+        )
+    if kind == "LambdaCallback":
+        own = [name for name in vars(callback) if name.startswith("on_")]
+        if unknown := [name for name in own if name not in _HOOKS]:
+            raise UserError(
+                f"LambdaCallback: {unknown[0]} cannot be used: {', '.join(_HOOKS)} can; for each "
+                "step pass callbacks=[{'log': f}] and log_every=1"
+            )
+    if kind == "ModelCheckpoint" and callback.save_freq != "epoch":
+        raise UserError(
+            f"ModelCheckpoint: save_freq={callback.save_freq} cannot be used: leave it out, or "
+            "pass workdir and checkpoint_every_steps"
+        )
+    return kind
+
+
+def _states_of(callback: Any) -> tuple[str, ...]:
+    return _STATES[type(callback).__name__]
+
+
+def _number(value: Any) -> float | int | None:
+    return value if value is None or isinstance(value, int) else float(value)

@@ -1,0 +1,170 @@
+"""Compiled Keras models: whole fits and scripts, beside Keras' own `fit`."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import REPOSITORY
+
+from spmdtrain import MeshSpec, ShardingOptions, Trainer, UserError
+from spmdtrain.terminal import Terminal
+from spmdtrain.tree import named_leaves
+
+os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
+keras = pytest.importorskip("keras", reason="Keras is an extra")
+
+# Keras copies arrays in a way that NumPy 2 will not know some day.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+SCRIPTS = REPOSITORY / "tests" / "integration" / "keras_scripts"
+_draw = np.random.default_rng(0)
+X = _draw.normal(1.0, 2.0, (80, 4)).astype(np.float32)
+Y = _draw.integers(0, 3, 80).astype(np.int32)
+BATCH, EPOCHS = 16, 4
+
+
+def made() -> Any:
+    """A compiled model with batch statistics and a regularizer; the same values each time."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(8, "relu", kernel_regularizer="l2", name="hidden"),
+            keras.layers.BatchNormalization(momentum=0.9, name="norm"),
+            keras.layers.Dense(3, "softmax", name="out", kernel_constraint="max_norm"),
+        ],
+        name="net",
+    )
+    optimizer = keras.optimizers.Adam(0.03, global_clipnorm=1.0)
+    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def trainer(model: Any, devices: int = 1, **options: Any) -> Trainer:
+    defaults: dict[str, Any] = {"shuffle": False, "log_every": 1, "terminal": Terminal(quiet=True)}
+    defaults["mesh"] = MeshSpec(devices=tuple(range(devices)))
+    return Trainer.from_keras(model, **defaults | options)
+
+
+def watchers(file: Path) -> list[Any]:
+    return [
+        keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.1, patience=1, min_delta=9.0),
+        keras.callbacks.EarlyStopping("val_accuracy", patience=2, min_delta=2.0, mode="max"),
+        keras.callbacks.CSVLogger(str(file)),
+    ]
+
+
+def test_losses_rates_and_values_are_those_of_keras_fit(tmp_path: Path) -> None:
+    theirs = made()
+    callbacks = watchers(tmp_path / "theirs.csv")
+    keras_fit = theirs.fit(
+        X, Y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0,
+        validation_data=(X[:37], Y[:37]), callbacks=callbacks,
+    ).history  # fmt: skip
+    assert len(keras_fit["loss"]) == 3  # stopped early
+    assert keras_fit["learning_rate"][-1] < 4e-3
+    for devices, rtol in {1: 1e-5, 8: 1e-4}.items():
+        ours, seen = made(), tmp_path / f"{devices}.csv"
+        fitted = trainer(ours, devices, callbacks=watchers(seen))
+        result = fitted.fit(
+            (X, Y), epochs=EPOCHS, global_batch_size=BATCH, validation=(X[:37], Y[:37])
+        )
+        for name in ("loss", "accuracy"):
+            found = [epoch[name] for epoch in result.history.epochs]
+            np.testing.assert_allclose(found, keras_fit[name], rtol=1e-5)
+            found = [evaluation[name] for evaluation in result.history.evaluations]
+            np.testing.assert_allclose(found, keras_fit[f"val_{name}"], rtol=1e-5)
+        for variable, expected in zip(
+            [*ours.weights, *ours.optimizer.variables],
+            [*theirs.weights, *theirs.optimizer.variables],
+            strict=True,
+        ):
+            np.testing.assert_allclose(variable.value, expected.value, rtol=rtol, atol=1e-6)
+        rows = np.genfromtxt(seen, delimiter=",", names=True)
+        expected_rows = np.genfromtxt(tmp_path / "theirs.csv", delimiter=",", names=True)
+        assert rows.dtype.names == expected_rows.dtype.names
+        for name in expected_rows.dtype.names or ():
+            np.testing.assert_allclose(rows[name], expected_rows[name], rtol=rtol)
+
+
+def test_a_resumed_run_has_the_bits_and_the_callbacks_of_an_uninterrupted_one(
+    tmp_path: Path,
+) -> None:
+    def fit(name: str, *totals: int) -> Any:
+        for epochs in totals:
+            model = made()
+            options = {"strategy": "fully_sharded", "sharding": ShardingOptions(min_size=8)}
+            falling = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / (epoch + 1))
+            callbacks = [falling, *watchers(tmp_path / "log.csv")[1:]]
+            fitted = trainer(model, 2, callbacks=callbacks, workdir=str(tmp_path / name), **options)
+            fitted.fit((X, Y), epochs=epochs, global_batch_size=BATCH, validation=(X, Y))
+        return model, fitted
+
+    (whole, fitted), (resumed, _) = fit("whole", 3), fit("parts", 1, 3)
+    for variable, expected in zip(
+        [*resumed.weights, *resumed.optimizer.variables],
+        [*whole.weights, *whole.optimizer.variables],
+        strict=True,
+    ):
+        np.testing.assert_array_equal(variable.value, expected.value)
+    leaves = named_leaves(fitted.state.opt_state)
+    specs = {n: x.sharding.spec for n, x in leaves.items() if n.endswith("net/hidden/kernel")}
+    assert len(specs) == 2 and set(map(str, specs.values())) == {"P(None, 'fsdp')"}
+
+
+def test_the_best_values_are_restored(tmp_path: Path) -> None:
+    stop = keras.callbacks.EarlyStopping(
+        "loss", patience=1, min_delta=9.0, restore_best_weights=True
+    )
+    first, model = made(), made()
+    trainer(first).fit((X, Y), epochs=1, global_batch_size=BATCH)
+    fitted = trainer(model, callbacks=[stop])
+    assert fitted.fit((X, Y), epochs=4, global_batch_size=BATCH).step == 10
+    for found in (model, fitted.model):
+        np.testing.assert_allclose(found.get_weights()[0], first.get_weights()[0], rtol=1e-6)
+    with pytest.raises(UserError, match="restore_best_weights keeps the values in memory"):
+        trainer(made(), callbacks=[stop], workdir=str(tmp_path)).fit((X, Y), epochs=1)
+
+
+@pytest.mark.parametrize("name", ["convnet", "timeseries", "tickets"])
+def test_a_keras_script_needs_two_changed_lines(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
+    changed = (SCRIPTS / f"{name}.py").read_text()
+    plain = changed.replace("\nfrom spmdtrain import Trainer\n", "")
+    plain, count = re.subn(r"# Keras: (.*)\nTrainer\.[^#]*\nscore", r"\1\nscore", plain)
+    assert count == 1 and "Trainer" not in plain
+    scores = []
+    for number, code in enumerate((plain, changed)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        shown: dict[str, Any] = {}
+        exec(compile(code, name, "exec"), shown)
+        scores.append(shown["score"])
+    if name == "convnet":  # with dropout, whose masks differ, and shuffled
+        assert min(score[1] for score in scores) > 0.85
+        assert abs(scores[0][1] - scores[1][1]) < 0.06
+    else:
+        np.testing.assert_allclose(scores[1], scores[0], rtol=1e-4)
+    if name == "timeseries":
+        theirs, ours = (
+            keras.saving.load_model(tmp_path / number / "best.keras").get_weights()[0]
+            for number in ("0", "1")
+        )
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_the_code_of_the_page_trains_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (REPOSITORY / "docs" / "keras.md").read_text()
+    (block,) = re.findall(r"^## Compiled models\n.*?^```python\n(.*?)^```", page, re.M | re.S)
+    monkeypatch.chdir(tmp_path)
+    shown: dict[str, Any] = {}
+    exec(compile(block, "keras.md", "exec"), shown)
+    assert shown["score"][1] > 0.9

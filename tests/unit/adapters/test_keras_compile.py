@@ -1,0 +1,209 @@
+"""Compiled Keras models: the numbers of Keras' own losses, metrics and optimizers."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmdtrain import Trainer, UserError
+from spmdtrain.adapters.base import Mode, Variables
+from spmdtrain.adapters.keras import KerasModel
+from spmdtrain.adapters.keras_compile import CompiledKeras
+from spmdtrain.adapters.keras_optimizer import KerasOptimizer
+from spmdtrain.step.metrics import mean, weighted_sums
+
+os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
+keras = pytest.importorskip("keras", reason="Keras is an extra")
+
+Model: Any = keras.Model
+
+_draw = np.random.default_rng(0)
+X = _draw.normal(size=(12, 4)).astype(np.float32)
+LABEL = _draw.integers(0, 3, 12).astype(np.int32)
+BINARY = _draw.integers(0, 2, (12, 1)).astype(np.int32)
+WEIGHT = _draw.uniform(0, 3, 12).astype(np.float32)
+TOKENS = np.where(np.arange(6) < _draw.integers(1, 6, (12, 1)), 2, 0)  # 0 is masked
+
+
+def dense(*, units: int = 3, **compiled: Any) -> Any:
+    layer = keras.layers.Dense(units, "softmax" if units > 1 else "sigmoid", name="out")
+    model = keras.Sequential([keras.Input((4,)), layer], name="net")
+    layer.kernel_regularizer = keras.regularizers.L2(0.1)
+    model.compile(**{"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]} | compiled)
+    return model
+
+
+def tagger(**compiled: Any) -> Any:
+    embedding = keras.layers.Embedding(3, 4, mask_zero=True, name="embedding")
+    model = keras.Sequential(
+        [keras.Input((6,), dtype="int32"), embedding, keras.layers.Dense(3, "softmax", name="out")],
+        name="tagger",
+    )
+    model.compile(loss="ce", weighted_metrics=["accuracy"], **compiled)
+    return model
+
+
+def two_outputs(**compiled: Any) -> Any:
+    inputs = keras.Input((4,))
+    first = keras.layers.Dense(3, "softmax", name="first")(inputs)
+    second = keras.layers.Dense(1, name="second")(inputs)
+    model = keras.Model(inputs, [first, second], name="two")
+    model.compile(**compiled)
+    return model
+
+
+def both(y_true: Any, y_pred: Any) -> Any:
+    return keras.ops.abs(y_true - y_pred)  # of shape (B, 1): Keras takes the mean of all
+
+
+CASES: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {
+    "regularized": (dense, (X, LABEL)),
+    "weighted": (
+        lambda: dense(
+            weighted_metrics=["accuracy", "sparse_categorical_crossentropy"], metrics=["accuracy"]
+        ),
+        (X, LABEL, WEIGHT),
+    ),
+    "divided by weights": (
+        lambda: dense(
+            units=1,
+            loss=keras.losses.BinaryCrossentropy(reduction="mean_with_sample_weight"),
+            metrics=[keras.metrics.Precision(name="p"), keras.metrics.Recall(name="r"), "acc"],
+        ),
+        (X, BINARY, WEIGHT),
+    ),
+    "masked": (tagger, (TOKENS, _draw.integers(0, 3, (12, 6)))),
+    "two outputs": (
+        lambda: two_outputs(
+            loss={"first": "crossentropy", "second": both},
+            loss_weights={"first": 0.5, "second": 2.0},
+            metrics={"first": ["accuracy"], "second": "mae"},
+        ),
+        (X, [LABEL, X[:, :1]], WEIGHT),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_metrics_are_those_of_keras_evaluate(case: str) -> None:
+    keras.utils.set_random_seed(0)
+    make, batch = CASES[case]
+    model = make()
+    x, *rest = batch
+    expected = model.evaluate(x, *rest[:1], sample_weight=(*rest, None)[1], verbose=0,
+                              batch_size=12, return_dict=True)  # fmt: skip
+    adapter, compiled = KerasModel(model), CompiledKeras(model)
+    variables = Variables(*adapter.init(adapter.given, jax.random.key(0)))
+    outputs, _ = adapter.run(compiled.objective, variables, batch, jax.random.key(0), Mode.EVAL)
+    found = {name: float(mean(sums)) for name, sums in weighted_sums(outputs, 12).items()}
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-5), name
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, clipnorm=0.1),
+    "adam": lambda: keras.optimizers.Adam(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5), global_clipnorm=0.2
+    ),
+    "adamw": lambda: keras.optimizers.AdamW(0.1, weight_decay=0.1, use_ema=True, ema_momentum=0.5),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.1, gradient_accumulation_steps=2, clipvalue=0.2),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    "adafactor": lambda: keras.optimizers.Adafactor(0.1),
+    "nadam": lambda: keras.optimizers.Nadam(0.1),
+    "lion": lambda: keras.optimizers.Lion(0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_are_those_of_the_keras_optimizer(name: str) -> None:
+    keras.utils.set_random_seed(0)
+    theirs, ours = dense(optimizer=OPTIMIZERS[name]()), dense(optimizer=OPTIMIZERS[name]())
+    for variable, value in zip(ours.weights, theirs.weights, strict=True):
+        variable.assign(value.value)
+    optimizer = KerasOptimizer(ours.optimizer, ours)
+    params = KerasModel(ours).init(KerasModel(ours).given, jax.random.key(0)).params
+    state = optimizer.transformation.init(params)
+    for number in range(4):
+        rate = float(theirs.optimizer.learning_rate)
+        gradients = jax.tree.map(lambda x, k=number: jnp.sin(x * 9 + k), params)
+        theirs.optimizer.apply(
+            [gradients["net"]["out"][v.name] for v in theirs.trainable_variables],
+            theirs.trainable_variables,
+        )
+        updates, state = optimizer.transformation.update(gradients, state, params)
+        params = jax.tree.map(jnp.add, params, updates)
+        assert float(state.hyperparams["learning_rate"]) == pytest.approx(rate, rel=1e-6)
+        for variable in theirs.trainable_variables:
+            np.testing.assert_allclose(
+                params["net"]["out"][variable.name], variable.value, rtol=1e-5, atol=1e-6
+            )
+    optimizer.assign_state(state)
+    for found, variable in zip(ours.optimizer.variables, theirs.optimizer.variables, strict=True):
+        np.testing.assert_allclose(found.value, variable.value, rtol=1e-4, atol=1e-6)
+    if optimizer.averages_params:
+        theirs.optimizer.finalize_variable_values(theirs.trainable_variables)
+        averaged = optimizer.average(params, state)["net"]["out"]["kernel"]
+        np.testing.assert_allclose(averaged, theirs.layers[0].kernel.value, rtol=1e-4)
+
+
+class OwnStep(Model):  # type: ignore[misc]
+    def train_step(self, *_: Any) -> Any: ...
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], list[Any], str]] = {
+    "not compiled": (
+        lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]),
+        [],
+        r"is not compiled: call model\.compile",
+    ),
+    "own step": (lambda: _compiled(OwnStep(name="own")), [], "'own' overrides train_step"),
+    "eager": (lambda: dense(run_eagerly=True), [], "run_eagerly=True: leave it out"),
+    "several steps": (lambda: dense(steps_per_execution=4), [], "option steps_per_dispatch"),
+    "scaled": (
+        lambda: dense(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())),
+        [],
+        "scales the loss",
+    ),
+    "backup": (dense, [keras.callbacks.BackupAndRestore("x")], "callback BackupAndRestore cannot"),
+    "steps": (
+        dense,
+        [keras.callbacks.LambdaCallback(on_train_batch_end=print)],
+        "on_train_batch_end cannot be used",
+    ),
+}
+
+
+def _compiled(model: Any) -> Any:
+    model.compile(loss="mse")
+    return model
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_needs_the_loop_of_keras_is_refused_by_name(case: str) -> None:
+    make, callbacks, words = REFUSED[case]
+    with pytest.raises(UserError, match=words):
+        Trainer.from_keras(make(), callbacks=callbacks)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "words"),
+    [
+        ({"loss": keras.losses.MeanSquaredError("sum")}, "reduction 'sum': it must be a mean"),
+        ({"loss": lambda y, p: keras.ops.mean(p)}, "a value for each example, not their mean"),
+        ({"metrics": ["auc"]}, r"'auc' \(AUC\) is not a mean over the examples"),
+        ({"loss": {"other": "mse"}}, "loss names the output 'other': the outputs are out"),
+    ],
+)
+def test_losses_and_metrics_that_are_no_means_are_refused(
+    compiled: dict[str, Any], words: str
+) -> None:
+    model = dense(**compiled)
+    adapter, objective = KerasModel(model), CompiledKeras(model).objective
+    variables = adapter.init(adapter.given, jax.random.key(0))
+    with pytest.raises(UserError, match=words):
+        adapter.run(objective, variables, (X, LABEL), jax.random.key(0), Mode.EVAL)
