@@ -35,6 +35,8 @@ _HOMES = {
     "LinenModel": "adapters.linen",
     "LogSamples": "train.log_samples",
     "Loop": "train.loop",
+    "LoraModel": "adapters.lora",
+    "LoraRule": "adapters.lora",
     "Manifest": "checkpoints.manifest",
     "MappedDataset": "data.datasets",
     "MaxSize": "parameter_server.partition",
@@ -118,6 +120,8 @@ __all__ = [
     "LinenModel",
     "LogSamples",
     "Loop",
+    "LoraModel",
+    "LoraRule",
     "Manifest",
     "MappedDataset",
     "MaxSize",
@@ -180,6 +184,7 @@ if TYPE_CHECKING:
     from spmdtrain.adapters.functional import FunctionModel
     from spmdtrain.adapters.keras import KerasModel
     from spmdtrain.adapters.linen import LinenModel
+    from spmdtrain.adapters.lora import LoraModel, LoraRule
     from spmdtrain.checkpoints.export import export_params
     from spmdtrain.checkpoints.load_model import load_model
     from spmdtrain.checkpoints.manifest import Manifest

@@ -239,9 +239,7 @@ def merge_factors(params: Mapping[str, Any], alpha: float, einsum: Callable[...,
         stacked = a.ndim + b.ndim - 2 - kernel.ndim
         letters = "abcdefghijklmnopqrstuvwxy"[: kernel.ndim]
         end = a.ndim - 1
-        product = einsum(
-            f"{letters[:end]}z,{letters[:stacked]}z{letters[end:]}->{letters}", a, b
-        )
+        product = einsum(f"{letters[:end]}z,{letters[:stacked]}z{letters[end:]}->{letters}", a, b)
         return (kernel + alpha / a.shape[-1] * product).astype(kernel.dtype)
 
     base = {name: tree for name, tree in params.items() if name != FACTORS}

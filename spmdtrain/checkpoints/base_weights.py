@@ -18,7 +18,6 @@ from spmdtrain.checkpoints.run_weights import RunWeights
 from spmdtrain.checkpoints.source import find
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import UserError, foreign
-from spmdtrain.tree import named_leaves
 from spmdtrain.weights.assignment import assign_weights
 from spmdtrain.weights.placing import read_whole
 from spmdtrain.weights.source import WeightSource, is_weights_file, open_weights
@@ -43,7 +42,9 @@ def merged_variables(variables: Variables, manifest: Manifest, folder: epath.Pat
         return variables
     if lora.source:
         base = _read_base(manifest, folder)
-        variables = Variables(*(_filled(tree, base, f) for tree, f in zip(variables, _FIELDS, strict=True)))
+        variables = Variables(
+            *(_filled(tree, base, f) for tree, f in zip(variables, _FIELDS, strict=True))
+        )
     return variables._replace(params=merge_factors(variables.params, lora.alpha, np.einsum))
 
 
@@ -89,7 +90,7 @@ def _read_base(manifest: Manifest, folder: epath.Path) -> dict[str, np.ndarray]:
                 raise UserError(f"{lora.source} has no array for {own}")
             arrays[name] = read_whole(source, found, own, targets[own])
     except UserError as error:
-        raise missing_base(folder, lora, error) from error
+        raise UserError(describe_missing(folder, lora, error)) from error
     check_sums(sums(arrays), lora, folder)
     return arrays
 
@@ -110,15 +111,15 @@ def open_source(path: str) -> WeightSource:
     return RunWeights(folder, Manifest.read(folder))
 
 
-def missing_base(folder: epath.Path, lora: LoraRecord, error: Exception) -> UserError:
-    """Returns the error of base weights that cannot be read.
+def describe_missing(folder: epath.Path, lora: LoraRecord, error: Exception) -> str:
+    """Returns the message for base weights that cannot be read.
 
     Args:
       folder: The checkpoint that needs them.
       lora: Its record.
       error: The reason.
     """
-    return UserError(
+    return (
         f"{folder} holds LoRA factors alone, and its base weights cannot be read from "
         f"{foreign(lora.source)}: {error}. Put them back; a run finds them elsewhere by --init-from"
     )

@@ -67,7 +67,9 @@ class DimsOf:
     def spec(self, spec: PartitionSpec) -> PartitionSpec:
         """Returns the spec of the array for the spec of the parameter."""
         entries = dict(enumerate(spec))
-        return PartitionSpec(*(None if dim is None else entries.get(dim) for dim in self.dims if entries))
+        return PartitionSpec(
+            *(None if dim is None else entries.get(dim) for dim in self.dims if entries)
+        )
 
 
 @dataclass(frozen=True)

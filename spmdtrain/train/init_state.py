@@ -1,7 +1,7 @@
 """The first state of a run: initial values, or those of a checkpoint or of a file of weights."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 from etils import epath
 
 from spmdtrain.adapters.base import Variables
-from spmdtrain.checkpoints.base_weights import base_sums, check_sums, missing_base
+from spmdtrain.checkpoints.base_weights import base_sums, check_sums, describe_missing
 from spmdtrain.checkpoints.listing import LATEST
 from spmdtrain.checkpoints.lora_record import LoraRecord, record_rules
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
@@ -51,7 +51,7 @@ class LoadedValues:
     variables: Variables
     step: int = 0
     identity: Identity | None = None
-    lora: LoraRecord = LoraRecord()
+    lora: LoraRecord = field(default_factory=LoraRecord)
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,10 @@ class ValueLoader:
         try:
             loaded = self.load(source, LATEST)
         except UserError as error:
-            raise missing_base(folder, lora, error) from error
+            raise UserError(describe_missing(folder, lora, error)) from error
         values = base.values(self.steps.as_parameters(loaded.variables))
         check_sums(base_sums(values), lora, folder)
-        return values, dataclasses.replace(
-            lora, source=loaded.lora.source, rules=loaded.lora.rules
-        )
+        return values, dataclasses.replace(lora, source=loaded.lora.source, rules=loaded.lora.rules)
 
     def load(self, path: str, which: str | int) -> LoadedValues:
         """Loads the model's values from a checkpoint of any run, or a file of weights.
@@ -163,7 +161,7 @@ class ValueLoader:
         count = len(jax.tree.leaves(variables))
         self.terminal.line(
             f"parameters of step {found.manifest.step} from {folder}"
-            + (f": all {count} arrays" if self._is_exact(path) else "")
+            + (f": all {count} arrays" if self._is_exact(path, saved) else "")
         )
         return LoadedValues(variables, found.manifest.step, saved, lora)
 
@@ -173,8 +171,10 @@ class ValueLoader:
             return LoraRecord()
         return LoraRecord(base.alpha, source, record_rules(weight_map))
 
-    def _is_exact(self, path: str) -> bool:
-        """Returns whether a run at a path must have the arrays of this model, and no others."""
+    def _is_exact(self, path: str, saved: Identity) -> bool:
+        """Returns whether a run must have the arrays of this model, and no others."""
+        if bool(saved.lora.alpha) != (self.steps.base is not None):
+            return False  # a run of the base model lacks the factors
         # The options are those of init_from: a run's own checkpoint always has the whole model.
         strict = self.config.init_from_strict == "all"
         return path != self.config.init_from or (strict and not self.weight_map)
@@ -185,9 +185,13 @@ class ValueLoader:
         if saved.alpha != (base.alpha if base else 0.0) and saved.alpha:
             raise UserError(
                 f"{folder} is of a run with LoRA of alpha {saved.alpha:g}, and this model has "
-                + (f"alpha {base.alpha:g}" if base else "no LoRA: export it, and start from the file")
+                + (
+                    f"alpha {base.alpha:g}"
+                    if base
+                    else "no LoRA: export it, and start from the file"
+                )
             )
-        if self._is_exact(path) and bool(saved.alpha) == (base is not None):
+        if self._is_exact(path, manifest.identity):
             abstract, shardings = steps.abstract_state, steps.shardings
             if base is not None and saved.source:
                 abstract, shardings = map(base.without_base, (abstract, shardings))

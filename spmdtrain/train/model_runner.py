@@ -255,7 +255,9 @@ class ModelRunner:
             else:
                 path = self.config.init_from
             if path is None:
-                raise UserError(f"workdir {workdir} holds no checkpoint, and init_from is not given")
+                raise UserError(
+                    f"workdir {workdir} holds no checkpoint, and init_from is not given"
+                )
         given = self.functions, self.config, self._weight_map, self.terminal
         loaded = ValueLoader(*given).load(path, which)
         self._restored, self._restored_from = loaded.variables, loaded.identity
@@ -311,8 +313,10 @@ class ModelRunner:
             return self._state.variables
         if self._restored is None:
             workdir = self.config.workdir
-            if self.config.init_from or self.config.fork_from or (
-                workdir and broadcast_source(list_checkpoints(workdir)).steps
+            if (
+                self.config.init_from
+                or self.config.fork_from
+                or (workdir and broadcast_source(list_checkpoints(workdir)).steps)
             ):
                 self.restore()
             else:

@@ -69,8 +69,8 @@ def check_inputs(
     profiled = config.profile_range()
     if config.fork_from and config.init_from and trained.base is None:
         raise UserError(
-            f"fork_from is {config.fork_from} and init_from is {config.init_from}: a fork takes all "
-            "of a run's state, init_from parameters alone; leave one of the two out"
+            f"fork_from is {config.fork_from} and init_from is {config.init_from}: a fork takes "
+            "all of a run's state, init_from parameters alone; leave one of the two out"
         )
     if train is None and config.steps is None:
         raise UserError("without a dataset there are no epochs: give steps")

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 from etils import epath
@@ -49,7 +49,7 @@ class InitialState:
     """
 
     state: TrainState
-    lora: LoraRecord = LoraRecord()
+    lora: LoraRecord = field(default_factory=LoraRecord)
 
 
 def first_state(
@@ -123,6 +123,9 @@ def _resume(
     """Returns the state of the workdir's newest valid checkpoint.
 
     Corrupted ones are quarantined once a valid one is found.
+
+    Raises:
+      UserError: If none is valid, or they are of a different run.
     """
     assert run.checkpoints is not None
     log, warn = run.logger.terminal.line, run.logger.terminal.warning
@@ -145,9 +148,7 @@ def _resume(
     return _continued(run, trained, loaded, source, load_base, "changed since")
 
 
-def _fork(
-    run: RunSession, trained: Trainable, text: str, load_base: LoadBase | None
-) -> TrainState:
+def _fork(run: RunSession, trained: Trainable, text: str, load_base: LoadBase | None) -> TrainState:
     """Returns the state of another run's checkpoint, from which this run goes on."""
     path, which = parse_fork(text)
     source = process_group.run_on_all(lambda: find(path, which), UserError)
@@ -165,9 +166,7 @@ def _load(
     """Loads the newest valid checkpoint of a source, if it is of a run like this one."""
 
     def load(folder: epath.Path, manifest: Manifest) -> StateAndPositions:
-        check_same_run(
-            manifest.identity, run.identity, str(folder), manifest.step, instead=instead
-        )
+        check_same_run(manifest.identity, run.identity, str(folder), manifest.step, instead=instead)
         abstract, shardings = trained.abstract_state, trained.shardings
         if trained.base is not None:
             abstract, shardings = map(trained.base.saved_part, (abstract, shardings))
@@ -219,9 +218,7 @@ def _with_base(state: TrainState, base: Variables) -> TrainState:
     return dataclasses.replace(state, params=params, averaged=averaged, model_state=model_state)
 
 
-def _record_base(
-    run: RunSession, trained: Trainable, state: TrainState, lora: LoraRecord
-) -> None:
+def _record_base(run: RunSession, trained: Trainable, state: TrainState, lora: LoraRecord) -> None:
     """Records a base model that checkpoints leave out in the identity of the run."""
     if trained.base is None or trained.base.is_saved:
         return

@@ -42,9 +42,7 @@ def place(
     return process_group.run_on_all(read, expected)
 
 
-def read_whole(
-    source: WeightSource, found: WeightAssignment, name: str, target: Any
-) -> np.ndarray:
+def read_whole(source: WeightSource, found: WeightAssignment, name: str, target: Any) -> np.ndarray:
     """Returns an array of a model that a file has, on the host.
 
     Args:
