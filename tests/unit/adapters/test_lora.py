@@ -79,7 +79,9 @@ def lora(**options: Any) -> LoraModel:
 def base(tmp_path: Path) -> str:
     """Weights of `Net` in a file."""
     variables = as_adapter(lambda rngs: Net(rngs)).init({}, jax.random.key(7))
-    arrays = {n: np.asarray(x) for tree in variables for n, x in named_leaves(tree).items()}
+    arrays: dict[str, Any] = {
+        n: np.asarray(x) for tree in variables for n, x in named_leaves(tree).items()
+    }
     np.savez(path := tmp_path / "base.npz", **arrays)
     return str(path)
 
