@@ -57,9 +57,19 @@ class LinenModel:
         return result, bound.model_state
 
     def layer_path(self, name: str) -> str:
+        """Returns the path in the model's layers of a leaf of the model state.
+
+        Args:
+          name: The path of the leaf in the model state.
+        """
         return name.partition("/")[2]  # without the collection, such as `batch_stats`
 
     def with_frozen_state(self, names: Collection[str]) -> "LinenModel":
+        """Returns this model, whose batch normalizations use their stored statistics in training.
+
+        Args:
+          names: Paths in the model state of the statistics that are frozen.
+        """
         frozen = copy.copy(self)
         frozen._frozen_state = frozenset(map(self.layer_path, names))
         return frozen

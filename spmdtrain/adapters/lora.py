@@ -204,9 +204,19 @@ class LoraModel:
         return self.base.merge(self._merged(variables))
 
     def layer_path(self, name: str) -> str:
+        """Returns the path in the model's layers of a leaf of the model state.
+
+        Args:
+          name: The path of the leaf in the model state.
+        """
         return self.base.layer_path(name) if isinstance(self.base, FreezesState) else name
 
     def with_frozen_state(self, names: Collection[str]) -> "LoraModel":
+        """Returns this model, whose batch normalizations use their stored statistics in training.
+
+        Args:
+          names: Paths in the model state of the statistics that are frozen.
+        """
         frozen = copy.copy(self)
         if isinstance(self.base, FreezesState):
             frozen.base = self.base.with_frozen_state(names)

@@ -89,9 +89,19 @@ class NnxModel:
         return result, after
 
     def layer_path(self, name: str) -> str:
+        """Returns the path in the model's layers of a leaf of the model state.
+
+        Args:
+          name: The path of the leaf in the model state.
+        """
         return name
 
     def with_frozen_state(self, names: Collection[str]) -> "NnxModel":
+        """Returns this model, whose batch normalizations use their stored statistics in training.
+
+        Args:
+          names: Paths in the model state of the statistics that are frozen.
+        """
         frozen = copy.copy(self)
         frozen._frozen_state = frozenset(names)
         return frozen

@@ -45,7 +45,7 @@ def test_a_fork_continues_from_the_whole_state_and_prints_what_changed(
         np.testing.assert_array_equal(values(second)[name], array, err_msg=name)
     assert sorted(int(p.name) for p in (fork / "checkpoints").glob("[0-9]*")) == [3, 4, 5]
 
-    other = trainer(None, fork_from=str(run), log_every=5, terminal=Terminal())
+    other = trainer(None, fork_from=f"{run}@latest", log_every=5, terminal=Terminal())
     other.fit(X, steps=6)
     printed = "".join(capsys.readouterr().out.split())  # long lines are wrapped
     assert f"forkedfromstep5of{run}/checkpoints/5" in printed
