@@ -184,7 +184,11 @@ def test_lora_of_the_published_weights_is_merged_into_a_file_of_their_layout(
         experiment.KERNELS,
         rank=2,
     )
-    options = {"model": adapted, "init_from": str(source), "workdir": str(tmp_path / "run")}
+    options: dict[str, Any] = {
+        "model": adapted,
+        "init_from": str(source),
+        "workdir": str(tmp_path / "run"),
+    }
     found = Trainer(
         objective=experiment.objective,
         optimizer=optax.sgd(0.0),
