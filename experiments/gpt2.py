@@ -7,7 +7,8 @@ that of the published model, in nats a token. Fine-tuning it needs an accelerato
 
 GPT2 is a folder with model.safetensors, such as https://huggingface.co/openai-community/gpt2.
 FOLDER holds train.bin and val.bin, GPT-2's tokens as nanoGPT or llm.c write them. Without
-`--init-from` the model starts from random values. The preset `medium` is GPT-2 medium.
+`--init-from` the model starts from random values. The preset `medium` is GPT-2 medium. The preset
+`lora` trains low-rank factors of the kernels alone; `export` merges them.
 
     python -m spmdtrain.checkpoints export RUN OUT/model.safetensors \\
         --weight-map experiments/gpt2.py
@@ -25,7 +26,15 @@ import jax.numpy as jnp
 import optax
 from etils import epath
 
-from spmdtrain import Experiment, RunConfig, TokenFile, UserError, WeightRule
+from spmdtrain import (
+    Experiment,
+    LoraModel,
+    LoraRule,
+    RunConfig,
+    TokenFile,
+    UserError,
+    WeightRule,
+)
 from spmdtrain.models import GPT2_RULES, Transformer, TransformerConfig
 
 VOCABULARY = 50_257
@@ -58,9 +67,14 @@ class Config(RunConfig):
     """Steps in which the learning rate rises."""
     clip_norm: float = 1.0
     """The norm to which larger gradients are scaled down."""
+    lora_rank: int = 0
+    """Rank of the factors of the kernels, which are then trained alone (LoRA); 0 trains all."""
+    lora_alpha: float = 16.0
+    """LoRA's scale of the factors' product, times the rank."""
 
 
 PRESETS = {
+    "lora": Config(learning_rate=3e-4, weight_decay=0.0, lora_rank=8),
     "medium": Config(layers=24, width=1024, heads=16),
     "tiny": Config(
         steps=20,
@@ -108,6 +122,11 @@ def weight_map(vocabulary: int) -> tuple[WeightRule, ...]:
 
 
 WEIGHT_MAP = weight_map(VOCABULARY)
+KERNELS = (  # each has the layers first
+    LoraRule("attention/qkv$|mlp/(up|down)$", inputs=1, stacked=1),
+    LoraRule("attention/out$", inputs=2, stacked=1),
+)
+"""The kernels that the preset `lora` adapts."""
 
 
 def objective(model: Any, batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
@@ -165,8 +184,11 @@ def build(config: Config) -> Experiment:
     train, validation = (
         TokenFile(folder / f"{name}.bin", config.context) for name in ("train", "val")
     )
+    model: Any = partial(Transformer, shape(config))
+    if config.lora_rank:
+        model = LoraModel(model, KERNELS, rank=config.lora_rank, alpha=config.lora_alpha)
     return Experiment(
-        model=partial(Transformer, shape(config)),
+        model=model,
         objective=objective,
         optimizer=make_optimizer(config, config.total_steps(len(train))),
         train=train,

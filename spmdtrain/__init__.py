@@ -36,6 +36,8 @@ _HOMES = {
     "LinenModel": "adapters.linen",
     "LogSamples": "train.log_samples",
     "Loop": "train.loop",
+    "LoraModel": "adapters.lora",
+    "LoraRule": "adapters.lora",
     "Manifest": "checkpoints.manifest",
     "MappedDataset": "data.datasets",
     "MaxSize": "parameter_server.partition",
@@ -131,6 +133,8 @@ __all__ = [
     "LinenModel",
     "LogSamples",
     "Loop",
+    "LoraModel",
+    "LoraRule",
     "Manifest",
     "MappedDataset",
     "MaxSize",
@@ -204,6 +208,7 @@ if TYPE_CHECKING:
     from spmdtrain.adapters.functional import FunctionModel
     from spmdtrain.adapters.keras import KerasModel
     from spmdtrain.adapters.linen import LinenModel
+    from spmdtrain.adapters.lora import LoraModel, LoraRule
     from spmdtrain.checkpoints.export import export_params
     from spmdtrain.checkpoints.load_model import load_model
     from spmdtrain.checkpoints.manifest import Manifest

@@ -1,12 +1,13 @@
 """The `Adapter` protocol: a model of any library as pure functions over plain pytrees."""
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
-from spmdtrain.sharding.annotations import Annotation
+from spmdtrain.sharding.annotations import Annotation, DimsOf
+from spmdtrain.tree import named_leaves
 
 PyTree = Any
 Function = Callable[[Any, PyTree], PyTree]
@@ -49,6 +50,51 @@ def annotations_of(adapter: "Adapter") -> Mapping[str, Annotation]:
       adapter: An adapter whose `init` has been traced.
     """
     return adapter.annotations if isinstance(adapter, Annotated) else {}
+
+
+@runtime_checkable
+class ExtendsBase(Protocol):
+    """An adapter that adds trained parameters to those of a base model, which are frozen."""
+
+    alpha: float
+    """The scale of the low-rank factors (see `LoraModel`)."""
+    frozen: Sequence[str]
+    """Regular expressions of the base model's variables, by path in the model."""
+    derived: Mapping[str, DimsOf]
+    """The added parameters with the dims that they share with one of the base model, by path in the
+    state; known after `init`."""
+
+
+@runtime_checkable
+class FreezesState(Protocol):
+    """An adapter whose layers can train with their stored batch statistics."""
+
+    def layer_path(self, name: str) -> str:
+        """Returns the path in the model's layers of a leaf of the model state.
+
+        Args:
+          name: The path of the leaf in the model state.
+        """
+        ...
+
+    def with_frozen_state(self, names: Collection[str]) -> "Adapter":
+        """Returns this model, whose batch normalizations use their stored statistics in training.
+
+        Args:
+          names: Paths in the model state of the statistics that are frozen. `init` has been traced.
+        """
+        ...
+
+
+def layer_paths(adapter: "Adapter", model_state: PyTree) -> dict[str, str]:
+    """Returns the paths of the model state in the model's layers, by path in the model state.
+
+    Args:
+      adapter: The adapter.
+      model_state: The model state; shapes suffice.
+    """
+    names = named_leaves(model_state)
+    return {n: adapter.layer_path(n) if isinstance(adapter, FreezesState) else n for n in names}
 
 
 @runtime_checkable

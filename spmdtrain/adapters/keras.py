@@ -1,9 +1,11 @@
 """The adapter of Keras 3 models on the JAX backend."""
 
+import contextlib
+import copy
 import hashlib
 import importlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -67,6 +69,7 @@ class KerasModel:
         # change the model's own values later.
         self.given: PyTree = {name: np.array(v.value) for name, v in self._weights.items()}
         _check_same_values(self.given)
+        self._frozen_state: frozenset[str] = frozenset()
 
     def init(self, given: PyTree, key: jax.Array) -> Variables:
         return Variables(_nested(given, self._params), _nested(given, self._state))
@@ -78,9 +81,13 @@ class KerasModel:
         values = [*self._values(variables), *self._seeded_streams(key)]
         # Not `stateless_call`: it bypasses the model's `__call__`, which passes `training` on to
         # the inner layers.
-        with self._keras.StatelessScope(
-            values, collect_losses=True, initialize_variables=False
-        ) as scope:
+        frozen = self._frozen_state if mode is Mode.TRAIN else frozenset()
+        with (
+            self._stored_statistics(frozen),
+            self._keras.StatelessScope(
+                values, collect_losses=True, initialize_variables=False
+            ) as scope,
+        ):
             result = function(bound, batch)
             bound.check_losses()
         self._check_variables(scope)
@@ -88,6 +95,42 @@ class KerasModel:
             return result, variables.model_state
         after = {name: scope.get_current_value(v) for name, v in self._state.items()}
         return result, _nested(after, self._state)
+
+    def layer_path(self, name: str) -> str:
+        """Returns the path in the model's layers of a leaf of the model state.
+
+        Args:
+          name: The path of the leaf in the model state.
+        """
+        return name
+
+    def with_frozen_state(self, names: Collection[str]) -> "KerasModel":
+        """Returns this model, whose batch normalizations use their stored statistics in training.
+
+        Args:
+          names: Paths in the model state of the statistics that are frozen.
+        """
+        frozen = copy.copy(self)
+        frozen._frozen_state = frozenset(names)
+        return frozen
+
+    @contextlib.contextmanager
+    def _stored_statistics(self, frozen: Collection[str]) -> Iterator[None]:
+        """Makes batch normalizations not trainable, so that they use their stored statistics."""
+        layers = [
+            layer
+            for layer in (self.model._flatten_layers() if frozen else ())
+            if isinstance(layer, self._keras.layers.BatchNormalization)
+            and layer.trainable
+            and layer.moving_mean.path in frozen
+        ]
+        try:
+            for layer in layers:
+                layer.trainable = False
+            yield
+        finally:
+            for layer in layers:
+                layer.trainable = True
 
     def merge(self, variables: Variables) -> Any:
         """Assigns values to the model.

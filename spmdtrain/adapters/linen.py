@@ -1,6 +1,8 @@
 """The adapter of flax.linen modules."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import copy
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +39,7 @@ class LinenModel:
         self.module = module
         self.streams = tuple(streams)
         self._inputs, self._kwargs = inputs, kwargs
+        self._frozen_state: frozenset[str] = frozenset()
 
     def init(self, given: PyTree, key: jax.Array) -> Variables:
         rngs = _stream_keys(key, ("params", *self.streams))
@@ -48,8 +51,28 @@ class LinenModel:
         self, function: Function, variables: Variables, batch: PyTree, key: jax.Array, mode: Mode
     ) -> tuple[PyTree, PyTree]:
         bound = BoundLinen(self.module, variables, key, self.streams, training=mode is Mode.TRAIN)
-        result = function(bound, batch)
+        frozen = self._frozen_state if mode is Mode.TRAIN else frozenset()
+        with _stored_statistics(frozen) if frozen else contextlib.nullcontext():
+            result = function(bound, batch)
         return result, bound.model_state
+
+    def layer_path(self, name: str) -> str:
+        """Returns the path in the model's layers of a leaf of the model state.
+
+        Args:
+          name: The path of the leaf in the model state.
+        """
+        return name.partition("/")[2]  # without the collection, such as `batch_stats`
+
+    def with_frozen_state(self, names: Collection[str]) -> "LinenModel":
+        """Returns this model, whose batch normalizations use their stored statistics in training.
+
+        Args:
+          names: Paths in the model state of the statistics that are frozen.
+        """
+        frozen = copy.copy(self)
+        frozen._frozen_state = frozenset(map(self.layer_path, names))
+        return frozen
 
     def merge(self, variables: Variables) -> "BoundLinen":
         key = jax.random.key(0)
@@ -57,6 +80,29 @@ class LinenModel:
 
 
 _NO_MESH = AbstractMesh((), ())
+
+
+def _stored_statistics(frozen: Collection[str]) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which some batch normalizations use their stored statistics.
+
+    Args:
+      frozen: Paths of their statistics, without the collection.
+    """
+    from flax import linen  # slow to import
+
+    layers = {name.rpartition("/")[0] for name in frozen}
+
+    def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        layer = context.module
+        is_call = isinstance(layer, linen.BatchNorm) and context.method_name == "__call__"
+        if not is_call or layer.use_running_average or "/".join(layer.path) not in layers:
+            return call(*args, **kwargs)
+        # A copy, because Flax refuses the argument if the layer has the attribute as well.
+        fixed = layer.clone(parent=layer.scope, use_running_average=True)
+        others = {name: x for name, x in kwargs.items() if name != "use_running_average"}
+        return fixed(args[0], **others) if args else fixed(**others)
+
+    return linen.intercept_methods(intercept)
 
 
 def _init_variables(init: Callable[[], Any]) -> Any:

@@ -1,6 +1,7 @@
 """The adapter of flax.nnx modules."""
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +36,7 @@ class NnxModel:
         self.annotations: dict[str, Annotation] = {}
         self._make = make
         self._structure: _NnxStructure | None = None
+        self._frozen_state: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, model: Any) -> "NnxModel | None":
@@ -72,6 +74,8 @@ class NnxModel:
         structure = self._structure
         assert structure is not None, "call init() first"
         model = structure.merge(variables, key, mode)
+        if mode is Mode.TRAIN and self._frozen_state:
+            _use_stored_statistics(model, self._frozen_state)
         result = function(model, batch)
         nnx.pop(model, nnx.Intermediate)  # values from `sow` are not state
         _, _, _, rest = _split(model)
@@ -83,6 +87,24 @@ class NnxModel:
                 f"{names} became {now}"
             )
         return result, after
+
+    def layer_path(self, name: str) -> str:
+        """Returns the path in the model's layers of a leaf of the model state.
+
+        Args:
+          name: The path of the leaf in the model state.
+        """
+        return name
+
+    def with_frozen_state(self, names: Collection[str]) -> "NnxModel":
+        """Returns this model, whose batch normalizations use their stored statistics in training.
+
+        Args:
+          names: Paths in the model state of the statistics that are frozen.
+        """
+        frozen = copy.copy(self)
+        frozen._frozen_state = frozenset(names)
+        return frozen
 
     def merge(self, variables: Variables) -> nnx.Module:
         structure = self._structure
@@ -117,6 +139,14 @@ def _split(model: nnx.Module) -> tuple[Any, Any, Any, Any]:
     graph, *states = nnx.split(model, nnx.Param, nnx.RngState, ...)
     params, streams, rest = states
     return graph, params, streams, rest
+
+
+def _use_stored_statistics(model: nnx.Module, frozen: Collection[str]) -> None:
+    """Sets the batch normalizations among whose variables are frozen ones to evaluation."""
+    layers = {name.rpartition("/")[0] for name in frozen}
+    for path, module in nnx.iter_modules(model):
+        if "/".join(map(str, path)) in layers and hasattr(module, "use_running_average"):
+            module.use_running_average = True
 
 
 _VALUE = jax.tree_util.GetAttrKey("value")  # the last entry of the path of a Variable's value

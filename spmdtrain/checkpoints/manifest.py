@@ -171,7 +171,8 @@ class Manifest:
                 raise ValueError
         except ValueError:
             raise Malformed(f"saved_at is {self.saved_at[:60]!r}: not a time with a zone") from None
-        for name, text in self.identity.leaves.items():
+        lora = self.identity.lora
+        for name, text in [*self.identity.leaves.items(), *lora.leaves.items()]:
             if not _is_leaf(text):
                 leaf = f"{name[:60]!r} is {text[:60]!r}"
                 raise Malformed(f"identity.leaves: {leaf}, expected such as float32[784,128]")
@@ -184,7 +185,7 @@ class Manifest:
         for name, text in self.sums.items():
             if not _SUM.fullmatch(text):
                 raise Malformed(f"sums: {name[:60]!r} is {text[:60]!r}, not 8 hexadecimal digits")
-        for name in (*self.identity.leaves, *self.sums, *self.files):
+        for name in (*self.identity.leaves, *lora.leaves, *self.sums, *self.files):
             if _CONTROL_CHARACTERS.search(name):
                 raise Malformed(f"{name[:60]!r} is not a valid name")
 

@@ -10,6 +10,7 @@ from etils import epath
 from jax.sharding import Sharding
 
 from spmdtrain.adapters.base import Variables
+from spmdtrain.checkpoints.base_weights import merged_variables
 from spmdtrain.checkpoints.items import items_of
 from spmdtrain.checkpoints.listing import LATEST
 from spmdtrain.checkpoints.manifest import Manifest
@@ -106,6 +107,8 @@ def read_variables(
 ) -> tuple[Variables, Manifest]:
     """Returns the variables and the manifest of a checkpoint.
 
+    Low-rank factors are merged: the variables are those of the base model.
+
     Args:
       path: A workdir, or one of its `checkpoints/STEP`.
       which: The checkpoint of a workdir, as for `load_params`.
@@ -126,10 +129,11 @@ def read_variables(
                 "schedule-free optimizer"
             )
         params = read_host_arrays(folder, manifest, "averaged" if average else "params")
-        if sharding is not None:
-            params = jax.device_put(params, sharding)
         has_state = holds(manifest, "model_state")
         state = read_host_arrays(folder, manifest, "model_state") if has_state else {}
+        params, state = merged_variables(Variables(params, state), manifest, folder)
+        if sharding is not None:
+            params = jax.device_put(params, sharding)
         return Variables(params, state)
 
     loaded = load_latest_valid(find(path, which), load, log)

@@ -8,21 +8,22 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NoReturn
 
+from spmdtrain.checkpoints.lora_record import LoraRecord
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.data.mixture_order import examples_per_period
 from spmdtrain.errors import UserError, foreign
-from spmdtrain.step.state import TrainState
 from spmdtrain.tree import named_leaves
 
 # Fields that may not change, because they determine what is computed.
 _FIXED = ("seed", "global_batch_size", "shuffle")
 _INSTEAD = {"global_batch_size": " (and no --batch-size-per-device)"}
+_OTHER_WORKDIR = "another workdir"
 _MAX_MESSAGE = 4000  # characters, because a message can list two optimizers
 _COMMON = frozenset(f.name for f in dataclasses.fields(RunConfig))
 # Fields that change nothing of what is computed, so that a change is not printed.
 _NO_CHANGE = (
     *("workdir", "resume", "init_from", "checkpoint", "data_dir", "compilation_cache"),
-    *("init_from_strict", "trackers", "quiet"),
+    *("init_from_strict", "fork_from", "trackers", "quiet"),
 )
 
 
@@ -41,6 +42,8 @@ class Identity:
     """Names of the states of the optimizer's transformations, including those without arrays."""
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     """Initial values of the injected hyperparameters, by their path in the optimizer's state."""
+    lora: LoraRecord = field(default_factory=LoraRecord)
+    """The base model of low-rank factors."""
 
     @property
     def classes(self) -> Sequence[str]:
@@ -49,7 +52,7 @@ class Identity:
         return names
 
 
-def describe_leaves(state: TrainState) -> dict[str, str]:
+def describe_leaves(state: Any) -> dict[str, str]:
     """Returns the shape and dtype of every leaf by its path, as in `Identity.leaves`."""
     return {name: describe_leaf(leaf) for name, leaf in named_leaves(state).items()}
 
@@ -66,14 +69,17 @@ def describe_optimizer(opt_state: Any) -> str:
     return f"{type(opt_state).__name__}({', '.join(map(describe_optimizer, opt_state))})"
 
 
-def check_same_run(saved: Identity, now: Identity, source: str, step: int) -> None:
-    """Checks that a run can resume from a checkpoint.
+def check_same_run(
+    saved: Identity, now: Identity, source: str, step: int, *, instead: str = _OTHER_WORKDIR
+) -> None:
+    """Checks that a run can continue from a checkpoint.
 
     Args:
       saved: Identity of the run that saved it.
       now: Identity of this run.
       source: Name of the checkpoint in messages.
       step: Step of the checkpoint. The weights of a mixture may differ from there on.
+      instead: What to do if the difference is intended, for messages.
 
     Raises:
       UserError: If seed, batch size, data, model or optimizer differ. Names the field or parameter,
@@ -84,18 +90,39 @@ def check_same_run(saved: Identity, now: Identity, source: str, step: int) -> No
         if before != here:
             _refuse(
                 f"{source} was trained with {name}={before}, this run has {here}: give "
-                f"{_option(name, before)}{_INSTEAD.get(name, '')}, or another workdir"
+                f"{_option(name, before)}{_INSTEAD.get(name, '')}, or {instead}"
             )
-    remedy = _remedy(saved.config, now.config, "data_dir")
+    remedy = _remedy(saved.config, now.config, "data_dir", instead=instead)
     check_same_classes(saved.classes, now.classes, f"{source} was", f"; {remedy}")
     _check_same_data(saved.dataset, now.dataset, source, remedy)
-    _check_same_stages(saved.dataset, now.dataset, source, step)
-    remedy = _remedy(saved.config, now.config)
+    _check_same_stages(saved.dataset, now.dataset, source, step, instead)
+    _check_same_lora(saved, now, source, instead)
+    remedy = _remedy(saved.config, now.config, instead=instead)
     _check_same_leaves(saved.leaves, now.leaves, source, remedy)
     if saved.optimizer != now.optimizer:
         _refuse(
             f"{source} is of another optimizer: opt_state is {saved.optimizer} there and "
-            f"{now.optimizer} here; {remedy}{_start_from(source)}"
+            f"{now.optimizer} here; {remedy}{_start_from(source, remedy)}"
+        )
+
+
+def _check_same_lora(saved: Identity, now: Identity, source: str, instead: str) -> None:
+    """Checks that low-rank factors have the same scale, and their base model the same place."""
+    before, here = saved.lora, now.lora
+    if before.alpha and here.alpha and before.alpha != here.alpha:
+        _refuse(
+            f"{source} was trained with LoRA's alpha {before.alpha:g}, this run has "
+            f"{here.alpha:g}: give alpha {before.alpha:g}, or {instead}"
+        )
+    if before.source and here.alpha and not now.config["init_from"]:
+        _refuse(
+            f"{source} holds LoRA factors alone, for the base weights {before.source}: give "
+            f"{_option('init_from', saved.config['init_from'])}"
+        )
+    if before.alpha and not before.source and now.config["init_from"]:
+        _refuse(
+            f"{source} holds its base weights, because it was trained without init_from: leave "
+            f"{_option('init_from', now.config['init_from'])} out, or {instead}"
         )
 
 
@@ -132,7 +159,7 @@ def _mixture_of(components: Mapping[str, Any]) -> str:
 
 
 def _check_same_stages(
-    saved: Mapping[str, Any], now: Mapping[str, Any], source: str, step: int
+    saved: Mapping[str, Any], now: Mapping[str, Any], source: str, step: int, instead: str
 ) -> None:
     """Checks that the weights of a mixture before a step are the same."""
     for start, before, here in _changed_stages(saved, now):
@@ -140,7 +167,7 @@ def _check_same_stages(
             _refuse(
                 f"{source} was trained with {_describe_weights(before)} from step {start} on, and "
                 f"this run has {_describe_weights(here)}: weights may change from step {step} on; "
-                "or use another workdir"
+                f"or use {instead}"
             )
 
 
@@ -249,7 +276,7 @@ def _check_same_leaves(
             _refuse(
                 f"{source} is of another {kind}: {name} is {saved.get(name, 'absent')} there and "
                 f"{now.get(name, 'absent')} here; {remedy}"
-                + ("" if kind == "model" else _start_from(source))
+                + ("" if kind == "model" else _start_from(source, remedy))
             )
 
 
@@ -279,13 +306,18 @@ def changes(saved: Identity, now: Identity) -> list[str]:
     return [foreign(text, _MAX_MESSAGE) for text in found]
 
 
-def _remedy(saved: Mapping[str, Any], now: Mapping[str, Any], *suspects: str) -> str:
+def _remedy(
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *suspects: str,
+    instead: str = _OTHER_WORKDIR,
+) -> str:
     """Returns the options of the experiment that differ, with their saved values."""
     before, here = _fields(saved), _fields(now)
     suspects = (*suspects, "ema_decay", "freeze")
     own = [n for n in before if n.split(".")[0] not in _COMMON or n in suspects]
     given = " ".join(_option(name, before[name]) for name in own if before[name] != here.get(name))
-    return f"give {given or 'the same'}, or another workdir"
+    return f"give {given or 'the same'}, or {instead}"
 
 
 def _fields(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -297,7 +329,10 @@ def _fields(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return fields
 
 
-def _start_from(source: str) -> str:
+def _start_from(source: str, remedy: str) -> str:
+    """Returns the hint to take the parameters alone, unless the remedy says so already."""
+    if "--init-from" in remedy:
+        return ""
     return f", or take its parameters alone: --init-from {shlex.quote(source)} and another workdir"
 
 

@@ -117,7 +117,8 @@ class RunConfig:
     all but the results of matrix products (dots), or all but those of matrix products without a
     batch dim (dots_no_batch)."""
     freeze: tuple[str, ...] = ()
-    """Regular expressions; parameters whose path contains a match are not trained."""
+    """Regular expressions; parameters whose path contains a match are not trained, and batch
+    statistics keep their values."""
     cpu_devices: int | None = None
     """Number of virtual CPU devices if there is no accelerator."""
     ema_decay: float | None = None
@@ -146,6 +147,10 @@ class RunConfig:
     init_from_strict: Literal["all", "matching"] = "all"
     """all: init_from must have every array of the model. matching: arrays that are missing there or
     have another shape (a new head) keep their initial values."""
+    fork_from: str | None = None
+    """RUN or RUN@STEP: without checkpoints in the workdir, start from the full state of another
+    run: parameters, optimizer, step, position in the data. STEP may be best; by default the
+    newest valid checkpoint."""
     checkpoint: str = "latest"
     """Checkpoint to load from init_from, or from the workdir to evaluate and predict: latest (the
     newest valid one), best (by best_metric) or a step."""

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -310,14 +309,14 @@ def _total(trainer: Trainer) -> MemoryUse:
 
 def _touched(trainer: Trainer) -> int:
     """Returns the bytes of a device's state that a step must read, plus those it must write."""
-    patterns = trainer.config.freeze
     rows = [row for row in trainer.sharding_table().rows if row.elements]
-    frozen = sum(row.own.device for row in rows if _is_frozen(row.name, patterns))
+    frozen = sum(row.own.device for row in rows if _is_frozen(row.name, trainer))
     return 2 * _total(trainer).device - frozen
 
 
-def _is_frozen(name: str, patterns: Sequence[str]) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns)
+def _is_frozen(name: str, trainer: Trainer) -> bool:
+    """Returns whether a parameter is not trained, by its path in the state."""
+    return trainer.functions.update.is_frozen(name.removeprefix("params/"))
 
 
 def _automatic(config: RunConfig) -> CollectiveOptions:
@@ -343,7 +342,7 @@ def _traffic(
                 placement.batch_shards,
                 compute_width=min(width, jnp.dtype(config.compute_dtype).itemsize),
                 width=width,
-                is_trained=not _is_frozen(row.name, config.freeze),
+                is_trained=not _is_frozen(row.name, trainer),
             )
     return traffic_of(summary.collectives, rows, least)
 

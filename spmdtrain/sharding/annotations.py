@@ -52,6 +52,27 @@ class AxisRules:
 
 
 @dataclass(frozen=True)
+class DimsOf:
+    """The dims of an array that are dims of a parameter, by whose rule they are sharded.
+
+    Attributes:
+      parameter: The path of the parameter in the state.
+      dims: For each dim of the array, the dim of the parameter that it is; None for an own dim,
+        which is not split.
+    """
+
+    parameter: str
+    dims: tuple[int | None, ...]
+
+    def spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """Returns the spec of the array for the spec of the parameter."""
+        entries = dict(enumerate(spec))
+        return PartitionSpec(
+            *(None if dim is None else entries.get(dim) for dim in self.dims if entries)
+        )
+
+
+@dataclass(frozen=True)
 class Annotation:
     """The annotation of one array by its model.
 

@@ -1,5 +1,6 @@
 """The sharding of every leaf of the state, from rules, the model's annotations and the strategy."""
 
+import dataclasses
 import enum
 import math
 import re
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec, Sharding
 
 from spmdtrain.config.option_groups import ShardingOptions
 from spmdtrain.errors import UserError, did_you_mean
-from spmdtrain.sharding.annotations import Annotation, AxisRules, specs_of
+from spmdtrain.sharding.annotations import Annotation, AxisRules, DimsOf, specs_of
 from spmdtrain.sharding.describe import axes_of_entry, axes_of_spec
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import Placement
@@ -87,6 +88,7 @@ class Layout:
       options: Minimum size of leaves that are split, and offloading to host memory.
       annotations: The model's annotations by path.
       axis_rules: The table from their names to axes.
+      derived: Parameters by path that are sharded by the rule of another one, dim by dim.
 
     Attributes:
       on_device: The sharding of each leaf in device memory, while a step computes.
@@ -107,7 +109,9 @@ class Layout:
         *,
         annotations: Mapping[str, Annotation] | None = None,
         axis_rules: AxisRules | None = None,
+        derived: Mapping[str, DimsOf] | None = None,
     ) -> None:
+        self._derived = derived or {}
         self._placement, self._rules, self._options = placement, tuple(rules), options
         self._unused = dict(enumerate(self._rules))
         named = named_leaves(state)
@@ -285,15 +289,20 @@ class Layout:
                 return rule
             return replace(rule, spec=PartitionSpec(None, *rule.spec))
         follows = owner is not None and self._shapes[owner] == shape
+        derived = self._derived.get(str(owner) if follows else name)
         for number, rule in enumerate(self._rules):
             # A leaf of the optimizer's state has the rule of its parameter if both have the same
             # shape (a factored second moment has another), or a rule whose pattern names the field.
             names = [str(owner)] if follows else []
             if field_of(name) not in ("opt_state", "averaged") or field_of(name) in rule.pattern:
                 names.append(name)
+            if derived:
+                names = [derived.parameter]
             if not any(re.search(rule.pattern, known) for known in names):
                 continue
             self._unused.pop(number, None)
+            if derived:
+                rule = dataclasses.replace(rule, spec=derived.spec(rule.spec))
             self._check_divides(name, shape, rule)
             return rule
         annotated = self._annotated.get(str(owner) if follows else name)
@@ -311,11 +320,17 @@ class Layout:
             if not any(re.search(rule.pattern, path) for rule in self._rules)
         }
         specs = specs_of(free, axis_rules)
+        for path, dims in self._derived.items():
+            if dims.parameter in specs:
+                specs[path] = dims.spec(specs[dims.parameter])
         return {path: Rule(f"^{re.escape(path)}$", spec) for path, spec in specs.items()}
 
     def _source(self, name: str, rule: Rule) -> str:
         is_annotation = rule is self._annotated.get(name)
-        return "annotation" if is_annotation else f"rule {self._rules.index(rule) + 1}"
+        if is_annotation:
+            return "annotation"
+        # By pattern, because the rule of a derived parameter has another spec.
+        return f"rule {[each.pattern for each in self._rules].index(rule.pattern) + 1}"
 
     def _also_over(self, axis: str, spec: PartitionSpec, shape: Shape) -> PartitionSpec:
         """Returns `spec` with `axis` added to the largest dim that is free and divides."""

@@ -1,6 +1,6 @@
 """Evaluation of the objective and of the predict function on a batch."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from spmdtrain.adapters.base import Adapter, Function, Mode, Variables
+from spmdtrain.adapters.base import Adapter, FreezesState, Function, Mode, Variables
 from spmdtrain.adapters.model_context import ModelContext
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.marked_rows import as_marked
@@ -66,6 +66,7 @@ class Forward:
       context: Calls the model.
       config: Its `compute_dtype`, `remat` and `batch_statistics` are read.
       abstract_params: Parameters as shapes and dtypes.
+      frozen_state: Paths of the leaves of the model state that training does not change.
     """
 
     def __init__(
@@ -77,11 +78,15 @@ class Forward:
         context: ModelContext,
         config: RunConfig,
         abstract_params: PyTree,
+        frozen_state: Collection[str] = (),
     ) -> None:
         self.objective = Declared.of(locate_errors(objective))
         self.predict = Declared.of(locate_errors(predict))
         self.compute_dtype = jnp.dtype(config.compute_dtype)
+        if frozen_state and isinstance(adapter, FreezesState):
+            adapter = adapter.with_frozen_state(frozen_state)
         self._adapter, self._layout, self._context = adapter, layout, context
+        self._frozen_state = frozenset(frozen_state)
         self._remat, self._per_replica = config.remat, config.batch_statistics == "replica"
         self._abstract_params = abstract_params
         self.loss_is_of_tokens = False
@@ -133,8 +138,12 @@ class Forward:
         """Returns what the objective returns, and the model state after the batch."""
         variables = Variables(self._to_compute(merge(params, frozen)), model_state)
         outputs, after = self._run(self.objective, variables, batch, key, mask, mode)
-        # A model that computes in 16 bits may have assigned 16-bit arrays to its state.
-        return outputs, jax.tree.map(lambda new, old: new.astype(old.dtype), after, model_state)
+
+        def updated(path: tuple[Any, ...], new: jax.Array, old: jax.Array) -> jax.Array:
+            # A model that computes in 16 bits may have assigned 16-bit arrays to its state.
+            return old if path_name(path) in self._frozen_state else new.astype(old.dtype)
+
+        return outputs, jax.tree_util.tree_map_with_path(updated, after, model_state)
 
     def values(self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree) -> PyTree:
         """Returns the objective's values in training, without batch statistics and random draws."""

@@ -11,7 +11,14 @@ import numpy as np
 import optax
 from jax.sharding import Sharding
 
-from spmdtrain.adapters.base import Adapter, Function, Variables, annotations_of
+from spmdtrain.adapters.base import (
+    Adapter,
+    ExtendsBase,
+    Function,
+    Variables,
+    annotations_of,
+    layer_paths,
+)
 from spmdtrain.adapters.model_context import ModelContext
 from spmdtrain.config.run_config import Purpose, RunConfig, derive_seed
 from spmdtrain.data.loader import batch_of_first_step, examples_of
@@ -24,6 +31,7 @@ from spmdtrain.sharding.layout import Layout, Rule
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.sharding.table import ShardingTable, tabulate
 from spmdtrain.step import hyperparameters
+from spmdtrain.step.base_model import BaseModel
 from spmdtrain.step.batch_checks import ABSTRACT_DRAW, BatchChecks
 from spmdtrain.step.declared_arguments import Declared
 from spmdtrain.step.extra_arguments import extra_names
@@ -71,6 +79,7 @@ class StepFunctions:
       layout: The layout of the state.
       shardings: The sharding of each leaf of the state between steps.
       update: The optimizer with the parameters that it trains.
+      base: The frozen base model of low-rank factors; None without.
       compiler_options: Options for XLA, for all functions but `init`.
 
     Raises:
@@ -93,18 +102,25 @@ class StepFunctions:
     ) -> None:
         self._adapter = adapter
         self._config, self._placement = config, placement
-        self.update = Update(optimizer, config.freeze, config.ema_decay)
+        extends = adapter if isinstance(adapter, ExtendsBase) else None
+        frozen = (*config.freeze, *(extends.frozen if extends else ()))
+        self.update = Update(optimizer, frozen, config.ema_decay)
         self._context = ModelContext(placement, axis_rules)
         with use_placement(placement):  # models may call current_strategy()
             self.abstract_state: TrainState = jax.eval_shape(
                 self._init, adapter.given, *map(jax.random.key, (0, 0))
             )
-        self.update.check(self.abstract_state.params, self.abstract_state.opt_state)
+        states = layer_paths(adapter, self.abstract_state.model_state)
+        self.update.check(
+            self.abstract_state.params, self.abstract_state.opt_state, states.values()
+        )
+        self.base = BaseModel.of(adapter, is_saved=config.init_from is None)
         annotations = annotations_of(adapter)
         self.layout = Layout(
             *(self.abstract_state, placement, rules, config.sharding),
             annotations=annotations,
             axis_rules=axis_rules,
+            derived=extends.derived if extends else {},
         )
         self._context = ModelContext(placement, axis_rules, annotated=bool(annotations))
         self.shardings: TrainState = self.layout.shardings
@@ -116,6 +132,7 @@ class StepFunctions:
             self._context,
             config,
             self.abstract_state.params,
+            [name for name, path in states.items() if self.update.is_frozen(path)],
         )
         self._checks = BatchChecks(
             self._forward, self.update, self.abstract_state, placement, config

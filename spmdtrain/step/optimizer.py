@@ -1,7 +1,7 @@
 """Optimizer updates of all parameters, or of a parameter server's part."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,8 @@ class Update:
 
     Attributes:
       optimizer: An optax optimizer.
-      frozen: Regular expressions; a parameter whose path one of them matches is not trained.
+      frozen: Regular expressions; a parameter whose path one of them matches is not trained, and a
+        leaf of the model state keeps its value.
       ema_decay: The decay of the moving average of the parameters; None for no average.
 
     Raises:
@@ -89,8 +90,7 @@ class Update:
         """Returns the trained parameters and the others, each with None in the others' places."""
         # With `optax.selective_transform` instead, the gradients of the others would be computed
         # and reduced too, before it replaces their updates by 0.
-        patterns = [re.compile(pattern) for pattern in self.frozen]
-        if not patterns:
+        if not self.frozen:
             return params, None
 
         def part(belongs: Callable[[str], bool]) -> PyTree:
@@ -98,26 +98,28 @@ class Update:
                 lambda path, x: x if belongs(path_name(path)) else None, params
             )
 
-        def is_frozen(name: str) -> bool:
-            return any(pattern.search(name) for pattern in patterns)
+        return part(lambda name: not self.is_frozen(name)), part(self.is_frozen)
 
-        return part(lambda name: not is_frozen(name)), part(is_frozen)
+    def is_frozen(self, name: str) -> bool:
+        """Returns whether a variable is not trained, by its path in the model."""
+        return matches_any(self.frozen, name)
 
-    def check(self, params: PyTree, opt_state: PyTree) -> None:
+    def check(self, params: PyTree, opt_state: PyTree, state_names: Iterable[str] = ()) -> None:
         """Checks the optimizer and the patterns of `freeze`.
 
         Args:
           params: All parameters; shapes suffice.
           opt_state: The optimizer's state; shapes suffice.
+          state_names: Paths of the layers' model state.
 
         Raises:
           UserError: If the optimizer cannot be used (see `check_optimizer`), if a pattern matches
-            no parameter, or if nothing is left to train.
+            neither a parameter nor a part of the model state, or if nothing is left to train.
         """
         check_optimizer(self.optimizer, opt_state, averages=self.ema_decay is not None)
-        names = list(named_leaves(params))
+        names, states = list(named_leaves(params)), list(state_names)
         for pattern in self.frozen:
-            if not any(re.search(pattern, name) for name in names):
+            if not any(re.search(pattern, name) for name in [*names, *states]):
                 raise UserError(f"freeze: {pattern!r} matches no parameter's path: {names}")
         if self.frozen and not jax.tree.leaves(self.partition(params)[0]):
             raise UserError(f"freeze: no parameter is left to train of {names}")
@@ -151,6 +153,11 @@ class Update:
             return (old + (1 - decay) * (new - old)).astype(old.dtype)
 
         return jax.tree.map(average, averaged, params)
+
+
+def matches_any(patterns: Iterable[str], name: str) -> bool:
+    """Returns whether one of some regular expressions matches anywhere in a path."""
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def merge(params: PyTree, frozen: PyTree) -> PyTree:

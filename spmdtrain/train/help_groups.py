@@ -68,6 +68,7 @@ HELP_GROUPS = (
         ),
         (
             "init_from_strict",
+            "fork_from",
             "checkpoint_every_seconds",
             "checkpoint_at_start",
             "keep_every_steps",

@@ -54,6 +54,7 @@ from spmdtrain.train.overrides import with_options, with_trackers
 from spmdtrain.train.roles import refuse_evaluator
 from spmdtrain.train.run_logger import RunLogger
 from spmdtrain.train.session import RunSession
+from spmdtrain.train.starting_state import InitialState, first_state
 from spmdtrain.train.terminal_of_run import terminal_of
 from spmdtrain.xla import collective_options
 from spmdtrain.xla.compile_cache import merge_compiler_options, options_for_one_run
@@ -188,7 +189,9 @@ class Loop(LoopTools, MediaLogger):
         run.callback_states = self._callbacks.states
         options = options_for_one_run(self.placement.devices[0].platform)
         program = jax.jit(begin, out_shardings=layout.shardings, compiler_options=options)
-        state, is_restored = run.first_state(placed, lambda: call_together(program, *keys))
+        state, is_restored = first_state(
+            run, placed, lambda: InitialState(call_together(program, *keys))
+        )
         if is_restored:
             self._saved = int(state.step)
         reader = MetricsReader(run, max_in_flight(self.placement), lambda: parts.state)

@@ -34,6 +34,7 @@ class PlacedState:
     shardings: TrainState
     initial_hyperparameters: Mapping[str, Any]
     metric_names: None = None
+    base: None = None
 
 
 @dataclass

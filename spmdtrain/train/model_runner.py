@@ -32,9 +32,10 @@ from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal
 from spmdtrain.train.evaluate import Evaluation, check_same_data
 from spmdtrain.train.executor import backend_of
-from spmdtrain.train.init_state import load_values
+from spmdtrain.train.init_state import ValueLoader
 from spmdtrain.train.media_log import checked_media
 from spmdtrain.train.run_logger import Metrics
+from spmdtrain.train.starting_state import parse_fork
 from spmdtrain.train.terminal_of_run import terminal_of
 from spmdtrain.weights.weight_map import WeightMap
 
@@ -232,7 +233,8 @@ class ModelRunner:
 
         Args:
           path: A workdir, one of its checkpoints/STEP, or weights of another program. By default
-            the trainer's workdir if it has checkpoints, and `init_from` otherwise.
+            the trainer's workdir if it has checkpoints, else the run of `fork_from`, else
+            `init_from`.
           which: The checkpoint of a workdir: "latest", "best" or a step. By default "latest" of a
             given path, and the field `checkpoint` otherwise.
 
@@ -244,18 +246,20 @@ class ModelRunner:
         """
         if which is None:
             which = self.config.checkpoint if path is None else LATEST
-        workdir, init_from = self.config.workdir, self.config.init_from
         if path is None:
-            path = (
-                init_from
-                if workdir is None or not broadcast_source(list_checkpoints(workdir)).steps
-                else workdir
-            )
-        if path is None:
-            raise UserError(f"workdir {workdir} holds no checkpoint, and init_from is not given")
-        loaded = load_values(
-            path, which, self.functions, self.config, self._weight_map, self.terminal
-        )
+            workdir, fork_from = self.config.workdir, self.config.fork_from
+            if workdir is not None and broadcast_source(list_checkpoints(workdir)).steps:
+                path = workdir
+            elif fork_from is not None:
+                path, which = parse_fork(fork_from)
+            else:
+                path = self.config.init_from
+            if path is None:
+                raise UserError(
+                    f"workdir {workdir} holds no checkpoint, and init_from is not given"
+                )
+        given = self.functions, self.config, self._weight_map, self.terminal
+        loaded = ValueLoader(*given).load(path, which)
         self._restored, self._restored_from = loaded.variables, loaded.identity
         return loaded.step
 
@@ -309,8 +313,10 @@ class ModelRunner:
             return self._state.variables
         if self._restored is None:
             workdir = self.config.workdir
-            if self.config.init_from or (
-                workdir and broadcast_source(list_checkpoints(workdir)).steps
+            if (
+                self.config.init_from
+                or self.config.fork_from
+                or (workdir and broadcast_source(list_checkpoints(workdir)).steps)
             ):
                 self.restore()
             else:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from spmdtrain.checkpoints.lora_record import LoraRecord
 from spmdtrain.checkpoints.run_identity import Identity, describe_leaves, describe_optimizer
 from spmdtrain.config.run_config import RunConfig, config_as_json
 from spmdtrain.data.datasets import Dataset, skipped_of
@@ -15,6 +16,7 @@ from spmdtrain.distributed import numeric_settings, process_group
 from spmdtrain.distributed.user_modules import source_digests
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.files.storage import is_url
+from spmdtrain.step.base_model import BaseModel
 from spmdtrain.step.metrics import component_metric
 from spmdtrain.step.state import TrainState
 
@@ -31,6 +33,11 @@ class Trainable(Protocol):
     @property
     def initial_hyperparameters(self) -> Mapping[str, Any]:
         """Injected hyperparameters that the optimizer starts with, by path."""
+        ...
+
+    @property
+    def base(self) -> BaseModel | None:
+        """The frozen base model of low-rank factors; None without."""
         ...
 
     @property
@@ -60,6 +67,11 @@ def check_inputs(
       UserError: If an option needs a workdir, a split or a metric that is missing.
     """
     profiled = config.profile_range()
+    if config.fork_from and config.init_from and trained.base is None:
+        raise UserError(
+            f"fork_from is {config.fork_from} and init_from is {config.init_from}: a fork takes "
+            "all of a run's state, init_from parameters alone; leave one of the two out"
+        )
     if train is None and config.steps is None:
         raise UserError("without a dataset there are no epochs: give steps")
     if mixture_of(train) is not None and config.epochs is not None:
@@ -98,12 +110,14 @@ def check_inputs(
 
 def identity_of(config: RunConfig, train: TrainingData | None, trained: Trainable) -> Identity:
     """Returns what a run computes: configuration, data, and the shapes of its state."""
+    base, state = trained.base, trained.abstract_state
     return Identity(
         config=config_as_json(config),
         dataset={} if train is None else data_fingerprint(train),
-        leaves=describe_leaves(trained.abstract_state),
+        leaves=describe_leaves(state if base is None else base.saved_part(state)),
         optimizer=describe_optimizer(trained.abstract_state.opt_state),
         hyperparameters=trained.initial_hyperparameters,
+        lora=LoraRecord() if base is None else LoraRecord(alpha=base.alpha),
     )
 
 

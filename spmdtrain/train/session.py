@@ -6,23 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from etils import epath
-
-from spmdtrain.checkpoints import stream_positions
 from spmdtrain.checkpoints.items import check_can_be_saved
-from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
-from spmdtrain.checkpoints.restore import load_state
-from spmdtrain.checkpoints.run_identity import (
-    Identity,
-    changes,
-    check_same_run,
-)
+from spmdtrain.checkpoints.run_identity import Identity
 from spmdtrain.checkpoints.save import Checkpoints
-from spmdtrain.checkpoints.source import (
-    broadcast_source,
-    list_checkpoints,
-    load_latest_valid,
-)
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.bad_records import run_dataset
 from spmdtrain.data.datasets import Dataset
@@ -39,7 +25,7 @@ from spmdtrain.errors import (
 )
 from spmdtrain.files.run_files import RunFiles, Split, Status
 from spmdtrain.sharding.describe import check_placed
-from spmdtrain.step import hyperparameters
+from spmdtrain.step.base_model import BaseModel
 from spmdtrain.step.state import TrainState
 from spmdtrain.terminal import Terminal
 from spmdtrain.trackers.base import Tracker
@@ -76,6 +62,7 @@ class RunSession:
     checkpoints: Checkpoints | None
     signals: StopSignals
     epochs: Epochs
+    base: BaseModel | None = None
     stream_progress: StreamProgress = field(default_factory=StreamProgress)
     callback_states: CallbackStates = field(default_factory=lambda: CallbackStates(()))
 
@@ -153,99 +140,15 @@ class RunSession:
             checkpoints=checkpoints,
             signals=signals,
             epochs=Epochs(config, size, logger, rate),
+            base=trained.base,
         )
         stack.enter_context(failures.watch_failures(run.log_failure_elsewhere))
         return run
-
-    # -- resuming ------------------------------------------------------------------------------
-
-    def first_state(
-        self, trained: Trainable, initialize: Callable[[], TrainState]
-    ) -> tuple[TrainState, bool]:
-        """Returns the state before the first step, and whether it is restored from a checkpoint.
-
-        Args:
-          trained: Gives shapes and shardings of the state.
-          initialize: Returns the initial state; called if there are no checkpoints.
-
-        Raises:
-          UserError: As `resume`, or if a leaf of the state does not have its sharding.
-        """
-        with progress.phase(progress.Phase.RESTORE, 0):
-            restored = self.resume(trained)
-            state = initialize() if restored is None else restored
-        when = "after the initialization" if restored is None else "as restored"
-        self.check_placed(state, trained, when)
-        return state, restored is not None
 
     def check_placed(self, state: TrainState, trained: Trainable, when: str) -> None:
         """Raises `UserError` if a leaf of the state does not have the sharding of its rule."""
         if self.config.jit:  # without jit, arrays stay where they were computed
             check_placed(state, trained.shardings, when)
-
-    def resume(self, trained: Trainable) -> TrainState | None:
-        """Returns the state of the newest valid checkpoint; None if there are no checkpoints.
-
-        Corrupted ones are quarantined once a valid one is found.
-
-        Args:
-          trained: Gives shapes and shardings of the state.
-
-        Raises:
-          UserError: If no checkpoint is valid (a run never starts from step 0 in a workdir with
-            checkpoints), if they are of a different run, or if the option `resume` forbids it.
-        """
-        config, where = self.config, f"workdir {self.config.workdir}"
-        if (
-            config.workdir is None
-            or self.checkpoints is None
-            or not (source := broadcast_source(list_checkpoints(config.workdir))).steps
-        ):
-            if config.resume == "must":
-                raise UserError(f"resume is 'must', and {where} holds no checkpoint")
-            return None
-        if config.resume == "never":
-            raise UserError(
-                f"resume is 'never', and {where} holds checkpoints up to step {source.steps[-1]}: "
-                "use another workdir, or remove them"
-            )
-
-        def load(folder: epath.Path, manifest: Manifest) -> tuple[TrainState, Mapping[str, str]]:
-            check_same_run(manifest.identity, self.identity, str(folder), manifest.step)
-            state = load_state(folder, manifest, trained.abstract_state, trained.shardings)
-            return state, stream_positions.read(folder, manifest.stream)
-
-        log, warn = self.logger.terminal.line, self.logger.terminal.warning
-        try:
-            loaded = load_latest_valid(source, load, warn, by_all=True)
-        except CheckpointCorruptedError as error:
-            raise UserError(
-                f"{error}; nothing was changed: use another workdir to start from step 0"
-            ) from None
-        for step, name in zip(
-            loaded.corrupted, self.checkpoints.quarantine(loaded.corrupted), strict=True
-        ):
-            warn(f"checkpoint {step} is quarantined as {name}")
-        saved = loaded.manifest
-        state, positions = loaded.value
-        self.stream_progress.record(saved.step, positions)
-        self.epochs.restore(saved.epoch)
-        self.callback_states.restore(saved.callbacks, log)
-        before, now = saved.identity.config, self.identity.config
-        if saved.stopped and all(before[name] == now[name] for name in ("epochs", "steps")):
-            # A callback ended the run here, and the totals have not changed since.
-            self.schedule.total = saved.step
-        log(f"resumed from step {saved.step} of {config.workdir}")
-        for change in changes(saved.identity, self.identity):
-            log(f"changed since: {change}")
-        return hyperparameters.updated(
-            state,
-            trained.shardings,
-            saved.identity.hyperparameters,
-            self.identity.hyperparameters,
-            log,
-            rate_changed=before.get("learning_rate") != now["learning_rate"],
-        )
 
     # -- the boundary between steps ------------------------------------------------------------
 
@@ -348,7 +251,7 @@ class RunSession:
             if self.logger.files:
                 self.logger.files.check_lock()
             self.checkpoints.save(
-                state,
+                state if self.base is None else self.base.saved_part(state),
                 step,
                 self.identity,
                 metrics,

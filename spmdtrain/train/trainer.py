@@ -38,13 +38,14 @@ from spmdtrain.train.callbacks import (
 from spmdtrain.train.constructors import TrainerConstructors
 from spmdtrain.train.epochs import EpochSums, FitResult
 from spmdtrain.train.executor import DeviceExamples, Executor, ExecutorInputs, MakeExecutor
-from spmdtrain.train.init_state import at_step_zero, initial_state
+from spmdtrain.train.init_state import ValueLoader, at_step_zero
 from spmdtrain.train.media_log import MediaLogger
 from spmdtrain.train.metrics_reader import MetricsReader
 from spmdtrain.train.model_runner import ModelRunner
 from spmdtrain.train.profiler import profiled_steps
 from spmdtrain.train.run_logger import Metrics, no_metrics
 from spmdtrain.train.session import RunSession
+from spmdtrain.train.starting_state import first_state
 from spmdtrain.weights.weight_map import WeightMap
 
 PyTree = Any
@@ -241,9 +242,9 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
         self._restored = None  # `evaluate` and `predict` use the trained state from here on
         if self._state is None:
             self._backend.compile_ahead(run, self._programs, self.functions, self._augment)
-            given = self.functions, self.config, self._weight_map, self.terminal
-            initialize = functools.partial(initial_state, *given)
-            self._state, _ = run.first_state(self.functions, initialize)
+            values = ValueLoader(self.functions, self.config, self._weight_map, self.terminal)
+            given = run, self.functions, values.initial_state, values.base_weights
+            self._state, _ = first_state(*given)
         elif restart:
             self._state = at_step_zero(self._state, self.functions.shardings)
         elif self._identity is not None:

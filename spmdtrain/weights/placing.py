@@ -42,6 +42,21 @@ def place(
     return process_group.run_on_all(read, expected)
 
 
+def read_whole(source: WeightSource, found: WeightAssignment, name: str, target: Any) -> np.ndarray:
+    """Returns an array of a model that a file has, on the host.
+
+    Args:
+      source: The file.
+      found: The pieces of each array.
+      name: The path of the array.
+      target: Its shape and dtype.
+
+    Raises:
+      UserError: If a value is NaN or infinite, or the file is corrupted.
+    """
+    return _shard(source, found, name, tuple((0, n) for n in target.shape), target.dtype)
+
+
 def _array(source: WeightSource, found: WeightAssignment, name: str, target: Any) -> jax.Array:
     holders: dict[Box, list[jax.Device]] = {}
     for device, index in target.sharding.addressable_devices_indices_map(target.shape).items():

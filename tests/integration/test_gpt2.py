@@ -19,7 +19,7 @@ from gpt2_reference import CONTEXT, VOCABULARY, logits, random_weights
 from helpers import REPOSITORY, metrics, run
 from processes import launch
 
-from spmdtrain import MeshSpec, Trainer, export_params
+from spmdtrain import LoraModel, MeshSpec, Trainer, export_params
 from spmdtrain.checkpoints import command as checkpoints_command
 from spmdtrain.models import GPT2_RULES, Transformer
 from spmdtrain.train.experiment import load_experiment
@@ -152,3 +152,48 @@ def test_logits_and_export_are_those_of_transformers(
     back, loading = transformers.GPT2LMHeadModel.from_pretrained(out, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
     np.testing.assert_array_equal(of(back.eval()), of(theirs))
+
+
+def test_lora_of_the_published_weights_is_merged_into_a_file_of_their_layout(
+    tmp_path: Path,
+) -> None:
+    source = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file(random_weights(), source)
+    for name in ("train", "val"):
+        TOKENS.astype(np.uint16).tofile(tmp_path / f"{name}.bin")
+    tiny = ("--preset", "tiny", "--data-dir", tmp_path, "--dropout", 0)
+    lora = ("--lora-rank", 2, "--init-from", source, "--workdir", tmp_path / "run", "--steps", 4)
+    split = ("--strategy", "fully_sharded+tensor_parallel", "--mesh.tensor", 2, "--mesh.fsdp", 4)
+    sharded = ("--sharding.min-size", 1, "--log-every", 1)
+    result = run(GPT2, *tiny, *lora, *split, *sharded, devices=8)
+    assert result.returncode == 0, result.stderr
+    plain = run(
+        *(GPT2, *tiny, "--init-from", source, "--workdir", tmp_path / "plain", "--steps", 1),
+        devices=1,
+    )
+    assert plain.returncode == 0, plain.stderr
+    first, base = (metrics(tmp_path / name, "train")[0]["loss"] for name in ("run", "plain"))
+    np.testing.assert_allclose(first, base, rtol=1e-5)
+    to = tmp_path / "out.safetensors"
+    export_params(str(tmp_path / "run"), str(to), weight_map=MAP)
+    written = safetensors.numpy.load_file(to)
+    changed = {name for name, x in random_weights().items() if (written[name] != x).any()}
+    kernels = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    assert changed == {name for name in random_weights() if name.endswith(kernels)}
+    adapted = LoraModel(
+        partial(Transformer, experiment.shape(experiment.PRESETS["tiny"])),
+        experiment.KERNELS,
+        rank=2,
+    )
+    options: dict[str, Any] = {
+        "model": adapted,
+        "init_from": str(source),
+        "workdir": str(tmp_path / "run"),
+    }
+    found = Trainer(
+        objective=experiment.objective,
+        optimizer=optax.sgd(0.0),
+        weight_map=MAP,
+        **options,
+    ).predict(TOKENS, global_batch_size=8)[..., :VOCABULARY]
+    np.testing.assert_allclose(logits(written, TOKENS), found, atol=1e-4)

@@ -92,6 +92,20 @@ def test_the_page_of_objectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
+def test_the_page_of_fine_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run_in(tmp_path, monkeypatch, blocks("fine-tuning.md"))
+    images = found["images"]
+    np.testing.assert_allclose(
+        found["merged"](images), found["trainer"].predict({"image": images}), rtol=1e-5, atol=1e-5
+    )
+    assert found["fork"].step == 8 and saved_steps(tmp_path / "runs" / "fork") == [8]
+    before = named_leaves(load_params("runs/pretrained"))
+    after = named_leaves(found["layerwise"].state.params)
+    moved = {name: np.abs(np.asarray(after[name]) - before[name]).max() for name in before}
+    assert moved["layers/2/kernel"] > 10 * moved["layers/1/kernel"] > 0
+
+
+@pytest.mark.slow
 def test_the_page_of_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run_in(tmp_path, monkeypatch, blocks("trackers.md"))
     assert found["trainer"].step == 4

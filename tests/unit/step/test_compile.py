@@ -12,8 +12,8 @@ import pytest
 from linear_model import squared_error, trainer
 
 from spmdtrain import MappedDataset, Trainer, UserError
+from spmdtrain.checkpoints.restore import load_state
 from spmdtrain.step.functions import StepFunctions
-from spmdtrain.train.session import RunSession
 
 X = np.random.default_rng(1).normal(size=(40, 4))  # of f64, which the devices make f32
 Y = X.sum(-1, keepdims=True).astype(np.float32)
@@ -38,17 +38,17 @@ def test_it_is_compiled_while_the_state_is_restored(
 ) -> None:
     trainer(workdir=str(tmp_path)).fit((X, Y), steps=3)
     settled.clear()
-    resume, seen = RunSession.resume, threading.Event()
+    seen = threading.Event()
 
-    def waits(self: RunSession, trained: Any) -> Any:
+    def waits(*args: Any) -> Any:
         for _ in range(3000):
             if settled:
                 seen.set()
                 break
             seen.wait(0.01)
-        return resume(self, trained)
+        return load_state(*args)
 
-    monkeypatch.setattr(RunSession, "resume", waits)
+    monkeypatch.setattr("spmdtrain.train.starting_state.load_state", waits)
     assert trainer(workdir=str(tmp_path)).fit((X, Y), steps=6).step == 6
     assert seen.is_set() and len(settled) == 1
     assert settled[0] is not threading.main_thread()

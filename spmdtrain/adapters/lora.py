@@ -1,0 +1,261 @@
+"""Low-rank adaptation (LoRA) of a model of any library."""
+
+import copy
+import math
+import re
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmdtrain.adapters.as_adapter import as_adapter
+from spmdtrain.adapters.base import (
+    Adapter,
+    FreezesState,
+    Function,
+    Mode,
+    Variables,
+    annotations_of,
+)
+from spmdtrain.errors import UserError
+from spmdtrain.sharding.annotations import Annotation, DimsOf
+from spmdtrain.tree import named_leaves, path_name
+
+PyTree = Any
+
+FACTORS = "lora"
+"""The name under which the parameters contain the factors of all kernels."""
+
+
+@dataclass(frozen=True)
+class LoraRule:
+    """The kernels that get low-rank factors, and which of their dims are the input.
+
+    The dims of a kernel are `stacked` dims, `inputs` dims, and those of the output, in this order.
+    A dense kernel (in, out) has one input dim. A convolution (height, width, in, out) has three. A
+    kernel (layers, in, heads, size) of stacked layers has one, behind one stacked dim: each layer
+    gets factors of its own.
+
+    Attributes:
+      pattern: A regular expression that may match anywhere in a parameter's path. Parameters of
+        fewer than 2 dims, such as biases, are left out.
+      inputs: Number of input dims; needed for kernels of more than 2 dims.
+      stacked: Number of leading dims of stacked layers.
+
+    Raises:
+      UserError: If the pattern or a number is not valid.
+    """
+
+    pattern: str
+    inputs: int | None = None
+    stacked: int = 0
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise UserError(
+                f"LoRA: {self.pattern!r} is not a regular expression: {error}"
+            ) from error
+        if self.stacked < 0 or (self.inputs is not None and self.inputs < 1):
+            raise UserError(
+                f"LoRA: {self.pattern!r} has inputs={self.inputs} and stacked={self.stacked}: a "
+                "kernel has at least 1 input dim, and 0 or more stacked dims"
+            )
+
+    def input_dims(self, name: str, shape: Sequence[int]) -> range:
+        """Returns the input dims of a kernel.
+
+        Args:
+          name: Its path.
+          shape: Its shape.
+
+        Raises:
+          UserError: If the rule does not say which dims they are, or leaves none to the output.
+        """
+        if self.inputs is None and len(shape) > 2:
+            raise UserError(
+                f"LoRA: {name} has shape {tuple(shape)}, {len(shape)} dims: say which of them are "
+                f"the input, LoraRule({self.pattern!r}, inputs=..., stacked=...)"
+            )
+        end = self.stacked + (self.inputs or 1)
+        if end >= len(shape):
+            raise UserError(
+                f"LoRA: {name} has shape {tuple(shape)}, and {self.stacked} stacked and "
+                f"{self.inputs or 1} input dims leave none for the output: change the rule "
+                f"{self.pattern!r}"
+            )
+        return range(self.stacked, end)
+
+
+class LoraModel:
+    """A model with frozen parameters, and trained low-rank factors for some of its kernels.
+
+    The model computes with `W + alpha / rank * A @ B` in place of a kernel W. `A` is normal with
+    variance 1 / inputs and `B` is 0, so that training starts from the loss of the base model
+    (Hu et al. 2021, https://arxiv.org/abs/2106.09685). The parameters are those of the base model
+    under their own paths, and `lora/PATH/a` and `lora/PATH/b` for a kernel PATH, which are sharded
+    as the kernel's dims that they share. Batch statistics are frozen as well.
+
+    Args:
+      model: The base model: what a `Trainer` takes. `init_from` gives its values.
+      kernels: The kernels with factors: regular expressions, or `LoraRule`.
+      rank: The size of the dim between A and B.
+      alpha: The scale of the product, times `rank`.
+      train: Regular expressions of parameters that are trained themselves (a new head).
+
+    Attributes:
+      frozen: Regular expressions of the variables that are not trained.
+      derived: The dims of the factors that are dims of a kernel, by path in the state; known after
+        `init`.
+      annotations: The annotations of the base model by path in the state; known after `init`.
+
+    Raises:
+      UserError: If an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        kernels: str | LoraRule | Sequence[str | LoraRule],
+        *,
+        rank: int = 8,
+        alpha: float = 16.0,
+        train: Sequence[str] = (),
+    ) -> None:
+        if rank < 1 or not 0 < alpha < math.inf:
+            raise UserError(f"LoRA: rank is {rank} and alpha is {alpha}: both must be above 0")
+        self.base: Adapter = as_adapter(model)
+        self.given: PyTree = self.base.given
+        given = [kernels] if isinstance(kernels, (str, LoraRule)) else list(kernels)
+        self.rules = tuple(LoraRule(rule) if isinstance(rule, str) else rule for rule in given)
+        self.rank, self.alpha, self._train = rank, float(alpha), tuple(train)
+        others = "".join(f"(?!.*(?:{pattern}))" for pattern in self._train)
+        self.frozen: Sequence[str] = (f"^(?!{FACTORS}/){others}",)
+        self.derived: dict[str, DimsOf] = {}
+        self.annotations: Mapping[str, Annotation] = {}
+
+    def init(self, given: PyTree, key: jax.Array) -> Variables:
+        params, model_state = self.base.init(given, key)
+        self.annotations = annotations_of(self.base)
+        if not isinstance(params, Mapping) or FACTORS in params:
+            raise UserError(
+                "LoRA: the base model's parameters must be a dictionary without the name "
+                f"{FACTORS!r}, and are {_shown(params)}"
+            )
+        leaves = named_leaves(params)
+        for pattern in self._train:
+            if not any(re.search(pattern, name) for name in leaves):
+                raise UserError(
+                    f"LoRA: train={pattern!r} matches no parameter's path: {list(leaves)}"
+                )
+        factors: dict[str, Any] = {}
+        self.derived = {}
+        for name, (kernel, inputs) in self._kernels(leaves).items():
+            end, dims = inputs.stop, tuple(range(kernel.ndim))
+            dtype = jnp.promote_types(kernel.dtype, jnp.float32)
+            own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+            a = jax.random.normal(own, (*kernel.shape[:end], self.rank), dtype)
+            a = a / math.sqrt(math.prod(kernel.shape[d] for d in inputs))
+            stacked = kernel.shape[: inputs.start]
+            b = jnp.zeros((*stacked, self.rank, *kernel.shape[end:]), dtype)
+            place = factors
+            for part in name.split("/"):
+                place = place.setdefault(part, {})
+            place |= {"a": a, "b": b}
+            at = f"params/{FACTORS}/{name}"
+            self.derived[f"{at}/a"] = DimsOf(f"params/{name}", (*dims[:end], None))
+            self.derived[f"{at}/b"] = DimsOf(
+                f"params/{name}", (*dims[: inputs.start], None, *dims[end:])
+            )
+        return Variables({**params, FACTORS: factors}, model_state)
+
+    def _kernels(self, leaves: Mapping[str, Any]) -> dict[str, tuple[Any, range]]:
+        """Returns the kernels with factors and their input dims, by path."""
+        found: dict[str, tuple[Any, range]] = {}
+        for rule in self.rules:
+            matches = [
+                name
+                for name, leaf in leaves.items()
+                if re.search(rule.pattern, name)
+                and leaf.ndim > max(1, rule.stacked)
+                and jnp.issubdtype(leaf.dtype, jnp.floating)
+            ]
+            if not matches:
+                raise UserError(
+                    f"LoRA: {rule.pattern!r} matches no kernel of 2 or more dims among "
+                    f"{list(leaves)}"
+                )
+            for name in matches:
+                inputs = rule.input_dims(name, leaves[name].shape)
+                found.setdefault(name, (leaves[name], inputs))
+        return found
+
+    def run(
+        self, function: Function, variables: Variables, batch: PyTree, key: jax.Array, mode: Mode
+    ) -> tuple[PyTree, PyTree]:
+        return self.base.run(function, self._merged(variables), batch, key, mode)
+
+    def merge(self, variables: Variables) -> Any:
+        return self.base.merge(self._merged(variables))
+
+    def layer_path(self, name: str) -> str:
+        """Returns the path in the model's layers of a leaf of the model state.
+
+        Args:
+          name: The path of the leaf in the model state.
+        """
+        return self.base.layer_path(name) if isinstance(self.base, FreezesState) else name
+
+    def with_frozen_state(self, names: Collection[str]) -> "LoraModel":
+        """Returns this model, whose batch normalizations use their stored statistics in training.
+
+        Args:
+          names: Paths in the model state of the statistics that are frozen.
+        """
+        frozen = copy.copy(self)
+        if isinstance(self.base, FreezesState):
+            frozen.base = self.base.with_frozen_state(names)
+        return frozen
+
+    def _merged(self, variables: Variables) -> Variables:
+        # The default precision of a GPU would round the product to fewer bits than a merged export.
+        einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+        return variables._replace(params=merge_factors(variables.params, self.alpha, einsum))
+
+
+def merge_factors(params: Mapping[str, Any], alpha: float, einsum: Callable[..., Any]) -> Any:
+    """Returns the parameters of the base model with `alpha / rank * A @ B` added to its kernels.
+
+    Args:
+      params: The parameters of a `LoraModel`, JAX or NumPy arrays.
+      alpha: The scale of the products, times their rank.
+      einsum: `jnp.einsum` or `np.einsum`.
+
+    Returns:
+      The parameters under the paths of the base model, in their dtypes.
+    """
+    factors = named_leaves(params[FACTORS])
+
+    def merged(path: tuple[Any, ...], kernel: Any) -> Any:
+        name = path_name(path)
+        if (a := factors.get(f"{name}/a")) is None:
+            return kernel
+        b = factors[f"{name}/b"]
+        stacked = a.ndim + b.ndim - 2 - kernel.ndim
+        letters = "abcdefghijklmnopqrstuvwxy"[: kernel.ndim]
+        end = a.ndim - 1
+        product = einsum(f"{letters[:end]}z,{letters[:stacked]}z{letters[end:]}->{letters}", a, b)
+        return (kernel + alpha / a.shape[-1] * product).astype(kernel.dtype)
+
+    base = {name: tree for name, tree in params.items() if name != FACTORS}
+    return jax.tree_util.tree_map_with_path(merged, base)
+
+
+def _shown(params: PyTree) -> str:
+    names = sorted(params) if isinstance(params, Mapping) else None
+    return f"a {type(params).__name__}" + (f" of {names}" if names else "")

@@ -1,0 +1,228 @@
+"""The state before the first step of a start: resumed, forked from another run, or initial."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import jax
+from etils import epath
+
+from spmdtrain.adapters.base import Variables
+from spmdtrain.checkpoints import stream_positions
+from spmdtrain.checkpoints.base_weights import base_sums
+from spmdtrain.checkpoints.listing import LATEST
+from spmdtrain.checkpoints.lora_record import LoraRecord
+from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
+from spmdtrain.checkpoints.restore import load_state
+from spmdtrain.checkpoints.run_identity import changes, check_same_run, describe_leaves
+from spmdtrain.checkpoints.source import (
+    LoadedCheckpoint,
+    Source,
+    broadcast_source,
+    find,
+    list_checkpoints,
+    load_latest_valid,
+)
+from spmdtrain.distributed import process_group, progress
+from spmdtrain.errors import UserError
+from spmdtrain.step import hyperparameters
+from spmdtrain.step.base_model import with_base
+from spmdtrain.step.optimizer import merge
+from spmdtrain.step.state import TrainState, first_average
+from spmdtrain.train.run_inputs import Trainable
+from spmdtrain.train.session import RunSession
+
+StateAndPositions = tuple[TrainState, Mapping[str, str]]
+LoadBase = Callable[[epath.Path, Manifest], tuple[Variables, LoraRecord]]
+"""(folder of a checkpoint, its manifest) -> the base weights that it leaves out, and its record
+with the place where they were."""
+
+
+@dataclass(frozen=True)
+class InitialState:
+    """The state before step 1.
+
+    Attributes:
+      state: The state.
+      lora: The place of a base model's weights, without checksums.
+    """
+
+    state: TrainState
+    lora: LoraRecord = field(default_factory=LoraRecord)
+
+
+def first_state(
+    run: RunSession,
+    trained: Trainable,
+    initialize: Callable[[], InitialState],
+    load_base: LoadBase | None = None,
+) -> tuple[TrainState, bool]:
+    """Returns the state before the first step, and whether it is that of a checkpoint.
+
+    It is that of the workdir's newest valid checkpoint; without checkpoints, that of the run which
+    `fork_from` names; without either, the initial one.
+
+    Args:
+      run: The session of the run. The records of the checkpoint are restored in it.
+      trained: Gives shapes and shardings of the state.
+      initialize: Returns the initial state; called if there is no checkpoint.
+      load_base: Loads base weights; needed if `trained` has a base model.
+
+    Raises:
+      UserError: If no checkpoint is valid (a run never starts from step 0 in a workdir with
+        checkpoints), if they are of a different run, if the option `resume` forbids it, or if a
+        leaf of the state does not have its sharding.
+    """
+    with progress.phase(progress.Phase.RESTORE, 0):
+        if (source := _own_checkpoints(run)) is not None:
+            state = _resume(run, trained, source, load_base)
+        elif run.config.fork_from is not None:
+            state = _fork(run, trained, run.config.fork_from, load_base)
+        else:
+            initial = initialize()
+            state = initial.state
+            _record_base(run, trained, state, initial.lora)
+            run.check_placed(state, trained, "after the initialization")
+            return state, False
+    run.check_placed(state, trained, "as restored")
+    return state, True
+
+
+def parse_fork(text: str) -> tuple[str, str]:
+    """Returns the path and the checkpoint of `RUN[@STEP]`; the latest one without a step.
+
+    Args:
+      text: The option `fork_from`.
+    """
+    match = re.fullmatch(r"(.+)@(\d+|best|latest)", text)
+    return (match[1], match[2]) if match else (text, LATEST)
+
+
+def _own_checkpoints(run: RunSession) -> Source | None:
+    """Returns the checkpoints of the workdir; None if there are none."""
+    config, where = run.config, f"workdir {run.config.workdir}"
+    source = None
+    if config.workdir is not None and run.checkpoints is not None:
+        source = broadcast_source(list_checkpoints(config.workdir))
+    if source is None or not source.steps:
+        if config.resume == "must":
+            raise UserError(f"resume is 'must', and {where} holds no checkpoint")
+        return None
+    if config.resume == "never":
+        raise UserError(
+            f"resume is 'never', and {where} holds checkpoints up to step {source.steps[-1]}: "
+            "use another workdir, or remove them"
+        )
+    return source
+
+
+def _resume(
+    run: RunSession, trained: Trainable, source: Source, load_base: LoadBase | None
+) -> TrainState:
+    """Returns the state of the workdir's newest valid checkpoint.
+
+    Corrupted ones are quarantined once a valid one is found.
+
+    Raises:
+      UserError: If none is valid, or they are of a different run.
+    """
+    assert run.checkpoints is not None
+    log, warn = run.logger.terminal.line, run.logger.terminal.warning
+    try:
+        loaded = _load(run, trained, source, "another workdir")
+    except CheckpointCorruptedError as error:
+        raise UserError(
+            f"{error}; nothing was changed: use another workdir to start from step 0"
+        ) from None
+    for step, name in zip(
+        loaded.corrupted, run.checkpoints.quarantine(loaded.corrupted), strict=True
+    ):
+        warn(f"checkpoint {step} is quarantined as {name}")
+    saved = loaded.manifest
+    before, now = saved.identity.config, run.identity.config
+    if saved.stopped and all(before[name] == now[name] for name in ("epochs", "steps")):
+        # A callback ended the run here, and the totals have not changed since.
+        run.schedule.total = saved.step
+    log(f"resumed from step {saved.step} of {run.config.workdir}")
+    return _continued(run, trained, loaded, source, load_base, "changed since")
+
+
+def _fork(run: RunSession, trained: Trainable, text: str, load_base: LoadBase | None) -> TrainState:
+    """Returns the state of another run's checkpoint, from which this run goes on."""
+    path, which = parse_fork(text)
+    source = process_group.run_on_all(lambda: find(path, which), UserError)
+    instead = f"take its parameters alone: --init-from {path}"
+    loaded = _load(run, trained, source, instead)
+    run.logger.terminal.line(
+        f"forked from step {loaded.manifest.step} of {source.path(loaded.manifest.step)}"
+    )
+    return _continued(run, trained, loaded, source, load_base, "changed")
+
+
+def _load(
+    run: RunSession, trained: Trainable, source: Source, instead: str
+) -> LoadedCheckpoint[StateAndPositions]:
+    """Loads the newest valid checkpoint of a source, if it is of a run like this one."""
+
+    def load(folder: epath.Path, manifest: Manifest) -> StateAndPositions:
+        check_same_run(manifest.identity, run.identity, str(folder), manifest.step, instead=instead)
+        abstract, shardings = trained.abstract_state, trained.shardings
+        if trained.base is not None:
+            abstract, shardings = map(trained.base.saved_part, (abstract, shardings))
+        state = load_state(folder, manifest, abstract, shardings)
+        return state, stream_positions.read(folder, manifest.stream)
+
+    return load_latest_valid(source, load, run.logger.terminal.warning, by_all=True)
+
+
+def _continued(
+    run: RunSession,
+    trained: Trainable,
+    loaded: LoadedCheckpoint[StateAndPositions],
+    source: Source,
+    load_base: LoadBase | None,
+    label: str,
+) -> TrainState:
+    """Restores the records of a checkpoint, prints what changed, and returns its state."""
+    log, saved = run.logger.terminal.line, loaded.manifest
+    state, positions = loaded.value
+    run.stream_progress.record(saved.step, positions)
+    run.epochs.restore(saved.epoch)
+    run.callback_states.restore(saved.callbacks, log)
+    for change in changes(saved.identity, run.identity):
+        log(f"{label}: {change}")
+    lora = saved.identity.lora
+    if lora.source:
+        assert load_base is not None
+        base, lora = load_base(source.path(saved.step), saved)
+        state = _with_base(state, base)
+    run.identity = dataclasses.replace(run.identity, lora=lora)
+    before, now = saved.identity.config, run.identity.config
+    return hyperparameters.updated(
+        state,
+        trained.shardings,
+        saved.identity.hyperparameters,
+        run.identity.hyperparameters,
+        log,
+        rate_changed=before.get("learning_rate") != now["learning_rate"],
+    )
+
+
+def _with_base(state: TrainState, base: Variables) -> TrainState:
+    """Returns the state of a checkpoint that leaves out the base model, completed."""
+    params, model_state = with_base(Variables(state.params, state.model_state), base)
+    averaged = state.averaged
+    if jax.tree.leaves(averaged):
+        averaged = merge(averaged, first_average(base.params))
+    return dataclasses.replace(state, params=params, averaged=averaged, model_state=model_state)
+
+
+def _record_base(run: RunSession, trained: Trainable, state: TrainState, lora: LoraRecord) -> None:
+    """Records a base model that checkpoints leave out in the identity of the run."""
+    if trained.base is None or trained.base.is_saved:
+        return
+    base = trained.base.values(Variables(state.params, state.model_state))
+    shapes = {"params": base.params, "model_state": base.model_state}
+    lora = dataclasses.replace(lora, leaves=describe_leaves(shapes), sums=base_sums(base))
+    run.identity = dataclasses.replace(run.identity, lora=lora)

@@ -1,0 +1,77 @@
+"""`fork_from`: a run that starts from the full state of another one."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+
+from spmdtrain import FunctionModel, Trainer, UserError
+from spmdtrain.terminal import Terminal
+from spmdtrain.tree import named_leaves
+
+X = {"x": np.random.default_rng(0).normal(size=(48, 3)).astype(np.float32)}
+
+
+def trainer(workdir: Path | None, **options: Any) -> Trainer:
+    defaults: dict[str, Any] = {
+        "global_batch_size": 16,
+        "trackers": (),
+        "terminal": Terminal(quiet=True),
+    }
+    return Trainer(
+        model=FunctionModel(lambda key: {"w": np.zeros(3, np.float32)}),
+        objective=lambda model, batch: {"loss": ((batch["x"] - model["w"]) ** 2).mean(-1)},
+        optimizer=optax.adam(0.1),
+        workdir=None if workdir is None else str(workdir),
+        **defaults | options,
+    )
+
+
+def values(of: Trainer) -> dict[str, np.ndarray]:
+    return {name: np.asarray(x) for name, x in named_leaves(of.state).items()}
+
+
+def test_a_fork_continues_from_the_whole_state_and_prints_what_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, fork = tmp_path / "run@1", tmp_path / "fork"  # the name of a folder may have an @
+    first = trainer(run, checkpoint_every_steps=2, keep_latest=9)
+    first.fit(X, steps=5)
+    second = trainer(fork, fork_from=f"{run}@2", checkpoint_every_steps=1)
+    second.fit(X, steps=5)
+    for name, array in values(first).items():
+        np.testing.assert_array_equal(values(second)[name], array, err_msg=name)
+    assert sorted(int(p.name) for p in (fork / "checkpoints").glob("[0-9]*")) == [3, 4, 5]
+
+    other = trainer(None, fork_from=f"{run}@latest", log_every=5, terminal=Terminal())
+    other.fit(X, steps=6)
+    printed = "".join(capsys.readouterr().out.split())  # long lines are wrapped
+    assert f"forkedfromstep5of{run}/checkpoints/5" in printed
+    assert "changed:log_every:10->5" in printed
+    assert values(other)["opt_state/0/count"] == 6
+
+    own = trainer(fork, fork_from=f"{run}@4")  # its own checkpoint wins
+    own.fit(X, steps=6)
+    assert own.step == 6 and sorted(p.name for p in (run / "checkpoints").glob("[0-9]*")) == [
+        *"245"
+    ]
+
+
+def test_what_a_fork_cannot_keep_is_refused_by_name(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trainer(run).fit(X, steps=2)
+    cases: list[tuple[dict[str, Any], Any, str]] = [
+        ({"seed": 1}, X, "seed=0, this run has 1: .*or take its parameters alone: --init-from"),
+        ({"global_batch_size": 8}, X, "global_batch_size=16, this run has 8"),
+        ({}, {"x": X["x"][:32]}, "other data.*or take its parameters alone: --init-from"),
+        ({"init_from": str(run)}, X, "fork_from is .* and init_from is"),
+        ({"fork_from": f"{run}@7"}, X, "7"),
+        ({"fork_from": str(tmp_path / "nothing")}, X, "holds no checkpoint"),
+    ]
+    for options, data, message in cases:
+        with pytest.raises(UserError, match=message):
+            trainer(None, **{"fork_from": str(run)} | options).fit(data, steps=4)
+    fork = trainer(None, fork_from=f"{run}@2")
+    assert fork.evaluate(X)["loss"] == trainer(run).evaluate(X)["loss"]
