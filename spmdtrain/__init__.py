@@ -27,7 +27,7 @@ _HOMES = {
     "FitResult": "train.epochs",
     "FixedShards": "parameter_server.partition",
     "FunctionModel": "adapters.functional",
-    "GatherPolicy": "sharding.layout",
+    "GatherPolicy": "sharding.rules",
     "Histogram": "trackers.media",
     "Image": "trackers.media",
     "ImageFolder": "data.image_folder",
@@ -54,7 +54,7 @@ _HOMES = {
     "PreemptedExit": "errors",
     "ReduceOnPlateau": "train.reduce_on_plateau",
     "ReplicaError": "errors",
-    "Rule": "sharding.layout",
+    "Rule": "sharding.rules",
     "RunConfig": "config.run_config",
     "RunInfo": "trackers.base",
     "Scalar": "step.outputs",
@@ -244,9 +244,9 @@ if TYPE_CHECKING:
     from spmdtrain.parameter_server.coordinator import Coordinator
     from spmdtrain.parameter_server.partition import FixedShards, MaxSize, MinSize
     from spmdtrain.sharding.annotations import AxisRules
-    from spmdtrain.sharding.layout import GatherPolicy, Rule
     from spmdtrain.sharding.mesh import BATCH_AXES
     from spmdtrain.sharding.placement import constrain_sharding, current_strategy, resolve_config
+    from spmdtrain.sharding.rules import GatherPolicy, Rule
     from spmdtrain.step.metrics import WeightedValues, weighted_mean
     from spmdtrain.step.outputs import (
         Combination,

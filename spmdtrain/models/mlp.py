@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from spmdtrain.errors import UserError
-from spmdtrain.sharding.layout import Rule
+from spmdtrain.sharding.rules import Rule
 
 
 def mlp_rules(layers: int) -> tuple[Rule, ...]:

@@ -20,8 +20,8 @@ from spmdtrain.models.decoder_parts import (
     token_logits,
 )
 from spmdtrain.models.norms import layer_norm, rms_norm
-from spmdtrain.sharding.layout import GatherPolicy, Rule
 from spmdtrain.sharding.placement import constrain_sharding
+from spmdtrain.sharding.rules import GatherPolicy, Rule
 from spmdtrain.step.remat import remat
 
 # Over "tensor" each device has some of the heads and hidden values, so that each half of a block

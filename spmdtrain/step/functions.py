@@ -27,8 +27,9 @@ from spmdtrain.distributed.first_call import Together, call_together
 from spmdtrain.errors import UserError
 from spmdtrain.sharding import mesh
 from spmdtrain.sharding.annotations import AxisRules
-from spmdtrain.sharding.layout import Layout, Rule
+from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import Placement, use_placement
+from spmdtrain.sharding.rules import Rule
 from spmdtrain.sharding.table import ShardingTable, tabulate
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.base_model import BaseModel

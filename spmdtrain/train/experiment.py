@@ -17,7 +17,7 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.sampling import Augment
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.sharding.annotations import AxisRules
-from spmdtrain.sharding.layout import Rule
+from spmdtrain.sharding.rules import Rule
 from spmdtrain.step.reductions import Reduction
 from spmdtrain.trackers.base import Tracker
 from spmdtrain.train.callbacks import Callbacks

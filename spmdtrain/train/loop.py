@@ -18,9 +18,10 @@ from spmdtrain.data.sampling import Augment
 from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import NonFiniteError, UserError, did_you_mean
 from spmdtrain.files.run_files import Split, Status
-from spmdtrain.sharding.layout import Layout, Rule
+from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import configure_backend, make_placement, use_placement
 from spmdtrain.sharding.resolution import resolve
+from spmdtrain.sharding.rules import Rule
 from spmdtrain.step.hyperparameters import initial_values
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput

@@ -21,8 +21,8 @@ from spmdtrain.distributed import process_group
 from spmdtrain.distributed.preemption import StopSignals
 from spmdtrain.errors import UserError
 from spmdtrain.sharding.annotations import AxisRules
-from spmdtrain.sharding.layout import Rule
 from spmdtrain.sharding.placement import Placement, use_placement
+from spmdtrain.sharding.rules import Rule
 from spmdtrain.sharding.table import ShardingTable
 from spmdtrain.step.forward import model_output
 from spmdtrain.step.functions import StepFunctions

@@ -18,9 +18,9 @@ from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import PreemptedExit, StateError, UserError
 from spmdtrain.files.run_files import Split
 from spmdtrain.sharding.annotations import AxisRules
-from spmdtrain.sharding.layout import Rule
 from spmdtrain.sharding.placement import use_placement
 from spmdtrain.sharding.resolution import resolve
+from spmdtrain.sharding.rules import Rule
 from spmdtrain.step.compile import Programs
 from spmdtrain.step.reductions import Reduction
 from spmdtrain.terminal import Terminal

@@ -50,8 +50,8 @@ from spmdtrain.checkpoints.save import Checkpoints
 from spmdtrain.config.run_config import config_as_json
 from spmdtrain.models import MLP
 from spmdtrain.run import main
-from spmdtrain.sharding.layout import Rule
 from spmdtrain.sharding.placement import make_placement
+from spmdtrain.sharding.rules import Rule
 from spmdtrain.step.forward import model_output
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.terminal import Terminal

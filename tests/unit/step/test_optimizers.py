@@ -22,7 +22,7 @@ from spmdtrain import (
     load_params,
 )
 from spmdtrain.config.option_groups import ShardingOptions
-from spmdtrain.sharding.layout import Rule
+from spmdtrain.sharding.rules import Rule
 from spmdtrain.step.extra_arguments import extra_names
 from spmdtrain.step.schedule_free import average_in
 from spmdtrain.terminal import Terminal

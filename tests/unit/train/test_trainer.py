@@ -32,8 +32,8 @@ from spmdtrain import (
 )
 from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.data.datasets import as_dataset
-from spmdtrain.sharding.layout import Rule
 from spmdtrain.sharding.placement import make_placement
+from spmdtrain.sharding.rules import Rule
 from spmdtrain.step import user_frames
 from spmdtrain.step.forward import model_output
 from spmdtrain.step.functions import StepFunctions

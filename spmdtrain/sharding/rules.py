@@ -1,0 +1,57 @@
+"""Sharding rules: a pattern for paths in the state, and the spec of the leaves that it matches."""
+
+import enum
+import re
+from dataclasses import dataclass
+
+from jax.sharding import PartitionSpec
+
+from spmdtrain.errors import UserError
+from spmdtrain.sharding.describe import axes_of_spec
+
+REPLICATED = PartitionSpec()
+
+
+class GatherPolicy(enum.Enum):
+    """The point in a step at which a parameter that is split over a batch axis is gathered."""
+
+    BEFORE_FORWARD = "at the start"
+    """Before the model is called. XLA moves the all-gather to the first use."""
+    PER_LAYER = "in the model"
+    """By XLA inside the model: one layer at a time, for stacked layers in a loop."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A sharding rule for leaves of the state, of any model library (unlike Flax's metadata).
+
+    If the strategy shards the state too, it splits one more dim over its own axis, among those for
+    which the spec has no axis. Only `PartitionSpec()` excludes this: such leaves are replicated.
+
+    Attributes:
+      pattern: A regular expression that may match anywhere in a leaf's path.
+      spec: The spec of the leaves that it matches.
+      gather: When a parameter that is split over a batch axis is gathered.
+
+    Raises:
+      UserError: If the pattern or the spec is not valid.
+    """
+
+    pattern: str
+    spec: PartitionSpec
+    gather: GatherPolicy = GatherPolicy.BEFORE_FORWARD
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise UserError(
+                f"sharding rule {self.pattern!r} is not a regular expression: {error}"
+            ) from error
+        if not isinstance(self.spec, PartitionSpec) or PartitionSpec.UNCONSTRAINED in self.spec:
+            raise UserError(
+                f"sharding rule {self.pattern!r} has the spec {self.spec!r}: it must be a "
+                "jax.sharding.PartitionSpec of axes and None"
+            )
+        if len(set(axes := axes_of_spec(self.spec))) < len(axes):
+            raise UserError(f"sharding rule {self.pattern!r} names an axis twice: {self.spec}")
