@@ -43,7 +43,7 @@ class KerasCallbacks:
       directions: Whether the lowest or the highest value of a metric is the best.
 
     Raises:
-      UserError: If a callback cannot be used.
+      UserError: If a callback or one of its options cannot be used.
     """
 
     name = "keras"

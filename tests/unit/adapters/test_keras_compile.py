@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from spmdtrain import Trainer, UserError
+from spmdtrain.adapters import keras_internals
 from spmdtrain.adapters.base import Mode, Variables
 from spmdtrain.adapters.keras import KerasModel
 from spmdtrain.adapters.keras_compile import CompiledKeras
@@ -112,9 +113,7 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {
         (X, BINARY, WEIGHT),
     ),
     "classes": (
-        lambda: dense(
-            metrics=[keras.metrics.MeanIoU(3, sparse_y_pred=False)]
-        ),
+        lambda: dense(metrics=[keras.metrics.MeanIoU(3, sparse_y_pred=False)]),
         (X, LABEL),
     ),
     "masked": (tagger, (TOKENS, _draw.integers(0, 3, (12, 6)))),
@@ -244,7 +243,10 @@ def test_what_needs_the_loop_of_keras_is_refused_by_name(case: str) -> None:
     [
         ({"loss": keras.losses.MeanSquaredError("sum")}, "reduction 'sum': it must be a mean"),
         ({"loss": lambda y, p: keras.ops.mean(p)}, "a value for each example, not their mean"),
-        ({"metrics": [keras.metrics.Precision([0.2, 0.5], name="p")]}, r"'p' \(Precision\) returns an"),
+        (
+            {"metrics": [keras.metrics.Precision([0.2, 0.5], name="p")]},
+            r"'p' \(Precision\) returns an",
+        ),
         ({"loss": {"other": "mse"}}, "loss names the output 'other': the outputs are out"),
     ],
 )
@@ -256,3 +258,9 @@ def test_losses_that_are_no_means_and_metrics_of_several_numbers_are_refused(
     variables = adapter.init(adapter.given, jax.random.key(0))
     with pytest.raises(UserError, match=words):
         adapter.run(objective, variables, (X, LABEL), jax.random.key(0), Mode.EVAL)
+
+
+def test_a_missing_internal_names_the_version_of_keras(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("keras.src.backend.get_keras_mask")
+    with pytest.raises(UserError, match=rf"Keras {keras.__version__} has no .*get_keras_mask"):
+        keras_internals.mask_of(X)
