@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from spmdtrain.adapters.keras import BoundKeras, import_keras
 from spmdtrain.adapters.keras_internals import compile_arguments
 from spmdtrain.adapters.keras_losses import ExampleLosses, loss_of
-from spmdtrain.adapters.keras_metrics import OutputMetric, metric_of_output
 from spmdtrain.errors import UserError
+from spmdtrain.step.keras_metrics import OutputMetric, metric_of_output
 
 PyTree = Any
 _PARTS = ("x", "y", "sample_weight")

@@ -13,8 +13,8 @@ from spmdtrain import Trainer, UserError
 from spmdtrain.adapters import keras_internals
 from spmdtrain.adapters.base import Mode, Variables
 from spmdtrain.adapters.keras import KerasModel
-from spmdtrain.adapters.keras_compile import CompiledKeras
 from spmdtrain.adapters.keras_optimizer import KerasOptimizer
+from spmdtrain.step.keras_compile import CompiledKeras
 from spmdtrain.step.metrics import weighted_sums
 from spmdtrain.train.evaluation_totals import EvaluationTotals
 
@@ -25,6 +25,7 @@ keras = pytest.importorskip("keras", reason="Keras is an extra")
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
 
 Model: Any = keras.Model
+Metric: Any = keras.metrics.Metric
 
 _draw = np.random.default_rng(0)
 X = _draw.normal(size=(12, 4)).astype(np.float32)
@@ -65,7 +66,7 @@ def both(y_true: Any, y_pred: Any) -> Any:
     return keras.ops.abs(y_true - y_pred)  # of shape (B, 1): Keras takes the mean of all
 
 
-class Worst(keras.metrics.Metric):  # type: ignore[misc]
+class Worst(Metric):  # type: ignore[misc]
     """A metric whose variable is no sum."""
 
     def __init__(self) -> None:
