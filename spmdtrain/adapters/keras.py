@@ -16,6 +16,7 @@ from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdtrain.adapters.base import Function, Mode, Variables
+from spmdtrain.adapters.keras_internals import all_layers
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.first_call import call_together
 from spmdtrain.errors import UserError
@@ -300,7 +301,7 @@ def _check_trainable(model: Any, params: Mapping[str, Any]) -> None:
                 "optimizers enforce and optax's do not: create the model without it and let the "
                 "optimizer enforce it (optax.keep_params_nonnegative, for example)"
             )
-    for layer in model._flatten_layers():  # nested layers as well
+    for layer in all_layers(model):
         if layer.compute_dtype == "float16":
             raise UserError(
                 f"the layer {layer.name!r} computes in float16, which needs loss scaling, which "

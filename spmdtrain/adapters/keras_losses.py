@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmdtrain.adapters.keras_internals import loss_of_function, mask_of
 from spmdtrain.errors import UserError
 
 ExampleLosses = Callable[[jax.Array, jax.Array, jax.Array | None], tuple[Any, Any]]
@@ -37,9 +38,7 @@ def loss_of(keras: Any, given: Any, targets: jax.Array, predictions: jax.Array) 
         given = f"{kind_of_labels(targets, predictions)}_crossentropy"
     loss = keras.losses.get(given)
     if not isinstance(loss, keras.losses.Loss):
-        # Keras wraps functions in the base class of its own losses, which it does not export.
-        function, loss = loss, keras.losses.MeanSquaredError(name=_name(loss))
-        loss.fn = function
+        loss = loss_of_function(loss, _name(loss))
     if loss.reduction not in _MEANS:
         raise UserError(
             f"the loss {loss.name!r} has the reduction {loss.reduction!r}: it must be a mean "
@@ -58,7 +57,7 @@ def loss_of(keras: Any, given: Any, targets: jax.Array, predictions: jax.Array) 
                 f"the loss {loss.name!r} returns shape {values.shape} for a batch of {rows}: it "
                 "must return a value for each example, not their mean"
             )
-        mask = getattr(prediction, "_keras_mask", None)
+        mask = mask_of(prediction)
         if mask is not None and mask.shape != values.shape:
             raise UserError(
                 f"the loss {loss.name!r} has values of shape {values.shape}, and the mask of the "

@@ -6,9 +6,9 @@ from typing import Any
 import optax
 
 from spmdtrain.adapters.keras import KerasModel, import_keras
-from spmdtrain.adapters.keras_compile import CompiledKeras
 from spmdtrain.adapters.keras_optimizer import KerasOptimizer
 from spmdtrain.errors import UserError
+from spmdtrain.step.keras_compile import CompiledKeras
 from spmdtrain.train.callbacks import Callbacks
 from spmdtrain.train.keras_callbacks import KerasCallbacks
 

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdtrain.adapters.keras import import_keras
 from spmdtrain.adapters.keras_optimizer import KerasOptimizer
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.first_call import call_together
@@ -17,23 +16,12 @@ from spmdtrain.files.validation import check
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.state import TrainState
 from spmdtrain.train.callbacks import CallbackContext
+from spmdtrain.train.keras_callback_options import MAPPED_CALLBACKS, callback_kind
 from spmdtrain.tree import path_name
 
-# The attributes of each callback that decide what it does next; they are saved in checkpoints.
-_STATES = {
-    "EarlyStopping": ("best", "wait", "best_epoch", "stopped_epoch"),
-    "ReduceLROnPlateau": ("best", "wait", "cooldown_counter"),
-    "ModelCheckpoint": ("best",),
-    "LearningRateScheduler": (),
-    "CSVLogger": (),
-    "LambdaCallback": (),
-    "TerminateOnNaN": (),  # every run ends at a loss or a state that is NaN or infinite
-    "TensorBoard": (),  # every run with a workdir writes event files
-}
 _CHANGES_RATE = ("ReduceLROnPlateau", "LearningRateScheduler")
 _WRITES_FILES = ("ModelCheckpoint", "CSVLogger")
 _BUILT_IN = ("TerminateOnNaN", "TensorBoard")
-_HOOKS = ("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end")
 _MEASURED = frozenset(
     {"epoch", "learning_rate", "seconds", "examples_per_second", "input_wait"}
 )  # what a line of an epoch holds besides the objective's means
@@ -55,7 +43,7 @@ class KerasCallbacks:
       directions: Whether the lowest or the highest value of a metric is the best.
 
     Raises:
-      UserError: If a callback cannot be used.
+      UserError: If a callback or one of its options cannot be used.
     """
 
     name = "keras"
@@ -69,7 +57,7 @@ class KerasCallbacks:
     ) -> None:
         self._model, self._optimizer, self._directions = model, optimizer, directions
         self._given = list(callbacks)
-        kinds = [_kind(callback) for callback in callbacks]
+        kinds = [callback_kind(callback) for callback in callbacks]
         if set(_CHANGES_RATE) <= set(kinds):
             raise UserError(
                 f"{' and '.join(_CHANGES_RATE)} both set the learning rate of the next epoch: give "
@@ -230,6 +218,8 @@ class KerasCallbacks:
                 trainer = event.trainer
                 old = hyperparameters.changeable_learning_rate(trainer.state.opt_state)
                 self._model.optimizer.learning_rate = old
+            if logs:
+                _check_monitor(callback, logs[0])
             if getattr(callback, "mode", "") == "auto":
                 callback.mode = self._mode(callback)
             if self._reads_values(callback):
@@ -305,11 +295,8 @@ class KerasCallbacks:
     def _check_run(self, config: Any) -> None:
         for callback in self._given:
             kind = _kind(callback)
-            if kind == "TensorBoard" and config.workdir is None:
-                raise UserError(
-                    f"TensorBoard: event files are written to the workdir: pass workdir="
-                    f"{callback.log_dir!r}"
-                )
+            if kind == "TensorBoard":
+                _check_folder(callback, config.workdir)
             if getattr(callback, "restore_best_weights", False) and config.workdir is not None:
                 raise UserError(
                     "EarlyStopping: restore_best_weights keeps the values in memory, and a resumed "
@@ -319,31 +306,34 @@ class KerasCallbacks:
 
 
 def _kind(callback: Any) -> str:
-    """Returns the name of the class in Keras of a callback that can be used."""
-    known = import_keras().callbacks
-    kind = type(callback).__name__
-    if kind not in _STATES or type(callback) is not getattr(known, kind):
+    return type(callback).__name__  # checked by `callback_kind`
+
+
+def _check_monitor(callback: Any, logs: Mapping[str, float]) -> None:
+    """Checks that the metric exists that a callback watches; Keras only warns."""
+    watches = hasattr(callback, "monitor") and getattr(callback, "save_best_only", True)
+    if watches and callback.monitor not in logs:
         raise UserError(
-            f"the Keras callback {kind} cannot be used: {', '.join(_STATES)} can; write another "
-            "as an object with methods named after events (docs/callbacks.md)"
+            f"{_kind(callback)}: there is no metric {callback.monitor!r}: there are "
+            f"{', '.join(logs)}. Metrics that are not means are computed for the validation data "
+            "only, as 'val_...'"
         )
-    if kind == "LambdaCallback":
-        own = [name for name in vars(callback) if name.startswith("on_")]
-        if unknown := [name for name in own if name not in _HOOKS]:
-            raise UserError(
-                f"LambdaCallback: {unknown[0]} cannot be used: {', '.join(_HOOKS)} can; for each "
-                "step pass callbacks=[{'log': f}] and log_every=1"
-            )
-    if kind == "ModelCheckpoint" and callback.save_freq != "epoch":
+
+
+def _check_folder(callback: Any, workdir: str | None) -> None:
+    """Checks that a run writes event files where a `TensorBoard` callback does."""
+    folders = ["logs"]  # the default, which the workdir replaces
+    if workdir is not None:
+        folders += [workdir.rstrip("/"), f"{workdir.rstrip('/')}/tensorboard"]
+    if workdir is None or callback.log_dir.rstrip("/") not in folders:
         raise UserError(
-            f"ModelCheckpoint: save_freq={callback.save_freq} cannot be used: leave it out, or "
-            "pass workdir and checkpoint_every_steps"
+            f"TensorBoard: event files are written to the workdir, which is {workdir!r} and not "
+            f"{callback.log_dir!r}: pass workdir={callback.log_dir!r}"
         )
-    return kind
 
 
 def _states_of(callback: Any) -> tuple[str, ...]:
-    return _STATES[type(callback).__name__]
+    return MAPPED_CALLBACKS[_kind(callback)].state
 
 
 def _number(value: Any) -> float | int | None:

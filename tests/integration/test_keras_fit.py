@@ -1,5 +1,6 @@
 """Compiled Keras models: whole fits and scripts, beside Keras' own `fit`."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 from helpers import REPOSITORY
 
-from spmdtrain import MeshSpec, ShardingOptions, Trainer, UserError
+from spmdtrain import MeshSpec, NonFiniteError, ShardingOptions, Trainer, UserError
+from spmdtrain.run import main
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
 
@@ -26,19 +28,20 @@ Y = _draw.integers(0, 3, 80).astype(np.int32)
 BATCH, EPOCHS = 16, 4
 
 
-def made() -> Any:
+def made(optimizer: Any = None, *, normalizes: bool = True) -> Any:
     """A compiled model with batch statistics and a regularizer; the same values each time."""
     keras.utils.set_random_seed(0)
+    norm = keras.layers.BatchNormalization(momentum=0.9, name="norm")
     model = keras.Sequential(
         [
             keras.Input((4,)),
             keras.layers.Dense(8, "relu", kernel_regularizer="l2", name="hidden"),
-            keras.layers.BatchNormalization(momentum=0.9, name="norm"),
+            *([norm] if normalizes else []),
             keras.layers.Dense(3, "softmax", name="out", kernel_constraint="max_norm"),
         ],
         name="net",
     )
-    optimizer = keras.optimizers.Adam(0.03, global_clipnorm=1.0)
+    optimizer = optimizer or keras.optimizers.Adam(0.03, global_clipnorm=1.0)
     model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
     return model
 
@@ -127,6 +130,70 @@ def test_the_best_values_are_restored(tmp_path: Path) -> None:
         np.testing.assert_allclose(found.get_weights()[0], first.get_weights()[0], rtol=1e-6)
     with pytest.raises(UserError, match="restore_best_weights keeps the values in memory"):
         trainer(made(), callbacks=[stop], workdir=str(tmp_path)).fit((X, Y), epochs=1)
+
+
+@pytest.mark.parametrize("parts", [{}, {"microbatches": 2}])
+def test_each_step_has_the_loss_of_one_device(parts: dict[str, Any]) -> None:
+    def losses(devices: int, **options: Any) -> list[float]:
+        seen: list[float] = []
+        callbacks = [{"log": lambda event: seen.append(event.metrics["loss"])}]
+        fitted = trainer(made(normalizes=not parts), devices, callbacks=callbacks, **options)
+        fitted.fit((X, Y), steps=7, global_batch_size=BATCH)
+        return seen
+
+    one = losses(1)
+    assert len(one) == 7
+    np.testing.assert_allclose(losses(8, **parts), one, rtol=1e-5)
+
+
+def test_files_calls_and_averages_are_those_of_keras_fit(tmp_path: Path) -> None:
+    models, calls = [], []
+    for number in range(2):
+        seen: list[Any] = []
+        model = made(keras.optimizers.AdamW(0.03, use_ema=True, ema_momentum=0.5))
+        callbacks = [
+            keras.callbacks.ModelCheckpoint(str(tmp_path / f"{number}_{{epoch}}.keras")),
+            keras.callbacks.LambdaCallback(
+                on_train_begin=lambda logs, seen=seen: seen.append("begin"),
+                on_epoch_begin=lambda epoch, logs, seen=seen: seen.append(epoch),
+                on_epoch_end=lambda epoch, logs, seen=seen: seen.append((epoch, logs["loss"])),
+                on_train_end=lambda logs, seen=seen: seen.append("end"),
+            ),
+            keras.callbacks.TerminateOnNaN(),
+        ]
+        if number:
+            trainer(model, callbacks=callbacks).fit((X, Y), epochs=2, global_batch_size=BATCH)
+        else:
+            model.fit(X, Y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0,
+                      callbacks=callbacks)  # fmt: skip
+        files = [keras.saving.load_model(tmp_path / f"{number}_{epoch}.keras") for epoch in (1, 2)]
+        models.append([model, *files])
+        calls.append(seen)
+    assert calls[1][::5] == ["begin", "end"] and calls[1][1::2] == calls[0][1::2] == [0, 1, "end"]
+    np.testing.assert_allclose(
+        [loss for _, loss in calls[1][2:5:2]], [loss for _, loss in calls[0][2:5:2]], rtol=1e-5
+    )
+    for theirs, ours in zip(*models, strict=True):
+        for expected, found in zip(theirs.get_weights(), ours.get_weights(), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    (averaged, _, last), nan = models[1], np.full_like(X, np.nan)
+    assert np.abs(averaged.get_weights()[0] - last.get_weights()[0]).max() > 1e-3
+    with pytest.raises(NonFiniteError):
+        trainer(made(), callbacks=callbacks[2:]).fit((nan, Y), epochs=1, global_batch_size=BATCH)
+
+
+def test_a_callback_that_watches_a_missing_metric_is_an_error() -> None:
+    fitted = trainer(made(), callbacks=[keras.callbacks.EarlyStopping("auc")])
+    with pytest.raises(UserError, match="there is no metric 'auc': there are loss, accuracy"):
+        fitted.fit((X, Y), epochs=1, global_batch_size=BATCH)
+
+
+def test_the_command_trains_a_compiled_model(tmp_path: Path) -> None:
+    file = SCRIPTS / "experiment.py"
+    assert main(["--config", str(file), "--workdir", str(tmp_path), "--quiet"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [x["step"] for x in lines if "auc" in x] == [5, 10]  # evaluations, not training
+    assert lines[-1]["auc"] > 0.8
 
 
 @pytest.mark.parametrize("name", ["convnet", "timeseries", "tickets"])

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.adapters.keras import BoundKeras, import_keras
+from spmdtrain.adapters.keras_internals import compile_arguments
 from spmdtrain.adapters.keras_losses import ExampleLosses, loss_of
-from spmdtrain.adapters.keras_metrics import ExampleMetric, metric_of_output
 from spmdtrain.errors import UserError
+from spmdtrain.step.keras_metrics import OutputMetric, metric_of_output
 
 PyTree = Any
 _PARTS = ("x", "y", "sample_weight")
@@ -51,7 +52,7 @@ class CompiledKeras:
                     f"the Keras model {model.name!r} overrides {name}, which only Keras' own loop "
                     "calls: use KerasModel with an objective that does the same"
                 )
-        given = model._compile_config.config  # Keras has no public access to the objects
+        given = compile_arguments(model)
         for name, expected in {"run_eagerly": False, "jit_compile": True}.items():
             if given[name] is not expected:
                 raise UserError(
@@ -63,7 +64,7 @@ class CompiledKeras:
         self._metrics = {"": given["metrics"], "weighted_": given["weighted_metrics"]}
         self._names: Sequence[str] = getattr(model, "output_names", None) or ()
         self._losses: list[ExampleLosses | None] = []  # of each output, known with the shapes
-        self._of_outputs: list[tuple[str, int, bool, ExampleMetric]] = []
+        self._of_outputs: list[tuple[str, int, bool, OutputMetric]] = []
         self.directions: dict[str, str] = {"loss": "min"}
         """Whether the lowest or the highest value of a metric is the best, once it is known."""
 

@@ -10,16 +10,22 @@ import numpy as np
 import pytest
 
 from spmdtrain import Trainer, UserError
+from spmdtrain.adapters import keras_internals
 from spmdtrain.adapters.base import Mode, Variables
 from spmdtrain.adapters.keras import KerasModel
-from spmdtrain.adapters.keras_compile import CompiledKeras
 from spmdtrain.adapters.keras_optimizer import KerasOptimizer
-from spmdtrain.step.metrics import mean, weighted_sums
+from spmdtrain.step.keras_compile import CompiledKeras
+from spmdtrain.step.metrics import weighted_sums
+from spmdtrain.train.evaluation_totals import EvaluationTotals
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
 keras = pytest.importorskip("keras", reason="Keras is an extra")
 
+# Keras itself requests int64 in some metrics.
+pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning")
+
 Model: Any = keras.Model
+Metric: Any = keras.metrics.Metric
 
 _draw = np.random.default_rng(0)
 X = _draw.normal(size=(12, 4)).astype(np.float32)
@@ -60,6 +66,21 @@ def both(y_true: Any, y_pred: Any) -> Any:
     return keras.ops.abs(y_true - y_pred)  # of shape (B, 1): Keras takes the mean of all
 
 
+class Worst(Metric):  # type: ignore[misc]
+    """A metric whose variable is no sum."""
+
+    def __init__(self) -> None:
+        super().__init__(name="worst")
+        self.worst = self.add_variable((), "zeros", name="worst")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        distance = keras.ops.abs(keras.ops.cast(y_true, "float32") - y_pred)
+        self.worst.assign(keras.ops.maximum(self.worst, keras.ops.max(distance)))
+
+    def result(self) -> Any:
+        return self.worst + 0
+
+
 CASES: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {
     "regularized": (dense, (X, LABEL)),
     "weighted": (
@@ -75,6 +96,26 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {
             metrics=[keras.metrics.Precision(name="p"), keras.metrics.Recall(name="r"), "acc"],
         ),
         (X, BINARY, WEIGHT),
+    ),
+    "beyond means": (
+        lambda: dense(
+            units=1,
+            loss="bce",
+            metrics=["auc", keras.metrics.BinaryIoU(), keras.metrics.F1Score(threshold=0.5)],
+            weighted_metrics=[
+                keras.metrics.AUC(curve="PR", name="area"),
+                keras.metrics.TruePositives(),
+                keras.metrics.RootMeanSquaredError(),
+                keras.metrics.R2Score(),
+                keras.metrics.PrecisionAtRecall(0.5),
+                Worst(),
+            ],
+        ),
+        (X, BINARY, WEIGHT),
+    ),
+    "classes": (
+        lambda: dense(metrics=[keras.metrics.MeanIoU(3, sparse_y_pred=False)]),
+        (X, LABEL),
     ),
     "masked": (tagger, (TOKENS, _draw.integers(0, 3, (12, 6)))),
     "two outputs": (
@@ -98,8 +139,16 @@ def test_losses_and_metrics_are_those_of_keras_evaluate(case: str) -> None:
                               batch_size=12, return_dict=True)  # fmt: skip
     adapter, compiled = KerasModel(model), CompiledKeras(model)
     variables = Variables(*adapter.init(adapter.given, jax.random.key(0)))
-    outputs, _ = adapter.run(compiled.objective, variables, batch, jax.random.key(0), Mode.EVAL)
-    found = {name: float(mean(sums)) for name, sums in weighted_sums(outputs, 12).items()}
+
+    @jax.jit
+    def sums_of(part: Any) -> Any:
+        outputs, _ = adapter.run(compiled.objective, variables, part, jax.random.key(0), Mode.EVAL)
+        return weighted_sums(outputs, 6)
+
+    totals = EvaluationTotals()
+    for rows in (slice(0, 6), slice(6, 12)):
+        totals.add(sums_of(jax.tree.map(lambda x, rows=rows: x[rows], batch)))
+    found = totals.result()
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name] == pytest.approx(value, rel=1e-5), name
@@ -195,11 +244,14 @@ def test_what_needs_the_loop_of_keras_is_refused_by_name(case: str) -> None:
     [
         ({"loss": keras.losses.MeanSquaredError("sum")}, "reduction 'sum': it must be a mean"),
         ({"loss": lambda y, p: keras.ops.mean(p)}, "a value for each example, not their mean"),
-        ({"metrics": ["auc"]}, r"'auc' \(AUC\) is not a mean over the examples"),
+        (
+            {"metrics": [keras.metrics.Precision([0.2, 0.5], name="p")]},
+            r"'p' \(Precision\) returns an",
+        ),
         ({"loss": {"other": "mse"}}, "loss names the output 'other': the outputs are out"),
     ],
 )
-def test_losses_and_metrics_that_are_no_means_are_refused(
+def test_losses_that_are_no_means_and_metrics_of_several_numbers_are_refused(
     compiled: dict[str, Any], words: str
 ) -> None:
     model = dense(**compiled)
@@ -207,3 +259,9 @@ def test_losses_and_metrics_that_are_no_means_are_refused(
     variables = adapter.init(adapter.given, jax.random.key(0))
     with pytest.raises(UserError, match=words):
         adapter.run(objective, variables, (X, LABEL), jax.random.key(0), Mode.EVAL)
+
+
+def test_a_missing_internal_names_the_version_of_keras(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("keras.src.backend.get_keras_mask")
+    with pytest.raises(UserError, match=rf"Keras {keras.__version__} has no .*get_keras_mask"):
+        keras_internals.mask_of(X)

@@ -1,0 +1,69 @@
+"""The attributes of Keras that this package reads although Keras does not document them.
+
+Keras 3.15 has all of them. If another version lacks one, the error names that version.
+"""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spmdtrain.errors import UserError
+
+_KNOWN = "3.15"
+
+
+def compile_arguments(model: Any) -> Mapping[str, Any]:
+    """Returns the arguments of `model.compile` by name, as objects.
+
+    Args:
+      model: A compiled Keras model. Its public `get_compile_config` serializes the objects.
+    """
+    arguments: Mapping[str, Any] = _read(_read(model, "_compile_config"), "config")
+    return arguments
+
+
+def all_layers(model: Any) -> Sequence[Any]:
+    """Returns the layers of a model, with nested ones."""
+    return list(_read(model, "_flatten_layers")())
+
+
+def mask_of(array: Any) -> Any:
+    """Returns the mask that a layer attached to its output; None if there is none."""
+    # Not the attribute of the array, which is absent if there is no mask.
+    return _read(importlib.import_module("keras.src.backend"), "get_keras_mask")(array)
+
+
+def loss_of_function(function: Any, name: str) -> Any:
+    """Returns a Keras loss that calls a function; the reduction is the mean.
+
+    Args:
+      function: A function of (targets, predictions) that returns a value for each example.
+      name: The name of the loss.
+    """
+    # Keras wraps functions in the base class of its own losses, which it does not export.
+    loss = importlib.import_module("keras").losses.MeanSquaredError(name=name)
+    _read(loss, "fn")
+    loss.fn = function
+    return loss
+
+
+def direction_of(metric: Any) -> str | None:
+    """Returns whether the lowest ("min") or highest ("max") value is the best; None if unknown."""
+    # Optional: Keras sets it for some of its metrics only, and a callback needs `mode` without it.
+    return {"down": "min", "up": "max"}.get(getattr(metric, "_direction", None) or "")
+
+
+def profiles_steps(callback: Any) -> bool:
+    """Returns whether a `TensorBoard` callback would write a profile: `profile_batch` is not 0."""
+    return bool(_read(callback, "_should_trace"))
+
+
+def _read(owner: Any, name: str) -> Any:
+    if not hasattr(owner, name):
+        whose = getattr(owner, "__name__", type(owner).__name__)
+        version = importlib.import_module("keras").__version__
+        raise UserError(
+            f"Keras {version} has no {whose}.{name}, which spmdtrain reads: install Keras {_KNOWN} "
+            f"(pip install 'keras=={_KNOWN}.*')"
+        )
+    return getattr(owner, name)

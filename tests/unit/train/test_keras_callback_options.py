@@ -1,0 +1,51 @@
+"""Constructor options of Keras callbacks: each has its effect or is refused by name."""
+
+import inspect
+import os
+import sys
+from typing import Any
+
+import pytest
+
+from spmdtrain import UserError
+from spmdtrain.train.keras_callback_options import MAPPED_CALLBACKS, callback_kind
+
+os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is first imported
+keras = pytest.importorskip("keras", reason="Keras is an extra")
+
+
+@pytest.mark.parametrize("kind", MAPPED_CALLBACKS)
+def test_each_option_is_mapped_or_refused(kind: str) -> None:
+    parameters = inspect.signature(getattr(keras.callbacks, kind)).parameters.values()
+    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    mapped = MAPPED_CALLBACKS[kind]
+    assert sorted([*mapped.options, *mapped.refused]) == sorted(names)
+
+
+OTHER_VALUES: dict[str, dict[str, Any]] = {
+    "ModelCheckpoint": {"save_freq": 4},
+    "LambdaCallback": {"on_train_batch_begin": print, "on_train_batch_end": print},
+    "TensorBoard": {
+        "histogram_freq": 1,
+        "write_images": True,
+        "write_steps_per_second": True,
+        "update_freq": "batch",
+        "profile_batch": 2,
+        "embeddings_freq": 1,
+        "embeddings_metadata": {"embedding": "words.tsv"},
+    },
+}
+
+
+def test_refused_options_are_errors_that_name_them() -> None:
+    refused = {kind: mapped.refused for kind, mapped in MAPPED_CALLBACKS.items() if mapped.refused}
+    assert {k: set(v) for k, v in refused.items()} == {k: set(v) for k, v in OTHER_VALUES.items()}
+    for kind, options in OTHER_VALUES.items():
+        required = {"filepath": "x.keras"} if kind == "ModelCheckpoint" else {}
+        assert callback_kind(getattr(keras.callbacks, kind)(**required)) == kind
+        for name, value in options.items():
+            if name == "profile_batch" and sys.version_info < (3, 12):
+                continue  # Keras itself ignores it there, and warns
+            callback = getattr(keras.callbacks, kind)(**required, **{name: value})
+            with pytest.raises(UserError, match=rf"{kind}: {name}.* cannot be used"):
+                callback_kind(callback)
