@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral, Real
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ PyTree = Any
 
 FACTORS = "lora"
 """The name under which the parameters contain the factors of all kernels."""
+_TRAINED = "(?!.*(?:{}))"  # after `^`: not the paths that a pattern matches
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,12 @@ class LoraRule:
     stacked: int = 0
 
     def __post_init__(self) -> None:
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
+        _check_pattern(self.pattern)
+        valid = _is_count(self.stacked, least=0)
+        if not valid or not (self.inputs is None or _is_count(self.inputs)):
             raise UserError(
-                f"LoRA: {self.pattern!r} is not a regular expression: {error}"
-            ) from error
-        if self.stacked < 0 or (self.inputs is not None and self.inputs < 1):
-            raise UserError(
-                f"LoRA: {self.pattern!r} has inputs={self.inputs} and stacked={self.stacked}: a "
-                "kernel has at least 1 input dim, and 0 or more stacked dims"
+                f"LoRA: {self.pattern!r} has inputs={self.inputs!r} and stacked={self.stacked!r}: "
+                "a kernel has at least 1 input dim, and 0 or more stacked dims"
             )
 
     def input_dims(self, name: str, shape: Sequence[int]) -> range:
@@ -106,7 +104,8 @@ class LoraModel:
       kernels: The kernels with factors: regular expressions, or `LoraRule`.
       rank: The size of the dim between A and B.
       alpha: The scale of the product, times `rank`.
-      train: Regular expressions of parameters that are trained themselves (a new head).
+      train: One or several regular expressions of parameters that are trained themselves (a new
+        head).
 
     Attributes:
       frozen: Regular expressions of the variables that are not trained.
@@ -125,16 +124,25 @@ class LoraModel:
         *,
         rank: int = 8,
         alpha: float = 16.0,
-        train: Sequence[str] = (),
+        train: str | Sequence[str] = (),
     ) -> None:
-        if rank < 1 or not 0 < alpha < math.inf:
-            raise UserError(f"LoRA: rank is {rank} and alpha is {alpha}: both must be above 0")
+        if not _is_count(rank):
+            raise UserError(f"LoRA: rank is {rank!r}: it must be an integer above 0")
+        if not isinstance(alpha, Real) or not 0 < float(alpha) < math.inf:
+            raise UserError(f"LoRA: alpha is {alpha!r}: it must be a finite number above 0")
         self.base: Adapter = as_adapter(model)
         self.given: PyTree = self.base.given
-        given = [kernels] if isinstance(kernels, (str, LoraRule)) else list(kernels)
-        self.rules = tuple(LoraRule(rule) if isinstance(rule, str) else rule for rule in given)
-        self.rank, self.alpha, self._train = rank, float(alpha), tuple(train)
-        others = "".join(f"(?!.*(?:{pattern}))" for pattern in self._train)
+        self.rules = tuple(
+            rule if isinstance(rule, LoraRule) else LoraRule(rule)
+            for rule in _several("kernels", kernels, (str, LoraRule))
+        )
+        if not self.rules:
+            raise UserError("LoRA: kernels is empty: give a regular expression of kernels' paths")
+        self._train = _several("train", train, (str,))
+        for pattern in self._train:
+            _check_pattern(pattern, _TRAINED)
+        self.rank, self.alpha = int(rank), float(alpha)
+        others = "".join(map(_TRAINED.format, self._train))
         self.frozen: Sequence[str] = (f"^(?!{FACTORS}/){others}",)
         self.derived: dict[str, DimsOf] = {}
         self.annotations: Mapping[str, Annotation] = {}
@@ -254,6 +262,30 @@ def merge_factors(params: Mapping[str, Any], alpha: float, einsum: Callable[...,
 
     base = {name: tree for name, tree in params.items() if name != FACTORS}
     return jax.tree_util.tree_map_with_path(merged, base)
+
+
+def _several(what: str, given: Any, kinds: tuple[type, ...]) -> tuple[Any, ...]:
+    """Returns the patterns or rules of an argument that may be a single one."""
+    if isinstance(given, kinds):
+        return (given,)
+    names = " or ".join(kind.__name__ for kind in kinds)
+    if not isinstance(given, Sequence) or not all(isinstance(x, kinds) for x in given):
+        raise UserError(f"LoRA: {what} is {given!r}: it must be a {names}, or a list of them")
+    return tuple(given)
+
+
+def _check_pattern(pattern: Any, form: str = "{}") -> None:
+    """Raises `UserError` if a pattern, as a part of another, is not a regular expression."""
+    if not isinstance(pattern, str):
+        raise UserError(f"LoRA: {pattern!r} is a {type(pattern).__name__}: give a str")
+    try:
+        re.compile(form.format(pattern))
+    except re.error as error:
+        raise UserError(f"LoRA: {pattern!r} is not a regular expression: {error}") from error
+
+
+def _is_count(value: Any, *, least: int = 1) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def _shown(params: PyTree) -> str:

@@ -84,10 +84,8 @@ def weighted_sums(
         if isinstance(value, Combination):
             _check_terms(what, value, outputs)
             sums[name] = value
-        elif isinstance(value, (SumMetric, PredictionMetric)):
-            sums[name] = value.of_batch(what, batch_size, mask)
         else:
-            sums[name] = _sums(what, value, batch_size, mask)
+            sums[name] = _sums_of_output(what, value, batch_size, mask)
     return sums
 
 
@@ -259,6 +257,18 @@ def weighted_mean(
     weighted = values if weights is None else WeightedValues(values, weights)
     size = values.shape[0]
     return mean(_sums("the argument of weighted_mean", weighted, size, None))
+
+
+def _sums_of_output(what: str, value: Any, batch_size: int, mask: jax.Array | None) -> Any:
+    """Returns the sums of an output; raises `UserError` if JAX cannot make arrays of its values."""
+    try:
+        if isinstance(value, (SumMetric, PredictionMetric)):
+            return value.of_batch(what, batch_size, mask)
+        return _sums(what, value, batch_size, mask)
+    except UserError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{what} does not consist of arrays: {error}") from error
 
 
 def _sums(what: str, value: Any, batch_size: int, mask: jax.Array | None) -> Sums:

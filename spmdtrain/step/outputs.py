@@ -38,6 +38,8 @@ class Combination:
                 'its output, for example Combination({"mlm": 1.0, "nsp": 0.5})'
             )
         for name, value in coefficients.items():
+            if not isinstance(name, str):
+                raise UserError(f"Combination: {name!r} is a {type(name).__name__}: give a name")
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise UserError(
                     f"Combination: the coefficient of {name!r} is a {type(value).__name__}: it "
@@ -111,8 +113,13 @@ class SumMetric:
           mask: (B,), 0 for padding rows.
 
         Raises:
-          UserError: If an array has another shape.
+          UserError: If an array has another shape, or `finish` is not a function.
         """
+        if not callable(self.finish):
+            raise UserError(
+                f"{what} is a SumMetric whose finish is a {type(self.finish).__name__}: it must be "
+                "a function of the sum"
+            )
         values = jnp.asarray(self.values, jnp.float32)
         _check_rows(what, values, batch_size)
         weights = jnp.ones(batch_size) if self.weights is None else jnp.asarray(self.weights)
@@ -225,7 +232,12 @@ def batch_coupled(objective: F) -> F:
 
     Returns:
       A function of the same arguments.
+
+    Raises:
+      UserError: If `objective` is not a function.
     """
+    if not callable(objective):
+        raise UserError(f"batch_coupled takes an objective, not a {type(objective).__name__}")
 
     @functools.wraps(objective)
     def coupled(*args: Any, **declared: Any) -> Any:

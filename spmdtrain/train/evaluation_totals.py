@@ -3,6 +3,7 @@
 import math
 import numbers
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -62,13 +63,15 @@ class EvaluationTotals:
             else:
                 found[name] = _number(name, finished)
         for name, rows in self._rows.items():
-            mine = _of_predictions(name, rows) if process_group.is_chief() else math.nan
+            mine = process_group.run_on_all(partial(_of_predictions, name, rows), UserError)
             found[name] = process_group.broadcast(mine)
         return loss_first(found)
 
 
 def _of_predictions(name: str, batches: list[PredictedRows]) -> float:
-    """Returns a metric of all predictions, in the order of the dataset."""
+    """Returns a metric of all predictions, in the order of the dataset; NaN except in process 0."""
+    if not process_group.is_chief():
+        return math.nan
     parts = [
         jax.tree.map(lambda x, rows=rows: np.asarray(x)[np.asarray(rows.mask) > 0], _given(rows))
         for rows in batches

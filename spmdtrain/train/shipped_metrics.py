@@ -90,8 +90,10 @@ def roc_auc(
       weights: (B,), by default 1.
 
     Raises:
-      UserError: If the shapes differ.
+      UserError: If the shapes differ, or `bins` is not a number of bins.
     """
+    if not isinstance(bins, int) or bins < 1:
+        raise UserError(f"roc_auc: bins is {bins!r}: it must be an integer above 0")
     labels, scores = jnp.asarray(labels), jnp.asarray(scores, jnp.float32)
     if labels.ndim != 1 or labels.shape != scores.shape:
         raise UserError(
@@ -110,9 +112,18 @@ def perplexity(values: Array, weights: Array | None = None) -> SumMetric:
     Args:
       values: (B, ...), negative log-likelihoods in nats, of tokens for example.
       weights: Broadcast against `values` from the left; by default 1.
+
+    Raises:
+      UserError: If the shapes do not fit.
     """
     values = jnp.asarray(values, jnp.float32)
     weights = jnp.ones(()) if weights is None else jnp.asarray(weights, jnp.float32)
+    lengths = zip(weights.shape, values.shape, strict=False)
+    if not values.ndim >= max(1, weights.ndim) or any(w not in (1, v) for w, v in lengths):
+        raise UserError(
+            f"perplexity: values of shape {values.shape} and weights of shape {weights.shape}: "
+            "values must have shape (B, ...), and weights its first dims"
+        )
     weights = weights.reshape(weights.shape + (1,) * (values.ndim - weights.ndim))
     weights = jnp.broadcast_to(weights, values.shape)
     weighted = jnp.where(weights == 0, 0.0, values) * weights

@@ -39,6 +39,7 @@ from spmdtrain.train.constructors import TrainerConstructors
 from spmdtrain.train.epochs import EpochSums, FitResult
 from spmdtrain.train.executor import DeviceExamples, Executor, ExecutorInputs, MakeExecutor
 from spmdtrain.train.init_state import ValueLoader, at_step_zero
+from spmdtrain.train.loop_checks import check_best
 from spmdtrain.train.media_log import MediaLogger
 from spmdtrain.train.metrics_reader import MetricsReader
 from spmdtrain.train.model_runner import ModelRunner
@@ -372,6 +373,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             run.logger.trackers.media(step, Split.EVAL, media)
         self._callbacks(CallbackEvent.EVALUATION, step, reported)
         metrics = reported.with_added()
+        check_best(self.config, metrics, first=False, log=self.terminal.line)
         run.logger.log_evaluation(Split.EVAL, step, metrics)
         return metrics
 

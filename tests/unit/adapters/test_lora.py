@@ -166,6 +166,16 @@ def test_any_model_computes_with_the_kernel_plus_the_scaled_product(
         (lambda: lora(train=["haed"]), "train='haed' matches no parameter's path"),
         (lambda: LoraModel(lora(), "kernel"), "without the name 'lora'"),
         (lambda: LoraModel(functional(), "("), "'(' is not a regular expression"),
+        (lambda: lora(train=["("]), "'(' is not a regular expression"),
+        (lambda: lora(train=["(?i)head"]), "'(?i)head' is not a regular expression: global flags"),
+        (lambda: lora(train=[5]), "train is [5]: it must be a str, or a list of them"),
+        (lambda: LoraModel(functional(), 5), "kernels is 5: it must be a str or LoraRule, or a li"),
+        (lambda: LoraModel(functional(), []), "kernels is empty"),
+        (lambda: LoraModel(functional(), "kernel", rank=2.5), "rank is 2.5: it must be an integer"),
+        (lambda: LoraModel(functional(), "kernel", rank="4"), "rank is '4': it must be an integer"),
+        (lambda: LoraModel(functional(), "kernel", alpha="1"), "alpha is '1': it must be a finite"),
+        (lambda: LoraRule("kernel", inputs=1.5), "inputs=1.5 and stacked=0: a kernel has"),
+        (lambda: LoraRule(5), "5 is a int: give a str"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused_by_name(
@@ -174,6 +184,10 @@ def test_what_cannot_be_adapted_is_refused_by_name(
     with pytest.raises(UserError, match=re.escape(message)):
         model = make()
         jax.eval_shape(model.init, model.given, jax.random.key(0))
+
+
+def test_a_single_pattern_of_train_is_not_a_list_of_letters() -> None:
+    assert lora(train="head").frozen == lora(train=["head"]).frozen
 
 
 # -- placement -------------------------------------------------------------------------------------

@@ -213,7 +213,7 @@ def test_terms_without_a_mean_are_refused(outputs: dict[str, Any], message: str)
 
 
 @pytest.mark.parametrize(
-    "coefficients", [{}, {"a": float("nan")}, {"a": True}, {"a": jnp.ones(())}]
+    "coefficients", [{}, {"a": float("nan")}, {"a": True}, {"a": jnp.ones(())}, {"a": 1, 2: 1}]
 )
 def test_coefficients_are_finite_python_numbers(coefficients: Any) -> None:
     with pytest.raises(UserError, match="Combination"):

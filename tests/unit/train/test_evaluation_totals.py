@@ -157,8 +157,16 @@ def test_finished_media_are_those_of_numpy() -> None:
         (lambda x: SumMetric(x, lambda total: "text"), "returned a str: it must return one number"),
         (lambda x: SumMetric(x, lambda total: total), r"of shape \(6,\): it must return one numb"),
         (lambda x: SumMetric(x.sum(0), np.sum), "a row for each of the 32 examples"),
+        (lambda x: SumMetric(x, 5), "finish is a int: it must be a function of the sum"),  # type: ignore[arg-type]
         (lambda x: PredictionMetric(keras.metrics.AUC, x), "create the object outside"),
         (lambda x: PredictionMetric(np.mean), "without arrays"),
+        (
+            lambda x: perplexity(x, x[0]),
+            r"values of shape \(32, 6\) and weights of shape \(6,\): va",
+        ),
+        (lambda x: roc_auc(x[:, 0], x[:, 0], bins=0), "bins is 0: it must be an integer above 0"),
+        (lambda x: PredictionMetric(np.mean, "x"), "'wrong' does not consist of arrays: "),
+        (lambda x: Scalar(None), "'wrong' does not consist of arrays: None is not"),  # type: ignore[arg-type]
     ],
 )
 def test_a_metric_that_is_not_one_number_is_refused(metric: Any, message: str) -> None:
@@ -168,3 +176,8 @@ def test_a_metric_that_is_not_one_number_is_refused(metric: Any, message: str) -
     rows = {name: x[:32] for name, x in DATA.items()}
     with pytest.raises(UserError, match=message):
         make(1, wrong).evaluate(rows, global_batch_size=32)
+
+
+def test_media_cannot_rank_checkpoints() -> None:
+    with pytest.raises(UserError, match="best_metric is 'confusion', which this evaluation does"):
+        make(1, best_metric="confusion").fit(DATA, validation=DATA, global_batch_size=32, steps=1)
