@@ -19,6 +19,7 @@ from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step import metrics
 from spmdtrain.step.model_state import averages_and_counts, difference, rejoined, with_difference
+from spmdtrain.step.outputs import Combination
 from spmdtrain.step.reductions import Reduction, flattened
 from spmdtrain.strategies import DEFAULT
 
@@ -133,7 +134,7 @@ class Gradients:
         """Returns the gradients of `metrics.differentiated`, accumulated over the microbatches.
 
         Args:
-          params: As for a call, as the following.
+          params: Trained parameters.
           frozen: The other parameters.
           model_state: The model state before the batch.
           batch: The global batch, or a device's part of it.
@@ -255,8 +256,8 @@ class Gradients:
                 output = self.of_sum(params, frozen, model_state, batch, key, BATCH_AXES)
             # A sum over a large batch could overflow 16 bits in the reduction. It is divided by
             # the batch size, which is static, because the weight is known only after a reduction.
-            of_mean = metrics.combinations({"loss": output.metrics["loss"]})
-            share = output.gradients if of_mean else _scaled(output.gradients, 1 / size)
+            is_of_mean = isinstance(output.metrics["loss"], Combination)
+            share = output.gradients if is_of_mean else _scaled(output.gradients, 1 / size)
             # The change instead of the state: leaves that no replica changes keep their bits.
             change = difference(output.model_state, model_state)
             averages, counts = averages_and_counts(change)
@@ -312,8 +313,8 @@ def _needed_part(function: Callable[[PyTree], PyTree], argument: PyTree) -> PyTr
 def _to_mean(gradients: PyTree, sums: metrics.BatchSums, *, divided_by: int = 1) -> PyTree:
     """Scales gradients of the weighted sum / `divided_by` to the mean's; 0 if the weight is 0."""
     loss = sums["loss"]
-    if not isinstance(loss, metrics.Sums):
-        return gradients  # of a `Combination`, already those of the mean
+    if isinstance(loss, Combination):
+        return gradients  # each term is divided already (see `metrics.differentiated`)
     weight = loss.weight
     scale = jnp.where(weight == 0, 0.0, divided_by / jnp.where(weight == 0, 1, weight))
     return _scaled(gradients, scale)

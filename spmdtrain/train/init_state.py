@@ -182,7 +182,7 @@ class ValueLoader:
     def _of_checkpoint(self, path: str, folder: epath.Path, manifest: Manifest) -> Variables:
         """Returns the values in a checkpoint, None in place of base weights that it leaves out."""
         saved, base, steps = manifest.identity.lora, self.steps.base, self.steps
-        if saved.alpha != (base.alpha if base else 0.0) and saved.alpha:
+        if saved.alpha and (base is None or base.alpha != saved.alpha):
             raise UserError(
                 f"{folder} is of a run with LoRA of alpha {saved.alpha:g}, and this model has "
                 + (

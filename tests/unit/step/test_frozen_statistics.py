@@ -7,6 +7,7 @@ from typing import Any
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
@@ -96,3 +97,22 @@ def test_a_pattern_may_freeze_batch_statistics_alone() -> None:
     assert named_leaves(state.opt_state.trace).keys() == named_leaves(state.params).keys()
     y = (X / np.sqrt(1 + 1e-5)) ** 2  # then the head has the averages 0 and 1 as well
     np.testing.assert_allclose(output.metrics["loss"], ((y - 1) ** 3).mean(), rtol=1e-4)
+
+
+class Counting(nnx.Module):
+    """A layer that is no batch normalization and counts its calls."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.calls = nnx.BatchStat(jnp.zeros(2))
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.calls[...] += 1
+        return self.norm(x)
+
+
+@pytest.mark.parametrize(("freeze", "calls"), [((), 1), (("^calls$",), 0)])
+def test_the_frozen_state_of_any_layer_keeps_its_value(freeze: Any, calls: int) -> None:
+    made = trainer(model=lambda rngs: Counting(rngs), objective=objective, freeze=freeze)
+    state, _ = one_step(made, X)
+    np.testing.assert_array_equal(named_leaves(state.model_state)["calls"], [calls] * 2)

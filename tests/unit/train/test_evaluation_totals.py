@@ -70,6 +70,7 @@ def objective(model: Any, batch: Any) -> dict[str, Any]:
         "size": Scalar(logits.mean()),
         "balanced": SumMetric(counts, balanced_accuracy),
         "f1": SumMetric(counts, macro_f1),
+        "examples": SumMetric(jnp.ones_like(score), float),
         "confusion": SumMetric(counts, confusion_table),
         "logits": value_histogram(logits, EDGES, batch["labeled"]),
         "auc": roc_auc(is_first, score),
@@ -112,6 +113,7 @@ def test_each_metric_is_that_of_all_examples_once() -> None:
         "perplexity": np.exp(values[labeled].mean()),
         "in_order": in_order(label, score),
         "nnx_accuracy": (predicted == label).mean(),
+        "examples": N,
     }
     found = trainer.evaluate(DATA, global_batch_size=32)
     exact = sklearn.metrics.roc_auc_score(label == 0, score)
@@ -131,6 +133,7 @@ def test_training_logs_the_combined_loss_and_evaluations_the_rest(tmp_path: Path
     assert epoch["loss"] == pytest.approx(sum(c * epoch[n] for n, c in terms.items()), rel=1e-6)
     assert "auc" not in epoch
     assert {"auc", "in_order", "perplexity"} <= result.validation.keys()
+    assert result.validation["examples"] == N  # the last batch has 5 of 24 rows, the rest padding
     assert "confusion" not in result.validation
     text = (tmp_path / "media.jsonl").read_text()
     assert '"confusion"' in text
