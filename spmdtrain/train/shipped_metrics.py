@@ -84,7 +84,7 @@ def roc_auc(
     the same bin count as ties, which changes it by at most half the share of such pairs.
 
     Args:
-      labels: (B,), 1 for positive and 0 for negative examples.
+      labels: (B,), 1 for positive and 0 for negative examples. Others are not counted.
       scores: (B,), from 0 to 1, such as probabilities. If one is outside or NaN, the AUC is NaN.
       bins: Number of bins.
       weights: (B,), by default 1.
