@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -128,7 +128,7 @@ class LoraModel:
     ) -> None:
         if not _is_count(rank):
             raise UserError(f"LoRA: rank is {rank!r}: it must be an integer above 0")
-        if not isinstance(alpha, Real) or not 0 < float(alpha) < math.inf:
+        if not isinstance(alpha, (int, float)) or not 0 < float(alpha) < math.inf:
             raise UserError(f"LoRA: alpha is {alpha!r}: it must be a finite number above 0")
         self.base: Adapter = as_adapter(model)
         self.given: PyTree = self.base.given

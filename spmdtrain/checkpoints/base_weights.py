@@ -91,7 +91,7 @@ def _read_base(manifest: Manifest, folder: epath.Path) -> dict[str, np.ndarray]:
             arrays[name] = read_whole(source, found, own, targets[own])
     except UserError as error:
         raise UserError(describe_missing(folder, lora, error)) from error
-    check_sums(sums(arrays), lora, folder)
+    check_unchanged(sums(arrays), lora, folder)
     return arrays
 
 
@@ -137,7 +137,7 @@ def base_sums(base: Variables) -> dict[str, str]:
     return format_sums(process_group.summed(read_parts(started)))
 
 
-def check_sums(actual: Mapping[str, str], lora: LoraRecord, folder: epath.Path) -> None:
+def check_unchanged(actual: Mapping[str, str], lora: LoraRecord, folder: epath.Path) -> None:
     """Checks that base weights are those that the factors of a checkpoint were trained for.
 
     Args:

@@ -96,8 +96,8 @@ class BatchChecks:
             return ""
         return (
             f"; the objective's values may depend on other examples of the batch ({why}), but it "
-            f"receives one of {microbatches} microbatches at a time: declare it as batch_coupled if "
-            "they do"
+            f"receives one of {microbatches} microbatches at a time: declare it as batch_coupled "
+            "if they do"
         )
 
     def why_not_padded(self, rows: PyTree, size: int, *, predict: bool = False) -> str | None:

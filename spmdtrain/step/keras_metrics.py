@@ -17,7 +17,7 @@ from spmdtrain.step.outputs import PredictionMetric, SumMetric
 
 
 class MetricKind(enum.Enum):
-    """How the result of a metric follows from its examples."""
+    """The way in which the result of a metric is computed from its examples."""
 
     MEAN = enum.auto()  # its first variable divided by its second one
     RATIO = enum.auto()  # its first variable divided by the sum of both: Precision and Recall

@@ -10,7 +10,7 @@ import numpy as np
 from etils import epath
 
 from spmdtrain.adapters.base import Variables
-from spmdtrain.checkpoints.base_weights import base_sums, check_sums, describe_missing
+from spmdtrain.checkpoints.base_weights import base_sums, check_unchanged, describe_missing
 from spmdtrain.checkpoints.listing import LATEST
 from spmdtrain.checkpoints.lora_record import LoraRecord, record_rules
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
@@ -119,7 +119,7 @@ class ValueLoader:
         except UserError as error:
             raise UserError(describe_missing(folder, lora, error)) from error
         values = base.values(self.steps.as_parameters(loaded.variables))
-        check_sums(base_sums(values), lora, folder)
+        check_unchanged(base_sums(values), lora, folder)
         return values, dataclasses.replace(lora, source=loaded.lora.source, rules=loaded.lora.rules)
 
     def load(self, path: str, which: str | int) -> LoadedValues:

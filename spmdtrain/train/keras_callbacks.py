@@ -94,7 +94,7 @@ class KerasCallbacks:
             if _kind(callback) == "CSVLogger" and event.step:
                 callback.append = True  # the rows of the epochs before a resume
             if self._runs_here(name):
-                callback.on_train_begin()
+                callback.on_train_begin({})
         if event.step:  # `on_train_begin` has reset what a checkpoint has restored
             self.load_state_dict(state)
         else:
@@ -151,7 +151,7 @@ class KerasCallbacks:
         self._copy_to_model(event)
         for name, callback in self._active.items():
             if self._runs_here(name):
-                callback.on_train_end()
+                callback.on_train_end({})
             if getattr(callback, "restore_best_weights", False) and trainer.state is not None:
                 trainer.state = self._with_values_of_model(trainer.state)
 
@@ -205,10 +205,15 @@ class KerasCallbacks:
         """Calls `on_epoch_begin` of the callbacks of a kind; those of other kinds do nothing."""
         self._begun = False
         names = [name for name, callback in self._active.items() if _kind(callback) == kind]
-        self._call(event, names, "on_epoch_begin", self._epoch)
+        self._call(event, names, "on_epoch_begin", self._epoch, {})
 
     def _call(
-        self, event: CallbackContext, names: Sequence[str], hook: str, epoch: int, *logs: Any
+        self,
+        event: CallbackContext,
+        names: Sequence[str],
+        hook: str,
+        epoch: int,
+        logs: dict[str, float],
     ) -> None:
         """Calls a method of callbacks; a learning rate or a stop that they request takes effect."""
         for name in names:
@@ -219,13 +224,13 @@ class KerasCallbacks:
                 old = hyperparameters.changeable_learning_rate(trainer.state.opt_state)
                 self._model.optimizer.learning_rate = old
             if logs:
-                _check_monitor(callback, logs[0])
+                _check_monitor(callback, logs)
             if getattr(callback, "mode", "") == "auto":
                 callback.mode = self._mode(callback)
             if self._reads_values(callback):
                 self._copy_to_model(event)
             if self._runs_here(name):
-                getattr(callback, hook)(epoch, *logs)
+                getattr(callback, hook)(epoch, logs)
             if changes_rate:
                 new = process_group.broadcast(float(self._model.optimizer.learning_rate))
                 if new != old:

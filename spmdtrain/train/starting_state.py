@@ -149,7 +149,7 @@ def _resume(
 
 
 def _fork(run: RunSession, trained: Trainable, text: str, load_base: LoadBase | None) -> TrainState:
-    """Returns the state of another run's checkpoint, from which this run goes on."""
+    """Returns the state of another run's checkpoint, from which this run continues."""
     path, which = parse_fork(text)
     source = process_group.run_on_all(lambda: find(path, which), UserError)
     instead = f"take its parameters alone: --init-from {path}"

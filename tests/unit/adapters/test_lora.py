@@ -156,26 +156,30 @@ def test_any_model_computes_with_the_kernel_plus_the_scaled_product(
     )
 
 
+Model: Any = LoraModel  # arguments of wrong types
+Pattern: Any = LoraRule
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: LoraModel(functional(), "kernel"), "blocks/0/kernel has shape (2, 4, 4, 16), 4 d"),
-        (lambda: LoraModel(functional(), LoraRule("kernel", inputs=3, stacked=1)), "leave none"),
-        (lambda: LoraModel(functional(), "weight"), "'weight' matches no kernel of 2 or more dims"),
-        (lambda: LoraModel(functional(), "kernel", rank=0), "rank is 0"),
+        (lambda: Model(functional(), "kernel"), "blocks/0/kernel has shape (2, 4, 4, 16), 4 d"),
+        (lambda: Model(functional(), Pattern("kernel", inputs=3, stacked=1)), "leave none"),
+        (lambda: Model(functional(), "weight"), "'weight' matches no kernel of 2 or more dims"),
+        (lambda: Model(functional(), "kernel", rank=0), "rank is 0"),
         (lambda: lora(train=["haed"]), "train='haed' matches no parameter's path"),
-        (lambda: LoraModel(lora(), "kernel"), "without the name 'lora'"),
-        (lambda: LoraModel(functional(), "("), "'(' is not a regular expression"),
+        (lambda: Model(lora(), "kernel"), "without the name 'lora'"),
+        (lambda: Model(functional(), "("), "'(' is not a regular expression"),
         (lambda: lora(train=["("]), "'(' is not a regular expression"),
         (lambda: lora(train=["(?i)head"]), "'(?i)head' is not a regular expression: global flags"),
         (lambda: lora(train=[5]), "train is [5]: it must be a str, or a list of them"),
-        (lambda: LoraModel(functional(), 5), "kernels is 5: it must be a str or LoraRule, or a li"),
-        (lambda: LoraModel(functional(), []), "kernels is empty"),
-        (lambda: LoraModel(functional(), "kernel", rank=2.5), "rank is 2.5: it must be an integer"),
-        (lambda: LoraModel(functional(), "kernel", rank="4"), "rank is '4': it must be an integer"),
-        (lambda: LoraModel(functional(), "kernel", alpha="1"), "alpha is '1': it must be a finite"),
-        (lambda: LoraRule("kernel", inputs=1.5), "inputs=1.5 and stacked=0: a kernel has"),
-        (lambda: LoraRule(5), "5 is a int: give a str"),
+        (lambda: Model(functional(), 5), "kernels is 5: it must be a str or LoraRule, or a li"),
+        (lambda: Model(functional(), []), "kernels is empty"),
+        (lambda: Model(functional(), "kernel", rank=2.5), "rank is 2.5: it must be an integer"),
+        (lambda: Model(functional(), "kernel", rank="4"), "rank is '4': it must be an integer"),
+        (lambda: Model(functional(), "kernel", alpha="1"), "alpha is '1': it must be a finite"),
+        (lambda: Pattern("kernel", inputs=1.5), "inputs=1.5 and stacked=0: a kernel has"),
+        (lambda: Pattern(5), "5 is a int: give a str"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused_by_name(
