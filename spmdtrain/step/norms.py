@@ -56,17 +56,22 @@ def step_norms(
     if changes is None:
         return norm[None]
 
-    def norms() -> jax.Array:
+    def norms(changes: tuple[PyTree, PyTree]) -> jax.Array:
         return jnp.stack([global_norm(tree, of_changes) for tree in changes])
+
+    def iteration(index: jax.Array, _: jax.Array) -> jax.Array:
+        # Without the barrier nothing in the body depends on the iteration, so XLA would compute
+        # the norms before the loop, and in every step.
+        return norms(jax.lax.optimization_barrier((changes, index))[0])
 
     if _may_skip(of_changes):
         # A loop of one iteration or none, because with a `cond` XLA fuses the update with other
         # operations, so that the parameters would differ in their last bits from those without
         # norms.
         times = needed.astype(jnp.int32)
-        found = jax.lax.fori_loop(0, times, lambda *_: norms(), jnp.stack([zero, zero]))
+        found = jax.lax.fori_loop(0, times, iteration, jnp.stack([zero, zero]))
     else:
-        found = norms()
+        found = norms(changes)
     return jnp.concatenate([norm[None], found])
 
 
