@@ -97,6 +97,7 @@ class ServerExecutor:
             make_placement(run.config),
             state.params,
             f"workers: {job.workers}, parameter servers: {job.servers}",
+            functions.update.partition(state.params)[0],
         )
         program = StepProgram(None, 1, "each worker compiles its own step")
         placement = make_placement(run.config)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from spmdtrain.checkpoints.restore import read_manifest
 from spmdtrain.cluster.spec import ClusterSpec, Role, from_environment
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.progress import hide_progress
@@ -25,6 +26,7 @@ from spmdtrain.train.experiment import Experiment, ExperimentFile
 from spmdtrain.train.loop import Loop
 from spmdtrain.train.terminal_of_run import terminal_of
 from spmdtrain.train.trainer import Trainer
+from spmdtrain.weights.source import is_weights_file
 
 
 def execute(command: Command) -> int:
@@ -89,7 +91,7 @@ def _evaluate_or_predict(command: Command, experiment: Experiment, trainer: Trai
     """Evaluates a split, or predicts for it, with the parameters of a checkpoint."""
     options, path = command.options, command.experiment.path
     if options.mode == "predict" and options.split is None and experiment.generate is not None:
-        trainer.restore(command.source, which=trainer.config.checkpoint)
+        trainer.restore(_evaluated_run(command, trainer), which=trainer.config.checkpoint)
         with phase(Phase.EVALUATE):
             texts = experiment.generate(trainer.model, trainer.terminal.piece)
         if process_group.is_chief():
@@ -103,7 +105,7 @@ def _evaluate_or_predict(command: Command, experiment: Experiment, trainer: Trai
     name = next((name for name, data in splits.items() if data is not None), None)
     if name is None:
         raise UserError(f"{path} has no {options.split or 'test and no validation'} split")
-    step = trainer.restore(command.source, which=trainer.config.checkpoint)
+    step = trainer.restore(_evaluated_run(command, trainer), which=trainer.config.checkpoint)
     if options.mode == "evaluate":
         metrics = trainer.evaluate(splits[name])
         trainer.terminal.result(json.dumps({"step": step, "split": name, **metrics}))
@@ -113,6 +115,19 @@ def _evaluate_or_predict(command: Command, experiment: Experiment, trainer: Trai
     predictions = trainer.predict(splits[name])
     if process_group.is_chief():
         _write_predictions(trainer, predictions, name, experiment.format_predictions)
+
+
+def _evaluated_run(command: Command, trainer: Trainer) -> str | None:
+    """Returns the run that `--init-from` names, or None for the choice of `Trainer.restore`."""
+    source = command.source
+    if source is None or trainer.functions.base is None:
+        return source
+
+    def has_factors(path: str) -> bool:
+        return not is_weights_file(path) and bool(read_manifest(path).identity.lora.alpha)
+
+    # Otherwise it names the base weights, and the factors are in the workdir.
+    return source if process_group.run_on_all(lambda: has_factors(source), UserError) else None
 
 
 def _write_predictions(
@@ -127,7 +142,8 @@ def _write_predictions(
     for line in format_predictions(predictions) if format_predictions else ():
         trainer.terminal.result(line)
     rows = jax.tree.leaves(predictions)[0].shape[0]
-    trainer.terminal.result(f"predictions for the {rows:,} examples of {name}: {file}")
+    examples = "1 example" if rows == 1 else f"{rows:,} examples"
+    trainer.terminal.result(f"predictions for the {examples} of {name}: {file}")
 
 
 def run_evaluator(command: Command) -> int:

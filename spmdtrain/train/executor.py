@@ -305,9 +305,10 @@ class MeshExecutor:
         with logger.terminal.waiting("compiling the train step"), phase(Phase.COMPILE):
             program = self._programs.get(steps, batch)
             await_compiled(program.lowered)
-        logger.log_header(self._placement, state.params, program.summary)
-        found = StepProgram(program.jaxpr, program.steps, program.collectives)
         functions = self._functions
+        trained, _ = functions.update.partition(state.params)
+        logger.log_header(self._placement, state.params, program.summary, trained)
+        found = StepProgram(program.jaxpr, program.steps, program.collectives)
         params, places = functions.abstract_state.params, functions.shardings.params
         logger.performance.describe(found, params, places, self._placement)
         logger.performance.loss_is_of_tokens = functions.loss_is_of_tokens

@@ -92,8 +92,17 @@ class RunLogger:
                 # Only process 0 has files.
                 self.written[split] = dict(process_group.broadcast(found))
 
-    def log_header(self, placement: Placement, params: Any, program: str) -> None:
-        """Prints what is about to run: devices, mesh, batch, program, and bad records if any."""
+    def log_header(
+        self, placement: Placement, params: Any, program: str, trained: Any = None
+    ) -> None:
+        """Prints what is about to run: devices, mesh, batch, program, and bad records if any.
+
+        Args:
+          placement: The strategy and its mesh.
+          params: All parameters.
+          program: The description of the program; parts are separated by "; ".
+          trained: The parameters that are not frozen; by default all.
+        """
         batch, rate = self.batch_size, self.config.learning_rate
         devices = placement.devices
         rows = batch or 0
@@ -107,12 +116,14 @@ class RunLogger:
         )
         facts += [] if rate is None else [f"learning rate {rate:g}"]
         compiled, *reasons = program.split("; ")
-        count = sum(leaf.size for leaf in jax.tree.leaves(params))
+        total = _size(params)
+        count = total if trained is None else _size(trained)
+        frozen = f", {count:,} trained" if count != total else ""
         lines = [
             f"{len(devices)} x {devices[0].device_kind}{_processes()}, {placement.name}, "
             f"mesh {placement.axes}",
             ", ".join(facts),
-            f"{count:,} parameters; {compiled}",
+            f"{total:,} parameters{frozen}; {compiled}",
             *reasons,
         ]
         self.terminal.lines([line for line in lines if line])
@@ -308,3 +319,8 @@ class RunLogger:
 def _processes() -> str:
     count = process_group.count()
     return f" of {count} processes" if count > 1 else ""
+
+
+def _size(arrays: Any) -> int:
+    """Returns the number of elements of all arrays."""
+    return sum(leaf.size for leaf in jax.tree.leaves(arrays))

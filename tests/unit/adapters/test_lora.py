@@ -1,5 +1,6 @@
 """LoRA: low-rank factors of the kernels of any model, and runs that train them alone."""
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from spmdtrain import (
 from spmdtrain.adapters.as_adapter import as_adapter
 from spmdtrain.adapters.base import Mode, Variables
 from spmdtrain.checkpoints import command
+from spmdtrain.run import main
 from spmdtrain.sharding.describe import axes_of_spec
 from spmdtrain.terminal import Terminal
 from spmdtrain.tree import named_leaves
@@ -341,3 +343,47 @@ def test_without_init_from_checkpoints_hold_the_base(tmp_path: Path) -> None:
     made = trainer(LoraModel(net, "kernel"), workdir=run)
     made.fit((X, Y), steps=2)
     np.testing.assert_allclose(load_model(net, run)(X), made.predict((X, Y)), rtol=1e-5, atol=1e-5)
+
+
+EXPERIMENT = """
+import optax
+from flax import nnx
+from spmdtrain import Experiment, LoraModel, RunConfig as Config
+import numpy as np
+
+X = np.ones((16, 4), np.float32)
+
+
+def build(config):
+    base = lambda rngs: nnx.Linear(4, 4, rngs=rngs)
+    return Experiment(
+        model=LoraModel(base, "kernel", rank=2),
+        objective=lambda model, batch: {"loss": (model(batch) - 5) ** 2},
+        optimizer=optax.adam(0.1),
+        train=X,
+        validation=X,
+    )
+"""
+
+
+def test_the_command_evaluates_the_factors_also_if_it_names_the_base(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "adapted.py").write_text(EXPERIMENT)
+    kernel, bias = np.eye(4, dtype=np.float32), np.zeros(4, np.float32)
+    np.savez(base := tmp_path / "base.npz", kernel=kernel, bias=bias)
+
+    def evaluated(workdir: str, source: Path) -> tuple[int, float]:
+        assert main([*options, workdir, "--init-from", str(source), "--mode", "evaluate"]) == 0
+        printed = capsys.readouterr().out
+        (line,) = (json.loads(x) for x in printed.splitlines() if x.startswith("{"))
+        return line["step"], line["loss"]
+
+    options = ["--config", str(tmp_path / "adapted.py"), "--trackers", "--workdir"]
+    workdir, other = str(tmp_path / "run"), str(tmp_path / "other")
+    assert main([*options, workdir, "--init-from", str(base), "--steps", "4"]) == 0
+    assert "36 parameters, 16 trained;" in capsys.readouterr().out
+    assert evaluated(other, base) == (0, 16.0)  # the base model, if there are no factors
+    step, loss = evaluated(workdir, base)
+    assert step == 4 and loss < 16
+    assert evaluated(other, tmp_path / "run") == (4, loss)
