@@ -24,8 +24,10 @@ from spmdtrain.checkpoints.source import (
     list_checkpoints,
     load_latest_valid,
 )
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.errors import UserError
+from spmdtrain.files.storage import absolute, folder_of
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.base_model import with_base
 from spmdtrain.step.optimizer import merge
@@ -71,9 +73,11 @@ def first_state(
 
     Raises:
       UserError: If no checkpoint is valid (a run never starts from step 0 in a workdir with
-        checkpoints), if they are of a different run, if the option `resume` forbids it, or if a
-        leaf of the state does not have its sharding.
+        checkpoints), if they are of a different run, if the option `resume` forbids it, if a fork
+        has no step to train or is of the workdir itself, or if a leaf of the state does not have
+        its sharding.
     """
+    _check_other_run(run.config)
     with progress.phase(progress.Phase.RESTORE, 0):
         if (source := _own_checkpoints(run)) is not None:
             state = _resume(run, trained, source, load_base)
@@ -97,6 +101,19 @@ def parse_fork(text: str) -> tuple[str, str]:
     """
     match = re.fullmatch(r"(.+)@(\d+|best|latest)", text)
     return (match[1], match[2]) if match else (text, LATEST)
+
+
+def _check_other_run(config: RunConfig) -> None:
+    """Raises `UserError` if `fork_from` names the workdir, whose own checkpoints would win."""
+    if config.fork_from is None or config.workdir is None:
+        return
+    other = absolute(folder_of(parse_fork(config.fork_from)[0]))
+    own = absolute(folder_of(config.workdir))
+    if other == own or own / "checkpoints" in (other, other.parent):
+        raise UserError(
+            f"fork_from {config.fork_from} names this run's own workdir: give another workdir, or "
+            "leave fork_from out to resume"
+        )
 
 
 def _own_checkpoints(run: RunSession) -> Source | None:
@@ -154,6 +171,12 @@ def _fork(run: RunSession, trained: Trainable, text: str, load_base: LoadBase | 
     source = process_group.run_on_all(lambda: find(path, which), UserError)
     instead = f"take its parameters alone: --init-from {path}"
     loaded = _load(run, trained, source, instead)
+    if (step := loaded.manifest.step) >= run.schedule.total:
+        raise UserError(
+            f"{source.path(step)} is of step {step}, and this run ends at step "
+            f"{run.schedule.total}: give more steps or epochs, or fork an earlier step: "
+            f"--fork-from {path}@STEP"
+        )
     run.logger.terminal.line(
         f"forked from step {loaded.manifest.step} of {source.path(loaded.manifest.step)}"
     )

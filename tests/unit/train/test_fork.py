@@ -69,9 +69,12 @@ def test_what_a_fork_cannot_keep_is_refused_by_name(tmp_path: Path) -> None:
         ({"init_from": str(run)}, X, "fork_from is .* and init_from is"),
         ({"fork_from": f"{run}@7"}, X, "7"),
         ({"fork_from": str(tmp_path / "nothing")}, X, "holds no checkpoint"),
+        ({"steps": 2}, X, "checkpoints/2 is of step 2, and this run ends at step 2"),
     ]
     for options, data, message in cases:
         with pytest.raises(UserError, match=message):
-            trainer(None, **{"fork_from": str(run)} | options).fit(data, steps=4)
+            trainer(None, **{"fork_from": str(run), "steps": 4} | options).fit(data)
+    with pytest.raises(UserError, match="fork_from .*names this run's own workdir"):
+        trainer(run, fork_from=f"{run}@1").fit(X, steps=4)
     fork = trainer(None, fork_from=f"{run}@2")
     assert fork.evaluate(X)["loss"] == trainer(run).evaluate(X)["loss"]
