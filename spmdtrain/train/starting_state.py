@@ -1,9 +1,8 @@
 """The state before the first step of a start: resumed, forked from another run, or initial."""
 
-import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 from etils import epath
@@ -14,6 +13,7 @@ from spmdtrain.checkpoints.base_weights import base_sums
 from spmdtrain.checkpoints.listing import LATEST
 from spmdtrain.checkpoints.lora_record import LoraRecord
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
+from spmdtrain.checkpoints.read_arrays import holds
 from spmdtrain.checkpoints.restore import load_state
 from spmdtrain.checkpoints.run_identity import changes, check_same_run, describe_leaves
 from spmdtrain.checkpoints.source import (
@@ -31,6 +31,7 @@ from spmdtrain.files.storage import absolute, folder_of
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.base_model import with_base
 from spmdtrain.step.optimizer import merge
+from spmdtrain.step.schedule_free import average_in, is_schedule_free
 from spmdtrain.step.state import TrainState, first_average
 from spmdtrain.train.run_inputs import Trainable
 from spmdtrain.train.session import RunSession
@@ -189,11 +190,21 @@ def _load(
     """Loads the newest valid checkpoint of a source, if it is of a run like this one."""
 
     def load(folder: epath.Path, manifest: Manifest) -> StateAndPositions:
-        check_same_run(manifest.identity, run.identity, str(folder), manifest.step, instead=instead)
-        abstract, shardings = trained.abstract_state, trained.shardings
+        identity, places = run.identity, trained.shardings
+        abstract, shardings = trained.abstract_state, places
         if trained.base is not None:
             abstract, shardings = map(trained.base.saved_part, (abstract, shardings))
+        # Version 0.1 saved no average with a schedule-free optimizer. Its state determines it.
+        lacks_average = is_schedule_free(abstract.opt_state) and not holds(manifest, "averaged")
+        if lacks_average:
+            abstract, shardings = (replace(x, averaged={}) for x in (abstract, shardings))
+            leaves = {n: x for n, x in identity.leaves.items() if not n.startswith("averaged/")}
+            identity = replace(identity, leaves=leaves)
+        check_same_run(manifest.identity, identity, str(folder), manifest.step, instead=instead)
         state = load_state(folder, manifest, abstract, shardings)
+        if lacks_average:
+            average = jax.jit(average_in, out_shardings=places.averaged)
+            state = replace(state, averaged=average(state.opt_state, state.params))
         return state, stream_positions.read(folder, manifest.stream)
 
     return load_latest_valid(source, load, run.logger.terminal.warning, by_all=True)
@@ -220,7 +231,7 @@ def _continued(
         assert load_base is not None
         base, lora = load_base(source.path(saved.step), saved)
         state = _with_base(state, base)
-    run.identity = dataclasses.replace(run.identity, lora=lora)
+    run.identity = replace(run.identity, lora=lora)
     before, now = saved.identity.config, run.identity.config
     return hyperparameters.updated(
         state,
@@ -238,7 +249,7 @@ def _with_base(state: TrainState, base: Variables) -> TrainState:
     averaged = state.averaged
     if jax.tree.leaves(averaged):
         averaged = merge(averaged, first_average(base.params))
-    return dataclasses.replace(state, params=params, averaged=averaged, model_state=model_state)
+    return replace(state, params=params, averaged=averaged, model_state=model_state)
 
 
 def _record_base(run: RunSession, trained: Trainable, state: TrainState, lora: LoraRecord) -> None:
@@ -247,5 +258,5 @@ def _record_base(run: RunSession, trained: Trainable, state: TrainState, lora: L
         return
     base = trained.base.values(Variables(state.params, state.model_state))
     shapes = {"params": base.params, "model_state": base.model_state}
-    lora = dataclasses.replace(lora, leaves=describe_leaves(shapes), sums=base_sums(base))
-    run.identity = dataclasses.replace(run.identity, lora=lora)
+    lora = replace(lora, leaves=describe_leaves(shapes), sums=base_sums(base))
+    run.identity = replace(run.identity, lora=lora)
