@@ -84,7 +84,9 @@ def roc_auc(
     the same bin count as ties, which changes it by at most half the share of such pairs.
 
     Args:
-      labels: (B,), 1 for positive and 0 for negative examples. Others are not counted.
+      labels: (B,), 1 for positive and 0 for negative examples. Examples with a label below 0 are
+        not counted. Any other value, such as 2 or 0.7, is an error of the evaluation, unless its
+        weight is 0.
       scores: (B,), from 0 to 1, such as probabilities. If one is outside or NaN, the AUC is NaN.
       bins: Number of bins.
       weights: (B,), by default 1.
@@ -100,8 +102,12 @@ def roc_auc(
             f"roc_auc: labels of shape {labels.shape} and scores of shape {scores.shape}: both "
             "must have shape (B,)"
         )
-    of_bin = jax.nn.one_hot(jnp.clip(scores * bins, 0, bins - 1).astype(jnp.int32), bins)
-    counts = jax.nn.one_hot(labels.astype(jnp.int32), 2)[:, :, None] * of_bin[:, None, :]
+    # One more bin counts the labels that are no classes, because values are not known under jit.
+    is_wrong = (labels != 0) & (labels != 1) & ~(labels < 0)
+    label = jnp.where(is_wrong, 0, labels).astype(jnp.int32)
+    of_score = jnp.clip(scores * bins, 0, bins - 1).astype(jnp.int32)
+    of_bin = jax.nn.one_hot(jnp.where(is_wrong, bins, of_score), bins + 1)
+    counts = jax.nn.one_hot(label, 2)[:, :, None] * of_bin[:, None, :]
     valid = (scores >= 0) & (scores <= 1)
     return SumMetric(jnp.where(valid[:, None, None], counts, jnp.nan), _area, weights)
 
@@ -166,8 +172,13 @@ class _CountedBins:
 
 
 def _area(counts: np.ndarray) -> float:
-    """Returns the AUC of counts (negative and positive, bins)."""
-    negatives, positives = counts
+    """Returns the AUC of counts (negative and positive, bins); the last bin is of wrong labels."""
+    if counts[0, -1] > 0:
+        raise UserError(
+            "roc_auc: some labels are neither 0 nor 1: compare them with the positive class, such "
+            "as label == 2, and give examples without a label the label -1 or the weight 0"
+        )
+    negatives, positives = counts[:, :-1]
     below = np.concatenate([[0.0], np.cumsum(negatives)[:-1]])
     pairs = negatives.sum() * positives.sum()
     return float((positives * (below + negatives / 2)).sum() / pairs) if pairs else float("nan")

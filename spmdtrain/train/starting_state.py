@@ -1,9 +1,8 @@
 """The state before the first step of a start: resumed, forked from another run, or initial."""
 
-import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 from etils import epath
@@ -14,6 +13,7 @@ from spmdtrain.checkpoints.base_weights import base_sums
 from spmdtrain.checkpoints.listing import LATEST
 from spmdtrain.checkpoints.lora_record import LoraRecord
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
+from spmdtrain.checkpoints.read_arrays import holds
 from spmdtrain.checkpoints.restore import load_state
 from spmdtrain.checkpoints.run_identity import changes, check_same_run, describe_leaves
 from spmdtrain.checkpoints.source import (
@@ -24,11 +24,14 @@ from spmdtrain.checkpoints.source import (
     list_checkpoints,
     load_latest_valid,
 )
+from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.errors import UserError
+from spmdtrain.files.storage import absolute, folder_of
 from spmdtrain.step import hyperparameters
 from spmdtrain.step.base_model import with_base
 from spmdtrain.step.optimizer import merge
+from spmdtrain.step.schedule_free import average_in, is_schedule_free
 from spmdtrain.step.state import TrainState, first_average
 from spmdtrain.train.run_inputs import Trainable
 from spmdtrain.train.session import RunSession
@@ -71,9 +74,11 @@ def first_state(
 
     Raises:
       UserError: If no checkpoint is valid (a run never starts from step 0 in a workdir with
-        checkpoints), if they are of a different run, if the option `resume` forbids it, or if a
-        leaf of the state does not have its sharding.
+        checkpoints), if they are of a different run, if the option `resume` forbids it, if a fork
+        has no step to train or is of the workdir itself, or if a leaf of the state does not have
+        its sharding.
     """
+    _check_other_run(run.config)
     with progress.phase(progress.Phase.RESTORE, 0):
         if (source := _own_checkpoints(run)) is not None:
             state = _resume(run, trained, source, load_base)
@@ -97,6 +102,19 @@ def parse_fork(text: str) -> tuple[str, str]:
     """
     match = re.fullmatch(r"(.+)@(\d+|best|latest)", text)
     return (match[1], match[2]) if match else (text, LATEST)
+
+
+def _check_other_run(config: RunConfig) -> None:
+    """Raises `UserError` if `fork_from` names the workdir, whose own checkpoints would win."""
+    if config.fork_from is None or config.workdir is None:
+        return
+    other = absolute(folder_of(parse_fork(config.fork_from)[0]))
+    own = absolute(folder_of(config.workdir))
+    if other == own or own / "checkpoints" in (other, other.parent):
+        raise UserError(
+            f"fork_from {config.fork_from} names this run's own workdir: give another workdir, or "
+            "leave fork_from out to resume"
+        )
 
 
 def _own_checkpoints(run: RunSession) -> Source | None:
@@ -154,6 +172,12 @@ def _fork(run: RunSession, trained: Trainable, text: str, load_base: LoadBase | 
     source = process_group.run_on_all(lambda: find(path, which), UserError)
     instead = f"take its parameters alone: --init-from {path}"
     loaded = _load(run, trained, source, instead)
+    if (step := loaded.manifest.step) >= run.schedule.total:
+        raise UserError(
+            f"{source.path(step)} is of step {step}, and this run ends at step "
+            f"{run.schedule.total}: give more steps or epochs, or fork an earlier step: "
+            f"--fork-from {path}@STEP"
+        )
     run.logger.terminal.line(
         f"forked from step {loaded.manifest.step} of {source.path(loaded.manifest.step)}"
     )
@@ -166,11 +190,21 @@ def _load(
     """Loads the newest valid checkpoint of a source, if it is of a run like this one."""
 
     def load(folder: epath.Path, manifest: Manifest) -> StateAndPositions:
-        check_same_run(manifest.identity, run.identity, str(folder), manifest.step, instead=instead)
-        abstract, shardings = trained.abstract_state, trained.shardings
+        identity, places = run.identity, trained.shardings
+        abstract, shardings = trained.abstract_state, places
         if trained.base is not None:
             abstract, shardings = map(trained.base.saved_part, (abstract, shardings))
+        # Version 0.1 saved no average with a schedule-free optimizer. Its state determines it.
+        lacks_average = is_schedule_free(abstract.opt_state) and not holds(manifest, "averaged")
+        if lacks_average:
+            abstract, shardings = (replace(x, averaged={}) for x in (abstract, shardings))
+            leaves = {n: x for n, x in identity.leaves.items() if not n.startswith("averaged/")}
+            identity = replace(identity, leaves=leaves)
+        check_same_run(manifest.identity, identity, str(folder), manifest.step, instead=instead)
         state = load_state(folder, manifest, abstract, shardings)
+        if lacks_average:
+            average = jax.jit(average_in, out_shardings=places.averaged)
+            state = replace(state, averaged=average(state.opt_state, state.params))
         return state, stream_positions.read(folder, manifest.stream)
 
     return load_latest_valid(source, load, run.logger.terminal.warning, by_all=True)
@@ -197,7 +231,7 @@ def _continued(
         assert load_base is not None
         base, lora = load_base(source.path(saved.step), saved)
         state = _with_base(state, base)
-    run.identity = dataclasses.replace(run.identity, lora=lora)
+    run.identity = replace(run.identity, lora=lora)
     before, now = saved.identity.config, run.identity.config
     return hyperparameters.updated(
         state,
@@ -215,7 +249,7 @@ def _with_base(state: TrainState, base: Variables) -> TrainState:
     averaged = state.averaged
     if jax.tree.leaves(averaged):
         averaged = merge(averaged, first_average(base.params))
-    return dataclasses.replace(state, params=params, averaged=averaged, model_state=model_state)
+    return replace(state, params=params, averaged=averaged, model_state=model_state)
 
 
 def _record_base(run: RunSession, trained: Trainable, state: TrainState, lora: LoraRecord) -> None:
@@ -224,5 +258,5 @@ def _record_base(run: RunSession, trained: Trainable, state: TrainState, lora: L
         return
     base = trained.base.values(Variables(state.params, state.model_state))
     shapes = {"params": base.params, "model_state": base.model_state}
-    lora = dataclasses.replace(lora, leaves=describe_leaves(shapes), sums=base_sums(base))
-    run.identity = dataclasses.replace(run.identity, lora=lora)
+    lora = replace(lora, leaves=describe_leaves(shapes), sums=base_sums(base))
+    run.identity = replace(run.identity, lora=lora)

@@ -33,7 +33,8 @@ def place(
       expected: The errors that one process raises in all of them.
 
     Raises:
-      UserError: If a value is NaN or infinite, or the file is corrupted.
+      UserError: If a value is NaN or infinite, or too large for the model's integers, or the file
+        is corrupted.
     """
 
     def read() -> dict[str, jax.Array]:
@@ -52,7 +53,8 @@ def read_whole(source: WeightSource, found: WeightAssignment, name: str, target:
       target: Its shape and dtype.
 
     Raises:
-      UserError: If a value is NaN or infinite, or the file is corrupted.
+      UserError: If a value is NaN or infinite, or too large for the model's integers, or the file
+        is corrupted.
     """
     return _shard(source, found, name, tuple((0, n) for n in target.shape), target.dtype)
 
@@ -89,6 +91,11 @@ def _shard(
         with np.errstate(over="ignore", invalid="ignore"):  # an overflow is found below
             part = values[slices(shared, origin)]
             part[...] = read
+        if jnp.issubdtype(dtype, jnp.integer) and not np.array_equal(part, read):
+            raise UserError(
+                f"{source.path}: {foreign(piece.source, 200)} is {read.dtype.name} and has a value "
+                f"that {np.dtype(dtype).name} cannot hold; nothing was loaded"
+            )
         del read
         if jnp.issubdtype(dtype, jnp.inexact) and not np.isfinite(part).all():
             raise UserError(

@@ -168,6 +168,8 @@ def test_finished_media_are_those_of_numpy() -> None:
             r"values of shape \(32, 6\) and weights of shape \(6,\): va",
         ),
         (lambda x: roc_auc(x[:, 0], x[:, 0], bins=0), "bins is 0: it must be an integer above 0"),
+        (lambda x: roc_auc(0 * x[:, 0] + 0.7, 0 * x[:, 0]), "some labels are neither 0 nor 1"),
+        (lambda x: roc_auc(2 * (x[:, 0] > 0), 0 * x[:, 0]), "some labels are neither 0 nor 1"),
         (lambda x: PredictionMetric(np.mean, "x"), "'wrong' does not consist of arrays: "),
         (lambda x: Scalar(None), "'wrong' does not consist of arrays: None is not"),  # type: ignore[arg-type]
     ],

@@ -16,6 +16,7 @@ X = {"x": np.random.default_rng(0).normal(size=(48, 3)).astype(np.float32)}
 
 def trainer(workdir: Path | None, **options: Any) -> Trainer:
     defaults: dict[str, Any] = {
+        "optimizer": optax.adam(0.1),
         "global_batch_size": 16,
         "trackers": (),
         "terminal": Terminal(quiet=True),
@@ -23,7 +24,6 @@ def trainer(workdir: Path | None, **options: Any) -> Trainer:
     return Trainer(
         model=FunctionModel(lambda key: {"w": np.zeros(3, np.float32)}),
         objective=lambda model, batch: {"loss": ((batch["x"] - model["w"]) ** 2).mean(-1)},
-        optimizer=optax.adam(0.1),
         workdir=None if workdir is None else str(workdir),
         **defaults | options,
     )
@@ -69,9 +69,31 @@ def test_what_a_fork_cannot_keep_is_refused_by_name(tmp_path: Path) -> None:
         ({"init_from": str(run)}, X, "fork_from is .* and init_from is"),
         ({"fork_from": f"{run}@7"}, X, "7"),
         ({"fork_from": str(tmp_path / "nothing")}, X, "holds no checkpoint"),
+        ({"steps": 2}, X, "checkpoints/2 is of step 2, and this run ends at step 2"),
     ]
     for options, data, message in cases:
         with pytest.raises(UserError, match=message):
-            trainer(None, **{"fork_from": str(run)} | options).fit(data, steps=4)
+            trainer(None, **{"fork_from": str(run), "steps": 4} | options).fit(data)
+    with pytest.raises(UserError, match="names this run's own workdir"):
+        trainer(run, fork_from=f"{run}@1").fit(X, steps=4)
     fork = trainer(None, fork_from=f"{run}@2")
     assert fork.evaluate(X)["loss"] == trainer(run).evaluate(X)["loss"]
+
+
+def test_a_schedule_free_run_of_version_0_1_gets_the_average_that_it_did_not_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    optimizer = {"optimizer": optax.contrib.schedule_free_sgd(0.1)}
+    with monkeypatch.context() as version_0_1:
+        version_0_1.setattr("spmdtrain.step.optimizer.is_schedule_free", lambda state: False)
+        old = trainer(run, **optimizer)
+        old.fit(X, steps=3)
+        assert not any(name.startswith("averaged") for name in values(old))
+    fork = trainer(None, fork_from=str(run), **optimizer)
+    fork.fit(X, steps=5)
+    whole = trainer(None, **optimizer)
+    whole.fit(X, steps=5)
+    for name, array in values(whole).items():
+        np.testing.assert_array_equal(values(fork)[name], array, err_msg=name)
+    assert "averaged/w" in values(fork)

@@ -231,6 +231,23 @@ def test_the_checkpoint_of_a_file_is_an_error(tmp_path: Path) -> None:
         trainer(init_from_strict="matching")
 
 
+def test_integers_that_would_wrap_are_refused(tmp_path: Path) -> None:
+    class Counts(nnx.Module):
+        def __init__(self, *, rngs: nnx.Rngs) -> None:
+            self.head = nnx.Linear(4, 1, rngs=rngs)
+            self.seen = nnx.BatchStat(np.zeros(2, np.int32))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.head(x)
+
+    arrays = {"head.kernel": np.ones((4, 1), np.float32), "head.bias": np.zeros(1, np.float32)}
+    wide = saved(tmp_path, arrays | {"seen": np.array([7, 2**32 + 5])})
+    message = refused(wide, model=Counts)
+    assert "seen is int64 and has a value that int32 cannot hold" in message
+    fits = trainer(saved(tmp_path, arrays | {"seen": np.array([7, -5])}), model=Counts)
+    assert fits.model.seen.get_value().tolist() == [7, -5]
+
+
 @pytest.mark.slow
 def test_the_host_holds_less_than_the_largest_array(tmp_path: Path) -> None:
     script = TESTS / "unit" / "weights" / "peak_memory.py"
