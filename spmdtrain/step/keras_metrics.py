@@ -43,7 +43,7 @@ class OutputMetric:
 
     @property
     def direction(self) -> str | None:
-        """Whether the lowest ("min") or the highest ("max") value is the best; None if unknown."""
+        """The kind of its best value: "min" (the lowest) or "max"; None if it is unknown."""
         return direction_of(self.metric)
 
     def __call__(

@@ -12,7 +12,7 @@ import pytest
 from spmdtrain import Trainer, UserError
 from spmdtrain.adapters import keras_internals
 from spmdtrain.adapters.base import Mode, Variables
-from spmdtrain.adapters.keras import KerasModel
+from spmdtrain.adapters.keras import BoundKeras, KerasModel
 from spmdtrain.adapters.keras_optimizer import KerasOptimizer
 from spmdtrain.step.keras_compile import CompiledKeras
 from spmdtrain.step.metrics import weighted_sums
@@ -204,7 +204,7 @@ class OwnStep(Model):  # type: ignore[misc]
     def train_step(self, *_: Any) -> Any: ...
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], list[Any], str]] = {
+REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "not compiled": (
         lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]),
         [],
@@ -218,6 +218,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[Any], str]] = {
         [],
         "scales the loss",
     ),
+    "not a list": (dense, keras.callbacks.CSVLogger("x"), "callbacks is a CSVLogger: it must be"),
     "backup": (dense, [keras.callbacks.BackupAndRestore("x")], "callback BackupAndRestore cannot"),
     "steps": (
         dense,
@@ -259,6 +260,20 @@ def test_losses_that_are_no_means_and_metrics_of_several_numbers_are_refused(
     variables = adapter.init(adapter.given, jax.random.key(0))
     with pytest.raises(UserError, match=words):
         adapter.run(objective, variables, (X, LABEL), jax.random.key(0), Mode.EVAL)
+
+
+def test_an_output_without_a_target_is_named() -> None:
+    inputs = keras.Input((4,))
+    penalized = keras.Model(inputs, keras.layers.ActivityRegularization(l2=1.0)(inputs))
+    penalized.compile(metrics=["mse"])
+    lacking = two_outputs(loss={"first": "crossentropy", "second": "mse"})
+    for model, batch, words in (
+        (penalized, (X,), "loss or a metric, but a batch has no target"),
+        (lacking, (X, {"first": LABEL}), "the output 'second' .* no target"),
+    ):
+        objective = CompiledKeras(model).objective
+        with pytest.raises(UserError, match=words):
+            objective(BoundKeras(model, training=False), jax.tree.map(jnp.asarray, batch))
 
 
 def test_a_missing_internal_names_the_version_of_keras(monkeypatch: pytest.MonkeyPatch) -> None:
