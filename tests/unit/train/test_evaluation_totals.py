@@ -32,7 +32,9 @@ from spmdtrain import (
     value_histogram,
 )
 from spmdtrain.models import MLP
+from spmdtrain.step.metrics import weighted_sums
 from spmdtrain.terminal import Terminal
+from spmdtrain.train.evaluation_totals import EvaluationTotals
 
 os.environ["KERAS_BACKEND"] = "jax"
 keras: Any = pytest.importorskip("keras")
@@ -123,6 +125,21 @@ def test_each_metric_is_that_of_all_examples_once() -> None:
     assert trainer.evaluate(DATA, global_batch_size=32) == pytest.approx(
         found | {"auc": exact, "keras_auc": exact}, abs=5e-3, nan_ok=True
     )
+
+
+def test_padding_rows_do_not_count_and_batches_are_added_up_in_f64() -> None:
+    totals = EvaluationTotals()
+    for mask, values in (([1, 1, 0], [2**24, 0, 7]), ([1, 1, 1], [1, 0, 0])):
+        x = jnp.asarray(values, jnp.float32)
+        outputs = {
+            "loss": x * 0,
+            "sum": SumMetric(x, float),
+            "rows": PredictionMetric(len, x),
+            "scalar": Scalar(5.0 * (x[0] == 1)),
+        }
+        totals.add(weighted_sums(outputs, 3, jnp.asarray(mask)))
+    expected = {"loss": 0, "sum": 2**24 + 1, "rows": 5, "scalar": 5 * 3 / 5}
+    assert totals.result() == expected
 
 
 def test_training_logs_the_combined_loss_and_evaluations_the_rest(tmp_path: Path) -> None:
