@@ -17,6 +17,7 @@ from step_helpers import on
 from spmdtrain import (
     Combination,
     Histogram,
+    Mixture,
     PredictionMetric,
     Scalar,
     SumMetric,
@@ -155,6 +156,28 @@ def test_training_logs_the_combined_loss_and_evaluations_the_rest(tmp_path: Path
     text = (tmp_path / "media.jsonl").read_text()
     assert '"confusion"' in text
     assert '"logits"' in text
+
+
+def test_media_of_a_mixture_are_computed_once_for_all_examples() -> None:
+    finished: list[np.ndarray] = []
+
+    def table(counts: np.ndarray) -> Table:
+        finished.append(counts)
+        return confusion_table(counts)
+
+    def counted(model: Any, batch: Any) -> dict[str, Any]:
+        counts = confusion_counts(batch["label"], model(batch["x"]).argmax(-1), CLASSES)
+        examples = SumMetric(jnp.ones(len(batch["x"])), float)
+        return {"loss": batch["x"][:, 0], "counts": SumMetric(counts, table), "n": examples}
+
+    parts = {
+        "few": {n: x[:5] for n, x in DATA.items()},
+        "many": {n: x[5:] for n, x in DATA.items()},
+    }
+    mixture = Mixture({name: (part, 0.5) for name, part in parts.items()})
+    found = make(1, counted).evaluate(mixture, global_batch_size=N)
+    assert [found[name] for name in ("n", "n/few", "n/many")] == [N, 5, N - 5]
+    assert [counts.sum() for counts in finished] == [N]
 
 
 def test_finished_media_are_those_of_numpy() -> None:
