@@ -64,7 +64,7 @@ class StackedDecoder(nnx.Module):
 
     config: Any
     embedding: nnx.Param[jax.Array]
-    blocks: nnx.Dict
+    blocks: nnx.Dict[Any]
 
     def layers(self) -> PyTree:
         """Returns the weights of the blocks as `extend` takes them.

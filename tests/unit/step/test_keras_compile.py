@@ -36,9 +36,9 @@ TOKENS = np.where(np.arange(6) < _draw.integers(1, 6, (12, 1)), 2, 0)  # 0 is ma
 
 
 def dense(*, units: int = 3, **compiled: Any) -> Any:
-    layer = keras.layers.Dense(units, "softmax" if units > 1 else "sigmoid", name="out")
+    activation, penalty = "softmax" if units > 1 else "sigmoid", keras.regularizers.L2(0.1)
+    layer = keras.layers.Dense(units, activation, kernel_regularizer=penalty, name="out")
     model = keras.Sequential([keras.Input((4,)), layer], name="net")
-    layer.kernel_regularizer = keras.regularizers.L2(0.1)
     model.compile(**{"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]} | compiled)
     return model
 
