@@ -120,7 +120,7 @@ class KerasModel:
         """Makes batch normalizations not trainable, so that they use their stored statistics."""
         layers = [
             layer
-            for layer in (self.model._flatten_layers() if frozen else ())
+            for layer in (all_layers(self.model) if frozen else ())
             if isinstance(layer, self._keras.layers.BatchNormalization)
             and layer.trainable
             and layer.moving_mean.path in frozen
@@ -154,9 +154,8 @@ class KerasModel:
         values = _flat(variables.params) | _flat(variables.model_state)
         for name, variable in self._weights.items():
             value = values[name]
-            if (
-                value.dtype != variable.dtype
-            ):  # Keras would cast it back, and the speed would be lost
+            # Keras would cast it back, and the speed would be lost.
+            if value.dtype != variable.dtype:
                 raise UserError(
                     f"compute_dtype is {value.dtype}, but a Keras model computes in the dtype of "
                     "its own policy. Call keras.config.set_dtype_policy('mixed_bfloat16') before "

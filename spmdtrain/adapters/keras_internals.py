@@ -53,6 +53,12 @@ def direction_of(metric: Any) -> str | None:
     return {"down": "min", "up": "max"}.get(getattr(metric, "_direction", None) or "")
 
 
+def reported_name(metric: Any) -> str:
+    """Returns the name under which Keras reports a metric, which may be a function."""
+    naming = importlib.import_module("keras.src.utils.naming")
+    return str(_read(naming, "get_object_name")(metric))
+
+
 def profiles_steps(callback: Any) -> bool:
     """Returns whether a `TensorBoard` callback would write a profile: `profile_batch` is not 0."""
     return bool(_read(callback, "_should_trace"))

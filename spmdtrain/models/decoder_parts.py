@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from spmdtrain.errors import UserError
 from spmdtrain.models.cached_attention import cache_array
@@ -54,40 +55,53 @@ def check_length(length: int, context: int) -> None:
         raise UserError(f"a sequence has {length} tokens, but the model's context is {context}")
 
 
-def separate_layers(weights: PyTree, layers: int) -> list[PyTree]:
-    """Returns the weights of each layer of stacked ones.
+class StackedDecoder(nnx.Module):
+    """A decoder whose `blocks` are arrays with a first dim for the layer.
 
-    Args:
-      weights: Arrays whose first dim is the layer.
-      layers: Number of layers.
+    Its `config` has the integers `layers`, `kv_heads`, `head_width` and `context`, and `unroll`.
+    Keys and values have the dtype of its `embedding`.
     """
-    return [jax.tree.map(operator.itemgetter(layer), weights) for layer in range(layers)]
 
+    config: Any
+    embedding: nnx.Param[jax.Array]
+    blocks: nnx.Dict[Any]
 
-def empty_cache(
-    shape: tuple[int, int, int, int], dtype: Any, *, layers: int, context: int, unroll: bool
-) -> PyTree:
-    """Returns a cache of keys and values for `read_with_cache`, of zeros.
+    def layers(self) -> PyTree:
+        """Returns the weights of the blocks as `extend` takes them.
 
-    Args:
-      shape: (B, key-value heads, length, head width).
-      dtype: Of keys and values.
-      layers: Number of layers.
-      context: The largest length.
-      unroll: Whether each layer has arrays of its own.
+        Call it outside of a loop over `extend`, because with `unroll` it copies each layer's.
+        """
+        weights = nnx.to_pure_dict(nnx.state(self.blocks))
+        if not self.config.unroll:
+            return weights
+        return [
+            jax.tree.map(operator.itemgetter(layer), weights) for layer in range(self.config.layers)
+        ]
 
-    Returns:
-      Pairs of arrays of this shape, one pair for each layer; without `unroll` one pair, in which
-      the layer is the first dim.
+    def empty_cache(self, rows: int, length: int) -> PyTree:
+        """Returns a cache of keys and values for `extend`, of zeros.
 
-    Raises:
-      UserError: If the length is larger than the context.
-    """
-    if shape[2] > context:
-        raise UserError(f"a cache of {shape[2]} tokens, but the model's context is {context}")
-    if unroll:
-        return [(cache_array(shape, dtype),) * 2 for _ in range(layers)]
-    return (cache_array((layers, *shape), dtype),) * 2
+        Args:
+          rows: Number of rows B.
+          length: The number of tokens of a row that it can hold, at most the context.
+
+        Returns:
+          Pairs of arrays of shape (B, key-value heads, `length`, head width) in the dtype of the
+          parameters, one pair for each layer; without `unroll` one pair, in which the layer is the
+          first dim.
+
+        Raises:
+          UserError: If `length` is larger than the context.
+        """
+        config, dtype = self.config, self.embedding[...].dtype
+        if length > config.context:
+            raise UserError(
+                f"a cache of {length} tokens, but the model's context is {config.context}"
+            )
+        shape = (rows, config.kv_heads, length, config.head_width)
+        if config.unroll:
+            return [(cache_array(shape, dtype),) * 2 for _ in range(config.layers)]
+        return (cache_array((config.layers, *shape), dtype),) * 2
 
 
 def read_with_cache(
@@ -103,7 +117,7 @@ def read_with_cache(
         and values extended by those of the new tokens.
       x: (B, T, width), the embedded new tokens.
       layers: The weights of each layer as a list, or stacked.
-      cache: From `empty_cache`, with `unroll` if `layers` is a list.
+      cache: From `StackedDecoder.empty_cache`, with `unroll` if `layers` is a list.
 
     Returns:
       x after the last layer, and the extended cache.

@@ -17,11 +17,10 @@ from spmdtrain.models.annotated import normal_param
 from spmdtrain.models.attention import Rotation, attend, rotation
 from spmdtrain.models.cached_attention import attend_to_cache
 from spmdtrain.models.decoder_parts import (
+    StackedDecoder,
     check_length,
     embed_tokens,
-    empty_cache,
     read_with_cache,
-    separate_layers,
     token_logits,
 )
 from spmdtrain.models.norms import rms_norm
@@ -191,7 +190,7 @@ class LlamaConfig:
         return scaled.astype(np.float32)
 
 
-class Llama(nnx.Module):
+class Llama(StackedDecoder):
     """A decoder from integer tokens (B, T) to logits (B, T, `vocabulary`) of the next tokens, f32.
 
     With the parameters of Hugging Face's `LlamaForCausalLM` it has the same logits. It computes in
@@ -271,38 +270,6 @@ class Llama(nnx.Module):
         weights = nnx.to_pure_dict(nnx.state(self.blocks))
         x, _ = jax.lax.scan(block, self._embed(tokens), weights, unroll=config.unroll)
         return self.logits(rms_norm(x, self.norm[...], config.epsilon))
-
-    def layers(self) -> PyTree:
-        """Returns the weights of the blocks as `extend` takes them.
-
-        Call it outside of a loop over `extend`, because with `unroll` it copies each layer's.
-        """
-        weights = nnx.to_pure_dict(nnx.state(self.blocks))
-        return separate_layers(weights, self.config.layers) if self.config.unroll else weights
-
-    def empty_cache(self, rows: int, length: int) -> PyTree:
-        """Returns a cache of keys and values for `extend`, of zeros.
-
-        Args:
-          rows: Number of rows B.
-          length: The number of tokens of a row that it can hold, at most the context.
-
-        Returns:
-          Pairs of arrays of shape (B, key-value heads, `length`, head width) in the dtype of the
-          parameters, one pair for each layer; without `unroll` one pair, in which the layer is the
-          first dim.
-
-        Raises:
-          UserError: If `length` is larger than the context.
-        """
-        config = self.config
-        return empty_cache(
-            (rows, config.kv_heads, length, config.head_width),
-            self.embedding[...].dtype,
-            layers=config.layers,
-            context=config.context,
-            unroll=config.unroll,
-        )
 
     def extend(
         self, layers: PyTree, tokens: jax.Array, cache: PyTree, start: jax.Array

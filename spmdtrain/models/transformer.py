@@ -12,11 +12,10 @@ from spmdtrain.errors import UserError
 from spmdtrain.models.attention import Rotation, attend, rotary_speeds, rotation
 from spmdtrain.models.cached_attention import attend_to_cache
 from spmdtrain.models.decoder_parts import (
+    StackedDecoder,
     check_length,
     embed_tokens,
-    empty_cache,
     read_with_cache,
-    separate_layers,
     token_logits,
 )
 from spmdtrain.models.norms import layer_norm, rms_norm
@@ -119,8 +118,13 @@ class TransformerConfig:
         """The width of each head."""
         return self.width // self.heads
 
+    @property
+    def kv_heads(self) -> int:
+        """The number of heads with keys and values of their own: all."""
+        return self.heads
 
-class Transformer(nnx.Module):
+
+class Transformer(StackedDecoder):
     """A decoder from integer tokens (B, T) to logits (B, T, `rows`) of the next tokens, f32.
 
     It has pre-norm blocks, and computes in the dtype of its parameters; norms,
@@ -221,39 +225,6 @@ class Transformer(nnx.Module):
     def _last_norm(self, x: jax.Array) -> jax.Array:
         bias = self.norm_bias[...] if self.config.blocks == "gpt2" else None
         return _norm(x, self.norm[...], bias)
-
-    def layers(self) -> PyTree:
-        """Returns the weights of the blocks as `extend` takes them.
-
-        Call it outside of a loop over `extend`, because with `unroll` it copies each layer's.
-        """
-        weights = nnx.to_pure_dict(nnx.state(self.blocks))
-        if not self.config.unroll:
-            return weights
-        return separate_layers(weights, self.config.layers)
-
-    def empty_cache(self, rows: int, length: int) -> PyTree:
-        """Returns a cache of keys and values for `extend`, of zeros.
-
-        Args:
-          rows: Number of rows B.
-          length: The number of tokens of a row that it can hold, at most the context.
-
-        Returns:
-          Pairs of arrays of shape (B, heads, `length`, head width) in the dtype of the parameters,
-          one pair for each layer; without `unroll` one pair, in which the layer is the first dim.
-
-        Raises:
-          UserError: If `length` is larger than the context.
-        """
-        config = self.config
-        return empty_cache(
-            (rows, config.heads, length, config.head_width),
-            self.embedding[...].dtype,
-            layers=config.layers,
-            context=config.context,
-            unroll=config.unroll,
-        )
 
     def extend(
         self, layers: PyTree, tokens: jax.Array, cache: PyTree, start: jax.Array

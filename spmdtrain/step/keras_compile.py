@@ -66,7 +66,7 @@ class CompiledKeras:
         self._losses: list[ExampleLosses | None] = []  # of each output, known with the shapes
         self._of_outputs: list[tuple[str, int, bool, OutputMetric]] = []
         self.directions: dict[str, str] = {"loss": "min"}
-        """Whether the lowest or the highest value of a metric is the best, once it is known."""
+        """The kind of the best value of each metric, once it is known: "min" or "max"."""
 
     def objective(self, model: BoundKeras, batch: PyTree) -> dict[str, Any]:
         """Returns the losses and metrics of each example.
@@ -136,19 +136,20 @@ class CompiledKeras:
         """Makes the losses and metrics, whose kinds may depend on the ranks of the arrays."""
         if self._losses:
             return
-        if self._loss is not None and y is None:
-            raise UserError("the model is compiled with a loss, but a batch has only x: use (x, y)")
         losses, targets = self._given_losses(names), self._targets(y, names)
         self._losses = [
-            None if loss is None else loss_of(self._keras, loss, *pair)
-            for loss, *pair in zip(losses, targets, predictions, strict=True)
+            None if loss is None else loss_of(self._keras, loss, _target(name, target), prediction)
+            for name, loss, target, prediction in zip(
+                names, losses, targets, predictions, strict=True
+            )
         ]
         for prefix, spec in self._metrics.items():
             one = len(names) == 1
             whole = [spec] if one and not isinstance(spec, Mapping) else spec
             for index, found in enumerate(_spread(whole, names, f"{prefix}metrics")):
                 for each in [] if found is None else self._keras.tree.flatten(found):
-                    metric = metric_of_output(self._keras, each, targets[index], predictions[index])
+                    target = _target(names[index], targets[index])
+                    metric = metric_of_output(self._keras, each, target, predictions[index])
                     name = metric.name if one else f"{names[index]}_{metric.name}"
                     taken = {known for known, *_ in self._of_outputs}
                     if prefix and name in taken:
@@ -203,6 +204,16 @@ def _parts(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     if isinstance(batch, Mapping) and "x" in batch and set(batch) <= set(_PARTS):
         return batch["x"], batch.get("y"), batch.get("sample_weight")
     return batch, None, None
+
+
+def _target(output: str, target: Any) -> Any:
+    """Returns the target of an output that has a loss or a metric."""
+    if target is None:
+        raise UserError(
+            f"the output {output!r} of the model has a loss or a metric, but a batch has no target "
+            "for it: use (x, y), with a target for each such output in y"
+        )
+    return target
 
 
 def _spread(given: Any, names: Sequence[str], what: str, *, shared: bool = False) -> list[Any]:

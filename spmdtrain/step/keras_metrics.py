@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdtrain.adapters.keras_internals import direction_of, mask_of
+from spmdtrain.adapters.keras_internals import direction_of, mask_of, reported_name
 from spmdtrain.adapters.keras_losses import expanded, kind_of_labels
 from spmdtrain.errors import UserError
 from spmdtrain.step.outputs import PredictionMetric, SumMetric
@@ -43,7 +43,7 @@ class OutputMetric:
 
     @property
     def direction(self) -> str | None:
-        """Whether the lowest ("min") or the highest ("max") value is the best; None if unknown."""
+        """The kind of its best value: "min" (the lowest) or "max"; None if it is unknown."""
         return direction_of(self.metric)
 
     def __call__(
@@ -141,10 +141,9 @@ def metric_of_output(
             "sparse_categorical": metrics.SparseCategoricalAccuracy,
         }[kind]()
     metric = metrics.get(resolved)
+    name = given if isinstance(given, str) else reported_name(metric)
     if not isinstance(metric, metrics.Metric):
-        function = metric
-        metric = metrics.MeanMetricWrapper(function, name=getattr(function, "__name__", None))
-    name = given if isinstance(given, str) else metric.name
+        metric = metrics.MeanMetricWrapper(metric, name=name)
     takes_mask = isinstance(metric, metrics.MeanMetricWrapper)
     found = OutputMetric(name, metric, _kind(metrics, metric), takes_mask)
     if found.kind is MetricKind.SUMS:

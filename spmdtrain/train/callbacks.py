@@ -118,14 +118,24 @@ def by_event(callbacks: Callbacks) -> dict[CallbackEvent, list[Callback]]:
         named after an event.
     """
     found: dict[CallbackEvent, list[Callback]] = {event: [] for event in CallbackEvent}
-    for each in [callbacks] if isinstance(callbacks, Mapping) else _listed(callbacks):
+    for each in listed_callbacks(callbacks):
         functions = each if isinstance(each, Mapping) else _methods(each)
         for event, added in _functions_by_event(functions).items():
             found[event] += added
     return found
 
 
-def _listed(callbacks: Any) -> Sequence[Any]:
+def listed_callbacks(callbacks: Any) -> Sequence[Any]:
+    """Returns callbacks as a list of objects and `CallbackFunctions`.
+
+    Args:
+      callbacks: `Callbacks`.
+
+    Raises:
+      UserError: If it is something else.
+    """
+    if isinstance(callbacks, Mapping):
+        return [callbacks]
     if isinstance(callbacks, list | tuple):
         return callbacks
     raise UserError(

@@ -1,6 +1,5 @@
 """The parts of an experiment that a compiled Keras model has."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import optax
@@ -9,7 +8,7 @@ from spmdtrain.adapters.keras import KerasModel, import_keras
 from spmdtrain.adapters.keras_optimizer import KerasOptimizer
 from spmdtrain.errors import UserError
 from spmdtrain.step.keras_compile import CompiledKeras
-from spmdtrain.train.callbacks import Callbacks
+from spmdtrain.train.callbacks import Callbacks, listed_callbacks
 from spmdtrain.train.keras_callbacks import KerasCallbacks
 
 
@@ -46,7 +45,7 @@ def parts_of_compiled(
             f"the Keras model {model.name!r} is compiled with steps_per_execution="
             f"{compiled.steps_per_execution}: leave it out and use the option steps_per_dispatch"
         )
-    others: list[Any] = [callbacks] if isinstance(callbacks, Mapping) else list(callbacks)
+    others = listed_callbacks(callbacks)
     kind = import_keras().callbacks.Callback
     of_keras = [callback for callback in others if isinstance(callback, kind)]
     bridge = KerasCallbacks(model, own, of_keras, compiled.directions)

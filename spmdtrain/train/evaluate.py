@@ -71,23 +71,24 @@ class Evaluation:
           check_interrupt: Called before each batch; may raise.
         """
         components = components_of(dataset)
-        whole, found, done = EvaluationTotals(), dict[str, float](), 0
+        whole, parts, done = EvaluationTotals(), dict[str, EvaluationTotals](), 0
         for name, part in (components or {"": dataset}).items():
             what = f"evaluate {name}".rstrip()
             batches = self._batches(what, part, batch_size, check_interrupt, first=done)
-            totals = EvaluationTotals()
+            parts[name] = totals = EvaluationTotals()
             with phase(Phase.EVALUATE):
                 outputs = (self._functions.evaluate(variables, *batch) for batch in batches)
                 for sums in _fetched(outputs, self._in_flight):
                     totals.add(sums)
                     whole.add(sums)
                     done += 1
-            if name:
-                of_part = totals.result().items()
-                found |= {component_metric(metric, name): value for metric, value in of_part}
-        metrics = loss_first(whole.result() | found)
+        metrics = whole.result()
         self._computed_media = whole.media
-        return metrics
+        for name in components or ():
+            # The media are those of all examples.
+            of_part = parts[name].result(without=whole.media).items()
+            metrics |= {component_metric(metric, name): value for metric, value in of_part}
+        return loss_first(metrics)
 
     def check_media(self, dataset: Dataset, batch_size: int) -> None:
         """Traces the declared media with the shapes of the batch of `media`.

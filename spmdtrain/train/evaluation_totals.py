@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -48,14 +48,19 @@ class EvaluationTotals:
                 of_means[name] = value
         self._means.add(of_means)
 
-    def result(self) -> dict[str, float]:
+    def result(self, *, without: Collection[str] = ()) -> dict[str, float]:
         """Returns the metrics by name, the loss first. All processes of a job call it.
+
+        Args:
+          without: Names of `SumMetric`s that are not computed.
 
         Raises:
           UserError: If a function of the user returns something else than a number or media.
         """
         found = self._means.result()
         for name, value in self._sums.items():
+            if name in without:
+                continue
             finished = value.finish(value.total)
             if isinstance(finished, Media):
                 check_items({name: finished}, f"the objective's {name!r}")

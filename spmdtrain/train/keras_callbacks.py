@@ -1,6 +1,7 @@
 """Keras callbacks within a run: early stopping, learning rates, files."""
 
 import dataclasses
+import enum
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,14 @@ _BUILT_IN = ("TerminateOnNaN", "TensorBoard")
 _MEASURED = frozenset(
     {"epoch", "learning_rate", "seconds", "examples_per_second", "input_wait"}
 )  # what a line of an epoch holds besides the objective's means
+
+
+class _Report(enum.Enum):
+    """The time at which `on_epoch_end` of a callback is called."""
+
+    EPOCH = enum.auto()  # at the end of the epoch
+    VALIDATION = enum.auto()  # after the evaluation at its end
+    LATE = enum.auto()  # after that evaluation, or at the next step if there is none
 
 
 class KerasCallbacks:
@@ -121,7 +130,7 @@ class KerasCallbacks:
         """
         # Callbacks add the learning rate to it, for the callbacks after them.
         self._epoch_means = {n: x for n, x in event.metrics.items() if n not in _MEASURED}
-        names = [name for name in self._active if self._timing(name) == "epoch"]
+        names = self._reported_at(_Report.EPOCH)
         self._call(event, names, "on_epoch_end", self._epoch, self._epoch_means)
         self._epoch += 1
         self._begin_epoch(event, "LearningRateScheduler")
@@ -193,11 +202,18 @@ class KerasCallbacks:
         """Reports an epoch to the callbacks that were not called at its end."""
         assert self._epoch_means is not None
         logs = self._epoch_means | dict(validation)
-        names = [
-            name
-            for name in self._active
-            if self._timing(name) == "late" or (validation and self._timing(name) == "validation")
-        ]
+        after_evaluation = self._reported_at(_Report.VALIDATION)
+        config = event.trainer.config
+        # With these options, an epoch may end without an evaluation.
+        at_other_steps = config.eval_every_steps is not None or config.eval_at_checkpoints
+        if after_evaluation and not validation and not at_other_steps:
+            raise UserError(
+                f"{_kind(self._active[after_evaluation[0]])} uses a metric 'val_...', but the end "
+                "of an epoch has no evaluation: pass validation to fit, or use a metric of the "
+                f"training ({', '.join(logs)})"
+            )
+        times = (_Report.VALIDATION, _Report.LATE) if validation else (_Report.LATE,)
+        names = self._reported_at(*times)
         self._epoch_means = None
         self._call(event, names, "on_epoch_end", self._epoch - 1, logs)
 
@@ -268,15 +284,8 @@ class KerasCallbacks:
         placed = {n: jax.tree_util.tree_map_with_path(place, x) for n, x in of_model.items()}
         return dataclasses.replace(state, **placed)
 
-    def _timing(self, name: str) -> str:
-        """Returns when `on_epoch_end` is called: at "epoch", with the "validation", or "late"."""
-        callback = self._active[name]
-        if not hasattr(callback, "monitor"):
-            return "epoch" if _kind(callback) in _CHANGES_RATE else "late"
-        named = "{val_" in str(getattr(callback, "filepath", ""))
-        watches = _kind(callback) != "ModelCheckpoint" or callback.save_best_only
-        on_validation = named or (watches and callback.monitor.startswith("val_"))
-        return "validation" if on_validation else "epoch"
+    def _reported_at(self, *times: _Report) -> list[str]:
+        return [name for name, callback in self._active.items() if _time_of(callback) in times]
 
     def _runs_here(self, name: str) -> bool:
         """Returns whether this process calls a callback: process 0 alone writes files."""
@@ -312,6 +321,15 @@ class KerasCallbacks:
 
 def _kind(callback: Any) -> str:
     return type(callback).__name__  # checked by `callback_kind`
+
+
+def _time_of(callback: Any) -> _Report:
+    if not hasattr(callback, "monitor"):
+        return _Report.EPOCH if _kind(callback) in _CHANGES_RATE else _Report.LATE
+    named = "{val_" in str(getattr(callback, "filepath", ""))
+    watches = _kind(callback) != "ModelCheckpoint" or callback.save_best_only
+    on_validation = named or (watches and callback.monitor.startswith("val_"))
+    return _Report.VALIDATION if on_validation else _Report.EPOCH
 
 
 def _check_monitor(callback: Any, logs: Mapping[str, float]) -> None:

@@ -186,6 +186,11 @@ def test_a_callback_that_watches_a_missing_metric_is_an_error() -> None:
     fitted = trainer(made(), callbacks=[keras.callbacks.EarlyStopping("auc")])
     with pytest.raises(UserError, match="there is no metric 'auc': there are loss, accuracy"):
         fitted.fit((X, Y), epochs=1, global_batch_size=BATCH)
+    fitted = trainer(made(), callbacks=[keras.callbacks.EarlyStopping("val_loss")])
+    with pytest.raises(
+        UserError, match=r"EarlyStopping uses a metric 'val_\.{3}', but .*loss, accur"
+    ):
+        fitted.fit((X, Y), epochs=1, global_batch_size=BATCH)
 
 
 def test_the_command_trains_a_compiled_model(tmp_path: Path) -> None:

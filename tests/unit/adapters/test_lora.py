@@ -196,6 +196,14 @@ def test_a_single_pattern_of_train_is_not_a_list_of_letters() -> None:
     assert lora(train="head").frozen == lora(train=["head"]).frozen
 
 
+def test_factors_of_equal_kernels_are_drawn_independently() -> None:
+    kernels = FunctionModel(lambda key: dict.fromkeys("xy", jnp.ones((4, 4))), lambda p, x: x)
+    adapted = LoraModel(kernels, "x|y", rank=2)
+    params, _ = adapted.init(adapted.given, jax.random.key(0))
+    x, y = (params["lora"][name]["a"] for name in "xy")
+    assert not np.isclose(x, y).any()
+
+
 # -- placement -------------------------------------------------------------------------------------
 
 RULES = (

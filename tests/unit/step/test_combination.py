@@ -79,10 +79,11 @@ def of_two_losses(devices: int, microbatches: int = 1, **options: Any) -> Any:
     )
 
 
-def test_each_term_is_divided_by_its_weight_over_the_whole_batch() -> None:
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_each_term_is_divided_by_its_weight_over_the_whole_batch(microbatches: int) -> None:
     batch = tokens_batch(np.random.default_rng(1))
     batch["examples"][np.arange(ROWS) % 4 < 2] = 0  # no labels in microbatches 0 and 1 of 4
-    of = of_two_losses(2, 4)
+    of = of_two_losses(2, microbatches)
     check_equal(gradients(of, batch), expected(of.functions.init(0).params, batch))
 
 

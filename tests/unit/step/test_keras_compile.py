@@ -12,7 +12,7 @@ import pytest
 from spmdtrain import Trainer, UserError
 from spmdtrain.adapters import keras_internals
 from spmdtrain.adapters.base import Mode, Variables
-from spmdtrain.adapters.keras import KerasModel
+from spmdtrain.adapters.keras import BoundKeras, KerasModel
 from spmdtrain.adapters.keras_optimizer import KerasOptimizer
 from spmdtrain.step.keras_compile import CompiledKeras
 from spmdtrain.step.metrics import weighted_sums
@@ -36,9 +36,9 @@ TOKENS = np.where(np.arange(6) < _draw.integers(1, 6, (12, 1)), 2, 0)  # 0 is ma
 
 
 def dense(*, units: int = 3, **compiled: Any) -> Any:
-    layer = keras.layers.Dense(units, "softmax" if units > 1 else "sigmoid", name="out")
+    activation, penalty = "softmax" if units > 1 else "sigmoid", keras.regularizers.L2(0.1)
+    layer = keras.layers.Dense(units, activation, kernel_regularizer=penalty, name="out")
     model = keras.Sequential([keras.Input((4,)), layer], name="net")
-    layer.kernel_regularizer = keras.regularizers.L2(0.1)
     model.compile(**{"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]} | compiled)
     return model
 
@@ -64,6 +64,13 @@ def two_outputs(**compiled: Any) -> Any:
 
 def both(y_true: Any, y_pred: Any) -> Any:
     return keras.ops.abs(y_true - y_pred)  # of shape (B, 1): Keras takes the mean of all
+
+
+class Share:
+    """A metric that is a callable object without a name."""
+
+    def __call__(self, y_true: Any, y_pred: Any) -> Any:
+        return y_pred[:, 1]
 
 
 class Worst(Metric):  # type: ignore[misc]
@@ -114,7 +121,9 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {
         (X, BINARY, WEIGHT),
     ),
     "classes": (
-        lambda: dense(metrics=[keras.metrics.MeanIoU(3, sparse_y_pred=False)]),
+        lambda: dense(
+            metrics=[keras.metrics.MeanIoU(3, sparse_y_pred=False), lambda y, p: p[:, 0], Share()]
+        ),
         (X, LABEL),
     ),
     "masked": (tagger, (TOKENS, _draw.integers(0, 3, (12, 6)))),
@@ -204,7 +213,7 @@ class OwnStep(Model):  # type: ignore[misc]
     def train_step(self, *_: Any) -> Any: ...
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], list[Any], str]] = {
+REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "not compiled": (
         lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]),
         [],
@@ -218,6 +227,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[Any], str]] = {
         [],
         "scales the loss",
     ),
+    "not a list": (dense, keras.callbacks.CSVLogger("x"), "callbacks is a CSVLogger: it must be"),
     "backup": (dense, [keras.callbacks.BackupAndRestore("x")], "callback BackupAndRestore cannot"),
     "steps": (
         dense,
@@ -259,6 +269,20 @@ def test_losses_that_are_no_means_and_metrics_of_several_numbers_are_refused(
     variables = adapter.init(adapter.given, jax.random.key(0))
     with pytest.raises(UserError, match=words):
         adapter.run(objective, variables, (X, LABEL), jax.random.key(0), Mode.EVAL)
+
+
+def test_an_output_without_a_target_is_named() -> None:
+    inputs = keras.Input((4,))
+    penalized = keras.Model(inputs, keras.layers.ActivityRegularization(l2=1.0)(inputs))
+    penalized.compile(metrics=["mse"])
+    lacking = two_outputs(loss={"first": "crossentropy", "second": "mse"})
+    for model, batch, words in (
+        (penalized, (X,), "loss or a metric, but a batch has no target"),
+        (lacking, (X, {"first": LABEL}), "the output 'second' .* no target"),
+    ):
+        objective = CompiledKeras(model).objective
+        with pytest.raises(UserError, match=words):
+            objective(BoundKeras(model, training=False), jax.tree.map(jnp.asarray, batch))
 
 
 def test_a_missing_internal_names_the_version_of_keras(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,22 +66,23 @@ def expected(*, trains_bias: bool = True) -> list[tuple[float, float, float]]:
     return norms
 
 
-@pytest.mark.slow
+OTHER_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"strategy": "mirrored", "microbatches": 2, "ema_decay": 0.9},
+    {
+        "strategy": "mirrored",
+        "mesh": MeshSpec(replica=2, data=4),
+        "collectives": CollectiveOptions(reduction="hierarchical"),
+    },
+    {"strategy": "zero"},
+    {"strategy": "fully_sharded", "steps_per_dispatch": 3},
+    {"strategy": "tensor_parallel", "rules": [Rule("w", PartitionSpec(None, "tensor"))]},
+]
+
+
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"freeze": ("b",)},
-        {"strategy": "mirrored", "microbatches": 2, "ema_decay": 0.9},
-        {
-            "strategy": "mirrored",
-            "mesh": MeshSpec(replica=2, data=4),
-            "collectives": CollectiveOptions(reduction="hierarchical"),
-        },
-        {"strategy": "zero"},
-        {"strategy": "fully_sharded", "steps_per_dispatch": 3},
-        {"strategy": "tensor_parallel", "rules": [Rule("w", PartitionSpec(None, "tensor"))]},
-    ],
+    [{"freeze": ("b",)}, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHER_OPTIONS)],
     ids=str,
 )
 def test_norms_are_those_of_numpy_under_every_strategy(options: dict[str, Any]) -> None:

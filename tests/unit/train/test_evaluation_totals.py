@@ -17,6 +17,7 @@ from step_helpers import on
 from spmdtrain import (
     Combination,
     Histogram,
+    Mixture,
     PredictionMetric,
     Scalar,
     SumMetric,
@@ -32,7 +33,9 @@ from spmdtrain import (
     value_histogram,
 )
 from spmdtrain.models import MLP
+from spmdtrain.step.metrics import weighted_sums
 from spmdtrain.terminal import Terminal
+from spmdtrain.train.evaluation_totals import EvaluationTotals
 
 os.environ["KERAS_BACKEND"] = "jax"
 keras: Any = pytest.importorskip("keras")
@@ -125,6 +128,21 @@ def test_each_metric_is_that_of_all_examples_once() -> None:
     )
 
 
+def test_padding_rows_do_not_count_and_batches_are_added_up_in_f64() -> None:
+    totals = EvaluationTotals()
+    for mask, values in (([1, 1, 0], [2**24, 0, 7]), ([1, 1, 1], [1, 0, 0])):
+        x = jnp.asarray(values, jnp.float32)
+        outputs = {
+            "loss": x * 0,
+            "sum": SumMetric(x, float),
+            "rows": PredictionMetric(len, x),
+            "scalar": Scalar(5.0 * (x[0] == 1)),
+        }
+        totals.add(weighted_sums(outputs, 3, jnp.asarray(mask)))
+    expected = {"loss": 0, "sum": 2**24 + 1, "rows": 5, "scalar": 5 * 3 / 5}
+    assert totals.result() == expected
+
+
 def test_training_logs_the_combined_loss_and_evaluations_the_rest(tmp_path: Path) -> None:
     trainer = make(1, workdir=str(tmp_path), global_batch_size=24, steps_per_dispatch=2)
     result = trainer.fit(DATA, validation=DATA, steps=9)
@@ -138,6 +156,28 @@ def test_training_logs_the_combined_loss_and_evaluations_the_rest(tmp_path: Path
     text = (tmp_path / "media.jsonl").read_text()
     assert '"confusion"' in text
     assert '"logits"' in text
+
+
+def test_media_of_a_mixture_are_computed_once_for_all_examples() -> None:
+    finished: list[np.ndarray] = []
+
+    def table(counts: np.ndarray) -> Table:
+        finished.append(counts)
+        return confusion_table(counts)
+
+    def counted(model: Any, batch: Any) -> dict[str, Any]:
+        counts = confusion_counts(batch["label"], model(batch["x"]).argmax(-1), CLASSES)
+        examples = SumMetric(jnp.ones(len(batch["x"])), float)
+        return {"loss": batch["x"][:, 0], "counts": SumMetric(counts, table), "n": examples}
+
+    parts = {
+        "few": {n: x[:5] for n, x in DATA.items()},
+        "many": {n: x[5:] for n, x in DATA.items()},
+    }
+    mixture = Mixture({name: (part, 0.5) for name, part in parts.items()})
+    found = make(1, counted).evaluate(mixture, global_batch_size=N)
+    assert [found[name] for name in ("n", "n/few", "n/many")] == [N, 5, N - 5]
+    assert [counts.sum() for counts in finished] == [N]
 
 
 def test_finished_media_are_those_of_numpy() -> None:
