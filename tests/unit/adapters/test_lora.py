@@ -124,7 +124,10 @@ def functional() -> FunctionModel:
         (lambda: lambda rngs: nnx.Linear(INPUTS, 4, rngs=rngs), "kernel", "ir,ro->io"),
         (lambda: LinenModel(Dense(), X), "kernel", "ir,ro->io"),
         pytest.param(keras_model, "kernel", "ir,ro->io", marks=pytest.mark.slow),
-        (functional, LoraRule("kernel", inputs=2, stacked=1), "lijr,lro->lijo"),
+        pytest.param(
+            *(functional, LoraRule("kernel", inputs=2, stacked=1), "lijr,lro->lijo"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["nnx", "linen", "keras", "function"],
 )

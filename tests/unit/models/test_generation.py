@@ -78,12 +78,10 @@ def greedy(count: int, **options: Any) -> GenerationOptions:
     return GenerationOptions(max_new_tokens=count, temperature=0.0, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        pytest.param({"unroll": False, "positions": "learned"}, marks=pytest.mark.slow),
-    ],
+    [{}, {"unroll": False, "positions": "learned"}],
     ids=["rotary", "learned, a loop"],
 )
 def test_prompts_of_unequal_length_get_the_text_of_the_whole_window(changes: Any) -> None:

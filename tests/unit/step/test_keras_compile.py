@@ -138,7 +138,10 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x == "beyond means")) for x in CASES],
+)
 def test_losses_and_metrics_are_those_of_keras_evaluate(case: str) -> None:
     keras.utils.set_random_seed(0)
     make, batch = CASES[case]

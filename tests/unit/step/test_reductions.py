@@ -92,6 +92,7 @@ def test_one_device_sends_along_a_tree_instead_of_an_all_reduce() -> None:
     assert len(sent) == 1 + len(permutes)
 
 
+@pytest.mark.slow
 def test_a_name_stands_for_its_function() -> None:
     for options, function in (
         (CollectiveOptions(reduction="all_reduce"), all_reduce),
