@@ -198,6 +198,7 @@ def test_evaluate_and_predict_are_those_of_keras() -> None:
     assert fitted.evaluate(ragged) == found  # no statistics were taken, and nothing dropped
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # two compilations of 50 convolutions
 def test_mobilenet_trains_as_in_keras() -> None:

@@ -95,7 +95,7 @@ def first_batch(trainer: Trainer, experiment: Experiment, config: RunConfig, ste
     )
 
 
-@pytest.fixture(params=["digits", pytest.param("mnist", marks=pytest.mark.slow), "linear"])
+@pytest.fixture(params=["digits", pytest.param("mnist", marks=pytest.mark.nightly), "linear"])
 def shipped(request: pytest.FixtureRequest) -> tuple[Experiment, RunConfig]:
     if request.param == "digits":
         return build(DIGITS, epochs=None, steps=120)

@@ -114,7 +114,17 @@ def test_the_arrays_have_the_shapes_of_the_tiny_preset(default: StrategyRun) -> 
     assert found == SHAPES
 
 
-@cell(PLACED)
+# One that splits everything over one axis, and a product; the rows of one step have the others.
+DAILY = ("fully_sharded", "hybrid+fully_sharded")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row.name, marks=[pytest.mark.nightly] * (row.name not in DAILY))
+        for row in PLACED
+    ],
+)
 def test_twenty_steps(row: Row, runs: StrategyRuns, default: StrategyRun) -> None:
     run = runs(row)
     assert len(run.losses) == STEPS and run.losses[-1] < 0.8 * run.losses[0]

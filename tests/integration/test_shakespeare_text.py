@@ -106,7 +106,10 @@ def test_it_learns_on_eight_devices_from_both_kinds_of_shards(on_eight: Path) ->
 
 @pytest.mark.parametrize(
     ("devices", "options"),
-    [(1, ()), (8, ("--strategy", "fully_sharded+tensor_parallel", "--mesh.tensor", 2))],
+    [
+        pytest.param(1, (), marks=pytest.mark.nightly),
+        (8, ("--strategy", "fully_sharded+tensor_parallel", "--mesh.tensor", 2)),
+    ],
     ids=["one device", "tensor_parallel"],
 )
 def test_one_device_and_other_strategies_have_the_losses_of_eight_devices(

@@ -47,7 +47,6 @@ from spmdtrain.models import MLP
 from spmdtrain.step.state import TrainState
 
 FLIPS = 200
-KILLS = 6
 
 
 def trainer(workdir: Path, **options: Any) -> Trainer:
@@ -484,17 +483,20 @@ def killed_again_and_again(experiment: Path, workdir: Path, seed: int, kills: in
     assert ended.returncode == 0 and f"resumed from step {reached} of" in ended.stdout, ended.stderr
 
 
-@pytest.mark.slow
-def test_a_run_killed_six_times_resumes_from_its_newest_checkpoint_with_the_same_bits(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    "kills",
+    [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.nightly)],
+)
+def test_a_run_that_is_killed_resumes_from_its_newest_checkpoint_with_the_same_bits(
+    tmp_path: Path, kills: int
 ) -> None:
     whole, one, other = (tmp_path / name for name in ("whole", "one", "other"))
     experiment = small_experiment(
         tmp_path, ("partial(nnx.Linear, 1, 1)", "Wide"), ("def objective(", WIDE)
     )
     together(
-        lambda: killed_again_and_again(experiment, one, 1, KILLS // 2),
-        lambda: killed_again_and_again(experiment, other, 2, KILLS // 2),
+        lambda: killed_again_and_again(experiment, one, 1, kills),
+        lambda: killed_again_and_again(experiment, other, 2, kills),
     )
     assert run(experiment, *KILLED, "--workdir", whole, devices=2).returncode == 0
     expected = bits(load_params(str(whole)))

@@ -160,8 +160,8 @@ def test_a_row_is_not_held_back_longer_than_the_row_before_it() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"strategy": "one_device"},
-        {"strategy": "mirrored"},
+        pytest.param({"strategy": "one_device"}, marks=pytest.mark.nightly),
+        pytest.param({"strategy": "mirrored"}, marks=pytest.mark.nightly),
         {"strategy": "fully_sharded"},
         {"strategy": "tensor_parallel", "mesh": {"tensor": 2}},
     ],

@@ -145,6 +145,7 @@ def test_what_a_strategy_sends_beyond_what_it_has_to(strategy: str) -> None:
 # -- advice ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_an_embedding_that_is_used_twice_is_reduced_twice_and_how_to_fix_it(text: Path) -> None:
     options = ("--preset", "tiny", "--data-dir", text, "--strategy", "mirrored")
@@ -346,6 +347,7 @@ def test_measuring_needs_the_devices_of_the_topology() -> None:
 
 
 @needs_libtpu
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_gathers_that_a_tpu_makes_sums_of_are_found(text: Path) -> None:
     options = ("--preset", "tiny", "--width", 512, "--batch-size-per-device", 1)

@@ -99,6 +99,7 @@ def test_loops_count_as_often_as_they_turn(text: Path) -> None:
     assert any(line.startswith("transformer.py:") for line in lines)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_compiler_option_passes_through_and_a_summary_is_kept_for_each(tmp_path: Path) -> None:
     cpu = ("--topology", "cpu:8", "--no-advice")

@@ -99,8 +99,13 @@ PLACES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "place",
     [
-        pytest.param(place, marks=[] if place == "8 devices" else pytest.mark.slow)
-        for place in PLACES
+        "8 devices",
+        pytest.param("fully_sharded", marks=pytest.mark.slow),
+        *(
+            pytest.param(place, marks=pytest.mark.nightly)
+            for place in PLACES
+            if place not in ("8 devices", "fully_sharded")
+        ),
     ],
 )
 def test_the_numbers_are_those_of_single_steps(tmp_path: Path, place: str) -> None:
