@@ -12,6 +12,7 @@ from spmdtrain.step.finite import uses_products
 PyTree = Any
 NORMS = ("parameter_norm", "gradient_norm", "update_norm")
 """The names of the norms that `step_norms` returns."""
+_SMALL = 2**26  # bytes
 
 
 def has_norms(step: Any, every: int) -> Any:
@@ -64,7 +65,8 @@ def step_norms(
         # the norms before the loop, and in every step.
         return norms(jax.lax.optimization_barrier((changes, index))[0])
 
-    if _may_skip(of_changes):
+    # The loop keeps gradients and updates in memory until it begins.
+    if _may_skip(of_changes) and sum(x.nbytes for x in jax.tree.leaves(changes)) <= _SMALL:
         # A loop of one iteration or none, because with a `cond` XLA fuses the update with other
         # operations, so that the parameters would differ in their last bits from those without
         # norms.

@@ -77,7 +77,7 @@ def test_memory_is_reported_by_purpose(text: Path) -> None:
     uses = memory["uses"]
     assert 0.9 * memory["temporaries"] <= sum(uses.values()) <= memory["temporaries"]
     assert uses[Use.ACTIVATION] > 0.5 * memory["temporaries"]
-    sizes = [one["bytes"] for one in memory["buffers"]]
+    sizes = [one["bytes"] * one["count"] for one in memory["buffers"]]
     assert sizes == sorted(sizes, reverse=True) and all(
         one["line"] or one["parameter"] for one in memory["buffers"][:5]
     )
@@ -182,9 +182,9 @@ def test_a_parameter_that_fills_a_device_is_a_giant(tmp_path: Path) -> None:
         "weights (40000, 40000)" in one.finding and "replicated on each of 8 devices" in one.finding
     )
     assert one.options == "--strategy zero" and one.with_options is not None
-    # The moments of Adam, in eight parts.
+    # The moments of Adam and the update, in eight parts. The compiler of TPUs keeps no update.
     saved = one.without.peak - one.with_options.peak
-    assert saved == pytest.approx(2 * 4 * 40_000**2 * 7 / 8, rel=0.3)
+    assert saved == pytest.approx(3 * 4 * 40_000**2 * 7 / 8, rel=0.3)
     assert advised(wide, *options, "fully_sharded") == []
 
 

@@ -839,7 +839,7 @@ def test_a_state_restored_with_another_sharding_stops_the_run(
     def elsewhere(folder: Any, manifest: Any, abstract: Any, shardings: Any) -> Any:
         return load_state(folder, manifest, abstract, replicated(fitted, shardings))
 
-    monkeypatch.setattr("spmdtrain.train.session.load_state", elsewhere)
+    monkeypatch.setattr("spmdtrain.train.starting_state.load_state", elsewhere)
     with pytest.raises(UserError) as caught:
         fitted.fit(X, steps=3)
     assert str(caught.value) == f"as restored, {WRONG}"

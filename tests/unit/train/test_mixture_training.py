@@ -220,7 +220,7 @@ def test_a_metric_with_the_name_of_a_component_s_loss_is_refused() -> None:
     def objective(model: Any, batch: Any) -> Any:
         return {f"loss{end}": x for end in ("", "/b") for x in squared_error(model, batch).values()}
 
-    with pytest.raises(UserError, match="'loss/b' has the name of the loss of component 'b'"):
+    with pytest.raises(UserError, match="'loss/b' has the name of a metric of a component"):
         trainer(objective=objective).fit(mixture(), steps=1)
 
 
