@@ -50,7 +50,7 @@ class KerasOptimizer:
 
     @property
     def averages_params(self) -> bool:
-        """Whether Keras replaces the parameters by their moving average at the end of a fit."""
+        """True if Keras replaces the parameters by their moving average at the end of a fit."""
         return bool(self._optimizer.use_ema)
 
     def average(self, params: PyTree, opt_state: PyTree) -> PyTree:
