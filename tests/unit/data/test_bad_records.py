@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -222,10 +223,10 @@ def test_the_bad_records_of_files_are_cached(
         changed.rows(np.array([90]))
 
 
-def test_one_process_of_a_machine_scans(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_process_of_a_machine_scans(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_files, "NOTICE_DELAY", 0.05)
+    # `capsys` would lose lines that a thread writes while another one reads them.
+    monkeypatch.setattr(sys, "stderr", errors := io.StringIO())
     scanning, finish, scanned = threading.Event(), threading.Event(), []
 
     def scan() -> np.ndarray:
@@ -242,13 +243,13 @@ def test_one_process_of_a_machine_scans(
         first = pool.submit(result)
         assert scanning.wait(10)
         others = [pool.submit(result) for _ in range(2)]
-        lines, deadline = "", time.monotonic() + 5
-        while lines.count("\n") < 2 and time.monotonic() < deadline:
-            lines += capsys.readouterr().err
+        deadline = time.monotonic() + 5
+        while errors.getvalue().count("\n") < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
         finish.set()
         assert first.result() == others[0].result() == others[1].result() == [3, 1]
     assert scanned == [1]
-    assert set(lines.splitlines()) == {
+    assert set(errors.getvalue().splitlines()) == {
         "counting tokens: another process does it; waiting for its result"
     }
     assert [path.suffix for path in cache.iterdir()] == [""]  # no lock is left
