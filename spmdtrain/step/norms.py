@@ -12,7 +12,6 @@ from spmdtrain.step.finite import uses_products
 PyTree = Any
 NORMS = ("parameter_norm", "gradient_norm", "update_norm")
 """The names of the norms that `step_norms` returns."""
-_SMALL = 2**26  # bytes
 
 
 def has_norms(step: Any, every: int) -> Any:
@@ -57,23 +56,18 @@ def step_norms(
     if changes is None:
         return norm[None]
 
-    def norms(changes: tuple[PyTree, PyTree]) -> jax.Array:
+    def norms() -> jax.Array:
         return jnp.stack([global_norm(tree, of_changes) for tree in changes])
 
-    def iteration(index: jax.Array, _: jax.Array) -> jax.Array:
-        # Without the barrier nothing in the body depends on the iteration, so XLA would compute
-        # the norms before the loop, and in every step.
-        return norms(jax.lax.optimization_barrier((changes, index))[0])
-
-    # The loop keeps gradients and updates in memory until it begins.
-    if _may_skip(of_changes) and sum(x.nbytes for x in jax.tree.leaves(changes)) <= _SMALL:
+    if _may_skip(of_changes):
         # A loop of one iteration or none, because with a `cond` XLA fuses the update with other
         # operations, so that the parameters would differ in their last bits from those without
-        # norms.
+        # norms. XLA computes these norms before the loop, in every step; a barrier in the body
+        # prevents that, but it changes the last bits too.
         times = needed.astype(jnp.int32)
-        found = jax.lax.fori_loop(0, times, iteration, jnp.stack([zero, zero]))
+        found = jax.lax.fori_loop(0, times, lambda *_: norms(), jnp.stack([zero, zero]))
     else:
-        found = norms(changes)
+        found = norms()
     return jnp.concatenate([norm[None], found])
 
 

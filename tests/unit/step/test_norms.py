@@ -107,8 +107,6 @@ def test_no_collective_is_in_a_branch_or_a_loop(strategy: str) -> None:
     inner, _, entry = step.text.rpartition("ENTRY")
     assert re.search("all-reduce|reduce-scatter", entry)
     assert not re.search("all-reduce|all-gather|reduce-scatter|collective-permute", inner)
-    if strategy == "mirrored":  # where steps that are not logged skip the norms of the gradients
-        assert "/while/body/" in inner and "/while/body/" not in entry
 
 
 def test_a_step_that_is_not_logged_has_no_norms_and_the_first_and_tenth_have_them() -> None:
