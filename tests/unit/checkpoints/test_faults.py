@@ -466,7 +466,7 @@ def killed_again_and_again(experiment: Path, workdir: Path, seed: int, kills: in
         process = start(experiment, *KILLED, "--workdir", workdir, devices=2)
         # A save waits for the one before it, so that after three steps the first of them is saved,
         # however slow the machine; by time alone a busy one may be killed before every save.
-        seen = read_until(process, f"step {reached + generator.randint(1, 4)}/")
+        seen = read_until(process, f"step {reached + generator.randint(3, 6)}/")
         time.sleep(generator.uniform(0, 0.3))
         process.kill()
         process.wait()
