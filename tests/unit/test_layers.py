@@ -26,6 +26,7 @@ FOLDERS = (
         "xla",
         "distributed",
         "sharding",
+        "kernels",
         "adapters",
         "launch",
         "data",

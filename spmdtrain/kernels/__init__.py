@@ -1,0 +1,1 @@
+"""Operations with a choice of kernels, one for each kind of device, for models to call."""
