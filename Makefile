@@ -7,9 +7,9 @@ LOCK ?=
 
 VENV = .venv
 RUN = $(VENV)/bin/python -m
-# For two cores: some tests wait, so there is a third worker; with a fourth they are no faster. An idle
-# worker takes over tests of another.
-SHARED = --numprocesses 3 --dist worksteal --durations 20
+# For two cores: many tests wait for processes, so there are four workers. An idle worker takes over
+# tests of another.
+SHARED = --numprocesses 4 --dist worksteal --durations 20
 # Stamps, written after a completed installation: for training alone, and for everything.
 TRAIN = $(VENV)/.ready-train
 READY = $(VENV)/.ready

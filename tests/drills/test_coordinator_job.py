@@ -243,6 +243,7 @@ print("sum", sum(coordinator.fetch([coordinator.schedule(int, n) for n in range(
     assert [text for _, text in lines] == ["[chief] sum 10", "[launch] finished"]
 
 
+@pytest.mark.nightly
 def test_a_lost_workers_call_is_made_again_and_pushed_once(tmp_path: Path) -> None:
     body = """
 shared = coordinator.share({"w": np.zeros(64, np.float32)}, optax.sgd(1.0))

@@ -115,6 +115,7 @@ def test_mnist_is_learned_as_well_as_by_mirrored(mnist: Path, tmp_path: Path) ->
     assert found["served"] > 0.92
 
 
+@pytest.mark.nightly
 def test_staleness_is_reported_and_an_evaluator_evaluates_each_checkpoint(tmp_path: Path) -> None:
     options = ("--steps", 300, "--log-every", 50, "--servers.max-staleness", 3)
     evaluated = ("--checkpoint-every-steps", 100, "--evaluated-by", "evaluator")
@@ -147,6 +148,7 @@ def check_ledgers(workdir: Path, steps: int) -> Any:
     return found
 
 
+@pytest.mark.nightly
 def test_each_batch_is_added_once_though_workers_are_killed_and_stopped(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     with training(tmp_path, "--steps", 1_000_000, "--eval-every-steps", 100) as (process, lines):

@@ -297,6 +297,7 @@ def test_it_learns_evaluates_and_predicts(
     assert np.mean(right) == pytest.approx(test["accuracy"])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_interrupted_and_resumed_it_ends_with_the_same_bits(
     pictures: Path, tmp_path: Path, shallow: None, capsys: pytest.CaptureFixture[str]
@@ -430,6 +431,7 @@ def build(config):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.drill
 def test_two_processes_have_the_loss_and_gradients_of_one(pictures: Path, tmp_path: Path) -> None:
     path = tmp_path / "wrapped.py"

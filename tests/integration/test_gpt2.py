@@ -154,6 +154,7 @@ def test_logits_and_export_are_those_of_transformers(
     np.testing.assert_array_equal(of(back.eval()), of(theirs))
 
 
+@pytest.mark.nightly
 def test_lora_of_the_published_weights_is_merged_into_a_file_of_their_layout(
     tmp_path: Path,
 ) -> None:

@@ -167,6 +167,7 @@ def test_losses_and_values_are_those_of_keras_fit(kind: str) -> None:
     assert len(moved) == len(before) == 8
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_keras_adam_is_had_by_a_schedule_of_epsilon() -> None:
     rate, epsilon = 0.01, 1e-3  # large, so that it matters where it is added

@@ -201,7 +201,10 @@ def test_the_command_trains_a_compiled_model(tmp_path: Path) -> None:
     assert lines[-1]["auc"] > 0.8
 
 
-@pytest.mark.parametrize("name", ["convnet", "timeseries", "tickets"])
+@pytest.mark.parametrize(
+    "name",
+    ["tickets", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("convnet", "timeseries"))],
+)
 def test_a_keras_script_needs_two_changed_lines(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

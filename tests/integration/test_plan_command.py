@@ -132,6 +132,7 @@ def test_an_experiment_that_ends_the_process_is_reported(tmp_path: Path) -> None
     assert json.loads(ended.stdout)["error"] == "planning for cpu:8 ended without a plan"
 
 
+@pytest.mark.nightly
 def test_options_that_say_nothing_of_the_step_do_not_hinder(tmp_path: Path) -> None:
     options = ("--collectives.timeout", 60, "--resume", "must", "--profile-steps", "1:3")
     ended = plan(DIGITS, *options, "--topology", "cpu:2", "--measure", "--json")
@@ -149,6 +150,7 @@ def test_what_is_too_much_for_a_core_is_no_question_of_the_memory() -> None:
     assert line.startswith("error: the compiler: RESOURCE_EXHAUSTED") and "vmem" in line
 
 
+@pytest.mark.nightly
 @needs_libtpu
 def test_two_devices_on_a_chip() -> None:
     ended = plan(DIGITS, "--topology", "tpu7x:2x2x1", "--strategy", "mirrored", "--json")

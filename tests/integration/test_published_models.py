@@ -149,7 +149,10 @@ def test_logits_and_export_are_those_of_transformers(
     np.testing.assert_array_equal(of(back.eval()), of(theirs))
 
 
-@pytest.mark.parametrize("file", [LLAMA, VIT], ids=["llama", "vit"])
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(LLAMA, id="llama"), pytest.param(VIT, id="vit", marks=pytest.mark.nightly)],
+)
 def test_the_command_trains_exports_and_starts_from_the_export(file: Path, tmp_path: Path) -> None:
     """On eight devices by the annotations."""
     line: list[Any] = ["--layers", 1, "--no-unroll", "--width", 32, "--steps", 2]

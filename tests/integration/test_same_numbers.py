@@ -138,6 +138,7 @@ def test_loss_and_gradients_from_a_common_state_are_equal_on_1_2_4_and_8_devices
                 )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_first_ten_losses_are_equal_on_1_2_4_and_8_devices(mnist: Path) -> None:
     experiment, config = build(MNIST, data_dir=str(mnist), epochs=None, steps=200)

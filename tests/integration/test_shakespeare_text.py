@@ -131,6 +131,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
     assert [line["loss"] for line in resumed] == [line["loss"] for line in expected]
 
 
+@pytest.mark.nightly
 @pytest.mark.drill
 @pytest.mark.timeout(600)
 def test_two_processes_and_four_from_their_checkpoint_have_the_losses_of_one(

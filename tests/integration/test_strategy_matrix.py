@@ -199,7 +199,10 @@ def metrics_of(workdir: Path, split: str) -> dict[str, float]:
 # Of each kind of placement one. The drills of test_drills.py resume with mirrored.
 RESUMED_BY_PROCESSES = ("zero", "tensor_parallel", "central_storage")
 # Further combinations of what these and the others in this list place.
-NIGHTLY = ("fully_sharded", "hybrid", "hybrid+zero", "central_storage+fully_sharded")
+NIGHTLY = (
+    *("fully_sharded", "hybrid", "hybrid+zero", "hybrid+fully_sharded"),
+    *("central_storage", "central_storage+fully_sharded"),
+)
 
 
 @pytest.mark.drill

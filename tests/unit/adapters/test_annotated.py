@@ -192,7 +192,7 @@ class StackedLogical(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [None, "tensor"])
+@pytest.mark.parametrize("layers", [pytest.param(None, marks=pytest.mark.nightly), "tensor"])
 @pytest.mark.parametrize(
     ("model", "kernel"),
     [
@@ -289,6 +289,7 @@ def test_a_table_of_another_type_is_refused() -> None:
         trainer(Named, axis_rules=TABLE)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_steps_that_are_not_compiled_have_the_same_losses() -> None:
     model, axis_rules = MODELS["linen with logical names"]

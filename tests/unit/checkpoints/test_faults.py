@@ -483,10 +483,8 @@ def killed_again_and_again(experiment: Path, workdir: Path, seed: int, kills: in
     assert ended.returncode == 0 and f"resumed from step {reached} of" in ended.stdout, ended.stderr
 
 
-@pytest.mark.parametrize(
-    "kills",
-    [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly  # `test_resume.py` kills a run once
+@pytest.mark.parametrize("kills", [1, 3])
 def test_a_run_that_is_killed_resumes_from_its_newest_checkpoint_with_the_same_bits(
     tmp_path: Path, kills: int
 ) -> None:

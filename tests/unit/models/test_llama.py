@@ -121,6 +121,7 @@ def fitted(strategy: str, mesh: MeshSpec | None = None) -> tuple[Trainer, list[f
     return trainer, losses
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_annotations_split_over_fsdp_and_tensor_with_the_losses_of_one_device() -> None:
     trainer, losses = fitted("fully_sharded", MeshSpec(fsdp=4, tensor=2))

@@ -206,7 +206,9 @@ def token_losses(model: Transformer, batch: dict[str, jax.Array]) -> jax.Array:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("positions", ["rotary", "learned"])
+@pytest.mark.parametrize(
+    "positions", ["rotary", pytest.param("learned", marks=pytest.mark.nightly)]
+)
 def test_packed_documents_have_the_loss_and_the_gradients_of_single_ones(positions: str) -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(2, 12, 40)
@@ -315,11 +317,12 @@ SMALLEST = "norm"
     ("strategy", "mesh", "axes", "axes_of_optimizer"),
     [
         ("zero+tensor_parallel", MeshSpec(data=4, tensor=2), "tensor", "data tensor"),
-        (
+        pytest.param(
             "hybrid+fully_sharded+tensor_parallel",
             MeshSpec(replica=2, fsdp=2, tensor=2),
             "fsdp tensor",
             "fsdp tensor",
+            marks=pytest.mark.nightly,
         ),
     ],
     ids=lambda x: x if isinstance(x, str) and x else None,

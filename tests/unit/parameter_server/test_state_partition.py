@@ -83,7 +83,16 @@ def divided(of: Experiment, config: RunConfig, servers: int) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mlp", "state", "clipped", "freeze and averaged", "terms"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("state", "clipped"),
+        *(
+            pytest.param(x, marks=pytest.mark.nightly)
+            for x in ("mlp", "freeze and averaged", "terms")
+        ),
+    ],
+)
 def test_one_worker_makes_what_a_mirrored_step_makes(kind: str) -> None:
     options: dict[str, Any] = {}
     if kind == "freeze and averaged":

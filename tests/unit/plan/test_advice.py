@@ -53,6 +53,7 @@ def test_each_collective_is_known_by_the_parameters_it_carries() -> None:
     assert carried(mirrored, "all-reduce", is_parameter=False) == NAMES
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_within_loops_too(text: Path) -> None:
     options = ("--preset", "tiny", "--data-dir", text, "--no-unroll", "--sharding.min-size", 1)
@@ -232,6 +233,7 @@ def build(config):
 # -- what changes between topologies, and what the partitioner warns of ----------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_what_changes_between_topologies() -> None:
     options = ("--strategy", "fully_sharded", "--sharding.min-size", 1, "--no-advice")

@@ -79,6 +79,7 @@ def test_a_mirrored_step_sends_each_gradient_once() -> None:
     assert found["flops"]["step"] == 6 * 64 * (64 * 128 + 128 * 128 + 128 * 10) - 2 * 64 * 64 * 128
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_loops_count_as_often_as_they_turn(text: Path) -> None:
     options = ("--preset", "tiny", "--layers", 5, "--data-dir", text)
@@ -159,6 +160,7 @@ def test_what_is_too_big_is_refused_without_compiling(text: Path) -> None:
     assert memory["optimizer"] == 2 * memory["params"] + 8  # two moments, two counts
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_several_topologies_end_in_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     # What describes a job is not for the plan.

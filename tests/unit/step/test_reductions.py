@@ -74,8 +74,15 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
+# `hybrid over all in microbatches` combines these.
+NIGHTLY = ("mirrored in microbatches", "hybrid")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(x, marks=[pytest.mark.nightly] * (x in NIGHTLY)) for x in PLACES],
+)
 @pytest.mark.parametrize("reduction", [all_reduce, hierarchical, flattened, one_device])
 def test_a_reduction_by_hand_gives_the_numbers_of_the_whole_batch(
     reduction: Reduction, place: str

@@ -92,6 +92,7 @@ def test_where_programs_are_kept_can_be_said(tmp_path: Path) -> None:
     assert not (tmp_path / "home").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_folder_that_cannot_be_there_and_a_corrupted_file_only_cost_time(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
