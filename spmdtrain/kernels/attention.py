@@ -18,7 +18,10 @@ from spmdtrain.sharding.placement import current_device, current_mesh
 from spmdtrain.xla.jaxpr import equations
 
 ATTENTION = "attention"
-"""Name of attention's output for `jax.checkpoint` policies."""
+"""Name of attention's output for `jax.checkpoint` policies. That of cuDNN has none."""
+
+_NAMED = jax.checkpoint_policies.save_only_these_names(ATTENTION)
+_CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"  # JAX's name of the primitive
 
 
 def attention(
@@ -68,9 +71,9 @@ def attention(
         segmented=segments is not None,
     )
     device, mesh = current_device(), current_mesh()
-    chosen = choose_implementation(device, case, implementation, knows_mesh=mesh is not None)
-    if uses_reference():
-        chosen = "xla"
+    chosen: Implementation = "xla"
+    if not uses_reference():
+        chosen = choose_implementation(device, case, implementation, knows_mesh=mesh is not None)
     with jax.named_scope(f"{ATTENTION}_{chosen}"):
         if chosen == "splash":
             assert mesh is not None
@@ -100,7 +103,22 @@ def attention(
             local_window_size=None if before is None else (before, 0 if causal else before),
             implementation=chosen,
         )
-        return checkpoint_name(mixed, ATTENTION)
+        # cuDNN's output is kept together with what its backward kernel needs: see `keep_attention`.
+        return mixed if chosen == "cudnn" else checkpoint_name(mixed, ATTENTION)
+
+
+def keep_attention(primitive: Any, *args: Any, **params: Any) -> bool:
+    """Returns whether the policy `attention` keeps a result: attention's output.
+
+    Of a kernel it also keeps the normalization of the softmax, so that the backward pass does not
+    run the kernel again.
+
+    Args:
+      primitive: The primitive that computes the result.
+      *args: Its operands, as `jax.checkpoint` passes them to a policy.
+      **params: Its parameters.
+    """
+    return bool(_NAMED(primitive, *args, **params)) or primitive.name == _CUDNN_FORWARD
 
 
 def describe_attention(jaxpr: Any, platform: str) -> str:

@@ -1,7 +1,14 @@
 """Attention: the numbers of each implementation, on a mesh, and what a backward pass keeps."""
 
+import functools
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -9,22 +16,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import environment
+from jax.extend.core import Var
+from jax.sharding import PartitionSpec
 from plan_helpers import needs_libtpu
 from step_helpers import check_equal, gradients, trainer
 
-from spmdtrain import FunctionModel, MeshSpec, UserError, attention, remat
-from spmdtrain.config.option_groups import CollectiveOptions
-from spmdtrain.kernels.attention import describe_attention
+from spmdtrain import BATCH_AXES, FunctionModel, MeshSpec, Rule, UserError, attention, remat
+from spmdtrain.config.option_groups import CollectiveOptions, ShardingOptions
+from spmdtrain.kernels.attention import describe_attention, keep_attention
 from spmdtrain.kernels.reference import reference_kernels
-from spmdtrain.sharding.mesh import build_mesh
+from spmdtrain.plan import aot, topologies
+from spmdtrain.sharding.mesh import abstract_devices, build_mesh
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.strategies import strategy
-from spmdtrain.xla.jaxpr import equations
+from spmdtrain.xla.jaxpr import equations, inner_jaxprs
 
 
-def placement(name: str, **sizes: int) -> Placement:
+def placement(name: str, mesh: MeshSpec | None = None) -> Placement:
     of = strategy(name)
-    return Placement(of, build_mesh(MeshSpec(**sizes), of) if of.has_mesh else None)
+    return Placement(of, None if mesh is None else build_mesh(mesh, of))
 
 
 def expected(
@@ -80,10 +91,10 @@ def value_and_gradients(
 def test_the_output_is_that_of_numpy(causal: bool, window: int | None, segmented: bool) -> None:
     query, key, value, segments = some(100, 4, 2)
     mixed = attention(
-        *(query, key, value),
+        *map(jnp.asarray, (query, key, value)),
         causal=causal,
         window=window,
-        segments=segments if segmented else None,
+        segments=jnp.asarray(segments) if segmented else None,
         scale=0.2,
     )
     mask = mask_of(segments if segmented else 0 * segments, causal, window)
@@ -93,7 +104,7 @@ def test_the_output_is_that_of_numpy(causal: bool, window: int | None, segmented
 
 def test_the_gradients_are_those_of_finite_differences() -> None:
     query, key, value, segments = some(12, 2, 1)
-    options: dict[str, Any] = {"causal": True, "window": 5, "segments": segments // 1}
+    options: dict[str, Any] = {"causal": True, "window": 5, "segments": segments}
     found = value_and_gradients(None, query, key, value, **options)
     mask, by = mask_of(segments, True, 5), draw(*query.shape, seed=5)
     for name, array in (("query", query), ("key", key), ("value", value)):
@@ -118,17 +129,16 @@ KERNEL_CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "not causal, segments": (1, {"causal": False, "segments": True, "scale": 0.3}),
     "not causal, window": (4, {"causal": False, "window": 100}),
 }
-SHARDED = placement("tensor_parallel", data=2, tensor=4)
+SHARDED = placement("tensor_parallel", MeshSpec(data=2, tensor=4))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KERNEL_CASES)
-@pytest.mark.parametrize("place", [placement("default"), SHARDED], ids=["one device", "mesh"])
-def test_the_kernel_has_the_numbers_of_xla(name: str, place: Placement) -> None:
+def test_the_kernel_has_the_numbers_of_xla_on_a_mesh(name: str) -> None:
     kv_heads, options = KERNEL_CASES[name]
     query, key, value, segments = some(256, 4, kv_heads)
     options = options | ({"segments": segments} if options.get("segments") else {})
-    with use_placement(place):
+    with use_placement(SHARDED):
         found = value_and_gradients("splash", query, key, value, **options)
         check_equal(found, value_and_gradients("xla", query, key, value, **options), name)
 
@@ -139,8 +149,9 @@ def test_the_kernel_has_the_numbers_of_xla_in_several_blocks(window: int | None)
     query, key, value, _ = some(1152, 1, 1, rows=1)  # blocks of 384
     with use_placement(placement("default")):
         found = value_and_gradients("splash", query, key, value, causal=True, window=window)
-        wanted = value_and_gradients("xla", query, key, value, causal=True, window=window)
-        check_equal(found, wanted)
+        check_equal(
+            found, value_and_gradients("xla", query, key, value, causal=True, window=window)
+        )
 
 
 def test_a_batch_that_does_not_divide_is_computed_by_each_device() -> None:
@@ -150,10 +161,34 @@ def test_a_batch_that_does_not_divide_is_computed_by_each_device() -> None:
         check_equal(found, value_and_gradients("xla", query, key, value, causal=True))
 
 
+@pytest.mark.slow
+def test_under_a_user_s_shard_map_over_the_batch_it_splits_the_heads() -> None:
+    query, key, value, _ = map(jnp.asarray, some(128, 4, 2))
+    rows = PartitionSpec(BATCH_AXES)
+    mapped = jax.shard_map(
+        partial(attention, causal=True, implementation="splash"),
+        mesh=SHARDED.mesh,
+        in_specs=rows,
+        out_specs=rows,
+        axis_names=set(BATCH_AXES),
+        check_vma=False,
+    )
+    with use_placement(SHARDED):
+        traced = jax.jit(mapped).trace(query, key, value)
+        found = traced.lower().compile()(query, key, value)
+    regions = [e for e in equations(traced.jaxpr.jaxpr) if e.primitive.name == "shard_map"]
+    assert [e.params["newly_manual_axes"] for e in regions] == [{*BATCH_AXES}, {"tensor"}]
+    wanted = attention(query, key, value, causal=True)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
 # -- in a run --------------------------------------------------------------------------------------
 
 LENGTH, HEADS, WIDTH = 128, 4, 8
-ROWS = (draw(8, LENGTH, HEADS * WIDTH), draw(8, LENGTH, HEADS * WIDTH, seed=1))
+BATCH = 16
+ROWS = tuple(draw(BATCH, LENGTH, HEADS * WIDTH, seed=seed) for seed in (0, 1))
+SHAPES: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), ROWS)
+RULES = [Rule("", PartitionSpec(None, None, None, "tensor", None))]  # by heads
 
 
 def init(key: jax.Array) -> jax.Array:
@@ -179,58 +214,100 @@ def squared_error(model: Any, batch: Any) -> dict[str, jax.Array]:
 
 def run_of(implementation: Any, **options: Any) -> Any:
     model = FunctionModel(init, partial(apply, implementation))
-    given = {"model": model, "objective": squared_error, "global_batch_size": 8}
+    given = {"model": model, "objective": squared_error, "global_batch_size": BATCH}
     return trainer(**given | options)
 
 
-def kernels_in(of: Any) -> list[str]:
-    """The kernels of a train step by name."""
-    shapes = jax.eval_shape(lambda: ROWS)
-    program = of.trace_step(shapes).jaxpr.jaxpr
-    calls = [e for e in equations(program) if e.primitive.name == "pallas_call"]
-    return sorted(str(call.params["name"]) for call in calls)
+def kernels_in(jaxpr: Any) -> list[str]:
+    """The kernels whose results a program uses; JAX leaves unused ones to XLA to remove."""
+    found = []
+    used = {x for e in jaxpr.eqns for x in e.invars if isinstance(x, Var)} | {*jaxpr.outvars}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call" and used.intersection(equation.outvars):
+            found.append(str(equation.params["name"]))
+        for inner in inner_jaxprs(equation):
+            found += kernels_in(inner)
+    return sorted(found)
 
 
 FORWARD, BACKWARD = "splash_mha_fwd_residuals", "splash_mha_dkv_no_residuals"
 
 
 def test_with_attention_kept_the_kernel_runs_once_forward() -> None:
-    step = run_of("splash", remat="attention")
-    assert kernels_in(step) == [BACKWARD, FORWARD]
-    assert kernels_in(run_of("splash", remat="full")) == [BACKWARD, *[FORWARD] * 2]
-    program = step.trace_step(jax.eval_shape(lambda: ROWS)).jaxpr.jaxpr
+    of_policy = {}
+    for policy in ("full", "attention"):
+        program = run_of("splash", remat=policy).trace_step(SHAPES).jaxpr.jaxpr
+        of_policy[policy] = kernels_in(program)
+    assert of_policy == {
+        "full": [BACKWARD, FORWARD, FORWARD],
+        "attention": [BACKWARD, FORWARD],
+    }
     assert describe_attention(program, "tpu") == "attention: splash"
     assert describe_attention(program, "cpu") == ""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["xla", "splash"])
-def test_remat_of_all_but_attention_changes_no_number(implementation: Any) -> None:
-    wanted = gradients(run_of("xla", strategy="default"), ROWS)
-    check_equal(gradients(run_of(implementation, remat="attention"), ROWS), wanted)
+def test_with_attention_kept_cudnn_runs_once_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Traced only: there is no GPU.
+    h100 = SimpleNamespace(platform="gpu", device_kind="H100", compute_capability="9.0")
+    monkeypatch.setattr("spmdtrain.kernels.attention.current_device", lambda: h100)
+    version = SimpleNamespace(cudnn_get_version=lambda: 91000)
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.cuda_versions", version)
+
+    def block(x: jax.Array) -> jax.Array:
+        return jnp.tanh(attention(jnp.sin(x), x, x, causal=True)).astype(jnp.float32)
+
+    def forward_kernels(policy: Any) -> int:
+        part = jax.checkpoint(block, policy=policy)
+        traced = jax.make_jaxpr(jax.grad(lambda x: part(x).sum()))(
+            jnp.ones((2, 8, 4, 64), "bfloat16")
+        )
+        names = [equation.primitive.name for equation in equations(traced.jaxpr)]
+        return sum(name.startswith("dot_product_attention_fwd") for name in names)
+
+    assert forward_kernels(jax.checkpoint_policies.nothing_saveable) == 2
+    assert forward_kernels(keep_attention) == 1
+
+
+@functools.cache
+def wanted() -> dict[str, np.ndarray]:
+    return gradients(run_of("xla", strategy="default"), ROWS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
+    ("implementation", "options"),
     [
-        {},  # flattened gradients: each device computes under `shard_map`
-        {"strategy": "hybrid", "mesh": MeshSpec(replica=2)},
-        {"collectives": CollectiveOptions(reduction="hierarchical"), "microbatches": 2},
-        {"collectives": CollectiveOptions(reduction="automatic")},
-        {"strategy": "fully_sharded", "sharding": None},
-        {"strategy": "tensor_parallel", "mesh": MeshSpec(data=4, tensor=2)},
+        ("xla", {"remat": "attention"}),
+        ("splash", {"remat": "attention"}),  # flattened gradients: each device computes alone
+        (
+            "splash",
+            {
+                "strategy": "hybrid",
+                "mesh": MeshSpec(replica=2),
+                "collectives": CollectiveOptions(reduction="hierarchical"),
+                "microbatches": 2,
+            },
+        ),
+        ("splash", {"strategy": "fully_sharded", "sharding": ShardingOptions(min_size=1)}),
+        (
+            "splash",
+            {
+                "strategy": "tensor_parallel",
+                "mesh": MeshSpec(data=4, tensor=2),
+                "rules": RULES,
+                "remat": "attention",
+            },
+        ),
     ],
-    ids=str,
+    ids=["xla", "mirrored", "hybrid", "fully_sharded", "tensor_parallel"],
 )
-def test_a_step_with_the_kernel_has_the_gradients_of_xla(options: dict[str, Any]) -> None:
-    wanted = gradients(run_of("xla", strategy="default"), ROWS)
-    options = {name: value for name, value in options.items() if value is not None}
-    of = run_of("splash", **options)
-    check_equal(gradients(of, ROWS), wanted)
-    # The checks of the reduction read the model without its kernel.
-    flattens = of.config.strategy in ("mirrored", "hybrid") and "collectives" not in options
-    assert (of.functions.reduction is not None) == (flattens or "microbatches" in options)
+def test_a_step_has_the_gradients_of_xla_without_remat(
+    implementation: Any, options: dict[str, Any]
+) -> None:
+    of = run_of(implementation, **options)
+    check_equal(gradients(of, ROWS), wanted())
+    # A kernel cannot be analyzed: the checks of the reduction read XLA's implementation.
+    assert (of.functions.reduction is not None) == (of.placement.name in ("mirrored", "hybrid"))
 
 
 def test_checks_of_a_model_see_its_mathematics() -> None:
@@ -269,6 +346,40 @@ def test_arguments_that_do_not_fit_are_errors(
 # -- for TPUs that are not there -------------------------------------------------------------------
 
 
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "mirrored": {},
+    "fully_sharded": {"sharding": ShardingOptions(min_size=1)},
+    "tensor_parallel": {"mesh": MeshSpec(data=2, tensor=2), "rules": RULES},
+}
+TOPOLOGY = topologies.parse("v5e:2x2")
+
+
+def print_kernels_for_tpus() -> None:
+    """Prints the number of kernels of the compiled step by strategy, and their names in the log."""
+    found = {}
+    with abstract_devices(aot.devices_of(TOPOLOGY)):
+        for name, options in STRATEGIES.items():
+            of = run_of(None, strategy=name, remat="attention", compilation_cache="off", **options)
+            traced = of.trace_step(SHAPES)
+            text = traced.lower().compile().as_text()
+            calls = text.count('custom_call_target="tpu_custom_call"')
+            found[name] = (calls, describe_attention(traced.jaxpr.jaxpr, "tpu"))
+    print(json.dumps(found))
+
+
 @needs_libtpu
 @pytest.mark.slow
-def test_for_tpus_a_step_contains_the_kernel() -> None: ...
+def test_a_step_for_tpus_contains_the_kernel_once_forward_and_once_backward() -> None:
+    # In a process of its own, because programs for absent devices cannot be read from the cache.
+    code = f"import {__name__}; {__name__}.print_kernels_for_tpus()"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(8) | aot.environment(TOPOLOGY) | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ended.returncode == 0, ended.stderr
+    expected = [2, "attention: splash"]
+    assert json.loads(ended.stdout.splitlines()[-1]) == dict.fromkeys(STRATEGIES, expected)
