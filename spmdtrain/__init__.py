@@ -80,6 +80,7 @@ _HOMES = {
     "WeightRule": "weights.weight_map",
     "WeightedValues": "step.metrics",
     "as_adapter": "adapters.as_adapter",
+    "attention": "kernels.attention",
     "balanced_accuracy": "train.shipped_metrics",
     "batch_coupled": "step.outputs",
     "confusion_counts": "train.shipped_metrics",
@@ -177,6 +178,7 @@ __all__ = [
     "WeightRule",
     "WeightedValues",
     "as_adapter",
+    "attention",
     "balanced_accuracy",
     "batch_coupled",
     "confusion_counts",
@@ -241,6 +243,7 @@ if TYPE_CHECKING:
         StorageError,
         UserError,
     )
+    from spmdtrain.kernels.attention import attention
     from spmdtrain.parameter_server.coordinator import Coordinator
     from spmdtrain.parameter_server.partition import FixedShards, MaxSize, MinSize
     from spmdtrain.sharding.annotations import AxisRules

@@ -112,10 +112,10 @@ class RunConfig:
     over the replicas."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the model's computation. Parameters, optimizer state and sums keep theirs."""
-    remat: Literal["none", "full", "dots", "dots_no_batch"] = "none"
+    remat: Literal["none", "full", "dots", "dots_no_batch", "attention"] = "none"
     """Intermediate results that the backward pass recomputes instead of storing: none, all (full),
-    all but the results of matrix products (dots), or all but those of matrix products without a
-    batch dim (dots_no_batch)."""
+    all but the results of matrix products (dots), all but those of matrix products without a batch
+    dim (dots_no_batch), or all but the output of attention (attention)."""
     freeze: tuple[str, ...] = ()
     """Regular expressions; parameters whose path contains a match are not trained, and batch
     statistics keep their values."""

@@ -13,8 +13,8 @@ import numpy as np
 from flax import nnx
 
 from spmdtrain.errors import UserError
+from spmdtrain.kernels.attention import attention
 from spmdtrain.models.annotated import normal_param
-from spmdtrain.models.attention import Rotation, attend, rotation
 from spmdtrain.models.cached_attention import attend_to_cache
 from spmdtrain.models.decoder_parts import (
     StackedDecoder,
@@ -24,6 +24,7 @@ from spmdtrain.models.decoder_parts import (
     token_logits,
 )
 from spmdtrain.models.norms import rms_norm
+from spmdtrain.models.rotary import Rotation, rotation
 from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.step.remat import remat
@@ -264,7 +265,8 @@ class Llama(StackedDecoder):
 
         @remat
         def block(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
-            mixed = attend(*self._heads(weights["attention"], x, turn), segments)
+            heads = self._heads(weights["attention"], x, turn)
+            mixed = attention(*heads, causal=True, segments=segments)
             return self._rest_of_block(weights, x, mixed), None
 
         weights = nnx.to_pure_dict(nnx.state(self.blocks))

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from spmdtrain.errors import UserError
-from spmdtrain.models.attention import Rotation, attend, rotary_speeds, rotation
+from spmdtrain.kernels.attention import attention
 from spmdtrain.models.cached_attention import attend_to_cache
 from spmdtrain.models.decoder_parts import (
     StackedDecoder,
@@ -19,6 +19,7 @@ from spmdtrain.models.decoder_parts import (
     token_logits,
 )
 from spmdtrain.models.norms import layer_norm, rms_norm
+from spmdtrain.models.rotary import Rotation, rotary_speeds, rotation
 from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.sharding.rules import GatherPolicy, Rule
 from spmdtrain.step.remat import remat
@@ -292,7 +293,8 @@ class Transformer(StackedDecoder):
 def _attention(
     weights: dict[str, jax.Array], x: jax.Array, turn: Rotation, segments: jax.Array | None
 ) -> jax.Array:
-    return _mix_heads(weights, attend(*_heads(weights, x, turn), segments))
+    mixed = attention(*_heads(weights, x, turn), causal=True, segments=segments)
+    return _mix_heads(weights, mixed)
 
 
 def _heads(

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.errors import UserError
+from spmdtrain.kernels.attention import attention
 from spmdtrain.models.annotated import annotated_param, normal_param
-from spmdtrain.models.attention import attend
 from spmdtrain.models.norms import layer_norm
 from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.placement import constrain_sharding
@@ -206,7 +206,7 @@ def _attention(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     x = layer_norm(x, weights["norm"], weights["norm_bias"], _EPSILON)
     qkv = jnp.einsum("btd,dcnh->cbtnh", x, weights["qkv"]) + weights["qkv_bias"][:, None, None]
     query, key, value = constrain_sharding(qkv, None, "batch", None, "tensor", None)
-    mixed = attend(query, key, value, causal=False)
+    mixed = attention(query, key, value, causal=False)
     mixed = constrain_sharding(mixed, "batch", None, "tensor", None)
     return jnp.einsum("btnh,nhd->btd", mixed, weights["out"]) + weights["out_bias"]
 

@@ -15,6 +15,7 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.data.loader import abstract_batch
 from spmdtrain.data.training_data import TrainingData, examples_per_epoch, training_data
 from spmdtrain.errors import UserError
+from spmdtrain.kernels.attention import describe_attention
 from spmdtrain.plan import time_model
 from spmdtrain.plan.aot import devices_of, has_compiler
 from spmdtrain.plan.memory import Memory, state_memory, with_program
@@ -204,6 +205,7 @@ def plan(
             keep = cache_option != OFF
             summary = summarize_compiled(traced, trainer.mesh, names, target, keep=keep)
             memory = with_program(memory, summary, topology)
+        kernels = describe_attention(traced.jaxpr.jaxpr, trainer.placement.devices[0].platform)
         planned = [_planned(each, trainer.placement, topology) for each in summary.collectives]
         is_compiled = bool(summary.traffic)
         return Plan(
@@ -232,7 +234,8 @@ def plan(
             links=time_model.topology_links(topology),
             notes=notes_of(
                 trainer, topology, flops, memory, summary, _total(trainer).host, virtual=virtual
-            ),
+            )
+            + ([kernels] if kernels else []),
         )
 
 

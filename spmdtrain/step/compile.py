@@ -14,6 +14,7 @@ from spmdtrain.data.loader import abstract_batch
 from spmdtrain.data.sampling import Augment
 from spmdtrain.data.training_data import TrainingData
 from spmdtrain.distributed import process_group
+from spmdtrain.kernels.attention import describe_attention
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step.functions import StepFunctions
 from spmdtrain.xla.collectives import Collective, describe_found, find_collectives
@@ -139,6 +140,9 @@ class Programs:
             mesh = self._placement.mesh
             found = find_collectives(compiled.as_text() or "", mesh)
             summary += f": {describe_found(found, mesh)}{choice}"
+            platform = self._placement.devices[0].platform
+            if kernels := describe_attention(traced.jaxpr.jaxpr, platform):
+                summary += f"; {kernels}"
         return Program(call, summary, lowered, traced.jaxpr, steps, found)
 
 

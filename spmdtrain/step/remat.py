@@ -6,12 +6,14 @@ from typing import Any, TypeVar
 
 import jax
 
+from spmdtrain.kernels.attention import keep_attention
 from spmdtrain.xla.jaxpr import equations
 
 _POLICIES: dict[str, Any] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_saveable,
     "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "attention": keep_attention,
 }
 # A context of JAX, so that a trace cached under one policy is not reused under another.
 _policy = jax.make_user_context(default_value="none")

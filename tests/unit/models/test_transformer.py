@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from spmdtrain import MeshSpec, Trainer, UserError
 from spmdtrain.config.option_groups import ShardingOptions
 from spmdtrain.data.packing import Packed
 from spmdtrain.models import MLP, TRANSFORMER_RULES, Transformer, TransformerConfig, mlp_rules
-from spmdtrain.models.attention import is_fused, rotary_speeds, rotation
+from spmdtrain.models.rotary import rotary_speeds, rotation
 from spmdtrain.tree import named_leaves
 
 SMALL = TransformerConfig(
@@ -159,20 +158,6 @@ def test_dropout_is_for_training_and_differs_in_each_step() -> None:
     model.train()  # type: ignore[no-untyped-call]
     once, twice = np.asarray(forward(model, tokens)), np.asarray(forward(model, tokens))
     assert np.abs(once - twice).max() > 1e-2
-
-
-def test_fused_attention_is_for_16_bits_on_recent_nvidia_gpus() -> None:
-    h100, v100 = (SimpleNamespace(compute_capability=c) for c in ("9.0", "7.0"))
-    amd, cpu = SimpleNamespace(compute_capability="gfx90a"), jax.devices()[0]
-    assert is_fused(h100, jnp.dtype(jnp.bfloat16), 64)
-    assert is_fused(SimpleNamespace(compute_capability="10.0"), jnp.dtype(jnp.float16), 128)
-    assert not is_fused(h100, jnp.dtype(jnp.float32), 64)
-    assert not is_fused(h100, jnp.dtype(jnp.bfloat16), 36)
-    assert not is_fused(h100, jnp.dtype(jnp.bfloat16), 256)
-    assert is_fused(h100, jnp.dtype(jnp.bfloat16), 64, masked_length=2048)
-    assert not is_fused(h100, jnp.dtype(jnp.bfloat16), 64, masked_length=2047)
-    for other in (v100, amd, cpu):
-        assert not is_fused(other, jnp.dtype(jnp.bfloat16), 64)
 
 
 @pytest.mark.parametrize(

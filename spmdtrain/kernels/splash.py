@@ -1,0 +1,126 @@
+"""Attention by JAX's splash kernel for TPUs (`jax.experimental.pallas.ops.tpu`)."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    BlockSizes,
+    CausalMask,
+    FullMask,
+    LocalMask,
+    MultiHeadMask,
+    SegmentIds,
+    make_splash_mha,
+)
+from jax.sharding import PartitionSpec
+
+from spmdtrain.kernels.attention_choice import AttentionCase, SplashBlocks, splash_blocks
+from spmdtrain.sharding.mesh import BATCH_AXES
+from spmdtrain.sharding.placement import CurrentMesh
+
+
+def splash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | None,
+    case: AttentionCase,
+    *,
+    scale: float,
+    name: str,
+    over: CurrentMesh,
+    interpret: bool,
+) -> jax.Array:
+    """Returns what the heads mix, (B, T, heads, head width).
+
+    XLA cannot partition the kernel, so it runs under `shard_map`: each device computes its rows of
+    the batch and its heads. What does not divide over the devices is computed by each of them.
+
+    Args:
+      query: (B, T, heads, head width).
+      key: (B, S, key-value heads, head width), as `value`.
+      value: Mixed by the softmax of the scaled products.
+      segments: int (B, T), each token's document, or None.
+      case: The properties of these arguments, not refused by `splash_blocker`.
+      scale: Factor of the products.
+      name: Name of the output and of the softmax's normalization for `jax.checkpoint` policies.
+      over: The mesh that the arrays are split over.
+      interpret: Whether JAX interprets the kernel, on a CPU.
+    """
+    local = partial(_on_device, case=case, scale=scale, name=name, interpret=interpret)
+    if not over.free:
+        return local(query, key, value, segments)
+    parts = over.parts("tensor")
+    if parts % key.shape[2] == 0 and query.shape[2] % parts == 0:
+        # Each device has query heads of a single key-value head, which several devices share.
+        key, value = (jnp.repeat(x, parts // x.shape[2], axis=2) for x in (key, value))
+    axes = tuple(axis for axis in BATCH_AXES if axis in over.free)
+    rows = axes if axes and len(query) % over.parts(*axes) == 0 else None
+    heads = "tensor" if parts > 1 and key.shape[2] % parts == 0 else None
+    split = PartitionSpec(rows, None, heads, None)
+    # Without the check of varying axes, which the kernel does not support.
+    mapped = jax.shard_map(
+        local,
+        mesh=over.mesh,
+        in_specs=(split, split, split, PartitionSpec(rows, None)),
+        out_specs=split,
+        axis_names=set(over.free),
+        check_vma=False,
+    )
+    return mapped(query, key, value, segments)
+
+
+def _on_device(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | None,
+    *,
+    case: AttentionCase,
+    scale: float,
+    name: str,
+    interpret: bool,
+) -> jax.Array:
+    """Returns the output of this device's rows and heads."""
+    kernel = make_splash_mha(
+        MultiHeadMask([_mask(case)] * query.shape[2]),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=_block_sizes(splash_blocks(case)),
+        residual_checkpoint_name=name,
+        interpret=interpret,
+    )
+    # The kernel does not scale, and its heads come before the tokens. Scaled in f32, because the
+    # scale itself would be rounded to bfloat16.
+    query = (query.astype(jnp.float32) * scale).astype(query.dtype)
+    query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+    if segments is None:
+        mixed = jax.vmap(kernel)(query, key, value)
+    else:
+        ids = segments.astype(jnp.int32)
+        mixed = jax.vmap(kernel)(query, key, value, SegmentIds(ids, ids))
+    return jnp.swapaxes(mixed, 1, 2)
+
+
+def _mask(case: AttentionCase) -> CausalMask | FullMask | LocalMask:
+    shape = (case.queries, case.keys)
+    if case.window is not None:
+        before = case.window - 1
+        return LocalMask(shape, (before, 0 if case.causal else before), offset=0)
+    return CausalMask(shape) if case.causal else FullMask(shape)
+
+
+def _block_sizes(blocks: SplashBlocks) -> BlockSizes:
+    queries, keys = blocks.queries, blocks.keys
+    return BlockSizes(
+        block_q=queries,
+        block_kv=keys,
+        block_kv_compute=keys,
+        block_q_dkv=queries,
+        block_kv_dkv=keys,
+        block_kv_dkv_compute=keys,
+        block_q_dq=None if blocks.fused else queries,
+        block_kv_dq=None if blocks.fused else keys,
+        use_fused_bwd_kernel=blocks.fused,
+    )
