@@ -240,13 +240,8 @@ def split(text: np.ndarray, context: int) -> tuple[Windows, Windows]:
 
 def objective(model: Any, batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
     inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-    logits = model(inputs)
-    # A sum instead of a lookup, because it needs no gather if the vocabulary is split.
-    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
-    chosen = jnp.where(is_target, logits, 0).sum(-1)
-    loss = jax.nn.logsumexp(logits, axis=-1) - chosen
-    weights = batch["weights"]
-    return {"loss": (loss, weights), "accuracy": (chosen >= logits.max(-1), weights)}
+    losses, weights = model.token_losses(inputs, targets), batch["weights"]
+    return {"loss": (losses.loss, weights), "accuracy": (losses.correct, weights)}
 
 
 def check_ranges(config: Config) -> None:

@@ -9,10 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.errors import UserError
+from spmdtrain.kernels.linear_cross_entropy import TokenLosses, linear_cross_entropy
 from spmdtrain.models.cached_attention import cache_array
 from spmdtrain.sharding.placement import constrain_sharding
 
 PyTree = Any
+
+_NO_TOKEN = -1e9  # the logit of a row without a token: its exponential and gradient are 0
 
 
 def embed_tokens(embedding: jax.Array, tokens: jax.Array, vocabulary: int) -> jax.Array:
@@ -58,13 +61,90 @@ def check_length(length: int, context: int) -> None:
 class StackedDecoder(nnx.Module):
     """A decoder whose `blocks` are arrays with a first dim for the layer.
 
-    Its `config` has the integers `layers`, `kv_heads`, `head_width` and `context`, and `unroll`.
-    Keys and values have the dtype of its `embedding`.
+    Its `config` has the integers `vocabulary`, `layers`, `kv_heads`, `head_width` and `context`,
+    and `tied` and `unroll`. Keys and values have the dtype of its `embedding`, which may have more
+    rows than there are tokens. Without `tied`, `head` is the output layer.
     """
 
     config: Any
     embedding: nnx.Param[jax.Array]
+    head: nnx.Param[jax.Array]
     blocks: nnx.Dict[Any]
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """Computes the logits of the next tokens: those of `hidden`."""
+        return self.logits(self.hidden(tokens, segments, positions))
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """Computes the values from which `logits` computes those of the next tokens.
+
+        Args:
+          tokens: int (B, T), from 0 to `vocabulary` - 1. Any other makes logits NaN.
+          segments: int (B, T), the number of each token's document within its row, if a row holds
+            several: a token attends to its own document only.
+          positions: int (B, T), each token's position within its document, below the context; by
+            default the positions within the row.
+
+        Returns:
+          (B, T, width).
+
+        Raises:
+          UserError: If T is larger than the context.
+        """
+        raise NotImplementedError
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Returns the logits of the next tokens, -1e9 for rows of the output layer without a token.
+
+        Args:
+          x: (B, T, width), from `hidden` or `extend`.
+
+        Returns:
+          f32 (B, T, rows of the output layer).
+        """
+        head = self._output_layer()
+        logits = token_logits(x, head)
+        if len(head) == self.config.vocabulary:
+            return logits
+        return jnp.where(jnp.arange(len(head)) < self.config.vocabulary, logits, _NO_TOKEN)
+
+    def token_losses(
+        self,
+        tokens: jax.Array,
+        targets: jax.Array,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        *,
+        z_loss: float = 0.0,
+    ) -> TokenLosses:
+        """Computes the cross-entropy of the next tokens: see `linear_cross_entropy`.
+
+        Args:
+          tokens: See `hidden`.
+          targets: int (B, T), the token after each.
+          segments: See `hidden`.
+          positions: See `hidden`.
+          z_loss: See `linear_cross_entropy`.
+
+        Returns:
+          The losses, (B, T).
+        """
+        hidden, head = self.hidden(tokens, segments, positions), self._output_layer()
+        vocabulary = self.config.vocabulary
+        return linear_cross_entropy(hidden, head, targets, vocabulary=vocabulary, z_loss=z_loss)
+
+    def _output_layer(self) -> jax.Array:
+        return self.embedding[...] if self.config.tied else self.head[...]
 
     def layers(self) -> PyTree:
         """Returns the weights of the blocks as `extend` takes them.

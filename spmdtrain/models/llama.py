@@ -21,7 +21,6 @@ from spmdtrain.models.decoder_parts import (
     check_length,
     embed_tokens,
     read_with_cache,
-    token_logits,
 )
 from spmdtrain.models.norms import rms_norm
 from spmdtrain.sharding.annotations import AxisRules
@@ -237,27 +236,12 @@ class Llama(StackedDecoder):
         if not config.tied:
             self.head = normal(config.vocabulary, width, std=into, names=("vocab", "embed"))
 
-    def __call__(
+    def hidden(
         self,
         tokens: jax.Array,
         segments: jax.Array | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        """Computes the logits of the next tokens.
-
-        Args:
-          tokens: int (B, T), from 0 to `vocabulary` - 1. Any other makes logits NaN.
-          segments: int (B, T), the number of each token's document within its row, if a row holds
-            several: a token attends to its own document only.
-          positions: int (B, T), each token's position within its document; by default the positions
-            within the row.
-
-        Returns:
-          f32 (B, T, `vocabulary`).
-
-        Raises:
-          UserError: If T is larger than the context.
-        """
         config = self.config
         check_length(tokens.shape[1], config.context)
         turn = self._rotation(tokens.shape[1] if positions is None else positions)
@@ -269,7 +253,7 @@ class Llama(StackedDecoder):
 
         weights = nnx.to_pure_dict(nnx.state(self.blocks))
         x, _ = jax.lax.scan(block, self._embed(tokens), weights, unroll=config.unroll)
-        return self.logits(rms_norm(x, self.norm[...], config.epsilon))
+        return rms_norm(x, self.norm[...], config.epsilon)
 
     def extend(
         self, layers: PyTree, tokens: jax.Array, cache: PyTree, start: jax.Array
@@ -297,14 +281,6 @@ class Llama(StackedDecoder):
 
         x, cache = read_with_cache(read, self._embed(tokens), layers, cache)
         return rms_norm(x, self.norm[...], self.config.epsilon), cache
-
-    def logits(self, x: jax.Array) -> jax.Array:
-        """Returns the logits of the next tokens, f32 (B, T, `vocabulary`).
-
-        Args:
-          x: (B, T, width), from `extend`.
-        """
-        return token_logits(x, self.embedding[...] if self.config.tied else self.head[...])
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
         x = embed_tokens(self.embedding[...], tokens, self.config.vocabulary)

@@ -16,7 +16,6 @@ from spmdtrain.models.decoder_parts import (
     check_length,
     embed_tokens,
     read_with_cache,
-    token_logits,
 )
 from spmdtrain.models.norms import layer_norm, rms_norm
 from spmdtrain.sharding.placement import constrain_sharding
@@ -55,7 +54,6 @@ PyTree = Any
 _EPSILON = 1e-6  # keeps the RMS norm of zeros finite
 _GPT2_EPSILON = 1e-5
 _ROTARY_BASE = 10_000.0
-_NO_TOKEN = -1e9  # the logit of a row without a token: its exponential and gradient are 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,27 +176,12 @@ class Transformer(StackedDecoder):
             self.head = normal(config.rows, width, std=into)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(
+    def hidden(
         self,
         tokens: jax.Array,
         segments: jax.Array | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        """Computes the logits of the next tokens.
-
-        Args:
-          tokens: int (B, T), from 0 to `vocabulary` - 1. Any other makes logits NaN.
-          segments: int (B, T), the number of each token's document within its row, if a row holds
-            several: a token attends to its own document only.
-          positions: int (B, T), each token's position within its document, below the context; by
-            default the positions within the row.
-
-        Returns:
-          f32 (B, T, `rows`).
-
-        Raises:
-          UserError: If T is larger than the context.
-        """
         config = self.config
         check_length(tokens.shape[1], config.context)
         x, turn = self._embed(tokens, positions)
@@ -220,7 +203,7 @@ class Transformer(StackedDecoder):
 
         weights = nnx.to_pure_dict(nnx.state(self.blocks))
         x, _ = jax.lax.scan(block, x, (weights, keys), unroll=config.unroll)
-        return self.logits(self._last_norm(x))
+        return self._last_norm(x)
 
     def _last_norm(self, x: jax.Array) -> jax.Array:
         bias = self.norm_bias[...] if self.config.blocks == "gpt2" else None
@@ -259,21 +242,6 @@ class Transformer(StackedDecoder):
 
         x, cache = read_with_cache(read, x, layers, cache)
         return self._last_norm(x), cache
-
-    def logits(self, x: jax.Array) -> jax.Array:
-        """Returns the logits of the next tokens.
-
-        Args:
-          x: (B, T, width), from `extend`.
-
-        Returns:
-          f32 (B, T, `rows`).
-        """
-        head = self.embedding[...] if self.config.tied else self.head[...]
-        logits = token_logits(x, head)
-        if self.config.rows == self.config.vocabulary:
-            return logits
-        return jnp.where(jnp.arange(self.config.rows) < self.config.vocabulary, logits, _NO_TOKEN)
 
     def _embed(self, tokens: jax.Array, positions: jax.Array | None) -> tuple[jax.Array, Rotation]:
         """Returns the embedded tokens, and the rotation of their queries and keys."""

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -160,6 +160,48 @@ def is_under_shard_map(placement: Placement) -> bool:
     """
     current: Placement | None = _current.value
     return placement.mesh is not None and current is not None and current.mesh is None
+
+
+@dataclass(frozen=True)
+class CurrentMesh:
+    """The mesh of the calling code, for operations that XLA cannot partition.
+
+    Attributes:
+      mesh: The mesh for `jax.shard_map`: None for that of JAX's context.
+      sizes: The sizes of its axes.
+      free: Its axes over which arrays are split automatically: none on one device, or where each
+        device computes alone (under `jax.shard_map`).
+    """
+
+    mesh: Mesh | None
+    sizes: Mapping[str, int]
+    free: tuple[str, ...]
+
+    def parts(self, *axes: str) -> int:
+        """Returns the number of parts of a dim that is split over those of the axes in `free`."""
+        return math.prod(self.sizes[axis] for axis in axes if axis in self.free)
+
+
+def current_mesh() -> CurrentMesh | None:
+    """Returns the mesh of the calling code.
+
+    It is None if the sharding of arrays is not known: outside of a run with several devices, or if
+    the model has explicit axes.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    if not context.empty:
+        is_split = context.size > 1 or context.manual_axes
+        axes = context.axis_names if is_split else ()
+        free = tuple(axis for axis in axes if axis not in context.manual_axes)
+        if not set(free) <= set(AXES) or set(free) & set(context.explicit_axes):
+            return None
+        return CurrentMesh(None, dict(context.shape), free)
+    if _current.value is None and len(choose_devices(())) > 1:
+        return None
+    mesh = _strategy().mesh
+    if mesh is None or mesh.size == 1:
+        return CurrentMesh(None, {}, ())
+    return CurrentMesh(mesh, dict(mesh.shape), tuple(mesh.axis_names))
 
 
 def _strategy() -> Placement:

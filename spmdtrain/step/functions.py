@@ -25,6 +25,7 @@ from spmdtrain.data.loader import batch_of_first_step, examples_of
 from spmdtrain.data.marked_rows import as_marked
 from spmdtrain.distributed.first_call import Together, call_together
 from spmdtrain.errors import UserError
+from spmdtrain.kernels.reference import reference_kernels
 from spmdtrain.sharding import mesh
 from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.layout import Layout
@@ -325,24 +326,27 @@ class StepFunctions:
         """
         first = jax.eval_shape(lambda batch: examples_of(batch_of_first_step(batch, steps)), batch)
         batch, mask = as_marked(first).rows, as_marked(first).mask
-        self._checks.check_training(batch, mask)
-        note = self._checks.note_of_microbatches(batch)
+        # The checks read the operations of the model, and kernels cannot be analyzed.
+        with reference_kernels():
+            self._checks.check_training(batch, mask)
+            note = self._checks.note_of_microbatches(batch)
         requested = self._requested_reduction is not None
         if not requested and not flattens_by_default(self._config, self._placement, self.layout):
             return note
         trained, frozen = self.update.partition(self.abstract_state.params)
         if self._own_reduction is not None and not mesh.is_abstract():
             check_agrees(self._own_reduction, self._placement, trained)
-        blocker = shard_map_blocker(
-            self._gradients,
-            replicates_params=self.layout.replicates_params,
-            params=trained,
-            frozen=frozen,
-            model_state=self.abstract_state.model_state,
-            batch=batch,
-            values=self._forward.values,
-            batch_coupled=self._forward.objective.batch_coupled,
-        )
+        with reference_kernels():
+            blocker = shard_map_blocker(
+                self._gradients,
+                replicates_params=self.layout.replicates_params,
+                params=trained,
+                frozen=frozen,
+                model_state=self.abstract_state.model_state,
+                batch=batch,
+                values=self._forward.values,
+                batch_coupled=self._forward.objective.batch_coupled,
+            )
         if requested:
             if blocker:
                 raise UserError(
@@ -401,7 +405,8 @@ class StepFunctions:
           size: Number of rows of the batch.
           predict: Whether it is for `predict`, instead of the objective.
         """
-        return self._checks.why_not_padded(rows, size, predict=predict)
+        with reference_kernels():
+            return self._checks.why_not_padded(rows, size, predict=predict)
 
     def _compile(self, function: Callable[..., Any], in_shardings: Any) -> Any:
         """Compiles a function of variables and a batch; its result is replicated."""
