@@ -67,8 +67,8 @@ class Config(RunConfig):
     """Use the embedding as the output layer."""
     dropout: float = 0.0
     """Fraction of the values dropped in training."""
-    unroll: bool = True
-    """Compile every layer separately: faster steps on a CPU, longer compilation."""
+    unroll: bool | None = None
+    """Compile every layer separately: faster steps, longer compilation; by default up to 12."""
     warmup_steps: int = 100
     """Steps in which the learning rate rises, at most a tenth of the run; a cosine follows."""
     final_learning_rate: float = 0.05
@@ -106,7 +106,6 @@ _GPT2 = Config(
     heads=12,
     context=1024,
     positions="learned",
-    unroll=False,
     warmup_steps=500,
     final_learning_rate=0.1,
     beta2=0.95,

@@ -72,8 +72,8 @@ class Config(RunConfig):
     """Width of the residual stream."""
     heads: int = 4
     """Attention heads, which share the width."""
-    unroll: bool = True
-    """Compile every layer separately: faster steps on a CPU, longer compilation."""
+    unroll: bool | None = None
+    """Compile every layer separately: faster steps, longer compilation; by default up to 12."""
     weight_decay: float = 0.1
     """AdamW's weight decay, for all parameters but the norms' scales."""
     clip_norm: float = 1.0

@@ -12,6 +12,7 @@ from spmdtrain.errors import UserError
 from spmdtrain.kernels.linear_cross_entropy import TokenLosses, linear_cross_entropy
 from spmdtrain.models.cached_attention import cache_array
 from spmdtrain.sharding.placement import constrain_sharding
+from spmdtrain.step.layer_loop import unrolls
 
 PyTree = Any
 
@@ -143,16 +144,19 @@ class StackedDecoder(nnx.Module):
         vocabulary = self.config.vocabulary
         return linear_cross_entropy(hidden, head, targets, vocabulary=vocabulary, z_loss=z_loss)
 
+    def _unrolls(self) -> bool:
+        return unrolls(self.config.layers, self.config.unroll)
+
     def _output_layer(self) -> jax.Array:
         return self.embedding[...] if self.config.tied else self.head[...]
 
     def layers(self) -> PyTree:
         """Returns the weights of the blocks as `extend` takes them.
 
-        Call it outside of a loop over `extend`, because with `unroll` it copies each layer's.
+        Call it outside of a loop over `extend`, because it copies unrolled each layer's.
         """
         weights = nnx.to_pure_dict(nnx.state(self.blocks))
-        if not self.config.unroll:
+        if not self._unrolls():
             return weights
         return [
             jax.tree.map(operator.itemgetter(layer), weights) for layer in range(self.config.layers)
@@ -167,8 +171,8 @@ class StackedDecoder(nnx.Module):
 
         Returns:
           Pairs of arrays of shape (B, key-value heads, `length`, head width) in the dtype of the
-          parameters, one pair for each layer; without `unroll` one pair, in which the layer is the
-          first dim.
+          parameters, one pair for each unrolled layer; in a loop one pair, in which the layer is
+          the first dim.
 
         Raises:
           UserError: If `length` is larger than the context.
@@ -179,7 +183,7 @@ class StackedDecoder(nnx.Module):
                 f"a cache of {length} tokens, but the model's context is {config.context}"
             )
         shape = (rows, config.kv_heads, length, config.head_width)
-        if config.unroll:
+        if self._unrolls():
             return [(cache_array(shape, dtype),) * 2 for _ in range(config.layers)]
         return (cache_array((config.layers, *shape), dtype),) * 2
 
@@ -197,7 +201,7 @@ def read_with_cache(
         and values extended by those of the new tokens.
       x: (B, T, width), the embedded new tokens.
       layers: The weights of each layer as a list, or stacked.
-      cache: From `StackedDecoder.empty_cache`, with `unroll` if `layers` is a list.
+      cache: From `StackedDecoder.empty_cache`, of unrolled layers if `layers` is a list.
 
     Returns:
       x after the last layer, and the extended cache.

@@ -25,6 +25,7 @@ from spmdtrain.models.decoder_parts import (
 from spmdtrain.models.norms import rms_norm
 from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.placement import constrain_sharding
+from spmdtrain.step.layer_loop import scan_layers
 from spmdtrain.step.remat import remat
 
 # Over "tensor" each device has some of the heads and hidden values, so that each half of a block
@@ -136,8 +137,8 @@ class LlamaConfig:
       rope_scaling: Changes the speeds for a longer context.
       tied: Whether the embedding is also the output layer.
       epsilon: Added to the mean square by RMS norms.
-      unroll: Whether to compile every layer separately: faster steps on a CPU, but a compile time
-        proportional to the number of layers.
+      unroll: Whether to compile every layer separately: faster steps, but a compile time
+        proportional to the number of layers. By default up to 12 layers.
 
     Raises:
       UserError: If a value is invalid.
@@ -154,7 +155,7 @@ class LlamaConfig:
     rope_scaling: LinearRopeScaling | Llama3RopeScaling | None = None
     tied: bool = False
     epsilon: float = 1e-5
-    unroll: bool = False
+    unroll: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "layers", "width", "heads", "kv_heads", "hidden", "context"):
@@ -252,7 +253,7 @@ class Llama(StackedDecoder):
             return self._rest_of_block(weights, x, mixed), None
 
         weights = nnx.to_pure_dict(nnx.state(self.blocks))
-        x, _ = jax.lax.scan(block, self._embed(tokens), weights, unroll=config.unroll)
+        x = scan_layers(block, self._embed(tokens), weights, config.unroll)
         return rms_norm(x, self.norm[...], config.epsilon)
 
     def extend(

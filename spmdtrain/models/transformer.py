@@ -20,6 +20,7 @@ from spmdtrain.models.decoder_parts import (
 from spmdtrain.models.norms import layer_norm, rms_norm
 from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.sharding.rules import GatherPolicy, Rule
+from spmdtrain.step.layer_loop import scan_layers
 from spmdtrain.step.remat import remat
 
 # Over "tensor" each device has some of the heads and hidden values, so that each half of a block
@@ -75,8 +76,8 @@ class TransformerConfig:
       tied: Whether the embedding is also the output layer.
       blocks: Blocks without biases, with RMS norm and squared ReLU; or those of GPT-2, with biases,
         layer norm and GELU (its approximation by tanh).
-      unroll: Whether to compile every layer separately: faster steps on a CPU, but a compile time
-        proportional to the number of layers.
+      unroll: Whether to compile every layer separately: faster steps, but a compile time
+        proportional to the number of layers. By default up to 12 layers.
 
     Raises:
       UserError: If a value is invalid.
@@ -93,7 +94,7 @@ class TransformerConfig:
     dropout: float = 0.0
     tied: bool = True
     blocks: Literal["plain", "gpt2"] = "plain"
-    unroll: bool = False
+    unroll: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "layers", "width", "heads", "hidden", "context"):
@@ -202,7 +203,7 @@ class Transformer(StackedDecoder):
             return constrain_sharding(x, "batch", None, None), None
 
         weights = nnx.to_pure_dict(nnx.state(self.blocks))
-        x, _ = jax.lax.scan(block, x, (weights, keys), unroll=config.unroll)
+        x = scan_layers(block, x, (weights, keys), config.unroll)
         return self._last_norm(x)
 
     def _last_norm(self, x: jax.Array) -> jax.Array:

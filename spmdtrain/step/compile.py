@@ -16,6 +16,7 @@ from spmdtrain.data.training_data import TrainingData
 from spmdtrain.distributed import process_group
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step.functions import StepFunctions
+from spmdtrain.step.layer_loop import describe_layers
 from spmdtrain.xla.collectives import Collective, describe_found, find_collectives
 
 PyTree = Any
@@ -139,6 +140,8 @@ class Programs:
             mesh = self._placement.mesh
             found = find_collectives(compiled.as_text() or "", mesh)
             summary += f": {describe_found(found, mesh)}{choice}"
+            if layers := describe_layers(traced.jaxpr.jaxpr):
+                summary += f"; {layers}"
         return Program(call, summary, lowered, traced.jaxpr, steps, found)
 
 

@@ -17,6 +17,7 @@ from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.finite import finite_flags
 from spmdtrain.step.hyperparameters import learning_rate
+from spmdtrain.step.layer_loop import describe_layers
 from spmdtrain.step.norms import step_norms
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.train_step import StepOutput
@@ -132,6 +133,8 @@ class LoopStep:
             found = find_collectives(compiled.as_text(), mesh)
             seconds = time.perf_counter() - began
             text = f"step compiled in {seconds:.1f} s: {describe_found(found, mesh)}"
+            if layers := describe_layers(traced.jaxpr.jaxpr):
+                text += f"; {layers}"
             loop.logger.log_header(loop.placement, state.params, text)
             program = StepProgram(traced.jaxpr, 1, found)
             params = jax.tree.map(jax.typeof, state.params)
