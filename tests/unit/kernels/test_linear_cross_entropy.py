@@ -119,7 +119,9 @@ def test_large_logits_are_computed_in_chunks_and_need_the_memory_of_one() -> Non
             return linear_cross_entropy(hidden, head, targets, chunks=chunks).loss.sum()
 
         compiled = jax.jit(jax.grad(total, (0, 1))).lower(*given, targets).compile()
-        return compiled.memory_analysis().temp_size_in_bytes / 1e9
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes / 1e9
 
     assert gigabytes(None) < gigabytes(1) - 32 * 1024 * 50_304 * 4 / 1e9
 
