@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from etils import epath
 
@@ -131,11 +130,7 @@ KERNELS = (  # each has the layers first
 
 def objective(model: Any, batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
     inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-    logits = model(inputs)
-    # A sum instead of a lookup, because it needs no gather if the vocabulary is split.
-    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
-    chosen = jnp.where(is_target, logits, 0).sum(-1)
-    return {"loss": (jax.nn.logsumexp(logits, axis=-1) - chosen, batch["weights"])}
+    return {"loss": (model.token_losses(inputs, targets).loss, batch["weights"])}
 
 
 def make_optimizer(config: Config, total_steps: int) -> optax.GradientTransformation:

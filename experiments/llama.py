@@ -74,8 +74,8 @@ class Config(RunConfig):
     """Factor of the published scaling of rotary positions (llama3); by default none."""
     tied: bool = True
     """Use the embedding as the output layer."""
-    unroll: bool = True
-    """Compile every layer separately: faster steps on a CPU, longer compilation."""
+    unroll: bool | None = None
+    """Compile every layer separately: faster steps, longer compilation; by default up to 12."""
     warmup_steps: int = 100
     """Steps in which the learning rate rises, at most a tenth of the run; a cosine follows."""
     weight_decay: float = 0.1
@@ -104,7 +104,6 @@ def published(layers: int, width: int, heads: int, mlp_width: int, factor: float
         rope_base=500_000.0,
         rope_factor=factor,
         tied=width < 4096,
-        unroll=False,
         compute_dtype="bfloat16",
         remat="full",
     )

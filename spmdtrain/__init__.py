@@ -70,6 +70,7 @@ _HOMES = {
     "TextSource": "data.sources.text_files",
     "TokenDocuments": "data.sources.token_files",
     "TokenFile": "data.sources.token_files",
+    "TokenLosses": "kernels.linear_cross_entropy",
     "Tokenized": "data.text",
     "Tracker": "trackers.base",
     "TrainState": "step.state",
@@ -90,6 +91,7 @@ _HOMES = {
     "export_params": "checkpoints.export",
     "find_idx": "data.idx",
     "initialize": "distributed.initialize",
+    "linear_cross_entropy": "kernels.linear_cross_entropy",
     "load_model": "checkpoints.load_model",
     "load_params": "checkpoints.restore",
     "load_variables": "checkpoints.restore",
@@ -168,6 +170,7 @@ __all__ = [
     "TextSource",
     "TokenDocuments",
     "TokenFile",
+    "TokenLosses",
     "Tokenized",
     "Tracker",
     "TrainState",
@@ -188,6 +191,7 @@ __all__ = [
     "export_params",
     "find_idx",
     "initialize",
+    "linear_cross_entropy",
     "load_model",
     "load_params",
     "load_variables",
@@ -244,6 +248,7 @@ if TYPE_CHECKING:
         UserError,
     )
     from spmdtrain.kernels.attention import attention
+    from spmdtrain.kernels.linear_cross_entropy import TokenLosses, linear_cross_entropy
     from spmdtrain.parameter_server.coordinator import Coordinator
     from spmdtrain.parameter_server.partition import FixedShards, MaxSize, MinSize
     from spmdtrain.sharding.annotations import AxisRules

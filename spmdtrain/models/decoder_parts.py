@@ -9,10 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.errors import UserError
+from spmdtrain.kernels.linear_cross_entropy import TokenLosses, linear_cross_entropy
 from spmdtrain.models.cached_attention import cache_array
 from spmdtrain.sharding.placement import constrain_sharding
+from spmdtrain.step.layer_loop import unrolls
 
 PyTree = Any
+
+_NO_TOKEN = -1e9  # the logit of a row without a token: its exponential and gradient are 0
 
 
 def embed_tokens(embedding: jax.Array, tokens: jax.Array, vocabulary: int) -> jax.Array:
@@ -58,21 +62,101 @@ def check_length(length: int, context: int) -> None:
 class StackedDecoder(nnx.Module):
     """A decoder whose `blocks` are arrays with a first dim for the layer.
 
-    Its `config` has the integers `layers`, `kv_heads`, `head_width` and `context`, and `unroll`.
-    Keys and values have the dtype of its `embedding`.
+    Its `config` has the integers `vocabulary`, `layers`, `kv_heads`, `head_width` and `context`,
+    and `tied` and `unroll`. Keys and values have the dtype of its `embedding`, which may have more
+    rows than there are tokens. Without `tied`, `head` is the output layer.
     """
 
     config: Any
     embedding: nnx.Param[jax.Array]
+    head: nnx.Param[jax.Array]
     blocks: nnx.Dict[Any]
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """Computes the logits of the next tokens: those of `hidden`."""
+        return self.logits(self.hidden(tokens, segments, positions))
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """Computes the values from which `logits` computes those of the next tokens.
+
+        Args:
+          tokens: int (B, T), from 0 to `vocabulary` - 1. Any other makes logits NaN.
+          segments: int (B, T), the number of each token's document within its row, if a row holds
+            several: a token attends to its own document only.
+          positions: int (B, T), each token's position within its document, below the context; by
+            default the positions within the row.
+
+        Returns:
+          (B, T, width).
+
+        Raises:
+          UserError: If T is larger than the context.
+        """
+        raise NotImplementedError
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Returns the logits of the next tokens, -1e9 for rows of the output layer without a token.
+
+        Args:
+          x: (B, T, width), from `hidden` or `extend`.
+
+        Returns:
+          f32 (B, T, rows of the output layer).
+        """
+        head = self._output_layer()
+        logits = token_logits(x, head)
+        if len(head) == self.config.vocabulary:
+            return logits
+        return jnp.where(jnp.arange(len(head)) < self.config.vocabulary, logits, _NO_TOKEN)
+
+    def token_losses(
+        self,
+        tokens: jax.Array,
+        targets: jax.Array,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        *,
+        z_loss: float = 0.0,
+    ) -> TokenLosses:
+        """Computes the cross-entropy of the next tokens: see `linear_cross_entropy`.
+
+        Args:
+          tokens: See `hidden`.
+          targets: int (B, T), the token after each.
+          segments: See `hidden`.
+          positions: See `hidden`.
+          z_loss: See `linear_cross_entropy`.
+
+        Returns:
+          The losses, (B, T).
+        """
+        hidden, head = self.hidden(tokens, segments, positions), self._output_layer()
+        vocabulary = self.config.vocabulary
+        return linear_cross_entropy(hidden, head, targets, vocabulary=vocabulary, z_loss=z_loss)
+
+    def _unrolls(self) -> bool:
+        return unrolls(self.config.layers, self.config.unroll)
+
+    def _output_layer(self) -> jax.Array:
+        return self.embedding[...] if self.config.tied else self.head[...]
 
     def layers(self) -> PyTree:
         """Returns the weights of the blocks as `extend` takes them.
 
-        Call it outside of a loop over `extend`, because with `unroll` it copies each layer's.
+        Call it outside of a loop over `extend`, because it copies unrolled each layer's.
         """
         weights = nnx.to_pure_dict(nnx.state(self.blocks))
-        if not self.config.unroll:
+        if not self._unrolls():
             return weights
         return [
             jax.tree.map(operator.itemgetter(layer), weights) for layer in range(self.config.layers)
@@ -87,8 +171,8 @@ class StackedDecoder(nnx.Module):
 
         Returns:
           Pairs of arrays of shape (B, key-value heads, `length`, head width) in the dtype of the
-          parameters, one pair for each layer; without `unroll` one pair, in which the layer is the
-          first dim.
+          parameters, one pair for each unrolled layer; in a loop one pair, in which the layer is
+          the first dim.
 
         Raises:
           UserError: If `length` is larger than the context.
@@ -99,7 +183,7 @@ class StackedDecoder(nnx.Module):
                 f"a cache of {length} tokens, but the model's context is {config.context}"
             )
         shape = (rows, config.kv_heads, length, config.head_width)
-        if config.unroll:
+        if self._unrolls():
             return [(cache_array(shape, dtype),) * 2 for _ in range(config.layers)]
         return (cache_array((config.layers, *shape), dtype),) * 2
 
@@ -117,7 +201,7 @@ def read_with_cache(
         and values extended by those of the new tokens.
       x: (B, T, width), the embedded new tokens.
       layers: The weights of each layer as a list, or stacked.
-      cache: From `StackedDecoder.empty_cache`, with `unroll` if `layers` is a list.
+      cache: From `StackedDecoder.empty_cache`, of unrolled layers if `layers` is a list.
 
     Returns:
       x after the last layer, and the extended cache.

@@ -21,12 +21,12 @@ from spmdtrain.models.decoder_parts import (
     check_length,
     embed_tokens,
     read_with_cache,
-    token_logits,
 )
 from spmdtrain.models.norms import rms_norm
 from spmdtrain.models.rotary import Rotation, rotation
 from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.placement import constrain_sharding
+from spmdtrain.step.layer_loop import scan_layers
 from spmdtrain.step.remat import remat
 
 # Over "tensor" each device has some of the heads and hidden values, so that each half of a block
@@ -138,8 +138,8 @@ class LlamaConfig:
       rope_scaling: Changes the speeds for a longer context.
       tied: Whether the embedding is also the output layer.
       epsilon: Added to the mean square by RMS norms.
-      unroll: Whether to compile every layer separately: faster steps on a CPU, but a compile time
-        proportional to the number of layers.
+      unroll: Whether to compile every layer separately: faster steps, but a compile time
+        proportional to the number of layers. By default up to 12 layers.
 
     Raises:
       UserError: If a value is invalid.
@@ -156,7 +156,7 @@ class LlamaConfig:
     rope_scaling: LinearRopeScaling | Llama3RopeScaling | None = None
     tied: bool = False
     epsilon: float = 1e-5
-    unroll: bool = False
+    unroll: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "layers", "width", "heads", "kv_heads", "hidden", "context"):
@@ -238,27 +238,12 @@ class Llama(StackedDecoder):
         if not config.tied:
             self.head = normal(config.vocabulary, width, std=into, names=("vocab", "embed"))
 
-    def __call__(
+    def hidden(
         self,
         tokens: jax.Array,
         segments: jax.Array | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        """Computes the logits of the next tokens.
-
-        Args:
-          tokens: int (B, T), from 0 to `vocabulary` - 1. Any other makes logits NaN.
-          segments: int (B, T), the number of each token's document within its row, if a row holds
-            several: a token attends to its own document only.
-          positions: int (B, T), each token's position within its document; by default the positions
-            within the row.
-
-        Returns:
-          f32 (B, T, `vocabulary`).
-
-        Raises:
-          UserError: If T is larger than the context.
-        """
         config = self.config
         check_length(tokens.shape[1], config.context)
         turn = self._rotation(tokens.shape[1] if positions is None else positions)
@@ -270,8 +255,8 @@ class Llama(StackedDecoder):
             return self._rest_of_block(weights, x, mixed), None
 
         weights = nnx.to_pure_dict(nnx.state(self.blocks))
-        x, _ = jax.lax.scan(block, self._embed(tokens), weights, unroll=config.unroll)
-        return self.logits(rms_norm(x, self.norm[...], config.epsilon))
+        x = scan_layers(block, self._embed(tokens), weights, config.unroll)
+        return rms_norm(x, self.norm[...], config.epsilon)
 
     def extend(
         self, layers: PyTree, tokens: jax.Array, cache: PyTree, start: jax.Array
@@ -299,14 +284,6 @@ class Llama(StackedDecoder):
 
         x, cache = read_with_cache(read, self._embed(tokens), layers, cache)
         return rms_norm(x, self.norm[...], self.config.epsilon), cache
-
-    def logits(self, x: jax.Array) -> jax.Array:
-        """Returns the logits of the next tokens, f32 (B, T, `vocabulary`).
-
-        Args:
-          x: (B, T, width), from `extend`.
-        """
-        return token_logits(x, self.embedding[...] if self.config.tied else self.head[...])
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
         x = embed_tokens(self.embedding[...], tokens, self.config.vocabulary)

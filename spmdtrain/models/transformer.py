@@ -16,12 +16,12 @@ from spmdtrain.models.decoder_parts import (
     check_length,
     embed_tokens,
     read_with_cache,
-    token_logits,
 )
 from spmdtrain.models.norms import layer_norm, rms_norm
 from spmdtrain.models.rotary import Rotation, rotary_speeds, rotation
 from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.sharding.rules import GatherPolicy, Rule
+from spmdtrain.step.layer_loop import scan_layers
 from spmdtrain.step.remat import remat
 
 # Over "tensor" each device has some of the heads and hidden values, so that each half of a block
@@ -56,7 +56,6 @@ PyTree = Any
 _EPSILON = 1e-6  # keeps the RMS norm of zeros finite
 _GPT2_EPSILON = 1e-5
 _ROTARY_BASE = 10_000.0
-_NO_TOKEN = -1e9  # the logit of a row without a token: its exponential and gradient are 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +77,8 @@ class TransformerConfig:
       tied: Whether the embedding is also the output layer.
       blocks: Blocks without biases, with RMS norm and squared ReLU; or those of GPT-2, with biases,
         layer norm and GELU (its approximation by tanh).
-      unroll: Whether to compile every layer separately: faster steps on a CPU, but a compile time
-        proportional to the number of layers.
+      unroll: Whether to compile every layer separately: faster steps, but a compile time
+        proportional to the number of layers. By default up to 12 layers.
 
     Raises:
       UserError: If a value is invalid.
@@ -96,7 +95,7 @@ class TransformerConfig:
     dropout: float = 0.0
     tied: bool = True
     blocks: Literal["plain", "gpt2"] = "plain"
-    unroll: bool = False
+    unroll: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "layers", "width", "heads", "hidden", "context"):
@@ -179,27 +178,12 @@ class Transformer(StackedDecoder):
             self.head = normal(config.rows, width, std=into)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(
+    def hidden(
         self,
         tokens: jax.Array,
         segments: jax.Array | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        """Computes the logits of the next tokens.
-
-        Args:
-          tokens: int (B, T), from 0 to `vocabulary` - 1. Any other makes logits NaN.
-          segments: int (B, T), the number of each token's document within its row, if a row holds
-            several: a token attends to its own document only.
-          positions: int (B, T), each token's position within its document, below the context; by
-            default the positions within the row.
-
-        Returns:
-          f32 (B, T, `rows`).
-
-        Raises:
-          UserError: If T is larger than the context.
-        """
         config = self.config
         check_length(tokens.shape[1], config.context)
         x, turn = self._embed(tokens, positions)
@@ -220,8 +204,8 @@ class Transformer(StackedDecoder):
             return constrain_sharding(x, "batch", None, None), None
 
         weights = nnx.to_pure_dict(nnx.state(self.blocks))
-        x, _ = jax.lax.scan(block, x, (weights, keys), unroll=config.unroll)
-        return self.logits(self._last_norm(x))
+        x = scan_layers(block, x, (weights, keys), config.unroll)
+        return self._last_norm(x)
 
     def _last_norm(self, x: jax.Array) -> jax.Array:
         bias = self.norm_bias[...] if self.config.blocks == "gpt2" else None
@@ -260,21 +244,6 @@ class Transformer(StackedDecoder):
 
         x, cache = read_with_cache(read, x, layers, cache)
         return self._last_norm(x), cache
-
-    def logits(self, x: jax.Array) -> jax.Array:
-        """Returns the logits of the next tokens.
-
-        Args:
-          x: (B, T, width), from `extend`.
-
-        Returns:
-          f32 (B, T, `rows`).
-        """
-        head = self.embedding[...] if self.config.tied else self.head[...]
-        logits = token_logits(x, head)
-        if self.config.rows == self.config.vocabulary:
-            return logits
-        return jnp.where(jnp.arange(self.config.rows) < self.config.vocabulary, logits, _NO_TOKEN)
 
     def _embed(self, tokens: jax.Array, positions: jax.Array | None) -> tuple[jax.Array, Rotation]:
         """Returns the embedded tokens, and the rotation of their queries and keys."""

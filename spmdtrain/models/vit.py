@@ -16,6 +16,7 @@ from spmdtrain.models.annotated import annotated_param, normal_param
 from spmdtrain.models.norms import layer_norm
 from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.placement import constrain_sharding
+from spmdtrain.step.layer_loop import scan_layers
 from spmdtrain.step.remat import remat
 
 # Over "tensor" each device has some of the heads and hidden values, so that each half of a block
@@ -40,8 +41,8 @@ class ViTConfig:
       hidden: Width inside each block's MLP.
       pooling: The values from which the classes are computed: those of a token that is put before
         the patches, or the mean of the patches, without such a token.
-      unroll: Whether to compile every layer separately: faster steps on a CPU, but a compile time
-        proportional to the number of layers.
+      unroll: Whether to compile every layer separately: faster steps, but a compile time
+        proportional to the number of layers. By default up to 12 layers.
 
     Raises:
       UserError: If a value is invalid.
@@ -56,7 +57,7 @@ class ViTConfig:
     heads: int
     hidden: int
     pooling: Literal["class_token", "mean"] = "class_token"
-    unroll: bool = False
+    unroll: bool | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -176,7 +177,7 @@ class ViT(nnx.Module):
             return constrain_sharding(x + _mlp(weights["mlp"], x), "batch", None, None), None
 
         weights = nnx.to_pure_dict(nnx.state(self.blocks))
-        x, _ = jax.lax.scan(block, x, weights, unroll=config.unroll)
+        x = scan_layers(block, x, weights, config.unroll)
         x = layer_norm(x, self.norm["scale"][...], self.norm["bias"][...], _EPSILON)
         pooled = x[:, 0] if config.pooling == "class_token" else x.mean(axis=1)
         kernel, bias = self.head["kernel"][...], self.head["bias"][...]

@@ -17,6 +17,7 @@ from spmdtrain.distributed import process_group
 from spmdtrain.kernels.attention import describe_attention
 from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step.functions import StepFunctions
+from spmdtrain.step.layer_loop import describe_layers
 from spmdtrain.xla.collectives import Collective, describe_found, find_collectives
 
 PyTree = Any
@@ -140,9 +141,7 @@ class Programs:
             mesh = self._placement.mesh
             found = find_collectives(compiled.as_text() or "", mesh)
             summary += f": {describe_found(found, mesh)}{choice}"
-            platform = self._placement.devices[0].platform
-            if kernels := describe_attention(traced.jaxpr.jaxpr, platform):
-                summary += f"; {kernels}"
+            summary += describe_choices(traced.jaxpr.jaxpr, self._placement)
         return Program(call, summary, lowered, traced.jaxpr, steps, found)
 
 
@@ -150,3 +149,15 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of an array, with its sharding if it is on devices."""
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=getattr(x, "sharding", None))
+
+
+def describe_choices(jaxpr: Any, placement: Placement) -> str:
+    """Returns what depends on the devices or on sizes in a step, for the log, after "; ".
+
+    Args:
+      jaxpr: The open jaxpr of the step.
+      placement: The strategy and its mesh.
+    """
+    attention = describe_attention(jaxpr, placement.devices[0].platform)
+    found = (attention, describe_layers(jaxpr))
+    return "".join(f"; {each}" for each in found if each)

@@ -12,10 +12,10 @@ from spmdtrain.distributed import process_group
 from spmdtrain.distributed.first_call import await_compiled
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import UserError
-from spmdtrain.kernels.attention import describe_attention
 from spmdtrain.sharding.describe import check_placed
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.placement import Placement
+from spmdtrain.step.compile import describe_choices
 from spmdtrain.step.finite import finite_flags
 from spmdtrain.step.hyperparameters import learning_rate
 from spmdtrain.step.norms import step_norms
@@ -133,9 +133,7 @@ class LoopStep:
             found = find_collectives(compiled.as_text(), mesh)
             seconds = time.perf_counter() - began
             text = f"step compiled in {seconds:.1f} s: {describe_found(found, mesh)}"
-            platform = loop.placement.devices[0].platform
-            if kernels := describe_attention(traced.jaxpr.jaxpr, platform):
-                text += f"; {kernels}"
+            text += describe_choices(traced.jaxpr.jaxpr, loop.placement)
             loop.logger.log_header(loop.placement, state.params, text)
             program = StepProgram(traced.jaxpr, 1, found)
             params = jax.tree.map(jax.typeof, state.params)

@@ -155,7 +155,7 @@ def test_logits_and_export_are_those_of_transformers(
 )
 def test_the_command_trains_exports_and_starts_from_the_export(file: Path, tmp_path: Path) -> None:
     """On eight devices by the annotations."""
-    line: list[Any] = ["--layers", 1, "--no-unroll", "--width", 32, "--steps", 2]
+    line: list[Any] = ["--layers", 1, "--unroll", False, "--width", 32, "--steps", 2]
     line += ["--strategy", "fully_sharded", "--mesh.fsdp", 4, "--mesh.tensor", 2]
     line += ["--global-batch-size", 8]
     if file == LLAMA:

@@ -279,10 +279,12 @@ def test_what_cannot_be_written() -> None:
 
 
 def test_the_loss_is_of_the_tokens_that_count() -> None:
-    logits = jax.random.normal(jax.random.key(0), (2, 3, 5))
+    model = Transformer(gpt.shape(gpt.PRESETS["tiny"], vocabulary=5), rngs=nnx.Rngs(0))
     tokens = jnp.array([[0, 1, 2, 3], [4, 3, 2, 1]])
     weights = jnp.array([[1.0, 1, 1], [1, 0, 0]])
-    found = gpt.objective(lambda inputs: logits, {"tokens": tokens, "weights": weights})
+    found = gpt.objective(model, {"tokens": tokens, "weights": weights})
+    logits = model(tokens[:, :-1])
+    assert logits.shape == (2, 3, 64)  # of which 59 have no token
     expected = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     np.testing.assert_allclose(found["loss"][0], expected, rtol=1e-5)
     np.testing.assert_array_equal(found["accuracy"][0], logits.argmax(-1) == tokens[:, 1:])

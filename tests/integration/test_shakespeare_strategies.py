@@ -33,7 +33,7 @@ from strategy_runs import (
 pytestmark = pytest.mark.slow
 
 # Every array is large enough to be split.
-OPTIONS = ("--preset", "tiny", "--no-unroll", "--sharding.min-size", "64", *CADENCE)
+OPTIONS = ("--preset", "tiny", "--unroll", "False", "--sharding.min-size", "64", *CADENCE)
 
 SHAPES = {
     "embedding": (64, 64),

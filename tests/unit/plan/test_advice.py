@@ -56,7 +56,7 @@ def test_each_collective_is_known_by_the_parameters_it_carries() -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_within_loops_too(text: Path) -> None:
-    options = ("--preset", "tiny", "--data-dir", text, "--no-unroll", "--sharding.min-size", 1)
+    options = ("--preset", "tiny", "--data-dir", text, "--unroll", False, "--sharding.min-size", 1)
     found = planned(GPT, *options, "--strategy", "fully_sharded")
     blocks = {
         *("blocks/attention/qkv", "blocks/attention/out", "blocks/attention/norm"),

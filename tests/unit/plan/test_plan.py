@@ -85,7 +85,7 @@ def test_loops_count_as_often_as_they_turn(text: Path) -> None:
     options = ("--preset", "tiny", "--layers", 5, "--data-dir", text)
     sharded = ("--strategy", "fully_sharded", "--sharding.min_size", 1)
     looped, unrolled = (
-        planned(GPT, *options, *sharded, flag) for flag in ("--no-unroll", "--unroll")
+        planned(GPT, *options, *sharded, "--unroll", unroll) for unroll in (False, True)
     )
 
     def sent(found: dict[str, Any]) -> float:
@@ -273,7 +273,7 @@ def test_on_a_tpu() -> None:
 @needs_libtpu
 @pytest.mark.slow
 def test_what_the_compiler_refuses_has_its_figure(text: Path) -> None:
-    options = ("--width", 4096, "--heads", 32, "--layers", 5, "--context", 2048, "--no-unroll")
+    options = ("--width", 4096, "--heads", 32, "--layers", 5, "--context", 2048, "--unroll", False)
     where = ("--topology", "v5e:1x1", "--global-batch-size", 16, "--data-dir", text)
     ended = plan(GPT, *options, *where)
     assert ended.returncode == 1, ended.stderr

@@ -1,0 +1,390 @@
+"""Cross-entropy of a linear layer's logits, without all logits in memory."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from spmdtrain.errors import UserError
+from spmdtrain.kernels.reference import uses_reference
+from spmdtrain.sharding.mesh import BATCH_AXES
+from spmdtrain.sharding.placement import constrain_sharding, current_mesh
+
+# A backward pass that computes the logits a second time costs a third of the layer's time, so it
+# pays only if the logits are a large part of a device's memory.
+_MAX_WHOLE_BYTES = 2 * 2**30
+# Each chunk reads and writes the gradient of `head` once, so chunks are as large as is harmless.
+_CHUNK_BYTES = 2**29
+_NO_TOKEN = -1e9  # the logit of a row without a token: its exponential and gradient are 0
+
+
+class TokenLosses(NamedTuple):
+    """The losses of tokens, (...).
+
+    Attributes:
+      loss: Cross-entropy in nats, and `z_loss`; f32.
+      correct: Whether no other token has a larger logit than the target.
+      z_loss: The part of the loss that keeps the logits' normalizers near 1; f32.
+    """
+
+    loss: jax.Array
+    correct: jax.Array
+    z_loss: jax.Array
+
+
+def linear_cross_entropy(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    vocabulary: int | None = None,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    chunks: int | None = None,
+) -> TokenLosses:
+    """Computes the cross-entropy of the logits `hidden @ head.T + bias`.
+
+    If the logits of a device need more than 2 GiB, they are computed for one chunk of its tokens
+    after the other, in the backward pass again, and no two chunks are in memory. Values and
+    gradients are those of whole logits up to rounding. On a mesh each device computes its own
+    tokens, and its own rows of `head` if these are split over "tensor". Chunks have no
+    forward-mode derivatives.
+
+    Args:
+      hidden: (..., D), such as (B, T, D); the first of several leading dims is that of the batch.
+      head: (V, D), in the dtype of `hidden`.
+      targets: int (...), the tokens, below `vocabulary`.
+      bias: (V,), added to the logits.
+      vocabulary: Number of tokens; rows of `head` from this one on have no token. By default V.
+      z_loss: Coefficient of the square of the logits' normalizer log(sum(exp(logits))), which is
+        added to the loss ("PaLM", arXiv 2204.02311, section 5).
+      soft_cap: Bounds the logits: soft_cap * tanh(logits / soft_cap) ("Gemma 2", arXiv 2408.00118).
+      chunks: Number of chunks of each device's tokens; by default by size.
+
+    Returns:
+      The losses of the tokens.
+
+    Raises:
+      UserError: If an argument is invalid.
+    """
+    _check(hidden, head, targets, bias, vocabulary, soft_cap, chunks)
+    layer = _Layer(len(head) if vocabulary is None else vocabulary, soft_cap)
+    layout = _Layout.of(hidden, head)
+    if chunks is None:
+        chunks = _chunks_by_size(targets.size * len(head) // layout.parts)
+    if chunks == 1 or uses_reference():
+        normalizers, chosen, correct = _whole(layer, hidden, head, bias, targets)
+    else:
+        chunked = _Chunked(layer, layout, chunks)
+        normalizers, chosen, correct = _in_chunks(chunked, hidden, head, bias, targets)
+    loss = normalizers - chosen
+    if not z_loss:
+        return TokenLosses(loss, correct, jnp.zeros_like(loss))
+    extra = z_loss * jnp.square(normalizers)
+    return TokenLosses(loss + extra, correct, extra)
+
+
+def _check(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    bias: jax.Array | None,
+    vocabulary: int | None,
+    soft_cap: float | None,
+    chunks: int | None,
+) -> None:
+    shapes = {"hidden": hidden.shape, "head": head.shape, "targets": targets.shape}
+    fits = head.ndim == 2 and hidden.shape == (*targets.shape, head.shape[1])
+    if bias is not None:
+        shapes["bias"] = bias.shape
+        fits = fits and bias.shape == head.shape[:1]
+    if not fits or not targets.ndim:
+        raise UserError(
+            f"linear_cross_entropy: shapes {shapes} do not fit: they must be hidden (..., D), "
+            "head (V, D), targets (...) and bias (V,)"
+        )
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise UserError(f"linear_cross_entropy: targets are {targets.dtype}: they must be integers")
+    for name, value, least, most in (
+        ("vocabulary", vocabulary, 1, len(head)),
+        ("soft_cap", soft_cap, 1e-6, math.inf),
+        ("chunks", chunks, 1, math.inf),
+    ):
+        if value is not None and not least <= value <= most:
+            bound = "" if most == math.inf else f" and at most the {most} rows of head"
+            raise UserError(
+                f"linear_cross_entropy: {name} is {value}: it must be at least {least}{bound}"
+            )
+
+
+def _chunks_by_size(logits: int) -> int:
+    """Returns the number of chunks for this many logits of a device."""
+    size = 4 * logits
+    return 1 if size <= _MAX_WHOLE_BYTES else -(-size // _CHUNK_BYTES)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The constants of the layer."""
+
+    vocabulary: int
+    soft_cap: float | None
+
+    def logits(
+        self, products: jax.Array, bias: jax.Array | None, first: int | jax.Array = 0
+    ) -> jax.Array:
+        """Returns the logits of rows from `first` on, from the products with them."""
+        logits = products if bias is None else products + bias
+        if self.soft_cap is not None:
+            logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
+        rows = logits.shape[-1]
+        if isinstance(first, int) and first + rows <= self.vocabulary:
+            return logits
+        return jnp.where(first + jnp.arange(rows) < self.vocabulary, logits, _NO_TOKEN)
+
+
+def _whole(
+    layer: _Layer,
+    hidden: jax.Array,
+    head: jax.Array,
+    bias: jax.Array | None,
+    targets: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns normalizers, the targets' logits, and whether these are largest."""
+    products = _product("...d,vd->...v", hidden, head)
+    if targets.ndim > 1:
+        middle = [None] * (targets.ndim - 1)
+        products = constrain_sharding(products, "batch", *middle, "tensor")
+    logits = layer.logits(products, bias)
+    chosen = _summed_at(logits, targets)
+    return jax.nn.logsumexp(logits, axis=-1), chosen, chosen >= logits.max(-1)
+
+
+def _summed_at(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Returns the targets' logits, 0 for targets without one.
+
+    A sum instead of a lookup, because it needs no gather if the vocabulary is split, and its
+    gradient no scatter.
+    """
+    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
+    return jnp.where(is_target, logits, 0).sum(-1)
+
+
+def _product(dims: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    return jnp.einsum(dims, left, right, preferred_element_type=jnp.float32)
+
+
+# -- chunks ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The split of tokens and of the vocabulary over devices.
+
+    Attributes:
+      mesh: The mesh for `jax.shard_map`: None for that of JAX's context.
+      axes: Its axes that are not manual yet; none if each device computes alone, or if XLA
+        partitions the code.
+      batch: Those that split the leading dim of the tokens.
+      tensor: The axis that splits the rows of `head`.
+      parts: Number of parts of the logits.
+    """
+
+    mesh: Mesh | None = None
+    axes: tuple[str, ...] = ()
+    batch: tuple[str, ...] = ()
+    tensor: str | None = None
+    parts: int = 1
+
+    @classmethod
+    def of(cls, hidden: jax.Array, head: jax.Array) -> "_Layout":
+        """Returns the layout of these arrays; what does not divide is not split."""
+        over = current_mesh()
+        if over is None or not over.free:
+            return cls()
+        shards, columns = over.parts(*BATCH_AXES), over.parts("tensor")
+        shards = shards if hidden.shape[0] % shards == 0 else 1
+        columns = columns if len(head) % columns == 0 else 1
+        batch = tuple(axis for axis in BATCH_AXES if axis in over.free) if shards > 1 else ()
+        tensor = "tensor" if columns > 1 else None
+        return cls(over.mesh, over.free, batch, tensor, shards * columns)
+
+    def run(self, function: Callable[..., Any], operands: str, results: str, *args: Any) -> Any:
+        """Calls a function on each device's part of arrays.
+
+        Args:
+          function: The function.
+          operands: The kind of each operand: "t" has a leading dim of tokens, "v" of rows of head.
+          results: The kinds of the results.
+          *args: The operands.
+
+        Returns:
+          The results as arrays of all devices.
+        """
+        if not self.axes:
+            return function(*args)
+        specs = {"t": PartitionSpec(self.batch or None), "v": PartitionSpec(self.tensor)}
+        # Without the check of varying axes: the derivatives of the collectives are written here.
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=tuple(specs[kind] for kind in operands),
+            out_specs=tuple(specs[kind] for kind in results),
+            axis_names=set(self.axes),
+            check_vma=False,
+        )(*args)
+
+    def first_row(self, head: jax.Array) -> int | jax.Array:
+        """Returns the number of a device's first row, of which `head` is its part."""
+        return jax.lax.axis_index(self.tensor) * len(head) if self.tensor else 0
+
+    def sum_vocabulary(self, x: jax.Array) -> jax.Array:
+        """Returns the sum of the values of the parts of the vocabulary."""
+        return jax.lax.psum(x, self.tensor) if self.tensor else x
+
+    def max_vocabulary(self, x: jax.Array) -> jax.Array:
+        """Returns the largest of the values of the parts of the vocabulary."""
+        return jax.lax.pmax(x, self.tensor) if self.tensor else x
+
+    def sum_batch(self, x: jax.Array) -> jax.Array:
+        """Returns the sum of the values of the parts of the batch."""
+        return jax.lax.psum(x, self.batch) if self.batch else x
+
+
+@dataclass(frozen=True)
+class _Chunked:
+    """The static arguments of the computation in chunks."""
+
+    layer: _Layer
+    layout: _Layout
+    chunks: int
+
+    def split(self, x: jax.Array, dims: int) -> jax.Array:
+        """Returns an array of tokens as (chunks, tokens of a chunk, ...), padded with zeros.
+
+        Args:
+          x: An array whose first `dims` dims are those of the tokens.
+          dims: Their number.
+        """
+        tokens = math.prod(x.shape[:dims])
+        x = x.reshape(tokens, *x.shape[dims:])
+        each = -(-tokens // self.chunks)
+        missing = [(0, self.chunks * each - tokens), *[(0, 0)] * (x.ndim - 1)]
+        return jnp.pad(x, missing).reshape(self.chunks, each, *x.shape[1:])
+
+    def joined(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Returns chunks as an array of tokens of this shape."""
+        whole = x.reshape(-1, *x.shape[2:])
+        return whole[: math.prod(shape)].reshape(*shape, *x.shape[2:])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_chunks(
+    chunked: _Chunked,
+    hidden: jax.Array,
+    head: jax.Array,
+    bias: jax.Array | None,
+    targets: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns what `_whole` returns."""
+    return chunked.layout.run(partial(_values, chunked), "tvvt", "ttt", hidden, head, bias, targets)
+
+
+def _values(
+    chunked: _Chunked,
+    hidden: jax.Array,
+    head: jax.Array,
+    bias: jax.Array | None,
+    targets: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes a device's values."""
+    layout, first = chunked.layout, chunked.layout.first_row(head)
+
+    def of_chunk(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        x, targets = chunk
+        logits = chunked.layer.logits(_product("nd,vd->nv", x, head), bias, first)
+        own = targets - first
+        inside = (own >= 0) & (own < len(head))
+        # A lookup, because a sum would read all logits once more.
+        chosen = jnp.take_along_axis(logits, jnp.where(inside, own, 0)[:, None], axis=-1)[:, 0]
+        normalizers = jax.nn.logsumexp(logits, axis=-1)
+        return normalizers, jnp.where(inside, chosen, 0), logits.max(-1)
+
+    parts = chunked.split(hidden, targets.ndim), chunked.split(targets, targets.ndim)
+    normalizers, chosen, largest = (
+        chunked.joined(x, targets.shape) for x in jax.lax.map(of_chunk, parts)
+    )
+    chosen = layout.sum_vocabulary(chosen)
+    top = layout.max_vocabulary(normalizers)
+    if layout.tensor:
+        normalizers = top + jnp.log(layout.sum_vocabulary(jnp.exp(normalizers - top)))
+    return normalizers, chosen, chosen >= layout.max_vocabulary(largest)
+
+
+def _forward(
+    chunked: _Chunked,
+    hidden: jax.Array,
+    head: jax.Array,
+    bias: jax.Array | None,
+    targets: jax.Array,
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Any]:
+    values = _in_chunks(chunked, hidden, head, bias, targets)
+    return values, (hidden, head, bias, targets, values[0])
+
+
+def _backward(
+    chunked: _Chunked, kept: Any, cotangents: Any
+) -> tuple[jax.Array, jax.Array, jax.Array | None, None]:
+    of_normalizers, of_chosen, _ = cotangents
+    found = chunked.layout.run(
+        partial(_gradients, chunked), "tvvtttt", "tvv", *kept, of_normalizers, of_chosen
+    )
+    return *found, None
+
+
+def _gradients(
+    chunked: _Chunked,
+    hidden: jax.Array,
+    head: jax.Array,
+    bias: jax.Array | None,
+    targets: jax.Array,
+    normalizers: jax.Array,
+    of_normalizers: jax.Array,
+    of_chosen: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Computes a device's gradients; its tokens' share of those of head and bias is added up."""
+    layout, first = chunked.layout, chunked.layout.first_row(head)
+
+    def of_chunk(total: Any, chunk: Any) -> tuple[Any, jax.Array]:
+        x, targets, normalizers, of_normalizers, of_chosen = chunk
+
+        def local(products: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+            logits = chunked.layer.logits(products, bias, first)
+            return jax.nn.logsumexp(logits, axis=-1), _summed_at(logits, targets - first)
+
+        (own, _), pull = jax.vjp(local, _product("nd,vd->nv", x, head), bias)
+        # The normalizer of all rows is a logsumexp of those of each device's rows.
+        share = jnp.exp(jnp.minimum(own - normalizers, 0)) if layout.tensor else 1.0
+        products, of_bias = pull((of_normalizers * share, of_chosen))
+        products = products.astype(x.dtype)
+        into = _product("nv,nd->vd", products, x), of_bias
+        return jax.tree.map(jnp.add, total, into), _product("nv,vd->nd", products, head)
+
+    dims = targets.ndim
+    tokens = hidden, targets, normalizers, of_normalizers, of_chosen
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (head, bias))
+    totals, of_hidden = jax.lax.scan(of_chunk, zeros, tuple(chunked.split(x, dims) for x in tokens))
+    of_hidden = layout.sum_vocabulary(chunked.joined(of_hidden, targets.shape).astype(hidden.dtype))
+    of_head, of_bias = jax.tree.map(
+        lambda x, like: layout.sum_batch(x.astype(like.dtype)), totals, (head, bias)
+    )
+    return of_hidden, of_head, of_bias
+
+
+_in_chunks.defvjp(_forward, _backward)

@@ -1,0 +1,66 @@
+"""Loops over the layers of a model: one compiled body, or every layer compiled separately."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from spmdtrain.xla.jaxpr import equations
+
+PyTree = Any
+
+# XLA schedules across unrolled layers and copies none of their weights out of a stack: by the
+# cycles of the TPU's compiler, a step of GPT-2 small (12 layers) takes 84 ms on v5e:4x4 unrolled,
+# 108 ms in a loop. But the compile time grows with the layers, from 30-50 s to 85 s for this one.
+MAX_UNROLLED = 12
+_SCOPE = "layers"
+
+
+def unrolls(layers: int, unroll: bool | None) -> bool:
+    """Returns whether layers are compiled separately.
+
+    Args:
+      layers: Their number.
+      unroll: The user's choice; None chooses by their number.
+    """
+    return layers <= MAX_UNROLLED if unroll is None else unroll
+
+
+def scan_layers(
+    layer: Callable[[jax.Array, PyTree], tuple[jax.Array, None]],
+    x: jax.Array,
+    weights: PyTree,
+    unroll: bool | None,
+) -> jax.Array:
+    """Applies stacked layers one after the other.
+
+    Args:
+      layer: Maps (x, weights of a layer) to (x, None).
+      x: The input of the first layer.
+      weights: Arrays whose first dim is the layer.
+      unroll: Whether to compile every layer separately; None chooses by their number.
+
+    Returns:
+      The output of the last layer.
+    """
+    count = len(jax.tree.leaves(weights)[0])
+    with jax.named_scope(_SCOPE):
+        return jax.lax.scan(layer, x, weights, unroll=unrolls(count, unroll))[0]
+
+
+def describe_layers(jaxpr: Any) -> str:
+    """Returns how a program computes layers for the log, such as "12 layers unrolled".
+
+    It is "" without `scan_layers`.
+
+    Args:
+      jaxpr: The open jaxpr of the program.
+    """
+    found = {
+        (x.params["length"], x.params["unroll"] >= x.params["length"])
+        for x in equations(jaxpr)
+        if x.primitive.name == "scan" and re.search(rf"\b{_SCOPE}\b", str(x.source_info.name_stack))
+    }
+    texts = (f"{n} layers {'unrolled' if flat else 'in a loop'}" for n, flat in sorted(found))
+    return ", ".join(texts)

@@ -1,0 +1,191 @@
+"""Cross-entropy in chunks against whole logits: values, gradients, meshes, proofs, memory."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from step_helpers import SHOWS_GRADIENTS, on
+
+from spmdtrain import (
+    CollectiveOptions,
+    FunctionModel,
+    MeshSpec,
+    RunConfig,
+    TokenLosses,
+    Trainer,
+    UserError,
+    linear_cross_entropy,
+)
+from spmdtrain.kernels.reference import reference_kernels
+from spmdtrain.sharding.placement import make_placement, use_placement
+from spmdtrain.step.flops import count_flops
+from spmdtrain.terminal import Terminal
+
+ROWS, TOKENS, WIDTH, HEAD, VOCABULARY = 8, 5, 16, 40, 37
+KEYS = jax.random.split(jax.random.key(0), 5)
+ARRAYS = {
+    "hidden": jax.random.normal(KEYS[0], (ROWS, TOKENS, WIDTH)),
+    "head": jax.random.normal(KEYS[1], (HEAD, WIDTH)),
+    "bias": jax.random.normal(KEYS[2], (HEAD,)),
+}
+TARGETS = jax.random.randint(KEYS[3], (ROWS, TOKENS), 0, VOCABULARY)
+WEIGHTS = jax.random.uniform(KEYS[4], (ROWS, TOKENS))
+OPTIONS: dict[str, Any] = {"vocabulary": VOCABULARY, "z_loss": 1e-2, "soft_cap": 5.0}
+
+
+def losses(arrays: dict[str, jax.Array], **options: Any) -> TokenLosses:
+    return linear_cross_entropy(
+        arrays["hidden"], arrays["head"], TARGETS, bias=arrays["bias"], **OPTIONS, **options
+    )
+
+
+def computed(**options: Any) -> tuple[TokenLosses, dict[str, jax.Array]]:
+    """Returns the losses, and the gradients of their weighted sum."""
+
+    def total(arrays: dict[str, jax.Array]) -> tuple[jax.Array, TokenLosses]:
+        found = losses(arrays, **options)
+        return (found.loss * WEIGHTS).sum(), found
+
+    (_, found), gradients = jax.jit(jax.value_and_grad(total, has_aux=True))(ARRAYS)
+    return found, gradients
+
+
+def by_hand(arrays: dict[str, jax.Array]) -> TokenLosses:
+    logits = arrays["hidden"] @ arrays["head"].T + arrays["bias"]
+    logits = (5 * jnp.tanh(logits / 5))[..., :VOCABULARY]
+    log_probabilities = jax.nn.log_softmax(logits)
+    chosen = jnp.take_along_axis(log_probabilities, TARGETS[..., None], -1)[..., 0]
+    z_loss = 1e-2 * jax.nn.logsumexp(logits, -1) ** 2
+    return TokenLosses(z_loss - chosen, logits.argmax(-1) == TARGETS, z_loss)
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunks", [None, 3])  # 3 do not divide 40 tokens
+def test_values_and_gradients_are_those_of_whole_logits(chunks: int | None) -> None:
+    gradients = jax.grad(lambda arrays: (by_hand(arrays).loss * WEIGHTS).sum())(ARRAYS)
+    assert_equal(computed(chunks=chunks), (by_hand(ARRAYS), gradients))
+
+
+MESHES = {
+    "batch": ("mirrored", MeshSpec()),
+    "both": ("tensor_parallel", MeshSpec(data=2, tensor=4)),
+    "sharded": ("fully_sharded", MeshSpec(data=2, fsdp=4)),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_chunks_on_a_mesh_compute_the_same(name: str) -> None:
+    strategy, mesh = MESHES[name]
+    placement = make_placement(RunConfig(strategy=strategy, mesh=mesh))
+    expected = computed(chunks=1)
+    with use_placement(placement):
+        assert_equal(computed(chunks=3), expected)
+        assert "shard_map" in str(jax.make_jaxpr(partial(losses, chunks=3))(ARRAYS))
+
+
+def test_equally_large_logits_are_correct_for_each_target() -> None:
+    ties = {**ARRAYS, "head": jnp.zeros((HEAD, WIDTH)), "bias": jnp.zeros(HEAD)}
+    for chunks in (1, 3):
+        assert losses(ties, chunks=chunks).correct.all()
+
+
+def test_the_reference_counts_each_product_once() -> None:
+    def flops() -> int:
+        function: Callable[..., Any] = lambda arrays: losses(arrays, chunks=4).loss.sum()  # noqa: E731
+        return count_flops(jax.make_jaxpr(jax.grad(function))(ARRAYS)).total
+
+    once = 2 * ROWS * TOKENS * HEAD * WIDTH
+    assert flops() == 4 * once  # the logits twice
+    with reference_kernels():
+        assert flops() == 3 * once
+
+
+def test_large_logits_are_computed_in_chunks_and_need_the_memory_of_one() -> None:
+    """GPT-2 with 32 rows of 1,024 tokens has 6.6 GB of logits; by the compiler's count."""
+    shapes = [(32, 1024, 768), (50_304, 768)]
+    given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    targets = jax.ShapeDtypeStruct((32, 1024), jnp.int32)
+
+    def gigabytes(chunks: int | None) -> float:
+        def total(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> jax.Array:
+            return linear_cross_entropy(hidden, head, targets, chunks=chunks).loss.sum()
+
+        compiled = jax.jit(jax.grad(total, (0, 1))).lower(*given, targets).compile()
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes / 1e9
+
+    assert gigabytes(None) < gigabytes(1) - 32 * 1024 * 50_304 * 4 / 1e9
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"targets": TARGETS[:, 1:]}, "do not fit"),
+        ({"targets": TARGETS * 1.0}, "must be integers"),
+        ({"vocabulary": 41}, "vocabulary is 41: it must be at least 1 and at most the 40 rows"),
+        ({"chunks": 0}, "chunks is 0: it must be at least 1"),
+    ],
+)
+def test_invalid_arguments_are_refused(changes: dict[str, Any], message: str) -> None:
+    given = {"hidden": ARRAYS["hidden"], "head": ARRAYS["head"], "targets": TARGETS, **changes}
+    with pytest.raises(UserError, match=message):
+        linear_cross_entropy(**given)
+
+
+# -- in a run --------------------------------------------------------------------------------------
+
+SEQUENCES = np.random.default_rng(1).integers(0, VOCABULARY, (12, TOKENS + 1)).astype(np.int32)
+
+
+def tied(chunks: int) -> dict[str, Any]:
+    """Returns the model and the objective of a run; the embedding is the output layer."""
+
+    def objective(model: Any, tokens: jax.Array) -> dict[str, jax.Array]:
+        hidden, head = model(tokens[:, :-1])
+        found = linear_cross_entropy(hidden, head, tokens[:, 1:], chunks=chunks, **OPTIONS)
+        return {"loss": found.loss, "accuracy": found.correct}
+
+    model = FunctionModel(
+        lambda key: {"head": jax.random.normal(key, (HEAD, WIDTH))},
+        lambda params, tokens: (jnp.tanh(params["head"][tokens]), params["head"]),
+    )
+    return {"model": model, "objective": objective}
+
+
+def run(devices: int, chunks: int, **options: Any) -> list[Any]:
+    """Returns the metrics and the gradient of a step, and the metrics of an evaluation."""
+    trainer = Trainer(
+        **tied(chunks),
+        optimizer=SHOWS_GRADIENTS,
+        global_batch_size=6,
+        eval_batch_size=8,
+        uneven_batch="pad",  # 6 rows on 4 devices
+        terminal=Terminal(quiet=True),
+        **{"mesh": on(devices), **options},
+    )
+    found = trainer.fit(SEQUENCES, steps=1)
+    assert trainer.state is not None
+    return [found.train, trainer.state.opt_state, trainer.evaluate(SEQUENCES[:11])]
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "on each device alone": {},
+    "by XLA": {"collectives": CollectiveOptions(reduction="automatic")},
+    "microbatches": {"microbatches": 2},
+    "remat": {"remat": "full"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_in_chunks_has_the_numbers_of_whole_logits(name: str) -> None:
+    assert_equal(run(4, 3, **RUNS[name]), run(1, 1))
