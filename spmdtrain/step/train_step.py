@@ -61,6 +61,7 @@ def make_train_step(
     placement: Placement,
     *,
     steps: int = 1,
+    unrolls: bool = False,
     by_index: bool = False,
     log_every: int = 1,
     jit: bool = True,
@@ -75,6 +76,7 @@ def make_train_step(
       placement: The strategy and its mesh.
       steps: Number of steps of one call. If above 1, they run in a `jax.lax.scan`, and the arrays
         of batch and output have a leading dim of `steps`.
+      unrolls: Whether several steps are straight-line code instead of a loop.
       by_index: Whether the batch is an `IndexedBatch`.
       log_every: The cadence of the log, for `step_norms`.
       jit: Whether to compile. If not, operations run one by one.
@@ -119,8 +121,9 @@ def make_train_step(
                 lambda state, indices: train_step(state, IndexedBatch(indices, batches.arrays)),
                 state,
                 batches.indices,
+                unroll=unrolls,
             )
-        return jax.lax.scan(train_step, state, batches)
+        return jax.lax.scan(train_step, state, batches, unroll=unrolls)
 
     function = train_step if steps == 1 else train_steps
     batch: Any = placement.batch if steps == 1 else stacked_sharding(placement.batch)
