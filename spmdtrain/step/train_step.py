@@ -120,7 +120,9 @@ def make_train_step(
     ) -> tuple[TrainState, StepOutput]:
         batch = examples_of(batch)
         state = layout.to_device(state, lambda shardings: shardings)  # from host memory
-        evaluate = recomputable if recomputes_changes(state.params, layout) else _evaluated
+        # Without `jit` the user's code has to see values, and `recomputable` would trace it.
+        recomputes = jit and recomputes_changes(state.params, layout)
+        evaluate = recomputable if recomputes else _evaluated
         found, changes = evaluate(updated, state, batch)
         after, means = found.state, found.means
 

@@ -44,7 +44,7 @@ def recomputable(
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     jaxpr = closed.jaxpr
     structures = [jax.tree.structure(part) for part in shapes]
-    size = structures[0].num_leaves
+    size = len(jax.tree.leaves(shapes[0]))
     first, second = jaxpr.outvars[:size], jaxpr.outvars[size:]
     # Equations by the variables that they define, without those whose values are in memory anyway.
     known = {x for x in first if not _is_literal(x)}
