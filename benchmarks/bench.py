@@ -63,7 +63,7 @@ class Line:
 
 def rows_by(name: str, way: str, python: str = sys.executable) -> Peer:
     """Returns a peer that only creates batches of rows in memory, with the library `way`."""
-    return Peer(name, "rows.py", (f"--way={way}",), python)
+    return Peer(name, "rows.py", (f"--way={way}",), python, trains=False)
 
 
 def inputs(kind: str, workers: int) -> Line:
@@ -75,7 +75,8 @@ def inputs(kind: str, workers: int) -> Line:
     """
 
     def peer(name: str, way: str, python: str = sys.executable) -> Peer:
-        return Peer(name, "inputs.py", (f"--way={way}", f"--workers={workers}"), python)
+        arguments = (f"--way={way}", f"--workers={workers}")
+        return Peer(name, "inputs.py", arguments, python, trains=False)
 
     peers = [peer("Grain", "grain"), peer("spmdtrain", "spmdtrain")]
     if workers:
@@ -122,9 +123,9 @@ LINES = [
         "w5-pictures",
         Work("images", 32, 40, data=str(PICTURES)),
         (
-            Peer("spmdtrain, 1 thread", "pictures.py", ("--way=one",)),
-            Peer("spmdtrain", "pictures.py", ("--way=all",)),
-            Peer("tf.data", "pictures.py", ("--way=tensorflow",), TENSORFLOW),
+            Peer("spmdtrain, 1 thread", "pictures.py", ("--way=one",), trains=False),
+            Peer("spmdtrain", "pictures.py", ("--way=all",), trains=False),
+            Peer("tf.data", "pictures.py", ("--way=tensorflow",), TENSORFLOW, trains=False),
         ),
     ),
     *(inputs(kind, workers) for kind in ("images", "text") for workers in (0, 1, 2)),
@@ -217,7 +218,7 @@ STARTED = Work("mlp", 32, 1)
 
 
 def main() -> int:
-    """Runs the benchmark; returns 1 if one of its lines is void."""
+    """Runs the benchmark; returns 1 if one of its lines is void or refused."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--quick", action="store_true", help="run two lines with 3 rounds of a quarter of the steps"
@@ -255,7 +256,12 @@ def main() -> int:
         print(f"{line.name}: {len(line.peers)} peers, load {load:.2f}", file=sys.stderr)
         file = results / f"{line.name}.json"
         work = replace(line.work, segment=line.work.segment // 4) if options.quick else line.work
-        result = compare.compare(line.peers, work, rounds, file, measured_on)
+        try:
+            result = compare.compare(line.peers, work, rounds, file, measured_on)
+        except compare.UnequalWorkError as error:
+            void.append(line.name)
+            print(f"REFUSED: {error}")
+            continue
         print_table(line.name, compare.table(result))
         if result["missing"]:
             print(f"skipped: {', '.join(result['missing'])} (run make bench-setup)")

@@ -24,7 +24,7 @@ from typing import Any, TextIO
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "peers"))
 
-from gate import ADDRESS, ANSWERS, RANK, STARTED
+from gate import ADDRESS, ANSWERS, CHECK, RANK, STARTED
 from work import Work
 
 THREADS = len(os.sched_getaffinity(0))
@@ -49,11 +49,17 @@ class Peer:
     python: str = sys.executable
     share: int = 1
     """Divisor of the steps of a segment, because slow peers would take most of the time."""
+    trains: bool = True
+    """Whether it trains a model. Others only read data."""
 
     @property
     def is_there(self) -> bool:
         """Whether its environment exists."""
         return Path(self.python).exists()
+
+
+class UnequalWorkError(Exception):
+    """The peers of a comparison do not compute the same."""
 
 
 @dataclass
@@ -65,6 +71,8 @@ class Running:
     """Steps of a segment."""
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     answers: list[TextIO] = field(default_factory=list)
+    first: dict[str, Any] = field(default_factory=dict)
+    """The report at the first gate."""
 
     def turn(self) -> dict[str, Any]:
         """Trains one segment; returns `answer()`."""
@@ -85,7 +93,7 @@ class Running:
             combined.setdefault("steps", self.steps)
             combined["seconds"] = max(each["seconds"] for each in reports)
             combined["cpu seconds"] = sum(each["cpu seconds"] for each in reports)
-        combined["peak MB"] = sum(each["peak MB"] for each in reports)
+        combined["peak MB"] = sum(each.get("peak MB", 0.0) for each in reports)
         return combined
 
 
@@ -131,8 +139,44 @@ def running(peer: Peer, work: Work, log: Path, **variables: str) -> Iterator[Run
             threading.Thread(target=_copy_output, args=(terminal, path), daemon=True).start()
             started.processes.append(process)
             started.answers.append(stack.enter_context(os.fdopen(inside)))
-        started.answer()
+        started.first = started.answer()
         yield started
+
+
+SAME_LOSS = {"float32": 1e-4, "bfloat16": 1e-2}
+"""The largest relative difference of two losses of the same weights and batch, by dtype."""
+
+
+def work_of(peers: Sequence[Peer], work: Work, file: Path) -> dict[str, dict[str, Any]]:
+    """Returns the loss, parameters, FLOPs and dtypes of each peer, for the same weights and batch.
+
+    Args:
+        peers: The peers; the first one is the floor.
+        work: The workload; the step is that of one device.
+        file: Result file of the comparison, next to which the peers' output is written.
+
+    Raises:
+        UnequalWorkError: If the loss or the number of parameters of a peer is not the floor's.
+    """
+    single = replace(work, devices=1, processes=1, segment=1)
+    found: dict[str, dict[str, Any]] = {}
+    for peer in peers:
+        log = file.with_name(f"{file.stem} {peer.name} work.log".replace(" ", "-"))
+        with running(peer, single, log, **{CHECK: "1"}) as one:
+            found[peer.name] = {x: one.first[x] for x in ("loss", "parameters", "flops", "dtypes")}
+    floor, *others = found
+    expected = found[floor]
+    for name in others:
+        own = found[name]
+        bound = max(x for dtype, x in SAME_LOSS.items() if dtype in expected["dtypes"])
+        same = abs(own["loss"] - expected["loss"]) <= bound * abs(expected["loss"])
+        if not same or own["parameters"] != expected["parameters"]:
+            raise UnequalWorkError(
+                f"{name} has loss {own['loss']:.6f} and {own['parameters']:,} parameters, and "
+                f"{floor} has {expected['loss']:.6f} and {expected['parameters']:,} for the same "
+                "weights and batch: they do not compute the same"
+            )
+    return found
 
 
 def _free_port(count: int) -> int:
@@ -169,6 +213,9 @@ def compare(
         rounds: Number of rounds.
         file: Result file, written after each round.
         origin: Machine, commit and time, for the file.
+
+    Raises:
+        UnequalWorkError: If the peers do not compute the same.
     """
     floor, *others = peers
     again = replace(floor, name=f"{floor.name}, again")
@@ -176,6 +223,8 @@ def compare(
     result: dict[str, Any] = {"origin": origin, "work": described, "threads": THREADS}
     result |= {"floor": floor.name, "start": {}, "rounds": []}
     result["missing"] = [peer.name for peer in others if not peer.is_there]
+    if floor.trains:
+        result["work of"] = work_of([floor, *(x for x in others if x.is_there)], work, file)
     with contextlib.ExitStack() as stack:
         each = []
         for peer in (floor, again, *(peer for peer in others if peer.is_there)):
@@ -237,6 +286,9 @@ def table(result: dict[str, Any]) -> list[list[str]]:
     work = result["work"]
     if work["accelerator"]:
         rows[0].append("device MB")
+    works = result.get("work of", {})
+    if works:
+        rows[0] += ["loss", "parameters", "MFLOP", "dtypes"]
     for name in result["start"]:
         turns = [turn[name] for turn in result["rounds"]]
         speed, step = ratio(result, name), seconds_a_step(result, name)
@@ -256,4 +308,8 @@ def table(result: dict[str, Any]) -> list[list[str]]:
         )
         if work["accelerator"]:
             rows[-1].append(f"{max(x['device peak MB'] for x in turns):,.0f}")
+        if works:
+            own = works.get(name) or works[result["floor"]]  # which runs twice
+            flops = "" if own["flops"] is None else f"{own['flops'] / 1e6:,.1f}"
+            rows[-1] += [f"{own['loss']:.5f}", f"{own['parameters']:,}", flops, own["dtypes"]]
     return rows

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import same_work
 from jax.sharding import NamedSharding, PartitionSpec
 
 gate.mark("imported")
@@ -60,12 +61,15 @@ if work.workload == "mlp" and "--flax" not in sys.argv:
     params, model_state = mlp()
     loss_of = mlp_loss
 else:  # the flax modules that other peers train, split once into plain lists
+    import nets
     from flax import nnx
-    from nets import net_of
 
-    net = net_of(work)
+    net = nets.net_of(work)
     optimizer, dtype = net.optimizer, net.compute_dtype
-    graph, *parts = nnx.split(net.make(rngs=nnx.Rngs(0)), nnx.Param, ...)
+    module = net.make(rngs=nnx.Rngs(0))
+    if gate.checks:
+        nets.assign(module, same_work.weights(work))
+    graph, *parts = nnx.split(module, nnx.Param, ...)
     flat: list[tuple[list[Any], Any]] = [jax.tree.flatten(part) for part in parts]
     (params, params_tree), (model_state, state_tree) = flat
 
@@ -109,6 +113,15 @@ def batches() -> Iterator[Any]:
             else:
                 yield tuple(jax.make_array_from_process_local_data(split, x) for x in batch)
 
+
+if gate.checks:
+    import jax_work
+
+    if "nets" not in sys.modules:
+        params = jax.tree.unflatten(jax.tree.structure(params), same_work.weights(work))
+    given = ((params, model_state, optimizer.init(params)), *same_work.first_batch(work))
+    facts = jax_work.facts(train_step, *given, params=params)
+    gate.report_work(float(train_step(*given)[1][0]), **facts)
 
 state = jax.jit(lambda x: x, out_shardings=replicated)(
     (params, model_state, optimizer.init(params))

@@ -15,6 +15,8 @@ from typing import Any, TextIO
 
 STARTED, ANSWERS = "BENCHMARK_STARTED", "BENCHMARK_ANSWERS"
 """Environment variables: start time (`time.time()`), and file descriptor for reports."""
+CHECK = "BENCHMARK_CHECK"
+"""Environment variable, set if the peer has to report its work instead of training."""
 RANK, ADDRESS = "BENCHMARK_RANK", "BENCHMARK_ADDRESS"
 """Environment variables: rank within the peer, and address of its first process."""
 
@@ -43,11 +45,26 @@ class Gate:
         """Returns the peak bytes in use on the accelerator."""
         self.rank = int(os.environ[RANK])
         self.address = os.environ[ADDRESS]
+        self.checks = CHECK in os.environ
+        """Whether the peer has to call `report_work` instead of training."""
 
     def mark(self, event: str) -> None:
         """Records the time of the first occurrence of an event: `imported` or `first step`."""
         if event not in self._since_start:
             self._since_start[event] = time.time() - float(os.environ[STARTED])
+
+    def report_work(self, loss: float, parameters: int, flops: float | None, dtypes: str) -> None:
+        """Reports a step on the weights and the batch of `same_work`, and ends the process.
+
+        Args:
+            loss: The mean loss of the batch.
+            parameters: Number of trained parameters.
+            flops: FLOPs of the products of the step; None if they are not known.
+            dtypes: The dtypes of parameters and products.
+        """
+        answer = {"loss": loss, "parameters": parameters, "flops": flops, "dtypes": dtypes}
+        print(json.dumps(answer), file=self._answers, flush=True)
+        os._exit(0)
 
     def wait(self, **figures: float) -> bool:
         """Ends the segment, whose steps must be complete, and waits for the next one.

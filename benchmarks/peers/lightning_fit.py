@@ -43,6 +43,15 @@ class Classifier(lightning.LightningModule):
         gate.wait() or os._exit(0)
 
 
+if gate.checks:
+    import torch_work
+
+    model = Classifier()
+    x, y = torch_work.first_batch(work)
+    entropy = nn.functional.cross_entropy
+    params = list(model.parameters())
+    torch_work.report(gate, work, params, lambda: entropy(model.layers(x.float() / 255), y))
+
 images, labels = work.arrays()
 rows = work.segment * work.batch_size
 data = TensorDataset(torch.from_numpy(images[:rows]), torch.from_numpy(labels[:rows]).long())

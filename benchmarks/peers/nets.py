@@ -1,12 +1,13 @@
 """Models of the workloads as flax modules, for the floor and spmdtrain."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from work import CLASSES, LEARNING_RATE, TRANSFORMERS, Shape, Work
@@ -80,6 +81,42 @@ class Leaves(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return jnp.asarray(sum(jnp.sum(array[...]) for array in self.arrays)) * x.mean(-1)
+
+
+def assign(model: Any, arrays: Sequence[np.ndarray]) -> None:
+    """Gives a model the weights of `same_work`."""
+    if isinstance(model, Dense | ResNet | Leaves):
+        for param, array in zip(_params_in_order(model), arrays, strict=True):
+            param[...] = jnp.asarray(array)
+        return
+    before = [model.embedding] + ([model.positions] if hasattr(model, "positions") else [])
+    attention, mlp = model.blocks["attention"], model.blocks["mlp"]
+    of_layer = [*(attention[x] for x in ("norm", "qkv", "out"))]
+    of_layer += [*(mlp[x] for x in ("norm", "up", "down"))]
+    layers = arrays[len(before) : -1]
+    stacked = [np.stack(layers[n :: len(of_layer)]) for n in range(len(of_layer))]
+    params = [*before, *of_layer, model.norm]
+    values = [*arrays[: len(before)], *stacked, arrays[-1]]
+    for param, array in zip(params, values, strict=True):
+        param[...] = jnp.asarray(array)
+
+
+def _params_in_order(model: Dense | ResNet | Leaves) -> Iterator[Any]:
+    """Yields the parameters in the order in which the model uses them."""
+    if isinstance(model, Leaves):
+        yield from model.arrays
+        return
+    if isinstance(model, Dense):
+        for layer in model.layers:
+            yield from (layer.kernel, layer.bias)
+        return
+    yield from (model.stem.kernel, model.stem.bias)
+    for block in model.blocks:
+        for conv, norm in zip((block.first, block.second), block.norms, strict=True):
+            yield from (conv.kernel, norm.scale, norm.bias)
+        if block.shortcut is not None:
+            yield block.shortcut.kernel
+    yield from (model.head.kernel, model.head.bias)
 
 
 def net_of(work: Work) -> Net:

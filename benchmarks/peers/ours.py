@@ -21,7 +21,7 @@ if work.processes > 1:
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": tasks}, "task": task})
 
 import jax
-from nets import net_of
+import nets
 
 from spmdtrain import ArrayDataset, CollectiveOptions, Trainer
 from spmdtrain.checkpoints.save import Checkpoints
@@ -29,7 +29,7 @@ from spmdtrain.data import loader
 from spmdtrain.train import executor
 
 gate.mark("imported")
-net = net_of(work)
+net = nets.net_of(work)
 options: dict[str, Any] = {"compute_dtype": net.compute_dtype}
 if work.accelerator:
     gate.device_peak = lambda: (jax.devices()[0].memory_stats() or {})["peak_bytes_in_use"]
@@ -72,6 +72,27 @@ def gated(*arguments: Any, **options: Any) -> Iterator[Any]:
 
 
 vars(executor)["train_batches"] = gated
+if gate.checks:
+    import jax_work
+    import same_work
+    from flax import nnx
+
+    module = net.make(rngs=nnx.Rngs(0))
+    nets.assign(module, same_work.weights(work))
+    trainer = Trainer(
+        model=module,
+        objective=net.objective,
+        optimizer=net.optimizer,
+        global_batch_size=work.batch_size,
+        compute_dtype=net.compute_dtype,
+    )
+    functions, (inputs, targets) = trainer.functions, same_work.first_batch(work)
+    batch = {"image": inputs, "label": targets}
+    functions.choose_reduction(batch)
+    step, state = functions.train_program(), functions.init(0)
+    facts = jax_work.facts(step, state, batch, params=state.params)
+    gate.report_work(float(step(state, batch)[1].metrics["loss"]), **facts)
+
 images, labels = work.arrays()
 # The same for all processes; the benchmark removes its temporary folder.
 workdir = Path(tempfile.gettempdir()) / f"spmdtrain-{gate.address.replace(':', '-')}"

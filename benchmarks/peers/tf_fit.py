@@ -62,6 +62,14 @@ with strategy.scope():
         metrics=["accuracy"],
         steps_per_execution=work.per_dispatch,
     )
+if gate.checks:
+    import same_work
+
+    model.set_weights(same_work.weights(work))
+    inputs, targets = same_work.first_batch(work)
+    loss = float(tf.reduce_mean(loss_of(targets, model(inputs, training=True))))
+    kinds = sorted({str(x.dtype) for x in model.trainable_variables})
+    gate.report_work(loss, model.count_params(), None, "+".join(kinds))
 data = tf.data.Dataset.from_tensor_slices(work.arrays())
 data = data.cache().shuffle(ROWS).repeat().batch(work.batch_size, drop_remainder=True).prefetch(2)
 if "--custom" not in sys.argv:

@@ -40,7 +40,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         width = shape.width
-        self.norms = nn.ModuleList([nn.RMSNorm(width) for _ in range(2)])
+        self.norms = nn.ModuleList([nn.RMSNorm(width, eps=1e-6) for _ in range(2)])
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
         self.up = nn.Linear(width, 4 * width, bias=False)
@@ -68,7 +68,7 @@ class Transformer(nn.Module):
         if shape.learned:
             self.positions = nn.Parameter(torch.randn(shape.context, shape.width) * 0.02)
         self.blocks = nn.Sequential(*(Block() for _ in range(shape.layers)))
-        self.norm = nn.RMSNorm(shape.width)
+        self.norm = nn.RMSNorm(shape.width, eps=1e-6)
         nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -86,6 +86,17 @@ def loss_of(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = model(tokens)
     return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
+
+if gate.checks:
+    import torch_work
+
+    kept = [model.embedding.weight] + ([model.positions] if shape.learned else [])
+    params = [*kept]
+    for block in model.blocks:
+        params += [block.norms[0].weight, block.qkv.weight, block.out.weight]
+        params += [block.norms[1].weight, block.up.weight, block.down.weight]
+    x, y = (part.to(device) for part in torch_work.first_batch(work))
+    torch_work.report(gate, work, [*params, model.norm.weight], lambda: loss_of(x, y), kept)
 
 inputs, targets = (torch.from_numpy(x) for x in work.arrays())
 

@@ -33,6 +33,13 @@ if work.processes > 1:
     model = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
 loss_of = nn.CrossEntropyLoss()
+if gate.checks:
+    import torch_work
+
+    x, y = torch_work.first_batch(work)
+    torch_work.report(
+        gate, work, list(model.parameters()), lambda: loss_of(model(x.float() / 255), y)
+    )
 own = work.batch_size // work.processes
 
 

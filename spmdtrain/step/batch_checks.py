@@ -55,8 +55,7 @@ class BatchChecks:
 
         Raises:
           UserError: If padding rows could change the gradients, if microbatches would change the
-            values of the objective, if the model computes nothing in the compute dtype, or if XLA
-            is slow at the model in the loop of several steps.
+            values of the objective, or if the model computes nothing in the compute dtype.
         """
         microbatches = self._config.microbatches
         if self._forward.objective.batch_coupled and microbatches > 1:
@@ -70,8 +69,6 @@ class BatchChecks:
             self._check_padded(batch, mask.shape[0])
         if self._forward.compute_dtype != jnp.float32:
             self._check_compute_dtype(batch)
-        if self._config.steps_per_dispatch > 1:
-            self._check_loop(batch)
 
     def note_of_microbatches(self, batch: PyTree) -> str:
         """Returns a note for the log if microbatches may change the objective's values, else "".
@@ -99,6 +96,19 @@ class BatchChecks:
             f"receives one of {microbatches} microbatches at a time: declare it as batch_coupled "
             "if they do"
         )
+
+    def is_slow_in_loop(self, batch: PyTree) -> bool:
+        """Returns whether a loop would slow the step down: on CPU, convolutions.
+
+        Outside of loops XLA on CPU computes convolutions with a library, inside of them by code
+        that it generates, which takes many times as long.
+
+        Args:
+          batch: Abstract rows of a global batch.
+        """
+        if self._placement.devices[0].platform != "cpu":
+            return False
+        return any(x.primitive.name == "conv_general_dilated" for x in self._equations(batch))
 
     def why_not_padded(self, rows: PyTree, size: int, *, predict: bool = False) -> str | None:
         """Returns why padding rows could change an evaluation; None if they cannot.
@@ -173,17 +183,6 @@ class BatchChecks:
                 f"computed in it, because the model's input is wider. Batch entries named "
                 f"{', '.join(INPUTS)} are cast (of a tuple, the first element); cast others in "
                 "the objective"
-            )
-
-    def _check_loop(self, batch: PyTree) -> None:
-        """Checks for convolutions, which XLA on CPU computes slowly inside a loop."""
-        if self._placement.devices[0].platform != "cpu":
-            return
-        if any(x.primitive.name == "conv_general_dilated" for x in self._equations(batch)):
-            raise UserError(
-                f"steps_per_dispatch is {self._config.steps_per_dispatch}, and the model has "
-                "convolutions: several steps are one loop, in which XLA on CPU computes "
-                "convolutions many times slower. Set steps_per_dispatch to 1"
             )
 
     def _equations(self, batch: PyTree) -> Any:

@@ -179,6 +179,7 @@ class StepFunctions:
             compiler_options=options_for_one_run(placement.devices[0].platform),
         )
         self._train_programs: dict[tuple[bool, bool], Any] = {}
+        self._unrolls = False  # the steps of a dispatch
         # Batches are split or, if they do not divide, whole on each device.
         places = (variables, None, None, replicated)
         self.evaluate = self._compile(self._forward.evaluate, places)
@@ -288,6 +289,7 @@ class StepFunctions:
                 self.layout,
                 self._placement,
                 steps=steps,
+                unrolls=self._unrolls,
                 by_index=by_index,
                 log_every=self._config.log_every,
                 jit=self._config.jit,
@@ -312,7 +314,7 @@ class StepFunctions:
         return self._own_reduction is not None
 
     def choose_reduction(self, batch: PyTree, steps: int = 1) -> str:
-        """Checks a batch and chooses what reduces the gradients of its train step.
+        """Checks a batch, and chooses what reduces its gradients and whether steps are unrolled.
 
         Args:
           batch: A global batch or its shapes; if `steps` > 1, with a leading dim of `steps`.
@@ -330,6 +332,9 @@ class StepFunctions:
         with reference_kernels():
             self._checks.check_training(batch, mask)
             note = self._checks.note_of_microbatches(batch)
+            self._unrolls = steps > 1 and self._checks.is_slow_in_loop(batch)
+        if self._unrolls:
+            note += f"; {steps} steps unrolled, because convolutions in a loop are slow on CPU"
         requested = self._requested_reduction is not None
         if not requested and not flattens_by_default(self._config, self._placement, self.layout):
             return note

@@ -1,5 +1,6 @@
 """L2 norms of the parameters, the gradients and the updates of a step."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,11 +8,15 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from spmdtrain.sharding.layout import Layout
-from spmdtrain.step.finite import uses_products
+from spmdtrain.step.finite import may_branch, uses_products
 
 PyTree = Any
 NORMS = ("parameter_norm", "gradient_norm", "update_norm")
 """The names of the norms that `step_norms` returns."""
+Changes = Callable[[], tuple[PyTree, PyTree]]
+"""Returns the gradients of the mean loss and the optimizer's updates, None in place of frozen
+parameters."""
+_SMALL = 2**26  # bytes of gradients
 
 
 def has_norms(step: Any, every: int) -> Any:
@@ -30,65 +35,61 @@ def step_norms(
     step: jax.Array,
     every: int,
     *,
-    changes: tuple[PyTree, PyTree] | None = None,
+    changes: Changes | None = None,
 ) -> jax.Array:
     """Returns the norms of `NORMS`, float32 (3,), or (1,) without gradients and updates.
 
     On CPUs, where a pass over all parameters is a tenth of the step of a small network, steps that
-    are not logged skip them (see `_may_skip`).
+    are not logged skip them (see `may_branch` and `recomputes_changes`).
 
     Args:
       params: The updated parameters.
       layout: The shardings of the state.
       step: The number of the step, counted from 1.
       every: The cadence of the log (see `has_norms`).
-      changes: Gradients of the mean loss and the optimizer's updates, None in place of frozen
-        parameters; or None if they are not known.
+      changes: The gradients and the updates; None if they are not known.
     """
     places = layout.on_device.params
-    of_changes = None if layout.splits_gradients else places
-    zero = jnp.zeros((), jnp.float32)
+    places_of_changes = None if layout.splits_gradients else places
     needed = has_norms(step, every)
-    if _may_skip(places):
-        norm = jax.lax.cond(needed, lambda: global_norm(params, places), lambda: zero)
+
+    def of_params() -> jax.Array:
+        return global_norm(params, places)
+
+    def of_changes(*, by_rows: bool = False) -> list[jax.Array]:
+        trees = () if changes is None else changes()
+        return [global_norm(tree, places_of_changes, by_rows=by_rows) for tree in trees]
+
+    def in_branch() -> jax.Array:
+        return jnp.stack([of_params(), *of_changes(by_rows=True)])
+
+    if changes is not None and recomputes_changes(params, layout):
+        return jax.lax.cond(needed, in_branch, lambda: jnp.zeros(len(NORMS), jnp.float32))
+    if may_branch(places):
+        norm = jax.lax.cond(needed, of_params, lambda: jnp.zeros((), jnp.float32))
     else:
-        norm = global_norm(params, places)
-    if changes is None:
-        return norm[None]
-
-    def norms() -> jax.Array:
-        return jnp.stack([global_norm(tree, of_changes) for tree in changes])
-
-    if _may_skip(of_changes):
-        # A loop of one iteration or none, because with a `cond` XLA fuses the update with other
-        # operations, so that the parameters would differ in their last bits from those without
-        # norms. XLA computes these norms before the loop, in every step; a barrier in the body
-        # prevents that, but it changes the last bits too.
-        times = needed.astype(jnp.int32)
-        found = jax.lax.fori_loop(0, times, lambda *_: norms(), jnp.stack([zero, zero]))
-    else:
-        found = norms()
-    return jnp.concatenate([norm[None], found])
+        norm = of_params()
+    return jnp.stack([norm, *of_changes()])
 
 
-def _may_skip(places: PyTree | None) -> bool:
-    """Returns whether a norm is computed in a branch: on CPUs, if every device has whole arrays.
+def recomputes_changes(params: PyTree, layout: Layout) -> bool:
+    """Returns whether the norms of gradients and updates are computed in a branch: on one CPU.
 
-    The norm of split arrays needs an all-reduce. XLA's CPU client runs one in a branch or in a loop
-    beside those outside of it, and not on all devices in the same order: its threads then wait in
-    different all-reduces, until it aborts after 40 seconds. On GPUs a branch would make the host
-    wait for the device, and XLA fuses the sums with the update.
+    The branch computes updates again (`recomputable`), because XLA would write them to memory for
+    it in every step. The gradients of all layers stay in memory until then, so networks have to be
+    small. On several devices a branch that uses reduced gradients changes last bits of the update.
 
     Args:
-      places: The shardings of all arrays; None if they are not known.
+      params: The parameters; shapes suffice.
+      layout: The shardings of the state.
     """
-    shardings = jax.tree.leaves(places)
-    if not shardings or next(iter(shardings[0].device_set)).platform != "cpu":
-        return False
-    return all(sharding.is_fully_replicated for sharding in shardings)
+    places = layout.on_device.params
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+    single = all(len(place.device_set) == 1 for place in jax.tree.leaves(places))
+    return single and size <= _SMALL and may_branch(places)
 
 
-def global_norm(tree: PyTree, places: PyTree | None) -> jax.Array:
+def global_norm(tree: PyTree, places: PyTree | None, *, by_rows: bool = False) -> jax.Array:
     """Returns the L2 norm of all elements of a tree, a float32 scalar.
 
     Sums are in float32, also those of 16-bit arrays. Leaves of integers do not count.
@@ -97,6 +98,8 @@ def global_norm(tree: PyTree, places: PyTree | None) -> jax.Array:
     Args:
       tree: Arrays; None in place of those that do not count.
       places: The shardings of all arrays; None if they are not known.
+      by_rows: Whether to add up the squares of whole arrays on a CPU by a product with ones. That
+        takes half the time if the elements have yet to be computed.
     """
 
     def leaves_of(tree: PyTree) -> list[Any]:
@@ -105,17 +108,20 @@ def global_norm(tree: PyTree, places: PyTree | None) -> jax.Array:
     leaves = leaves_of(tree)
     known = [None] * len(leaves) if places is None else leaves_of(places)
     squares = [
-        _square(x, place)
+        _square(x, place, by_rows=by_rows)
         for x, place in zip(leaves, known, strict=True)
         if x is not None and jnp.issubdtype(x.dtype, jnp.inexact)
     ]
     return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
 
-def _square(x: jax.Array, place: Sharding | None) -> jax.Array:
+def _square(x: jax.Array, place: Sharding | None, *, by_rows: bool) -> jax.Array:
     """Returns the sum of the squared absolute values of the elements, float32."""
     x = (jnp.abs(x) if jnp.iscomplexobj(x) else x).astype(jnp.float32)
     if place is not None and uses_products(x, place):  # of a split array they would need all of it
+        if by_rows and x.ndim and x.size:
+            rows = jnp.square(x).reshape(-1, x.shape[-1])
+            return (rows @ jnp.ones(x.shape[-1], x.dtype)).sum()
         flat = x.ravel()
         return flat @ flat
     return jnp.square(x).sum()

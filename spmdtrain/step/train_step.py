@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from spmdtrain.adapters.base import Variables
@@ -17,11 +18,12 @@ from spmdtrain.step.extra_arguments import ExtraArguments
 from spmdtrain.step.finite import finite_flags
 from spmdtrain.step.gradients import Gradients
 from spmdtrain.step.model_state import difference
-from spmdtrain.step.norms import step_norms
+from spmdtrain.step.norms import recomputes_changes, step_norms
 from spmdtrain.step.optimizer import Update, clipped
 from spmdtrain.step.outputs import Combination
 from spmdtrain.step.schedules import step_rate
 from spmdtrain.step.state import TrainState
+from spmdtrain.xla.recompute import recomputable
 
 PyTree = Any
 
@@ -54,6 +56,15 @@ class StepOutput:
     combined: dict[str, Combination] = field(default_factory=dict)
 
 
+class _Updated(NamedTuple):
+    """The state after a step, with the metrics of its batch."""
+
+    state: TrainState
+    means: dict[str, jax.Array]
+    sums: jax.Array
+    combined: dict[str, Combination]
+
+
 def make_train_step(
     gradients: Gradients,
     update: Update,
@@ -61,6 +72,7 @@ def make_train_step(
     placement: Placement,
     *,
     steps: int = 1,
+    unrolls: bool = False,
     by_index: bool = False,
     log_every: int = 1,
     jit: bool = True,
@@ -75,16 +87,14 @@ def make_train_step(
       placement: The strategy and its mesh.
       steps: Number of steps of one call. If above 1, they run in a `jax.lax.scan`, and the arrays
         of batch and output have a leading dim of `steps`.
+      unrolls: Whether several steps are straight-line code instead of a loop.
       by_index: Whether the batch is an `IndexedBatch`.
       log_every: The cadence of the log, for `step_norms`.
       jit: Whether to compile. If not, operations run one by one.
       compiler_options: Options for XLA.
     """
 
-    def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, StepOutput]:
-        batch = examples_of(batch)
-        state = layout.to_device(state, lambda shardings: shardings)  # from host memory
-
+    def updated(state: TrainState, batch: PyTree) -> tuple[_Updated, tuple[PyTree, PyTree]]:
         # Gradients of the weighted mean loss, with sums over the global batch.
         trained, frozen = update.partition(state.params)
         computed = gradients(trained, frozen, state.model_state, batch, state.step_key)
@@ -102,25 +112,40 @@ def make_train_step(
         averaged = update.average(state.averaged, params, opt_state, state.step)
         model_state = computed.model_state
         after = TrainState(state.step + 1, params, opt_state, averaged, model_state, state.key)
+        combined = metrics.combinations(computed.metrics)
+        return _Updated(after, means, sums, combined), (reduced, new.updates)
+
+    def train_step(
+        state: TrainState, batch: PyTree, is_last: jax.Array | None = None
+    ) -> tuple[TrainState, StepOutput]:
+        batch = examples_of(batch)
+        state = layout.to_device(state, lambda shardings: shardings)  # from host memory
+        # Without `jit` the user's code has to see values, and `recomputable` would trace it.
+        recomputes = jit and recomputes_changes(state.params, layout)
+        evaluate = recomputable if recomputes else _evaluated
+        found, changes = evaluate(updated, state, batch)
+        after, means = found.state, found.means
 
         # The finite flags of this loss and state. They are read before this state is saved.
-        finite = finite_flags(means["loss"], state, after, layout.shardings)
-        changes = (reduced, new.updates)
-        norms = step_norms(params, layout, after.step, log_every, changes=changes)
-        rate = step_rate(update.optimizer, state.opt_state, opt_state)
-        combined = metrics.combinations(computed.metrics)
+        finite = finite_flags(means["loss"], state, after, layout.shardings, is_last=is_last)
+        norms = step_norms(after.params, layout, after.step, log_every, changes=changes)
+        rate = step_rate(update.optimizer, state.opt_state, after.opt_state)
         return after, StepOutput(
-            means, finite, sums=sums, rate=rate, norms=norms, combined=combined
+            means, finite, sums=found.sums, rate=rate, norms=norms, combined=found.combined
         )
 
     def train_steps(state: TrainState, batches: PyTree) -> tuple[TrainState, StepOutput]:
-        if isinstance(batches, IndexedBatch):  # only the indices have a leading dim of steps
-            return jax.lax.scan(
-                lambda state, indices: train_step(state, IndexedBatch(indices, batches.arrays)),
-                state,
-                batches.indices,
-            )
-        return jax.lax.scan(train_step, state, batches)
+        def step(state: TrainState, given: tuple[PyTree, jax.Array]) -> Any:
+            batch, is_last = given
+            if isinstance(batches, IndexedBatch):
+                batch = IndexedBatch(batch, batches.arrays)
+            return train_step(state, batch, is_last)
+
+        # Of an `IndexedBatch` only the indices have a leading dim of steps.
+        each = batches.indices if isinstance(batches, IndexedBatch) else batches
+        count = jax.tree.leaves(each)[0].shape[0]
+        last = jnp.arange(count) == count - 1
+        return jax.lax.scan(step, state, (each, last), unroll=unrolls)
 
     function = train_step if steps == 1 else train_steps
     batch: Any = placement.batch if steps == 1 else stacked_sharding(placement.batch)
@@ -181,6 +206,14 @@ def make_gradient_step(
         out_shardings=replicated,
         compiler_options=compiler_options or None,
     )
+
+
+def _evaluated(
+    function: Callable[..., tuple[PyTree, PyTree]], *args: PyTree
+) -> tuple[PyTree, Callable[[], PyTree]]:
+    """Returns the two results of a function as `recomputable` does, but keeps the second one."""
+    first, second = function(*args)
+    return first, lambda: second
 
 
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,6 +14,8 @@ sys.path.insert(0, {str(BENCHMARKS / "peers")!r})
 from gate import Gate
 from work import Work
 gate, work = Gate(), Work.from_arguments()
+if gate.checks:
+    gate.report_work(2.5 + float(sys.argv[-1]), 1234, 5e6, "float32")
 gate.mark("imported")
 while gate.wait(saves=1):
     for step in range(work.segment):
@@ -39,7 +41,7 @@ def test_a_peer_is_reported_by_its_ratio_to_the_floor(tmp_path: Path, modules: A
     program = tmp_path / "peer.py"
     program.write_text(PEER)
     peers = [
-        compare.Peer("floor", str(program), ("0.02",)),
+        compare.Peer("floor", str(program), ("0.02",), trains=False),
         compare.Peer("spmdtrain", str(program), ("0.04",)),
         compare.Peer("slow", str(program), ("0.08",), share=5),
         compare.Peer("absent", str(program), (), str(tmp_path / "python")),
@@ -65,6 +67,28 @@ def test_a_peer_is_reported_by_its_ratio_to_the_floor(tmp_path: Path, modules: A
         for turn in result["rounds"]:
             turn["floor, again"]["seconds"] = turn["floor"]["seconds"] * slower
         assert compare.is_void(result) == void
+
+
+@pytest.mark.slow
+def test_peers_that_compute_something_else_are_refused_before_they_are_timed(
+    tmp_path: Path, modules: Any
+) -> None:
+    compare, report = modules
+    program = tmp_path / "peer.py"
+    program.write_text(PEER)
+
+    def peer(name: str, value: float) -> Any:
+        return compare.Peer(name, str(program), (str(value),))
+
+    file, origin = tmp_path / "w1-batch-32.json", ORIGIN | {"time": "today", "commit": "abc"}
+    given = compare.Work("mlp", 32, 1), 1, file, origin
+    with pytest.raises(
+        compare.UnequalWorkError, match=r"spmdtrain has loss 2\.501000 .* 2\.500000"
+    ):
+        compare.compare([peer("floor", 0), peer("spmdtrain", 1e-3)], *given)
+    assert not file.exists()
+    compare.compare([peer("floor", 0), peer("spmdtrain", 1e-5)], *given)
+    assert "| 2.50001 | 1,234 | 5.0 | float32 |" in report.page(tmp_path)
 
 
 def test_scaling_is_reported_by_ratios_within_a_round(tmp_path: Path, modules: Any) -> None:
@@ -97,6 +121,6 @@ def test_a_peer_that_ends_is_named(tmp_path: Path, modules: Any) -> None:
     compare, _ = modules
     program = tmp_path / "peer.py"
     program.write_text("raise SystemExit(3)")
-    peers = [compare.Peer("floor", str(program))]
+    peers = [compare.Peer("floor", str(program), trains=False)]
     with pytest.raises(RuntimeError, match=r"floor .*3"):
         compare.compare(peers, compare.Work("mlp", 32, 1), 1, tmp_path / "result.json", {})

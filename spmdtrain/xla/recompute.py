@@ -1,0 +1,93 @@
+"""Values that a branch computes again, instead of receiving them.
+
+A value that is needed outside of a branch too has to be kept in memory for it, which takes a pass
+over the memory in each execution, also in those that skip the branch. And XLA then compiles the
+code outside differently, which changes last bits. So a branch had better compute cheap values
+again, from arrays that are in memory anyway.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from spmdtrain.xla.jaxpr import inner_jaxprs
+
+PyTree = Any
+
+_NAMES = """
+abs add and broadcast_in_dim clamp conj convert_element_type copy cos div eq erf exp exp2 expm1 ge
+gt imag integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow real rem
+reshape rsqrt select_n sign sin sqrt square squeeze sub tanh xor
+"""
+_ELEMENTWISE = frozenset(_NAMES.split())
+"""Primitives that are computed again: XLA fuses them into one pass over their operands."""
+_CALLS = frozenset(("jit", "pjit"))
+
+
+def recomputable(
+    function: Callable[..., tuple[PyTree, PyTree]], *args: PyTree
+) -> tuple[PyTree, Callable[[], PyTree]]:
+    """Evaluates a function that returns two results, the second for use in a branch.
+
+    The branch computes the elementwise operations that the second result needs again, from the
+    first result, the arguments, and the results of all other operations (products, reductions,
+    collectives, loops).
+
+    Args:
+      function: A traceable function that returns (first, second).
+      *args: Its arguments, pytrees of arrays.
+
+    Returns:
+      The first result, and a function that computes the second one; call it in the branch.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    jaxpr = closed.jaxpr
+    structures = [jax.tree.structure(part) for part in shapes]
+    size = len(jax.tree.leaves(shapes[0]))
+    first, second = jaxpr.outvars[:size], jaxpr.outvars[size:]
+    # Equations by the variables that they define, without those whose values are in memory anyway.
+    known = {x for x in first if not _is_literal(x)}
+    again = {
+        x: equation
+        for equation in jaxpr.eqns
+        if _is_elementwise(equation)
+        for x in equation.outvars
+        if x not in known
+    }
+    needed: set[Any] = set()
+    waiting = [x for x in second if not _is_literal(x)]
+    while waiting:
+        if (x := waiting.pop()) not in needed:
+            needed.add(x)
+            waiting += [y for y in again[x].invars if not _is_literal(y)] if x in again else []
+    # In the order of the jaxpr, so that a program is the same in each process and start.
+    given = [x for x in needed if x not in again]
+    defined = [*jaxpr.constvars, *jaxpr.invars, *(y for e in jaxpr.eqns for y in e.outvars)]
+    given.sort(key={x: place for place, x in enumerate(defined)}.__getitem__)
+    inner = jaxpr.replace(
+        constvars=[],
+        invars=given,
+        outvars=second,
+        eqns=[e for e in jaxpr.eqns if any(x in needed and x in again for x in e.outvars)],
+        effects=set(),
+    )
+    whole = jaxpr.replace(outvars=[*first, *given])
+    values = jax.core.eval_jaxpr(whole, closed.consts, *jax.tree.leaves(args))
+
+    def recompute() -> PyTree:
+        found = jax.core.eval_jaxpr(inner, (), *values[size:])
+        return jax.tree.unflatten(structures[1], found)
+
+    return jax.tree.unflatten(structures[0], values[:size]), recompute
+
+
+def _is_elementwise(equation: Any) -> bool:
+    """Returns whether each element of an equation's results needs one element of each operand."""
+    if equation.primitive.name in _CALLS:
+        return all(_is_elementwise(e) for inner in inner_jaxprs(equation) for e in inner.eqns)
+    return equation.primitive.name in _ELEMENTWISE
+
+
+def _is_literal(atom: Any) -> bool:
+    return hasattr(atom, "val")
