@@ -264,10 +264,10 @@ def _whole_bytes(x: Any) -> Any:
 
 
 def _words_on_host(x: np.ndarray) -> np.ndarray:
-    """Returns the bits of an array as uint32 words; wider elements add a last dim of words."""
+    """Returns a copy of an array's bits as uint32 words; wider elements add a last dim of words."""
     width = x.dtype.itemsize
     if width > 4:
-        return x.reshape(*x.shape, 1).view(np.uint32)
+        return x.reshape(*x.shape, 1).view(np.uint32).copy()
     return x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[width]).astype(np.uint32)
 
 

@@ -82,21 +82,30 @@ def copy_to_host(tree: PyTree) -> PyTree:
     """
     leaves, structure = jax.tree.flatten(tree)
     shards = [distinct_shards(leaf) for leaf in leaves]
-    data = [[shard.data for shard in parts] for parts in shards]
-    # All in one call: its time for each array would add up to that of the copy of a small state.
+    # An array without replicas is copied whole, because that takes less time than each of its parts.
+    is_whole = [
+        len(parts) == len(leaf.addressable_shards)
+        for leaf, parts in zip(leaves, shards, strict=True)
+    ]
+    data = [
+        leaf if whole else [shard.data for shard in parts]
+        for leaf, parts, whole in zip(leaves, shards, is_whole, strict=True)
+    ]
     copies = jax.device_put(data, jax.tree.map(lambda x: x.sharding, data), may_alias=False)
     return structure.unflatten(
-        HostCopy(
-            leaf.shape,
-            leaf.dtype,
-            leaf.sharding,
-            [
-                ShardCopy(shard.index, shard.replica_id, copy)
-                for shard, copy in zip(parts, copied, strict=True)
-            ],
-        )
-        for leaf, parts, copied in zip(leaves, shards, copies, strict=True)
+        HostCopy(leaf.shape, leaf.dtype, leaf.sharding, _parts(copied, parts))
+        for leaf, copied, parts in zip(leaves, copies, shards, strict=True)
     )
+
+
+def _parts(copied: jax.Array | list[jax.Array], shards: Sequence[Any]) -> Sequence[Any]:
+    """Returns the parts of a copied array, or the copies of these shards."""
+    if isinstance(copied, jax.Array):
+        return copied.addressable_shards
+    return [
+        ShardCopy(shard.index, shard.replica_id, copy)
+        for shard, copy in zip(shards, copied, strict=True)
+    ]
 
 
 def sum_copies(tree: PyTree) -> dict[str, int]:
