@@ -21,6 +21,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spmdtrain.checkpoints.checksums import distinct_shards
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.run_identity import Identity
 from spmdtrain.checkpoints.save import Checkpoints
@@ -55,9 +56,10 @@ def measure(megabytes: float, devices: int, spec: PartitionSpec) -> dict[str, An
         for number in range(REPEATS + 1):  # the first one compiles and does not count
             fresh = jax.block_until_ready(update(state.params))
             state = TrainState(state.step, fresh, state.opt_state, {}, {}, state.key)
-            host = (state.params, state.opt_state)
+            leaves = jax.tree.leaves((state.params, state.opt_state))
+            parts = [shard.data for leaf in leaves for shard in distinct_shards(leaf)]
             start = time.perf_counter()
-            jax.tree.map(np.array, host)
+            [np.array(part) for part in parts]
             copies.append(time.perf_counter() - start)
             start = time.perf_counter()
             checkpoints.save(state, number, identity, None)

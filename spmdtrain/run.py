@@ -5,7 +5,8 @@ import signal
 
 _INTERRUPT = signal.getsignal(signal.SIGINT)
 if __name__ == "__main__":
-    # Garbage collections take a fifth of the time of the imports, which leave no garbage.
+    # Garbage collections take a fifth of the time of the imports, which leave no garbage. `_run`
+    # enables them after the last import.
     gc.disable()
     if _INTERRUPT is signal.default_int_handler:
         # During the import of JAX there is nothing to save: Ctrl-C ends the process at once,
@@ -17,7 +18,6 @@ from collections.abc import Sequence
 
 from spmdtrain.distributed import failures, initialize, progress
 from spmdtrain.errors import ExitCode, PreemptedExit, exit_code_of
-from spmdtrain.train.command import execute
 from spmdtrain.train.command_line import parse_command_line
 
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given = sys.argv[1:] if arguments is None else arguments
         progress.begin()
-        code = exit_code_of(lambda: execute(parse_command_line(given)), failures.fail_with_message)
+        code = exit_code_of(lambda: _run(given), failures.fail_with_message)
         initialize.leave()
         return code
     except PreemptedExit:
@@ -40,8 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return failures.fail(ExitCode.INTERRUPTED, why, stop, lambda: print(why, file=sys.stderr))
 
 
+def _run(arguments: Sequence[str]) -> int:
+    command = parse_command_line(arguments)  # imports the experiment
+    from spmdtrain.train.command import execute  # not before, because `--help` does not need it
+
+    if not gc.isenabled():
+        gc.freeze()  # later collections skip the modules, which are never freed
+        gc.enable()
+    return execute(command)
+
+
 if __name__ == "__main__":
-    gc.freeze()  # later collections skip the modules, which are never freed
-    gc.enable()
     signal.signal(signal.SIGINT, _INTERRUPT)
     sys.exit(main())

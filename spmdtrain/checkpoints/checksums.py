@@ -1,8 +1,8 @@
 """Checksums of arrays, independent of their sharding.
 
-A checksum is computed on the devices that hold the array, before a checkpoint copies it and after a
-restore has placed it. It therefore covers copying, encoding, storage and decoding. It is the sum
-modulo 2**32 of a hash of each element and its position, so neither sharding nor order matters. A
+A checksum is computed before a checkpoint is written, and after a restore has placed the array: on
+the devices that hold it, or, on CPUs, from the copy that is written (`host_copy`). It therefore
+covers encoding, storage and decoding. It is the sum modulo 2**32 of a hash of each element and its position, so neither sharding nor order matters. A
 change of one element always changes it; a change of several is missed with probability 2**-32. A
 CRC, as of Orbax's storage formats, depends on the order of the bytes, so on the sharding.
 """
@@ -20,7 +20,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from spmdtrain.tree import named_leaves
 
-CHUNK = 2**20  # elements that the host sums at a time
+CHUNK = 2**16  # elements that the host sums at a time, so that they stay in the cache
+_GOLDEN, _LAST_SHIFT = np.uint32(0x9E3779B9), np.uint32(16)  # constants of `_hash`
+_ROUNDS = (
+    (np.uint32(16), np.uint32(0x7FEB352D)),
+    (np.uint32(15), np.uint32(0x846CA68B)),
+)
 _SMALL = 2**16  # bytes up to which fetching an array is faster than compiling for its shape
 
 
@@ -90,7 +95,7 @@ def _start(leaf: Any) -> list[PartSum]:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     if is_small(leaf):
-        return [_of_shard(leaf, host_sum(np.asarray(leaf)), _local_shards(leaf)[0])]
+        return [_of_shard(leaf, host_sum(np.asarray(leaf)), distinct_shards(leaf)[0])]
     return sums_on_devices(leaf)
 
 
@@ -103,14 +108,14 @@ def sums_on_devices(leaf: jax.Array) -> list[PartSum]:
     Args:
       leaf: Any array; only the parts that this process holds are summed.
     """
-    shards = _local_shards(leaf)
+    shards = distinct_shards(leaf)
     device: Any = next(iter(leaf.sharding.device_set))
     in_host_memory = leaf.sharding.memory_kind not in (None, device.default_memory().kind)
     if leaf.is_fully_replicated and not in_host_memory:
         values = [_jit_sum(shard.data) for shard in shards]
     elif in_host_memory or not isinstance(leaf.sharding, NamedSharding):
         values = [
-            host_sum(np.asarray(shard.data), _starts(shard.index), leaf.shape) for shard in shards
+            host_sum(np.asarray(shard.data), starts_of(shard.index), leaf.shape) for shard in shards
         ]
     else:
         part_sums = _jit_part_sums(leaf.sharding.mesh, leaf.sharding.spec, leaf.shape)(leaf)
@@ -119,18 +124,18 @@ def sums_on_devices(leaf: jax.Array) -> list[PartSum]:
     return [_of_shard(leaf, value, shard) for value, shard in zip(values, shards, strict=True)]
 
 
-def _local_shards(leaf: jax.Array) -> list[Any]:
-    """Returns one shard of each part that this process holds, the first copy if it has that."""
+def distinct_shards(leaf: jax.Array) -> list[Any]:
+    """Returns one shard of each part of an array in this process, the first copy if it has that."""
     shards: dict[tuple[int, ...], Any] = {}
     for shard in leaf.addressable_shards:
-        starts = _starts(shard.index)
+        starts = starts_of(shard.index)
         if starts not in shards or shard.replica_id == 0:
             shards[starts] = shard
     return list(shards.values())
 
 
 def _of_shard(leaf: jax.Array, value: Any, shard: Any) -> PartSum:
-    starts = _starts(shard.index)
+    starts = starts_of(shard.index)
     holders = _holders(leaf.sharding, leaf.shape)[starts]
     return PartSum(value, starts, holders, counts=shard.replica_id == 0)
 
@@ -141,11 +146,12 @@ def _holders(sharding: Sharding, shape: tuple[int, ...]) -> dict[tuple[int, ...]
     holders: dict[tuple[int, ...], set[int]] = {}
     parts: Mapping[Any, Any] = sharding.devices_indices_map(shape)
     for device, index in parts.items():
-        holders.setdefault(_starts(index), set()).add(device.process_index)
+        holders.setdefault(starts_of(index), set()).add(device.process_index)
     return {starts: tuple(sorted(processes)) for starts, processes in holders.items()}
 
 
-def _starts(index: Any) -> tuple[int, ...]:
+def starts_of(index: Any) -> tuple[int, ...]:
+    """Returns the index of the first element of a part in each dim."""
     return tuple(part.start or 0 for part in index)
 
 
@@ -163,14 +169,15 @@ def host_sum(x: np.ndarray, starts: Sequence[int] = (), shape: Sequence[int] = (
       shape: The shape of the array to which the part belongs; () for a whole array.
     """
     x = np.ascontiguousarray(_whole_bytes(x))
-    if not starts or x.shape == tuple(shape):
-        x, starts, shape = x.reshape(-1), (0,), (x.size,)
+    if not starts or x.shape[1:] == tuple(shape)[1:]:  # whole rows: positions are consecutive
+        first = starts[0] * math.prod(shape[1:]) if starts else 0
+        x, starts, shape = x.reshape(-1), (first,), (x.size,)
     rows = max(1, CHUNK * len(x) // max(1, x.size))
     total = 0
     for row in range(0, len(x), rows):
         part = x[row : row + rows]
         words = _words_on_host(part)
-        position: Any = np.zeros(part.shape, np.uint32)
+        position: Any = np.uint32(0)
         offsets = (starts[0] + row, *starts[1:])
         with np.errstate(over="ignore"):
             for dim, (start, size) in enumerate(zip(offsets, shape, strict=True)):
@@ -181,8 +188,22 @@ def host_sum(x: np.ndarray, starts: Sequence[int] = (), shape: Sequence[int] = (
                 count = words.shape[-1]
                 word = np.arange(count, dtype=np.uint32)
                 position = position[..., None] * np.uint32(count) + word
-            total += int(_hash(words, position).sum(dtype=np.uint32))
+            total += _sum_of_hashes(words, position)
     return total % 2**32
+
+
+def _sum_of_hashes(words: np.ndarray, position: np.ndarray) -> int:
+    """Returns the sum of `_hash`, without its temporary arrays; overwrites both arguments."""
+    h, other = words, position
+    other *= _GOLDEN
+    h += other
+    for shift, factor in _ROUNDS:
+        np.right_shift(h, shift, out=other)
+        h ^= other
+        h *= factor
+    np.right_shift(h, _LAST_SHIFT, out=other)
+    h ^= other
+    return int(h.sum(dtype=np.uint32))
 
 
 # -- on devices ------------------------------------------------------------------------------------
@@ -231,11 +252,10 @@ def _hash(words: Any, position: Any) -> Any:
 
     The function is `lowbias32` of Chris Wellons' "Prospecting for Hash Functions" (2018).
     """
-    integer = np.uint32
-    h = words + position * integer(0x9E3779B9)
-    h = (h ^ (h >> integer(16))) * integer(0x7FEB352D)
-    h = (h ^ (h >> integer(15))) * integer(0x846CA68B)
-    return h ^ (h >> integer(16))
+    h = words + position * _GOLDEN
+    for shift, factor in _ROUNDS:
+        h = (h ^ (h >> shift)) * factor
+    return h ^ (h >> _LAST_SHIFT)
 
 
 def _whole_bytes(x: Any) -> Any:
@@ -244,10 +264,10 @@ def _whole_bytes(x: Any) -> Any:
 
 
 def _words_on_host(x: np.ndarray) -> np.ndarray:
-    """Returns the bits of an array as uint32 words; wider elements add a last dim of words."""
+    """Returns a copy of an array's bits as uint32 words; wider elements add a last dim of words."""
     width = x.dtype.itemsize
     if width > 4:
-        return x.reshape(*x.shape, 1).view(np.uint32)
+        return x.reshape(*x.shape, 1).view(np.uint32).copy()
     return x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[width]).astype(np.uint32)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import importlib
 import math
 import os
@@ -17,7 +18,8 @@ import absl.logging
 from etils import epath, epy
 
 from spmdtrain.checkpoints import manifest, replica_check, stream_positions
-from spmdtrain.checkpoints.checksums import PartSum, format_sums, read_parts, start_sums
+from spmdtrain.checkpoints.checksums import format_sums, read_parts, start_sums
+from spmdtrain.checkpoints.host_copy import can_copy, copy_to_host, sum_copies
 from spmdtrain.checkpoints.items import ITEMS, items_of, raw_keys, steps_in
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.retention import CheckpointRecord, Retention
@@ -91,10 +93,10 @@ class Checkpoints:
         silence_tensorstore_shutdown()
         self._retention, self._evaluated = retention, evaluated
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="remove-checkpoints")
-        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="publish-checksums")
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="save-checkpoint")
         self._manager: Any = None  # opened by the first save
         self._saving: _Save | None = None
-        self._published: Future[None] | None = None  # this process' part of the checksums
+        self._pending: Future[None] | None = None  # what `_background` does for this save
         self._failed = self._abandoned = False
         with self._storage_errors("the folder of the checkpoints cannot be used"):
             if process_group.is_chief():
@@ -146,11 +148,16 @@ class Checkpoints:
             metrics = None
         self.wait()
         now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
-        # The checksums are started before the copy, on the arrays of the devices. Later writes to
-        # donated memory and errors while writing to disk then cannot enter the checksum.
-        items = items_of(state)
-        sums = start_sums({field: x for item in items.values() for field, x in item.items()})
-        replica_check.check_equal(sums, step)
+        items = {item: raw_keys(fields) for item, fields in items_of(state).items()}
+        if copied := can_copy(items):
+            items = copy_to_host(items)
+            sums = self._background.submit(sum_copies, _by_field(items)).result
+        else:
+            # The checksums are started before Orbax copies the arrays, on the devices. Later writes
+            # to donated memory and errors of the copy then cannot enter the checksum.
+            started = start_sums(_by_field(items))
+            replica_check.check_equal(started, step)
+            sums = functools.partial(read_parts, started)
         self._saving = save = _Save(
             process_group.next_number(),
             step,
@@ -166,29 +173,34 @@ class Checkpoints:
         if process_group.is_chief():
             self._records[step] = CheckpointRecord(step, now, metrics)
         else:
-            self._published = self._publisher.submit(
-                lambda: process_group.publish(
-                    save.key_of(), [read_parts(sums), dict(save.positions)]
-                )
+            self._pending = self._background.submit(
+                lambda: process_group.publish(save.key_of(), [save.sums(), dict(save.positions)])
             )
         with self._failing():
             if self._folder_identity() != self._opened:
                 raise FileNotFoundError("the checkpoint folder was removed or unmounted")
-            if self._manager is None:
-                if not is_url(self.folder):  # left by a killed run
-                    self._remove_unfinished()
-                self._manager = self._open_manager()
-            self._manager.save(
-                step,
-                args=ocp.args.Composite(
-                    **{item: ocp.args.PyTreeSave(raw_keys(x)) for item, x in items.items()}
-                ),
-                force=True,  # the schedule decides when to save, not Orbax's policies
-            )
+            if copied:
+                self._pending = self._background.submit(self._write, step, items)
+            else:
+                self._write(step, items)
+
+    def _write(self, step: int, items: Mapping[str, PyTree]) -> None:
+        """Passes arrays, or their copies, to Orbax, which has read them when this returns."""
+        if self._manager is None:
+            if not is_url(self.folder):  # left by a killed run
+                self._remove_unfinished()
+            self._manager = self._open_manager()
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                **{item: ocp.args.PyTreeSave(fields) for item, fields in items.items()}
+            ),
+            force=True,  # the schedule decides when to save, not Orbax's policies
+        )
 
     def get_ready(self) -> None:
         """Imports Orbax in a thread, so that the first save does not wait for the import."""
-        self._publisher.submit(importlib.import_module, "spmdtrain.checkpoints.orbax")
+        self._background.submit(importlib.import_module, "spmdtrain.checkpoints.orbax")
 
     def wait(self) -> None:
         """Waits for the pending save.
@@ -199,8 +211,8 @@ class Checkpoints:
         if self._saving is None:
             return
         with self._failing():
-            if self._published is not None:
-                self._published.result()
+            if self._pending is not None:
+                self._pending.result()
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
         self.saved_step, self._saving = self._saving.step, None
@@ -218,7 +230,7 @@ class Checkpoints:
                 if self._manager is not None:
                     self._manager.close()
             self._remover.shutdown()
-            self._publisher.shutdown()
+            self._background.shutdown()
             if self._failed and self._folder_identity() == self._opened:
                 time.sleep(0.5)  # Orbax does not wait for threads that are still writing
                 self._remove_unfinished()
@@ -230,7 +242,7 @@ class Checkpoints:
         """Releases the folder without waiting, because other processes of the job may be lost."""
         self._saving = None
         self._remover.shutdown(wait=False)
-        self._publisher.shutdown(wait=False)
+        self._background.shutdown(wait=False)
         self._abandoned = True
 
     def holds(self, step: int) -> bool:
@@ -281,7 +293,7 @@ class Checkpoints:
             self._write_manifest(self._saving)
 
     def _write_manifest(self, save: "_Save") -> None:
-        totals, positions = read_parts(save.sums), dict(save.positions)
+        totals, positions = save.sums(), dict(save.positions)
         for rank in range(1, process_group.count()):
             parts, others = process_group.pop(save.key_of(rank))
             positions |= others
@@ -410,6 +422,11 @@ class Checkpoints:
             no_follow.remove(self.folder, name)
 
 
+def _by_field(items: Mapping[str, Mapping[str, PyTree]]) -> dict[str, PyTree]:
+    """Returns the fields of all items."""
+    return {field: x for item in items.values() for field, x in item.items()}
+
+
 @dataclass(frozen=True)
 class _Save:
     """A pending save."""
@@ -420,7 +437,8 @@ class _Save:
     identity: Identity
     metrics: Mapping[str, float] | None
     stopped: bool
-    sums: Mapping[str, Sequence[PartSum]]
+    sums: Callable[[], dict[str, int]]
+    """Waits for this process' part of the checksums, and returns it by the path of the array."""
     epoch: Mapping[str, Any]
     callbacks: Mapping[str, Any]
     positions: Mapping[str, str]

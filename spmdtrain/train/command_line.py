@@ -13,8 +13,8 @@ from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError, exit_if_output_is_closed, field_meant
 from spmdtrain.sharding.mesh import cpu_devices_in_environment
 from spmdtrain.sharding.resolution import check_inherited
-from spmdtrain.train import evaluator
 from spmdtrain.train.command_help import HELP, HELP_ALL, show_help
+from spmdtrain.train.evaluator_options import Which
 from spmdtrain.train.experiment import ExperimentFile, load_experiment
 
 PROGRAM = "python -m spmdtrain.run"
@@ -38,7 +38,7 @@ class Options:
     role: Literal["train", "evaluate"] | None = None
     """The role of this process if TF_CONFIG does not set it: with evaluate it evaluates the
     checkpoints of a training that runs in another job."""
-    evaluate_which: tyro.conf.EnumChoicesFromValues[evaluator.Which] = evaluator.Which.EACH
+    evaluate_which: tyro.conf.EnumChoicesFromValues[Which] = Which.EACH
     """The checkpoints that an evaluator evaluates."""
     cluster: Literal["tf_config", "auto"] = "tf_config"
     """How the other processes are found; auto also detects TPU pods, Slurm, Open MPI and

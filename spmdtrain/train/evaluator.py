@@ -5,7 +5,6 @@ writes its own files there.
 """
 
 import contextlib
-import enum
 import math
 import os
 import time
@@ -28,6 +27,7 @@ from spmdtrain.files.storage import failures, folder_of, one_line, size_and_time
 from spmdtrain.sharding.resolution import resolve
 from spmdtrain.terminal import Terminal
 from spmdtrain.trackers.run_trackers import evaluator_trackers
+from spmdtrain.train.evaluator_options import Which
 from spmdtrain.train.run_logger import Metrics, RunLogger
 
 T = TypeVar("T")
@@ -38,15 +38,6 @@ _SILENCE = 300.0  # between two lines that say that there is nothing new
 _GRACE = 60.0  # in which a training that starts or restarts writes its status
 _ORPHANED = 600.0  # the same under a launcher, which restarts a training and reports its end
 MAX_SILENCE = 3600.0  # without any change, after which a training counts as killed
-
-
-class Which(enum.StrEnum):
-    """The checkpoints to evaluate."""
-
-    EACH = "each"
-    """All of them, the oldest first."""
-    NEWEST = "newest"
-    """The newest at each time, and so the last one; older ones are skipped."""
 
 
 class Model(Protocol):

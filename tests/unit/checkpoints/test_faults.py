@@ -162,14 +162,20 @@ def test_a_file_that_is_cut_or_missing_is_named(
 
 
 @pytest.mark.parametrize(
-    ("name", "before", "after"),
+    ("item", "name", "before", "after"),
     [
         # Orbax raises NotImplementedError for the first, AssertionError for the second.
-        ("_sharding", "NamedSharding", "NAmedSharding"),
-        ("_METADATA", '"opt_state", "key_type": 2}, {"key"', '"opt_3tate", "key_type": 2}, {"key"'),
+        ("params", "_sharding", "NamedSharding", "NAmedSharding"),
+        (
+            "training",
+            "_METADATA",
+            '"opt_state", "key_type": 2}, {"key"',
+            '"opt_3tate", "key_type": 2}, {"key"',
+        ),
     ],
 )
 def test_an_error_of_orbax_about_its_metadata_is_corruption(
+    item: str,
     name: str,
     before: str,
     after: str,
@@ -179,11 +185,11 @@ def test_an_error_of_orbax_about_its_metadata_is_corruption(
 ) -> None:
     folder = tmp_path / "4"
     shutil.copytree(saved / "checkpoints" / "4", folder)
-    path = folder / "training" / name
+    path = folder / item / name
     head, found, tail = path.read_text().partition(before)
     assert found
     path.write_text(head + after + tail)
-    with pytest.raises(CheckpointCorruptedError, match="training cannot be read"):
+    with pytest.raises(CheckpointCorruptedError, match=f"{item} cannot be read"):
         load(folder)
 
 

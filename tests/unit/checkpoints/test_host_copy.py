@@ -1,0 +1,122 @@
+"""A save on CPU blocks for one copy; the rest reads the copy while training continues."""
+
+import contextlib
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from etils import epath
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spmdtrain.checkpoints import host_copy
+from spmdtrain.checkpoints.checksums import sums
+from spmdtrain.checkpoints.host_copy import HostCopy, copy_to_host
+from spmdtrain.checkpoints.manifest import Manifest
+from spmdtrain.checkpoints.restore import load_state
+from spmdtrain.checkpoints.retention import Retention
+from spmdtrain.checkpoints.run_identity import Identity, describe_leaves
+from spmdtrain.checkpoints.save import Checkpoints
+from spmdtrain.config.run_config import RunConfig, config_as_json
+from spmdtrain.step.state import TrainState
+from spmdtrain.tree import named_leaves
+
+P = PartitionSpec
+MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+SPECS = {"replicated": P(), "split": P(("a", "b")), "both": P(None, "a")}
+
+
+def state_of(spec: PartitionSpec) -> TrainState:
+    """A state of three arrays of 64 kB of which only the devices hold a copy."""
+    values = np.random.default_rng(0).normal(size=(3, 128, 128)).astype(np.float32)
+    kernels = [jnp.copy(jax.device_put(x, NamedSharding(MESH, spec))) for x in values]
+    everywhere = NamedSharding(MESH, P())
+    step, key = jax.device_put((jnp.int32(1), jax.random.key(0)), everywhere)
+    opt_state = {"mu": kernels[1], "nu": kernels[2].astype(jnp.bfloat16)}
+    return TrainState(step, {"kernel": kernels[0]}, opt_state, {}, {}, key)
+
+
+def identity_of(state: TrainState) -> Identity:
+    return Identity(config_as_json(RunConfig()), {}, describe_leaves(state), "")
+
+
+def as_numpy(state: TrainState) -> dict[str, np.ndarray]:
+    leaves = named_leaves(vars(state) | {"key": jax.random.key_data(state.key)})
+    return {name: np.array(x) for name, x in leaves.items()}
+
+
+overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 7, tree), donate_argnums=0)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_save_returns_before_the_sums_and_keeps_the_bits_of_its_step(
+    spec: PartitionSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overwritten, threads = threading.Event(), set()
+    host_sum = host_copy.host_sum
+
+    def late_sum(*arguments: Any) -> int:
+        threads.add(threading.current_thread())
+        assert overwritten.wait(60)
+        return host_sum(*arguments)
+
+    monkeypatch.setattr(host_copy, "host_sum", late_sum)
+    state = state_of(spec)
+    expected, names = as_numpy(state), sums(vars(state))
+    shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    identity = identity_of(state)
+    folder = epath.Path(tmp_path / "checkpoints")
+    with contextlib.closing(Checkpoints(folder, Retention())) as checkpoints:
+        checkpoints.save(state, 1, identity, None)  # would wait for ever if it read the sums
+        kernels = (state.params, state.opt_state)
+        places = [x.unsafe_buffer_pointer() for x in shards_of(kernels)]
+        after = jax.block_until_ready(overwrite(kernels))
+        # The memory of the saved state holds other values now, while nothing is written yet.
+        assert [x.unsafe_buffer_pointer() for x in shards_of(after)] == places
+        assert all(float(x.min()) == -7 == float(x.max()) for x in jax.tree.leaves(after))
+        overwritten.set()
+        checkpoints.wait()
+    manifest = Manifest.read(folder / "1")
+    assert threads and threading.current_thread() not in threads
+    assert manifest.sums == names
+    loaded = as_numpy(load_state(folder / "1", manifest, shape, shardings))
+    assert {name: x.tobytes() for name, x in loaded.items()} == {
+        name: x.tobytes() for name, x in expected.items()
+    }
+
+
+def shards_of(tree: Any) -> list[jax.Array]:
+    return [shard.data for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
+
+
+@pytest.mark.parametrize(("spec", "parts"), [(P(), 1), (P("b"), 4), (P(("a", "b")), 8)])
+def test_a_copy_holds_each_part_once(spec: PartitionSpec, parts: int) -> None:
+    x = jax.device_put(jnp.ones((16, 8)), NamedSharding(MESH, spec))
+    copy = copy_to_host({"x": x})["x"]
+    assert isinstance(copy, HostCopy) and len(copy.addressable_shards) == parts
+    assert sum(shard.data.nbytes for shard in copy.addressable_shards) == x.nbytes == copy.nbytes
+    own = {shard.unsafe_buffer_pointer() for shard in shards_of(x)}
+    assert own.isdisjoint(shard.data.unsafe_buffer_pointer() for shard in copy.addressable_shards)
+
+
+def test_a_failure_of_the_thread_is_raised_by_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: Any) -> int:
+        raise MemoryError("no memory for the sums")
+
+    state = state_of(P())
+    identity = identity_of(state)
+    with contextlib.closing(Checkpoints(epath.Path(tmp_path / "run"), Retention())) as checkpoints:
+        checkpoints.save(state, 1, identity, None)
+        checkpoints.wait()
+        monkeypatch.setattr(host_copy, "host_sum", fails)
+        checkpoints.save(state, 2, identity, None)
+        with pytest.raises(MemoryError, match="no memory for the sums"):
+            checkpoints.save(state, 3, identity, None)
+        assert checkpoints.saved_step == 1
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["1"]
