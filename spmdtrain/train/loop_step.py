@@ -133,9 +133,18 @@ class LoopStep:
             seconds = time.perf_counter() - began
             text = f"step compiled in {seconds:.1f} s: {describe_found(found, mesh)}"
             loop.logger.log_header(loop.placement, state.params, text)
-            program = StepProgram(traced.jaxpr, 1, found)
+            shapes = jax.tree.map(_abstract, (state, batch))
+            program = StepProgram(
+                traced.jaxpr, 1, found, lambda: self._program.trace(*shapes).jaxpr
+            )
             params = jax.tree.map(jax.typeof, state.params)
             loop.logger.performance.describe(
                 program, params, self._shardings.params, loop.placement
             )
         loop.logger.restart_timer(loop.step)
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape, dtype and sharding of an array or a number."""
+    aval = jax.typeof(x)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=getattr(x, "sharding", None))

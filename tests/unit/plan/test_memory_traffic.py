@@ -26,6 +26,21 @@ FUSED = """\
   %z = s32[] constant(0)
   ROOT %all = f32[16,8]{1,0} dynamic-update-slice(%a, %b, %i, %z)
 }
+
+%nested_rows (a: f32[8,16], i: s32[]) -> f32[2,8] {
+  %a = f32[8,16]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %same = f32[16,8]{1,0} bitcast(%a)
+  ROOT %part = f32[2,8]{1,0} fusion(%same, %i), kind=kLoop, calls=%rows
+}
+
+%nested_placed (a: f32[16,8], b: f32[2,8], i: s32[]) -> f32[8,16] {
+  %a = f32[16,8]{1,0} parameter(0)
+  %b = f32[2,8]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %all = f32[16,8]{1,0} fusion(%a, %b, %i), kind=kLoop, calls=%placed
+  ROOT %same = f32[8,16]{1,0} bitcast(%all)
+}
 """
 WHOLE, PART, NUMBER = 4 * 16 * 8, 4 * 2 * 8, 4
 
@@ -57,6 +72,14 @@ LINES = {
     ),
     "a fusion that updates": (
         "f32[16,8]{1,0} fusion(%a, %b, %i), kind=kLoop, calls=%placed",
+        2 * PART + NUMBER,
+    ),
+    "a fusion within which another slices what it renames": (
+        "f32[2,8]{1,0} fusion(%a, %i), kind=kLoop, calls=%nested_rows",
+        2 * PART + NUMBER,
+    ),
+    "a fusion within which another updates": (
+        "f32[8,16]{1,0} fusion(%a, %b, %i), kind=kLoop, calls=%nested_placed",
         2 * PART + NUMBER,
     ),
     "what runs aside counts where it runs": (
