@@ -3,13 +3,8 @@
 import math
 import re
 
-from spmdtrain.xla.hlo_parser import (
-    ASYNC,
-    Computation,
-    Instruction,
-    Module,
-    reading_program,
-)
+from spmdtrain.xla.collectives import KINDS
+from spmdtrain.xla.hlo_parser import ASYNC, Computation, Instruction, Module, reading_program
 from spmdtrain.xla.hlo_shapes import Array, arrays_of
 
 # These refer to existing arrays, or wait for data that another instruction counts.
@@ -89,10 +84,14 @@ def _moved_by_fusion(instruction: Instruction, within: Computation, module: Modu
         if whole and parameter is not None:
             whole = min(whole, _read(parameter.name, body, module))
         total += whole
-    # Only the shape of the fusion itself shows whether its result is in the main memory.
-    if _main_bytes(instruction.shape):
-        total += _written(body.root, body, module)
-    return total
+    root = body.root
+    results = [body.instructions[x] for x in root.operands] if root.opcode == "tuple" else [root]
+    # Only the shape of the fusion itself shows which of its results are in the main memory.
+    arrays = instruction.arrays
+    if len(arrays) != len(results):  # tuples in a tuple
+        return total + sum(_written(x, body, module) for x in results)
+    pairs = zip(results, arrays, strict=True)
+    return total + sum(_written(x, body, module) for x, array in pairs if array.space == 0)
 
 
 def _read(name: str, body: Computation, module: Module) -> float:
@@ -107,6 +106,10 @@ def _read(name: str, body: Computation, module: Module) -> float:
                 total += _main_bytes(user.shape)
             case "dynamic-update-slice" if places == [0]:
                 pass  # in place
+            case "tuple":
+                pass  # returned as it is
+            case opcode if opcode in KINDS:
+                pass  # a part of a collective that runs at the same time
             case "bitcast":
                 total += _read(user.name, body, module)
             case "fusion":
@@ -132,7 +135,8 @@ def _written(result: Instruction, body: Computation, module: Module) -> float:
             ((_, inner),) = result.called
             nested = module.computations[inner]
             return _written(nested.root, nested, module)
-    return _main_bytes(result.shape)
+    is_own = result.opcode != "parameter" and result.opcode not in KINDS
+    return _main_bytes(result.shape) if is_own else 0
 
 
 def _parameter(number: int, body: Computation) -> Instruction | None:

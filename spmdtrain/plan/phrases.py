@@ -107,6 +107,11 @@ def assumptions(plan: dict[str, Any]) -> str:
     return f"{text} The MFU counts {plan['flops']['convention']}."
 
 
+def utilization_kind(time: dict[str, Any]) -> str:
+    """Returns whether the MFU of a plan is an estimate, or a bound that ignores the vector unit."""
+    return "estimated" if time["instructions"] else "at most"
+
+
 def time_parts(time: dict[str, Any]) -> list[tuple[str, float, str]]:
     """Returns the parts of an estimate: name, seconds, and what they follow from.
 

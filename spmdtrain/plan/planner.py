@@ -136,7 +136,7 @@ class Plan:
 
     @property
     def utilization(self) -> float | None:
-        """Upper bound of the model FLOPs utilization (MFU), without recomputed operations."""
+        """Model FLOPs utilization (MFU) at the estimated time; see `flops.CONVENTION`."""
         if self.times is None:
             return None
         return self.times.useful / self.times.estimate

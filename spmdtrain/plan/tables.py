@@ -18,6 +18,7 @@ from spmdtrain.plan.phrases import (
     step_seconds,
     time_parts,
     uses_measured_rates,
+    utilization_kind,
     verdict,
 )
 from spmdtrain.step.flops import SHORT_CONVENTION
@@ -129,7 +130,8 @@ def _time(plan: dict[str, Any]) -> Table:
         table.add_row("recomputed FLOPs", f"{again:.4g}")
     on_cpu = uses_measured_rates(plan)
     if time["utilization"] is not None and not on_cpu:
-        table.add_row("MFU, at most", f"{time['utilization']:.1%}", SHORT_CONVENTION)
+        name = f"MFU, {utilization_kind(time)}"
+        table.add_row(name, f"{time['utilization']:.1%}", SHORT_CONVENTION)
     table.add_row("examples/s", f"{time['examples_per_second']:,.0f}")
     if time["tokens_per_second"]:
         table.add_row("tokens/s", f"{time['tokens_per_second']:,.0f}")

@@ -213,7 +213,7 @@ class InstructionTimes:
     write its arrays.
 
     Attributes:
-        products: Instructions with matrix products or convolutions.
+        products: Instructions with matrix products or convolutions, and what is fused into them.
         vector: Other ones, which the vector unit executes.
         memory: Those that wait for memory longer than the compiler estimates.
     """
@@ -306,8 +306,8 @@ class Times:
             "collectives": self.overlapped + self.waiting,
         }
         if (instructions := self.instructions) is not None:
-            parts["compute"] = instructions.products + self.kernels
-            parts["vector unit"] = instructions.vector
+            # All cycles but those of products at the peak, also of what is fused into products.
+            parts["vector unit"] = instructions.products + instructions.vector - self.compute
             if self.memory < instructions.total + self.kernels:
                 parts["memory"] = instructions.memory
         return max(parts, key=lambda name: parts[name])
@@ -336,9 +336,10 @@ def overlapped_seconds(collectives: Iterable[tuple[str, int, float]]) -> float:
     Args:
         collectives: For each its name, its direction (0 if it has none) and its seconds.
     """
-    by_direction: dict[str, Counter[int]] = defaultdict(Counter)
+    by_direction: dict[str, dict[int, float]] = defaultdict(dict)
     for name, direction, seconds in collectives:
-        by_direction[name][direction] += seconds
+        times = by_direction[name]
+        times[direction] = times.get(direction, 0.0) + seconds
     return sum(
         times.pop(0, 0.0) + max(times.values(), default=0.0) for times in by_direction.values()
     )

@@ -146,7 +146,7 @@ class _Count:
             operands = [value(x) for x in equation.invars]
             name = equation.primitive.name
             repeated = again or _RECOMPUTED in str(equation.source_info.name_stack)
-            results: list[np.ndarray | None] = []
+            results: Sequence[np.ndarray | None] = ()
             if (count := PRODUCT_FLOPS.get(name)) is not None:
                 self._add_operations(equation, times * count(equation), again=repeated)
             elif name == "pallas_call":
