@@ -9,7 +9,7 @@ from spmdtrain.plan.memory import Memory
 from spmdtrain.plan.summary import CompiledSummary
 from spmdtrain.plan.topologies import Topology
 from spmdtrain.step.flops import Flops
-from spmdtrain.step.kernel_flops import CostBasis
+from spmdtrain.step.kernel_flops import CostBasis, KernelFlops
 from spmdtrain.terminal import byte_size
 from spmdtrain.train.trainer import Trainer
 
@@ -105,7 +105,7 @@ def kernel_notes(kernels: Sequence[PlannedKernel], useful: Flops) -> list[str]:
     """
     notes = []
     for kernel in kernels:
-        name = f"kernel {kernel.name}" + (f" ({kernel.line})" if kernel.line else "")
+        name = _described(kernel)
         if not kernel.basis:
             notes.append(
                 f"{name}: its operations are unknown, because it states no cost_estimate: its time "
@@ -118,8 +118,12 @@ def kernel_notes(kernels: Sequence[PlannedKernel], useful: Flops) -> list[str]:
                 f"{kernel.basis}{grid}"
             )
     notes += [
-        f"the MFU includes the operations of kernel {kernel.name} ({kernel.line}) as they are "
-        "computed: it has no reference implementation"
+        f"the MFU includes the operations of {_described(kernel)} as they are computed: it has no "
+        "reference implementation"
         for kernel in useful.kernels
     ]
     return list(dict.fromkeys(notes))
+
+
+def _described(kernel: PlannedKernel | KernelFlops) -> str:
+    return f"kernel {kernel.name}" + (f" ({kernel.line})" if kernel.line else "")

@@ -27,6 +27,7 @@ from spmdtrain.xla.source_files import is_library
 
 _CHECKS = frozenset({finite.__file__, norms.__file__})
 _KERNELS = os.path.dirname(kernels.__file__) + os.sep
+_UNKNOWN = "unknown"  # source line
 _RECOMPUTED = "rematted_computation"  # name stack entry of `jax.checkpoint`
 
 
@@ -148,7 +149,8 @@ class _Count:
             repeated = again or _RECOMPUTED in str(equation.source_info.name_stack)
             results: Sequence[np.ndarray | None] = ()
             if (count := PRODUCT_FLOPS.get(name)) is not None:
-                self._add_operations(equation, times * count(equation), again=repeated)
+                line = _line(equation)
+                self._add_operations(equation, line, times * count(equation), again=repeated)
             elif name == "pallas_call":
                 self._add_kernel(equation, operands, times, again=repeated)
             elif name == "cond":
@@ -169,7 +171,7 @@ class _Count:
                     known[variable] = result
         return [value(x) for x in jaxpr.outvars]
 
-    def _add_operations(self, equation: Any, operations: int, *, again: bool) -> bool:
+    def _add_operations(self, equation: Any, line: str, operations: int, *, again: bool) -> bool:
         """Adds operations; returns whether they count."""
         files = {frame.file_name for frame in _frames(equation)}
         if not files.isdisjoint(self._left_out):
@@ -178,17 +180,19 @@ class _Count:
         flops.has_reference |= any(file.startswith(_KERNELS) for file in files)
         flops.total += operations
         flops.again += operations * again
-        flops.by_line[_line(equation)] += operations
+        flops.by_line[line] += operations
         return True
 
     def _add_kernel(
         self, equation: Any, operands: Sequence[np.ndarray | None], times: int, *, again: bool
     ) -> None:
-        kernel = kernel_flops(equation, _line(equation), operands)
-        if self._add_operations(equation, times * kernel.flops, again=again):
+        line = _line(equation)
+        kernel = kernel_flops(equation, "" if line == _UNKNOWN else line, operands)
+        line = kernel.line or f"kernel {kernel.name}"
+        if self._add_operations(equation, line, times * kernel.flops, again=again):
             self._flops.has_reference = True
             self._flops.kernels.append(kernel)
-            self._flops.unknown_loops += [kernel.line] if kernel.unknown_loop else []
+            self._flops.unknown_loops += [line] if kernel.unknown_loop else []
 
     def _add_branch(
         self, equation: Any, operands: Sequence[np.ndarray | None], times: int, *, again: bool
@@ -272,7 +276,7 @@ def _line(equation: Any) -> str:
     for frame in _frames(equation):
         if not is_library(frame.file_name):
             return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
-    return "unknown"
+    return _UNKNOWN
 
 
 def _frames(equation: Any) -> Iterator[Any]:

@@ -37,7 +37,7 @@ class KernelFlops:
 
     Attributes:
         name: The name of the `pallas_call`.
-        line: Source line of the user that calls it.
+        line: Source line of the user that calls it, or "".
         results: The shapes of its results.
         flops: Its operations.
         padded: The operations of a matrix unit that computes its products, with the dims padded to
