@@ -55,7 +55,7 @@ class PlannedCollective:
         sent: Bytes that each device sends in all its executions in a step, by the name of the
             topology's link (`TopologyLink`); with an unknown group none.
         seconds: Minimum time of all its executions in a step; NaN if unknown.
-        direction: Direction of a permute along its axes; see `direction_of`.
+        direction: Direction of a permute along its axes; see `permute_direction`.
         op_name: JAX operation that it comes from, or "".
         line: Source line that it comes from, or "".
         carries: Its arrays.
@@ -396,7 +396,7 @@ def _planned(collective: Collective, placement: Placement, topology: Topology) -
         line=collective.line,
         carries=collective.carries,
         sent={each: share * sent for each, share in shares.items()},
-        direction=time_model.direction_of(collective.kind, collective.group),
+        direction=time_model.permute_direction(collective.kind, collective.group),
     )
 
 

@@ -2,7 +2,7 @@
 
 The bound is strict: no step of this program is faster. The estimate is not: it takes the cycles of
 the compiler's model for the instructions that run one after another, adds the memory that they read
-and write, and assumes that everything overlaps that XLA can overlap. `Source` says which part comes
+and write, and assumes that everything overlaps that XLA can overlap. `TimeSource` says which part comes
 from where.
 """
 
@@ -197,8 +197,8 @@ def seconds(kind: str, whole: float, group: int, link: Link) -> float:
     return max(wire_bytes(kind, whole, group) / link.bandwidth, _HOP * hops) + link.latency
 
 
-class Source(enum.StrEnum):
-    """What a part of a time follows from."""
+class TimeSource(enum.StrEnum):
+    """The origin of a part of a time."""
 
     COMPILER = "the compiler's cycles"
     PEAK = "peak rates"
@@ -313,18 +313,18 @@ class Times:
         return max(parts, key=lambda name: parts[name])
 
     @property
-    def sources(self) -> dict[str, Source]:
+    def sources(self) -> dict[str, TimeSource]:
         """What each part of the estimate follows from."""
         sources = {
-            "compute": Source.PEAK,
-            "memory": Source.PEAK,
-            "overlapped": Source.PEAK,
-            "waiting": Source.PEAK,
+            "compute": TimeSource.PEAK,
+            "memory": TimeSource.PEAK,
+            "overlapped": TimeSource.PEAK,
+            "waiting": TimeSource.PEAK,
         }
         if self.instructions is not None:
-            sources["instructions"] = Source.COMPILER
+            sources["instructions"] = TimeSource.COMPILER
         if self.kernels:
-            sources["kernels"] = Source.ASSUMPTION
+            sources["kernels"] = TimeSource.ASSUMPTION
         return sources
 
 
@@ -345,7 +345,7 @@ def overlapped_seconds(collectives: Iterable[tuple[str, int, float]]) -> float:
     )
 
 
-def direction_of(kind: str, group: Sequence[int]) -> int:
+def permute_direction(kind: str, group: Sequence[int]) -> int:
     """Returns the direction of a permute along its chain of devices: 1, -1, or 0 for other kinds.
 
     Args:

@@ -16,7 +16,7 @@ import numpy as np
 from spmdtrain.step.product_flops import PRODUCT_FLOPS, padded_dot
 from spmdtrain.xla.jaxpr import equations, inner_jaxprs
 
-_MOST_POINTS = 2**16  # of a grid whose points are told apart
+_MOST_POINTS = 2**16  # of a grid whose points are distinguished
 MATRIX_UNIT = 128
 """Rows and columns of a TPU's matrix unit; 256 from v6e on, which only pads more.
 
@@ -117,7 +117,7 @@ class _Body:
     Args:
         grid: Sizes of the grid.
         own: The dims of the grid that the body knows: all but those that `vmap` added.
-        jaxpr: The body. Points are told apart along the dims whose `program_id` it reads.
+        jaxpr: The body. Points are distinguished along the dims whose `program_id` it reads.
     """
 
     def __init__(self, grid: Sequence[int], own: Sequence[int], jaxpr: Any) -> None:
@@ -241,7 +241,7 @@ class _Body:
 
 
 def _quotient(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Divides as `lax.div`, which rounds integers towards zero."""
+    """Divides as `lax.div`, which rounds integers toward zero."""
     y = np.where(y == 0, 1, y)
     return np.fix(x / y).astype(x.dtype) if x.dtype.kind in "iu" else x / y
 

@@ -13,9 +13,9 @@ from spmdtrain.plan.kernels import KERNEL_EFFICIENCY, kernel_calls, planned_kern
 from spmdtrain.plan.matmul_flops import products
 from spmdtrain.plan.time_model import (
     InstructionTimes,
-    Source,
+    TimeSource,
     Times,
-    direction_of,
+    permute_direction,
     instruction_times,
     overlapped_seconds,
 )
@@ -117,14 +117,14 @@ def test_an_estimate_says_which_part_is_the_compilers() -> None:
         instructions=own,
     )
     assert (times.bound, times.estimate, times.bottleneck) == (3.0, 14 + 3 + 2, "vector unit")
-    assert times.sources["instructions"] == Source.COMPILER
-    assert times.sources["kernels"] == Source.ASSUMPTION
-    assert times.sources["compute"] == Source.PEAK
+    assert times.sources["instructions"] == TimeSource.COMPILER
+    assert times.sources["kernels"] == TimeSource.ASSUMPTION
+    assert times.sources["compute"] == TimeSource.PEAK
 
 
 def test_permutes_in_opposite_directions_of_a_ring_run_at_the_same_time() -> None:
     there, back = (0, 1, 2, 3), (2, 1, 0, 3)  # the second one closes from 0 to 3
-    directions = [direction_of("collective-permute", group) for group in (there, back)]
+    directions = [permute_direction("collective-permute", group) for group in (there, back)]
     assert directions == [1, -1]
     permutes = [("over x", directions[0], 3.0), ("over x", directions[1], 2.0)]
     assert overlapped_seconds([*permutes, ("gathers", 0, 1.0), ("over y", 1, 0.5)]) == 4.5
