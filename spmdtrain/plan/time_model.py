@@ -2,8 +2,8 @@
 
 The bound is strict: no step of this program is faster. The estimate is not: it takes the cycles of
 the compiler's model for the instructions that run one after another, adds the memory that they read
-and write, and assumes that everything overlaps that XLA can overlap. `TimeSource` says which part comes
-from where.
+and write, and assumes that everything overlaps that XLA can overlap. `TimeSource` names the origin
+of each part.
 """
 
 import enum

@@ -13,11 +13,11 @@ from spmdtrain.plan.kernels import KERNEL_EFFICIENCY, kernel_calls, planned_kern
 from spmdtrain.plan.matmul_flops import products
 from spmdtrain.plan.time_model import (
     InstructionTimes,
-    TimeSource,
     Times,
-    permute_direction,
+    TimeSource,
     instruction_times,
     overlapped_seconds,
+    permute_direction,
 )
 from spmdtrain.step.kernel_flops import CostBasis, KernelFlops
 from spmdtrain.xla.chips import CHIPS
