@@ -11,7 +11,7 @@ import numpy as np
 
 from spmdtrain.errors import BadRecordError, StorageError, UserError, foreign
 from spmdtrain.tree import path_name
-from spmdtrain.xla.hlo_parser import is_library
+from spmdtrain.xla.source_files import is_library
 
 PyTree = Any
 

@@ -8,10 +8,12 @@ from typing import Any
 
 from spmdtrain.plan import planner
 from spmdtrain.plan.advice import Advice
+from spmdtrain.plan.kernels import PlannedKernel
 from spmdtrain.plan.measurement import Measured
 from spmdtrain.plan.summary import Buffer
 from spmdtrain.plan.traffic import Traffic
 from spmdtrain.sharding.table import Row
+from spmdtrain.step.flops import CONVENTION
 
 _MOST_BUFFERS = 12
 
@@ -41,12 +43,15 @@ def plan_as_json(
         "sent": _sent(plan.traffic),
         "rematerialized": list(map(dataclasses.asdict, plan.rematerialized)),
         "flops": {
+            "model": plan.model_flops,
+            "convention": CONVENTION,
             "step": plan.flops,
             "again": plan.flops_again,
             "chip": plan.flops / plan.used,
             "device": None if math.isnan(plan.products) else plan.products,
             "by_line": plan.flops_by_line,
         },
+        "kernels": list(map(_kernel, plan.kernels)),
         "time": None,
         "chip": None if plan.chip is None else dataclasses.asdict(plan.chip),
         "links": list(map(dataclasses.asdict, plan.links)),
@@ -59,7 +64,9 @@ def plan_as_json(
         report["time"] = dataclasses.asdict(times) | {
             "bound": times.bound,
             "estimate": times.estimate,
+            "busy": times.busy,
             "rules": times.bottleneck,
+            "sources": times.sources,
             "utilization": plan.utilization,
             "examples_per_second": plan.global_batch_size / times.estimate,
             "tokens_per_second": tokens or None,
@@ -73,6 +80,11 @@ def plan_as_json(
 def _collective(collective: planner.PlannedCollective) -> dict[str, Any]:
     seconds = None if math.isnan(collective.seconds) else collective.seconds
     return dataclasses.asdict(collective) | {"seconds": seconds}
+
+
+def _kernel(kernel: PlannedKernel) -> dict[str, Any]:
+    flops = None if math.isnan(kernel.flops) else kernel.flops
+    return dataclasses.asdict(kernel) | {"flops": flops}
 
 
 def _parameter(row: Row) -> dict[str, Any]:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmdtrain.xla.hlo_parser import Computation, Instruction, Module, arrays_of, reading_program
+from spmdtrain.plan.kernels import is_kernel
+from spmdtrain.xla.hlo_parser import Computation, Instruction, Module, reading_program
+from spmdtrain.xla.hlo_shapes import arrays_of
 
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
@@ -17,7 +19,7 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _CONFIG = re.compile(r"backend_config=(\{.*\})")
 _GEMM = ("__cublas$gemm", "__cublas$lt$matmul")
 # Custom calls whose operations are unknown.
-_OPAQUE = ("__cud", "__cublas", "__onednn", "__triton", "tpu_custom_call", "triton_kernel_call")
+_OPAQUE = ("__cud", "__cublas", "__onednn", "__triton", "triton_kernel_call")
 
 
 @reading_program()
@@ -25,7 +27,7 @@ def products(module: Module) -> float:
     """Returns the floating-point operations of all products of a step on one device.
 
     As in `spmdtrain.step.flops`, each multiply-add counts as two; padding and dilation of a
-    convolution do not count.
+    convolution do not count. Pallas kernels do not count either: see `kernel_calls`.
 
     Args:
         module: The compiled program.
@@ -58,6 +60,8 @@ def _operations(instruction: Instruction, within: Computation) -> float:
 
 
 def _custom(instruction: Instruction, within: Computation) -> float:
+    if is_kernel(instruction):
+        return 0
     target = _TARGET.search(instruction.attributes)
     name = target[1] if target else ""
     if name.startswith(_GEMM) and (config := _CONFIG.search(instruction.attributes)):

@@ -1,16 +1,11 @@
 """Memory traffic of a compiled program."""
 
+import math
 import re
 
-from spmdtrain.xla.hlo_parser import (
-    ASYNC,
-    Array,
-    Computation,
-    Instruction,
-    Module,
-    arrays_of,
-    reading_program,
-)
+from spmdtrain.xla.collectives import KINDS
+from spmdtrain.xla.hlo_parser import ASYNC, Computation, Instruction, Module, reading_program
+from spmdtrain.xla.hlo_shapes import Array, arrays_of
 
 # These refer to existing arrays, or wait for data that another instruction counts.
 _FREE = frozenset(
@@ -30,9 +25,9 @@ def bytes_moved(module: Module) -> float:
     """Returns the bytes that all instructions of a step read and write on one device.
 
     An operand counts in full for each instruction that reads it, except that a slice counts only
-    its part, and an update in place only the updated part. Arrays outside of the main memory (a TPU
-    keeps some in its vector memory) do not count. Caches are ignored, so the result tends to be an
-    upper bound.
+    its part, and an update in place only the updated part. Tiles of a layout count in full. Arrays
+    outside of the main memory (a TPU keeps some in its vector memory) do not count. Caches are
+    ignored, so the result tends to be an upper bound.
 
     Args:
         module: The compiled program.
@@ -41,12 +36,19 @@ def bytes_moved(module: Module) -> float:
         UnreadableProgramError: If XLA wrote the program in an unknown format.
     """
     return sum(
-        times * _moved(instruction, within, module)
+        times * bytes_of(instruction, within, module)
         for instruction, within, times in module.instructions()
     )
 
 
-def _moved(instruction: Instruction, within: Computation, module: Module) -> float:
+def bytes_of(instruction: Instruction, within: Computation, module: Module) -> float:
+    """Returns the bytes that one execution of an instruction reads and writes.
+
+    Args:
+        instruction: The instruction.
+        within: Its computation.
+        module: The compiled program.
+    """
     if (
         instruction.opcode in _FREE
         or instruction.opcode in ASYNC
@@ -56,8 +58,7 @@ def _moved(instruction: Instruction, within: Computation, module: Module) -> flo
     if instruction.opcode == "custom-call" and _FREE_CALLS.search(instruction.attributes):
         return 0
     if instruction.opcode == "fusion":
-        ((_, name),) = instruction.called
-        return _moved_by_fusion(instruction, within, module.computations[name])
+        return _moved_by_fusion(instruction, within, module)
     written = _main_bytes(instruction.shape)
     match instruction.opcode:
         case "dynamic-slice" | "slice" | "gather":
@@ -72,46 +73,80 @@ def _moved(instruction: Instruction, within: Computation, module: Module) -> flo
     return written + _operand_sum(instruction, within)
 
 
-def _moved_by_fusion(instruction: Instruction, within: Computation, body: Computation) -> float:
+def _moved_by_fusion(instruction: Instruction, within: Computation, module: Module) -> float:
     """Returns the bytes that a fusion reads of its operands and writes of its results."""
+    ((_, name),) = instruction.called
+    body = module.computations[name]
     total = 0.0
-    inner = list(body.instructions.values())
-    parameters = {int(x.inside): x for x in inner if x.opcode == "parameter"}
-    for number, name in enumerate(instruction.operands):
-        whole = _operand_bytes(name, within)
-        if whole and number in parameters:
-            users = [x for x in inner if parameters[number].name in x.operands]
-            whole = min(whole, sum(_read(parameters[number].name, x, body) for x in users))
+    for number, operand in enumerate(instruction.operands):
+        whole = _operand_bytes(operand, within)
+        parameter = _parameter(number, body)
+        if whole and parameter is not None:
+            whole = min(whole, _read(parameter.name, body, module))
         total += whole
     root = body.root
-    results = [root]
-    if root.opcode == "tuple":
-        results = [body.instructions[name] for name in root.operands]
-    for result in results:
-        if result.opcode == "dynamic-update-slice":
-            total += _main_bytes(body.instructions[result.operands[1]].shape)
-        else:
-            total += _main_bytes(result.shape)
-    # Only the shape of the fusion itself shows whether its result is in the main memory.
-    return (
-        total
-        if _main_bytes(instruction.shape)
-        else total - sum(_main_bytes(x.shape) for x in results)
-    )
+    results = [body.instructions[x] for x in root.operands] if root.opcode == "tuple" else [root]
+    # Only the shape of the fusion itself shows which of its results are in the main memory.
+    arrays = instruction.arrays
+    if len(arrays) != len(results):  # tuples in a tuple
+        return total + sum(_written(x, body, module) for x in results)
+    pairs = zip(results, arrays, strict=True)
+    return total + sum(_written(x, body, module) for x, array in pairs if array.space == 0)
 
 
-def _read(name: str, by: Instruction, body: Computation) -> float:
-    """Returns the bytes that an instruction within a fusion reads of a parameter."""
-    if by.opcode in ("dynamic-slice", "slice", "gather") and by.operands[0] == name:
-        return _main_bytes(by.shape)
-    if by.opcode == "dynamic-update-slice" and by.operands[0] == name:
-        return 0  # in place
-    return float("inf")
+def _read(name: str, body: Computation, module: Module) -> float:
+    """Returns the bytes that the instructions within a fusion read of a value; infinity if all."""
+    total = 0.0
+    for user in body.instructions.values():
+        places = [place for place, operand in enumerate(user.operands) if operand == name]
+        if not places:
+            continue
+        match user.opcode:
+            case "dynamic-slice" | "slice" | "gather" if places == [0]:
+                total += _main_bytes(user.shape)
+            case "dynamic-update-slice" if places == [0]:
+                pass  # in place
+            case "tuple":
+                pass  # returned as it is
+            case opcode if opcode in KINDS:
+                pass  # a part of a collective that runs at the same time
+            case "bitcast":
+                total += _read(user.name, body, module)
+            case "fusion":
+                ((_, inner),) = user.called
+                nested = module.computations[inner]
+                parameters = [_parameter(place, nested) for place in places]
+                total += sum(_read(x.name, nested, module) for x in parameters if x is not None)
+            case _:
+                return math.inf
+    return total
+
+
+def _written(result: Instruction, body: Computation, module: Module) -> float:
+    """Returns the bytes that a fusion writes of a result: of an update in place, its part."""
+    match result.opcode:
+        case "tuple":
+            return sum(_written(body.instructions[x], body, module) for x in result.operands)
+        case "dynamic-update-slice":
+            return _main_bytes(body.instructions[result.operands[1]].shape)
+        case "bitcast":
+            return _written(body.instructions[result.operands[0]], body, module)
+        case "fusion":
+            ((_, inner),) = result.called
+            nested = module.computations[inner]
+            return _written(nested.root, nested, module)
+    is_own = result.opcode != "parameter" and result.opcode not in KINDS
+    return _main_bytes(result.shape) if is_own else 0
+
+
+def _parameter(number: int, body: Computation) -> Instruction | None:
+    own = (x for x in body.instructions.values() if x.opcode == "parameter")
+    return next((x for x in own if int(x.inside) == number), None)
 
 
 def _sliced(part: Array, instruction: Instruction, within: Computation) -> float:
     """Returns the bytes read of an operand that is sliced, whatever memory the slice is in."""
-    return min(part.bytes, _operand_bytes(instruction.operands[0], within))
+    return min(part.stored_bytes, _operand_bytes(instruction.operands[0], within))
 
 
 def _operand_sum(instruction: Instruction, within: Computation) -> float:
@@ -128,4 +163,4 @@ def _main_bytes(shape: str) -> float:
 
 
 def _in_main(array: Array) -> float:
-    return array.bytes if array.space == 0 else 0
+    return array.stored_bytes if array.space == 0 else 0

@@ -1,11 +1,15 @@
 """Notes for the user about what the figures of a plan do not cover."""
 
+from collections.abc import Sequence
+
 from spmdtrain.plan.aot import other_compiler
 from spmdtrain.plan.compiler_log import short
+from spmdtrain.plan.kernels import PlannedKernel
 from spmdtrain.plan.memory import Memory
 from spmdtrain.plan.summary import CompiledSummary
 from spmdtrain.plan.topologies import Topology
 from spmdtrain.step.flops import Flops
+from spmdtrain.step.kernel_flops import CostBasis, KernelFlops
 from spmdtrain.terminal import byte_size
 from spmdtrain.train.trainer import Trainer
 
@@ -26,6 +30,7 @@ def notes_of(
     flops: Flops,
     memory: Memory,
     summary: CompiledSummary,
+    products: float,
     host: int,
     *,
     virtual: bool,
@@ -38,6 +43,7 @@ def notes_of(
         flops: Operations of the traced step.
         memory: Memory of one device.
         summary: Summary of the compiled step.
+        products: Operations of the compiled step on one device.
         host: Bytes of a device's state that are in host memory.
         virtual: Whether virtual CPU devices stand in for the topology's devices.
     """
@@ -67,9 +73,9 @@ def notes_of(
             "'spmdtrain[cuda12]'): temporaries and 16-bit collectives are rough estimates"
         )
     share = flops.total / len(trainer.placement.devices)
-    if share and summary.products > _EXCESS_PRODUCTS * share:
+    if share and products > _EXCESS_PRODUCTS * share:
         notes.append(
-            f"each device computes {summary.products / share:.3g} times its share of the products: "
+            f"each device computes {products / share:.3g} times its share of the products: "
             "operations that are not split run on several devices identically (see "
             "--show-sharding), and a compiler may replace grouped operations by dense ones"
         )
@@ -88,3 +94,36 @@ def notes_of(
             "device and back in each step: the times omit these copies and are far too short"
         )
     return notes
+
+
+def kernel_notes(kernels: Sequence[PlannedKernel], useful: Flops) -> list[str]:
+    """Returns notes about kernels whose operations are assumed or unknown.
+
+    Args:
+        kernels: The kernels of the compiled step.
+        useful: Operations of the model's mathematics.
+    """
+    notes = []
+    for kernel in kernels:
+        name = _described(kernel)
+        if not kernel.basis:
+            notes.append(
+                f"{name}: its operations are unknown, because it states no cost_estimate: its time "
+                "is that of reading its operands and writing its results once"
+            )
+        elif kernel.basis == CostBasis.BODY:
+            grid = ", of which an unknown dim counts as 1" if kernel.unknown_grid else ""
+            notes.append(
+                f"{name} states no cost_estimate: its operations are assumed to be those of "
+                f"{kernel.basis}{grid}"
+            )
+    notes += [
+        f"the MFU includes the operations of {_described(kernel)} as they are computed: it has no "
+        "reference implementation"
+        for kernel in useful.kernels
+    ]
+    return list(dict.fromkeys(notes))
+
+
+def _described(kernel: PlannedKernel | KernelFlops) -> str:
+    return f"kernel {kernel.name}" + (f" ({kernel.line})" if kernel.line else "")

@@ -30,7 +30,9 @@ from spmdtrain.plan.phrases import (
     sentence,
     step_seconds,
     uses_measured_rates,
+    utilization_kind,
 )
+from spmdtrain.step.flops import SHORT_CONVENTION
 from spmdtrain.terminal import byte_size
 
 _PACKAGES = ("spmdtrain", "jax", "libtpu", "jax-cuda12-plugin")
@@ -134,7 +136,7 @@ def _stats(plan: dict[str, Any]) -> StatsBlock:
             facts.append(Fact("examples/s", f"{time['examples_per_second']:,.0f}"))
         on_cpu = uses_measured_rates(plan)
         if time["utilization"] is not None and not on_cpu:
-            detail = f"at most; mostly {time['rules']}"
+            detail = f"{utilization_kind(time)}; {SHORT_CONVENTION}; mostly {time['rules']}"
             facts.append(Fact("MFU", f"{time['utilization']:.1%}", detail))
         hours = "" if on_cpu else f"{chip_hours(time)} chip-hours"
         facts.append(Fact(f"all {time['steps']:,} steps", run_time(time["run"]), hours))

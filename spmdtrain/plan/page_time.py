@@ -9,12 +9,9 @@ from spmdtrain.page.blocks import Block, Fact, FactsBlock, TableBlock
 from spmdtrain.page.charts import ChartBlock, LegendEntry, altair, chart_block
 from spmdtrain.page.widths import Width
 from spmdtrain.plan.page_scales import color_scale, time_axis, time_unit
-from spmdtrain.plan.phrases import (
-    assumptions,
-    scaled,
-    short_line,
-    step_seconds,
-)
+from spmdtrain.plan.phrases import assumptions, scaled, short_line, step_seconds
+from spmdtrain.plan.time_model import overlapped_seconds
+from spmdtrain.step.flops import SHORT_CONVENTION
 
 _MOST_ROWS = 8  # of collectives; the others share one
 _MOST_LINES = 10  # source lines
@@ -26,12 +23,23 @@ class Part(enum.StrEnum):
     """The kind of a segment of the timeline."""
 
     PRODUCTS = "products"
+    VECTOR = "vector unit"
+    WAITING = "instructions that wait for memory"
+    KERNELS = "kernels"
     MEMORY = "memory traffic"
     OVERLAPPED = "overlapped collectives"
     EXPOSED = "exposed collectives"
 
 
-PART_COLORS = {Part.PRODUCTS: 0, Part.MEMORY: 2, Part.OVERLAPPED: 6, Part.EXPOSED: 7}
+PART_COLORS = {
+    Part.PRODUCTS: 0,
+    Part.VECTOR: 1,
+    Part.WAITING: 3,
+    Part.KERNELS: 4,
+    Part.MEMORY: 2,
+    Part.OVERLAPPED: 6,
+    Part.EXPOSED: 7,
+}
 """The number of a color for each part of a step."""
 
 
@@ -55,28 +63,31 @@ class Segment:
 def timeline(plan: dict[str, Any]) -> list[Segment]:
     """Returns the segments of a step as the time model adds them up.
 
-    Products, memory traffic and overlapped collectives begin together, or follow each other if the
-    model says so; then come the exposed collectives. The order within each of them is arbitrary.
+    Instructions (or products, if the compiler gives no cycles) with kernels, memory traffic and
+    overlapped collectives begin together, or follow each other if the model says so; then come the
+    exposed collectives. The order within each of them is arbitrary.
 
     Args:
         plan: The plan as returned by `plan_as_json`, with times.
     """
     time = plan["time"]
     serial = time["serial"]
-    segments = [Segment("products", Part.PRODUCTS, 0.0, time["compute"])]
-    start = time["compute"] if serial else 0.0
+    segments = _instructions(time)
+    start = segments[-1].end if serial else 0.0
     segments.append(Segment("memory", Part.MEMORY, start, start + time["memory"]))
     start += time["memory"] if serial else 0.0
-    classes: dict[tuple[str, bool], float] = defaultdict(float)
+    every: dict[tuple[str, bool], list[tuple[str, int, float]]] = defaultdict(list)
     for each in plan["collectives"]:
         if each["seconds"]:
             name = f"{each['kind']} over {', '.join(each['axes']) or 'unknown axes'}"
-            classes[name, each["overlapped"]] += each["seconds"]
+            direction = each["direction"] if each["overlapped"] else 0
+            every[name, each["overlapped"]].append((name, direction, each["seconds"]))
+    classes = {key: overlapped_seconds(members) for key, members in every.items()}
     totals: dict[str, float] = defaultdict(float)
     for (name, _), seconds in classes.items():
         totals[name] += seconds
     shown = sorted(totals, key=lambda name: -totals[name])[:_MOST_ROWS]
-    ends = {True: start, False: start + time["overlapped"] if serial else _busy(time)}
+    ends = {True: start, False: start + time["overlapped"] if serial else time["busy"]}
     for (name, overlapped), seconds in sorted(classes.items(), key=lambda item: -item[1]):
         part = Part.OVERLAPPED if overlapped else Part.EXPOSED
         row = name if name in shown else "other collectives"
@@ -85,9 +96,23 @@ def timeline(plan: dict[str, Any]) -> list[Segment]:
     return segments
 
 
-def _busy(time: dict[str, Any]) -> float:
-    """Returns the seconds until the exposed collectives begin."""
-    return float(max(time["compute"], time["memory"], time["overlapped"]))
+def _instructions(time: dict[str, Any]) -> list[Segment]:
+    """Returns the segments of the instructions that run one after another."""
+    parts = {Part.PRODUCTS: time["compute"]}
+    if (own := time["instructions"]) is not None:
+        parts = {
+            Part.PRODUCTS: own["products"],
+            Part.VECTOR: own["vector"],
+            Part.WAITING: own["memory"],
+        }
+    if time["kernels"]:
+        parts[Part.KERNELS] = time["kernels"]
+    segments, start = [], 0.0
+    row = "products" if own is None else "instructions"
+    for part, seconds in parts.items():
+        segments.append(Segment(row, part, start, start + seconds))
+        start += seconds
+    return segments
 
 
 def time_blocks(plan: dict[str, Any]) -> list[Block]:
@@ -149,12 +174,9 @@ def _chart(plan: dict[str, Any]) -> ChartBlock:
         text = text.mark_text(align=align, baseline="bottom", y=height)
         rules.append(text.encode(text="name:N"))
     used = dict.fromkeys(segment.part for segment in segments if segment.end > segment.start)
-    totals = {
-        Part.PRODUCTS: time["compute"],
-        Part.MEMORY: time["memory"],
-        Part.OVERLAPPED: time["overlapped"],
-        Part.EXPOSED: time["waiting"],
-    }
+    totals = dict.fromkeys(Part, 0.0)
+    for segment in segments:
+        totals[segment.part] += segment.end - segment.start
     legend = [LegendEntry(part, PART_COLORS[part], step_seconds(totals[part])) for part in used]
     return chart_block(
         "A step in the time model",
@@ -173,7 +195,8 @@ def _chart(plan: dict[str, Any]) -> ChartBlock:
 def _facts(plan: dict[str, Any]) -> FactsBlock:
     """Returns the counted FLOPs and the rates that the times follow from."""
     flops, chip = plan["flops"], plan["chip"]
-    facts = [Fact("of the model", f"{scaled(flops['step'] - flops['again'])}FLOP", "all devices")]
+    model = f"{scaled(flops['model'])}FLOP"
+    facts = [Fact("of the model", model, f"all devices; {SHORT_CONVENTION}")]
     if flops["again"]:
         facts.append(Fact("recomputed", f"{scaled(flops['again'])}FLOP", "all devices"))
     if flops["device"] is not None:
@@ -185,6 +208,16 @@ def _facts(plan: dict[str, Any]) -> FactsBlock:
             Fact("memory bandwidth", f"{scaled(chip['bandwidth'])}B/s", per),
             Fact("source", chip["source"]),
         ]
+    facts += [
+        Fact(
+            f"kernel {each['name']}",
+            "unknown" if each["flops"] is None else f"{scaled(each['flops'])}FLOP",
+            f"{each['times']:g} times, {step_seconds(each['seconds'])}; from {each['basis']}"
+            if each["basis"]
+            else f"{each['times']:g} times, {step_seconds(each['seconds'])}",
+        )
+        for each in plan["kernels"]
+    ]
     return FactsBlock(facts, title="FLOPs of a step, and rates")
 
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spmdtrain.plan.kernels import KERNEL_EFFICIENCY
+from spmdtrain.step.kernel_flops import MATRIX_UNIT
 from spmdtrain.terminal import byte_size, duration
 
 _MOST_PARTS = 4  # parameters with excess traffic
@@ -27,6 +29,28 @@ _ASSUMED = (
     "bandwidths, inputs always ready. The lower bound holds for any step of this program; the "
     "estimate adds the memory traffic of all instructions and ignores caches."
 )
+_CYCLES = (
+    " Instructions take the cycles of the compiler's model, which may be too many for elementwise "
+    "work, or the time to read and write their arrays if that is longer."
+)
+_NO_CYCLES = " It also ignores the vector unit, because the compiler gives no cycles for this chip."
+_KERNELS = (
+    f" Kernels are assumed to reach {KERNEL_EFFICIENCY:.0%} of the peak, on dims padded to "
+    f"{MATRIX_UNIT}: half of that with heads of width 64."
+)
+_PARTS = {
+    "compute": "products at the peak",
+    "memory": "memory traffic",
+    "instructions": "instructions",
+    "kernels": "kernels",
+    "overlapped": "overlapped collectives",
+    "waiting": "exposed collectives",
+}
+_INSTRUCTIONS = {
+    "products": "  with products",
+    "vector": "  on the vector unit",
+    "memory": "  that wait for memory",
+}
 
 
 @dataclass(frozen=True)
@@ -70,8 +94,43 @@ def verdict(plan: dict[str, Any]) -> str:
 
 
 def assumptions(plan: dict[str, Any]) -> str:
-    """Returns what the times of a plan assume."""
-    return _MEASURED_HERE if uses_measured_rates(plan) else _ASSUMED
+    """Returns what the times of a plan assume, and what its MFU counts."""
+    if uses_measured_rates(plan):
+        return _MEASURED_HERE
+    text = _ASSUMED
+    if plan["time"]["instructions"]:
+        text += _CYCLES
+    elif plan["chip"]["torus"]:  # a TPU
+        text += _NO_CYCLES
+    if plan["kernels"]:
+        text += _KERNELS
+    return f"{text} The MFU counts {plan['flops']['convention']}."
+
+
+def utilization_kind(time: dict[str, Any]) -> str:
+    """Returns whether the MFU of a plan is an estimate, or a bound that ignores the vector unit."""
+    return "estimated" if time["instructions"] else "at most"
+
+
+def time_parts(time: dict[str, Any]) -> list[tuple[str, float, str]]:
+    """Returns the parts of an estimate: name, seconds, and what they follow from.
+
+    The parts of the instructions, by what limits them, follow these; their names are indented.
+
+    Args:
+        time: The times of a plan.
+    """
+    parts = []
+    for key, name in _PARTS.items():
+        if key not in time["sources"]:
+            continue
+        if key != "instructions":
+            parts.append((name, time[key], time["sources"][key]))
+            continue
+        own = time[key]
+        parts.append((name, sum(own.values()), time["sources"][key]))
+        parts += [(label, own[each], "") for each, label in _INSTRUCTIONS.items()]
+    return parts
 
 
 def uses_measured_rates(plan: dict[str, Any]) -> bool:

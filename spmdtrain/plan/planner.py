@@ -18,8 +18,9 @@ from spmdtrain.errors import UserError
 from spmdtrain.kernels.attention import describe_attention
 from spmdtrain.plan import time_model
 from spmdtrain.plan.aot import devices_of, has_compiler
+from spmdtrain.plan.kernels import PlannedKernel, planned_kernels
 from spmdtrain.plan.memory import Memory, state_memory, with_program
-from spmdtrain.plan.notes import notes_of, used_chips
+from spmdtrain.plan.notes import kernel_notes, notes_of, used_chips
 from spmdtrain.plan.summary import Buffer, CompiledSummary, Rematerialized, summarize_compiled
 from spmdtrain.plan.topologies import Topology, gpu_config
 from spmdtrain.plan.traffic import Traffic, least_sent, traffic_of
@@ -28,7 +29,7 @@ from spmdtrain.sharding.layout import NotSplitError
 from spmdtrain.sharding.placement import Placement, resolve_config
 from spmdtrain.sharding.state_paths import field_of
 from spmdtrain.sharding.table import MemoryUse, Row
-from spmdtrain.step.flops import Flops, count_flops
+from spmdtrain.step.flops import Flops, count_flops, model_flops
 from spmdtrain.step.state import TrainState
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal, byte_size
@@ -55,6 +56,7 @@ class PlannedCollective:
         sent: Bytes that each device sends in all its executions in a step, by the name of the
             topology's link (`TopologyLink`); with an unknown group none.
         seconds: Minimum time of all its executions in a step; NaN if unknown.
+        direction: Direction of a permute along its axes; see `permute_direction`.
         op_name: JAX operation that it comes from, or "".
         line: Source line that it comes from, or "".
         carries: Its arrays.
@@ -72,6 +74,7 @@ class PlannedCollective:
     line: str
     carries: tuple[Carried, ...] = ()
     sent: dict[str, float] = field(default_factory=dict)
+    direction: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,14 +104,18 @@ class Plan:
     collectives: list[PlannedCollective]
     traffic: Traffic
     rematerialized: list[Rematerialized]
+    model_flops: int
+    """Floating-point operations of the model's mathematics in a step; see `flops.CONVENTION`."""
     flops: int
-    """Floating-point operations of a step on all devices."""
+    """Floating-point operations of a step on all devices, as it is implemented."""
     flops_again: int
     """Part of `flops` that rematerialization recomputes."""
     flops_by_line: dict[str, int]
     """`flops` by source line."""
     products: float
     """Floating-point operations of the compiled program on one device; NaN if unknown."""
+    kernels: list[PlannedKernel]
+    """Pallas kernels of the compiled program."""
     times: time_model.Times | None
     """None if the rates of the devices are unknown."""
     chip: Chip | None = None
@@ -130,7 +137,7 @@ class Plan:
 
     @property
     def utilization(self) -> float | None:
-        """Upper bound of the model FLOPs utilization (MFU), without recomputed operations."""
+        """Model FLOPs utilization (MFU) at the estimated time; see `flops.CONVENTION`."""
         if self.times is None:
             return None
         return self.times.useful / self.times.estimate
@@ -190,6 +197,7 @@ def plan(
         on_progress("tracing")
         traced = trainer.trace_step(batch)
         flops = count_flops(traced.jaxpr)
+        useful = model_flops(traced.jaxpr, lambda: trainer.trace_step(batch).jaxpr)
         table = trainer.sharding_table()
         memory = state_memory(table.total, table.rows[-1], batch, trainer.placement, topology)
         summary = CompiledSummary({}, [], 0, 0, [])
@@ -205,9 +213,11 @@ def plan(
             keep = cache_option != OFF
             summary = summarize_compiled(traced, trainer.mesh, names, target, keep=keep)
             memory = with_program(memory, summary, topology)
-        kernels = describe_attention(traced.jaxpr.jaxpr, trainer.placement.devices[0].platform)
+        attention = describe_attention(traced.jaxpr.jaxpr, trainer.placement.devices[0].platform)
         planned = [_planned(each, trainer.placement, topology) for each in summary.collectives]
         is_compiled = bool(summary.traffic)
+        kernels = _kernels(topology, flops, summary)
+        products = summary.products + sum(each.times * each.flops for each in kernels)
         return Plan(
             topology=str(topology),
             chips=topology.chips,
@@ -225,17 +235,25 @@ def plan(
             collectives=planned,
             traffic=_traffic(summary, trainer, table.rows[:-1], config),
             rematerialized=summary.rematerialized,
+            model_flops=useful.once,
             flops=flops.total,
             flops_again=flops.again,
             flops_by_line=dict(flops.by_line.most_common()),
-            products=summary.products if is_compiled else math.nan,
-            times=_times(topology, flops, trainer, planned, summary) if is_compiled else None,
+            products=products if is_compiled else math.nan,
+            kernels=kernels,
+            times=_times(topology, flops, useful, trainer, planned, summary, kernels)
+            if is_compiled
+            else None,
             chip=topology.chip,
             links=time_model.topology_links(topology),
-            notes=notes_of(
-                trainer, topology, flops, memory, summary, _total(trainer).host, virtual=virtual
-            )
-            + ([kernels] if kernels else []),
+            notes=[
+                *notes_of(
+                    *(trainer, topology, flops, memory, summary, products, _total(trainer).host),
+                    virtual=virtual,
+                ),
+                *([attention] if attention else []),
+                *kernel_notes(kernels, useful),
+            ],
         )
 
 
@@ -381,15 +399,29 @@ def _planned(collective: Collective, placement: Placement, topology: Topology) -
         line=collective.line,
         carries=collective.carries,
         sent={each: share * sent for each, share in shares.items()},
+        direction=time_model.permute_direction(collective.kind, collective.group),
+    )
+
+
+def _kernels(topology: Topology, flops: Flops, summary: CompiledSummary) -> list[PlannedKernel]:
+    chip = topology.chip
+    return planned_kernels(
+        summary.kernels,
+        flops.kernels,
+        peak=math.inf if chip is None else chip.flops / chip.devices,
+        bandwidth=math.inf if chip is None else chip.bandwidth / chip.devices,
+        pads=topology.platform == "tpu",
     )
 
 
 def _times(
     topology: Topology,
     flops: Flops,
+    useful: Flops,
     trainer: Trainer,
     collectives: Sequence[PlannedCollective],
     summary: CompiledSummary,
+    kernels: Sequence[PlannedKernel],
 ) -> time_model.Times | None:
     chip = topology.chip
     if chip is None:
@@ -404,11 +436,17 @@ def _times(
     products = flops.total / used if math.isnan(summary.products) else summary.products
     return time_model.Times(
         compute=products / peak,
-        useful=(flops.total - flops.again) / used / peak,
+        useful=useful.once / used / peak,
         memory=summary.traffic * chip.devices / chip.bandwidth,
         waiting=sum(each.seconds for each in timed if not each.overlapped),
-        overlapped=sum(each.seconds for each in timed if each.overlapped),
+        overlapped=time_model.overlapped_seconds(
+            (f"{each.kind} {each.axes}", each.direction, each.seconds)
+            for each in timed
+            if each.overlapped
+        ),
         least_memory=_touched(trainer) * chip.devices / chip.bandwidth,
         least_links=sent / (chip.links * chip.link),
         serial=topology.platform == "cpu",
+        kernels=sum(each.seconds for each in kernels),
+        instructions=time_model.instruction_times(summary.work, chip),
     )

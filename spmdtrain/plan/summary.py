@@ -19,11 +19,14 @@ from spmdtrain.errors import UserError
 from spmdtrain.files.cache_files import keep_file
 from spmdtrain.files.user_folders import cache_folder
 from spmdtrain.plan.compiler_log import CompilerLog, kept_log, short
+from spmdtrain.plan.instruction_work import Work, work_of
+from spmdtrain.plan.kernels import KernelCall, kernel_calls
 from spmdtrain.plan.matmul_flops import products
 from spmdtrain.plan.memory_traffic import bytes_moved
 from spmdtrain.plan.peak_memory import Live, PeakMemory, read_dump
 from spmdtrain.xla.collectives import Carried, Collective, collectives_of
-from spmdtrain.xla.hlo_parser import Computation, Instruction, Module, element_of, reading_program
+from spmdtrain.xla.hlo_parser import Computation, Instruction, Module, reading_program
+from spmdtrain.xla.hlo_shapes import element_of
 from spmdtrain.xla.provenance import Origins
 
 CUDA = "jax-cuda12-plugin"
@@ -32,8 +35,9 @@ _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # The modules that read a program. Their source is part of the cache key, so that a change of one
 # invalidates the cached summaries.
 _READERS = (
-    *("plan/compiler_log", "plan/matmul_flops", "plan/memory_traffic", "plan/peak_memory"),
-    *("plan/summary", "xla/collectives", "xla/hlo_parser", "xla/provenance"),
+    *("plan/compiler_log", "plan/instruction_work", "plan/kernels", "plan/matmul_flops"),
+    *("plan/memory_traffic", "plan/peak_memory", "plan/summary", "xla/collectives"),
+    *("xla/hlo_parser", "xla/hlo_shapes", "xla/provenance", "xla/source_files"),
 )
 _MOST_KEPT = 500  # summaries
 _MOST_BYTES = 2**28  # of one summary
@@ -100,10 +104,13 @@ class CompiledSummary:
             total.
         collectives: Collectives in the order of the program.
         traffic: Bytes read and written; see `bytes_moved`.
-        products: Floating-point operations on one device; NaN if unknown.
+        products: Floating-point operations on one device, without those of Pallas kernels; NaN if
+            unknown.
         unknown: Source lines that were compiled to loops with an unknown trip count.
         choices: Source lines that were compiled to a conditional, of which the largest branch
             counts.
+        work: Work of the instructions that run one after another; see `work_of`.
+        kernels: Calls of Pallas kernels.
         buffers: Temporary arrays that are live at peak memory, the largest first.
         rematerialized: Arrays for which the partitioner warned of a full rematerialization.
         refusal: XLA's out-of-memory message if it rejected the step, else "".
@@ -115,6 +122,8 @@ class CompiledSummary:
     products: float
     unknown: list[str]
     choices: list[str] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
+    kernels: list[KernelCall] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
     rematerialized: list[Rematerialized] = field(default_factory=list)
     refusal: str = ""
@@ -235,6 +244,8 @@ def _summarize(
         products=products(module),
         unknown=[module.line_of(loop) or loop.name for loop in module.unknown_loops],
         choices=[module.line_of(choice) or choice.name for choice in module.choices],
+        work=work_of(module),
+        kernels=kernel_calls(module),
         buffers=buffers,
         rematerialized=rematerialized,
     )
@@ -313,8 +324,18 @@ def _from_json(fields: dict[str, Any]) -> CompiledSummary:
         collectives.append(Collective(**each, axes=axes, group=group, carries=carries))
     buffers = [Buffer(**{**each, "use": Use(each["use"])}) for each in fields.pop("buffers")]
     rematerialized = [Rematerialized(**each) for each in fields.pop("rematerialized")]
+    kernels = [
+        KernelCall(**{**each, "results": tuple(map(tuple, each["results"]))})
+        for each in fields.pop("kernels")
+    ]
+    work = [Work(**each) for each in fields.pop("work")]
     return CompiledSummary(
-        **fields, collectives=collectives, buffers=buffers, rematerialized=rematerialized
+        **fields,
+        collectives=collectives,
+        work=work,
+        kernels=kernels,
+        buffers=buffers,
+        rematerialized=rematerialized,
     )
 
 

@@ -16,9 +16,12 @@ from spmdtrain.plan.phrases import (
     memory_by_kind,
     sent_sentence,
     step_seconds,
+    time_parts,
     uses_measured_rates,
+    utilization_kind,
     verdict,
 )
+from spmdtrain.step.flops import SHORT_CONVENTION
 from spmdtrain.terminal import Terminal, byte_size, duration
 
 _MOST_ROWS = 12
@@ -50,7 +53,7 @@ def show_plan(terminal: Terminal, plan: dict[str, Any]) -> None:
     if plan["time"]:
         terminal.console.print(_time(plan))
     elif plan["flops"]["step"]:
-        terminal.line(f"FLOPs of a step: {plan['flops']['step']:.4g}")
+        terminal.line(f"model FLOPs of a step: {plan['flops']['model']:.4g} ({SHORT_CONVENTION})")
     if plan["measured"]:
         terminal.line(measured_sentence(plan))
     for note in all_notes(plan):
@@ -114,25 +117,21 @@ def _collectives(collectives: Sequence[dict[str, Any]], width: int) -> Table:
 
 def _time(plan: dict[str, Any]) -> Table:
     time = plan["time"]
-    table = Table("time of a step", "")
+    table = Table("time of a step", "", "from")
     table.columns[1].justify = "right"
-    for name, seconds in (
-        ("products", time["compute"]),
-        ("memory", time["memory"]),
-        ("overlapped collectives", time["overlapped"]),
-        ("exposed collectives", time["waiting"]),
-    ):
-        table.add_row(name, step_seconds(seconds))
+    for name, seconds, source in time_parts(time):
+        table.add_row(name, step_seconds(seconds), source)
     table.add_section()
     table.add_row("lower bound", step_seconds(time["bound"]))
     table.add_row(f"estimate, mostly {time['rules']}", step_seconds(time["estimate"]))
     again = plan["flops"]["again"]
-    table.add_row("FLOPs", f"{plan['flops']['step'] - again:.4g}")
+    table.add_row("model FLOPs", f"{plan['flops']['model']:.4g}", SHORT_CONVENTION)
     if again:
         table.add_row("recomputed FLOPs", f"{again:.4g}")
     on_cpu = uses_measured_rates(plan)
     if time["utilization"] is not None and not on_cpu:
-        table.add_row("MFU, at most", f"{time['utilization']:.1%}")
+        name = f"MFU, {utilization_kind(time)}"
+        table.add_row(name, f"{time['utilization']:.1%}", SHORT_CONVENTION)
     table.add_row("examples/s", f"{time['examples_per_second']:,.0f}")
     if time["tokens_per_second"]:
         table.add_row("tokens/s", f"{time['tokens_per_second']:,.0f}")

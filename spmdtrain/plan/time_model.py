@@ -1,15 +1,20 @@
 """Lower bound and estimate of a step's time, from peak rates and link bandwidths.
 
-The bound is strict: no step of this program is faster. The estimate is not: it adds the memory that
-each instruction reads and writes, and assumes that everything overlaps that XLA can overlap.
+The bound is strict: no step of this program is faster. The estimate is not: it takes the cycles of
+the compiler's model for the instructions that run one after another, adds the memory that they read
+and write, and assumes that everything overlaps that XLA can overlap. `TimeSource` names the origin
+of each part.
 """
 
+import enum
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
+from spmdtrain.plan.instruction_work import Work
 from spmdtrain.plan.topologies import Topology
 from spmdtrain.xla.chips import Chip
 
@@ -192,12 +197,65 @@ def seconds(kind: str, whole: float, group: int, link: Link) -> float:
     return max(wire_bytes(kind, whole, group) / link.bandwidth, _HOP * hops) + link.latency
 
 
+class TimeSource(enum.StrEnum):
+    """The origin of a part of a time."""
+
+    COMPILER = "the compiler's cycles"
+    PEAK = "peak rates"
+    ASSUMPTION = "an assumption"
+
+
+@dataclass(frozen=True)
+class InstructionTimes:
+    """Seconds of the instructions that run one after another on a device.
+
+    Each takes the cycles that the compiler estimates or, if that is longer, the time to read and
+    write its arrays.
+
+    Attributes:
+        products: Instructions with matrix products or convolutions, and what is fused into them.
+        vector: Other ones, which the vector unit executes.
+        memory: Those that wait for memory longer than the compiler estimates.
+    """
+
+    products: float
+    vector: float
+    memory: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of all of them."""
+        return self.products + self.vector + self.memory
+
+
+def instruction_times(work: Sequence[Work], chip: Chip) -> InstructionTimes | None:
+    """Returns the times of instructions; None without cycles, or if the chip's clock is unknown.
+
+    Args:
+        work: The work of the instructions.
+        chip: The chip.
+    """
+    if chip.clock is None or not work:
+        return None
+    products = vector = memory = 0.0
+    for each in work:
+        busy = each.cycles / chip.clock
+        waiting = each.bytes * chip.devices / chip.bandwidth
+        if waiting > busy:
+            memory += waiting
+        elif each.has_products:
+            products += busy
+        else:
+            vector += busy
+    return InstructionTimes(products, vector, memory)
+
+
 @dataclass(frozen=True)
 class Times:
     """Seconds of one step, by component.
 
     Attributes:
-        compute: Products of the compiled program at the chip's peak.
+        compute: Products of the compiled program at the chip's peak, without those of kernels.
         useful: A device's share of the model's products at the chip's peak, without recomputed or
             duplicated ones.
         memory: Reads and writes of all instructions.
@@ -207,6 +265,8 @@ class Times:
         least_links: Sending all bytes over all links of a chip at once.
         serial: Whether products, memory and overlapped collectives run one after another, as on
             CPU, instead of in parallel.
+        kernels: Pallas kernels, with an assumed part of the chip's peak.
+        instructions: Instructions by the compiler's cycles; None if it gives none.
     """
 
     compute: float
@@ -217,25 +277,82 @@ class Times:
     least_memory: float
     least_links: float
     serial: bool = False
+    kernels: float = 0.0
+    instructions: InstructionTimes | None = None
 
     @property
     def bound(self) -> float:
-        """Lower bound in seconds."""
+        """Lower bound in seconds, in which the operations of kernels do not count."""
         return max(self.compute, self.least_memory, self.least_links)
 
     @property
     def estimate(self) -> float:
         """Estimate in seconds."""
-        parts = (self.compute, self.memory, self.overlapped)
-        busy = sum(parts) if self.serial else max(parts)
-        return max(self.bound, busy + self.waiting)
+        return max(self.bound, self.busy + self.waiting)
+
+    @property
+    def busy(self) -> float:
+        """Seconds of the estimate in which not only collectives run."""
+        instructions = self.compute if self.instructions is None else self.instructions.total
+        parts = (instructions + self.kernels, self.memory, self.overlapped)
+        return sum(parts) if self.serial else max(parts)
 
     @property
     def bottleneck(self) -> str:
-        """The largest component of the estimate: compute, memory or collectives."""
+        """The largest component of the estimate."""
         parts = {
-            "compute": self.compute,
+            "compute": self.compute + self.kernels,
             "memory": self.memory,
             "collectives": self.overlapped + self.waiting,
         }
+        if (instructions := self.instructions) is not None:
+            # All cycles but those of products at the peak, also of what is fused into products.
+            parts["vector unit"] = instructions.products + instructions.vector - self.compute
+            if self.memory < instructions.total + self.kernels:
+                parts["memory"] = instructions.memory
         return max(parts, key=lambda name: parts[name])
+
+    @property
+    def sources(self) -> dict[str, TimeSource]:
+        """What each part of the estimate follows from."""
+        sources = {
+            "compute": TimeSource.PEAK,
+            "memory": TimeSource.PEAK,
+            "overlapped": TimeSource.PEAK,
+            "waiting": TimeSource.PEAK,
+        }
+        if self.instructions is not None:
+            sources["instructions"] = TimeSource.COMPILER
+        if self.kernels:
+            sources["kernels"] = TimeSource.ASSUMPTION
+        return sources
+
+
+def overlapped_seconds(collectives: Iterable[tuple[str, int, float]]) -> float:
+    """Returns the seconds of collectives that run at the same time as other instructions.
+
+    Permutes in opposite directions use the two directions of the same links, at the same time.
+
+    Args:
+        collectives: For each its name, its direction (0 if it has none) and its seconds.
+    """
+    by_direction: dict[str, dict[int, float]] = defaultdict(dict)
+    for name, direction, seconds in collectives:
+        times = by_direction[name]
+        times[direction] = times.get(direction, 0.0) + seconds
+    return sum(
+        times.pop(0, 0.0) + max(times.values(), default=0.0) for times in by_direction.values()
+    )
+
+
+def permute_direction(kind: str, group: Sequence[int]) -> int:
+    """Returns the direction of a permute along its chain of devices: 1, -1, or 0 for other kinds.
+
+    Args:
+        kind: Kind of the collective.
+        group: Its devices, each of which sends to the next one.
+    """
+    if kind != "collective-permute" or len(group) < 3:
+        return 0
+    ascending = sum(1 if after > before else -1 for before, after in pairwise(group))
+    return 1 if ascending >= 0 else -1

@@ -31,7 +31,8 @@ class Program:
       call: The function (state, batch) -> (state, output).
       summary: The compile time and the collectives of the program, for the log.
       lowered: The program before XLA compiled it; None if it is not compiled.
-      jaxpr: The operations of the program, for `count_flops`; None if it is not compiled.
+      jaxpr: The operations of the program, for `model_flops`; None if it is not compiled.
+      retrace: Traces the program again and returns its jaxpr; None if it is not compiled.
       steps: The number of steps of a call.
       collectives: The collectives of the compiled program, or the reason why they are not known.
         Only process 0 has them.
@@ -41,6 +42,7 @@ class Program:
     summary: str
     lowered: jax.stages.Lowered | None
     jaxpr: Any = None
+    retrace: Callable[[], Any] | None = None
     steps: int = 1
     collectives: list[Collective] | str = "the step is not compiled"
 
@@ -142,7 +144,12 @@ class Programs:
             found = find_collectives(compiled.as_text() or "", mesh)
             summary += f": {describe_found(found, mesh)}{choice}"
             summary += describe_choices(traced.jaxpr.jaxpr, self._placement)
-        return Program(call, summary, lowered, traced.jaxpr, steps, found)
+
+        def retrace() -> Any:
+            with use_placement(self._placement):
+                return call.trace(self._steps.placed_state, batch).jaxpr
+
+        return Program(call, summary, lowered, traced.jaxpr, retrace, steps, found)
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

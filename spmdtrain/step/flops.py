@@ -6,19 +6,46 @@ multiply-add, as is usual for model FLOPs ("PaLM", arXiv 2204.02311, appendix B)
 """
 
 import math
+import os
+import re
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+import numpy as np
 from jax._src import source_info_util
 
-from spmdtrain.step import finite, norms
-from spmdtrain.xla.hlo_parser import is_library
+from spmdtrain import kernels
+from spmdtrain.kernels.reference import reference_kernels
+from spmdtrain.step import finite, norms, optimizer
+from spmdtrain.step.kernel_flops import KernelFlops, kernel_flops
+from spmdtrain.step.product_flops import PRODUCT_FLOPS
 from spmdtrain.xla.jaxpr import inner_jaxprs
+from spmdtrain.xla.source_files import is_library
 
 _CHECKS = frozenset({finite.__file__, norms.__file__})
+_KERNELS = os.path.dirname(kernels.__file__) + os.sep
+_UNKNOWN = "unknown"  # source line
 _RECOMPUTED = "rematted_computation"  # name stack entry of `jax.checkpoint`
+
+
+CONVENTION = (
+    "two operations for each multiply-add of the model's products; of causal attention all pairs "
+    "of tokens count, also masked ones; recomputation and the optimizer do not count (PaLM, "
+    "arXiv 2204.02311, appendix B)"
+)
+"""What `model_flops` counts."""
+SHORT_CONVENTION = "causal attention in full"
+"""`CONVENTION` in a few words."""
+# Primitives whose products are not in the jaxpr.
+_OPAQUE = re.compile(r"ffi_call|custom_partitioning|dot_product_attention|cudnn|scaled_matmul")
+_MOST_ELEMENTS = 2**16  # of a constant from which the branches of kernels may follow
+# Operations that return their operands, or the parts of them on each device.
+_SAME = frozenset(
+    ("reshard", "pvary", "pcast", "optimization_barrier", "sharding_constraint", "copy", "name")
+)
 
 
 @dataclass
@@ -30,62 +57,203 @@ class Flops:
         again: Part of `total` that rematerialization recomputes.
         by_line: `total` by source line of the user, as `file.py:12 (name)`.
         unknown_loops: Lines with a `while` of unknown trip count, whose body counts once.
+        kernels: The Pallas kernels that it calls, whose operations `total` includes.
+        has_reference: Whether operations of `spmdtrain.kernels`, or kernels, are part of it, so
+            that its products may be others than those of the model's mathematics.
     """
 
     total: int = 0
     again: int = 0
     by_line: Counter[str] = field(default_factory=Counter)
     unknown_loops: list[str] = field(default_factory=list)
+    kernels: list[KernelFlops] = field(default_factory=list)
+    has_reference: bool = False
+
+    @property
+    def once(self) -> int:
+        """The operations without recomputed ones."""
+        return self.total - self.again
 
 
 def count_flops(jaxpr: Any, without: Collection[str] = ()) -> Flops:
     """Returns the operations of a jaxpr: `count_flops(jax.make_jaxpr(f)(x))`.
 
-    The body of a `scan` counts for each iteration, a `cond` by its most expensive branch, and the
-    body of a `shard_map` once for each device along its axes. The check that the state is finite
-    and the norms do not count, because they are not part of the model.
+    The body of a `scan` counts for each iteration, a `cond` by its most expensive branch, the body
+    of a `shard_map` once for each device along its axes, and a Pallas kernel as `kernel_flops`
+    says. The check that the state is finite and the norms do not count, because they are not part
+    of the model.
 
     Args:
         jaxpr: An open or closed jaxpr.
         without: Further source files whose operations do not count.
     """
     flops = Flops()
-    left_out = _CHECKS.union(without)
-    _count(getattr(jaxpr, "jaxpr", jaxpr), 1, flops, left_out, again=False)
+    opened = getattr(jaxpr, "jaxpr", jaxpr)
+    constants = zip(opened.constvars, getattr(jaxpr, "consts", ()), strict=False)
+    known = {variable: value for variable, x in constants if (value := _known(x)) is not None}
+    _Count(flops, _CHECKS.union(without)).add(opened, 1, known, again=False)
     return flops
 
 
-def _count(jaxpr: Any, times: int, into: Flops, left_out: Collection[str], *, again: bool) -> None:
-    outer = again
-    for equation in jaxpr.eqns:
-        again = outer or _RECOMPUTED in str(equation.source_info.name_stack)
-        count = _COUNTS.get(equation.primitive.name)
-        if count is not None:
-            if any(frame.file_name in left_out for frame in _frames(equation)):
-                continue
-            operations = times * count(equation)
-            into.total += operations
-            into.again += operations * again
-            into.by_line[_line(equation)] += operations
-            continue
-        if equation.primitive.name == "cond":
-            branches = [count_flops(b, left_out) for b in equation.params["branches"]]
-            largest = max(branches, key=lambda branch: branch.total)
-            _add(largest, times, into, again=again)
-            continue
-        if equation.primitive.name == "while":
-            into.unknown_loops += [_line(equation)] if _computes(equation) else []
-        inside = times * _repeats(equation)
-        for inner in inner_jaxprs(equation):
-            _count(inner, inside, into, left_out, again=again)
+def model_flops(jaxpr: Any, retrace: Callable[[], Any]) -> Flops:
+    """Returns the operations of the model's mathematics in a step: see `CONVENTION`.
+
+    Its own are `once`. Kernels without a reference implementation are among them.
+
+    Args:
+        jaxpr: The jaxpr of the step.
+        retrace: Returns the jaxpr in another context. It is called if `jaxpr` contains kernels,
+            which may compute the model's products more than once, or skip some.
+    """
+    flops = count_flops(jaxpr, (optimizer.__file__,))
+    if flops.has_reference:
+        with reference_kernels():
+            flops = count_flops(retrace(), (optimizer.__file__,))
+    return flops
 
 
-def _add(flops: Flops, times: int, into: Flops, *, again: bool) -> None:
-    into.total += times * flops.total
-    into.again += times * (flops.total if again else flops.again)
-    for line, operations in flops.by_line.items():
-        into.by_line[line] += times * operations
-    into.unknown_loops += flops.unknown_loops
+class _Count:
+    """Adds the operations of jaxprs to `flops`.
+
+    Args:
+        flops: The sums.
+        left_out: Source files whose operations do not count.
+    """
+
+    def __init__(self, flops: Flops, left_out: Collection[str]) -> None:
+        self._flops, self._left_out = flops, left_out
+
+    def add(
+        self, jaxpr: Any, times: int, given: Mapping[Any, np.ndarray], *, again: bool
+    ) -> list[np.ndarray | None]:
+        """Adds the operations of a jaxpr.
+
+        Args:
+            jaxpr: An open jaxpr.
+            times: How often it runs, on all devices together.
+            given: Its known variables. Of an array that is divided into equal parts, along an axis
+                or over iterations, the value is that of a part.
+            again: Whether rematerialization recomputes it.
+
+        Returns:
+            Its results; None for those that are not known.
+        """
+        known = dict(given)
+
+        def value(atom: Any) -> np.ndarray | None:
+            return _known(atom.val) if hasattr(atom, "val") else known.get(atom)
+
+        for equation in jaxpr.eqns:
+            operands = [value(x) for x in equation.invars]
+            name = equation.primitive.name
+            repeated = again or _RECOMPUTED in str(equation.source_info.name_stack)
+            results: Sequence[np.ndarray | None] = ()
+            if (count := PRODUCT_FLOPS.get(name)) is not None:
+                line = _line(equation)
+                self._add_operations(equation, line, times * count(equation), again=repeated)
+            elif name == "pallas_call":
+                self._add_kernel(equation, operands, times, again=repeated)
+            elif name == "cond":
+                self._add_branch(equation, operands[1:], times, again=repeated)
+            elif name in _SAME:
+                results = operands
+            else:
+                if name == "while" and _computes(equation):
+                    self._flops.unknown_loops.append(_line(equation))
+                self._flops.has_reference |= bool(_OPAQUE.search(name))
+                inside = times * _repeats(equation)
+                for inner in inner_jaxprs(equation):
+                    operands_of = _operands_of(equation, operands, inner)
+                    found = self.add(inner, inside, operands_of, again=repeated)
+                    results = _results_of(equation, found)
+            for variable, result in zip(equation.outvars, results, strict=False):
+                if result is not None:
+                    known[variable] = result
+        return [value(x) for x in jaxpr.outvars]
+
+    def _add_operations(self, equation: Any, line: str, operations: int, *, again: bool) -> bool:
+        """Adds operations; returns whether they count."""
+        files = {frame.file_name for frame in _frames(equation)}
+        if not files.isdisjoint(self._left_out):
+            return False
+        flops = self._flops
+        flops.has_reference |= any(file.startswith(_KERNELS) for file in files)
+        flops.total += operations
+        flops.again += operations * again
+        flops.by_line[line] += operations
+        return True
+
+    def _add_kernel(
+        self, equation: Any, operands: Sequence[np.ndarray | None], times: int, *, again: bool
+    ) -> None:
+        line = _line(equation)
+        kernel = kernel_flops(equation, "" if line == _UNKNOWN else line, operands)
+        line = kernel.line or f"kernel {kernel.name}"
+        if self._add_operations(equation, line, times * kernel.flops, again=again):
+            self._flops.has_reference = True
+            self._flops.kernels.append(kernel)
+            self._flops.unknown_loops += [line] if kernel.unknown_loop else []
+
+    def _add_branch(
+        self, equation: Any, operands: Sequence[np.ndarray | None], times: int, *, again: bool
+    ) -> None:
+        """Adds the most expensive branch of a `cond`."""
+        branches = [Flops() for _ in equation.params["branches"]]
+        for found, branch in zip(branches, equation.params["branches"], strict=True):
+            given = _pairs(branch.jaxpr.invars, operands)
+            _Count(found, self._left_out).add(branch.jaxpr, times, given, again=again)
+        largest, flops = max(branches, key=lambda branch: branch.total), self._flops
+        flops.total += largest.total
+        flops.again += largest.again
+        flops.by_line.update(largest.by_line)
+        flops.unknown_loops += largest.unknown_loops
+        flops.kernels += largest.kernels
+        flops.has_reference |= any(branch.has_reference for branch in branches)
+
+
+def _known(x: Any) -> np.ndarray | None:
+    """Returns the value of a small constant of integers."""
+    kind, size = getattr(getattr(x, "dtype", None), "kind", "?"), getattr(x, "size", math.inf)
+    if size > _MOST_ELEMENTS or kind not in "iub":
+        return None
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return None
+    return np.asarray(x)
+
+
+def _operands_of(
+    equation: Any, operands: Sequence[np.ndarray | None], inner: Any
+) -> dict[Any, np.ndarray]:
+    """Returns the known variables of an inner jaxpr: constants of all of its iterations."""
+    params, operands = equation.params, list(operands)
+    match equation.primitive.name:
+        case "while":
+            return {}
+        case "scan":
+            first = params["num_consts"]
+            operands[first : first + params["num_carry"]] = [None] * params["num_carry"]
+    return _pairs(inner.invars, operands)
+
+
+def _pairs(variables: Sequence[Any], values: Sequence[np.ndarray | None]) -> dict[Any, np.ndarray]:
+    if len(variables) != len(values):
+        return {}
+    pairs = zip(variables, values, strict=True)
+    return {
+        variable: value
+        for variable, value in pairs
+        if value is not None and value.shape == getattr(variable.aval, "shape", None)
+    }
+
+
+def _results_of(equation: Any, found: Sequence[np.ndarray | None]) -> Sequence[np.ndarray | None]:
+    match equation.primitive.name:
+        case "while":
+            return ()
+        case "scan":
+            carried = equation.params["num_carry"]
+            return [*[None] * carried, *found[carried:]]
+    return found
 
 
 def _computes(equation: Any) -> bool:
@@ -100,48 +268,7 @@ def _repeats(equation: Any) -> int:
             return int(params["length"])
         case "shard_map":
             return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
-        case "pallas_call":
-            return math.prod(params["grid_mapping"].grid)
     return 1
-
-
-def _dot(equation: Any) -> int:
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    shape = equation.invars[0].aval.shape
-    return 2 * _size(equation.outvars[0]) * math.prod(shape[dim] for dim in contracted)
-
-
-def _convolution(equation: Any) -> int:
-    """Returns the FLOPs of a convolution: 2 for each pair of output and kernel element of a group.
-
-    An input dilated by n, as in the gradient of a strided convolution, is filled with zeros: only
-    one of n taps meets an element.
-    """
-    params, kernel = equation.params, equation.invars[1].aval.shape
-    features = kernel[params["dimension_numbers"].rhs_spec[0]]  # of the output
-    dilated = math.prod(params["lhs_dilation"])
-    return 2 * _size(equation.outvars[0]) * math.prod(kernel) // features // dilated
-
-
-def _ragged_dot(equation: Any) -> int:
-    """Counts each row, or each contracted column, times the matrix of its own group only."""
-    rows, matrices = equation.invars[0].aval.shape, equation.invars[1].aval.shape
-    numbers = equation.params["ragged_dot_dimension_numbers"]
-    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
-    shared = {*contracted, *batch, *numbers.rhs_group_dimensions}
-    return 2 * math.prod(rows) * math.prod(n for dim, n in enumerate(matrices) if dim not in shared)
-
-
-_COUNTS = {
-    "dot_general": _dot,
-    "conv_general_dilated": _convolution,
-    "ragged_dot": _ragged_dot,
-    "ragged_dot_general": _ragged_dot,
-}
-
-
-def _size(variable: Any) -> int:
-    return math.prod(variable.aval.shape)
 
 
 def _line(equation: Any) -> str:
@@ -149,7 +276,7 @@ def _line(equation: Any) -> str:
     for frame in _frames(equation):
         if not is_library(frame.file_name):
             return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
-    return "unknown"
+    return _UNKNOWN
 
 
 def _frames(equation: Any) -> Iterator[Any]:

@@ -332,8 +332,9 @@ class StepFunctions:
         with reference_kernels():
             self._checks.check_training(batch, mask)
             note = self._checks.note_of_microbatches(batch)
-            self._unrolls = steps > 1 and self._checks.is_slow_in_loop(batch)
-        if self._unrolls:
+            if steps > 1:
+                self._unrolls = self._checks.is_slow_in_loop(batch)
+        if steps > 1 and self._unrolls:
             note += f"; {steps} steps unrolled, because convolutions in a loop are slow on CPU"
         requested = self._requested_reduction is not None
         if not requested and not flattens_by_default(self._config, self._placement, self.layout):

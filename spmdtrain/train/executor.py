@@ -308,7 +308,7 @@ class MeshExecutor:
         functions = self._functions
         trained, _ = functions.update.partition(state.params)
         logger.log_header(self._placement, state.params, program.summary, trained)
-        found = StepProgram(program.jaxpr, program.steps, program.collectives)
+        found = StepProgram(program.jaxpr, program.steps, program.collectives, program.retrace)
         params, places = functions.abstract_state.params, functions.shardings.params
         logger.performance.describe(found, params, places, self._placement)
         logger.performance.loss_is_of_tokens = functions.loss_is_of_tokens

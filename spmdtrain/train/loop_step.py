@@ -135,9 +135,18 @@ class LoopStep:
             text = f"step compiled in {seconds:.1f} s: {describe_found(found, mesh)}"
             text += describe_choices(traced.jaxpr.jaxpr, loop.placement)
             loop.logger.log_header(loop.placement, state.params, text)
-            program = StepProgram(traced.jaxpr, 1, found)
+            shapes = jax.tree.map(_abstract, (state, batch))
+            program = StepProgram(
+                traced.jaxpr, 1, found, lambda: self._program.trace(*shapes).jaxpr
+            )
             params = jax.tree.map(jax.typeof, state.params)
             loop.logger.performance.describe(
                 program, params, self._shardings.params, loop.placement
             )
         loop.logger.restart_timer(loop.step)
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape, dtype and sharding of an array or a number."""
+    aval = jax.typeof(x)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=getattr(x, "sharding", None))

@@ -1,15 +1,14 @@
 """The report `program.json` of a run: its parameters, the operations and collectives of a step."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from spmdtrain.sharding.describe import describe_sharding
 from spmdtrain.sharding.placement import Placement
-from spmdtrain.step import optimizer
-from spmdtrain.step.flops import count_flops
+from spmdtrain.step.flops import CONVENTION, model_flops
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla.chips import peak_flops
 from spmdtrain.xla.collectives import Collective
@@ -25,11 +24,13 @@ class StepProgram:
       jaxpr: Its operations; None if they are not known.
       steps: Number of steps of a dispatch.
       collectives: Its collectives, or the reason why they are not known.
+      retrace: Traces it again and returns its jaxpr; None if that is not known.
     """
 
     jaxpr: Any
     steps: int
     collectives: Sequence[Collective] | str
+    retrace: Callable[[], Any] | None = None
 
 
 class ProgramReport:
@@ -67,6 +68,7 @@ class ProgramReport:
         content: dict[str, Any] = {
             "parameters": sum(math.prod(leaf.shape) for leaf in leaves.values()),
             "flops_per_step": None,
+            "flops_convention": CONVENTION,
             "peak_flops_per_device": self.peak,
             "devices": self.devices,
             "mesh": _axes(self._placement),
@@ -83,14 +85,10 @@ class ProgramReport:
 
 
 def _flops(program: StepProgram) -> float | None:
-    """Returns the model's FLOPs of one step, without what rematerialization computes again.
-
-    Products in the optimizer's update do not count.
-    """
-    if program.jaxpr is None:
+    """Returns the model's FLOPs of one step, as `CONVENTION` defines them."""
+    if program.jaxpr is None or program.retrace is None:
         return None
-    flops = count_flops(program.jaxpr, without=(optimizer.__file__,))
-    return (flops.total - flops.again) / program.steps
+    return model_flops(program.jaxpr, program.retrace).once / program.steps
 
 
 def _axes(placement: Placement) -> dict[str, int]:

@@ -22,6 +22,7 @@ class Chip:
         devices: JAX devices per chip.
         source: Where the peaks are published.
         latency: Seconds that a tiny collective takes; 0 if the hops determine it.
+        clock: Cycles per second in which the compiler's estimates count; None if unknown.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Chip:
     devices: int
     source: str
     latency: float = 0.0
+    clock: float | None = None
 
 
 _TPU = "https://cloud.google.com/tpu/docs/"
@@ -42,7 +44,9 @@ _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 
 # The memory of a TPU is the limit of its compiler ("exceeds available HBM"), found by compiling
 # programs that are too big. The memory of a GPU is all of it: the part that JAX preallocates, three
-# quarters by default, is an option of the user.
+# quarters by default, is an option of the user. The clock of a TPU follows from its peak: each of
+# the chip's matrix units (4 in v5e, 8 in v5p) makes 128 x 128 multiply-adds, two operations each,
+# in a cycle (https://cloud.google.com/tpu/docs/system-architecture-tpu-vm).
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -81,6 +85,7 @@ CHIPS = {
             torus=2,
             devices=1,
             source=_TPU + "v5e",
+            clock=1.503e9,
         ),
         Chip(
             name="v5p",
@@ -93,6 +98,7 @@ CHIPS = {
             torus=3,
             devices=1,
             source=_TPU + "v5p",
+            clock=1.75e9,
         ),
         Chip(
             name="v6e",

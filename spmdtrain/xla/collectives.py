@@ -11,14 +11,13 @@ from jax.sharding import Mesh
 from spmdtrain.terminal import byte_size
 from spmdtrain.xla.hlo_parser import (
     ASYNC,
-    Array,
     Computation,
     Instruction,
     Module,
     UnreadableProgramError,
-    arrays_of,
     reading_program,
 )
+from spmdtrain.xla.hlo_shapes import Array, arrays_of
 from spmdtrain.xla.provenance import Origins
 
 KINDS = (

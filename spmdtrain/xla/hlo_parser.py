@@ -6,15 +6,14 @@ The text is what JAX's public `Compiled.as_text` returns. The instructions of ja
 
 import contextlib
 import functools
-import math
-import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from spmdtrain.errors import UserError
+from spmdtrain.xla.hlo_shapes import Array, arrays_of
+from spmdtrain.xla.source_files import is_library
 
 # One instruction per line: `%name = SHAPE opcode(operands), attributes`. The shape may contain no
 # `=` except in a bounded dim (`<=`), so that no name within the attributes matches as the opcode.
@@ -23,6 +22,7 @@ _INSTRUCTION = re.compile(
     r"(?P<opcode>[a-z][\w\-]*)\((?P<rest>.*)"
 )
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _COMMENT = re.compile(r"/\*.*?\*/")
 _NAMES = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(
@@ -30,7 +30,6 @@ _CALLED = re.compile(
     r"|\b(branch_computations|called_computations)=\{([^{}]*)\}"
 )
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_ARRAY = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<dims>[^\]]*)\](?:\{(?P<layout>[^{}]*)\})?")
 INDEX = re.compile(r"\bindex=(\d+)")
 _ESCAPES = re.compile(r"\\([0-7]{3}|.)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
@@ -70,25 +69,6 @@ def reading_program() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Array:
-    """One array of a shape: XLA dtype, dims, and memory space (0 is the main memory)."""
-
-    dtype: str
-    dims: tuple[int, ...]
-    space: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
-
-    @property
-    def bytes(self) -> int:
-        """Bytes without padding; 0 for a token."""
-        # The first number in a dtype is its width in bits: bf16, f8e4m3fn, s4, c64.
-        width = re.search(r"\d+", "pred8" if self.dtype == "pred" else self.dtype)
-        return math.ceil(math.prod(self.dims) * int(width[0]) / 8) if width else 0
-
-
-@dataclass(frozen=True)
 class Instruction:
     """One line of a computation."""
 
@@ -119,40 +99,6 @@ class Instruction:
         """JAX operation that it comes from (one of them if XLA combined several), or ""."""
         match = _OP_NAME.search(self.attributes)
         return _unescaped(match[1]) if match else ""
-
-
-def arrays_of(shape: str) -> tuple[Array, ...]:
-    """Returns the arrays of a shape.
-
-    Args:
-        shape: A shape such as `f32[8,128]{1,0:T(8,128)S(1)}`, or a tuple of shapes.
-    """
-    arrays = []
-    for match in _ARRAY.finditer(shape):
-        space = re.search(r"S\((\d+)\)", match["layout"] or "")
-        dims = tuple(int(n) for n in re.findall(r"\d+", match["dims"]))
-        arrays.append(Array(match["dtype"], dims, int(space[1]) if space else 0))
-    return tuple(arrays)
-
-
-def element_of(shape: str, path: Sequence[int]) -> str:
-    """Returns the first array at a path within a shape, such as `bf16[8,128]`.
-
-    Args:
-        shape: The shape.
-        path: Indices into nested tuples.
-    """
-    for place in path:
-        depth, parts = 0, [""]
-        for letter in shape[1:-1]:
-            depth += (letter in "([{") - (letter in ")]}")
-            if letter == "," and not depth:
-                parts.append("")
-            else:
-                parts[-1] += letter
-        shape = parts[place].strip() if place < len(parts) else ""
-    arrays = arrays_of(shape)
-    return str(arrays[0]) if arrays else shape
 
 
 @dataclass
@@ -189,7 +135,7 @@ class Module:
         self._tables: dict[str, dict[int, str]] = defaultdict(dict)
         current: Computation | None = None
         table = ""
-        for line in text.splitlines():
+        for line in _whole_lines(text):
             if match := _INSTRUCTION.match(_COMMENT.sub("", line)):
                 # A part of a program without a header is one computation.
                 computation = current or self.computations.setdefault("", Computation(""))
@@ -366,6 +312,28 @@ class Module:
         return next((line for file, line in lines if not is_library(file)), "")
 
 
+def _whole_lines(text: str) -> Iterator[str]:
+    """Yields the lines of a program; an instruction whose attributes span lines is one line.
+
+    XLA writes the metadata of a Pallas kernel as an object with a line for each field.
+
+    Raises:
+        ValueError: If the text ends within an instruction.
+    """
+    begun, depth = "", 0
+    for line in text.splitlines():
+        if begun or (line.endswith("{") and _INSTRUCTION.match(line)):
+            begun += line
+            braces = _STRING.sub("", line)
+            depth += braces.count("{") - braces.count("}")
+            if depth > 0:
+                continue
+            line, begun, depth = begun, "", 0
+        yield line
+    if begun:
+        raise ValueError("an instruction does not end")
+
+
 def _source(instruction: Instruction | None, within: Computation) -> Instruction | None:
     """Returns the instruction of which another is a copy, or that instruction itself."""
     for _ in within.instructions:  # bounded, in case of cyclic copies
@@ -392,23 +360,6 @@ _CALLING = ("while", "call", "conditional", "fusion", *ASYNC)
 def _numbers(row: str, name: str) -> int:
     match = re.search(rf"\b{name}=(\d+)", row)
     return int(match[1]) if match else 0
-
-
-_PACKAGE = Path(__file__).parents[1]
-_MODELS = _PACKAGE / "models"
-_STANDARD_LIBRARY = os.path.dirname(os.__file__)
-
-
-def is_library(file: str) -> bool:
-    """Returns whether a source file belongs to Python, a library or this package except its models.
-
-    Args:
-        file: Path of the file.
-    """
-    if "-packages" in file or file.startswith(("<frozen", _STANDARD_LIBRARY)):
-        return True
-    path = Path(file)
-    return path.is_relative_to(_PACKAGE) and not path.is_relative_to(_MODELS)
 
 
 def _closing(rest: str) -> int:

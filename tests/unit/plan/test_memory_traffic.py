@@ -26,6 +26,31 @@ FUSED = """\
   %z = s32[] constant(0)
   ROOT %all = f32[16,8]{1,0} dynamic-update-slice(%a, %b, %i, %z)
 }
+
+%nested_rows (a: f32[8,16], i: s32[]) -> f32[2,8] {
+  %a = f32[8,16]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %same = f32[16,8]{1,0} bitcast(%a)
+  ROOT %part = f32[2,8]{1,0} fusion(%same, %i), kind=kLoop, calls=%rows
+}
+
+%two (a: f32[16,8], b: f32[16,8]) -> (f32[16,8], f32[16,8], f32[16,8], f32[16,8]) {
+  %a = f32[16,8]{1,0} parameter(0)
+  %b = f32[16,8]{1,0} parameter(1)
+  %c = f32[16,8]{1,0} negate(%a)
+  %d = f32[16,8]{1,0} exponential(%a)
+  %e = f32[16,8]{1,0} all-gather(%b), dimensions={0}
+  ROOT %all = (f32[16,8]{1,0}, f32[16,8]{1,0}, f32[16,8]{1,0}, f32[16,8]{1,0}) \
+tuple(%c, %d, %b, %e)
+}
+
+%nested_placed (a: f32[16,8], b: f32[2,8], i: s32[]) -> f32[8,16] {
+  %a = f32[16,8]{1,0} parameter(0)
+  %b = f32[2,8]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %all = f32[16,8]{1,0} fusion(%a, %b, %i), kind=kLoop, calls=%placed
+  ROOT %same = f32[8,16]{1,0} bitcast(%all)
+}
 """
 WHOLE, PART, NUMBER = 4 * 16 * 8, 4 * 2 * 8, 4
 
@@ -57,6 +82,23 @@ LINES = {
     ),
     "a fusion that updates": (
         "f32[16,8]{1,0} fusion(%a, %b, %i), kind=kLoop, calls=%placed",
+        2 * PART + NUMBER,
+    ),
+    "a fusion with a result in a TPU's vector memory, beside a collective": (
+        "(f32[16,8]{1,0:S(1)}, f32[16,8]{1,0}, f32[16,8]{1,0}, f32[16,8]{1,0}) "
+        "fusion(%a, %a), kind=kLoop, calls=%two",
+        2 * WHOLE,
+    ),
+    "whole tiles are stored": (
+        "f32[16,8]{1,0:T(8,128)} negate(%a)",
+        WHOLE + 4 * 16 * 128,
+    ),
+    "a fusion within which another slices what it renames": (
+        "f32[2,8]{1,0} fusion(%a, %i), kind=kLoop, calls=%nested_rows",
+        2 * PART + NUMBER,
+    ),
+    "a fusion within which another updates": (
+        "f32[8,16]{1,0} fusion(%a, %b, %i), kind=kLoop, calls=%nested_placed",
         2 * PART + NUMBER,
     ),
     "what runs aside counts where it runs": (

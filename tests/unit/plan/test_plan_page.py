@@ -23,7 +23,7 @@ from spmdtrain.plan.page_links import link_loads
 from spmdtrain.plan.page_time import Part, timeline
 from spmdtrain.plan.planner import Plan, PlannedCollective
 from spmdtrain.plan.summary import Use
-from spmdtrain.plan.time_model import Times, topology_links
+from spmdtrain.plan.time_model import InstructionTimes, Times, topology_links
 from spmdtrain.plan.traffic import Traffic
 from spmdtrain.sharding.table import MemoryUse, Row
 from spmdtrain.xla.collectives import Carried
@@ -44,6 +44,15 @@ MEMORY = Memory(
     peak=1000 * MB,
     limit=16_900 * MB,
     uses={Use.ACTIVATION: 690 * MB},
+)
+TIMES = Times(
+    compute=5e-4,
+    useful=5e-4,
+    memory=2e-3,
+    waiting=3e-3,
+    overlapped=1e-3,
+    least_memory=1e-4,
+    least_links=2e-4,
 )
 OF_PLAN = "#v5e-4x4"
 
@@ -94,19 +103,13 @@ def report(name: str = "v5e:4x4", **changes: Any) -> dict[str, Any]:
         ],
         "traffic": Traffic(67 * MB, None, None, []),
         "rematerialized": [],
+        "model_flops": 10**12,
         "flops": 10**12,
         "flops_again": 0,
         "flops_by_line": {"model.py:7 (call)": 10**12},
         "products": 10**12 / 16,
-        "times": Times(
-            compute=5e-4,
-            useful=5e-4,
-            memory=2e-3,
-            waiting=3e-3,
-            overlapped=1e-3,
-            least_memory=1e-4,
-            least_links=2e-4,
-        ),
+        "kernels": [],
+        "times": TIMES,
         "chip": topology.chip,
         "links": topology_links(topology),
     }
@@ -162,7 +165,26 @@ def test_a_step_is_its_parallel_parts_and_then_what_nothing_overlaps() -> None:
     }
     plan["time"]["serial"] = True
     spans = {segment.part: (segment.start, segment.end) for segment in timeline(plan)}
-    assert [spans[part][0] for part in Part] == [0, 5e-4, 2.5e-3, 3.5e-3]
+    assert [spans[part][0] for part in Part if part in spans] == [0, 5e-4, 2.5e-3, 3.5e-3]
+
+
+def test_instructions_and_kernels_of_a_step_follow_each_other() -> None:
+    own = InstructionTimes(products=1e-3, vector=4e-3, memory=5e-4)
+    plan = report(times=dataclasses.replace(TIMES, instructions=own, kernels=2e-3))
+    spans = {segment.part: (segment.start, segment.end) for segment in timeline(plan)}
+    expected = {
+        Part.PRODUCTS: (0, 1e-3),
+        Part.VECTOR: (1e-3, 5e-3),
+        Part.WAITING: (5e-3, 5.5e-3),
+        Part.KERNELS: (5.5e-3, 7.5e-3),
+        Part.MEMORY: (0, 2e-3),
+        Part.OVERLAPPED: (0, 1e-3),
+        Part.EXPOSED: (7.5e-3, plan["time"]["estimate"]),
+    }
+    assert spans == {part: pytest.approx(span) for part, span in expected.items()}
+    sources = plan["time"]["sources"]
+    assert sources["instructions"] == "the compiler's cycles"
+    assert sources["kernels"] == "an assumption"
 
 
 def test_each_link_has_the_bytes_and_seconds_of_the_collectives_that_use_it() -> None:

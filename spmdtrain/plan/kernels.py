@@ -1,0 +1,163 @@
+"""Pallas kernels of a compiled program: their operations and their time.
+
+XLA's text does not show what a kernel does, and its model gives no cycles for it. Its operations
+are those of the step's jaxpr (`spmdtrain.step.kernel_flops`); its time is an assumption.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spmdtrain.plan.memory_traffic import bytes_of
+from spmdtrain.step.kernel_flops import CostBasis, KernelFlops
+from spmdtrain.xla.hlo_parser import Instruction, Module, reading_program
+
+KERNEL_EFFICIENCY = 0.65
+"""Part of the matrix unit's peak that a kernel is assumed to reach, on products of padded dims.
+
+Attention kernels are reported at 50 to 73 % of a chip's peak ("FlashAttention-2", arXiv
+2307.08691). With heads of width 64, half of a unit of 128 x 128 is padding, so that it is 33 %.
+"""
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_STATED = re.compile(r'"cost_estimate":\{[^{}]*"flops":"?(\d+)')
+_CALL = "pallas_call"  # the last part of the operation's name
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """A call of a Pallas kernel in a compiled program.
+
+    Attributes:
+        name: Name of the instruction, without its number.
+        op_name: JAX operation that it comes from, or "".
+        line: Source line of the user that it comes from, or "".
+        results: Shapes of its results.
+        times: Number of executions in a step.
+        bytes: Bytes of its operands and results, each counted once.
+        stated: Operations that the kernel's cost estimate states; None without.
+    """
+
+    name: str
+    op_name: str
+    line: str
+    results: tuple[tuple[int, ...], ...]
+    times: float
+    bytes: float
+    stated: int | None
+
+
+@dataclass(frozen=True)
+class PlannedKernel:
+    """A kernel of a plan, with its estimated time.
+
+    Attributes:
+        name: Its name.
+        line: Source line that it comes from, or "".
+        times: Number of executions in a step.
+        flops: Operations of one execution; NaN if unknown.
+        basis: What `flops` follows from; "" if it is unknown.
+        seconds: Assumed time of all executions in a step.
+        unknown_grid: Whether a dim of its grid is unknown, and counts as 1.
+    """
+
+    name: str
+    line: str
+    times: float
+    flops: float
+    basis: str
+    seconds: float
+    unknown_grid: bool = False
+
+
+def is_kernel(instruction: Instruction) -> bool:
+    """Returns whether an instruction calls a Pallas kernel, on a TPU or a GPU."""
+    if instruction.opcode != "custom-call":
+        return False
+    target = _TARGET.search(instruction.attributes)
+    if target is not None and target[1] == "tpu_custom_call":
+        return True
+    return instruction.op_name.rpartition("/")[2] == _CALL
+
+
+@reading_program()
+def kernel_calls(module: Module) -> list[KernelCall]:
+    """Returns the calls of Pallas kernels of a compiled program.
+
+    Args:
+        module: The program.
+
+    Raises:
+        UnreadableProgramError: If XLA wrote the program in an unknown format.
+    """
+    calls = []
+    for instruction, within, times in module.instructions():
+        if not times or not is_kernel(instruction):
+            continue
+        stated = _STATED.search(instruction.attributes)
+        calls.append(
+            KernelCall(
+                name=re.sub(r"\.\d+$", "", instruction.name),
+                op_name=instruction.op_name,
+                line=module.line_of(instruction),
+                results=tuple(array.dims for array in instruction.arrays),
+                times=times,
+                bytes=bytes_of(instruction, within, module),
+                stated=int(stated[1]) if stated else None,
+            )
+        )
+    return calls
+
+
+def planned_kernels(
+    calls: Sequence[KernelCall],
+    known: Sequence[KernelFlops],
+    *,
+    peak: float,
+    bandwidth: float,
+    pads: bool,
+) -> list[PlannedKernel]:
+    """Returns the kernels of a compiled program with their operations and their time.
+
+    Args:
+        calls: Their calls.
+        known: The kernels of the step's jaxpr.
+        peak: Peak FLOP/s of a device.
+        bandwidth: Bytes per second between a device and its memory.
+        pads: Whether the device has a matrix unit that pads dims, as a TPU's.
+    """
+    kernels = []
+    for call in calls:
+        match = _matching(call, known)
+        flops, padded, basis = math.nan, 0.0, ""
+        if match is not None:
+            flops, basis = float(match.flops), match.basis.value
+            padded = match.padded if pads else flops
+        elif call.stated is not None:
+            flops = padded = float(call.stated)
+            basis = CostBasis.STATED.value
+        seconds = max(padded / (KERNEL_EFFICIENCY * peak), call.bytes / bandwidth)
+        kernels.append(
+            PlannedKernel(
+                name=call.name if match is None else match.name,
+                line=call.line or ("" if match is None else match.line),
+                times=call.times,
+                flops=flops,
+                basis=basis,
+                seconds=call.times * seconds,
+                unknown_grid=match is not None and match.unknown_grid,
+            )
+        )
+    return kernels
+
+
+def _matching(call: KernelCall, known: Sequence[KernelFlops]) -> KernelFlops | None:
+    """Returns the kernel of the jaxpr that a call runs, by its name and the shapes of its results.
+
+    If several have them, the one with the most operations is taken.
+    """
+    names = {call.name, *call.op_name.split("/")}
+    named = [x for x in known if x.name in names]
+    equal = [x for x in named if x.results == call.results]
+    found = equal or (named if len({x.flops for x in named}) == 1 else [])
+    return max(found, key=lambda x: x.flops, default=None)

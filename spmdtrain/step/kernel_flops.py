@@ -1,0 +1,284 @@
+"""Floating-point operations of Pallas kernels.
+
+A kernel states them in its `cost_estimate`. If it does not, they are those of its body at each
+point of its grid. A branch counts at the points at which it is chosen, if that follows from the
+point and from constants, as with a causal mask; otherwise the most expensive branch counts.
+"""
+
+import enum
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spmdtrain.step.product_flops import PRODUCT_FLOPS, padded_dot
+from spmdtrain.xla.jaxpr import equations, inner_jaxprs
+
+_MOST_POINTS = 2**16  # of a grid whose points are distinguished
+MATRIX_UNIT = 128
+"""Rows and columns of a TPU's matrix unit; 256 from v6e on, which only pads more.
+
+https://cloud.google.com/tpu/docs/system-architecture-tpu-vm
+"""
+
+
+class CostBasis(enum.StrEnum):
+    """The origin of a kernel's operations."""
+
+    STATED = "its cost_estimate"
+    BODY = "its body at each point of its grid"
+
+
+@dataclass(frozen=True)
+class KernelFlops:
+    """One call of a kernel on one device.
+
+    Attributes:
+        name: The name of the `pallas_call`.
+        line: Source line of the user that calls it, or "".
+        results: The shapes of its results.
+        flops: Its operations.
+        padded: The operations of a matrix unit that computes its products, with the dims padded to
+            the unit's size.
+        basis: What `flops` follows from.
+        unknown_grid: Whether a dim of its grid is not known before it runs; it counts as 1.
+        unknown_loop: Whether it has a loop with an unknown trip count, whose body counts once.
+    """
+
+    name: str
+    line: str
+    results: tuple[tuple[int, ...], ...]
+    flops: int
+    padded: float
+    basis: CostBasis
+    unknown_grid: bool = False
+    unknown_loop: bool = False
+
+
+def kernel_flops(equation: Any, line: str, operands: Sequence[np.ndarray | None]) -> KernelFlops:
+    """Returns the operations of a `pallas_call`.
+
+    Args:
+        equation: Its equation.
+        line: Source line of the user.
+        operands: Its operands; None for those that are not known.
+    """
+    params, mapping = equation.params, equation.params["grid_mapping"]
+    bounds = iter(operands[: mapping.num_dynamic_grid_bounds])
+    operands = operands[mapping.num_dynamic_grid_bounds :]
+    grid: list[int | None] = []
+    for size in mapping.grid:
+        if isinstance(size, int):
+            grid.append(size)
+        else:
+            bound = next(bounds)
+            grid.append(None if bound is None else int(bound.reshape(-1)[0]))
+    own = [n for n in range(len(grid)) if n not in mapping.vmapped_dims]
+    jaxpr = params["jaxpr"]
+    body = _Body([1 if size is None else size for size in grid], own, jaxpr)
+    tables = {
+        variable: _Table(value)
+        for variable, value in zip(jaxpr.invars, operands, strict=False)
+        if value is not None and getattr(variable.aval, "shape", None) == value.shape
+    }
+    body.add(jaxpr, tables, np.ones(body.points, bool), 1)
+    flops, padded, basis = body.flops, body.padded, CostBasis.BODY
+    if (stated := params.get("cost_estimate")) is not None:
+        padded = stated.flops * (padded / flops if flops else 1.0)
+        flops, basis = stated.flops, CostBasis.STATED
+    return KernelFlops(
+        name=str(params.get("name") or getattr(jaxpr.debug_info, "func_name", "")),
+        line=line,
+        results=tuple(tuple(x.aval.shape) for x in equation.outvars),
+        flops=round(flops),
+        padded=padded,
+        basis=basis,
+        unknown_grid=None in grid and basis is CostBasis.BODY,
+        unknown_loop=body.unknown_loop and basis is CostBasis.BODY,
+    )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A known array in memory, which a body reads by index."""
+
+    values: np.ndarray
+
+
+# A known scalar has one value for each point of the grid.
+_Known = np.ndarray | _Table
+
+
+class _Body:
+    """Sums the products of a kernel's body over the points of its grid.
+
+    Args:
+        grid: Sizes of the grid.
+        own: The dims of the grid that the body knows: all but those that `vmap` added.
+        jaxpr: The body. Points are distinguished along the dims whose `program_id` it reads.
+    """
+
+    def __init__(self, grid: Sequence[int], own: Sequence[int], jaxpr: Any) -> None:
+        self.flops, self.padded, self.unknown_loop = 0.0, 0.0, False
+        ids = [x for x in equations(jaxpr) if x.primitive.name == "program_id"]
+        read = {own[x.params["axis"]] for x in ids}
+        sizes = [size if dim in read else 1 for dim, size in enumerate(grid)]
+        if math.prod(sizes) > _MOST_POINTS:
+            read, sizes = set(), [1] * len(grid)
+        self.points = math.prod(sizes)
+        self._weight = math.prod(grid) / self.points if self.points else 0.0
+        places = np.indices(sizes).reshape(len(sizes), -1)
+        self._ids = {n: places[dim] for n, dim in enumerate(own) if dim in read}
+        self._sizes = {n: grid[dim] for n, dim in enumerate(own)}
+
+    def add(
+        self, jaxpr: Any, given: Mapping[Any, _Known], active: np.ndarray, times: float
+    ) -> list[_Known | None]:
+        """Adds the products of a jaxpr.
+
+        Args:
+            jaxpr: The jaxpr.
+            given: Its known variables.
+            active: The points at which it runs.
+            times: How often it runs at each of them.
+
+        Returns:
+            Its results; None for those that are not known.
+        """
+        known = dict(given)
+
+        def value(atom: Any) -> _Known | None:
+            if hasattr(atom, "val"):
+                return np.full(self.points, atom.val) if np.ndim(atom.val) == 0 else None
+            return known.get(atom)
+
+        for equation in jaxpr.eqns:
+            name, params = equation.primitive.name, equation.params
+            operands = [value(x) for x in equation.invars]
+            results: list[_Known | None] = []
+            if name in PRODUCT_FLOPS:
+                runs = times * self._weight * float(active.sum())
+                flops = PRODUCT_FLOPS[name](equation)
+                self.flops += runs * flops
+                is_dot = name == "dot_general"
+                self.padded += runs * (padded_dot(equation, MATRIX_UNIT) if is_dot else flops)
+            elif name == "cond":
+                self._add_branches(params["branches"], operands, active, times)
+            elif name == "scan":
+                count = params["num_consts"]
+                constants = [*operands[:count], *[None] * (len(operands) - count)]
+                self._add_inner(params["jaxpr"], constants, active, times * params["length"])
+            elif name == "while":
+                before = self.flops
+                self._add_inner(params["body_jaxpr"], (), active, times)
+                self.unknown_loop |= self.flops > before
+            elif inner := list(inner_jaxprs(equation)):
+                for each in inner:
+                    results = self._add_inner(each, operands, active, times)
+            elif name == "program_id":
+                results = [self._ids.get(params["axis"])]
+            elif name == "num_programs":
+                results = [np.full(self.points, self._sizes[params["axis"]])]
+            elif name == "get":
+                results = [self._read(equation, operands)]
+            else:
+                results = [_computed(equation, operands)]
+            for variable, result in zip(equation.outvars, results, strict=False):
+                if result is not None:
+                    known[variable] = result
+        return [value(x) for x in jaxpr.outvars]
+
+    def _add_inner(
+        self, jaxpr: Any, operands: Sequence[_Known | None], active: np.ndarray, times: float
+    ) -> list[_Known | None]:
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        given = {}
+        if len(operands) == len(jaxpr.invars):
+            pairs = zip(jaxpr.invars, operands, strict=True)
+            given = {variable: x for variable, x in pairs if x is not None}
+        return self.add(jaxpr, given, active, times)
+
+    def _add_branches(
+        self,
+        branches: Sequence[Any],
+        operands: Sequence[_Known | None],
+        active: np.ndarray,
+        times: float,
+    ) -> None:
+        chosen, operands = operands[0], operands[1:]
+        if isinstance(chosen, np.ndarray):
+            chosen = np.clip(chosen.astype(int), 0, len(branches) - 1)
+            for number, branch in enumerate(branches):
+                runs = active & (chosen == number)
+                if runs.any():
+                    self._add_inner(branch, operands, runs, times)
+            return
+        before, most = (self.flops, self.padded), (self.flops, self.padded)
+        for branch in branches:
+            self.flops, self.padded = before
+            self._add_inner(branch, operands, active, times)
+            most = max(most, (self.flops, self.padded))
+        self.flops, self.padded = most
+
+    def _read(self, equation: Any, operands: Sequence[_Known | None]) -> np.ndarray | None:
+        """Returns the element that a body reads of a table at each point, if all is known."""
+        table = operands[0]
+        if not isinstance(table, _Table) or equation.outvars[0].aval.shape:
+            return None
+        transforms = equation.params["tree"].unflatten(operands[1:])
+        if len(transforms) != 1 or not hasattr(transforms[0], "indices"):
+            return None
+        indices = transforms[0].indices  # each known or not, or a constant
+        if any(isinstance(index, _Table) or np.ndim(index) > 1 for index in indices):
+            return None
+        if not all(isinstance(index, (int, np.integer, np.ndarray)) for index in indices):
+            return None
+        limits = zip(indices, table.values.shape, strict=True)
+        inside = tuple(np.clip(index, 0, size - 1) for index, size in limits)
+        return np.broadcast_to(table.values[inside], (self.points,))
+
+
+def _quotient(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Divides as `lax.div`, which rounds integers toward zero."""
+    y = np.where(y == 0, 1, y)
+    return np.fix(x / y).astype(x.dtype) if x.dtype.kind in "iu" else x / y
+
+
+_COMPUTED: dict[str, Callable[..., np.ndarray]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": _quotient,
+    "rem": lambda x, y: np.fmod(x, np.where(y == 0, 1, y)),
+    "max": np.maximum,
+    "min": np.minimum,
+    "sign": np.sign,
+    "neg": np.negative,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "not": np.invert,
+    "select_n": lambda which, *cases: np.choose(which.astype(int), cases),
+    "clamp": lambda low, x, high: np.clip(x, low, high),
+}
+_SAME = ("squeeze", "reshape", "broadcast_in_dim", "copy", "stop_gradient")
+
+
+def _computed(equation: Any, operands: Sequence[_Known | None]) -> np.ndarray | None:
+    """Returns the scalar result of an equation at each point, if its operands are known."""
+    name, aval = equation.primitive.name, equation.outvars[0].aval if equation.outvars else None
+    values = [x for x in operands if isinstance(x, np.ndarray)]
+    if getattr(aval, "shape", None) != () or len(values) < len(operands) or not values:
+        return None
+    if name == "convert_element_type":
+        return values[0].astype(equation.params["new_dtype"])
+    if name in _SAME:
+        return values[0]
+    return _COMPUTED[name](*values) if name in _COMPUTED else None

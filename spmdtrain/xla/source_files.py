@@ -1,0 +1,20 @@
+"""The source files of users, as opposed to those of libraries."""
+
+import os
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parents[1]
+_MODELS = _PACKAGE / "models"
+_STANDARD_LIBRARY = os.path.dirname(os.__file__)
+
+
+def is_library(file: str) -> bool:
+    """Returns whether a source file belongs to Python, a library or this package except its models.
+
+    Args:
+        file: Path of the file.
+    """
+    if "-packages" in file or file.startswith(("<frozen", _STANDARD_LIBRARY)):
+        return True
+    path = Path(file)
+    return path.is_relative_to(_PACKAGE) and not path.is_relative_to(_MODELS)
