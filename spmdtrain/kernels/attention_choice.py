@@ -12,7 +12,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "splash", "cudnn")
 
 _TPU_LANES = 128  # the splash kernel's blocks are multiples of it
 _LARGEST_BLOCK = 1024
-_LARGEST_BLOCK_BYTES = 512 * 1024  # of the vectors of a block: larger ones exceed a TPU's VMEM
+_LARGEST_BLOCK_OF_WIDE_HEADS = 512  # larger blocks exceed the VMEM of a TPU v4
+_WIDE_HEAD = 256  # bytes
 _LARGEST_HEAD = 256
 # Products of bfloat16 do not compile in the kernel with another precision.
 _FAST_PRECISIONS = (None, "default", "fastest", "bfloat16")
@@ -65,7 +66,7 @@ class SplashBlocks:
 def splash_blocks(case: AttentionCase) -> SplashBlocks:
     """Returns the block sizes of the splash kernel: the largest that divide, up to 1024.
 
-    It is 512 for heads of more than 512 bytes.
+    It is 512 for heads of more than 256 bytes, padded to the 128 lanes of a TPU.
 
     The fused backward kernel computes the products of queries and keys once instead of twice, and
     adds the traffic of a gradient of all queries for each block of keys. With a window the separate
@@ -74,15 +75,16 @@ def splash_blocks(case: AttentionCase) -> SplashBlocks:
     Args:
       case: A case that `splash_blocker` does not refuse.
     """
-    row = case.head_width * jnp.dtype(case.dtype).itemsize
-    most = min(_LARGEST_BLOCK, _LARGEST_BLOCK_BYTES // row)
+    width = -(-case.head_width // _TPU_LANES) * _TPU_LANES
+    row = width * jnp.dtype(case.dtype).itemsize
+    most = _LARGEST_BLOCK if row <= _WIDE_HEAD else _LARGEST_BLOCK_OF_WIDE_HEADS
     keys = _block(case.keys, most)
     few = case.keys // keys <= _MOST_PARTIAL_GRADIENTS
     return SplashBlocks(_block(case.queries, most), keys, fused=few and case.window is None)
 
 
 def _block(length: int, most: int) -> int:
-    sizes = range(most - most % _TPU_LANES, 0, -_TPU_LANES)
+    sizes = range(most, 0, -_TPU_LANES)
     return next(size for size in sizes if length % size == 0)
 
 
