@@ -69,6 +69,7 @@ def attention(
         causal=causal,
         window=window,
         segmented=segments is not None,
+        precision=jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
     )
     device, mesh = current_device(), current_mesh()
     chosen: Implementation = "xla"

@@ -12,7 +12,11 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "splash", "cudnn")
 
 _TPU_LANES = 128  # the splash kernel's blocks are multiples of it
 _LARGEST_BLOCK = 1024
+_LARGEST_BLOCK_OF_WIDE_HEADS = 512  # larger blocks exceed the VMEM of a TPU v4
+_WIDE_HEAD = 256  # bytes
 _LARGEST_HEAD = 256
+# Products of bfloat16 do not compile in the kernel with another precision.
+_FAST_PRECISIONS = (None, "default", "fastest", "bfloat16")
 # Number of blocks of keys above which the fused backward kernel is not used: it writes a whole
 # gradient of the queries for each.
 _MOST_PARTIAL_GRADIENTS = 4
@@ -30,6 +34,7 @@ class AttentionCase:
       causal: Whether a token attends to positions up to its own only.
       window: Number of tokens of the local window, or None.
       segmented: Whether rows hold several documents.
+      precision: JAX's option `jax_default_matmul_precision`.
     """
 
     queries: int
@@ -39,6 +44,7 @@ class AttentionCase:
     causal: bool
     window: int | None = None
     segmented: bool = False
+    precision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,8 @@ class SplashBlocks:
 def splash_blocks(case: AttentionCase) -> SplashBlocks:
     """Returns the block sizes of the splash kernel: the largest that divide, up to 1024.
 
+    It is 512 for heads of more than 256 bytes, padded to the 128 lanes of a TPU.
+
     The fused backward kernel computes the products of queries and keys once instead of twice, and
     adds the traffic of a gradient of all queries for each block of keys. With a window the separate
     kernels skip the blocks outside of it, but the fused one writes zeros for them.
@@ -67,13 +75,16 @@ def splash_blocks(case: AttentionCase) -> SplashBlocks:
     Args:
       case: A case that `splash_blocker` does not refuse.
     """
-    keys = _block(case.keys)
+    width = -(-case.head_width // _TPU_LANES) * _TPU_LANES
+    row = width * jnp.dtype(case.dtype).itemsize
+    most = _LARGEST_BLOCK if row <= _WIDE_HEAD else _LARGEST_BLOCK_OF_WIDE_HEADS
+    keys = _block(case.keys, most)
     few = case.keys // keys <= _MOST_PARTIAL_GRADIENTS
-    return SplashBlocks(_block(case.queries), keys, fused=few and case.window is None)
+    return SplashBlocks(_block(case.queries, most), keys, fused=few and case.window is None)
 
 
-def _block(length: int) -> int:
-    sizes = range(_LARGEST_BLOCK, 0, -_TPU_LANES)
+def _block(length: int, most: int) -> int:
+    sizes = range(most, 0, -_TPU_LANES)
     return next(size for size in sizes if length % size == 0)
 
 
@@ -90,6 +101,8 @@ def splash_blocker(device: Any, case: AttentionCase) -> str | None:
         return f"it is for TPUs, and the device is {device.device_kind}"
     if case.dtype not in (jnp.bfloat16, jnp.float32):
         return f"the dtype is {jnp.dtype(case.dtype).name}: it must be bfloat16 or float32"
+    if case.dtype == jnp.bfloat16 and case.precision not in _FAST_PRECISIONS:
+        return f"jax_default_matmul_precision is {case.precision}, and the dtype is bfloat16"
     for length, what in ((case.queries, "queries"), (case.keys, "keys")):
         if length % _TPU_LANES:
             return f"there are {length} {what}: it must be a multiple of {_TPU_LANES}"

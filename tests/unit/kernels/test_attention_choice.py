@@ -32,8 +32,15 @@ def choice(device: Any, **changes: Any) -> str:
 def test_each_platform_has_its_kernel_and_xla_the_rest() -> None:
     assert choice(TPU) == choice(TPU, dtype=jnp.float32, window=256, segmented=True) == "splash"
     assert choice(TPU, head_width=128, queries=384, causal=False) == "splash"
-    for changes in ({"queries": 1000}, {"keys": 64}, {"head_width": 36}, {"dtype": jnp.float16}):
+    for changes in (
+        {"queries": 1000},
+        {"keys": 64},
+        {"head_width": 36},
+        {"dtype": jnp.float16},
+        {"precision": "highest"},
+    ):
         assert choice(TPU, **changes) == "xla", changes
+    assert choice(TPU, precision="highest", dtype=jnp.float32) == "splash"
     assert choose_implementation(TPU, CASE, None, knows_mesh=False) == "xla"
 
     assert choice(H100) == choice(B200, dtype=jnp.float16, head_width=128) == "cudnn"
@@ -74,6 +81,10 @@ def test_blocks_are_the_largest_that_divide() -> None:
     assert splash_blocks(CASE) == SplashBlocks(1024, 1024, fused=True)
     assert splash_blocks(replace(CASE, queries=256, keys=1152)) == SplashBlocks(256, 384, True)
     assert splash_blocks(replace(CASE, queries=2560, keys=2560)) == SplashBlocks(640, 640, True)
+    wide = replace(CASE, head_width=256)  # blocks of 1024 exceed the VMEM of a v4
+    assert splash_blocks(wide) == SplashBlocks(512, 512, fused=True)
+    assert splash_blocks(replace(CASE, head_width=128)).keys == 1024
+    assert splash_blocks(replace(CASE, dtype=jnp.float32)).keys == 512  # padded to 128 lanes
     # One kernel for all gradients writes those of the queries for each block of keys.
     assert not splash_blocks(replace(CASE, keys=8192)).fused
     assert not splash_blocks(replace(CASE, window=512)).fused
