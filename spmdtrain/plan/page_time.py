@@ -23,7 +23,8 @@ class Part(enum.StrEnum):
     """The kind of a segment of the timeline."""
 
     PRODUCTS = "products"
-    VECTOR = "vector unit"
+    WITH_PRODUCTS = "instructions with products"
+    VECTOR = "instructions on the vector unit"
     WAITING = "instructions that wait for memory"
     KERNELS = "kernels"
     MEMORY = "memory traffic"
@@ -33,6 +34,7 @@ class Part(enum.StrEnum):
 
 PART_COLORS = {
     Part.PRODUCTS: 0,
+    Part.WITH_PRODUCTS: 0,
     Part.VECTOR: 1,
     Part.WAITING: 3,
     Part.KERNELS: 4,
@@ -101,7 +103,7 @@ def _instructions(time: dict[str, Any]) -> list[Segment]:
     parts = {Part.PRODUCTS: time["compute"]}
     if (own := time["instructions"]) is not None:
         parts = {
-            Part.PRODUCTS: own["products"],
+            Part.WITH_PRODUCTS: own["products"],
             Part.VECTOR: own["vector"],
             Part.WAITING: own["memory"],
         }

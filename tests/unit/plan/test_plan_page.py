@@ -173,7 +173,7 @@ def test_instructions_and_kernels_of_a_step_follow_each_other() -> None:
     plan = report(times=dataclasses.replace(TIMES, instructions=own, kernels=2e-3))
     spans = {segment.part: (segment.start, segment.end) for segment in timeline(plan)}
     expected = {
-        Part.PRODUCTS: (0, 1e-3),
+        Part.WITH_PRODUCTS: (0, 1e-3),
         Part.VECTOR: (1e-3, 5e-3),
         Part.WAITING: (5e-3, 5.5e-3),
         Part.KERNELS: (5.5e-3, 7.5e-3),
