@@ -43,12 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _load(arguments: Sequence[str]) -> Callable[[], int]:
     """Returns the run that a command line describes, after the last import."""
-    command = parse_command_line(arguments)  # imports the experiment
-    from spmdtrain.train.command import execute  # not before, because `--help` does not need it
-
-    if not gc.isenabled():
-        gc.freeze()  # later collections skip the modules, which are never freed
-        gc.enable()
+    try:
+        command = parse_command_line(arguments)  # imports the experiment
+        from spmdtrain.train.command import execute  # `--help` has ended before, without it
+    finally:
+        if not gc.isenabled():
+            # Later collections, also that of the interpreter's exit, skip the modules.
+            gc.freeze()
+            gc.enable()
     return functools.partial(execute, command)
 
 
