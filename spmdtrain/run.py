@@ -5,7 +5,7 @@ import signal
 
 _INTERRUPT = signal.getsignal(signal.SIGINT)
 if __name__ == "__main__":
-    # Garbage collections take a fifth of the time of the imports, which leave no garbage. `_run`
+    # Garbage collections take a fifth of the time of the imports, which leave no garbage. `_load`
     # enables them after the last import.
     gc.disable()
     if _INTERRUPT is signal.default_int_handler:
@@ -13,8 +13,9 @@ if __name__ == "__main__":
         # without a traceback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from spmdtrain.distributed import failures, initialize, progress
 from spmdtrain.errors import ExitCode, PreemptedExit, exit_code_of
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given = sys.argv[1:] if arguments is None else arguments
         progress.begin()
-        code = exit_code_of(lambda: _run(given), failures.fail_with_message)
+        code = exit_code_of(lambda: _load(given)(), failures.fail_with_message)
         initialize.leave()
         return code
     except PreemptedExit:
@@ -40,14 +41,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return failures.fail(ExitCode.INTERRUPTED, why, stop, lambda: print(why, file=sys.stderr))
 
 
-def _run(arguments: Sequence[str]) -> int:
-    command = parse_command_line(arguments)  # imports the experiment
-    from spmdtrain.train.command import execute  # not before, because `--help` does not need it
-
-    if not gc.isenabled():
-        gc.freeze()  # later collections skip the modules, which are never freed
-        gc.enable()
-    return execute(command)
+def _load(arguments: Sequence[str]) -> Callable[[], int]:
+    """Returns the run that a command line describes, after the last import."""
+    try:
+        command = parse_command_line(arguments)  # imports the experiment
+        from spmdtrain.train.command import execute  # `--help` has ended before, without it
+    finally:
+        if not gc.isenabled():
+            # Later collections, also that of the interpreter's exit, skip the modules.
+            gc.freeze()
+            gc.enable()
+    return functools.partial(execute, command)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 A checksum is computed before a checkpoint is written, and after a restore has placed the array: on
 the devices that hold it, or, on CPUs, from the copy that is written (`host_copy`). It therefore
-covers encoding, storage and decoding. It is the sum modulo 2**32 of a hash of each element and its position, so neither sharding nor order matters. A
-change of one element always changes it; a change of several is missed with probability 2**-32. A
-CRC, as of Orbax's storage formats, depends on the order of the bytes, so on the sharding.
+covers encoding, storage and decoding. It is the sum modulo 2**32 of a hash of each element and its
+position, so neither sharding nor order matters. A change of one element always changes it; a change
+of several is missed with probability 2**-32. A CRC, as of Orbax's storage formats, depends on the
+order of the bytes, so on the sharding.
 """
 
 import functools

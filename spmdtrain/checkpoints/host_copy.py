@@ -82,7 +82,7 @@ def copy_to_host(tree: PyTree) -> PyTree:
     """
     leaves, structure = jax.tree.flatten(tree)
     shards = [distinct_shards(leaf) for leaf in leaves]
-    # An array without replicas is copied whole, because that takes less time than each of its parts.
+    # An array without replicas is copied whole, which takes less time than each of its parts.
     is_whole = [
         len(parts) == len(leaf.addressable_shards)
         for leaf, parts in zip(leaves, shards, strict=True)
@@ -92,9 +92,12 @@ def copy_to_host(tree: PyTree) -> PyTree:
         for leaf, parts, whole in zip(leaves, shards, is_whole, strict=True)
     ]
     copies = jax.device_put(data, jax.tree.map(lambda x: x.sharding, data), may_alias=False)
-    return structure.unflatten(
-        HostCopy(leaf.shape, leaf.dtype, leaf.sharding, _parts(copied, parts))
-        for leaf, copied, parts in zip(leaves, copies, shards, strict=True)
+    return jax.tree.unflatten(
+        structure,
+        [
+            HostCopy(leaf.shape, leaf.dtype, leaf.sharding, _parts(copied, parts))
+            for leaf, copied, parts in zip(leaves, copies, shards, strict=True)
+        ],
     )
 
 

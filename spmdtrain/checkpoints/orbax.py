@@ -64,9 +64,9 @@ def open_manager(
 def _handler(item: str) -> ocp.PyTreeCheckpointHandler:
     """Returns Orbax' handler; a single process copies replicated arrays from one device.
 
-    The shardings of the arrays are not stored in the item `training`: a restore defines them, and
-    writing them takes a quarter of the processor time of a small save. Parameters have them, so
-    that Orbax alone can read these.
+    The item `training` is stored without shardings, because a restore defines them, and writing
+    those of all items takes a quarter of the processor time of a small save. The other items have
+    them, so that Orbax alone can read the model.
 
     Slicing a replicated array over all devices is useful with several hosts and for large arrays.
     Otherwise it takes several times as long as the copy, and has to be compiled.

@@ -9,7 +9,8 @@ import jax
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.errors import UserError
 from spmdtrain.plan.aot import has_compiler
-from spmdtrain.plan.planner import Plan, PlannedCollective
+from spmdtrain.plan.planned_collective import PlannedCollective
+from spmdtrain.plan.planner import Plan
 from spmdtrain.plan.topologies import Topology
 from spmdtrain.sharding.table import Row
 from spmdtrain.strategies import strategy

@@ -10,6 +10,7 @@ from spmdtrain.plan import planner
 from spmdtrain.plan.advice import Advice
 from spmdtrain.plan.kernels import PlannedKernel
 from spmdtrain.plan.measurement import Measured
+from spmdtrain.plan.planned_collective import PlannedCollective
 from spmdtrain.plan.summary import Buffer
 from spmdtrain.plan.traffic import Traffic
 from spmdtrain.sharding.table import Row
@@ -77,7 +78,7 @@ def plan_as_json(
     return report
 
 
-def _collective(collective: planner.PlannedCollective) -> dict[str, Any]:
+def _collective(collective: PlannedCollective) -> dict[str, Any]:
     seconds = None if math.isnan(collective.seconds) else collective.seconds
     return dataclasses.asdict(collective) | {"seconds": seconds}
 

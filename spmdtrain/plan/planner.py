@@ -21,6 +21,7 @@ from spmdtrain.plan.aot import devices_of, has_compiler
 from spmdtrain.plan.kernels import PlannedKernel, planned_kernels
 from spmdtrain.plan.memory import Memory, state_memory, with_program
 from spmdtrain.plan.notes import kernel_notes, notes_of, used_chips
+from spmdtrain.plan.planned_collective import PlannedCollective, planned_collective
 from spmdtrain.plan.summary import Buffer, CompiledSummary, Rematerialized, summarize_compiled
 from spmdtrain.plan.topologies import Topology, gpu_config
 from spmdtrain.plan.traffic import Traffic, least_sent, traffic_of
@@ -37,44 +38,7 @@ from spmdtrain.train.experiment import Experiment, ExperimentFile
 from spmdtrain.train.trainer import Trainer
 from spmdtrain.tree import path_name
 from spmdtrain.xla.chips import Chip
-from spmdtrain.xla.collectives import Carried, Collective
 from spmdtrain.xla.compile_cache import OFF, processor
-
-
-@dataclass(frozen=True)
-class PlannedCollective:
-    """One collective of the compiled step, with its estimated time.
-
-    Attributes:
-        kind: XLA's name, such as "all-reduce".
-        axes: Mesh axes over which it communicates.
-        group_size: Number of devices in a group; 0 if unknown.
-        bytes: Payload; see `Collective.bytes`.
-        times: Number of executions in a step.
-        overlapped: Whether XLA runs other instructions at the same time.
-        link: Name of the link that it uses, or "unknown".
-        sent: Bytes that each device sends in all its executions in a step, by the name of the
-            topology's link (`TopologyLink`); with an unknown group none.
-        seconds: Minimum time of all its executions in a step; NaN if unknown.
-        direction: Direction of a permute along its axes; see `permute_direction`.
-        op_name: JAX operation that it comes from, or "".
-        line: Source line that it comes from, or "".
-        carries: Its arrays.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    group_size: int
-    bytes: int
-    times: float
-    overlapped: bool
-    link: str
-    seconds: float
-    op_name: str
-    line: str
-    carries: tuple[Carried, ...] = ()
-    sent: dict[str, float] = field(default_factory=dict)
-    direction: int = 0
 
 
 @dataclass(frozen=True)
@@ -214,7 +178,9 @@ def plan(
             summary = summarize_compiled(traced, trainer.mesh, names, target, keep=keep)
             memory = with_program(memory, summary, topology)
         attention = describe_attention(traced.jaxpr.jaxpr, trainer.placement.devices[0].platform)
-        planned = [_planned(each, trainer.placement, topology) for each in summary.collectives]
+        planned = [
+            planned_collective(each, trainer.placement, topology) for each in summary.collectives
+        ]
         is_compiled = bool(summary.traffic)
         kernels = _kernels(topology, flops, summary)
         products = summary.products + sum(each.times * each.flops for each in kernels)
@@ -369,38 +335,6 @@ def _traffic(
 
 
 # -- time ------------------------------------------------------------------------------------------
-
-
-def _planned(collective: Collective, placement: Placement, topology: Topology) -> PlannedCollective:
-    seconds, name, shares = math.nan, "unknown", {}
-    if topology.chip is None:
-        name = "memory"
-        shares = {name: 1.0}
-    elif collective.group:
-        group = [placement.devices[number] for number in collective.group]
-        link = time_model.link_between(collective.kind, group, topology, topology.chip)
-        name, shares = link.name, dict(link.shares)
-        seconds = collective.times * time_model.seconds(
-            collective.kind, collective.bytes, collective.group_size, link
-        )
-    sent = collective.times * time_model.wire_bytes(
-        collective.kind, collective.bytes, collective.group_size
-    )
-    return PlannedCollective(
-        kind=collective.kind,
-        axes=collective.axes,
-        group_size=collective.group_size,
-        bytes=collective.bytes,
-        times=collective.times,
-        overlapped=collective.overlapped,
-        link=name,
-        seconds=seconds,
-        op_name=collective.op_name,
-        line=collective.line,
-        carries=collective.carries,
-        sent={each: share * sent for each, share in shares.items()},
-        direction=time_model.permute_direction(collective.kind, collective.group),
-    )
 
 
 def _kernels(topology: Topology, flops: Flops, summary: CompiledSummary) -> list[PlannedKernel]:

@@ -12,8 +12,7 @@ import pytest
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmdtrain.checkpoints import host_copy
-from spmdtrain.checkpoints.checksums import sums
+from spmdtrain.checkpoints.checksums import host_sum, sums
 from spmdtrain.checkpoints.host_copy import HostCopy, copy_to_host
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.restore import load_state
@@ -56,14 +55,13 @@ def test_a_save_returns_before_the_sums_and_keeps_the_bits_of_its_step(
     spec: PartitionSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overwritten, threads = threading.Event(), set()
-    host_sum = host_copy.host_sum
 
     def late_sum(*arguments: Any) -> int:
         threads.add(threading.current_thread())
         assert overwritten.wait(60)
         return host_sum(*arguments)
 
-    monkeypatch.setattr(host_copy, "host_sum", late_sum)
+    monkeypatch.setattr("spmdtrain.checkpoints.host_copy.host_sum", late_sum)
     state = state_of(spec)
     expected, names = as_numpy(state), sums(vars(state))
     shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
@@ -114,7 +112,7 @@ def test_a_failure_of_the_thread_is_raised_by_the_next_save(
     with contextlib.closing(Checkpoints(epath.Path(tmp_path / "run"), Retention())) as checkpoints:
         checkpoints.save(state, 1, identity, None)
         checkpoints.wait()
-        monkeypatch.setattr(host_copy, "host_sum", fails)
+        monkeypatch.setattr("spmdtrain.checkpoints.host_copy.host_sum", fails)
         checkpoints.save(state, 2, identity, None)
         with pytest.raises(MemoryError, match="no memory for the sums"):
             checkpoints.save(state, 3, identity, None)

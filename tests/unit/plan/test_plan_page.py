@@ -21,7 +21,8 @@ from spmdtrain.plan.page import plan_page
 from spmdtrain.plan.page_drawing import draw_topology
 from spmdtrain.plan.page_links import link_loads
 from spmdtrain.plan.page_time import Part, timeline
-from spmdtrain.plan.planner import Plan, PlannedCollective
+from spmdtrain.plan.planned_collective import PlannedCollective
+from spmdtrain.plan.planner import Plan
 from spmdtrain.plan.summary import Use
 from spmdtrain.plan.time_model import InstructionTimes, Times, topology_links
 from spmdtrain.plan.traffic import Traffic

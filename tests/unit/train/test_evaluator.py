@@ -24,7 +24,8 @@ from spmdtrain import MeshSpec, RunConfig, StorageError, Trainer, UserError
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.distributed import progress
 from spmdtrain.files.run_files import RunFiles, Split, Status, Writer, evaluator_metrics, status_of
-from spmdtrain.train.evaluator import Which, best_and_last, watch
+from spmdtrain.train.evaluator import best_and_last, watch
+from spmdtrain.train.evaluator_options import Which
 
 X = np.linspace(-1, 1, 64, dtype=np.float32)[:, None]
 DATA = (X, 3 * X + 2)
