@@ -221,7 +221,8 @@ def run_of(implementation: Any, **options: Any) -> Any:
 def kernels_in(jaxpr: Any) -> list[str]:
     """The kernels whose results a program uses; JAX leaves unused ones to XLA to remove."""
     found = []
-    used = {x for e in jaxpr.eqns for x in e.invars if isinstance(x, Var)} | {*jaxpr.outvars}
+    read = (*(x for e in jaxpr.eqns for x in e.invars), *jaxpr.outvars)
+    used = {x for x in read if isinstance(x, Var)}
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_call" and used.intersection(equation.outvars):
             found.append(str(equation.params["name"]))
