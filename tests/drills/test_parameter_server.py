@@ -60,6 +60,7 @@ def with_own_module(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_a_run_goes_from_mirrored_to_servers_and_back(tmp_path: Path) -> None:
     """Without staleness it has the losses of a run that is mirrored from beginning to end.
 

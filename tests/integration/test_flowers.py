@@ -312,6 +312,7 @@ def test_interrupted_and_resumed_it_ends_with_the_same_bits(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_fully_sharded_and_from_a_cache_on_disk_the_losses_are_the_same(
     pictures: Path, tmp_path: Path, shallow: None
 ) -> None:

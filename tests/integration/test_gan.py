@@ -44,6 +44,7 @@ def test_both_models_learn_and_resume_with_the_same_bits(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_one_device_and_split_parameters_give_the_same_losses(tmp_path: Path) -> None:
     options = ("--steps", 6, "--log-every", 1)
     expected = trained(tmp_path / "mirrored", *options)

@@ -107,11 +107,12 @@ def test_it_learns_on_eight_devices_from_both_kinds_of_shards(on_eight: Path) ->
 @pytest.mark.parametrize(
     ("devices", "options"),
     [
-        pytest.param(1, (), marks=pytest.mark.nightly),
+        (1, ()),
         (8, ("--strategy", "fully_sharded+tensor_parallel", "--mesh.tensor", 2)),
     ],
     ids=["one device", "tensor_parallel"],
 )
+@pytest.mark.nightly
 def test_one_device_and_other_strategies_have_the_losses_of_eight_devices(
     shards: Path, on_eight: Path, tmp_path: Path, devices: int, options: tuple[object, ...]
 ) -> None:

@@ -135,7 +135,13 @@ MODELS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=[pytest.mark.nightly] * (x == "nnx with explicit axes"))
+        for x in MODELS
+    ],
+)
 def test_annotated_models_are_split_and_have_the_losses_of_one_device(name: str) -> None:
     model, axis_rules = MODELS[name]
     split, losses = trained(model, axis_rules=axis_rules, **SPLIT)

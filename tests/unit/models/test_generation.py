@@ -163,7 +163,9 @@ def test_a_row_is_not_held_back_longer_than_the_row_before_it() -> None:
         pytest.param({"strategy": "one_device"}, marks=pytest.mark.nightly),
         pytest.param({"strategy": "mirrored"}, marks=pytest.mark.nightly),
         {"strategy": "fully_sharded"},
-        {"strategy": "tensor_parallel", "mesh": {"tensor": 2}},
+        pytest.param(
+            {"strategy": "tensor_parallel", "mesh": {"tensor": 2}}, marks=pytest.mark.nightly
+        ),
     ],
     ids=lambda options: options["strategy"],
 )

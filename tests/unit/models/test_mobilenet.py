@@ -199,7 +199,9 @@ def test_in_bfloat16_the_statistics_are_float32_and_the_products_are_not(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["default", "mirrored"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("default", marks=pytest.mark.nightly), "mirrored"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_statistics_of_values_far_from_0_keep_their_digits(
     monkeypatch: pytest.MonkeyPatch, dtype: str, strategy: str
@@ -229,6 +231,7 @@ def test_a_batch_that_does_not_divide_has_the_same_statistics() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_mean_and_variance_of_a_layer_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mobilenet, "STAGES", SHALLOW)
     batch = {"x": np.zeros((8, 8, 8, 3), np.float32), "label": np.zeros(8, np.int32)}

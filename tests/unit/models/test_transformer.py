@@ -302,16 +302,16 @@ SMALLEST = "norm"
     ("strategy", "mesh", "axes", "axes_of_optimizer"),
     [
         ("zero+tensor_parallel", MeshSpec(data=4, tensor=2), "tensor", "data tensor"),
-        pytest.param(
+        (
             "hybrid+fully_sharded+tensor_parallel",
             MeshSpec(replica=2, fsdp=2, tensor=2),
             "fsdp tensor",
             "fsdp tensor",
-            marks=pytest.mark.nightly,
         ),
     ],
     ids=lambda x: x if isinstance(x, str) and x else None,
 )
+@pytest.mark.nightly
 def test_it_learns_the_same_under_strategies_and_their_products(
     strategy: str, mesh: MeshSpec | None, axes: str, axes_of_optimizer: str
 ) -> None:

@@ -64,6 +64,7 @@ def record(losses: list[float], event: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_annotations_split_over_fsdp_and_tensor_with_the_losses_of_one_device() -> None:
     found: dict[str, list[float]] = {"fully_sharded": [], "one_device": []}
     for strategy, losses in found.items():

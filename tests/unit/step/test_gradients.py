@@ -489,7 +489,10 @@ PROGRAMS: dict[str, tuple[Any, dict[str, tuple[int, int]]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[pytest.mark.nightly] * (x == "unmarked")) for x in PROGRAMS],
+)
 def test_a_policy_computes_again_what_it_says_and_changes_no_number(name: str) -> None:
     model, programs = PROGRAMS[name]
     shapes = jax.eval_shape(lambda: (X, Y))
