@@ -3,7 +3,7 @@
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +43,18 @@ def planned(config: Path, *options: object) -> dict[str, Any]:
     return plan_as_json(planner.plan(command.experiment, command.config, topology))
 
 
-def advised(config: Path, *options: object) -> list[Advice]:
-    """Returns the advice for a plan."""
+def advised(
+    config: Path, *options: object, change: Callable[[planner.Plan], planner.Plan] | None = None
+) -> list[Advice]:
+    """Returns the advice for a plan; `change` alters the plans with the advised options."""
     arguments = ["--config", str(config), *map(str, options)]
     command = command_line.parse_command_line(arguments, Options)
     topology = topologies.parse(command.options.topology)
 
     def again(more: Sequence[str]) -> planner.Plan:
         other = command_line.parse_command_line([*arguments, *more], Options).config
-        return planner.plan(command.experiment, other, topology)
+        found = planner.plan(command.experiment, other, topology)
+        return found if change is None else change(found)
 
     plan = planner.plan(command.experiment, command.config, topology)
     return advise(plan, command.config, topology, again)

@@ -252,7 +252,9 @@ def _reduced_twice(plan: Plan, config: RunConfig) -> Iterator[_Finding]:
             f"the gradient of {', '.join(repeated[:3])}{more} is reduced {times:.2g} times in a "
             f"step: {why}",
             tries,
-            lambda now, other: other.traffic.bytes < 0.98 * now.traffic.bytes,
+            lambda now, other: (
+                other.traffic.bytes < 0.98 * now.traffic.bytes and not _is_faster(other, now)
+            ),
         )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from spmdtrain.plan import changes
 from spmdtrain.plan.command import Options
 from spmdtrain.plan.compiler_log import CompilerLog, kept_log
 from spmdtrain.plan.peak_memory import Live, read_dump
+from spmdtrain.plan.planner import Plan
 from spmdtrain.plan.summary import Use
 from spmdtrain.train import command_line
 
@@ -160,6 +162,16 @@ def test_an_embedding_that_is_used_twice_is_reduced_twice_and_how_to_fix_it(text
     assert saved == pytest.approx(2 * 7 / 8 * 4 * rows * width, rel=0.01)
     untied = advised(GPT, *options, "--no-tied", *where)
     assert not any("reduced" in other.finding for other in untied)
+
+    def slower(plan: Plan) -> Plan:
+        assert plan.times is not None
+        times = replace(plan.times, waiting=plan.times.waiting + 1)
+        return replace(plan, times=times)
+
+    (one,) = advised(GPT, *options, *where, change=slower)
+    assert one.options == "" and one.tried == (
+        "--collectives.reduction all_reduce: no improvement",
+    )
 
 
 @pytest.mark.slow
