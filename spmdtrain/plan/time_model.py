@@ -314,7 +314,7 @@ class Times:
 
     @property
     def sources(self) -> dict[str, TimeSource]:
-        """What each part of the estimate follows from."""
+        """The source of each part of the estimate."""
         sources = {
             "compute": TimeSource.PEAK,
             "memory": TimeSource.PEAK,

@@ -36,7 +36,7 @@ CONVENTION = (
     "of tokens count, also masked ones; recomputation and the optimizer do not count (PaLM, "
     "arXiv 2204.02311, appendix B)"
 )
-"""What `model_flops` counts."""
+"""The rules by which `model_flops` counts."""
 SHORT_CONVENTION = "causal attention in full"
 """`CONVENTION` in a few words."""
 # Primitives whose products are not in the jaxpr.
