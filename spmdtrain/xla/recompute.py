@@ -1,9 +1,9 @@
 """Values that a branch computes again, instead of receiving them.
 
-A value that is needed outside of a branch too has to be kept in memory for it, which takes a pass
-over the memory in each execution, also in those that skip the branch. And XLA then compiles the
-code outside differently, which changes last bits. So a branch had better compute cheap values
-again, from arrays that are in memory anyway.
+If a branch uses a value that is also needed outside of it, XLA writes the value to memory in each
+execution, also in those that skip the branch, and compiles the code outside differently, which
+changes last bits. Therefore a branch computes cheap values again, from arrays that are in memory
+anyway.
 """
 
 from collections.abc import Callable
