@@ -7,9 +7,10 @@ LOCK ?=
 
 VENV = .venv
 RUN = $(VENV)/bin/python -m
-# For two cores: many tests wait for processes, so there are four workers. An idle worker takes over
-# tests of another.
-SHARED = --numprocesses 4 --dist worksteal --durations 20
+# For two cores: many tests wait for processes, so there are four workers, and five for the drills,
+# which wait most. An idle worker takes over tests of another.
+SHARED = --dist worksteal --durations 20
+WORKERS = --numprocesses 4
 # Stamps, written after a completed installation: for training alone, and for everything.
 TRAIN = $(VENV)/.ready-train
 READY = $(VENV)/.ready
@@ -32,16 +33,16 @@ train: $(TRAIN) ## train the default experiment; ARGS are its options
 test: lint unit ## lint, types, unit tests, and a quick test of each invariant
 
 unit: $(READY) ## the tests of `make test`, without lint and types
-	$(RUN) pytest tests/unit $(SHARED) -m 'not slow and not drill and not nightly'
+	$(RUN) pytest tests/unit $(WORKERS) $(SHARED) -m 'not slow and not drill and not nightly'
 
 integration: $(READY) ## the shipped experiments and commands, and slow unit tests
-	$(RUN) pytest $(SHARED) -m 'slow and not drill and not nightly'
+	$(RUN) pytest $(WORKERS) $(SHARED) -m 'slow and not drill and not nightly'
 
 drill: $(READY) ## several processes, killed, stopped and restarted
-	$(RUN) pytest $(SHARED) -m 'drill and not nightly'
+	$(RUN) pytest --numprocesses 5 $(SHARED) -m 'drill and not nightly'
 
 nightly: $(READY) ## further cases and longer runs of what the other tests show
-	$(RUN) pytest $(SHARED) -m nightly
+	$(RUN) pytest $(WORKERS) $(SHARED) -m nightly
 
 docs: $(READY) ## the site of the documentation, in build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build

@@ -27,6 +27,16 @@ settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("busy")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skips files without a test of the selected mark: to import them all takes a worker 10 s."""
+    mark = config.option.markexpr.partition(" ")[0]
+    if collection_path.name.startswith("test_") and mark in ("slow", "drill", "nightly"):
+        marks = [MARKS[name].name for name in MARKS if TESTS / name in collection_path.parents]
+        if mark not in marks and f"mark.{mark}" not in collection_path.read_text():
+            return True
+    return None
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Marks a test by its folder."""
     folder = item.path.relative_to(TESTS).parts[0]

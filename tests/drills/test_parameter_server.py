@@ -231,7 +231,7 @@ def is_there(name: str, lines: Lines) -> bool:
 def test_a_job_survives_its_server_and_its_chief_and_ends_with_its_launcher(
     tmp_path: Path,
 ) -> None:
-    options = ("--steps", 1_000_000, "--checkpoint-every-steps", 50, "--eval-every-steps", 1000)
+    options = ("--steps", 1_000_000, "--checkpoint-every-steps", 20, "--eval-every-steps", 1000)
     with training(tmp_path, *options, workers=1) as (process, lines):
 
         def until_resumed(times: int) -> int:
@@ -240,20 +240,20 @@ def test_a_job_survives_its_server_and_its_chief_and_ends_with_its_launcher(
             until(lambda: len(re.findall(pattern, text_of(list(lines)))) == times, lines)
             return int(re.findall(pattern, text_of(list(lines)))[-1])
 
-        until(lambda: made(lines) >= 150, lines)  # a save begins after the one before has ended
+        until(lambda: made(lines) >= 60, lines)  # a save begins after the one before has ended
         send(signal.SIGKILL, "ps 1", "ray::ServerActor")
         first, at = until_resumed(1), len(lines)
-        assert first >= 50 and first % 50 == 0, text_of(lines)
+        assert first >= 20 and first % 20 == 0, text_of(lines)
         output = text_of(list(lines))
         assert "restart 1 of 3" in output
         assert "a parameter server is lost, and its part of the state with it" in output
 
-        until(lambda: made(lines[at:]) >= first + 150, lines)
+        until(lambda: made(lines[at:]) >= first + 60, lines)
         send(signal.SIGKILL, "chief", "spmdtrain.run")
         second, at = until_resumed(2), len(lines)
-        assert second >= first + 50 and second % 50 == 0, text_of(lines)
+        assert second >= first + 20 and second % 20 == 0, text_of(lines)
 
-        until(lambda: made(lines[at:]) >= second + 50, lines)
+        until(lambda: made(lines[at:]) >= second + 20, lines)
         tasks = training_tasks(2, 2)
         assert all(of_task(name) for name in tasks)
         process.kill()
@@ -261,7 +261,7 @@ def test_a_job_survives_its_server_and_its_chief_and_ends_with_its_launcher(
         # Ray's own agents notice some seconds later that what they served is gone.
         until(lambda: not any(of_task(name) for name in tasks), lines)
     steps = list(losses(tmp_path))
-    assert steps == [1, *range(10, steps[-1] + 1, 10)] and steps[-1] >= second + 50
+    assert steps == [1, *range(10, steps[-1] + 1, 10)] and steps[-1] >= second + 20
 
 
 @pytest.mark.nightly

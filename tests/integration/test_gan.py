@@ -55,6 +55,7 @@ def test_one_device_and_split_parameters_give_the_same_losses(tmp_path: Path) ->
 
 
 @pytest.mark.drill
+@pytest.mark.nightly
 def test_two_processes_give_the_same_losses(tmp_path: Path) -> None:
     expected = trained(tmp_path / "one", "--steps", 20)
     options = (*SHRUNK[2:], "--eval-every-steps", 10, "--steps", 20)

@@ -300,7 +300,7 @@ def test_a_prompt_of_other_characters_is_refused_and_says_which() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "other", [None, pytest.param(8, marks=pytest.mark.drill)], ids=["on one", "on eight"]
+    "other", [None, pytest.param(8, marks=pytest.mark.nightly)], ids=["on one", "on eight"]
 )
 def test_it_learns_on_eight_devices_and_writes_the_same_on_one(
     text: Path, tmp_path: Path, other: int | None

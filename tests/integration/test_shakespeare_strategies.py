@@ -156,13 +156,8 @@ IN_PROCESSES = [row for row in accepted("processes") if row.name in TOPOLOGIES]
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(row, id=row.name, marks=[pytest.mark.nightly] * ("hybrid" in row.name))
-        for row in IN_PROCESSES
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("row", IN_PROCESSES, ids=lambda row: row.name)
 def test_processes_from_a_common_state(
     row: Row,
     options: Sequence[str],

@@ -200,7 +200,7 @@ def metrics_of(workdir: Path, split: str) -> dict[str, float]:
 RESUMED_BY_PROCESSES = ("zero", "tensor_parallel", "central_storage")
 # Further combinations of what these and the others in this list place.
 NIGHTLY = (
-    *("fully_sharded", "hybrid", "hybrid+zero", "hybrid+fully_sharded"),
+    *("tensor_parallel", "fully_sharded", "hybrid", "hybrid+zero", "hybrid+fully_sharded"),
     *("central_storage", "central_storage+fully_sharded"),
 )
 

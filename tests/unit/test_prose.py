@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,7 @@ def test_one_thing_has_one_word() -> None:
 def test_a_docstring_begins_with_a_noun_phrase_or_a_verb(path: Path) -> None:
     """A module and a class name a thing; a function says what it does."""
     questions = ("What ", "Whether ", "How ", "Who ", "Where ", "Which ", "When ")
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             summary = ast.get_docstring(node) or ""
             name = getattr(node, "name", path.name)
@@ -101,9 +102,14 @@ def test_a_docstring_begins_with_a_noun_phrase_or_a_verb(path: Path) -> None:
 # A docstring of one line may do where name and signature say the rest (Google's style guide), but
 # not in the public API. Ruff's DOC rules hold Returns, Yields and Raises of longer docstrings.
 
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
 SECTION = re.compile(r"(Args|Returns|Yields|Raises|Attributes|Example|Examples|Note):+")
 NO_RESULT = ("None", "Iterator[None]", "Generator[None]", "NoReturn", "Never")
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """Parses a file once, and not while tests are collected, which each worker does."""
+    return ast.parse(path.read_text())
 
 
 def file_of(module: str) -> Path:
@@ -129,17 +135,17 @@ def public_api() -> set[tuple[Path, str]]:
     left = [(file_of(home), name) for name, home in spmdtrain._HOMES.items()]
     for path in FILES:
         if path.parent.name in ("testing", "models"):
-            left += [(path, name) for name, _ in definitions(TREES[path]) if name[0] != "_"]
+            left += [(path, name) for name, _ in definitions(tree_of(path)) if name[0] != "_"]
     api = set()
     while left:
         path, name = left.pop()
-        node = dict(definitions(TREES[path])).get(name)
+        node = dict(definitions(tree_of(path))).get(name)
         if node is None or (path, name) in api:  # a constant has no docstring
             continue
         api.add((path, name))
         bases = {ast.unparse(b).split("[")[0] for b in getattr(node, "bases", ())}
         left += [(path, base) for base in bases]
-        for imported in ast.walk(TREES[path]):
+        for imported in ast.walk(tree_of(path)):
             if isinstance(imported, ast.ImportFrom) and imported.module is not None:
                 package, _, module = imported.module.partition(".")
                 if package == "spmdtrain" and module:
@@ -152,7 +158,7 @@ API = public_api()
 ABSTRACT = {"tree_flatten", "tree_unflatten"} | {
     method.name
     for path, name in API
-    for of, node in definitions(TREES[path])
+    for of, node in definitions(tree_of(path))
     if of == name
     for method in node.body
     if isinstance(method, ast.FunctionDef)
@@ -269,9 +275,9 @@ def f(a: int, *b: int, c: int = 0, **d: int) -> int:
 def test_docstrings_describe_parameters_and_the_public_api_everything(path: Path) -> None:
     found = []
     classes = {
-        name: node for name, node in definitions(TREES[path]) if isinstance(node, ast.ClassDef)
+        name: node for name, node in definitions(tree_of(path)) if isinstance(node, ast.ClassDef)
     }
-    for name, node in definitions(TREES[path]):
+    for name, node in definitions(tree_of(path)):
         owner, _, own_name = name.rpartition(".")
         of_api = (path, owner or name) in API
         where = f"{path.relative_to(PACKAGE.parent)}:{node.lineno} {name}"

@@ -26,14 +26,14 @@ from spmdtrain.step.flops import count_flops
 from spmdtrain.terminal import Terminal
 
 ROWS, TOKENS, WIDTH, HEAD, VOCABULARY = 8, 5, 16, 40, 37
-KEYS = jax.random.split(jax.random.key(0), 5)
-ARRAYS = {
-    "hidden": jax.random.normal(KEYS[0], (ROWS, TOKENS, WIDTH)),
-    "head": jax.random.normal(KEYS[1], (HEAD, WIDTH)),
-    "bias": jax.random.normal(KEYS[2], (HEAD,)),
+GENERATOR = np.random.default_rng(0)
+ARRAYS: dict[str, Any] = {
+    "hidden": GENERATOR.normal(size=(ROWS, TOKENS, WIDTH)).astype(np.float32),
+    "head": GENERATOR.normal(size=(HEAD, WIDTH)).astype(np.float32),
+    "bias": GENERATOR.normal(size=HEAD).astype(np.float32),
 }
-TARGETS = jax.random.randint(KEYS[3], (ROWS, TOKENS), 0, VOCABULARY)
-WEIGHTS = jax.random.uniform(KEYS[4], (ROWS, TOKENS))
+TARGETS = GENERATOR.integers(0, VOCABULARY, (ROWS, TOKENS))
+WEIGHTS = GENERATOR.uniform(size=(ROWS, TOKENS)).astype(np.float32)
 OPTIONS: dict[str, Any] = {"vocabulary": VOCABULARY, "z_loss": 1e-2, "soft_cap": 5.0}
 
 
