@@ -1,0 +1,185 @@
+"""Attention over a sequence whose tokens are split over the mesh axis "context"."""
+
+import math
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from spmdtrain.errors import UserError
+from spmdtrain.kernels.attention_blocks import Pattern, Tokens, attend, attend_backward
+from spmdtrain.kernels.over_devices import LocalAttention, attention_over_devices
+from spmdtrain.kernels.ring_attention import make_ring, ring_attention
+from spmdtrain.sharding.placement import CurrentMesh
+
+PyTree = Any
+ContextMethod = Literal["ring", "gather", "ulysses"]
+CONTEXT = "context"
+"""The mesh axis that splits the tokens."""
+
+
+def context_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | None,
+    *,
+    method: ContextMethod,
+    pattern: Pattern,
+    over: CurrentMesh,
+    name: str,
+    whole: LocalAttention,
+) -> jax.Array:
+    """Returns what the tokens mix, (B, T, heads, head width), split over "context".
+
+    Args:
+      query: (B, T, heads, head width).
+      key: (B, T, key-value heads, head width), as `value`.
+      value: The values.
+      segments: int (B, T), each token's document, or None.
+      method: "ring": keys and values go around the devices. "gather": each device gathers those of
+        all tokens. "ulysses": each device gathers all tokens of some of the heads.
+      pattern: The pairs of tokens that attend to each other.
+      over: The mesh.
+      name: Name of the output for `jax.checkpoint` policies.
+      whole: Attention of whole sequences on one device, for "ulysses".
+
+    Raises:
+      UserError: If the tokens, or the heads with "ulysses", do not divide.
+    """
+    size, tokens = over.sizes[CONTEXT], query.shape[1]
+    if key.shape[1] != tokens:
+        raise UserError(
+            f"attention: {tokens} queries and {key.shape[1]} keys: over mesh.context={size} a "
+            "sequence must attend to itself"
+        )
+    if tokens % (2 * size):
+        raise UserError(
+            f"attention: {tokens} tokens do not divide over mesh.context={size}: their number must "
+            f"be a multiple of {2 * size}"
+        )
+    local: LocalAttention
+    if method == "ring":
+        ring = make_ring(CONTEXT, size, tokens, pattern, name)
+        local = partial(ring_attention, ring=ring)
+    elif method == "gather":
+        local = partial(_gather, pattern=pattern, name=name)
+    else:
+        heads = query.shape[2] // over.parts("tensor")
+        if heads % size:
+            raise UserError(
+                f"context.method ulysses: {heads} heads on each device do not divide over "
+                f"mesh.context={size}: use ring, which does not split the heads"
+            )
+        local = partial(_ulysses, whole=whole, size=size)
+    return attention_over_devices(local, query, key, value, segments, over, tokens=CONTEXT)
+
+
+def _all(x: PyTree) -> PyTree:
+    """Returns the arrays (B, T, ...) of all tokens."""
+    return jax.tree.map(lambda x: jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True), x)
+
+
+# -- all to all ------------------------------------------------------------------------------------
+
+
+def _ulysses(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | None,
+    *,
+    whole: LocalAttention,
+    size: int,
+) -> jax.Array:
+    """Exchanges tokens for heads and back (Jacobs et al. 2023, arXiv:2309.14509)."""
+    heads = key.shape[2]
+    copies = math.lcm(heads, size) // heads  # of key-value heads that several devices need
+    key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
+    query, key, value = (
+        jax.lax.all_to_all(x, CONTEXT, split_axis=2, concat_axis=1, tiled=True)
+        for x in (query, key, value)
+    )
+    mixed = whole(query, key, value, _all(segments))
+    return jax.lax.all_to_all(mixed, CONTEXT, split_axis=1, concat_axis=2, tiled=True)
+
+
+# -- gathered keys and values ----------------------------------------------------------------------
+
+
+def _gather(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | None,
+    *,
+    pattern: Pattern,
+    name: str,
+) -> jax.Array:
+    return _mix(query, key, value, segments, pattern, name)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _mix(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | None,
+    pattern: Pattern,
+    name: str,
+) -> jax.Array:
+    return _mix_forward(query, key, value, segments, pattern, name)[0]
+
+
+def _places(query: jax.Array, segments: jax.Array | None) -> tuple[Tokens, Tokens]:
+    """Returns the places of this device's tokens and of all tokens."""
+    length = query.shape[1]
+    start = jax.lax.axis_index(CONTEXT) * length
+    everywhere = jnp.arange(length * jax.lax.axis_size(CONTEXT))
+    return Tokens(start + jnp.arange(length), segments), Tokens(everywhere, _all(segments))
+
+
+def _attends_to_all(pattern: Pattern) -> bool:
+    return not pattern.causal and pattern.window is None
+
+
+def _mix_forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | None,
+    pattern: Pattern,
+    name: str,
+) -> tuple[jax.Array, PyTree]:
+    places = _places(query, segments)
+    every = _attends_to_all(pattern)
+    mixed = attend(query, *_all((key, value)), *places, pattern, every=every)
+    values = checkpoint_name(mixed.values.astype(query.dtype), name)
+    total = checkpoint_name(mixed.total, name)
+    return values, (query, key, value, segments, values, total)
+
+
+def _mix_backward(pattern: Pattern, name: str, residuals: PyTree, gradient: jax.Array) -> PyTree:
+    del name
+    # Keys and values are gathered again, so that none of another device is kept meanwhile.
+    query, key, value, segments, values, total = residuals
+    d_query, *others = attend_backward(
+        query,
+        *_all((key, value)),
+        *_places(query, segments),
+        pattern,
+        every=_attends_to_all(pattern),
+        total=total,
+        gradient=gradient,
+        inner=(values.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1),
+    )
+    d_key, d_value = (
+        jax.lax.psum_scatter(x, CONTEXT, scatter_dimension=1, tiled=True).astype(key.dtype)
+        for x in others
+    )
+    return d_query.astype(query.dtype), d_key, d_value, None
+
+
+_mix.defvjp(_mix_forward, _mix_backward)

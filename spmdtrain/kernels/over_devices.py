@@ -1,0 +1,58 @@
+"""Attention on each device's part of a batch, of the tokens and of the heads."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from spmdtrain.sharding.mesh import BATCH_AXES
+from spmdtrain.sharding.placement import CurrentMesh
+
+LocalAttention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
+
+
+def attention_over_devices(
+    local: LocalAttention,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | None,
+    over: CurrentMesh,
+    *,
+    tokens: str | None = None,
+) -> jax.Array:
+    """Returns what the heads mix, (B, T, heads, head width): each device computes its part.
+
+    The batch is split over the batch axes and the heads over "tensor". What does not divide over
+    the devices is computed by each of them.
+
+    Args:
+      local: Maps a device's parts of the arrays to its part of the result.
+      query: (B, T, heads, head width).
+      key: (B, S, key-value heads, head width), as `value`.
+      value: The values.
+      segments: int (B, T), each token's document, or None.
+      over: The mesh that the arrays are split over.
+      tokens: The axis that splits the tokens, whose number it divides; None for whole sequences.
+    """
+    if not over.free:
+        return local(query, key, value, segments)
+    parts = over.parts("tensor")
+    if parts % key.shape[2] == 0 and query.shape[2] % parts == 0:
+        # Each device has query heads of a single key-value head, which several devices share.
+        key, value = (jnp.repeat(x, parts // x.shape[2], axis=2) for x in (key, value))
+    axes = tuple(axis for axis in BATCH_AXES if axis in over.free)
+    rows = axes if axes and len(query) % over.parts(*axes) == 0 else None
+    heads = "tensor" if parts > 1 and key.shape[2] % parts == 0 else None
+    split = PartitionSpec(rows, tokens, heads, None)
+    # Without the check of varying axes, which kernels do not support.
+    mapped = jax.shard_map(
+        local,
+        mesh=over.mesh,
+        in_specs=(split, split, split, PartitionSpec(rows, tokens)),
+        out_specs=split,
+        axis_names=set(over.free),
+        check_vma=False,
+    )
+    return mapped(query, key, value, segments)
