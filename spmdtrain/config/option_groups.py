@@ -13,6 +13,9 @@ from spmdtrain.errors import UserError
 from spmdtrain.strategies import AXES
 
 
+ContextMethod = Literal["ring", "gather", "ulysses"]
+
+
 class OptionGroup:
     """Options that are one field of `RunConfig`. A group checks its own values."""
 
@@ -37,6 +40,9 @@ class MeshSpec(OptionGroup):
     fsdp: int | None = None
     """Number of devices along the axis that splits the batch and can shard the state; -1 takes the
     remaining devices."""
+    context: int | None = None
+    """Number of devices along the axis that splits the tokens of each sequence; -1 takes the
+    remaining devices."""
     tensor: int | None = None
     """Number of devices along the axis that can shard single tensors; -1 takes the remaining
     devices."""
@@ -54,6 +60,20 @@ class MeshSpec(OptionGroup):
                 raise UserError(
                     f"mesh.{axis} is {size}: it must be 1 or more, or -1 for the remaining devices"
                 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextOptions(OptionGroup):
+    """Attention over tokens that are split over mesh.context."""
+
+    method: ContextMethod | None = None
+    """ring: keys and values go around the devices, while products with those of the device before
+    are computed. gather: each device gathers the keys and values of all tokens. ulysses: each
+    device gathers all tokens of some of the heads. None means the method that waits least
+    for other devices, by the sizes and the peak rates of the devices."""
+
+    def check(self) -> None:
+        check_values(self, ContextOptions, "context.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from spmdtrain.config.checks import check_compute_dtype, check_run, check_values
 from spmdtrain.config.option_groups import (
     CollectiveOptions,
+    ContextOptions,
     MeshSpec,
     ParameterServerOptions,
     ShardingOptions,
@@ -101,6 +102,7 @@ class RunConfig:
     """Placement of the model: default, one_device, mirrored, zero, fully_sharded, tensor_parallel,
     central_storage, hybrid or parameter_server. Join several by + (hybrid+zero)."""
     sharding: ShardingOptions = ShardingOptions()
+    context: ContextOptions = ContextOptions()
     collectives: CollectiveOptions = CollectiveOptions()
     servers: ParameterServerOptions = ParameterServerOptions()
     microbatches: int = 1

@@ -1,20 +1,32 @@
 """Attention within a sequence, by the fastest implementation of the device."""
 
 import re
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from spmdtrain.config.option_groups import ContextMethod
 from spmdtrain.errors import UserError
+from spmdtrain.kernels.attention_blocks import Pattern
 from spmdtrain.kernels.attention_choice import (
     AttentionCase,
     Implementation,
     choose_implementation,
 )
+from spmdtrain.kernels.context_attention import (
+    CONTEXT,
+    choose_context_method,
+    context_attention,
+)
 from spmdtrain.kernels.reference import uses_reference
-from spmdtrain.sharding.placement import current_device, current_mesh
+from spmdtrain.sharding.placement import (
+    Placement,
+    current_context_method,
+    current_device,
+    current_mesh,
+)
 from spmdtrain.xla.jaxpr import equations
 
 ATTENTION = "attention"
@@ -75,6 +87,27 @@ def attention(
     chosen: Implementation = "xla"
     if not uses_reference():
         chosen = choose_implementation(device, case, implementation, knows_mesh=mesh is not None)
+        if mesh is not None and mesh.parts(CONTEXT) > 1:
+            method = current_context_method()
+            method = method or choose_context_method(device, query, key, window, mesh)
+            scale = query.shape[3] ** -0.5 if scale is None else scale
+
+            def whole(*arrays: jax.Array, segments: jax.Array | None) -> jax.Array:
+                options: Any = {"causal": causal, "window": window, "scale": scale}
+                return attention(*arrays, segments=segments, implementation=implementation, **options)
+
+            with jax.named_scope(f"{ATTENTION}_{method}"):
+                return context_attention(
+                    query,
+                    key,
+                    value,
+                    segments,
+                    method=method,
+                    pattern=Pattern(causal, window, scale),
+                    over=mesh,
+                    name=ATTENTION,
+                    whole=whole,
+                )
     with jax.named_scope(f"{ATTENTION}_{chosen}"):
         if chosen == "splash":
             assert mesh is not None
@@ -131,10 +164,36 @@ def describe_attention(jaxpr: Any, platform: str) -> str:
       jaxpr: The open jaxpr of the program.
       platform: The platform of the devices.
     """
+    found = _implementations(jaxpr)
+    methods = found & {*get_args(ContextMethod)}
+    listed = ", ".join(sorted(methods or (found if platform != "cpu" else ())))
+    return f"attention: {listed}" if listed else ""
+
+
+def check_context_used(jaxpr: Any, placement: Placement) -> None:
+    """Checks that a program uses the mesh axis "context", whose devices would else repeat work.
+
+    Args:
+      jaxpr: The open jaxpr of the program.
+      placement: The strategy and its mesh.
+
+    Raises:
+      UserError: If the axis has several devices, and the program has no attention over it.
+    """
+    size = placement.size(CONTEXT)
+    if size > 1 and not _implementations(jaxpr) & {*get_args(ContextMethod)}:
+        raise UserError(
+            f"mesh axis context={size} is not used: the model does not call spmdtrain.attention, "
+            "which computes over it, so its devices would repeat each other's work. Call it in "
+            "place of jax.nn.dot_product_attention, or remove mesh.context"
+        )
+
+
+def _implementations(jaxpr: Any) -> set[str]:
+    """Returns the names of implementations and methods in a program."""
     stacks = {equation.source_info.name_stack for equation in equations(jaxpr)}
     of_each = (re.findall(rf"\b{ATTENTION}_(\w+)", str(stack)) for stack in stacks)
-    found = sorted({name for names in of_each for name in names})
-    return f"attention: {', '.join(found)}" if found and platform != "cpu" else ""
+    return {name for names in of_each for name in names}
 
 
 def _check_arguments(

@@ -1,23 +1,57 @@
 """Attention over a sequence whose tokens are split over the mesh axis "context"."""
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from spmdtrain.config.option_groups import ContextMethod
 from spmdtrain.errors import UserError
 from spmdtrain.kernels.attention_blocks import Pattern, Tokens, attend, attend_backward
 from spmdtrain.kernels.over_devices import LocalAttention, attention_over_devices
 from spmdtrain.kernels.ring_attention import make_ring, ring_attention
 from spmdtrain.sharding.placement import CurrentMesh
+from spmdtrain.xla.chips import chip_of
 
 PyTree = Any
-ContextMethod = Literal["ring", "gather", "ulysses"]
 CONTEXT = "context"
 """The mesh axis that splits the tokens."""
+
+
+def choose_context_method(
+    device: Any, query: jax.Array, key: jax.Array, window: int | None, over: CurrentMesh
+) -> ContextMethod:
+    """Returns the method that waits least for other devices, by peak rates.
+
+    A ring sends the keys and values of a device in the time of the products with them, if a device
+    has enough tokens; with a window it has few turns. "ulysses" waits for all that it sends, but
+    that is less than what the ring waits for if a device has few tokens.
+
+    Args:
+      device: One of the devices.
+      query: (B, T, heads, head width).
+      key: (B, T, key-value heads, head width).
+      window: Number of tokens of the local window, or None.
+      over: The mesh.
+    """
+    size, tensor, chip = over.sizes[CONTEXT], over.parts("tensor"), chip_of(device.device_kind)
+    if window is not None or chip is None or chip.name == "cpu":
+        return "ring"
+    tokens = query.shape[1] // size
+    width = query.shape[3] * query.dtype.itemsize
+    heads, kv_heads = query.shape[2] // tensor, max(1, key.shape[2] // tensor)
+    if heads % size:
+        return "ring"
+    # Seconds for one row of the batch. Half of the products of a causal ring are not computed.
+    products = 2 * tokens**2 * heads * query.shape[3] / chip.flops
+    turn = 2 * tokens * kv_heads * width / chip.link
+    ring = (size - 1) * max(0.0, turn - products)
+    exchanged = 2 * tokens * (heads + max(kv_heads, size)) * width * (size - 1) / size
+    return "ring" if ring <= exchanged / chip.link else "ulysses"
 
 
 def context_attention(
@@ -30,7 +64,7 @@ def context_attention(
     pattern: Pattern,
     over: CurrentMesh,
     name: str,
-    whole: LocalAttention,
+    whole: Callable[..., jax.Array],
 ) -> jax.Array:
     """Returns what the tokens mix, (B, T, heads, head width), split over "context".
 
@@ -44,7 +78,8 @@ def context_attention(
       pattern: The pairs of tokens that attend to each other.
       over: The mesh.
       name: Name of the output for `jax.checkpoint` policies.
-      whole: Attention of whole sequences on one device, for "ulysses".
+      whole: Maps (query, key, value, segments=...) of whole sequences on one device to what the
+        tokens mix, for "ulysses".
 
     Raises:
       UserError: If the tokens, or the heads with "ulysses", do not divide.
@@ -91,7 +126,7 @@ def _ulysses(
     value: jax.Array,
     segments: jax.Array | None,
     *,
-    whole: LocalAttention,
+    whole: Callable[..., jax.Array],
     size: int,
 ) -> jax.Array:
     """Exchanges tokens for heads and back (Jacobs et al. 2023, arXiv:2309.14509)."""
@@ -102,7 +137,7 @@ def _ulysses(
         jax.lax.all_to_all(x, CONTEXT, split_axis=2, concat_axis=1, tiled=True)
         for x in (query, key, value)
     )
-    mixed = whole(query, key, value, _all(segments))
+    mixed = whole(query, key, value, segments=_all(segments))
     return jax.lax.all_to_all(mixed, CONTEXT, split_axis=1, concat_axis=2, tiled=True)
 
 

@@ -35,14 +35,14 @@ def embed_tokens(embedding: jax.Array, tokens: jax.Array, vocabulary: int) -> ja
 
 
 def token_logits(x: jax.Array, head: jax.Array) -> jax.Array:
-    """Returns the logits of the next tokens, f32 (B, T, rows), split over "tensor".
+    """Returns the logits of the next tokens, f32 (B, T, rows), split over "context" and "tensor".
 
     Args:
       x: (B, T, width).
       head: (rows, width).
     """
     logits = jnp.einsum("btd,vd->btv", x, head, preferred_element_type=jnp.float32)
-    return constrain_sharding(logits, "batch", None, "tensor")
+    return constrain_sharding(logits, "batch", "context", "tensor")
 
 
 def check_length(length: int, context: int) -> None:

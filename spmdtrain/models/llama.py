@@ -287,7 +287,7 @@ class Llama(StackedDecoder):
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
         x = embed_tokens(self.embedding[...], tokens, self.config.vocabulary)
-        return constrain_sharding(x, "batch", None, None)
+        return constrain_sharding(x, "batch", "context", None)
 
     def _rotation(self, positions: int | jax.Array) -> Rotation:
         return rotation(positions, jnp.asarray(self.config.speeds))
@@ -299,7 +299,7 @@ class Llama(StackedDecoder):
         x = rms_norm(x, weights["norm"], self.config.epsilon)
         query, key, value = (
             constrain_sharding(
-                jnp.einsum("btd,dnh->btnh", x, weights[name]), "batch", None, "tensor", None
+                jnp.einsum("btd,dnh->btnh", x, weights[name]), "batch", "context", "tensor", None
             )
             for name in ("query", "key", "value")
         )
@@ -315,14 +315,14 @@ class Llama(StackedDecoder):
           x: (B, T, width), its input.
           mixed: (B, T, heads, head width), from its attention.
         """
-        mixed = constrain_sharding(mixed, "batch", None, "tensor", None)
+        mixed = constrain_sharding(mixed, "batch", "context", "tensor", None)
         x = x + jnp.einsum("btnh,nhd->btd", mixed, weights["attention"]["out"])
-        x = constrain_sharding(x, "batch", None, None)
+        x = constrain_sharding(x, "batch", "context", None)
         mlp = weights["mlp"]
         normal = rms_norm(x, mlp["norm"], self.config.epsilon)
         gate, up = (
-            constrain_sharding(normal @ mlp[name], "batch", None, "tensor")
+            constrain_sharding(normal @ mlp[name], "batch", "context", "tensor")
             for name in ("gate", "up")
         )
         x = x + (jax.nn.silu(gate) * up) @ mlp["down"]
-        return constrain_sharding(x, "batch", None, None)
+        return constrain_sharding(x, "batch", "context", None)

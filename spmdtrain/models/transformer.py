@@ -192,16 +192,16 @@ class Transformer(StackedDecoder):
             keys = jax.random.split(self.dropout.rngs(), (config.layers + 1, 2))
             x = self.dropout(x, rngs=keys[-1, 0])
             keys = keys[:-1]
-        x = constrain_sharding(x, "batch", None, None)
+        x = constrain_sharding(x, "batch", "context", None)
 
         @remat
         def block(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
             weights, keys = layer
             key, other = (None, None) if keys is None else keys
             x = x + self.dropout(_attention(weights["attention"], x, turn, segments), rngs=key)
-            x = constrain_sharding(x, "batch", None, None)
+            x = constrain_sharding(x, "batch", "context", None)
             x = x + self.dropout(_mlp(weights["mlp"], x), rngs=other)
-            return constrain_sharding(x, "batch", None, None), None
+            return constrain_sharding(x, "batch", "context", None), None
 
         weights = nnx.to_pure_dict(nnx.state(self.blocks))
         x = scan_layers(block, x, (weights, keys), config.unroll)
@@ -233,14 +233,14 @@ class Transformer(StackedDecoder):
         """
         positions = start[:, None] + jnp.arange(tokens.shape[1])
         x, turn = self._embed(tokens, positions)
-        x = constrain_sharding(x, "batch", None, None)
+        x = constrain_sharding(x, "batch", "context", None)
 
         def read(x: jax.Array, weights: Any, cached: Any) -> tuple[jax.Array, Any]:
             heads = _heads(weights["attention"], x, turn)
             mixed, cached = attend_to_cache(*heads, cached, positions)
             x = x + _mix_heads(weights["attention"], mixed)
             x = x + _mlp(weights["mlp"], x)
-            return constrain_sharding(x, "batch", None, None), cached
+            return constrain_sharding(x, "batch", "context", None), cached
 
         x, cache = read_with_cache(read, x, layers, cache)
         return self._last_norm(x), cache
@@ -275,20 +275,20 @@ def _heads(
     qkv = jnp.einsum("btd,dcnh->cbtnh", x, weights["qkv"])
     if "qkv_bias" in weights:
         qkv += weights["qkv_bias"][:, None, None]
-    query, key, value = constrain_sharding(qkv, None, "batch", None, "tensor", None)
+    query, key, value = constrain_sharding(qkv, None, "batch", "context", "tensor", None)
     return turn(query), turn(key), value
 
 
 def _mix_heads(weights: dict[str, jax.Array], mixed: jax.Array) -> jax.Array:
     """Returns the output of the attention (B, T, width) of what the heads have mixed."""
-    mixed = constrain_sharding(mixed, "batch", None, "tensor", None)
+    mixed = constrain_sharding(mixed, "batch", "context", "tensor", None)
     out = jnp.einsum("btnh,nhd->btd", mixed, weights["out"])
     return out + weights["out_bias"] if "out_bias" in weights else out
 
 
 def _mlp(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     hidden = _norm(x, weights["norm"], weights.get("norm_bias")) @ weights["up"]
-    hidden = constrain_sharding(hidden, "batch", None, "tensor")
+    hidden = constrain_sharding(hidden, "batch", "context", "tensor")
     if "up_bias" in weights:
         active = jax.nn.gelu(hidden + weights["up_bias"], approximate=True)
         return active @ weights["down"] + weights["down_bias"]

@@ -308,13 +308,16 @@ class Layout:
     # -- errors --------------------------------------------------------------------------------
 
     def _check_axes_used(self) -> None:
-        """Checks that the rules use every axis that splits no batch; otherwise work is repeated."""
+        """Checks that the rules use every axis that only they use; otherwise work is repeated.
+
+        Attention uses "context" (see `check_context_used`).
+        """
         placement = self._placement
         rules = [*self._rules, *self._annotated.values()]
         named = {axis for rule in rules for axis in axes_of_spec(rule.spec)}
         for axis in AXES:
             needed = axis == "tensor" and placement.strategy.needs_rules
-            if axis in BATCH_AXES or axis in named or not (needed or placement.size(axis) > 1):
+            if axis in (*BATCH_AXES, "context") or axis in named or not (needed or placement.size(axis) > 1):
                 continue
             raise UserError(
                 f"mesh axis {axis}={placement.size(axis)} is not used: under strategy "

@@ -13,7 +13,12 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from spmdtrain.config.option_groups import CollectiveOptions, MeshSpec, ParameterServerOptions
+from spmdtrain.config.option_groups import (
+    CollectiveOptions,
+    ContextMethod,
+    MeshSpec,
+    ParameterServerOptions,
+)
 from spmdtrain.config.run_config import RunConfig
 from spmdtrain.distributed import initialize, process_group
 from spmdtrain.errors import UserError, did_you_mean
@@ -43,10 +48,12 @@ class Placement:
     Attributes:
       strategy: The strategy.
       mesh: The mesh; None under the default strategy, whose arrays are on the default device.
+      context_method: The method of attention over the axis "context"; None if shapes decide.
     """
 
     strategy: Strategy
     mesh: Mesh | None
+    context_method: ContextMethod | None = None
 
     @property
     def name(self) -> str:
@@ -106,7 +113,7 @@ def make_placement(config: RunConfig) -> Placement:
     of = strategy(config.strategy)
     if of.has_mesh:
         spec, shards = config.mesh, config.sharding.max_shards
-        return Placement(of, build_mesh(spec, of, max_shards=shards))
+        return Placement(of, build_mesh(spec, of, max_shards=shards), config.context.method)
     if process_group.count() > 1:
         raise UserError(
             f"strategy default is for one process, and there are {process_group.count()}: mirrored "
@@ -142,6 +149,11 @@ def current_strategy() -> Placement:
 def current_device() -> jax.Device:
     """Returns one of the devices that the calling code runs on. All are of the same kind."""
     return _strategy().devices[0]
+
+
+def current_context_method() -> ContextMethod | None:
+    """Returns the requested method of attention over "context"; None if shapes decide."""
+    return _strategy().context_method
 
 
 def current_batch_shards() -> int:

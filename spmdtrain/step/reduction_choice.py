@@ -130,6 +130,8 @@ def shard_map_blocker(
             f"the strategy {gradients.placement.name} splits the parameters; use mirrored, "
             "zero, central_storage or hybrid, without rules"
         )
+    if gradients.placement.size("context") > 1:
+        return "mesh.context splits the tokens of each example, whose gradients XLA reduces"
     state_leaves = jax.tree.leaves(model_state)
     if state_leaves and not gradients.per_replica:
         return (

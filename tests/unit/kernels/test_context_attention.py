@@ -1,0 +1,130 @@
+"""Attention over split tokens: the numbers of whole sequences, and the training of a model."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from spmdtrain import MeshSpec, Trainer, UserError, attention
+from spmdtrain.config.option_groups import ContextMethod, ContextOptions
+from spmdtrain.models.transformer import TRANSFORMER_RULES, Transformer, TransformerConfig
+from spmdtrain.sharding.mesh import build_mesh
+from spmdtrain.sharding.placement import Placement, use_placement
+from spmdtrain.strategies import strategy
+from spmdtrain.terminal import Terminal
+
+METHODS = ("ring", "gather", "ulysses")
+# Sizes of data, context and tensor; tokens; heads; key-value heads; options; with documents.
+CASES: tuple[tuple[Any, ...], ...] = (
+    ((2, 2, 2), 16, 4, 2, {"causal": True}, True),
+    ((1, 8, 1), 32, 8, 8, {"causal": True, "scale": 0.5}, False),
+    ((1, 4, 2), 32, 8, 1, {"causal": True, "window": 11}, False),
+    ((2, 4, 1), 32, 4, 2, {"causal": False, "window": 3}, True),
+    ((1, 4, 1), 32, 4, 2, {"causal": False}, True),
+)
+
+
+def placement(sizes: tuple[int, ...], method: ContextMethod | None) -> Placement:
+    data, context, tensor = sizes
+    devices = tuple(range(data * context * tensor))
+    spec = MeshSpec(data=data, context=context, tensor=tensor, devices=devices)
+    of = strategy("mirrored")
+    return Placement(of, build_mesh(spec, of), method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[4]}")
+def test_split_tokens_mix_what_whole_sequences_do(method: ContextMethod, case: Any) -> None:
+    sizes, tokens, heads, kv_heads, options, documents = case
+    draw = np.random.default_rng(0)
+    query, by = (draw.normal(size=(2, tokens, heads, 8)).astype("f") for _ in range(2))
+    key, value = (draw.normal(size=(2, tokens, kv_heads, 8)).astype("f") for _ in range(2))
+    segments = np.sort(draw.integers(0, 4, (2, tokens)), axis=1) if documents else None
+
+    def total(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mixed = attention(*arrays, segments=segments, **options)
+        return (mixed * by).sum(), mixed
+
+    def found() -> Any:
+        function = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))
+        (_, mixed), gradients = function(query, key, value)
+        return mixed, *gradients
+
+    expected = found()
+    with use_placement(placement(sizes, method)):
+        parts = found()
+    for one, other in zip(parts, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6, rtol=2e-6)
+
+
+CONFIG = TransformerConfig(
+    vocabulary=32, rows=32, layers=2, width=32, heads=4, hidden=64, context=32, dropout=0.1
+)
+DATA = {"tokens": np.random.default_rng(0).integers(0, 8, (64, 33))}
+
+
+def losses(sizes: tuple[int, ...], method: ContextMethod | None, **options: Any) -> list[float]:
+    def objective(model: Any, batch: Any) -> Any:
+        tokens = batch["tokens"]
+        loss = optax.softmax_cross_entropy_with_integer_labels
+        return {"loss": loss(model(tokens[:, :-1]), tokens[:, 1:]).mean(-1)}
+
+    data, context, tensor = sizes
+    found: list[float] = []
+    trainer = Trainer(
+        model=lambda rngs: Transformer(CONFIG, rngs=rngs),
+        objective=objective,
+        optimizer=optax.adam(1e-2),
+        mesh=MeshSpec(data=data, context=context, tensor=tensor),
+        rules=TRANSFORMER_RULES if tensor > 1 else (),
+        context=ContextOptions(method=method),
+        log_every=1,
+        callbacks={"step": lambda event: found.append(event.metrics["loss"])},
+        terminal=Terminal(quiet=True),
+        **options,
+    )
+    trainer.fit(DATA, steps=20, global_batch_size=8)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "method", "options"),
+    [
+        ((1, 8, 1), "ring", {"microbatches": 2, "remat": "attention"}),
+        ((2, 2, 2), "ulysses", {}),
+        pytest.param((2, 4, 1), "gather", {"strategy": "zero"}, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_model_with_split_tokens_has_the_losses_of_whole_ones(
+    sizes: tuple[int, ...], method: ContextMethod, options: Any
+) -> None:
+    found = losses(sizes, method, **options)
+    assert found[-1] < 0.8 * found[0]
+    np.testing.assert_allclose(found, losses((8, 1, 1), None), rtol=1e-5)
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    x = np.ones((1, 12, 3, 8), "f")
+    with use_placement(placement((1, 4, 1), None)):
+        with pytest.raises(UserError, match=r"12 tokens .* mesh.context=4: .* multiple of 8"):
+            attention(x, x, x, causal=True)
+    x = np.ones((1, 16, 3, 8), "f")
+    with use_placement(placement((1, 4, 1), "ulysses")):
+        with pytest.raises(UserError, match="3 heads on each device .* use ring"):
+            attention(x, x, x, causal=True)
+
+
+def test_a_model_that_does_not_split_its_tokens_is_refused() -> None:
+    trainer = Trainer(
+        model=lambda key: {"w": np.ones(4, "f")},
+        objective=lambda params, batch: {"loss": batch["x"] @ params["w"]},
+        optimizer=optax.sgd(0.1),
+        mesh=MeshSpec(data=2, context=4),
+        terminal=Terminal(quiet=True),
+    )
+    with pytest.raises(UserError, match="mesh axis context=4 is not used"):
+        trainer.fit({"x": np.ones((8, 4), "f")}, steps=1, global_batch_size=8)
