@@ -9,8 +9,14 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from spmdtrain.checkpoints.checksums import distinct_shards, host_sum, starts_of
-from spmdtrain.distributed import process_group
+from spmdtrain.checkpoints.checksums import (
+    PartSum,
+    distinct_shards,
+    host_sum,
+    part_sum,
+    start_sums,
+    starts_of,
+)
 from spmdtrain.tree import named_leaves
 
 PyTree = Any
@@ -27,10 +33,10 @@ class ShardCopy:
 
 @dataclass(frozen=True, eq=False)
 class HostCopy:
-    """A copy of the distinct parts of an array, each of them once.
+    """A copy of the parts of an array that this process holds, each distinct part once.
 
     Orbax' `ArrayHandler` reads no other attributes of an array than these. A `jax.Array` could not
-    hold the copy: it has one part for each device, also if these are copies of each other.
+    hold the copy: it has memory for each device, also if these hold the same part.
     """
 
     shape: tuple[int, ...]
@@ -60,63 +66,88 @@ class HostCopy:
 
 
 def can_copy(tree: PyTree) -> bool:
-    """Returns whether `copy_to_host` applies to a state: arrays on CPUs, in a single process.
-
-    There, the memory of devices is memory of the host. On other devices the copy to the host is
-    part of what Orbax does. Several processes together write one copy of a replicated array.
+    """Returns whether `copy_to_host` applies: not without CPU devices (JAX_PLATFORMS=cuda).
 
     Args:
       tree: A pytree of JAX arrays.
     """
-    devices = {d.platform for leaf in jax.tree.leaves(tree) for d in leaf.sharding.device_set}
-    return process_group.count() == 1 and devices == {"cpu"}
+    return _is_on_cpu(tree) or _cpu() is not None
 
 
 def copy_to_host(tree: PyTree) -> PyTree:
     """Returns copies of the arrays of a pytree, as `HostCopy`. The arrays may then be donated.
 
-    `np.asarray` would not copy: its result is a view of the array on the CPU.
+    Of an accelerator, all parts are requested before the first is awaited, and all have arrived
+    when this returns. On CPU the parts are copied while this returns already: JAX donates the
+    memory of an array to a later computation only after the copy.
 
     Args:
       tree: A pytree of arrays that `can_copy`, without random keys.
     """
     leaves, structure = jax.tree.flatten(tree)
     shards = [distinct_shards(leaf) for leaf in leaves]
-    # An array without replicas is copied whole, which takes less time than each of its parts.
-    is_whole = [
-        len(parts) == len(leaf.addressable_shards)
-        for leaf, parts in zip(leaves, shards, strict=True)
-    ]
-    data = [
-        leaf if whole else [shard.data for shard in parts]
-        for leaf, parts, whole in zip(leaves, shards, is_whole, strict=True)
-    ]
-    copies = jax.device_put(data, jax.tree.map(lambda x: x.sharding, data), may_alias=False)
+    parts = [[shard.data for shard in each] for each in shards]
+    if _is_on_cpu(tree):
+        # An array without replicas is copied whole, which takes less time than each of its parts.
+        data: list[Any] = [
+            leaf if leaf.is_fully_addressable and len(each) == len(leaf.addressable_shards) else each
+            for leaf, each in zip(leaves, parts, strict=True)
+        ]
+        # `np.asarray` would not copy: its result is a view of the array on the CPU.
+        places = jax.tree.map(lambda x: x.sharding, data)
+        copies = jax.device_put(data, places, may_alias=False)
+    else:
+        for part in jax.tree.leaves(parts):
+            part.copy_to_host_async()
+        copies = jax.device_put(jax.tree.map(np.asarray, parts), _cpu())
+    shared = map(_shards_of, leaves, shards, copies)
     return jax.tree.unflatten(
         structure,
         [
-            HostCopy(leaf.shape, leaf.dtype, leaf.sharding, _parts(copied, parts))
-            for leaf, copied, parts in zip(leaves, copies, shards, strict=True)
+            HostCopy(leaf.shape, leaf.dtype, leaf.sharding, each)
+            for leaf, each in zip(leaves, shared, strict=True)
         ],
     )
 
 
-def _parts(copied: jax.Array | list[jax.Array], shards: Sequence[Any]) -> Sequence[Any]:
-    """Returns the parts of a copied array, or the copies of these shards."""
+def _shards_of(leaf: jax.Array, distinct: Sequence[Any], copied: Any) -> Sequence[Any]:
+    """Returns the shards of a copied array; replicas share the copy of their part."""
     if isinstance(copied, jax.Array):
         return copied.addressable_shards
+    copies = {starts_of(s.index): copy for s, copy in zip(distinct, copied, strict=True)}
     return [
-        ShardCopy(shard.index, shard.replica_id, copy)
-        for shard, copy in zip(shards, copied, strict=True)
+        ShardCopy(shard.index, shard.replica_id, copies[starts_of(shard.index)])
+        for shard in leaf.addressable_shards
     ]
 
 
-def sum_copies(tree: PyTree) -> dict[str, int]:
-    """Returns the checksum of each `HostCopy` of a pytree by its path, computed by this thread."""
-    return {
-        name: sum(
-            host_sum(np.asarray(part.data), starts_of(part.index), leaf.shape)
-            for part in leaf.addressable_shards
-        )
-        for name, leaf in named_leaves(tree).items()
-    }
+def _is_on_cpu(tree: PyTree) -> bool:
+    devices = (next(iter(leaf.sharding.device_set)) for leaf in jax.tree.leaves(tree))
+    return all(device.platform == "cpu" for device in devices)
+
+
+def _cpu() -> Any:
+    """Returns a CPU device of this process; None if JAX has none."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
+
+
+def start_sums_of_copies(tree: PyTree) -> dict[str, list[PartSum]]:
+    """Returns the checksums of `start_sums`: for a `HostCopy` computed by this thread.
+
+    Args:
+      tree: A pytree of copies, or of arrays that cannot be copied.
+    """
+    leaves = named_leaves(tree)
+    copies = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, HostCopy)}
+    others = {name: leaf for name, leaf in leaves.items() if name not in copies}
+    return start_sums(others) | {name: _sum_parts(leaf) for name, leaf in copies.items()}
+
+
+def _sum_parts(leaf: HostCopy) -> list[PartSum]:
+    return [
+        part_sum(leaf, host_sum(np.asarray(shard.data), starts_of(shard.index), leaf.shape), shard)
+        for shard in distinct_shards(leaf)
+    ]
