@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,6 +21,8 @@ from spmdtrain.tree import named_leaves
 
 PyTree = Any
 
+_LARGE = 2**20  # bytes from which XLA's copy takes less time than NumPy's
+
 
 @dataclass(frozen=True)
 class ShardCopy:
@@ -28,7 +30,7 @@ class ShardCopy:
 
     index: tuple[slice, ...]
     replica_id: int
-    data: jax.Array
+    data: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,48 +79,93 @@ def can_copy(tree: PyTree) -> bool:
 def copy_to_host(tree: PyTree) -> PyTree:
     """Returns copies of the arrays of a pytree, as `HostCopy`. The arrays may then be donated.
 
-    Of an accelerator, all parts are requested before the first is awaited, and all have arrived
-    when this returns. On CPU the parts are copied while this returns already: JAX donates the
-    memory of an array to a later computation only after the copy.
-
     Args:
       tree: A pytree of arrays that `can_copy`, without random keys.
     """
     leaves, structure = jax.tree.flatten(tree)
-    shards = [distinct_shards(leaf) for leaf in leaves]
-    parts = [[shard.data for shard in each] for each in shards]
-    if _is_on_cpu(tree):
-        # An array without replicas is copied whole, which takes less time than each of its parts.
-        data: list[Any] = [
-            leaf if leaf.is_fully_addressable and len(each) == len(leaf.addressable_shards) else each
-            for leaf, each in zip(leaves, parts, strict=True)
-        ]
-        # `np.asarray` would not copy: its result is a view of the array on the CPU.
-        places = jax.tree.map(lambda x: x.sharding, data)
-        copies = jax.device_put(data, places, may_alias=False)
-    else:
-        for part in jax.tree.leaves(parts):
-            part.copy_to_host_async()
-        copies = jax.device_put(jax.tree.map(np.asarray, parts), _cpu())
-    shared = map(_shards_of, leaves, shards, copies)
+    distinct = [distinct_shards(leaf) for leaf in leaves]
+    copy = _copies_on_cpu if _is_on_cpu(leaves) else _copies_from_accelerators
+    parts = [
+        {starts_of(shard.index): data for shard, data in zip(shards, copies, strict=True)}
+        for shards, copies in zip(distinct, copy(leaves, distinct), strict=True)
+    ]
     return jax.tree.unflatten(
         structure,
         [
-            HostCopy(leaf.shape, leaf.dtype, leaf.sharding, each)
-            for leaf, each in zip(leaves, shared, strict=True)
+            HostCopy(
+                leaf.shape,
+                leaf.dtype,
+                leaf.sharding,
+                [
+                    ShardCopy(shard.index, shard.replica_id, each[starts_of(shard.index)])
+                    for shard in leaf.addressable_shards
+                ],
+            )
+            for leaf, each in zip(leaves, parts, strict=True)
         ],
     )
 
 
-def _shards_of(leaf: jax.Array, distinct: Sequence[Any], copied: Any) -> Sequence[Any]:
-    """Returns the shards of a copied array; replicas share the copy of their part."""
-    if isinstance(copied, jax.Array):
-        return copied.addressable_shards
-    copies = {starts_of(s.index): copy for s, copy in zip(distinct, copied, strict=True)}
-    return [
-        ShardCopy(shard.index, shard.replica_id, copies[starts_of(shard.index)])
-        for shard in leaf.addressable_shards
+def _copies_from_accelerators(leaves: Any, distinct: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Returns copies of the distinct parts of each array, all of which are complete.
+
+    All transfers are started before the first is awaited.
+    """
+    parts = [[shard.data for shard in shards] for shards in distinct]
+    for part in jax.tree.leaves(parts):
+        part.copy_to_host_async()
+    return jax.tree.map(np.asarray, parts)
+
+
+def _copies_on_cpu(
+    leaves: Sequence[jax.Array], distinct: Sequence[Sequence[Any]]
+) -> list[list[Any]]:
+    """Returns copies of the distinct parts of each array.
+
+    XLA copies large arrays while this returns already: it lets a later computation write to the
+    memory of a donated array only after the copy.
+    """
+    units: list[list[jax.Array]] = [  # an array without replicas as a whole
+        [leaf]
+        if leaf.is_fully_addressable
+        and len(shards) == len(leaf.addressable_shards)
+        and leaf.nbytes >= _LARGE
+        else [shard.data for shard in shards]
+        for leaf, shards in zip(leaves, distinct, strict=True)
     ]
+    large = [x for each in units for x in each if x.nbytes >= _LARGE]
+    by_xla = iter(jax.device_put(large, [x.sharding for x in large], may_alias=False))
+    # `np.asarray` would not copy: its result is a view of the array on the CPU.
+    copies: list[list[Any]] = [
+        [next(by_xla) if x.nbytes >= _LARGE else np.array(x) for x in each] for each in units
+    ]
+    return [
+        copied
+        if len(copied) == len(shards)
+        else [shard.data for shard in copied[0].addressable_shards]
+        for copied, shards in zip(copies, distinct, strict=True)
+    ]
+
+
+def as_jax_arrays(tree: PyTree) -> PyTree:
+    """Returns copies whose parts are all JAX arrays, as Orbax requires.
+
+    Args:
+      tree: A pytree of copies; other leaves are returned as they are.
+    """
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, HostCopy):
+            return leaf
+        parts = {id(shard.data): shard.data for shard in leaf.addressable_shards}
+        arrays = {
+            number: part if isinstance(part, jax.Array) else jax.device_put(part, _cpu())
+            for number, part in parts.items()
+        }
+        shards = [replace(s, data=arrays[id(s.data)]) for s in leaf.addressable_shards]
+        return replace(leaf, addressable_shards=shards)
+
+    return jax.tree.map(convert, tree)
 
 
 def _is_on_cpu(tree: PyTree) -> bool:

@@ -18,7 +18,12 @@ from etils import epath, epy
 
 from spmdtrain.checkpoints import manifest, replica_check, stream_positions
 from spmdtrain.checkpoints.checksums import format_sums, read_parts
-from spmdtrain.checkpoints.host_copy import can_copy, copy_to_host, start_sums_of_copies
+from spmdtrain.checkpoints.host_copy import (
+    as_jax_arrays,
+    can_copy,
+    copy_to_host,
+    start_sums_of_copies,
+)
 from spmdtrain.checkpoints.items import ITEMS, items_of, raw_keys, steps_in
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
 from spmdtrain.checkpoints.retention import CheckpointRecord, Retention
@@ -183,10 +188,11 @@ class Checkpoints:
             if not is_url(self.folder):  # left by a killed run
                 self._remove_unfinished()
             self._manager = self._open_manager()
+        arrays = {item: as_jax_arrays(fields) for item, fields in items.items()}
         self._manager.save(
             save.step,
             args=ocp.args.Composite(
-                **{item: ocp.args.PyTreeSave(fields) for item, fields in items.items()}
+                **{item: ocp.args.PyTreeSave(fields) for item, fields in arrays.items()}
             ),
             force=True,  # the schedule decides when to save, not Orbax's policies
         )

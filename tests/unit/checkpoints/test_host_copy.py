@@ -13,7 +13,7 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdtrain.checkpoints.checksums import host_sum, sums
-from spmdtrain.checkpoints.host_copy import HostCopy, copy_to_host
+from spmdtrain.checkpoints.host_copy import HostCopy, as_jax_arrays, copy_to_host
 from spmdtrain.checkpoints.manifest import Manifest
 from spmdtrain.checkpoints.restore import load_state
 from spmdtrain.checkpoints.retention import Retention
@@ -29,8 +29,8 @@ SPECS = {"replicated": P(), "split": P(("a", "b")), "both": P(None, "a")}
 
 
 def state_of(spec: PartitionSpec) -> TrainState:
-    """A state of three arrays of 64 kB of which only the devices hold a copy."""
-    values = np.random.default_rng(0).normal(size=(3, 128, 128)).astype(np.float32)
+    """A state of three arrays of 1 MB of which only the devices hold a copy."""
+    values = np.random.default_rng(0).normal(size=(3, 512, 512)).astype(np.float32)
     kernels = [jnp.copy(jax.device_put(x, NamedSharding(MESH, spec))) for x in values]
     everywhere = NamedSharding(MESH, P())
     step, key = jax.device_put((jnp.int32(1), jax.random.key(0)), everywhere)
@@ -92,14 +92,16 @@ def shards_of(tree: Any) -> list[jax.Array]:
 
 
 @pytest.mark.parametrize(("spec", "parts"), [(P(), 1), (P("b"), 4), (P(("a", "b")), 8)])
-def test_a_copy_holds_each_part_once(spec: PartitionSpec, parts: int) -> None:
-    x = jax.device_put(jnp.ones((16, 8)), NamedSharding(MESH, spec))
+@pytest.mark.parametrize("rows", [16, 2**18])
+def test_a_copy_holds_each_part_once(spec: PartitionSpec, parts: int, rows: int) -> None:
+    x = jax.device_put(jnp.ones((rows, 8)), NamedSharding(MESH, spec))
     copy = copy_to_host({"x": x})["x"]
     assert isinstance(copy, HostCopy) and len(copy.addressable_shards) == 8
-    distinct = {shard.data.unsafe_buffer_pointer(): shard for shard in copy.addressable_shards}
-    assert len(distinct) == parts
-    assert sum(shard.data.nbytes for shard in distinct.values()) == x.nbytes == copy.nbytes
-    assert distinct.keys().isdisjoint(shard.unsafe_buffer_pointer() for shard in shards_of(x))
+    for shards in (copy.addressable_shards, as_jax_arrays(copy).addressable_shards):
+        distinct = {np.asarray(shard.data).ctypes.data: shard for shard in shards}
+        assert len(distinct) == parts
+        assert sum(shard.data.nbytes for shard in distinct.values()) == x.nbytes == copy.nbytes
+        assert distinct.keys().isdisjoint(shard.unsafe_buffer_pointer() for shard in shards_of(x))
 
 
 def test_a_failure_of_the_thread_is_raised_by_the_next_save(
