@@ -14,7 +14,6 @@ from spmdtrain.checkpoints.checksums import (
     distinct_shards,
     host_sum,
     part_sum,
-    start_sums,
     starts_of,
 )
 from spmdtrain.tree import named_leaves
@@ -73,7 +72,7 @@ def can_copy(tree: PyTree) -> bool:
     Args:
       tree: A pytree of JAX arrays.
     """
-    return _is_on_cpu(tree) or _cpu() is not None
+    return is_on_cpu(tree) or _cpu() is not None
 
 
 def copy_to_host(tree: PyTree) -> PyTree:
@@ -84,7 +83,7 @@ def copy_to_host(tree: PyTree) -> PyTree:
     """
     leaves, structure = jax.tree.flatten(tree)
     distinct = [distinct_shards(leaf) for leaf in leaves]
-    copy = _copies_on_cpu if _is_on_cpu(leaves) else _copies_from_accelerators
+    copy = _copies_on_cpu if is_on_cpu(leaves) else _copies_from_accelerators
     parts = [
         {starts_of(shard.index): data for shard, data in zip(shards, copies, strict=True)}
         for shards, copies in zip(distinct, copy(leaves, distinct), strict=True)
@@ -168,7 +167,8 @@ def as_jax_arrays(tree: PyTree) -> PyTree:
     return jax.tree.map(convert, tree)
 
 
-def _is_on_cpu(tree: PyTree) -> bool:
+def is_on_cpu(tree: PyTree) -> bool:
+    """Returns whether arrays are on CPU devices, whose memory is that of the host."""
     devices = (next(iter(leaf.sharding.device_set)) for leaf in jax.tree.leaves(tree))
     return all(device.platform == "cpu" for device in devices)
 
@@ -181,16 +181,9 @@ def _cpu() -> Any:
         return None
 
 
-def start_sums_of_copies(tree: PyTree) -> dict[str, list[PartSum]]:
-    """Returns the checksums of `start_sums`: for a `HostCopy` computed by this thread.
-
-    Args:
-      tree: A pytree of copies, or of arrays that cannot be copied.
-    """
-    leaves = named_leaves(tree)
-    copies = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, HostCopy)}
-    others = {name: leaf for name, leaf in leaves.items() if name not in copies}
-    return start_sums(others) | {name: _sum_parts(leaf) for name, leaf in copies.items()}
+def sum_copies(tree: PyTree) -> dict[str, list[PartSum]]:
+    """Returns the checksums of each `HostCopy` of a pytree by its path, computed by this thread."""
+    return {name: _sum_parts(leaf) for name, leaf in named_leaves(tree).items()}
 
 
 def _sum_parts(leaf: HostCopy) -> list[PartSum]:

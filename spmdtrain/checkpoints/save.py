@@ -17,12 +17,13 @@ import absl.logging
 from etils import epath, epy
 
 from spmdtrain.checkpoints import manifest, replica_check, stream_positions
-from spmdtrain.checkpoints.checksums import format_sums, read_parts
+from spmdtrain.checkpoints.checksums import PartSum, format_sums, read_parts, start_sums
 from spmdtrain.checkpoints.host_copy import (
     as_jax_arrays,
     can_copy,
     copy_to_host,
-    start_sums_of_copies,
+    is_on_cpu,
+    sum_copies,
 )
 from spmdtrain.checkpoints.items import ITEMS, items_of, raw_keys, steps_in
 from spmdtrain.checkpoints.manifest import CheckpointCorruptedError, Manifest
@@ -155,6 +156,8 @@ class Checkpoints:
         self.wait()
         now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
         items = {item: raw_keys(fields) for item, fields in items_of(state).items()}
+        # On accelerators, checksums cover the copy to the host, too. This only starts them.
+        sums = None if is_on_cpu(items) else start_sums(_by_field(items))
         is_copied = can_copy(items)
         if is_copied:
             items = copy_to_host(items)
@@ -166,19 +169,19 @@ class Checkpoints:
         with self._failing():
             if self._folder_identity() != self._opened:
                 raise FileNotFoundError("the checkpoint folder was removed or unmounted")
-            self._pending = self._background.submit(self._write, save, items)
+            self._pending = self._background.submit(self._write, save, items, sums)
             if not is_copied:
                 self._pending.result()
 
-    def _write(self, save: "_Save", items: Mapping[str, PyTree]) -> None:
-        """Passes arrays, or their copies, to Orbax, which has read them when this returns.
-
-        The checksums are computed first, so later writes to donated memory and errors of Orbax's
-        own copies cannot enter them.
-        """
-        sums = start_sums_of_copies(
-            {field: x for item in items.values() for field, x in item.items()}
-        )
+    def _write(
+        self,
+        save: "_Save",
+        items: Mapping[str, PyTree],
+        sums: Mapping[str, Sequence[PartSum]] | None,
+    ) -> None:
+        """Passes arrays, or their copies, to Orbax, which has read them when this returns."""
+        if sums is None:
+            sums = sum_copies(_by_field(items))
         replica_check.check_equal(sums, save.step, self._channel)
         for parts, positions in self._channel.collect((read_parts(sums), save.positions)):
             save.positions |= positions
@@ -414,6 +417,11 @@ class Checkpoints:
     def _remove_one(self, name: str) -> None:
         with contextlib.suppress(OSError):  # the next start tries again
             no_follow.remove(self.folder, name)
+
+
+def _by_field(items: Mapping[str, Mapping[str, PyTree]]) -> dict[str, PyTree]:
+    """Returns the fields of all items."""
+    return {field: x for item in items.values() for field, x in item.items()}
 
 
 @dataclass
