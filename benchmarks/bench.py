@@ -270,9 +270,13 @@ def main() -> int:
             print("VOID: the two runs of the floor differ by more than 5 %")
     if CHECKPOINTS in chosen:
         file = results / f"{CHECKPOINTS}.json"
-        sizes = ["--megabytes", "120", "1200", "--json", str(file)]
-        subprocess.run([sys.executable, str(HERE / "checkpoints.py"), *sizes], check=True)
-        saves = {"origin": measured_on, "saves": json.loads(file.read_text())}
+        measure = [sys.executable, str(HERE / "checkpoints.py"), "--json", str(file), "--megabytes"]
+        launch = [sys.executable, "-m", "spmdtrain.launch", "--processes", "2"]
+        subprocess.run([*measure, "120", "1200"], check=True)
+        results_of = json.loads(file.read_text())
+        subprocess.run([*launch, "--devices-per-process", "4", "--", *measure, "120"], check=True)
+        results_of += json.loads(file.read_text())
+        saves = {"origin": measured_on, "saves": results_of}
         file.write_text(json.dumps(saves, indent=1) + "\n")
     if START in chosen:
         result = starts(min(rounds, 5), results / f"{START}.json", measured_on)

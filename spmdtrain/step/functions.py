@@ -108,9 +108,11 @@ class StepFunctions:
         frozen = (*config.freeze, *(extends.frozen if extends else ()))
         self.update = Update(optimizer, frozen, config.ema_decay)
         self._context = ModelContext(placement, axis_rules)
+        init: Function = self._init
         with use_placement(placement):  # models may call current_strategy()
-            self.abstract_state: TrainState = jax.eval_shape(
-                self._init, adapter.given, *map(jax.random.key, (0, 0))
+            # By `jax.jit`, which need not trace the same function a second time below.
+            self.abstract_state: TrainState = jax.jit(init).eval_shape(
+                adapter.given, *map(jax.random.key, (0, 0))
             )
         states = layer_paths(adapter, self.abstract_state.model_state)
         self.update.check(
@@ -173,7 +175,7 @@ class StepFunctions:
         # already holds: no device ever holds more than its share.
         self.given_shardings = self._given_shardings(replicated)
         self._jit_init = jax.jit(
-            self._init,
+            partial(init) if annotations else init,  # traced with the annotations
             in_shardings=(self.given_shardings, replicated, replicated),
             out_shardings=self.shardings,
             compiler_options=options_for_one_run(placement.devices[0].platform),
