@@ -11,7 +11,7 @@ import collections
 import itertools
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -241,8 +241,7 @@ def train_batches(
     return received if arrays is None else (IndexedBatch(x, arrays) for x in received)
 
 
-@dataclass(frozen=True)
-class _Dispatch:
+class _Dispatch(NamedTuple):
     """The placed batches of a dispatch."""
 
     batch: PyTree

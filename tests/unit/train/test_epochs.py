@@ -171,9 +171,9 @@ def test_the_end_of_an_epoch_waits_for_no_step(monkeypatch: pytest.MonkeyPatch) 
         dispatched.append(steps[-1])
         add(reader, steps, output)
 
-    def counting_count(epochs: Epochs, step: int, *rest: Any) -> None:
-        fetched[step] = dispatched[-1]
-        count(epochs, step, *rest)
+    def counting_count(epochs: Epochs, steps: Any, *rest: Any) -> None:
+        fetched[steps[-1]] = dispatched[-1]
+        count(epochs, steps, *rest)
 
     monkeypatch.setattr(MetricsReader, "add", counting_add)
     monkeypatch.setattr(Epochs, "count", counting_count)
