@@ -33,6 +33,7 @@ class LineAppender:
 
     def __init__(self, folder: Path, name: str, complete: int) -> None:
         self._folder, self._name, self._complete = folder, name, complete
+        self._path = os.path.join(folder, name)
         self._file: int | None = None
         self._appended_at = -_KEPT_OPEN
 
@@ -47,8 +48,7 @@ class LineAppender:
         """
         before, self._appended_at = self._appended_at, time.monotonic()
         try:
-            # A file without links was removed or replaced since the last line.
-            if self._file is None or not os.fstat(self._file).st_nlink:
+            if not self._is_open():
                 self._open()
             assert self._file is not None
             left = memoryview(line)
@@ -60,6 +60,16 @@ class LineAppender:
         self._complete += len(line)
         if self._appended_at - before >= _KEPT_OPEN:
             self.close()
+
+    def _is_open(self) -> bool:
+        """Returns whether the file is open, and was not removed or replaced since."""
+        if self._file is None:
+            return False
+        try:
+            current = os.lstat(self._path)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(current, os.fstat(self._file))
 
     def _open(self) -> None:
         """Opens the file, and removes an incomplete line, which a kill or a full disk may leave."""
