@@ -1,6 +1,7 @@
 """Benchmark of spmdtrain against a hand-written loop and other libraries: `make bench`.
 
     python benchmarks/bench.py [--quick] [--rounds 9] [--only NAME ...] [--accelerator]
+        [--steps N] [--peers PEER ...]
 
 Each benchmark line is a workload and the peers that train it. After each round its times are
 written to FOLDER/NAME.json (--results FOLDER; default benchmarks/results), from which `report.py`
@@ -228,6 +229,10 @@ def main() -> int:
         "--accelerator", action="store_true", help="run only the lines that need an accelerator"
     )
     parser.add_argument("--only", nargs="+", choices=NAMES, default=[])
+    parser.add_argument("--steps", type=int, help="steps of a segment (default: those of the line)")
+    parser.add_argument(
+        "--peers", nargs="+", default=[], help="names of the peers (default: all of the line)"
+    )
     parser.add_argument(
         "--results",
         type=Path,
@@ -255,9 +260,13 @@ def main() -> int:
         load = os.getloadavg()[0]
         print(f"{line.name}: {len(line.peers)} peers, load {load:.2f}", file=sys.stderr)
         file = results / f"{line.name}.json"
-        work = replace(line.work, segment=line.work.segment // 4) if options.quick else line.work
+        steps = options.steps or line.work.segment // (4 if options.quick else 1)
+        first, *others = line.peers
+        peers = [first, *(x for x in others if not options.peers or x.name in options.peers)]
         try:
-            result = compare.compare(line.peers, work, rounds, file, measured_on)
+            result = compare.compare(
+                peers, replace(line.work, segment=steps), rounds, file, measured_on
+            )
         except compare.UnequalWorkError as error:
             void.append(line.name)
             print(f"REFUSED: {error}")

@@ -9,19 +9,18 @@ import importlib.metadata
 import json
 import logging
 import math
-import os
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from etils import epath
 
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files import no_follow
-from spmdtrain.files.lines_file import LinesFile
+from spmdtrain.files.lines_file import LineAppender, LinesFile
 from spmdtrain.files.storage import failures, folder_of, is_url, one_line
 from spmdtrain.files.validation import (
     LARGEST_LOG,
@@ -125,13 +124,14 @@ class RunFiles:
                 """The local folder whose files `sync` copies to a remote workdir; otherwise the
                 workdir itself."""
                 self._metrics = self.local / self._lines_name
-                self._complete = self._complete_size()
+                self._appender = self._new_appender()
             except (FileExistsError, NotADirectoryError) as error:
                 raise UserError(f"workdir {workdir} is not a folder: {one_line(error)}") from error
             except failures(workdir) as error:
                 raise UserError(
                     f"workdir {workdir} cannot be written: {one_line(error)}"
                 ) from error
+            stack.callback(lambda: self._appender.close())
             self._closing = stack.pop_all()
 
     def _local_folder(self, stack: contextlib.ExitStack) -> Path:
@@ -144,9 +144,10 @@ class RunFiles:
                 (folder / name).write_bytes(read_bytes(lines, LARGEST_LOG))
         return folder
 
-    def _complete_size(self) -> int:
-        """Returns the size in bytes of the complete lines of the metrics."""
-        return self._read_metrics().rfind(b"\n") + 1
+    def _new_appender(self) -> LineAppender:
+        """Returns an appender to the complete lines of the metrics."""
+        complete = self._read_metrics().rfind(b"\n") + 1
+        return LineAppender(self.local, self._lines_name, complete)
 
     def _read_metrics(self) -> bytes:
         try:
@@ -188,7 +189,9 @@ class RunFiles:
 
     def lines_file(self, name: str) -> LinesFile:
         """Returns a further file of JSON lines, which `sync` copies as it copies the metrics."""
-        return LinesFile(self.local, name, self.folder)
+        lines = LinesFile(self.local, name, self.folder)
+        self._closing.callback(lines.close)
+        return lines
 
     def write_report(self, name: str, content: Mapping[str, Any]) -> None:
         """Writes `NAME.json`: a JSON report of a part of the run."""
@@ -235,19 +238,10 @@ class RunFiles:
         }
         line = json.dumps({"step": step, "split": split} | finite | sorted_counts) + "\n"
         self._parsed = None
-        # The file is closed after each line, so that no line is lost.
-        with _storage_errors(self._lines), self._appended() as file:
-            # Removes an incomplete line, which a full disk may have left.
-            file.truncate(min(self._complete, file.tell()))
-            file.write(line.encode())
-            file.flush()
-            self._complete = file.tell()
+        with _storage_errors(self._lines):
+            self._appender.append(line.encode())
         if self._clock() - self._synced_at >= _SYNC_SECONDS[split]:
             self.sync()
-
-    def _appended(self) -> IO[bytes]:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        return os.fdopen(no_follow.open_file(self.local, self._lines_name, flags), "ab")
 
     def sync(self) -> None:
         """Copies metrics and the files of trackers to a remote workdir."""
@@ -296,10 +290,10 @@ class RunFiles:
         """Removes the metrics of later steps, because the run resumes at `step`."""
         kept = [line for line in self.lines() if line["step"] <= step]
         content = "".join(json.dumps(line) + "\n" for line in kept).encode()
+        self._appender.close()
         with _storage_errors(self._lines):
             no_follow.write(self.local, self._lines_name, lambda file: file.write(content))
-        self._parsed = kept
-        self._complete = self._complete_size()
+        self._parsed, self._appender = kept, self._new_appender()
 
     def close(self) -> None:
         """Syncs and closes all files, and unlocks the workdir."""
