@@ -322,20 +322,29 @@ def changes(saved: Identity, now: Identity) -> list[str]:
         the default.
       now: Identity of this run.
     """
-    before, after = (
-        _fields(config_as_json(RunConfig())) | _fields(saved.config),
-        _fields(now.config),
-    )
-    found = [
-        f"{name}: {before.get(name)} -> {value}"
-        for name, value in after.items()
-        if name not in _NO_CHANGE and before.get(name) != value
-    ]
+    found = changed_options(saved.config, now.config)
     found += [
         f"mixture from step {start} on: {_describe_weights(old)} -> {_describe_weights(new)}"
         for start, old, new in _changed_stages(saved.dataset, now.dataset)
     ]
     return [foreign(text, _MAX_MESSAGE) for text in found]
+
+
+def changed_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns the options that differ between two configurations, as `name: before -> after`.
+
+    Options that change nothing of what is computed are left out.
+
+    Args:
+      saved: A configuration, JSON values. A field that it lacks had the default.
+      now: Another one.
+    """
+    before = _fields(config_as_json(RunConfig())) | _fields(saved)
+    return [
+        foreign(f"{name}: {before.get(name)} -> {value}", _MAX_MESSAGE)
+        for name, value in _fields(now).items()
+        if name not in _NO_CHANGE and before.get(name) != value
+    ]
 
 
 def _remedy(

@@ -304,7 +304,7 @@ class RunConfig:
         return step in (1, total) or step % self.log_every == 0
 
     def hashes_at(self, step: int, total: int) -> bool:
-        """Returns whether the state after `step` is hashed: every `log_hash_every`-th, and the last.
+        """Returns whether the state after `step` is hashed: each `log_hash_every`-th, and the last.
 
         Args:
           step: Number of the step, from 1.

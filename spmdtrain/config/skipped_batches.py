@@ -86,6 +86,9 @@ class SkippedBatches:
         return None
 
 
+NOTHING_SKIPPED = SkippedBatches()
+
+
 def _parse_range(text: object) -> range:
     match = _RANGE.fullmatch(text) if isinstance(text, str) else None
     start, stop = (int(match[1]), int(match[2])) if match else (0, 0)

@@ -47,22 +47,21 @@ def describe_values(data: Any, rows: PyTree, row: int) -> list[str]:
 
     Args:
       data: The dataset that the example is from. If it or one that it reads from has
-        `decode(tokens)`, the field `tokens` is shown as text.
+        `decode(tokens)`, the field `tokens` is shown as text, with "|" between documents.
       rows: A pytree of arrays of leading dim n.
       row: The row of the example.
     """
     leaves = {name: np.asarray(leaf)[row] for name, leaf in named_leaves(rows).items()}
     inside = (getattr(each, "decode", None) for each in (data, *sources_within(data)))
     decode = next((each for each in inside if callable(each)), None)
+    tokens = leaves.get("tokens")
     found = []
-    for name, value in leaves.items():
-        if decode is not None and name == "tokens" and value.ndim == 1:
-            segments = leaves.get("segments")
-            kept = value if segments is None else value[segments > 0]  # without padding
-            found.append(f"{name} {foreign(repr(decode(kept)), TEXT)}")
-        else:
-            found.append(f"{name} {_summary(value)}".strip())
-    return found
+    if decode is not None and tokens is not None and tokens.ndim == 1:
+        segments = leaves.get("segments", np.ones_like(tokens))  # 0 is padding
+        texts = [decode(tokens[segments == number]) for number in range(1, segments.max() + 1)]
+        found.append(f"tokens {foreign(repr(' | '.join(texts)), TEXT)}")
+        leaves.pop("tokens")
+    return found + [f"{name} {_summary(value)}".strip() for name, value in leaves.items()]
 
 
 def _summary(value: np.ndarray) -> str:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from spmdtrain.config.skipped_batches import SkippedBatches
+from spmdtrain.config.skipped_batches import NOTHING_SKIPPED, SkippedBatches
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.marked_rows import rows_of, with_marks
 from spmdtrain.data.read_ahead import read_ahead
@@ -187,7 +187,7 @@ def train_batches(
     step_may_place: bool = False,
     padded_to: int | None = None,
     progress: StreamProgress | None = None,
-    skipped: SkippedBatches = SkippedBatches(),
+    skipped: SkippedBatches = NOTHING_SKIPPED,
 ) -> Generator[PyTree, None, None]:
     """Returns a generator of the training batches, placed on the devices.
 
@@ -232,9 +232,7 @@ def train_batches(
         )
         read = (each for number, each in enumerate(every, first) if number not in skipped)
     else:
-        batches = TrainBatches(
-            dataset, batch_size, seed, shuffle, stop, examples, augment, skipped
-        )
+        batches = TrainBatches(dataset, batch_size, seed, shuffle, stop, examples, augment, skipped)
         items = batches if arrays is None else _Indices(batches)
         rows = read_ahead(items, start, threads=threads, workers=workers)
         read = ((x, {}) for x in rows)

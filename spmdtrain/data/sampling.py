@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from spmdtrain.config.run_config import Purpose, derive_seed
-from spmdtrain.config.skipped_batches import SkippedBatches
+from spmdtrain.config.skipped_batches import NOTHING_SKIPPED, SkippedBatches
 from spmdtrain.data.datasets import Dataset, blocks_of
 from spmdtrain.data.marked_rows import with_marks
 from spmdtrain.data.mixture import mixture_of
@@ -86,7 +86,7 @@ class TrainBatches:
     steps: int
     local: np.ndarray
     augment: Augment | None = None
-    skipped: SkippedBatches = SkippedBatches()
+    skipped: SkippedBatches = NOTHING_SKIPPED
 
     def __post_init__(self) -> None:
         self._mixture = mixture_of(self.dataset)
@@ -126,7 +126,7 @@ class TrainBatches:
         return with_marks(rows, component=mixture.component_of(indices), names=mixture.names)
 
     def examples(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns index and epoch of each example of the global batch of item `step`, int64 (B,)."""
+        """Returns index and epoch of each example of item `step` of all processes, int64 (B,)."""
         block, batch = divmod(self.skipped.batch_of(step), self._per_block)
         indices, epochs = self._block(block)
         return indices[batch], epochs[batch]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import tyro
 
+from spmdtrain.checkpoints.run_identity import changed_options
 from spmdtrain.distributed import initialize
 from spmdtrain.errors import ExitCode, UserError, exit_code_of, exit_if_output_is_closed
 from spmdtrain.replay import tables
@@ -110,6 +111,8 @@ def _compare(options: Options, terminal: Terminal) -> int:
             f"{where} is recorded by both {options.run} and {options.against}: give "
             "--log-hash-every N to both runs"
         )
+    for change in changed_options(first.config, second.config):
+        terminal.line(f"other configuration: {change}")
     different = next((each for each in found if not each.is_equal), None)
     hashed = [each.step for each in found if each.hashes is not None]
     terminal.line(
@@ -165,7 +168,9 @@ def _replay(options: Options, step: int, run: RecordedRun, terminal: Terminal) -
             terminal.line(f"step {step} differs")
             code = ExitCode.DIFFERENT
         with_arrays = next((x for x in different if x.different_arrays), None)
-        if with_arrays is not None:
+        # Within the tolerance, nearly all arrays differ by rounding.
+        shows = code is ExitCode.DIFFERENT or options.per_layer or options.parameters
+        if with_arrays is not None and shows:
             _print_arrays(options, with_arrays.step, run, again, terminal)
         return code
 

@@ -1,5 +1,6 @@
 """The examples of a step."""
 
+import collections
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,9 +95,7 @@ def _of_stream(
         seed=config.seed,
         augment=augment,
     )
-    batch: PyTree = None
-    for batch, _ in batches:
-        pass
+    ((batch, _),) = collections.deque(batches, maxlen=1)
     rows = jax.tree.map(np.asarray, batch)
     for row in range(size):
         shard = row * data.shards // size

@@ -80,7 +80,11 @@ def read_run(workdir: str) -> RecordedRun:
     """
     content = _read_config(workdir)
     metrics = written_metrics(workdir, Writer.TRAINING, Split.TRAIN)
-    hashes, events, checkpoints = read_hashes(workdir), read_events(workdir), list_checkpoints(workdir)
+    hashes, events, checkpoints = (
+        read_hashes(workdir),
+        read_events(workdir),
+        list_checkpoints(workdir),
+    )
     if not (content or metrics or checkpoints.steps):
         raise UserError(
             f"{workdir} is not the workdir of a run: it has no config.json, metrics.jsonl and "

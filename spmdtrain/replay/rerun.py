@@ -55,6 +55,9 @@ def rerun(
       folder: An empty or absent folder, which holds the workdir of each attempt.
       terminal: Receives a line for each checkpoint that is corrupted.
 
+    Returns:
+      The new run.
+
     Raises:
       UserError: If the run cannot be continued here, or no checkpoint is valid.
     """

@@ -67,7 +67,9 @@ def restore_config(run: RecordedRun, file: str | None) -> tuple[ExperimentFile, 
     return command.experiment, config
 
 
-def _arguments(saved: Mapping[str, Any], default: Any, path: str, prefix: str = "") -> Iterator[str]:
+def _arguments(
+    saved: Mapping[str, Any], default: Any, path: str, prefix: str = ""
+) -> Iterator[str]:
     """Yields the arguments of the run command that make a configuration from the defaults."""
     before = config_as_json(default)
     hints = typing.get_type_hints(type(default))

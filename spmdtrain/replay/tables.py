@@ -38,7 +38,9 @@ def other_conditions(run: RecordedRun, made: Rerun, step: int) -> list[str]:
         except importlib.metadata.PackageNotFoundError:
             here = "not installed"
         if here != version:
-            found.append(f"other versions: {foreign(name, 60)} was {foreign(version, 60)}, is {here}")
+            found.append(
+                f"other versions: {foreign(name, 60)} was {foreign(version, 60)}, is {here}"
+            )
     return found
 
 
@@ -99,7 +101,7 @@ def layers_table(compared: StepComparison, far: Mapping[str, ArrayDifference]) -
 
 def _table(kind: str, far: Mapping[str, ArrayDifference]) -> Table:
     columns = ("largest difference", "relative", "elements") if far else ()
-    table = Table(kind, "", *columns)
+    table = Table(kind, "verdict", *columns)
     for column in table.columns[2:]:
         column.justify = "right"
     return table

@@ -81,9 +81,7 @@ HELP_GROUPS = (
             "keep_every_hours",
         ),
     ),
-    HelpGroup(
-        "Logging", ("log_every", "trackers", "quiet"), ("log_hash_every", "profile_steps")
-    ),
+    HelpGroup("Logging", ("log_every", "trackers", "quiet"), ("log_hash_every", "profile_steps")),
     HelpGroup(
         "Several processes",
         ("cluster",),
