@@ -47,7 +47,7 @@ def test_a_step_is_made_again_on_the_same_devices_and_on_others(
     shown = capsys.readouterr().out
     assert "other devices: the run made step 20 on 8" in shown
     assert "step 20 is equal to a relative difference of 1e-5, as expected" in shown
-    assert re.search(r"gradient_norm │ .* │ (equal|\d\.\de-(0[6-9]|1\d)) │", shown)
+    assert re.search(r"gradient_norm +│ .*│ +(equal|\d\.\de-(0[6-9]|1\d)) │", shown)
     assert contents(run) == before  # the run is only read
 
 
