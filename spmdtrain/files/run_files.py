@@ -344,7 +344,8 @@ def status_of(workdir: str) -> dict[str, Any] | None:
 def evaluator_metrics(workdir: str) -> dict[int, dict[str, float]]:
     """Returns step to the metrics that an evaluator task has written so far in a workdir.
 
-    Arguments, errors and lines that are not valid: as for `written_metrics`.
+    Args:
+      workdir: As for `written_metrics`.
     """
     return written_metrics(workdir, Writer.EVALUATOR, Split.EVAL)
 

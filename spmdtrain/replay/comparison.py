@@ -112,7 +112,7 @@ def compare_steps(
 
 @dataclass(frozen=True)
 class ArrayDifference:
-    """How far an array of two checkpoints differs: the largest difference of two elements.
+    """The difference of an array in two checkpoints: that of the elements which differ most.
 
     Attributes:
       absolute: The difference; NaN if an element is NaN in one of them alone.

@@ -20,7 +20,7 @@ _NO_SUMS: Mapping[str, str] = {}
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """What a run has recorded of a step.
+    """The record of a step.
 
     Attributes:
       metrics: The metrics of its line of training; the loss alone if only a hash was logged.
@@ -38,7 +38,7 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What the workdir of a run records.
+    """The record of a run in its workdir.
 
     Attributes:
       workdir: The folder or URL.

@@ -62,7 +62,9 @@ def test_every_kind_of_option_has_its_value_again(tmp_path: Path) -> None:
 
     content["config"]["gone"] = 1
     (run / "config.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"trained with gone=1, and the configuration of .*kinds.py"):
+    with pytest.raises(
+        UserError, match=r"trained with gone=1, and the configuration of .*kinds.py"
+    ):
         restore_config(read_run(str(run)), None)
     file.rename(tmp_path / "moved.py")
     with pytest.raises(UserError, match=r"kinds\.py.* does not exist: .*--config FILE"):
