@@ -29,6 +29,7 @@ class ExitCode(enum.IntEnum):
     FAILED = 1
     BAD_INPUT = 2
     NON_FINITE = 3
+    DIFFERENT = 5  # a replayed step, or one of two runs
     PREEMPTED = 75
     INTERRUPTED = 130  # Ctrl-C before a run had started; the code that shells use
 

@@ -6,53 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from spmdtrain.checkpoints.checksums import PartSum, is_small, start_sums
+from spmdtrain.checkpoints.checksums import PartSum
 from spmdtrain.distributed import process_group
 from spmdtrain.errors import ReplicaError
-from spmdtrain.step.state import TrainState
-from spmdtrain.tree import named_leaves
 
 _MAX_NAMES = 8  # of processes in a message
-
-
-class FirstStep:
-    """A comparison that begins when a step is dispatched, and ends when its output is read.
-
-    Its beginning does not wait for the step: the checksums of large arrays are computed on their
-    devices, and small arrays are copied there for the host. Arrays in host memory are compared at
-    the next save only.
-
-    Args:
-      state: The state after the step. It may be donated to the next step.
-      step: The number of the step.
-    """
-
-    def __init__(self, state: TrainState, step: int) -> None:
-        self.step = step
-        leaves = {name: x for name, x in named_leaves(state).items() if not _is_in_host_memory(x)}
-        self._small = _copies({name: x for name, x in leaves.items() if is_small(x)})
-        self._sums = start_sums({name: x for name, x in leaves.items() if not is_small(x)})
-
-    def check(self) -> None:
-        """Compares the state. All processes call it at the same point.
-
-        Raises:
-          ReplicaError: If copies differ.
-        """
-        check_equal(self._sums | start_sums(self._small), self.step)
-
-
-@jax.jit
-def _copies(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return jax.tree.map(jnp.copy, leaves)
-
-
-def _is_in_host_memory(leaf: jax.Array) -> bool:
-    device: Any = next(iter(leaf.sharding.device_set))
-    return leaf.sharding.memory_kind not in (None, device.default_memory().kind)
 
 
 def check_equal(

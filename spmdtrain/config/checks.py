@@ -11,6 +11,7 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from spmdtrain.config.skipped_batches import SkippedBatches
 from spmdtrain.errors import LARGEST_INTEGER, UserError, did_you_mean
 from spmdtrain.strategies import strategy
 
@@ -26,6 +27,7 @@ _ABOVE_ZERO = (
     "learning_rate_base_batch_size",
     "cpu_devices",
     "log_every",
+    "log_hash_every",
     "stream_shards",
     "eval_every_steps",
     "checkpoint_every_steps",
@@ -122,6 +124,7 @@ def check_run(config: "RunConfig") -> None:
         if rate is not None and not (rate >= 0 and math.isfinite(rate)):
             raise UserError(f"{name} is {rate}: it must be a finite number, 0 or more")
     config.profile_range()
+    SkippedBatches.parse(config.skip_steps)
     _check_workdir(config.workdir)
 
 
@@ -295,6 +298,8 @@ def _check_servers(config: "RunConfig") -> None:
         ("data_on_device", False, "each worker reads the examples of the batches assigned to it"),
         ("data_workers", 0, "each worker is a process that reads its own batches"),
         ("profile_steps", None, "the steps run in other processes"),
+        ("log_hash_every", None, "the servers update the state in an order of their own"),
+        ("skip_steps", (), "a worker reads the batch with the number of the step"),
         ("uneven_batch", "refuse", "each worker computes whole batches on its own devices"),
     ):
         if getattr(config, name) != required:

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import hashlib
+import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from spmdtrain.config.option_groups import (
     ParameterServerOptions,
     ShardingOptions,
 )
+from spmdtrain.config.skipped_batches import SkippedBatches
 from spmdtrain.errors import UserError
 
 DEFAULT_GLOBAL_BATCH_SIZE = 32
@@ -93,6 +95,9 @@ class RunConfig:
     reads all records once at the start, and leaves out the bad ones."""
     max_bad_records: int = 100
     """Largest number of records of each dataset that on_bad_record=skip leaves out."""
+    skip_steps: tuple[str, ...] = ()
+    """Batches to leave out, each as A:B: the batches A to B - 1, counted from 0. A run keeps them
+    in all later starts."""
     stream_shards: int | None = None
     """Number of shards that a stream is read as, fixed for the run; it divides the global batch
     size. None means the greatest common divisor of that and 8."""
@@ -156,6 +161,9 @@ class RunConfig:
     newest valid one), best (by best_metric) or a step."""
     log_every: int = 10
     """Steps between two lines of training metrics."""
+    log_hash_every: int | None = None
+    """Steps between two hashes of the whole state in hashes.jsonl; the last step has one, too. None
+    means no hashes."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
     """Where metrics and media go, besides the files of the workdir: tensorboard, wandb, mlflow,
     trackio. A tracker that fails does not stop the run."""
@@ -295,6 +303,21 @@ class RunConfig:
         """
         return step in (1, total) or step % self.log_every == 0
 
+    def hashes_at(self, step: int, total: int) -> bool:
+        """Returns whether the state after `step` is hashed: each `log_hash_every`-th, and the last.
+
+        Args:
+          step: Number of the step, from 1.
+          total: Number of steps of the run.
+        """
+        every = self.log_hash_every
+        return every is not None and (step == total or step % every == 0)
+
+    @property
+    def skipped_batches(self) -> SkippedBatches:
+        """The batches that `skip_steps` leaves out."""
+        return SkippedBatches.parse(self.skip_steps)
+
     def padded_batch_size(self, batch_shards: int) -> int:
         """Returns the rows of a batch, padded to divide over batch shards and microbatches.
 
@@ -322,6 +345,20 @@ class RunConfig:
                 "1 <= A <= B"
             )
         return first, last
+
+
+def file_of_config(config: RunConfig) -> str | None:
+    """Returns the file that defines the class of a configuration, for an experiment its own file.
+
+    Args:
+      config: The configuration.
+
+    Returns:
+      The path; None for `RunConfig` itself, and for a class that is defined in no file.
+    """
+    if type(config) is RunConfig:
+        return None
+    return getattr(sys.modules.get(type(config).__module__), "__file__", None)
 
 
 def config_as_json(config: RunConfig) -> dict[str, Any]:

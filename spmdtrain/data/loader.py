@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from spmdtrain.config.skipped_batches import NOTHING_SKIPPED, SkippedBatches
 from spmdtrain.data.datasets import Dataset
 from spmdtrain.data.marked_rows import rows_of, with_marks
 from spmdtrain.data.read_ahead import read_ahead
@@ -187,6 +188,7 @@ def train_batches(
     step_may_place: bool = False,
     padded_to: int | None = None,
     progress: StreamProgress | None = None,
+    skipped: SkippedBatches = NOTHING_SKIPPED,
 ) -> Generator[PyTree, None, None]:
     """Returns a generator of the training batches, placed on the devices.
 
@@ -196,8 +198,9 @@ def train_batches(
       sharding: The sharding of a batch.
       seed: The run's seed.
       shuffle: Whether each epoch has a random order.
-      start: Index of the first batch.
-      stop: Index after the last batch.
+      start: Number of steps made before. Without batches that are left out, it is the number of the
+        first batch.
+      stop: Number of steps after the last batch.
       augment: Applied to each example.
       threads: Number of threads that read ahead, in each worker if there are workers; without both,
         batches are read when requested.
@@ -211,23 +214,26 @@ def train_batches(
         `MarkedRows` with a mask.
       progress: Has the positions of a stream after `start` steps, and receives those after each
         batch that is returned.
+      skipped: Batches that are left out. Those of a stream are read and dropped.
     """
     progress = progress or StreamProgress()
     size = padded_to or batch_size
     local = process_rows(sharding, size)
     examples = np.minimum(local, batch_size - 1)
     if isinstance(dataset, ShardedStream):
-        read = dataset.batches(
+        first = skipped.position(start)
+        every = dataset.batches(
             batch_size,
             examples,
-            start=start,
-            stop=stop,
+            start=first,
+            stop=skipped.position(stop),
             positions=progress.at(start),
             seed=seed,
             augment=augment,
         )
+        read = (each for number, each in enumerate(every, first) if number not in skipped)
     else:
-        batches = TrainBatches(dataset, batch_size, seed, shuffle, stop, examples, augment)
+        batches = TrainBatches(dataset, batch_size, seed, shuffle, stop, examples, augment, skipped)
         items = batches if arrays is None else _Indices(batches)
         rows = read_ahead(items, start, threads=threads, workers=workers)
         read = ((x, {}) for x in rows)

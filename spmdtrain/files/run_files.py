@@ -162,6 +162,7 @@ class RunFiles:
         mesh: str,
         devices: Sequence[Any],
         skipped_records: Mapping[str, int],
+        experiment: str | None = None,
     ) -> None:
         """Writes `config.json`.
 
@@ -170,6 +171,7 @@ class RunFiles:
           mesh: A description of the mesh.
           devices: The devices of the run.
           skipped_records: Numbers of bad records that are left out of the data, by split.
+          experiment: The experiment's file, if there is one.
         """
         content = {
             "config": config,
@@ -178,7 +180,7 @@ class RunFiles:
             "devices": len(devices),
             "device_kind": devices[0].device_kind,
             "skipped_records": dict(skipped_records),
-        }
+        } | ({} if experiment is None else {"experiment": experiment})
         self._replace("config.json", json.dumps(content, indent=2) + "\n")
         self.sync()
 
@@ -336,17 +338,28 @@ def status_of(workdir: str) -> dict[str, Any] | None:
 def evaluator_metrics(workdir: str) -> dict[int, dict[str, float]]:
     """Returns step to the metrics that an evaluator task has written so far in a workdir.
 
-    A line that is not valid is skipped, because the evaluator may be writing it.
+    Args:
+      workdir: As for `written_metrics`.
+    """
+    return written_metrics(workdir, Writer.EVALUATOR, Split.EVAL)
+
+
+def written_metrics(workdir: str, writer: Writer, split: Split) -> dict[int, dict[str, float]]:
+    """Returns step to the metrics of a split that have been written so far in a workdir.
+
+    A line that is not valid is skipped, because it may be being written.
 
     Args:
       workdir: The folder or `gs://` URL of the run.
+      writer: The task that writes.
+      split: The split.
 
     Raises:
       StorageError: If the file cannot be read.
     """
-    text = _read(folder_of(workdir) / Writer.EVALUATOR.file("metrics", ".jsonl"), LARGEST_LOG)
+    text = _read(folder_of(workdir) / writer.file("metrics", ".jsonl"), LARGEST_LOG)
     lines = [parse_metrics_line(line) for line in _complete_lines(text or b"")]
-    return _by_step([content for content in lines if content is not None], Split.EVAL)
+    return _by_step([content for content in lines if content is not None], split)
 
 
 class _StatusFile(TypedDict):

@@ -274,6 +274,7 @@ class MeshExecutor:
             step_may_place=config.jit,
             padded_to=config.padded_batch_size(placement.batch_shards),
             progress=run.stream_progress,
+            skipped=config.skipped_batches,
         )
 
     def load(self, steps: Sequence[int], state: TrainState) -> tuple[StepCall, PyTree]:

@@ -38,7 +38,13 @@ HELP_GROUPS = (
     HelpGroup(
         "Data",
         ("data_dir", "shuffle", "data_threads", "data_workers"),
-        ("data_on_device", "on_bad_record", "max_bad_records", "stream_shards"),
+        (
+            "data_on_device",
+            "on_bad_record",
+            "max_bad_records",
+            "skip_steps",
+            "stream_shards",
+        ),
     ),
     HelpGroup(
         "Placement",
@@ -75,7 +81,7 @@ HELP_GROUPS = (
             "keep_every_hours",
         ),
     ),
-    HelpGroup("Logging", ("log_every", "trackers", "quiet"), ("profile_steps",)),
+    HelpGroup("Logging", ("log_every", "trackers", "quiet"), ("log_hash_every", "profile_steps")),
     HelpGroup(
         "Several processes",
         ("cluster",),

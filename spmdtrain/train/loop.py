@@ -259,6 +259,7 @@ class Loop(LoopTools, MediaLogger):
             threads=config.data_threads,
             workers=config.data_workers,
             progress=parts.run.stream_progress,
+            skipped=parts.run.config.skipped_batches,
         )
         # Also at the end of the loop, because a traceback may keep this generator alive.
         self._stack.callback(batches.close)

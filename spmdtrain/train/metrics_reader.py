@@ -7,11 +7,14 @@ from typing import Any, Never
 
 import numpy as np
 
-from spmdtrain.checkpoints.replica_check import FirstStep
+from spmdtrain.checkpoints.checksums import format_sums, read_parts
+from spmdtrain.checkpoints.replica_check import check_equal
+from spmdtrain.checkpoints.state_sums import StateSums
 from spmdtrain.data.mixture import components_of
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.progress import Phase, phase
 from spmdtrain.errors import NonFiniteError, ReplicaError, StateError, UserError
+from spmdtrain.files.state_hashes import StateHash
 from spmdtrain.step.finite import FLAGS, first_non_finite
 from spmdtrain.step.metrics import component_metric, loss_first
 from spmdtrain.step.norms import NORMS, has_norms
@@ -35,8 +38,9 @@ def _as_computed(step: int, metrics: dict[str, float]) -> dict[str, float]:
 class MetricsReader:
     """Fetches step outputs with a delay, so that the host runs ahead of the devices.
 
-    An output is fetched after `max_in_flight` later dispatches. With several processes, the copies
-    of the state after the first dispatch are compared between them.
+    An output is fetched after `max_in_flight` later dispatches. So are hashes of the state. With
+    several processes, the copies of the state are compared between them after the first dispatch
+    and with each hash.
 
     Args:
       run: The run whose logger receives the metrics.
@@ -57,7 +61,7 @@ class MetricsReader:
         self._in_flight: collections.deque[tuple[Sequence[int], StepOutput]] = collections.deque()
         self._failed: StateError | None = None
         self._compares = process_group.count() > 1  # the first state is not compared yet
-        self._first: FirstStep | None = None
+        self._sums: dict[int, StateSums] = {}  # by step; for hashes and comparisons
         self._components = list(components_of(run.train))
         self._keys: Collection[str] = ()  # names of the metrics of the last step, then sorted
         self._names: Sequence[str] = ()
@@ -74,8 +78,10 @@ class MetricsReader:
           ReplicaError: If the processes' copies of the state differ after the first dispatch.
         """
         self._check_sound()
-        if self._compares and (state := self._state()) is not None:
-            self._first, self._compares = FirstStep(state, steps[-1]), False
+        hashes = self._hashes_at(last := steps[-1])
+        if (self._compares or hashes) and (state := self._state()) is not None:
+            self._sums[last] = StateSums(state, in_host_memory=hashes)
+            self._compares = False
         self._in_flight.append((steps, output))
         if len(self._in_flight) > self._max_in_flight:
             self._read(*self._in_flight.popleft())
@@ -102,18 +108,26 @@ class MetricsReader:
         with phase(Phase.STEP):  # blocks until all processes have run the step
             finite = np.asarray(output.finite)
         self._read_all(steps, output, finite)
-        if self._first is not None:
-            self._compare(self._first)
+        if (sums := self._sums.pop(last, None)) is not None:
+            self._read_sums(last, sums, output)
 
-    def _compare(self, first: FirstStep) -> None:
-        """Compares the state after the first step between processes."""
-        self._first = None
+    def _hashes_at(self, step: int) -> bool:
+        return self._run.config.hashes_at(step, self._run.schedule.total)
+
+    def _read_sums(self, step: int, sums: StateSums, output: StepOutput) -> None:
+        """Compares the state after a step between processes, and logs its hash if that is due."""
         try:
             with phase(Phase.STEP):
-                first.check()
+                parts = sums.parts()
+                check_equal(parts, step)
         except ReplicaError as error:
             self._failed = error
             raise
+        if self._hashes_at(step):
+            totals = format_sums(process_group.summed(read_parts(parts)))
+            loss = output.metrics.get("loss")  # of all steps of the dispatch
+            last = None if loss is None else float(np.ravel(loss)[-1])
+            self._run.logger.log_hash(StateHash(step, totals, last))
 
     def _read_all(self, steps: Sequence[int], output: StepOutput, finite: np.ndarray) -> None:
         run, last = self._run, steps[-1]

@@ -100,7 +100,9 @@ class Schedule:
         profiled = self._config.profile_range()
         around = profiled is not None and step in (profiled[0] - 1, profiled[1])
         saved = self._saves and self.saves_by_count(step)
-        return saved or around or self.ends_epoch(step) or self.should_evaluate(step, saved=saved)
+        hashed = self._config.hashes_at(step, self.total)
+        due = saved or around or hashed or self.ends_epoch(step)
+        return due or self.should_evaluate(step, saved=saved)
 
     # -- what is due ---------------------------------------------------------------------------
 

@@ -250,6 +250,7 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
             self._state = at_step_zero(self._state, self.functions.shardings)
         elif self._identity is not None:
             later_fit.check_continues(run, self._identity, self.step)
+            run.keep_skipped(self._identity)
             run.epochs.sums, run.logger.written = self._epoch_sums, self._written
             run.stream_progress = self._stream_progress
         stack.callback(self._keep_metrics, run)
