@@ -97,6 +97,8 @@ class Schedule:
         profiled = self._config.profile_range()
         around = profiled is not None and step in (profiled[0] - 1, profiled[1])
         saved = self._saves and self.saves_by_count(step)
+        every = self._config.sentinel_every
+        around = around or (every is not None and (step % every == 0 or (step + 1) % every == 0))
         return saved or around or self.ends_epoch(step) or self.should_evaluate(step, saved=saved)
 
     # -- what is due ---------------------------------------------------------------------------
