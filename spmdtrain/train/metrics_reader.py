@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from spmdtrain.checkpoints.replica_check import FirstStep
+from spmdtrain.checkpoints.replica_check import CopiesAfterStep
 from spmdtrain.data.mixture import components_of
 from spmdtrain.distributed import process_group
 from spmdtrain.distributed.progress import Phase, phase
@@ -31,7 +31,8 @@ class MetricsReader:
     """Fetches step outputs with a delay, so that the host runs ahead of the devices.
 
     An output is fetched after `max_in_flight` later dispatches. With several processes, the copies
-    of the state after the first dispatch are compared between them.
+    of the state are compared between them after the first dispatch, and every
+    `compare_copies_every` steps.
 
     Args:
       run: The run whose logger receives the metrics.
@@ -51,8 +52,8 @@ class MetricsReader:
         self._max_in_flight = max_in_flight
         self._in_flight: collections.deque[tuple[Sequence[int], StepOutput]] = collections.deque()
         self._failed: StateError | None = None
-        self._compares = process_group.count() > 1  # the first state is not compared yet
-        self._first: FirstStep | None = None
+        self._is_first = True  # the first state is not compared yet
+        self._comparisons: collections.deque[CopiesAfterStep] = collections.deque()
         self._components = list(components_of(run.train))
 
     def add(self, steps: Sequence[int], output: StepOutput) -> None:
@@ -64,11 +65,12 @@ class MetricsReader:
 
         Raises:
           NonFiniteError: If a fetched loss or state is NaN or infinite.
-          ReplicaError: If the processes' copies of the state differ after the first dispatch.
+          ReplicaError: If the processes' copies of the state differ.
         """
         self._check_sound()
-        if self._compares and (state := self._state()) is not None:
-            self._first, self._compares = FirstStep(state, steps[-1]), False
+        if self._compares_after(steps) and (state := self._state()) is not None:
+            self._comparisons.append(CopiesAfterStep(state, steps[-1]))
+            self._is_first = False
         self._in_flight.append((steps, output))
         if len(self._in_flight) > self._max_in_flight:
             self._read(*self._in_flight.popleft())
@@ -95,15 +97,21 @@ class MetricsReader:
         with phase(Phase.STEP):  # blocks until all processes have run the step
             finite = np.asarray(output.finite)
         self._read_all(steps, output, finite)
-        if self._first is not None:
-            self._compare(self._first)
+        while self._comparisons and self._comparisons[0].step <= last:
+            self._compare(self._comparisons.popleft())
 
-    def _compare(self, first: FirstStep) -> None:
-        """Compares the state after the first step between processes."""
-        self._first = None
+    def _compares_after(self, steps: Sequence[int]) -> bool:
+        """Returns whether the processes compare the state after a dispatch."""
+        if process_group.count() == 1:
+            return False
+        every = self._run.config.compare_copies_every
+        return self._is_first or (every is not None and any(s % every == 0 for s in steps))
+
+    def _compare(self, copies: CopiesAfterStep) -> None:
+        """Compares the state after a step between processes."""
         try:
             with phase(Phase.STEP):
-                first.check()
+                copies.check()
         except ReplicaError as error:
             self._failed = error
             raise

@@ -91,12 +91,12 @@ class Sentinel:
         return [] if files is None or files.sentinel is None else files.sentinel["faults"]
 
     def _describe(self, step: int, verdict: Verdict) -> FoundFault:
-        devices = [self._sums.devices[number] for number in verdict.devices]
-        ranks = sorted({device.process_index for device in devices})
+        devices = {number: self._sums.devices[number] for number in verdict.devices}
+        ranks = sorted({device.process_index for device in devices.values()})
         return {
             "step": step,
             "kind": verdict.kind,
-            "devices": [str(device) for device in devices],
+            "devices": [f"device {number} ({device})" for number, device in devices.items()],
             "processes": [process_group.names()[rank] for rank in ranks],
             "hosts": [self._hosts[rank] for rank in ranks],
             "parameter": self._sums.names[verdict.parameter],

@@ -197,7 +197,7 @@ def test_the_first_step_is_compared_as_it_was_before_its_arrays_were_donated(
     monkeypatch.setattr(
         replica_check, "check_equal", lambda started, step: compared.update(started)
     )
-    first = replica_check.FirstStep(state, 1)
+    first = replica_check.CopiesAfterStep(state, 1)
     jax.jit(lambda x: jax.tree.map(lambda x: x * 0 - 7, x), donate_argnums=0)(state)
     assert state["large"].is_deleted() and state["small"].is_deleted()
     first.check()
