@@ -43,6 +43,10 @@ class GradientSums:
     statistics are those of the shard, and dropout masks differ from those of the step, so these are
     not the gradients that update the parameters, but the same computation.
 
+    A check uses half of the examples of each shard, in turns the first and the second half (all of
+    them if they or their microbatches do not divide), so its two runs cost as much as the gradients
+    of one step.
+
     Args:
       functions: The functions of the step.
       placement: The strategy and its mesh.
@@ -75,7 +79,7 @@ class GradientSums:
         self.devices: list[jax.Device] = list(mesh.devices.ravel())
         self._functions, self._placement = functions, placement
         self._sums: dict[bool, Together] = {}  # by whether batches are `IndexedBatch`
-        self._is_checked = False
+        self._turn = 0  # the half of the examples
         rows = PartitionSpec(BATCH_AXES)
         move = jax.shard_map(self._move, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
         split = placement.batch
@@ -108,7 +112,8 @@ class GradientSums:
             with use_placement(self._placement):
                 self._check(state, batch)
             self._sums[by_index] = Together(self._compile(by_index=by_index))
-        given = state.variables, batch, jax.random.key_data(state.step_key), shards
+        key = jax.random.key_data(state.step_key)
+        given = state.variables, batch, key, shards, np.int32(self._turn)
         return np.asarray(self._sums[by_index](*given))
 
     def compare(self, state: TrainState, batch: PyTree) -> Verdict | None:
@@ -123,6 +128,7 @@ class GradientSums:
         Returns:
           Which device differs; None if all results are equal.
         """
+        self._turn = 1 - self._turn
         shards = self.first()
         runs = [self(state, batch, shards)]
         rolled, numbers = self.rolled(batch, shards)
@@ -146,33 +152,50 @@ class GradientSums:
         whole, rows = PartitionSpec(), PartitionSpec(BATCH_AXES)
 
         def sums(
-            variables: Variables, batch: PyTree, key: jax.Array, shards: jax.Array
+            variables: Variables,
+            batch: PyTree,
+            key: jax.Array,
+            shards: jax.Array,
+            turn: jax.Array,
         ) -> jax.Array:
             variables = layout.to_device(variables, lambda shardings: shardings.variables)
             by_shard: jax.Array = jax.shard_map(
                 self._local,
                 mesh=self._placement.mesh,
-                in_specs=(whole, rows, whole, rows),
+                in_specs=(whole, rows, whole, rows, whole),
                 out_specs=rows,
                 check_vma=False,  # each device computes alone
-            )(variables, examples_of(batch), key, shards)
+            )(variables, examples_of(batch), key, shards, turn)
             return by_shard
 
         replicated = self._placement.replicated
         of_batch: Any = IndexedBatch(split, replicated) if by_index else split
         return jax.jit(
             sums,
-            in_shardings=(layout.shardings.variables, of_batch, replicated, split),
+            in_shardings=(layout.shardings.variables, of_batch, replicated, split, replicated),
             out_shardings=replicated,
             compiler_options=self._functions.compiler_options or None,
         )
 
     def _local(
-        self, variables: Variables, batch: PyTree, key: jax.Array, shards: jax.Array
+        self,
+        variables: Variables,
+        batch: PyTree,
+        key: jax.Array,
+        shards: jax.Array,
+        turn: jax.Array,
     ) -> jax.Array:
         """Returns the checksums of this device's gradients, (1, parameters)."""
-        functions = self._functions
-        alone = dataclasses.replace(functions.gradients, reduction=None, placement=ON_ONE_DEVICE)
+        functions, size = self._functions, jax.tree.leaves(batch)[0].shape[0]
+        parts = functions.gradients.microbatches
+        parts = parts if parts % 2 else parts // 2  # of the same size as in a step, if they are even
+        half = size if size % (2 * parts) else size // 2
+        batch = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, turn * (size - half), half), batch
+        )
+        alone = dataclasses.replace(
+            functions.gradients, microbatches=parts, reduction=None, placement=ON_ONE_DEVICE
+        )
         trained, frozen = functions.update.partition(variables.params)
         own_key = jax.random.fold_in(jax.random.wrap_key_data(key), shards[0])
         with use_placement(ON_ONE_DEVICE):
@@ -191,9 +214,9 @@ class GradientSums:
             return jax.ShapeDtypeStruct((x.shape[0] // self.count, *x.shape[1:]), x.dtype)
 
         rows = jax.tree.map(shard, jax.eval_shape(examples_of, batch))
-        shards = jax.ShapeDtypeStruct((1,), np.int32)
+        shards, turn = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((1,), ()))
         shapes = jax.eval_shape(lambda state: (state.variables, state.key), state)
-        jaxpr = jax.make_jaxpr(self._local)(shapes[0], rows, shapes[1], shards)
+        jaxpr = jax.make_jaxpr(self._local)(shapes[0], rows, shapes[1], shards, turn)
         if _PLACED & {x.primitive.name for x in equations(jaxpr.jaxpr)}:
             raise UserError(
                 "sentinel_every: the objective constrains the sharding of arrays itself, so a "
