@@ -4,8 +4,8 @@
 
 Each row is one run on 8 virtual devices with `sentinel_every=5`. The host waits for each step, so
 the time of steps with a check and of those without is measured in the same run, in turns. A check
-costs the difference of the medians, divided by the median of a step: with `--sentinel-every K` a run
-takes longer by that number divided by K. Prints the table of docs/reliability.md.
+costs the difference of the medians, divided by the median of a step: with `--sentinel-every K`, a
+run takes longer by that number divided by K. Prints the table of docs/reliability.md.
 """
 
 import argparse

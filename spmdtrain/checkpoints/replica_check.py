@@ -19,7 +19,7 @@ _MAX_NAMES = 8  # of processes in a message
 
 
 class CopiesAfterStep:
-    """A comparison of the state after a step that begins when a step is dispatched, and ends when its output is read.
+    """A comparison that begins when a step is dispatched, and ends when its output is read.
 
     Its beginning does not wait for the step: the checksums of large arrays are computed on their
     devices, and small arrays are copied there for the host. Arrays in host memory are compared at

@@ -188,7 +188,7 @@ class GradientSums:
         """Returns the checksums of this device's gradients, (1, parameters)."""
         functions, size = self._functions, jax.tree.leaves(batch)[0].shape[0]
         parts = functions.gradients.microbatches
-        parts = parts if parts % 2 else parts // 2  # of the same size as in a step, if they are even
+        parts = parts if parts % 2 else parts // 2  # an even number keeps the size of a part
         half = size if size % (2 * parts) else size // 2
         batch = jax.tree.map(
             lambda x: jax.lax.dynamic_slice_in_dim(x, turn * (size - half), half), batch

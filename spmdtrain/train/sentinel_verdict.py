@@ -62,6 +62,9 @@ def find_faulty(runs: Sequence[np.ndarray]) -> Verdict:
     Args:
       runs: The checksums (devices, parameters) of three runs, by device, at least one of which
         differs. In run r, device i has computed shard i - r; with two devices, in run 2 shard i.
+
+    Returns:
+      The devices, and how often they differed.
     """
     count = len(runs[0])
     rolls = (0, 1, third_roll(count))
