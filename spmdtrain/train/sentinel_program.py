@@ -142,10 +142,8 @@ class GradientSums:
             rolled, numbers = batch, shards
         runs.append(self(state, rolled, numbers))
         found = find_faulty(runs) if process_group.is_chief() else None
-        kind, devices, of_runs, parameter = process_group.broadcast(
-            [] if found is None else [found.kind, found.devices, found.runs, found.parameter]
-        )
-        return Verdict(FaultKind(kind), devices, of_runs, parameter)
+        agreed = process_group.broadcast({} if found is None else dataclasses.asdict(found))
+        return Verdict(**agreed | {"kind": FaultKind(agreed["kind"])})
 
     def _compile(self, *, by_index: bool) -> Any:
         layout, split = self._functions.layout, self._placement.batch
