@@ -82,7 +82,7 @@ def _backward(fault: jax.Array, gradients: Any) -> tuple[Any, jax.Array]:
         wrong = flat.at[at].set(jnp.where(bit < 0, stale, flipped))
         is_hit = (own == device) & (number == leaf)
         leaves[number] = jnp.where(is_hit, wrong, flat).reshape(x.shape)
-    return treedef.unflatten(leaves), jnp.zeros_like(fault)
+    return jax.tree.unflatten(treedef, leaves), jnp.zeros_like(fault)
 
 
 _faulty.defvjp(_forward, _backward)

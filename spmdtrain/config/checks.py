@@ -146,8 +146,6 @@ def _check_sentinel(config: "RunConfig") -> None:
             f"strategy {placed.name} is not supported: it needs devices that each compute whole "
             "examples of their own: mirrored, zero, fully_sharded, central_storage or hybrid"
         )
-    elif config.sentinel_action == "rollback" and config.workdir is None:
-        problem = "sentinel_action is rollback, which needs a workdir with checkpoints"
     if problem is not None:
         raise UserError(f"sentinel_every is {config.sentinel_every}: {problem}")
 

@@ -6,7 +6,7 @@ from typing import Any
 from spmdtrain.checkpoints.source import broadcast_source, list_checkpoints
 from spmdtrain.distributed import process_group, progress
 from spmdtrain.distributed.progress import Phase, phase
-from spmdtrain.errors import DeviceFaultError
+from spmdtrain.errors import DeviceFaultError, UserError
 from spmdtrain.files.found_faults import FoundFault
 from spmdtrain.sharding.placement import Placement
 from spmdtrain.step.functions import StepFunctions
@@ -35,14 +35,17 @@ class Sentinel:
       first: The step from which this start continues.
 
     Raises:
-      UserError: If the devices do not allow it (see `GradientSums`).
+      UserError: If the devices do not allow it (see `GradientSums`), or there are no checkpoints
+        to go back to.
     """
 
     def __init__(
         self, functions: StepFunctions, placement: Placement, run: RunSession, first: int
     ) -> None:
+        if run.config.sentinel_action == "rollback" and run.checkpoints is None:
+            raise UserError("sentinel_action is rollback, which needs a workdir with checkpoints")
         self._sums = GradientSums(functions, placement)
-        self._run = run
+        self._run, self._has_run = run, False
         self._hosts = process_group.gather(socket.gethostname())
         files = run.logger.files
         status = files.sentinel if files is not None else None
@@ -67,6 +70,9 @@ class Sentinel:
         """
         with phase(Phase.STEP):
             verdict = self._sums.compare(state, batch)
+        if not self._has_run:  # it was compiled
+            self._run.logger.restart_timer(step - 1)
+            self._has_run = True
         files = self._run.logger.files
         if verdict is None:
             self._passed = step

@@ -256,7 +256,6 @@ def test_steps_of_one_dispatch_and_examples_on_the_devices_are_checked(tmp_path:
         ({"strategy": "default"}, "strategy default is not supported"),
         ({"strategy": "parameter_server"}, "strategy parameter_server is not supported"),
         ({"jit": False}, "jit is False"),
-        ({"sentinel_action": "rollback"}, "needs a workdir"),
         ({"sentinel_every": None, "sentinel_action": "warn"}, "give both"),
         ({"sentinel_every": 0}, "must be above 0"),
     ],
@@ -268,10 +267,16 @@ def test_options_that_it_cannot_work_with_are_refused(
         RunConfig(**{"sentinel_every": 4} | options)
 
 
-def test_one_device_is_refused() -> None:
-    alone = trainer(mesh=MeshSpec(devices=(0,)), sentinel_every=1, steps=1)
-    with pytest.raises(UserError, match="no second device"):
-        alone.fit((X, Y))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mesh": MeshSpec(devices=(0,))}, "no second device"),
+        ({"sentinel_action": "rollback"}, "needs a workdir"),
+    ],
+)
+def test_a_fit_that_it_cannot_check_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        trainer(**options, sentinel_every=1, steps=1).fit((X, Y))
 
 
 def test_an_objective_that_places_arrays_itself_is_refused() -> None:
