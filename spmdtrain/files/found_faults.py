@@ -15,7 +15,7 @@ class FoundFault(TypedDict):
 
 
 class SentinelStatus(TypedDict):
-    """What the sentinel has found, in `status.json`.
+    """Findings of the sentinel, in `status.json`.
 
     Attributes:
       passed: The last step whose check has passed; 0 before one has.

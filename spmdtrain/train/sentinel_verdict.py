@@ -22,7 +22,7 @@ class FaultKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What three runs of the same shards say about the devices.
+    """Devices whose results differ, by three runs of the same shards.
 
     Attributes:
       kind: How often the devices differed.

@@ -163,6 +163,24 @@ def test_of_two_devices_a_transient_fault_is_named_and_a_lasting_one_may_be_in_e
     assert devices.verdict(flip) == Verdict(FaultKind.LASTING, [0, 1], [], 0)
 
 
+def test_a_device_with_another_copy_of_the_parameters_is_named() -> None:
+    of = trainer()
+    state = of.functions.init(0)
+    whole, odd = state.params["first"], of.placement.devices[2]
+    copies = []
+    for shard in whole.addressable_shards:
+        copy = np.array(shard.data)
+        copy[0, 0] += 0.25 * (shard.device == odd)
+        copies.append(jax.device_put(copy, shard.device))
+    state.params["first"] = jax.make_array_from_single_device_arrays(
+        whole.shape, whole.sharding, copies
+    )
+    with use_placement(of.placement):
+        batch = jax.device_put((X[:16], Y[:16]), of.placement.batch)
+        found = GradientSums(of.functions, of.placement).compare(state, batch)
+    assert found == Verdict(FaultKind.LASTING, [2], [3], 0)
+
+
 def test_a_program_that_is_not_deterministic_accuses_no_device() -> None:
     draw = np.random.default_rng(0)
     runs = [draw.integers(0, 2**32, size=(8, 2), dtype=np.uint32) for _ in range(3)]
@@ -208,6 +226,7 @@ def test_a_run_stops_at_the_next_check_and_writes_what_was_found(tmp_path: Path)
     assert event["step"] == 8 and "device 6" in event["reason"]
 
 
+@pytest.mark.slow
 def test_a_rollback_sets_aside_what_was_saved_since_the_last_check_that_passed(
     tmp_path: Path,
 ) -> None:
@@ -242,6 +261,7 @@ def test_a_warning_ends_nothing_and_a_check_does_not_change_the_run(
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_steps_of_one_dispatch_and_examples_on_the_devices_are_checked(tmp_path: Path) -> None:
     options = {"steps_per_dispatch": 3, "data_on_device": True, "microbatches": 2}
     workdir = str(tmp_path / "run")
