@@ -231,9 +231,12 @@ def _sum_of(x: jax.Array, starts: Sequence[Any], shape: Sequence[int]) -> jax.Ar
     return _hash(words, position).sum(dtype=jnp.uint32)
 
 
-@jax.jit
-def _jit_sum(x: jax.Array) -> jax.Array:
+def traced_sum(x: jax.Array) -> jax.Array:
+    """Returns the checksum of a whole array as a uint32 scalar, like `host_sum`; traced."""
     return _sum_of(x, (0,) * x.ndim, x.shape)
+
+
+_jit_sum = jax.jit(traced_sum)
 
 
 @functools.cache

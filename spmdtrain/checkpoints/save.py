@@ -252,20 +252,21 @@ class Checkpoints:
         """Returns whether there is a complete checkpoint of a step."""
         return process_group.broadcast(step in self._records)
 
-    def quarantine(self, steps: Sequence[int]) -> list[str]:
-        """Quarantines corrupted checkpoints: renames them, so that they are ignored.
+    def quarantine(self, steps: Sequence[int], kind: str = "corrupted") -> list[str]:
+        """Quarantines checkpoints: renames them, so that they are ignored.
 
         Args:
           steps: The steps of the checkpoints.
+          kind: Follows the step in the name: "corrupted", or "suspect" after a device fault.
 
         Returns:
           The new names.
         """
         names = []
-        with self._storage_errors("a corrupted checkpoint could not be renamed"):
+        with self._storage_errors(f"a {kind} checkpoint could not be renamed"):
             for step in steps if process_group.is_chief() else []:
                 taken = {path.name for path in self.folder.iterdir()}
-                candidates = (f"{step}.corrupted{n}" for n in ("", *range(2, len(taken) + 3)))
+                candidates = (f"{step}.{kind}{n}" for n in ("", *range(2, len(taken) + 3)))
                 name = next(name for name in candidates if name not in taken)
                 (self.folder / str(step)).rename(self.folder / name)
                 self._records.pop(step, None)

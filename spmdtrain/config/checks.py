@@ -37,6 +37,8 @@ _ABOVE_ZERO = (
     "keep_every_hours",
     "microbatches",
     "steps_per_dispatch",
+    "sentinel_every",
+    "compare_copies_every",
 )
 
 
@@ -111,6 +113,7 @@ def check_run(config: "RunConfig") -> None:
             f"steps_per_dispatch is {config.steps_per_dispatch} and jit is False: several steps "
             "per dispatch are one compiled program; leave one of the two out"
         )
+    _check_sentinel(config)
     if config.ema_decay is not None and not 0 <= config.ema_decay < 1:
         raise UserError(f"ema_decay is {config.ema_decay}: it must be 0 or more, and below 1")
     _check_placement(config)
@@ -126,6 +129,28 @@ def check_run(config: "RunConfig") -> None:
     config.profile_range()
     SkippedBatches.parse(config.skip_steps)
     _check_workdir(config.workdir)
+
+
+def _check_sentinel(config: "RunConfig") -> None:
+    """Raises `UserError` if the sentinel cannot run, or its action has no effect."""
+    if config.sentinel_every is None:
+        if config.sentinel_action != "stop":
+            raise UserError(
+                f"sentinel_action is {config.sentinel_action}, and sentinel_every is not given: "
+                "give both"
+            )
+        return
+    problem = None
+    placed = strategy(config.strategy)
+    if not config.jit:
+        problem = "jit is False, and it compares runs of one compiled program"
+    elif placed.by_servers or placed.needs_rules or placed.devices == 1:
+        problem = (
+            f"strategy {placed.name} is not supported: it needs devices that each compute whole "
+            "examples of their own: mirrored, zero, fully_sharded, central_storage or hybrid"
+        )
+    if problem is not None:
+        raise UserError(f"sentinel_every is {config.sentinel_every}: {problem}")
 
 
 def _check_workdir(workdir: str | None) -> None:

@@ -191,6 +191,16 @@ class RunConfig:
     """Whether a low (min) or a high (max) best_metric is better."""
     quiet: bool = False
     """Print only errors and the result: the metrics of the last evaluation, or the predictions."""
+    sentinel_every: int | None = None
+    """Steps between two checks that the devices compute correctly: the gradients of each device's
+    part of the batch are computed again on another device, and must have the same bits."""
+    sentinel_action: Literal["warn", "stop", "rollback"] = "stop"
+    """Reaction to a device that computes other gradients: log it (warn), end the run with exit code
+    4 (stop), or also set aside the checkpoints since the last check that passed (rollback); the
+    launcher then restarts the job without the process of that device."""
+    compare_copies_every: int | None = None
+    """Steps between two comparisons of the copies of the state that several processes hold, besides
+    those after the first step and before each save."""
     profile_steps: str | None = None
     """Range of steps to profile, A:B, both included. Writes a profiler trace into the workdir."""
 

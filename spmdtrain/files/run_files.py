@@ -20,6 +20,7 @@ from etils import epath
 
 from spmdtrain.errors import StorageError, UserError
 from spmdtrain.files import no_follow
+from spmdtrain.files.found_faults import SentinelStatus
 from spmdtrain.files.lines_file import LineAppender, LinesFile
 from spmdtrain.files.storage import failures, folder_of, is_url, one_line
 from spmdtrain.files.validation import (
@@ -108,6 +109,8 @@ class RunFiles:
         self._lines = self.folder / self._lines_name
         self._parsed: list[dict[str, Any]] | None = None  # the lines that the file has
         self._status_lock, self._failed = threading.Lock(), False
+        self.sentinel: SentinelStatus | None = None
+        """Part of the status of the training, kept over its starts."""
         self._synced: dict[Path, tuple[int, int]] = {}  # size and mtime of each copied file
         self._clock, self._synced_at = clock, clock()
         with contextlib.ExitStack() as stack:
@@ -133,6 +136,9 @@ class RunFiles:
                 ) from error
             stack.callback(lambda: self._appender.close())
             self._closing = stack.pop_all()
+        if writer is Writer.TRAINING:
+            with contextlib.suppress(UserError):  # it is replaced
+                self.sentinel = (status_of(workdir) or {}).get("sentinel")
 
     def _local_folder(self, stack: contextlib.ExitStack) -> Path:
         """Returns the local folder of metrics and media; `stack` deletes it if it is temporary."""
@@ -212,7 +218,9 @@ class RunFiles:
                 return
             self._failed = status is Status.FAILED
             self.check_lock()
-            content = {"status": status, "step": step} | ({"reason": reason} if reason else {})
+            content: dict[str, Any] = {"status": status, "step": step}
+            content |= {"reason": reason} if reason else {}
+            content |= {"sentinel": self.sentinel} if self.sentinel else {}
             try:
                 self.sync()
             finally:
@@ -311,7 +319,7 @@ class RunFiles:
 
 
 def status_of(workdir: str) -> dict[str, Any] | None:
-    """Returns the `status.json` of a run: `status`, `step`, and maybe `reason`.
+    """Returns the `status.json` of a run: `status`, `step`, and maybe `reason` and `sentinel`.
 
     Args:
       workdir: The folder or `gs://` URL of the run.
@@ -368,6 +376,7 @@ class _StatusFile(TypedDict):
     status: Literal["running", "finished", "failed", "preempted"]
     step: int
     reason: NotRequired[str]
+    sentinel: NotRequired[SentinelStatus]
 
 
 def _read(path: epath.Path, most: int) -> bytes | None:

@@ -376,6 +376,11 @@ class StepFunctions:
         return self._forward.loss_is_of_tokens
 
     @property
+    def gradients(self) -> Gradients:
+        """The computation of the gradients, reduced as `choose_reduction` has decided."""
+        return self._gradients
+
+    @property
     def reduction(self) -> Reduction | None:
         """The reduction of the gradients under `shard_map`; None if XLA reduces them."""
         return self._gradients.reduction

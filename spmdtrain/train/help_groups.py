@@ -81,6 +81,11 @@ HELP_GROUPS = (
             "keep_every_hours",
         ),
     ),
+    HelpGroup(
+        "Faulty hardware",
+        (),
+        ("sentinel_every", "sentinel_action", "compare_copies_every"),
+    ),
     HelpGroup("Logging", ("log_every", "trackers", "quiet"), ("log_hash_every", "profile_steps")),
     HelpGroup(
         "Several processes",

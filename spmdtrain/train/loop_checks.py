@@ -39,6 +39,7 @@ _TRAINER_ONLY: Mapping[str, Any] = {
     "evaluated_by": "training",
     "eval_at_checkpoints": False,
     "profile_steps": None,
+    "sentinel_every": None,
 }
 
 PARTS = ("params", "opt_state", "averaged", "model_state")

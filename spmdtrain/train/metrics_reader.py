@@ -39,8 +39,8 @@ class MetricsReader:
     """Fetches step outputs with a delay, so that the host runs ahead of the devices.
 
     An output is fetched after `max_in_flight` later dispatches. So are hashes of the state. With
-    several processes, the copies of the state are compared between them after the first dispatch
-    and with each hash.
+    several processes, the copies of the state are compared between them after the first dispatch,
+    with each hash, and every `compare_copies_every` steps.
 
     Args:
       run: The run whose logger receives the metrics.
@@ -60,7 +60,7 @@ class MetricsReader:
         self._max_in_flight = max_in_flight
         self._in_flight: collections.deque[tuple[Sequence[int], StepOutput]] = collections.deque()
         self._failed: StateError | None = None
-        self._compares = process_group.count() > 1  # the first state is not compared yet
+        self._is_first = True  # the first state is not compared yet
         self._sums: dict[int, StateSums] = {}  # by step; for hashes and comparisons
         self._components = list(components_of(run.train))
         self._keys: Collection[str] = ()  # names of the metrics of the last step, then sorted
@@ -75,13 +75,13 @@ class MetricsReader:
 
         Raises:
           NonFiniteError: If a fetched loss or state is NaN or infinite.
-          ReplicaError: If the processes' copies of the state differ after the first dispatch.
+          ReplicaError: If the processes' copies of the state differ.
         """
         self._check_sound()
-        hashes = self._hashes_at(last := steps[-1])
-        if (self._compares or hashes) and (state := self._state()) is not None:
+        hashes, last = self._hashes_at(steps[-1]), steps[-1]
+        if (hashes or self._compares_after(steps)) and (state := self._state()) is not None:
             self._sums[last] = StateSums(state, in_host_memory=hashes)
-            self._compares = False
+            self._is_first = False
         self._in_flight.append((steps, output))
         if len(self._in_flight) > self._max_in_flight:
             self._read(*self._in_flight.popleft())
@@ -113,6 +113,13 @@ class MetricsReader:
 
     def _hashes_at(self, step: int) -> bool:
         return self._run.config.hashes_at(step, self._run.schedule.total)
+
+    def _compares_after(self, steps: Sequence[int]) -> bool:
+        """Returns whether the processes compare the state after a dispatch."""
+        if process_group.count() == 1:
+            return False
+        every = self._run.config.compare_copies_every
+        return self._is_first or (every is not None and any(s % every == 0 for s in steps))
 
     def _read_sums(self, step: int, sums: StateSums, output: StepOutput) -> None:
         """Compares the state after a step between processes, and logs its hash if that is due."""

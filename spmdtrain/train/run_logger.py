@@ -219,6 +219,11 @@ class RunLogger:
         """Logs that the state after `step` is being saved."""
         self.times.log("checkpoint", step)
 
+    def log_fault(self, step: int, message: str) -> None:
+        """Logs that a device has computed other gradients than others in a step."""
+        self.terminal.warning(message)
+        self.times.log_fault(step, message)
+
     def log_evaluation(self, split: Split, step: int, metrics: Metrics) -> None:
         """Logs the metrics of an evaluation of the state after `step`."""
         self.latest[split] = metrics

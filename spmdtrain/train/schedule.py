@@ -101,7 +101,9 @@ class Schedule:
         around = profiled is not None and step in (profiled[0] - 1, profiled[1])
         saved = self._saves and self.saves_by_count(step)
         hashed = self._config.hashes_at(step, self.total)
-        due = saved or around or hashed or self.ends_epoch(step)
+        every = self._config.sentinel_every
+        checked = every is not None and (step % every == 0 or (step + 1) % every == 0)
+        due = saved or around or hashed or checked or self.ends_epoch(step)
         return due or self.should_evaluate(step, saved=saved)
 
     # -- what is due ---------------------------------------------------------------------------

@@ -187,7 +187,8 @@ class Trainer(ModelRunner, MediaLogger, TrainerConstructors):
 
         Raises:
           StateError: `NonFiniteError` if the loss or the state is NaN or infinite, `ReplicaError`
-            if copies of replicated data differ between processes.
+            if copies of replicated data differ between processes, `DeviceFaultError` if a device
+            computes other gradients than others.
           PreemptedExit: After SIGTERM, SIGUSR1 or Ctrl-C; the state is saved if there is a workdir.
           SystemExit: In an evaluator task, after the training has ended.
           UserError: If an argument is wrong.

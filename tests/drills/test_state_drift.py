@@ -123,7 +123,8 @@ def train_step(state, batch, key):
 optimizer = optax.adam(1e-3)
 x = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
 options = {"strategy": "mirrored", "steps": 12, "global_batch_size": 8, "workdir": sys.argv[1]}
-with Loop(**options, checkpoint_every_steps=3) as loop:
+every = int(sys.argv[3]) or None
+with Loop(**options, checkpoint_every_steps=3, compare_copies_every=every) as loop:
     state = loop.start(init, train=x)
     step = loop.compile_step(train_step)
     for batch in loop.batches():
@@ -135,12 +136,16 @@ with Loop(**options, checkpoint_every_steps=3) as loop:
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize(("at", "found", "saved"), [(1, 1, []), (4, 6, [3])])
-def test_a_loop_finds_it_as_well(tmp_path: Path, at: int, found: int, saved: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("at", "every", "found", "saved"), [(1, 0, 1, []), (4, 0, 6, [3]), (7, 4, 8, [3, 6])]
+)
+def test_a_loop_finds_it_as_well(
+    tmp_path: Path, at: int, every: int, found: int, saved: list[int]
+) -> None:
     script, workdir = tmp_path / "script.py", tmp_path / "run"
     script.write_text(CORRUPTED + LOOP)
     ended = run_processes(
-        [sys.executable, str(script), str(workdir), str(at)],
+        [sys.executable, str(script), str(workdir), str(at), str(every)],
         processes=2,
         timeout=BOUND,
         check=False,
