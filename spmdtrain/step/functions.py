@@ -36,7 +36,10 @@ from spmdtrain.step import hyperparameters
 from spmdtrain.step.base_model import BaseModel
 from spmdtrain.step.batch_checks import ABSTRACT_DRAW, BatchChecks
 from spmdtrain.step.declared_arguments import Declared
+from spmdtrain.step.exact import ExactGradients, ExactUpdate
+from spmdtrain.step.exact_checks import check_exact
 from spmdtrain.step.extra_arguments import extra_names
+from spmdtrain.step.fixed_order import FixedOrder
 from spmdtrain.step.forward import Forward
 from spmdtrain.step.gradients import Gradients
 from spmdtrain.step.optimizer import Update
@@ -106,7 +109,10 @@ class StepFunctions:
         self._config, self._placement = config, placement
         extends = adapter if isinstance(adapter, ExtendsBase) else None
         frozen = (*config.freeze, *(extends.frozen if extends else ()))
+        self._order = None if config.exact is None else FixedOrder(placement, config.exact)
         self.update = Update(optimizer, frozen, config.ema_decay)
+        if self._order is not None:
+            self.update = ExactUpdate(optimizer, frozen, config.ema_decay, order=self._order)
         self._context = ModelContext(placement, axis_rules)
         with use_placement(placement):  # models may call current_strategy()
             self.abstract_state: TrainState = jax.eval_shape(
@@ -159,6 +165,9 @@ class StepFunctions:
             self._requested_reduction,
             per_replica=per_replica,
         )
+        if config.exact is not None:
+            check_exact(config, placement, self.layout, optimizer, reduction)
+            self._gradients = ExactGradients.of(self._gradients, config.exact)
         variables, replicated = self.shardings.variables, placement.replicated
         own_options = collective_options.compiler_options(
             config.collectives,
@@ -292,6 +301,7 @@ class StepFunctions:
                 unrolls=self._unrolls,
                 by_index=by_index,
                 log_every=self._config.log_every,
+                order=self._order,
                 jit=self._config.jit,
                 compiler_options=self.compiler_options,
             )
