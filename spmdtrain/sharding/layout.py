@@ -15,7 +15,7 @@ from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.sharding.annotations import Annotation, AxisRules, DimsOf, specs_of
 from spmdtrain.sharding.describe import axes_of_entry, axes_of_spec
 from spmdtrain.sharding.mesh import BATCH_AXES
-from spmdtrain.sharding.placement import Placement
+from spmdtrain.sharding.placement import Placement, is_under_shard_map
 from spmdtrain.sharding.rules import REPLICATED, GatherPolicy, Rule
 from spmdtrain.sharding.state_paths import Shape, field_of, parameter_of
 from spmdtrain.strategies import AXES, STATE
@@ -141,12 +141,13 @@ class Layout:
         """Returns the parameters gathered for the model. Traced under `jit`.
 
         Those that are split over batch axes are gathered, because each device needs all of them for
-        its own examples. Splits over other axes are kept.
+        its own examples. Splits over other axes are kept. Under `shard_map` they are whole already.
 
         Args:
           params: The parameters.
         """
-        return self._constrain(params, self._gathered) if self._gathers else params
+        gathers = self._gathers and not is_under_shard_map(self._placement)
+        return self._constrain(params, self._gathered) if gathers else params
 
     def gradients(self, gradients: PyTree) -> PyTree:
         """Returns gradients constrained to the shardings of the optimizer's state.

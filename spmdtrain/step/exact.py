@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import use_placement
+from spmdtrain.step.exact_checks import check_exact_sums
 from spmdtrain.step.extra_arguments import ExtraArguments
 from spmdtrain.step.fixed_order import FixedOrder, in_loop_of_one_turn
 from spmdtrain.step.gradients import (
@@ -47,11 +48,18 @@ class ExactGradients(Gradients):
         """Returns the exact variant of a computation of gradients.
 
         Args:
-          gradients: The computation.
+          gradients: The computation; its reduction is `pairwise`.
           shards: Number of virtual shards.
         """
-        placement = gradients.placement
-        return cls(gradients.objective, gradients.microbatches, placement, pairwise, shards=shards)
+        return cls(**vars(gradients), shards=shards)
+
+    @property
+    def parts(self) -> int:
+        return self.shards
+
+    @property
+    def own_draws(self) -> bool:
+        return True
 
     def __call__(
         self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
@@ -77,6 +85,7 @@ class ExactGradients(Gradients):
                 rows = jax.tree.map(lambda x: x[turn], shards)
                 shard_key = jax.random.fold_in(key, first + turn)
                 output = self.of_sum(params, frozen, model_state, rows, shard_key)
+                check_exact_sums(output.metrics)
                 wide = jax.tree.map(
                     lambda x: x.astype(accumulation_dtype(x.dtype)), output.gradients
                 )

@@ -37,7 +37,7 @@ from spmdtrain.step.base_model import BaseModel
 from spmdtrain.step.batch_checks import ABSTRACT_DRAW, BatchChecks
 from spmdtrain.step.declared_arguments import Declared
 from spmdtrain.step.exact import ExactGradients, ExactUpdate
-from spmdtrain.step.exact_checks import check_exact
+from spmdtrain.step.exact_checks import check_exact_optimizer
 from spmdtrain.step.extra_arguments import extra_names
 from spmdtrain.step.fixed_order import FixedOrder
 from spmdtrain.step.forward import Forward
@@ -57,6 +57,7 @@ from spmdtrain.step.user_frames import locate_errors
 from spmdtrain.tree import named_leaves, path_name
 from spmdtrain.xla import collective_options
 from spmdtrain.xla.compile_cache import merge_compiler_options, options_for_one_run
+from spmdtrain.xla.exact_options import exact_options
 
 PyTree = Any
 
@@ -109,10 +110,10 @@ class StepFunctions:
         self._config, self._placement = config, placement
         extends = adapter if isinstance(adapter, ExtendsBase) else None
         frozen = (*config.freeze, *(extends.frozen if extends else ()))
-        self._order = None if config.exact is None else FixedOrder(placement, config.exact)
         self.update = Update(optimizer, frozen, config.ema_decay)
+        self._order = None if config.exact is None else FixedOrder(placement, config.exact)
         if self._order is not None:
-            self.update = ExactUpdate(optimizer, frozen, config.ema_decay, order=self._order)
+            self.update = ExactUpdate(**vars(self.update), order=self._order)
         self._context = ModelContext(placement, axis_rules)
         with use_placement(placement):  # models may call current_strategy()
             self.abstract_state: TrainState = jax.eval_shape(
@@ -166,7 +167,7 @@ class StepFunctions:
             per_replica=per_replica,
         )
         if config.exact is not None:
-            check_exact(config, placement, self.layout, optimizer, reduction)
+            check_exact_optimizer(optimizer)
             self._gradients = ExactGradients.of(self._gradients, config.exact)
         variables, replicated = self.shardings.variables, placement.replicated
         own_options = collective_options.compiler_options(
@@ -174,6 +175,8 @@ class StepFunctions:
             placement.devices[0].platform,
             gathers=placement.strategy.shards_params or placement.strategy.shards_optimizer,
         )
+        if config.exact is not None:
+            own_options |= exact_options(placement.devices[0].platform)
         self.compiler_options = merge_compiler_options(
             config.compiler_options, own_options, replicated
         )
@@ -355,7 +358,7 @@ class StepFunctions:
         with reference_kernels():
             blocker = shard_map_blocker(
                 self._gradients,
-                replicates_params=self.layout.replicates_params,
+                replicates_params=self.layout.replicates_params or self._order is not None,
                 params=trained,
                 frozen=frozen,
                 model_state=self.abstract_state.model_state,

@@ -71,6 +71,16 @@ class Gradients:
     reduction: Reduction | None = None
     per_replica: bool = False
 
+    @property
+    def parts(self) -> int:
+        """The number of parts of the batch that are computed apart under `shard_map`."""
+        return self.placement.batch_shards
+
+    @property
+    def own_draws(self) -> bool:
+        """Whether each part draws its own random numbers."""
+        return self.per_replica
+
     def __call__(
         self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
     ) -> GradientOutput:
