@@ -25,17 +25,21 @@ def check_exact(config: RunConfig, placement: Placement, reduction: Any) -> None
     shards, devices = config.exact, placement.batch_shards
     assert shards is not None
     if placement.mesh is None:
-        raise _refusal(
-            f"strategy {placement.name} has no mesh", "use one_device for a single device"
+        raise UserError(
+            _message(f"strategy {placement.name} has no mesh", "use one_device for a single device")
         )
-    if placement.size("tensor") > 1 or placement.strategy.needs_rules:
-        raise _refusal(
-            f"strategy {placement.name} splits matrix products over tensor={placement.size('tensor')}"
-            ", which adds up their parts in another order",
-            "use mirrored, zero, fully_sharded or hybrid",
+    if (tensor := placement.size("tensor")) > 1 or placement.strategy.needs_rules:
+        raise UserError(
+            _message(
+                f"strategy {placement.name} splits matrix products over tensor={tensor}, which "
+                "adds up their parts in another order",
+                "use mirrored, zero, fully_sharded or hybrid",
+            )
         )
     if reduction is not None:
-        raise _refusal("a reduction function is given, with an order of its own", "leave it out")
+        raise UserError(
+            _message("a reduction function is given, with an order of its own", "leave it out")
+        )
     if shards < 2 * devices or shards % devices:
         raise UserError(
             f"exact is {shards} on {devices} devices: each needs at least two of the virtual "
@@ -43,28 +47,45 @@ def check_exact(config: RunConfig, placement: Placement, reduction: Any) -> None
             "same one wherever the bits should be the same; the number of devices must be a power "
             "of two"
         )
-    parts = shards * config.microbatches
-    if config.resolved_batch_size % parts:
-        of_microbatches = f" times {config.microbatches} microbatches" * (config.microbatches > 1)
+
+
+def check_exact_batch(shards: int, microbatches: int, size: int) -> None:
+    """Checks that a global batch divides over the virtual shards.
+
+    Args:
+      shards: Number of virtual shards.
+      microbatches: Number of parts of each.
+      size: Number of rows of the batch.
+
+    Raises:
+      UserError: If it does not.
+    """
+    parts = shards * microbatches
+    if size % parts:
+        of_microbatches = f" times {microbatches} microbatches" * (microbatches > 1)
         raise UserError(
-            f"exact is {shards} and global_batch_size is {config.resolved_batch_size}, which does "
-            f"not divide over {shards} virtual shards{of_microbatches}: give a multiple of {parts}"
+            f"exact is {shards} and global_batch_size is {size}, which does not divide over "
+            f"{shards} virtual shards{of_microbatches}: give a multiple of {parts}"
         )
 
 
 def check_exact_sums(sums: BatchSums) -> None:
     """Raises `UserError` if the loss of the objective has several weights."""
     if combined_weights(sums):
-        raise _refusal("the loss is a Combination of means with several weights", "return one loss")
+        raise UserError(
+            _message("the loss is a Combination of means with several weights", "return one loss")
+        )
 
 
 def check_exact_optimizer(optimizer: optax.GradientTransformation) -> None:
     """Raises `UserError` if an optimizer evaluates the loss itself."""
     if evaluates := sorted({"value_fn", "obj_fn", "grad_fn"} & set(extra_names(optimizer))):
-        raise _refusal(
-            f"the optimizer evaluates the loss ({', '.join(evaluates)})", "choose another one"
+        raise UserError(
+            _message(
+                f"the optimizer evaluates the loss ({', '.join(evaluates)})", "choose another one"
+            )
         )
 
 
-def _refusal(why: str, fix: str) -> UserError:
-    return UserError(f"exact: {why}, so the bits would depend on the number of devices: {fix}")
+def _message(why: str, fix: str) -> str:
+    return f"exact: {why}, so the bits would depend on the number of devices: {fix}"

@@ -18,9 +18,9 @@ PyTree = Any
 
 _CALLS = frozenset(("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"))
 _NAMES = """
-conv_general_dilated cumlogsumexp cumprod cumsum dot_general eigh lu pallas_call qr ragged_dot_general
-reduce reduce_precision_sum reduce_prod reduce_window_sum scatter-add scatter-mul shard_map svd
-triangular_solve custom_call cholesky eig schur tridiagonal
+cholesky conv_general_dilated cumlogsumexp cumprod cumsum dot_general eig eigh householder_product
+lu pallas_call qr ragged_dot_general reduce reduce_prod reduce_window reduce_window_sum scatter-add
+scatter-mul scatter_add scatter_mul shard_map svd triangular_solve tridiagonal_solve
 """
 _REFUSED = frozenset(_NAMES.split())
 """Primitives that add up in an order which may depend on how their operands are split."""

@@ -119,7 +119,7 @@ def tree_sum(x: jax.Array) -> jax.Array:
 
 
 def _packed(reduce: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
-    """Applies an elementwise reduction to large arrays, and to small ones concatenated by dtype.
+    """Returns an elementwise reduction of large arrays, and of small ones concatenated by dtype.
 
     The arrays are concatenated as rows with two dims, because XLA on CPU takes hundreds of times as
     long with one.

@@ -131,7 +131,9 @@ def make_train_step(
 
         # The finite flags of this loss and state. They are read before this state is saved.
         finite = finite_flags(means["loss"], state, after, layout.shardings, is_last=is_last)
-        norms = step_norms(after.params, layout, after.step, log_every, changes=changes, order=order)
+        norms = step_norms(
+            after.params, layout, after.step, log_every, changes=changes, order=order
+        )
         rate = step_rate(update.optimizer, state.opt_state, after.opt_state)
         return after, StepOutput(
             means, finite, sums=found.sums, rate=rate, norms=norms, combined=found.combined

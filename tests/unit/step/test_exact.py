@@ -95,8 +95,7 @@ def transformer_digest(**options: Any) -> str:
     tokens = np.random.default_rng(0).integers(0, 64, (4 * ROWS, 33)).astype(np.int32)
 
     def of_tokens(model: Any, batch: Any) -> dict[str, Any]:
-        losses, _ = model.token_losses(batch[:, :-1], batch[:, 1:])
-        return {"loss": losses}
+        return {"loss": model.token_losses(batch[:, :-1], batch[:, 1:]).loss}
 
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))
     given = {"model": partial(Transformer, config), "objective": of_tokens, "optimizer": optimizer}
@@ -177,7 +176,6 @@ def combined(model: Any, batch: Any) -> dict[str, Any]:
     [
         ({"exact": 12}, "exact is 12: the number of virtual shards must be a power of two"),
         ({"exact": 8}, "exact is 8 on 8 devices: each needs at least two"),
-        ({"global_batch_size": 24}, "give a multiple of 16"),
         ({"strategy": "parameter_server"}, "exact is 16 and strategy is parameter_server"),
         (
             {"strategy": "tensor_parallel", "rules": mlp_rules(3)},
@@ -198,6 +196,7 @@ def test_an_option_that_cannot_be_exact_is_refused_by_name(options: Options, mes
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"microbatches": 4}, "microbatches: give a multiple of 64"),
         ({"objective": coupled}, "exact=16 .* may depend on other examples"),
         ({"objective": combined}, "the loss is a Combination"),
         ({"optimizer": optax.adafactor(1e-2)}, "the optimizer adds up some dims"),
