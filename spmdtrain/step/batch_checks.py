@@ -55,8 +55,9 @@ class BatchChecks:
           mask: Its abstract mask if the batch is padded.
 
         Raises:
-          UserError: If the batch does not divide over the virtual shards of `exact`, if padding rows
-            could change the gradients, if microbatches would change the objective's values, or if the model computes nothing in the compute dtype.
+          UserError: If the batch does not divide over the virtual shards of `exact`, if padding
+            rows could change the gradients, if microbatches would change the values of the
+            objective, or if the model computes nothing in the compute dtype.
         """
         microbatches = self._config.microbatches
         if (shards := self._config.exact) is not None:
