@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from spmdtrain.adapters.base import Variables
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import use_placement
+from spmdtrain.step.declared_arguments import eval_key
 from spmdtrain.step.exact_checks import check_exact_sums
 from spmdtrain.step.extra_arguments import ExtraArguments
 from spmdtrain.step.fixed_order import FixedOrder, in_loop_of_one_turn
@@ -27,10 +29,14 @@ from spmdtrain.step.gradients import (
     accumulation_dtype,
     to_mean,
 )
+from spmdtrain.step.metrics import EvaluationSums
 from spmdtrain.step.optimizer import Update, Updated
+from spmdtrain.step.outputs import PredictedRows
 from spmdtrain.step.reductions import pairwise
 
 PyTree = Any
+Evaluate = Callable[[Variables, PyTree, jax.Array, jax.Array], EvaluationSums]
+"""(variables, batch, mask, draw) -> sums: see `Forward.evaluate`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +111,54 @@ class ExactGradients(Gradients):
             out_specs=whole,
             check_vma=False,
         )(params, frozen, model_state, batch, key)
+
+
+def exact_evaluation(evaluate: Evaluate, order: FixedOrder) -> Evaluate:
+    """Returns an evaluation of a batch whose sums do not depend on the number of devices.
+
+    A batch that does not divide over the virtual shards is evaluated as without them.
+
+    Args:
+      evaluate: Evaluates a batch or a part of it.
+      order: The virtual shards and the placement.
+    """
+    turns = order.shards // order.placement.batch_shards
+
+    def local(
+        variables: Variables, batch: PyTree, mask: jax.Array, draw: jax.Array
+    ) -> EvaluationSums:
+        shards = jax.tree.map(lambda x: x.reshape(turns, -1, *x.shape[1:]), (batch, mask))
+        first = jax.lax.axis_index(BATCH_AXES) * turns
+
+        def of_turn(turn: jax.Array) -> tuple[PyTree, PyTree]:
+            rows, of_rows = jax.tree.map(lambda x: x[turn], shards)
+            own = jax.random.key_data(jax.random.fold_in(eval_key(draw), first + turn))
+            found = evaluate(variables, rows, of_rows, own)
+            values = {n: x for n, x in found.items() if isinstance(x, PredictedRows)}
+            return {n: x for n, x in found.items() if n not in values}, values
+
+        with use_placement(ON_ONE_DEVICE):
+            sums, values = tree_loop(of_turn, turns)
+        sums = pairwise(sums, BATCH_AXES)
+        rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), values)
+        return sums | jax.lax.all_gather(rows, BATCH_AXES, tiled=True)
+
+    def run(
+        variables: Variables, batch: PyTree, mask: jax.Array, draw: jax.Array
+    ) -> EvaluationSums:
+        if mask.shape[0] % order.shards:
+            return evaluate(variables, batch, mask, draw)
+        whole, rows = PartitionSpec(), PartitionSpec(BATCH_AXES)
+        found: EvaluationSums = jax.shard_map(
+            local,
+            mesh=order.placement.mesh,
+            in_specs=(whole, rows, rows, whole),
+            out_specs=whole,
+            check_vma=False,
+        )(variables, batch, mask, draw)
+        return found
+
+    return run
 
 
 def tree_loop(

@@ -36,7 +36,7 @@ from spmdtrain.step import hyperparameters
 from spmdtrain.step.base_model import BaseModel
 from spmdtrain.step.batch_checks import ABSTRACT_DRAW, BatchChecks
 from spmdtrain.step.declared_arguments import Declared
-from spmdtrain.step.exact import ExactGradients, ExactUpdate
+from spmdtrain.step.exact import ExactGradients, ExactUpdate, exact_evaluation
 from spmdtrain.step.exact_checks import check_exact_optimizer
 from spmdtrain.step.extra_arguments import extra_names
 from spmdtrain.step.fixed_order import FixedOrder
@@ -194,7 +194,9 @@ class StepFunctions:
         self._unrolls = False  # the steps of a dispatch
         # Batches are split or, if they do not divide, whole on each device.
         places = (variables, None, None, replicated)
-        self.evaluate = self._compile(self._forward.evaluate, places)
+        evaluate = self._forward.evaluate
+        evaluate = exact_evaluation(evaluate, self._order) if self._order else evaluate
+        self.evaluate = self._compile(evaluate, places)
         # Replicated predictions, because every process returns all of them.
         self.predict = self._compile(self._forward.predictions, places)
         declared = None if media is None else Declared.of(locate_errors(media))

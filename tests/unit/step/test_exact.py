@@ -20,7 +20,7 @@ from helpers import environment
 from plan_helpers import needs_libtpu
 from step_helpers import on
 
-from spmdtrain import Combination, ShardingOptions, Trainer, UserError
+from spmdtrain import Combination, PredictionMetric, ShardingOptions, Trainer, UserError
 from spmdtrain.models import MLP, Transformer, TransformerConfig, mlp_rules
 from spmdtrain.plan import aot, topologies
 from spmdtrain.sharding.mesh import abstract_devices
@@ -78,6 +78,24 @@ def test_dropout_clipping_and_adam_have_one_hash_and_without_exact_several() -> 
     few = "one device", "eight devices", "fully_sharded"
     assert len({digest(**PLACEMENTS[name]) for name in few}) == 1
     assert digest(exact=None) != digest(exact=None, mesh=on(1))
+
+
+@pytest.mark.slow
+def test_an_evaluation_has_the_bits_of_one_device_on_eight() -> None:
+    """With values by row, padding rows and a sum that needs more digits than f32 has."""
+
+    def measured(model: Any, batch: Any) -> dict[str, Any]:
+        x, _ = batch
+        value = model(x).mean(1) * 1e3
+        return {
+            "loss": value,
+            "rows": PredictionMetric(lambda x: float(x @ np.arange(40.0)), value),
+        }
+
+    x = np.random.default_rng(1).normal(size=(40, 64)).astype(np.float32)
+    data = (x, np.zeros(40, np.int32))
+    one, eight = (make(objective=measured, mesh=on(n)).evaluate(data) for n in (1, 8))
+    assert one == eight and one["rows"] != 0.0
 
 
 @pytest.mark.nightly
