@@ -36,6 +36,7 @@ _ABOVE_ZERO = (
     "keep_every_steps",
     "keep_every_hours",
     "microbatches",
+    "exact",
     "steps_per_dispatch",
     "sentinel_every",
     "compare_copies_every",
@@ -298,6 +299,7 @@ def _check_placement(config: "RunConfig") -> None:
                 f"{config.mesh.fsdp}: give one of the two"
             )
     _check_servers(config)
+    _check_exact(config)
     if sharding.offload is not None and not placed.on_host:
         raise UserError(
             f"sharding.offload is for central_storage, but the strategy is {placed.name}"
@@ -309,6 +311,35 @@ def _check_placement(config: "RunConfig") -> None:
             raise UserError(
                 f"freeze: {pattern!r} is not a valid regular expression: {error}"
             ) from error
+
+
+def _check_exact(config: "RunConfig") -> None:
+    shards = config.exact
+    if shards is None:
+        return
+    if shards < 2 or shards & (shards - 1):
+        raise UserError(
+            f"exact is {shards}: the number of virtual shards must be a power of two, at least "
+            "twice the number of devices"
+        )
+    for name, value, default, why in (
+        ("strategy", config.strategy, "mirrored", "the order of the workers' updates varies"),
+        ("collectives.reduction", config.collectives.reduction, None, _OWN_ORDER),
+        ("collectives.reduce_dtype", config.collectives.reduce_dtype, None, _OWN_ORDER),
+        ("batch_statistics", config.batch_statistics, "global", "replicas are the devices"),
+        ("uneven_batch", config.uneven_batch, "refuse", "padding depends on the devices"),
+        ("jit", config.jit, True, "operations that run one by one have other kernels"),
+        ("steps_per_dispatch", config.steps_per_dispatch, 1, "XLA optimizes across steps"),
+    ):
+        by_servers = name == "strategy" and strategy(config.strategy).by_servers
+        if by_servers or (name != "strategy" and value != default):
+            raise UserError(
+                f"exact is {shards} and {name} is {value}: {why}, so the bits would depend on the "
+                "number of devices; leave one of the two out"
+            )
+
+
+_OWN_ORDER = "it adds up gradients in an order of its own"
 
 
 def _check_servers(config: "RunConfig") -> None:

@@ -111,6 +111,9 @@ class RunConfig:
     microbatches: int = 1
     """Gradient accumulation: the batch of a step is computed in this many parts, one after the
     other, and their gradients are added."""
+    exact: int | None = None
+    """The same bits on any number of devices: number of virtual shards of the batch, a power of two
+    and at least twice the devices. None means the same numbers to rounding."""
     batch_statistics: Literal["global", "replica"] = "global"
     """Batch normalization in training: with the statistics of the global batch, or of each
     replica's own examples, as in tf.distribute. With replica, the running averages are the means

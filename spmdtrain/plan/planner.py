@@ -308,7 +308,8 @@ def _is_frozen(name: str, trainer: Trainer) -> bool:
 
 def _automatic(config: RunConfig) -> CollectiveOptions:
     options = config.collectives
-    return options if options.reduction else dataclasses.replace(options, reduction="automatic")
+    chosen = options.reduction or config.exact
+    return options if chosen else dataclasses.replace(options, reduction="automatic")
 
 
 def _traffic(

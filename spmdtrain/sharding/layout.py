@@ -141,7 +141,7 @@ class Layout:
         """Returns the parameters gathered for the model. Traced under `jit`.
 
         Those that are split over batch axes are gathered, because each device needs all of them for
-        its own examples. Splits over other axes are kept.
+        its own examples. Splits over other axes are kept. Under `shard_map` they are whole already.
 
         Args:
           params: The parameters.

@@ -36,7 +36,10 @@ from spmdtrain.step import hyperparameters
 from spmdtrain.step.base_model import BaseModel
 from spmdtrain.step.batch_checks import ABSTRACT_DRAW, BatchChecks
 from spmdtrain.step.declared_arguments import Declared
+from spmdtrain.step.exact import ExactGradients, ExactUpdate, exact_evaluation
+from spmdtrain.step.exact_checks import check_exact_optimizer
 from spmdtrain.step.extra_arguments import extra_names
+from spmdtrain.step.fixed_order import FixedOrder
 from spmdtrain.step.forward import Forward
 from spmdtrain.step.gradients import Gradients
 from spmdtrain.step.optimizer import Update
@@ -54,6 +57,7 @@ from spmdtrain.step.user_frames import locate_errors
 from spmdtrain.tree import named_leaves, path_name
 from spmdtrain.xla import collective_options
 from spmdtrain.xla.compile_cache import merge_compiler_options, options_for_one_run
+from spmdtrain.xla.exact_options import exact_options
 
 PyTree = Any
 
@@ -107,6 +111,9 @@ class StepFunctions:
         extends = adapter if isinstance(adapter, ExtendsBase) else None
         frozen = (*config.freeze, *(extends.frozen if extends else ()))
         self.update = Update(optimizer, frozen, config.ema_decay)
+        self._order = None if config.exact is None else FixedOrder(placement, config.exact)
+        if self._order is not None:
+            self.update = ExactUpdate(**vars(self.update), order=self._order)
         self._context = ModelContext(placement, axis_rules)
         init: Function = self._init
         with use_placement(placement):  # models may call current_strategy()
@@ -161,12 +168,17 @@ class StepFunctions:
             self._requested_reduction,
             per_replica=per_replica,
         )
+        if config.exact is not None:
+            check_exact_optimizer(optimizer)
+            self._gradients = ExactGradients.of(self._gradients, config.exact)
         variables, replicated = self.shardings.variables, placement.replicated
         own_options = collective_options.compiler_options(
             config.collectives,
             placement.devices[0].platform,
             gathers=placement.strategy.shards_params or placement.strategy.shards_optimizer,
         )
+        if config.exact is not None:
+            own_options |= exact_options(placement.devices[0].platform)
         self.compiler_options = merge_compiler_options(
             config.compiler_options, own_options, replicated
         )
@@ -184,7 +196,9 @@ class StepFunctions:
         self._unrolls = False  # the steps of a dispatch
         # Batches are split or, if they do not divide, whole on each device.
         places = (variables, None, None, replicated)
-        self.evaluate = self._compile(self._forward.evaluate, places)
+        evaluate = self._forward.evaluate
+        evaluate = exact_evaluation(evaluate, self._order) if self._order else evaluate
+        self.evaluate = self._compile(evaluate, places)
         # Replicated predictions, because every process returns all of them.
         self.predict = self._compile(self._forward.predictions, places)
         declared = None if media is None else Declared.of(locate_errors(media))
@@ -294,6 +308,7 @@ class StepFunctions:
                 unrolls=self._unrolls,
                 by_index=by_index,
                 log_every=self._config.log_every,
+                order=self._order,
                 jit=self._config.jit,
                 compiler_options=self.compiler_options,
             )
@@ -347,7 +362,7 @@ class StepFunctions:
         with reference_kernels():
             blocker = shard_map_blocker(
                 self._gradients,
-                replicates_params=self.layout.replicates_params,
+                replicates_params=self.layout.replicates_params or self._order is not None,
                 params=trained,
                 frozen=frozen,
                 model_state=self.abstract_state.model_state,

@@ -71,6 +71,16 @@ class Gradients:
     reduction: Reduction | None = None
     per_replica: bool = False
 
+    @property
+    def parts(self) -> int:
+        """The number of parts of the batch that are computed apart under `shard_map`."""
+        return self.placement.batch_shards
+
+    @property
+    def own_draws(self) -> bool:
+        """Whether each part draws its own random numbers."""
+        return self.per_replica
+
     def __call__(
         self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
     ) -> GradientOutput:
@@ -86,7 +96,7 @@ class Gradients:
         if self.reduction is not None and self.placement.mesh is not None:
             return self._under_shard_map(self.reduction, params, frozen, model_state, batch, key)
         output = self.of_sum(params, frozen, model_state, batch, key)
-        return output._replace(gradients=_to_mean(output.gradients, output.metrics))
+        return output._replace(gradients=to_mean(output.gradients, output.metrics))
 
     def mean_loss(
         self, params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array
@@ -269,7 +279,7 @@ class Gradients:
                 sums, averages = jax.lax.psum((output.metrics, averages), BATCH_AXES)
             change = rejoined(averages, jax.lax.pmax(counts, BATCH_AXES))
             after = with_difference(model_state, change, jnp.zeros((), jnp.float32))
-            return GradientOutput(_to_mean(reduced, sums, divided_by=size), sums, after)
+            return GradientOutput(to_mean(reduced, sums, divided_by=size), sums, after)
 
         whole, rows = PartitionSpec(), PartitionSpec(BATCH_AXES)
         # Without the check of varying axes, so that users can supply any reduction. Only local
@@ -310,8 +320,14 @@ def _needed_part(function: Callable[[PyTree], PyTree], argument: PyTree) -> PyTr
     )
 
 
-def _to_mean(gradients: PyTree, sums: metrics.BatchSums, *, divided_by: int = 1) -> PyTree:
-    """Scales gradients of the weighted sum / `divided_by` to the mean's; 0 if the weight is 0."""
+def to_mean(gradients: PyTree, sums: metrics.BatchSums, *, divided_by: int = 1) -> PyTree:
+    """Returns gradients of the weighted sum / `divided_by`, scaled to the mean; 0 without weight.
+
+    Args:
+      gradients: The gradients.
+      sums: The sums of the whole batch.
+      divided_by: The divisor of the gradients.
+    """
     loss = sums["loss"]
     if isinstance(loss, Combination):
         return gradients  # each term is divided already (see `metrics.differentiated`)

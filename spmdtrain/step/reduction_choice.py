@@ -17,8 +17,9 @@ from spmdtrain.errors import UserError
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.placement import Placement, record_strategy_queries, use_placement
+from spmdtrain.step.exact_checks import check_exact
 from spmdtrain.step.gradients import ON_ONE_DEVICE, Gradients
-from spmdtrain.step.reductions import NAMED, Reduction, all_reduce, flattened, in_dtype
+from spmdtrain.step.reductions import NAMED, Reduction, all_reduce, flattened, in_dtype, pairwise
 from spmdtrain.tree import named_leaves
 from spmdtrain.xla.jaxpr import equations
 from spmdtrain.xla.padding import why_parts_differ
@@ -33,13 +34,16 @@ def requested_reduction(
 
     Args:
       function: The user's own reduction.
-      config: Its `collectives` and `batch_statistics` are read.
+      config: Its `collectives`, `batch_statistics` and `exact` are read.
       placement: The strategy and its mesh.
 
     Raises:
       UserError: If `function` is not callable, or if two of these options contradict each other.
     """
     options = config.collectives
+    if config.exact is not None:
+        check_exact(config, placement, function)
+        return pairwise
     if function is not None and not callable(function):
         raise UserError(
             f"reduction is {function!r}: it must be a function of (gradients, axes); "
@@ -67,6 +71,8 @@ def requested_reduction(
 
 def describe_request(config: RunConfig) -> str:
     """Returns the setting that requests a reduction under `shard_map`, for an error message."""
+    if config.exact is not None:
+        return f"exact={config.exact}"
     if config.batch_statistics == "replica":
         return "batch_statistics=replica"
     if config.collectives.reduction is not None:
@@ -123,7 +129,7 @@ def shard_map_blocker(
         without batch statistics.
       batch_coupled: Whether the objective is declared to combine the examples of its batch.
     """
-    if batch_coupled and gradients.placement.batch_shards > 1:
+    if batch_coupled and gradients.parts > 1:
         return "the objective is declared as batch_coupled"
     if not replicates_params:
         return (
@@ -151,20 +157,20 @@ def shard_map_blocker(
     if constraints & {x.primitive.name for x in equations(jaxpr.jaxpr)}:
         return "the objective constrains the sharding of arrays itself"
     _, is_used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
-    if is_used[-1] and not gradients.per_replica:  # the key is the last argument
+    if is_used[-1] and not gradients.own_draws:  # the key is the last argument
         return (
             "the model or the objective draws random numbers (dropout), which would differ "
             "between devices"
         )
-    if (shards := gradients.placement.batch_shards) == 1:
+    if (parts := gradients.parts) == 1:
         return None
     with use_placement(ON_ONE_DEVICE):
         why = why_parts_differ(
             lambda given, rows: values(given[0], given[1], given[2], rows),
             (params, frozen, model_state),
             batch,
-            shards,
-            own_draws=gradients.per_replica,
+            parts,
+            own_draws=gradients.own_draws,
         )
     if why:
         return (

@@ -54,7 +54,7 @@ HELP_GROUPS = (
     HelpGroup(
         "Numerics and compilation",
         ("seed", "compute_dtype", "remat"),
-        ("batch_statistics", "jit", "compilation_cache", "compiler_options"),
+        ("exact", "batch_statistics", "jit", "compilation_cache", "compiler_options"),
     ),
     HelpGroup(
         "Evaluation",
