@@ -48,7 +48,7 @@ HELP_GROUPS = (
     HelpGroup(
         "Numerics and compilation",
         ("seed", "compute_dtype", "remat"),
-        ("batch_statistics", "jit", "compilation_cache", "compiler_options"),
+        ("batch_statistics", "jit", "compilation_cache", "compiler_options", "xla_preset"),
     ),
     HelpGroup(
         "Evaluation",
