@@ -147,6 +147,8 @@ def _backward(
     of_bias = None if bias is None else of_logits.sum(dims).astype(bias.dtype)
     of_products = of_logits.astype(hidden.dtype)
     of_hidden = product("...v,vd->...d", of_products, head).astype(hidden.dtype)
+    # A TPU would add the gradient of a norm to this product, which then has smaller tiles.
+    of_hidden = jax.lax.optimization_barrier(of_hidden)
     tokens = math.prod(targets.shape)
     flat = (x.reshape(tokens, x.shape[-1]) for x in (of_products, hidden))
     of_head = product("nv,nd->vd", *flat).astype(head.dtype)

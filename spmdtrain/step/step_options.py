@@ -26,9 +26,7 @@ def step_options(config: RunConfig, placement: Placement) -> dict[str, Value]:
     return merge_compiler_options(config.compiler_options, ours, placement.replicated, flags)
 
 
-def describe_preset(
-    config: RunConfig, placement: Placement, options: Mapping[str, Value]
-) -> str:
+def describe_preset(config: RunConfig, placement: Placement, options: Mapping[str, Value]) -> str:
     """Returns the options that the preset has added, for the log; "" if there are none.
 
     Args:
@@ -37,9 +35,7 @@ def describe_preset(
       options: From `step_options`.
     """
     given = {option.partition("=")[0] for option in config.compiler_options}
-    names = [
-        f.name for f in _flags(config, placement) if f.name in options and f.name not in given
-    ]
+    names = [f.name for f in _flags(config, placement) if f.name in options and f.name not in given]
     return f"XLA preset: {', '.join(names)}" if names else ""
 
 

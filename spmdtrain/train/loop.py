@@ -24,6 +24,7 @@ from spmdtrain.sharding.resolution import resolve
 from spmdtrain.sharding.rules import Rule
 from spmdtrain.step.hyperparameters import initial_values
 from spmdtrain.step.state import TrainState
+from spmdtrain.step.step_options import step_options
 from spmdtrain.step.train_step import StepOutput
 from spmdtrain.terminal import Terminal
 from spmdtrain.trackers.base import Tracker

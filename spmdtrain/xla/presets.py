@@ -5,7 +5,6 @@ leave the operations of a program as they are: they decide when and where collec
 """
 
 import enum
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from spmdtrain.xla.chips import chip_of
@@ -37,7 +36,37 @@ class Flag:
     reason: str
 
 
-PRESETS: dict[tuple[str, Parameters], tuple[Flag, ...]] = {}
+PRESETS: dict[tuple[str, Parameters], tuple[Flag, ...]] = {
+    ("v5e", Parameters.REPLICATED): (
+        Flag(
+            "xla_enable_async_all_reduce",
+            True,
+            "all-reduces of gradients run while the backward pass computes the next ones",
+        ),
+        Flag(
+            "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
+            True,
+            "the same: without it they are not fused with the computation beside them",
+        ),
+        Flag(
+            "xla_jf_crs_combiner_threshold_in_bytes",
+            0,
+            "an all-reduce of many gradients would begin after the last of them",
+        ),
+    ),
+    ("v5p", Parameters.REPLICATED): (
+        Flag(
+            "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
+            True,
+            "all-reduces run on the SparseCores while the other cores compute",
+        ),
+        Flag(
+            "xla_tpu_use_tc_device_shape_on_sc",
+            True,
+            "required by the option above in this version of libtpu",
+        ),
+    ),
+}
 """The flags by name of the chip (see `chips`) and placement of the parameters."""
 
 
