@@ -67,10 +67,8 @@ def start() -> dict[str, Any]:
 
 def test_the_state_has_the_same_bits_and_norms_are_those_of_all_elements() -> None:
     after, (scaled, updates) = jax.jit(
-        lambda state, gradients: (
-            (lambda found: ((found[0].params, found[0].opt_state), found[1]))(
-                updated(state, gradients)
-            )
+        lambda state, gradients: (lambda found: ((found[0].params, found[0].opt_state), found[1]))(
+            updated(state, gradients)
         )
     )(start(), GRADIENTS)
     params, opt_state, norms, flags = step(start(), GRADIENTS)
