@@ -100,7 +100,7 @@ def fused_evaluation(
         change = 0 * wide if update is None else jnp.square(_wide(update)) + 0 * wide
         changes += change.sum()
         if own := [_wide(x) for other, x in of_state.items() if owners[other] == name]:
-            states += sum(0 * x for x in own).sum()
+            states += sum((0 * x for x in own), start=jnp.zeros_like(own[0])).sum()
     norms = jnp.stack([jnp.sqrt(squares), global_norm(gradients, None), jnp.sqrt(changes)])
     others = {name for name in named_leaves(opt_state) if owners.get(name) is None}
     return found, FusedChecks(norms, changes, states, frozenset(others))

@@ -14,7 +14,10 @@ from spmdtrain.step.finite import FLAGS
 from spmdtrain.step.fused_checks import fused_evaluation
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-PARAMS = {"a": {"kernel": jnp.linspace(-1, 1, 12).reshape(3, 4)}, "b": jnp.ones(3)}
+PARAMS: dict[str, Any] = {
+    "a": {"kernel": jnp.linspace(-1, 1, 12).reshape(3, 4)},
+    "b": jnp.ones(3),
+}
 GRADIENTS = jax.tree.map(lambda x: jnp.sin(7 * x), PARAMS)
 
 
