@@ -86,6 +86,10 @@ def summed_at(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
     A sum instead of a lookup, because it needs no gather if the vocabulary is split, and its
     gradient no scatter.
+
+    Args:
+      logits: (..., V).
+      targets: int (...).
     """
     return jnp.where(_is_target(logits, targets), logits, 0).sum(-1)
 
