@@ -145,6 +145,9 @@ class RunConfig:
     ~/.cache/spmdtrain."""
     compiler_options: tuple[str, ...] = ()
     """XLA options for compiling the steps, each as NAME=VALUE."""
+    xla_preset: Literal["auto", "none"] = "auto"
+    """XLA options that make steps faster on the chip: those of the table for its generation (auto),
+    or none. compiler_options replace them."""
     resume: Literal["auto", "never", "must"] = "auto"
     """Restore the newest valid checkpoint of the workdir: if there is one (auto), never, or always,
     which fails without one (must)."""

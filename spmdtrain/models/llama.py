@@ -22,6 +22,7 @@ from spmdtrain.models.decoder_parts import (
     embed_tokens,
     read_with_cache,
 )
+from spmdtrain.models.head_projection import project_heads
 from spmdtrain.models.norms import rms_norm
 from spmdtrain.models.rotary import Rotation, rotation
 from spmdtrain.sharding.annotations import AxisRules
@@ -297,12 +298,7 @@ class Llama(StackedDecoder):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns queries and keys, rotated, and values: (B, T, heads, head width)."""
         x = rms_norm(x, weights["norm"], self.config.epsilon)
-        query, key, value = (
-            constrain_sharding(
-                jnp.einsum("btd,dnh->btnh", x, weights[name]), "batch", None, "tensor", None
-            )
-            for name in ("query", "key", "value")
-        )
+        query, key, value = (project_heads(x, weights[name]) for name in ("query", "key", "value"))
         return turn(query), turn(key), value
 
     def _rest_of_block(

@@ -32,6 +32,7 @@ from spmdtrain.sharding.state_paths import field_of
 from spmdtrain.sharding.table import MemoryUse, Row
 from spmdtrain.step.flops import Flops, count_flops, model_flops
 from spmdtrain.step.state import TrainState
+from spmdtrain.step.step_options import describe_preset
 from spmdtrain.strategies import strategy
 from spmdtrain.terminal import Terminal, byte_size
 from spmdtrain.train.experiment import Experiment, ExperimentFile
@@ -178,6 +179,7 @@ def plan(
             summary = summarize_compiled(traced, trainer.mesh, names, target, keep=keep)
             memory = with_program(memory, summary, topology)
         attention = describe_attention(traced.jaxpr.jaxpr, trainer.placement.devices[0].platform)
+        preset = describe_preset(config, trainer.placement, trainer.compiler_options)
         planned = [
             planned_collective(each, trainer.placement, topology) for each in summary.collectives
         ]
@@ -217,7 +219,7 @@ def plan(
                     *(trainer, topology, flops, memory, summary, products, _total(trainer).host),
                     virtual=virtual,
                 ),
-                *([attention] if attention else []),
+                *(each for each in (attention, preset) if each),
                 *kernel_notes(kernels, useful),
             ],
         )

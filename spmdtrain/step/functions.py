@@ -52,12 +52,11 @@ from spmdtrain.step.reduction_choice import (
 )
 from spmdtrain.step.reductions import Reduction, flattened
 from spmdtrain.step.state import TrainState
+from spmdtrain.step.step_options import step_options
 from spmdtrain.step.train_step import eager, make_gradient_step, make_train_step
 from spmdtrain.step.user_frames import locate_errors
 from spmdtrain.tree import named_leaves, path_name
-from spmdtrain.xla import collective_options
-from spmdtrain.xla.compile_cache import merge_compiler_options, options_for_one_run
-from spmdtrain.xla.exact_options import exact_options
+from spmdtrain.xla.compile_cache import options_for_one_run
 
 PyTree = Any
 
@@ -172,16 +171,7 @@ class StepFunctions:
             check_exact_optimizer(optimizer)
             self._gradients = ExactGradients.of(self._gradients, config.exact)
         variables, replicated = self.shardings.variables, placement.replicated
-        own_options = collective_options.compiler_options(
-            config.collectives,
-            placement.devices[0].platform,
-            gathers=placement.strategy.shards_params or placement.strategy.shards_optimizer,
-        )
-        if config.exact is not None:
-            own_options |= exact_options(placement.devices[0].platform)
-        self.compiler_options = merge_compiler_options(
-            config.compiler_options, own_options, replicated
-        )
+        self.compiler_options = step_options(config, placement)
 
         # The state is initialized directly into its shardings, and so are the arrays that a module
         # already holds: no device ever holds more than its share.

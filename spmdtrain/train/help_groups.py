@@ -54,7 +54,10 @@ HELP_GROUPS = (
     HelpGroup(
         "Numerics and compilation",
         ("seed", "compute_dtype", "remat"),
-        ("exact", "batch_statistics", "jit", "compilation_cache", "compiler_options"),
+        (
+            *("exact", "batch_statistics", "jit"),
+            *("compilation_cache", "compiler_options", "xla_preset"),
+        ),
     ),
     HelpGroup(
         "Evaluation",
