@@ -71,3 +71,14 @@ def axes_of_entry(entry: Any) -> tuple[str, ...]:
 def axes_of_spec(spec: PartitionSpec) -> list[str]:
     """Returns the axes of a spec in order."""
     return [axis for entry in spec for axis in axes_of_entry(entry)]
+
+
+def split_dims(spec: PartitionSpec, ndim: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """Returns the dims that a spec splits, counted from the end, with the axes of each.
+
+    Args:
+      spec: The spec.
+      ndim: Number of dims of the array.
+    """
+    entries = ((dim - ndim, axes_of_entry(entry)) for dim, entry in enumerate(spec))
+    return tuple((dim, axes) for dim, axes in entries if axes)

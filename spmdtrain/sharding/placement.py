@@ -162,6 +162,15 @@ def is_under_shard_map(placement: Placement) -> bool:
     return placement.mesh is not None and current is not None and current.mesh is None
 
 
+def computes_alone(placement: Placement) -> bool:
+    """Returns whether the calling code computes with whole arrays as on a single device.
+
+    Args:
+      placement: The placement of the run.
+    """
+    return _queries.get() is not None or is_under_shard_map(placement)
+
+
 @dataclass(frozen=True)
 class CurrentMesh:
     """The mesh of the calling code, for operations that XLA cannot partition.
