@@ -64,7 +64,8 @@ class ShardingOptions(OptionGroup):
     """Smallest array, in elements, that is sharded. To gather a smaller one would cost more than
     sharding saves."""
     max_shards: int | None = None
-    """Largest number of shards of the state along fsdp; the other devices go along data."""
+    """Largest number of shards of the state along fsdp; the other devices go along data. None: the
+    strategy's limit of 64, or none if the mesh gives fsdp or data."""
     replicated_limit: int = 2**20
     """Largest array, in bytes, that a strategy which shards the state may replicate on every device
     without a rule that says so."""

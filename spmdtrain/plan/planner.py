@@ -189,7 +189,7 @@ def plan(
             chips=topology.chips,
             used=used_chips(trainer, topology),
             devices=topology.devices,
-            placement=f"{trainer.placement.name}, mesh {trainer.placement.axes}",
+            placement=trainer.placement.description,
             global_batch_size=config.resolved_batch_size,
             batch_shards=trainer.placement.batch_shards,
             unsharded_params=trainer.unsharded_params(),

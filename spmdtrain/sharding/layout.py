@@ -155,7 +155,9 @@ class Layout:
             return params
         if (gathers := current_gathers()) is not None:
             return _with_paths(partial(self._gather_parts, gathers), params)
-        return params if computes_alone(self._placement) else self._constrain(params, self._gathered)
+        return (
+            params if computes_alone(self._placement) else self._constrain(params, self._gathered)
+        )
 
     def param_specs(self, params: PyTree) -> PyTree:
         """Returns the specs of parameters over the batch axes, for `shard_map`.
@@ -171,7 +173,9 @@ class Layout:
         Args:
           gradients: The gradients.
         """
-        return _with_paths(lambda name, _: self._over_batch(f"params/{name}", "opt_state"), gradients)
+        return _with_paths(
+            lambda name, _: self._over_batch(f"params/{name}", "opt_state"), gradients
+        )
 
     def gathered_per_layer(self) -> list[str]:
         """Returns the names of the parameters that the model gathers one layer at a time."""

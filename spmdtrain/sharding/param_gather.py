@@ -24,15 +24,18 @@ def gather_array(split: SplitDims, scatter: Scatter, part: jax.Array) -> jax.Arr
       scatter: Adds up the devices' gradients, and leaves each device its own part of the sum.
       part: This device's part.
     """
+    return _all_gather(split, part)
+
+
+def _all_gather(split: SplitDims, part: jax.Array) -> jax.Array:
     for dim, axes in split:
         part = jax.lax.all_gather(part, axes, axis=part.ndim + dim, tiled=True)
     return part
 
 
-def _gather_forward(
-    split: SplitDims, scatter: Scatter, part: jax.Array
-) -> tuple[jax.Array, None]:
-    return gather_array(split, scatter, part), None
+def _gather_forward(split: SplitDims, scatter: Scatter, part: jax.Array) -> tuple[jax.Array, None]:
+    # Not by `gather_array`, so that `remat_gathers` sees the primitive that gathers.
+    return _all_gather(split, part), None
 
 
 def _gather_backward(
@@ -140,7 +143,9 @@ def has_shards(weights: PyTree) -> bool:
 
 def gather_shards(weights: PyTree) -> PyTree:
     """Returns a tree with the gathered arrays in place of `ShardedWeight`s."""
-    return jax.tree.map(lambda x: x.gather(x.part) if _is_shard(x) else x, weights, is_leaf=_is_shard)
+    return jax.tree.map(
+        lambda x: x.gather(x.part) if _is_shard(x) else x, weights, is_leaf=_is_shard
+    )
 
 
 def _is_shard(x: Any) -> bool:

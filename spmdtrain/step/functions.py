@@ -152,9 +152,7 @@ class StepFunctions:
                 "batch_statistics is replica, and the optimizer evaluates the loss (value_fn), "
                 "which uses the statistics of the global batch: set batch_statistics to global"
             )
-        self._requested_reduction = requested_reduction(
-            reduction, config, placement, self.layout
-        )
+        self._requested_reduction = requested_reduction(reduction, config, placement, self.layout)
         self._gradients = Gradients(
             self._forward.training_sums,
             config.microbatches,
