@@ -20,7 +20,7 @@ class Strategy:
     sizes: tuple[tuple[str, int], ...] = ()
     """Default sizes of the mesh axes; -1 takes the remaining devices (see `mesh_sizes`)."""
     max_shards: int | None = None
-    """The largest default size of the fsdp axis; the other devices go along data. None: no limit."""
+    """The largest default size of the fsdp axis, with the other devices along data. None: any."""
     shards_params: bool = False
     """Parameters, gradients and optimizer state are sharded over the fsdp axis."""
     shards_optimizer: bool = False

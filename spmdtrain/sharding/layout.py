@@ -14,7 +14,13 @@ from jax.sharding import PartitionSpec, Sharding
 from spmdtrain.config.option_groups import ShardingOptions
 from spmdtrain.errors import UserError, did_you_mean
 from spmdtrain.sharding.annotations import Annotation, AxisRules, DimsOf, specs_of
-from spmdtrain.sharding.describe import axes_of_entry, axes_of_spec, split_dims
+from spmdtrain.sharding.describe import (
+    axes_of_entry,
+    axes_of_spec,
+    division,
+    keep_axes,
+    split_dims,
+)
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.param_gather import ParamGathers, current_gathers
 from spmdtrain.sharding.placement import Placement, computes_alone
@@ -145,8 +151,8 @@ class Layout:
         """Returns the parameters gathered for the model. Traced under `jit`.
 
         Those that are split over batch axes are gathered, because each device needs all of them for
-        its own examples. Splits over other axes are kept. Under `shard_map` (`use_gathers`) the
-        gathers are explicit, and where a device computes alone there is nothing to gather.
+        its own examples. Splits over other axes are kept. Under `use_gathers` they are explicit,
+        and where a device computes alone there is nothing to gather.
 
         Args:
           params: The parameters.
@@ -159,31 +165,19 @@ class Layout:
             params if computes_alone(self._placement) else self._constrain(params, self._gathered)
         )
 
-    def param_specs(self, params: PyTree) -> PyTree:
+    def batch_specs(self, params: PyTree, field: str) -> PyTree:
         """Returns the specs of parameters over the batch axes, for `shard_map`.
 
         Args:
           params: The parameters, or a part of them.
+          field: "params", or "opt_state" for the specs of their gradients.
         """
-        return _with_paths(lambda name, _: self._over_batch(f"params/{name}", "params"), params)
-
-    def gradient_specs(self, gradients: PyTree) -> PyTree:
-        """Returns the specs of `gradients` over the batch axes, for `shard_map`.
-
-        Args:
-          gradients: The gradients.
-        """
-        return _with_paths(
-            lambda name, _: self._over_batch(f"params/{name}", "opt_state"), gradients
-        )
+        return _with_paths(lambda name, _: self._over_batch(f"params/{name}", field), params)
 
     def gathered_per_layer(self) -> list[str]:
         """Returns the names of the parameters that the model gathers one layer at a time."""
-        return [
-            name
-            for name, shape in self._shapes.items()
-            if self._is_per_layer(name) and self._used(self._over_batch(name, "params"))
-        ]
+        names = filter(self._is_per_layer, self._shapes)
+        return [name for name in names if any(self._over_batch(name, "params"))]
 
     def gradients(self, gradients: PyTree) -> PyTree:
         """Returns gradients constrained to the shardings of the optimizer's state.
@@ -252,11 +246,7 @@ class Layout:
         """Returns the part of a parameter's spec in a field that is over axes of the batch."""
         spec, _ = self._spec(name, self._shapes[name], field=field)
         size = self._placement.size
-        kept = [
-            tuple(a for a in axes_of_entry(entry) if a in BATCH_AXES and size(a) > 1)
-            for entry in spec
-        ]
-        return PartitionSpec(*(axes or None for axes in kept))
+        return keep_axes(spec, [axis for axis in BATCH_AXES if size(axis) > 1])
 
     def _in_model(self, name: str, shape: Shape) -> PartitionSpec:
         spec, rule = self._spec(name, shape)
@@ -264,8 +254,7 @@ class Layout:
             return spec
         if rule is not None and rule is self._annotated.get(name):
             return rule.spec  # the model was written for this spec
-        kept = [tuple(a for a in axes_of_entry(entry) if a not in BATCH_AXES) for entry in spec]
-        return PartitionSpec(*(axes or None for axes in kept))
+        return keep_axes(spec, [axis for axis in AXES if axis not in BATCH_AXES])
 
     def _gradient(self, name: str, leaf: Any) -> Sharding:
         return self._placement.sharding(self._spec(name, leaf.shape, field="opt_state")[0])
@@ -407,7 +396,7 @@ class Layout:
                 raise UserError(
                     f"{name}: dim {dim} of shape {shape} does not divide over "
                     f"{' * '.join(f'{axis}={size_of(axis)}' for axis in names)} "
-                    f"({_division(size, parts)})"
+                    f"({division(size, parts)})"
                 )
 
     def _described(self, rule: Rule) -> str:
@@ -426,7 +415,7 @@ class Layout:
         if elements < self._options.min_size or held <= self._options.replicated_limit:
             return
         sizes = " and ".join(f"{axis}={self._placement.size(axis)}" for axis in axes)
-        dims = ", ".join(_division(n, self._placement.size(axes[0])) for n in leaf.shape)
+        dims = ", ".join(division(n, self._placement.size(axes[0])) for n in leaf.shape)
         why = f"no dim divides ({dims}). Make a dim divide, or give"
         if axes == ["tensor"]:
             why = "only rules split over that. Give"
@@ -459,8 +448,3 @@ class Layout:
 def _with_paths(function: Callable[..., Any], *trees: PyTree) -> PyTree:
     """Maps `function` of a leaf's path and its leaves over trees."""
     return jax.tree_util.tree_map_with_path(lambda p, *x: function(path_name(p), *x), *trees)
-
-
-def _division(size: int, parts: int) -> str:
-    """Returns a division with remainder as text: `50257 = 6282 * 8 + 1`."""
-    return f"{size} = {size // parts} * {parts} + {size % parts}"

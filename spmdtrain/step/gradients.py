@@ -284,8 +284,9 @@ class Gradients:
         whole, rows = PartitionSpec(), PartitionSpec(BATCH_AXES)
         specs: tuple[Any, ...] = (whole, whole, whole)
         if scattered:
-            layout = scattered.layout
-            specs = *map(layout.param_specs, (params, frozen)), layout.gradient_specs(params)
+            specs_of = scattered.layout.batch_specs
+            of_gradients = specs_of(params, "opt_state")
+            specs = specs_of(params, "params"), specs_of(frozen, "params"), of_gradients
         # Without the check of varying axes, so that users can supply any reduction. Only local
         # code is differentiated.
         return jax.shard_map(

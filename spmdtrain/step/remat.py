@@ -52,6 +52,9 @@ def remat_gathers(function: F) -> F:
 
     Args:
       function: See `remat`.
+
+    Returns:
+      A function of the same arguments.
     """
 
     @functools.wraps(function)

@@ -62,8 +62,8 @@ class ScatteredReduction:
             left = [axis for axis in BATCH_AXES if axis not in done]
             return self._reduce(all_reduce, x, [a for a in left if jax.lax.axis_size(a) > 1])
 
-        has, wanted = self.layout.param_specs(gradients), self.layout.gradient_specs(gradients)
-        return jax.tree.map(finish_leaf, gradients, has, wanted)
+        specs = [self.layout.batch_specs(gradients, field) for field in ("params", "opt_state")]
+        return jax.tree.map(finish_leaf, gradients, *specs)
 
     def _scatter(self, factor: float, x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
         """Returns this device's part of the sum of `factor` times an array."""

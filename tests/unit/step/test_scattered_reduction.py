@@ -1,4 +1,4 @@
-"""Gradients that are reduce-scattered explicitly: the numbers of one device, and the collectives."""
+"""Explicitly reduce-scattered gradients: the numbers of one device, and the collectives."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -135,6 +135,6 @@ def test_what_cannot_be_scattered_is_refused() -> None:
         return {"loss": objective(model, batch)["loss"][0] * current_strategy().batch_shards}
 
     asking = transformer(objective=asks)
-    with use_placement(asking.placement):
-        with pytest.raises(UserError, match=r"reduction=reduce_scatter .*current_strategy"):
-            asking.functions.choose_reduction(batch())
+    refused = pytest.raises(UserError, match=r"reduction=reduce_scatter .*current_strategy")
+    with use_placement(asking.placement), refused:
+        asking.functions.choose_reduction(batch())
