@@ -71,7 +71,7 @@ class ParamGathers:
     """The gathers of one computation of the objective on each device's parts of the parameters.
 
     A stacked parameter is gathered as a whole, and so the model sees a plain array. If a loop over
-    layers uses this very array (`shards_of`), it takes the parts instead and gathers one layer at
+    layers uses this very array (`as_shards`), it takes the parts instead and gathers one layer at
     a time. The gather of the whole then has no use, and does not get into the program.
 
     Args:
@@ -101,7 +101,7 @@ class ParamGathers:
             self._stacked[id(whole)] = (whole, name, ShardedWeight(part, gather))
         return whole
 
-    def shards_of(self, weights: PyTree) -> PyTree:
+    def as_shards(self, weights: PyTree) -> PyTree:
         """Returns a tree with `ShardedWeight`s in place of the arrays gathered from them."""
 
         def shard(x: Any) -> Any:
@@ -130,10 +130,10 @@ def current_gathers() -> ParamGathers | None:
     return gathers
 
 
-def shards_of(weights: PyTree) -> PyTree:
+def as_shards(weights: PyTree) -> PyTree:
     """Returns stacked weights with those that are gathered explicitly as `ShardedWeight`s."""
     gathers = current_gathers()
-    return weights if gathers is None else gathers.shards_of(weights)
+    return weights if gathers is None else gathers.as_shards(weights)
 
 
 def has_shards(weights: PyTree) -> bool:

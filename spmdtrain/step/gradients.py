@@ -21,7 +21,7 @@ from spmdtrain.sharding.placement import Placement, use_placement
 from spmdtrain.step import metrics
 from spmdtrain.step.model_state import averages_and_counts, difference, rejoined, with_difference
 from spmdtrain.step.outputs import Combination
-from spmdtrain.step.reductions import Reduction, accumulation_dtype, flattened, scaled
+from spmdtrain.step.reductions import Reduction, accumulation_dtype, flattened, scale_arrays
 from spmdtrain.step.scattered_reduction import ScatteredReduction
 from spmdtrain.strategies import DEFAULT
 
@@ -264,13 +264,13 @@ class Gradients:
             # The change instead of the state: leaves that no replica changes keep their bits.
             change = difference(output.model_state, model_state)
             averages, counts = averages_and_counts(change)
-            averages = scaled(averages, 1 / replicas)
+            averages = scale_arrays(averages, 1 / replicas)
             if isinstance(reduction, ScatteredReduction):
                 reduced = reduction.finish(output.gradients, size)
-                reduced = scaled(reduced, size) if is_of_mean else reduced
+                reduced = scale_arrays(reduced, size) if is_of_mean else reduced
                 sums, averages = jax.lax.psum((output.metrics, averages), BATCH_AXES)
             else:
-                share = output.gradients if is_of_mean else scaled(output.gradients, 1 / size)
+                share = output.gradients if is_of_mean else scale_arrays(output.gradients, 1 / size)
                 if reduction is flattened:  # metrics and averages in the same collective
                     given = share, output.metrics, averages
                     reduced, sums, averages = flattened(given, BATCH_AXES)
@@ -332,7 +332,7 @@ def _to_mean(gradients: PyTree, sums: metrics.BatchSums, *, divided_by: int = 1)
         return gradients  # each term is divided already (see `metrics.differentiated`)
     weight = loss.weight
     scale = jnp.where(weight == 0, 0.0, divided_by / jnp.where(weight == 0, 1, weight))
-    return scaled(gradients, scale)
+    return scale_arrays(gradients, scale)
 
 
 def _zeros(like: Any) -> jax.Array:

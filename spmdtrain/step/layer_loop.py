@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from spmdtrain.sharding.param_gather import gather_shards, has_shards, shards_of
+from spmdtrain.sharding.param_gather import gather_shards, has_shards, as_shards
 from spmdtrain.step.remat import remat, remat_gathers
 from spmdtrain.xla.jaxpr import equations
 
@@ -47,7 +47,7 @@ def scan_layers(
       The output of the last layer.
     """
     count = len(jax.tree.leaves(weights)[0])
-    weights = shards_of(weights)
+    weights = as_shards(weights)
 
     def gathered(x: jax.Array, weights: PyTree) -> tuple[jax.Array, None]:
         return layer(x, gather_shards(weights))

@@ -160,7 +160,7 @@ def _scale(gradients: PyTree, axes: tuple[str, ...]) -> jax.Array:
     return jnp.exp2(jnp.clip(exponent, -100, 100))
 
 
-def scaled(gradients: PyTree, by: jax.Array | float) -> PyTree:
+def scale_arrays(gradients: PyTree, by: jax.Array | float) -> PyTree:
     """Returns arrays times a number, in their dtypes; those of 16 bits are multiplied in f32."""
     return jax.tree.map(
         lambda x: (x.astype(accumulation_dtype(x.dtype)) * by).astype(x.dtype), gradients

@@ -12,7 +12,7 @@ from spmdtrain.sharding.describe import axes_of_spec, split_dims
 from spmdtrain.sharding.layout import Layout
 from spmdtrain.sharding.mesh import BATCH_AXES
 from spmdtrain.sharding.param_gather import ParamGathers, use_gathers
-from spmdtrain.step.reductions import Reduction, all_reduce, in_dtype, scaled, scatter
+from spmdtrain.step.reductions import Reduction, all_reduce, in_dtype, scale_arrays, scatter
 
 PyTree = Any
 
@@ -54,7 +54,7 @@ class ScatteredReduction:
 
         def finish_leaf(x: jax.Array, has: PartitionSpec, wanted: PartitionSpec) -> jax.Array:
             done = set(axes_of_spec(has))
-            x = x if done else scaled(x, 1 / size)
+            x = x if done else scale_arrays(x, 1 / size)
             for dim, axes in split_dims(wanted, x.ndim):
                 if missing := tuple(axis for axis in axes if axis not in done):
                     x = self._scatter(1, x, missing, x.ndim + dim)
@@ -67,7 +67,7 @@ class ScatteredReduction:
 
     def _scatter(self, factor: float, x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
         """Returns this device's part of the sum of `factor` times an array."""
-        x = x if factor == 1 else scaled(x, factor)
+        x = x if factor == 1 else scale_arrays(x, factor)
         return self._reduce(partial(scatter, dim=dim), x, axes)
 
     def _reduce(self, reduction: Reduction, x: jax.Array, axes: Any) -> jax.Array:
