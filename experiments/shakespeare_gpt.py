@@ -137,7 +137,9 @@ PRESETS = {
         heads=16,
         context=2048,
         positions="rotary",
-        remat="full",
+        remat="attention",
+        global_batch_size=None,
+        batch_size_per_device=4,  # fits a TPU v5e of 16 GB if the state is sharded over 16 of them
     ),
 }
 

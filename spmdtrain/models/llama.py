@@ -28,7 +28,6 @@ from spmdtrain.models.rotary import Rotation, rotation
 from spmdtrain.sharding.annotations import AxisRules
 from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.step.layer_loop import scan_layers
-from spmdtrain.step.remat import remat
 
 # Over "tensor" each device has some of the heads and hidden values, so that each half of a block
 # ends with one all-reduce.
@@ -249,7 +248,6 @@ class Llama(StackedDecoder):
         check_length(tokens.shape[1], config.context)
         turn = self._rotation(tokens.shape[1] if positions is None else positions)
 
-        @remat
         def block(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
             heads = self._heads(weights["attention"], x, turn)
             mixed = attention(*heads, causal=True, segments=segments)

@@ -24,7 +24,6 @@ from spmdtrain.models.rotary import Rotation, rotary_speeds, rotation
 from spmdtrain.sharding.placement import constrain_sharding
 from spmdtrain.sharding.rules import GatherPolicy, Rule
 from spmdtrain.step.layer_loop import scan_layers
-from spmdtrain.step.remat import remat
 
 # Over "tensor" each device has some of the heads and hidden values, so that each half of a block
 # ends with one all-reduce. The first dim of arrays in blocks is the layer.
@@ -196,7 +195,6 @@ class Transformer(StackedDecoder):
             keys = keys[:-1]
         x = constrain_sharding(x, "batch", None, None)
 
-        @remat
         def block(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
             weights, keys = layer
             key, other = (None, None) if keys is None else keys

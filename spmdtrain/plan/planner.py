@@ -89,6 +89,8 @@ class Plan:
     """Links of the topology."""
     notes: list[str] = field(default_factory=list)
     """Limitations of the figures, as sentences for the user."""
+    limits_shards: bool = False
+    """Whether the strategy's limit on the number of shards applies."""
 
     @property
     def fits(self) -> bool | None:
@@ -191,9 +193,10 @@ def plan(
             chips=topology.chips,
             used=used_chips(trainer, topology),
             devices=topology.devices,
-            placement=f"{trainer.placement.name}, mesh {trainer.placement.axes}",
+            placement=trainer.placement.description,
             global_batch_size=config.resolved_batch_size,
             batch_shards=trainer.placement.batch_shards,
+            limits_shards=trainer.placement.limits_shards,
             unsharded_params=trainer.unsharded_params(),
             tokens=_tokens(batch),
             steps=config.total_steps(examples_per_epoch(train)),

@@ -43,10 +43,12 @@ class Placement:
     Attributes:
       strategy: The strategy.
       mesh: The mesh; None under the default strategy, whose arrays are on the default device.
+      limits_shards: Whether the strategy's `max_shards` has limited the axis fsdp.
     """
 
     strategy: Strategy
     mesh: Mesh | None
+    limits_shards: bool = False
 
     @property
     def name(self) -> str:
@@ -92,6 +94,12 @@ class Placement:
         """The axes in use, for example "data=4 tensor=2"; "none" without a mesh."""
         return "none" if self.mesh is None else describe_mesh(self.mesh)
 
+    @property
+    def description(self) -> str:
+        """The strategy and the axes in use for the log."""
+        limit = f" (at most {self.strategy.max_shards} shards by default)"
+        return f"{self.name}, mesh {self.axes}{limit if self.limits_shards else ''}"
+
 
 def make_placement(config: RunConfig) -> Placement:
     """Returns the placement of a configuration on the devices.
@@ -106,7 +114,10 @@ def make_placement(config: RunConfig) -> Placement:
     of = strategy(config.strategy)
     if of.has_mesh:
         spec, shards = config.mesh, config.sharding.max_shards
-        return Placement(of, build_mesh(spec, of, max_shards=shards))
+        mesh = build_mesh(spec, of, max_shards=shards)
+        chooses = shards is None and spec.fsdp is None and spec.data is None
+        limits = chooses and of.max_shards is not None and mesh.shape["data"] > 1
+        return Placement(of, mesh, limits_shards=limits)
     if process_group.count() > 1:
         raise UserError(
             f"strategy default is for one process, and there are {process_group.count()}: mirrored "
@@ -160,6 +171,15 @@ def is_under_shard_map(placement: Placement) -> bool:
     """
     current: Placement | None = _current.value
     return placement.mesh is not None and current is not None and current.mesh is None
+
+
+def computes_alone(placement: Placement) -> bool:
+    """Returns whether the calling code computes with whole arrays as on a single device.
+
+    Args:
+      placement: The placement of the run.
+    """
+    return _queries.get() is not None or is_under_shard_map(placement)
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,12 @@ from spmdtrain.step.gradients import (
     ON_ONE_DEVICE,
     GradientOutput,
     Gradients,
-    accumulation_dtype,
     to_mean,
 )
 from spmdtrain.step.metrics import EvaluationSums
 from spmdtrain.step.optimizer import Update, Updated
 from spmdtrain.step.outputs import PredictedRows
-from spmdtrain.step.reductions import pairwise
+from spmdtrain.step.reductions import accumulation_dtype, pairwise
 
 PyTree = Any
 Evaluate = Callable[[Variables, PyTree, jax.Array, jax.Array], EvaluationSums]
@@ -62,6 +61,10 @@ class ExactGradients(Gradients):
     @property
     def parts(self) -> int:
         return self.shards
+
+    @property
+    def gathers_params(self) -> bool:
+        return True
 
     @property
     def own_draws(self) -> bool:

@@ -45,12 +45,13 @@ from spmdtrain.step.gradients import Gradients
 from spmdtrain.step.optimizer import Update
 from spmdtrain.step.reduction_choice import (
     check_agrees,
+    default_reduction,
     describe_request,
-    flattens_by_default,
     requested_reduction,
     shard_map_blocker,
 )
-from spmdtrain.step.reductions import Reduction, flattened
+from spmdtrain.step.reductions import Reduction
+from spmdtrain.step.scattered_reduction import ScatteredReduction
 from spmdtrain.step.state import TrainState
 from spmdtrain.step.step_options import step_options
 from spmdtrain.step.train_step import eager, make_gradient_step, make_train_step
@@ -159,7 +160,7 @@ class StepFunctions:
                 "batch_statistics is replica, and the optimizer evaluates the loss (value_fn), "
                 "which uses the statistics of the global batch: set batch_statistics to global"
             )
-        self._requested_reduction = requested_reduction(reduction, config, placement)
+        self._requested_reduction = requested_reduction(reduction, config, placement, self.layout)
         self._gradients = Gradients(
             self._forward.training_sums,
             config.microbatches,
@@ -344,15 +345,18 @@ class StepFunctions:
         if steps > 1 and self._unrolls:
             note += f"; {steps} steps unrolled, because convolutions in a loop are slow on CPU"
         requested = self._requested_reduction is not None
-        if not requested and not flattens_by_default(self._config, self._placement, self.layout):
+        wanted = self._requested_reduction or default_reduction(
+            self._config, self._placement, self.layout
+        )
+        if wanted is None:
             return note
         trained, frozen = self.update.partition(self.abstract_state.params)
         if self._own_reduction is not None and not mesh.is_abstract():
             check_agrees(self._own_reduction, self._placement, trained)
         with reference_kernels():
             blocker = shard_map_blocker(
-                self._gradients,
-                replicates_params=self.layout.replicates_params or self._order is not None,
+                dataclasses.replace(self._gradients, reduction=wanted),
+                layout=self.layout,
                 params=trained,
                 frozen=frozen,
                 model_state=self.abstract_state.model_state,
@@ -369,8 +373,8 @@ class StepFunctions:
             return note + (
                 "; batch statistics of each replica" if self._gradients.per_replica else ""
             )
-        reduction = None if blocker else flattened
-        if self._gradients.reduction is not reduction:
+        reduction = None if blocker else wanted
+        if self._gradients.reduction != reduction:
             self._train_programs.clear()
             self._gradients = dataclasses.replace(self._gradients, reduction=reduction)
         return note + (f"; reduced by XLA, because {blocker}" if blocker else "")
@@ -386,7 +390,7 @@ class StepFunctions:
         return self._gradients
 
     @property
-    def reduction(self) -> Reduction | None:
+    def reduction(self) -> Reduction | ScatteredReduction | None:
         """The reduction of the gradients under `shard_map`; None if XLA reduces them."""
         return self._gradients.reduction
 

@@ -20,6 +20,17 @@ def all_reduce(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
     return jax.lax.psum(gradients, axes)
 
 
+def scatter(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
+    """Returns this device's part, along a dim, of the sum of an array over the axes.
+
+    Args:
+      x: This device's share of a gradient.
+      axes: Mesh axes to sum over, in the order in which they split the dim.
+      dim: The dim that is split.
+    """
+    return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+
+
 def hierarchical(gradients: PyTree, axes: tuple[str, ...]) -> PyTree:
     """Returns the same sums, with a fraction of the bytes over the axis `replica`.
 
@@ -186,3 +197,16 @@ def _scale(gradients: PyTree, axes: tuple[str, ...]) -> jax.Array:
     usable = jnp.isfinite(bound) & (bound > 0)
     exponent = 15 - jnp.ceil(jnp.log2(jnp.where(usable, bound, 1.0)))
     return jnp.exp2(jnp.clip(exponent, -100, 100))
+
+
+def scale_arrays(gradients: PyTree, by: jax.Array | float) -> PyTree:
+    """Returns arrays times a number, in their dtypes; those of 16 bits are multiplied in f32."""
+    return jax.tree.map(
+        lambda x: (x.astype(accumulation_dtype(x.dtype)) * by).astype(x.dtype), gradients
+    )
+
+
+def accumulation_dtype(dtype: Any) -> Any:
+    """Returns the dtype in which values of `dtype` are added up: at least float32."""
+    narrow = jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize < 4
+    return jnp.float32 if narrow else dtype

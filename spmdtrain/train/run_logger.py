@@ -124,8 +124,7 @@ class RunLogger:
         count = total if trained is None else _size(trained)
         frozen = f", {count:,} trained" if count != total else ""
         lines = [
-            f"{len(devices)} x {devices[0].device_kind}{_processes()}, {placement.name}, "
-            f"mesh {placement.axes}",
+            f"{len(devices)} x {devices[0].device_kind}{_processes()}, {placement.description}",
             ", ".join(facts),
             f"{total:,} parameters{frozen}; {compiled}",
             *reasons,
