@@ -109,7 +109,7 @@ def test_a_copy_holds_each_part_once(spec: PartitionSpec, parts: int, rows: int)
 def test_a_save_from_accelerators_has_the_sums_of_the_devices(
     has_cpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What these devices lack is only imitated: the arrays are on CPU, and are not overwritten."""
+    """The accelerator is imitated: the arrays are on CPU, so they are not overwritten."""
     for module in ("save", "host_copy"):
         monkeypatch.setattr(f"spmdtrain.checkpoints.{module}.is_on_cpu", lambda _: False)
     monkeypatch.setattr("spmdtrain.checkpoints.save.can_copy", lambda _: has_cpu)
