@@ -115,7 +115,7 @@ class StepFunctions:
         if self._order is not None:
             self.update = ExactUpdate(**vars(self.update), order=self._order)
         self._context = ModelContext(placement, axis_rules)
-        init: Function = self._init
+        init: Callable[..., TrainState] = self._init
         with use_placement(placement):  # models may call current_strategy()
             # By `jax.jit`, which need not trace the same function a second time below.
             self.abstract_state: TrainState = jax.jit(init).eval_shape(
@@ -187,7 +187,7 @@ class StepFunctions:
         self._unrolls = False  # the steps of a dispatch
         # Batches are split or, if they do not divide, whole on each device.
         places = (variables, None, None, replicated)
-        evaluate = self._forward.evaluate
+        evaluate: Callable[..., Any] = self._forward.evaluate
         evaluate = exact_evaluation(evaluate, self._order) if self._order else evaluate
         self.evaluate = self._compile(evaluate, places)
         # Replicated predictions, because every process returns all of them.

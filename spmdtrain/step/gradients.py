@@ -297,7 +297,8 @@ class Gradients:
             return GradientOutput(to_mean(reduced, sums, divided_by=size), sums, after)
 
         whole, rows = PartitionSpec(), PartitionSpec(BATCH_AXES)
-        specs: tuple[Any, ...] = (whole, whole, whole)
+        any_whole: Any = whole
+        specs: tuple[Any, Any, Any] = (whole, whole, whole)
         if scattered:
             specs_of = scattered.layout.batch_specs
             of_gradients = specs_of(params, "opt_state")
@@ -308,7 +309,7 @@ class Gradients:
             local,
             mesh=self.placement.mesh,
             in_specs=(*specs[:2], whole, rows, whole),
-            out_specs=GradientOutput(specs[2], whole, whole),
+            out_specs=GradientOutput(specs[2], any_whole, any_whole),
             check_vma=False,
         )(params, frozen, model_state, batch, key)
 

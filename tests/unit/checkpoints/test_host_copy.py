@@ -130,7 +130,7 @@ def test_an_empty_folder_is_listed_without_a_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A start is not delayed; a folder with a checkpoint that is just renamed is listed again."""
-    folder, pauses = tmp_path / "checkpoints", []
+    folder, pauses = tmp_path / "checkpoints", list[float]()
     folder.mkdir()
     monkeypatch.setattr("time.sleep", pauses.append)
     assert list(list_checkpoints(str(tmp_path)).steps) == [] == pauses

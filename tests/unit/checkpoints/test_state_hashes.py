@@ -27,7 +27,7 @@ def state_of(values: np.ndarray, devices: int, spec: PartitionSpec) -> TrainStat
     mesh = jax.make_mesh((devices,), ("a",), devices=jax.devices()[:devices])
     split, whole = NamedSharding(mesh, spec), NamedSharding(mesh, P())
     params = {"kernel": jax.device_put(values, split), "bias": jax.device_put(values[0], whole)}
-    step, key = jax.device_put((np.int32(3), np.uint32([1, 2])), whole)
+    step, key = jax.device_put((np.int32(3), np.array([1, 2], np.uint32)), whole)
     return TrainState(step, params, (params,), {}, {}, key)
 
 

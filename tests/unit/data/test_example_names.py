@@ -33,7 +33,7 @@ def test_an_example_is_traced_to_its_file_and_record(tmp_path: Path) -> None:
 
 
 def test_an_example_of_a_mixture_of_parts_has_its_index_in_the_whole() -> None:
-    arrays = {"image": np.ones((9, 2, 2), np.float32), "label": np.arange(9)}
+    arrays: dict[str, np.ndarray] = {"image": np.ones((9, 2, 2), np.float32), "label": np.arange(9)}
     arrays["image"][7, 0, 0] = np.nan
     part = MappedDataset(Subset(arrays, np.array([8, 7])), lambda rows: rows)
     mixture = Mixture({"b": (part, 1.0), "a": (ArrayDataset(arrays), 1.0)})

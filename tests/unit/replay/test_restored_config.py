@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,12 +42,15 @@ def test_every_kind_of_option_has_its_value_again(tmp_path: Path) -> None:
     file = tmp_path / "kinds.py"
     file.write_text(EXPERIMENT)
     default = load_experiment(str(file), frozenset()).preset(None)
-    used = dataclasses.replace(
-        default,
-        workdir="elsewhere",
+    of_experiment: dict[str, Any] = {
         **{"epochs": None, "steps": 30, "hidden": (), "names": ("b c", "d"), "flag": False},
         **{"unroll": False, "rate": -1e-7, "kind": "y", "text": "--no value", "limit": None},
         **{"pairs": ((1, 2), (3, 4)), "freeze": ("kernel$",), "skip_steps": ("5:7", "9:12")},
+    }
+    used = dataclasses.replace(
+        default,
+        workdir="elsewhere",
+        **of_experiment,
         mesh=dataclasses.replace(default.mesh, data=-1, devices=("0", "1")),
         jit=False,
         cpu_devices=3,
@@ -54,7 +58,7 @@ def test_every_kind_of_option_has_its_value_again(tmp_path: Path) -> None:
     )
     run = tmp_path / "run"
     run.mkdir()
-    content = {"config": config_as_json(used), "experiment": str(file)}
+    content: Any = {"config": config_as_json(used), "experiment": str(file)}
     (run / "config.json").write_text(json.dumps(content))
     _, found = restore_config(read_run(str(run)), None)
     # Of another class, because the file was loaded again.
